@@ -1,0 +1,56 @@
+"""offbeat: train in lockstep when it pays, off the beat when it doesn't.
+
+The public names, imported when first used, so that `offbeat --help` need not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from offbeat.errors import OffbeatError
+    from offbeat.fitting import Result, fit
+    from offbeat.join import Team, init
+    from offbeat.strategies import Strategy, parse
+    from offbeat.task import Data, IterativeTask, Task, accuracy
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "Data": "offbeat.task",
+    "IterativeTask": "offbeat.task",
+    "OffbeatError": "offbeat.errors",
+    "Result": "offbeat.fitting",
+    "Strategy": "offbeat.strategies",
+    "Task": "offbeat.task",
+    "Team": "offbeat.join",
+    "accuracy": "offbeat.task",
+    "fit": "offbeat.fitting",
+    "init": "offbeat.join",
+    "parse": "offbeat.strategies",
+}
+
+__all__ = [
+    "Data",
+    "IterativeTask",
+    "OffbeatError",
+    "Result",
+    "Strategy",
+    "Task",
+    "Team",
+    "accuracy",
+    "fit",
+    "init",
+    "parse",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _WHERE:
+        return getattr(importlib.import_module(_WHERE[name]), name)
+    raise AttributeError(f"module 'offbeat' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_WHERE])
