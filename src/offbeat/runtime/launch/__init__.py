@@ -1,0 +1,23 @@
+"""The local launcher: roles as real processes, forked from a server that has torch imported already."""
+
+from offbeat.runtime.launch._control import Control
+from offbeat.runtime.launch._launcher import GRACE, PRELOAD, Launcher
+from offbeat.runtime.launch._logs import LogFollower, last_lines
+from offbeat.runtime.launch._rendezvous import free_port, serve_store, threads_for, worker_environment
+from offbeat.runtime.launch._roles import Outcome, RemoteError, Role
+
+__all__ = [
+    "GRACE",
+    "PRELOAD",
+    "Control",
+    "Launcher",
+    "LogFollower",
+    "Outcome",
+    "RemoteError",
+    "Role",
+    "free_port",
+    "last_lines",
+    "serve_store",
+    "threads_for",
+    "worker_environment",
+]

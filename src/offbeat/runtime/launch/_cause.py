@@ -1,0 +1,90 @@
+"""Which of several failures is the cause, and the error that tells of it."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offbeat import errors
+from offbeat.errors import OffbeatError, WorkerError
+from offbeat.runtime.launch._logs import last_lines
+from offbeat.runtime.launch._roles import RemoteError, Role
+
+HEAD_START = 0.1
+"""Seconds by which a death is dated back: the kernel closes a dying process's sockets, which its peers notice,
+before it tells the parent."""
+
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: "killed by the system or by hand; out of memory?",
+    signal.SIGSEGV: "it crashed in native code",
+    signal.SIGABRT: "native code gave up",
+    signal.SIGBUS: "memory could not be had; is /dev/shm or the disk full?",
+    signal.SIGTERM: "ended from outside",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A role that ended otherwise than well."""
+
+    role: Role
+    at: float
+    error: RemoteError | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it only says that a peer is gone."""
+        return self.error is not None and self.error.communication
+
+
+def cause_of(failures: Sequence[Failure]) -> Failure:
+    """The first in time, but one that only complains of a peer after all others."""
+    return min(failures, key=lambda f: (f.is_consequence, f.at - (HEAD_START if f.signal is not None else 0.0)))
+
+
+def error_for(failure: Failure) -> OffbeatError:
+    """The error that the launcher raises for a failure."""
+    if failure.error is not None:
+        return _from_exception(failure.role, failure.error)
+    role, log = failure.role, failure.role.log
+    if failure.signal is not None:
+        hint = f" ({_HINTS[number]})" if (number := failure.signal) in _HINTS else ""
+        what = f"was ended by {_signal_name(failure.signal)}{hint}."
+    else:
+        what = f"ended with exit code {failure.exit_code}."
+    lines = last_lines(log)
+    tail = f" Its log {log} ends with:\n{lines}" if lines else f" Its log {log} is empty."
+    return WorkerError(f"{role} {what}{tail}", role=role.kind, rank=role.rank)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"  # Real-time signals have no names.
+
+
+def _from_exception(role: Role, remote: RemoteError) -> OffbeatError:
+    error = _same_class(role, remote)
+    if error is None:
+        message = f"{role} failed with {remote.type_name}: {remote.message} (its log: {role.log})"
+        error = WorkerError(message, role=role.kind, rank=role.rank)
+    vars(error)["remote_traceback"] = remote.traceback
+    # So that a traceback nobody catches shows both sides.
+    error.add_note(f"In {role}:\n{remote.traceback.rstrip()}")
+    return error
+
+
+def _same_class(role: Role, remote: RemoteError) -> OffbeatError | None:
+    kind = getattr(errors, remote.offbeat_class or "", None)
+    if not (isinstance(kind, type) and issubclass(kind, OffbeatError)):
+        return None
+    named = re.search(rf"\b{re.escape(str(role))}\b", remote.message)
+    try:
+        return kind(remote.message if named else f"{role}: {remote.message}")
+    except TypeError:
+        return None  # Its constructor wants more than a message.

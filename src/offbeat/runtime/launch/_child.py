@@ -1,0 +1,161 @@
+"""What a forked child does, from its first instruction to its last.
+
+Random state is left as the fork made it: Python re-seeds `random` in every forked child by itself, while
+numpy's legacy global generator and torch's default generator start alike in all children. A role that draws
+from those seeds them, as it would have to for a repeatable run anyway.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import io
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from typing import NoReturn
+
+from offbeat.runtime.launch._control import Control
+from offbeat.runtime.launch._messages import Fork
+from offbeat.runtime.launch._report import describe
+
+EXIT_SECONDS = 5.0
+"""How long exit handlers may take after a success."""
+FAILED_EXIT_SECONDS = 1.0
+"""And after a failure, when they may well wait for peers that are gone."""
+
+_PR_SET_PDEATHSIG = 1
+_IO_LINE_BUFFERED = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def live(order: Fork, control: int, log: int, unneeded: Iterable[int], parent: int) -> NoReturn:
+    """Be the role that was ordered, then end; never returns into the fork server's code."""
+    code = 1
+    try:
+        _die_with(parent)
+        os.setsid()
+        for descriptor in unneeded:
+            os.close(descriptor)
+        _redirect(log)
+        code = _run(order, Control(socket.socket(fileno=control)))
+    except BaseException:
+        # The last resort: whatever could not be reported to the launcher stands in the log.
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            _flush()
+        os._exit(code)
+
+
+def _die_with(parent: int) -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # The parent may have died between the fork and the request, which then never fires.
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _redirect(log: int) -> None:
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    # C and C++ libraries print through stdio, which would hold lines back until exit since a file is no terminal.
+    _LIBC.setvbuf(ctypes.c_void_p.in_dll(_LIBC, "stdout"), None, _IO_LINE_BUFFERED, 0)
+    faulthandler.enable()
+
+
+def _run(order: Fork, control: Control) -> int:
+    try:
+        _reset_signals()
+        _settle_in(order)
+        module, _, name = order.entry.partition(":")
+        getattr(importlib.import_module(module), name)(order.config, control)
+        _join_threads()
+        code = 0
+    except SystemExit as request:
+        code = _exit_code(request)
+    except BaseException as error:
+        raised_at = time.monotonic()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        control.report(describe(error, raised_at, ours=__file__))
+        if not isinstance(error, KeyboardInterrupt):
+            traceback.print_exception(error)
+        code = 1
+    _run_exit_handlers(code, EXIT_SECONDS if code == 0 else FAILED_EXIT_SECONDS)
+    return code
+
+
+def _reset_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # The server forks with SIGINT blocked, so that one sent early waits until here instead of being lost.
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def _settle_in(order: Fork) -> None:
+    gc.enable()
+    os.chdir(order.directory)
+    for name in set(os.environ) - set(order.environment):
+        del os.environ[name]
+    os.environ.update(order.environment)
+    sys.path[:] = order.path
+    sys.argv[:] = [order.entry]
+    importlib.invalidate_caches()
+    if order.threads is not None:
+        import torch
+
+        torch.set_num_threads(order.threads)
+
+
+def _join_threads() -> None:
+    # As at the end of any Python program: threads that are no daemons are part of the work.
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+
+
+def _exit_code(request: SystemExit) -> int:
+    if request.code is None:
+        return 0
+    if isinstance(request.code, int):
+        return request.code & 0xFF
+    print(request.code, file=sys.stderr)
+    return 1
+
+
+def _run_exit_handlers(code: int, seconds: float) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    done = threading.Event()
+
+    def give_up() -> None:
+        if not done.wait(seconds):
+            os.write(2, f"Exit handlers did not end within {seconds:g} s; they were cut off.\n".encode())
+            os._exit(code)
+
+    threading.Thread(target=give_up, name="offbeat-exit-deadline", daemon=True).start()
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
+    _flush()
+    done.set()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    _LIBC.fflush(None)

@@ -1,0 +1,41 @@
+"""Process groups seen from outside, for when the fork server can no longer be asked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def kill(groups: Sequence[int], seconds: float) -> None:
+    """End process groups and wait until nothing of them runs, or the time is over."""
+    for group in groups:
+        with contextlib.suppress(OSError):
+            os.killpg(group, signal.SIGKILL)
+    deadline = time.monotonic() + seconds
+    while any(_runs(group) for group in groups) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _runs(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except OSError:
+        return False
+    # A zombie still counts as a member; it is for whoever inherited it to reap.
+    return any(
+        fields[2] == str(group) and fields[0] not in "ZX"
+        for fields in map(_stat, Path("/proc").glob("[0-9]*"))
+        if fields
+    )
+
+
+def _stat(process: Path) -> list[str]:
+    """State, parent, group and so on of a process: what follows its name, which may hold anything."""
+    try:
+        return (process / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -1,0 +1,79 @@
+"""What is launched, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offbeat.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Role:
+    """One process to be started."""
+
+    kind: str
+    """What it is: worker, server, monitor."""
+    rank: int
+    """Its position among those of its kind."""
+    entry: str
+    """`package.module:function`, called in the child as `function(config, control)`."""
+    config: Mapping[str, Any]
+    """Plain data for the entry function."""
+    environment: Mapping[str, str]
+    """Variables added to the launcher's, set before the entry is imported."""
+    log: Path
+    """Where the child's descriptors 1 and 2 go: appended, created if missing."""
+    threads: int | None = None
+    """For `torch.set_num_threads`; None leaves torch's own choice."""
+
+    def __post_init__(self) -> None:
+        module, colon, function = self.entry.partition(":")
+        if not (module and colon and function):
+            raise UsageError(
+                f"The entry {self.entry!r} of {self} names no function: write it as 'package.module:function'."
+            )
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"{self} cannot compute with {self.threads} threads: give 1 or more, or None.")
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.rank}"
+
+
+@dataclass(frozen=True)
+class RemoteError:
+    """An exception that ended a child, as text."""
+
+    type_name: str
+    """The exception's class, with its module unless it is a builtin."""
+    message: str
+    """What `str()` of it gave."""
+    traceback: str
+    """Its traceback as Python would print it, from the entry function on."""
+    offbeat_class: str | None = None
+    """The nearest class of `offbeat.errors`, if it is one of ours."""
+    communication: bool = False
+    """Whether it says that a peer is gone or silent: then the peer is the likelier cause."""
+    at: float = field(default=0.0, compare=False)
+    """When it was raised, by the machine's monotonic clock."""
+
+    @property
+    def is_usage(self) -> bool:
+        """Whether offbeat raised it on purpose, so that its message needs no traceback."""
+        return self.offbeat_class is not None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one role ended."""
+
+    role: Role
+    """Which."""
+    exit_code: int | None
+    """Its exit code, or None if a signal ended it."""
+    signal: int | None
+    """The signal that ended it, or None."""
+    error: RemoteError | None
+    """The exception that ended it, or None."""

@@ -1,0 +1,332 @@
+"""One run: fork the roles, pump their messages, notice failures, and leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, assert_never
+
+import msgspec
+
+from offbeat.errors import OutputError, RunError, UsageError, WaitError
+from offbeat.runtime.launch import _groups
+from offbeat.runtime.launch._cause import Failure, cause_of, error_for
+from offbeat.runtime.launch._interrupts import Interrupts
+from offbeat.runtime.launch._link import Link, ServerGoneError
+from offbeat.runtime.launch._messages import (
+    PRELOAD_DEADLINE,
+    Broken,
+    Channel,
+    Drain,
+    Drained,
+    Ended,
+    Failed,
+    Fork,
+    Forked,
+    FromChild,
+    FromServer,
+    Note,
+    Ready,
+    Refused,
+    Signal,
+    frame,
+)
+from offbeat.runtime.launch._roles import Outcome, RemoteError, Role
+
+TICK = 0.1
+"""Seconds between calls of `on_tick`."""
+SETTLE = 0.5
+"""Seconds to wait for a better explanation when the first failure only complains of a peer."""
+FORK_DEADLINE = 30.0
+"""Seconds for the fork server to fork all roles."""
+KILL_DEADLINE = 10.0
+"""Seconds for the kernel to end what was sent SIGKILL."""
+
+OnMessage = Callable[[Role, dict[str, Any]], None]
+OnTick = Callable[[], None]
+
+
+@dataclass
+class Child:
+    """A role's process, as far as it has got."""
+
+    role: Role
+    order: Fork
+    channel: Channel[FromChild]
+    pid: int | None = None
+    error: RemoteError | None = None
+    outcome: Outcome | None = None
+
+
+class Run:
+    """The state of one run; used once."""
+
+    def __init__(
+        self, link: Link, on_message: OnMessage, on_tick: OnTick | None, grace: timedelta, interrupts: Interrupts
+    ) -> None:
+        self._link = link
+        self._on_message = on_message
+        self._on_tick = on_tick
+        self._grace = grace.total_seconds()
+        self._interrupts = interrupts
+        self._children: dict[int, Child] = {}
+        self._failures: list[Failure] = []
+        self._settled_at = 0.0
+        self._next_tick = 0.0
+        self._silenced = False
+        self._asked_at: float | None = None  # when the others were asked to end
+        self._killed = False
+        self._drained = False
+        self._problem: BaseException | None = None  # what went wrong while ending
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(link.channel, selectors.EVENT_READ, None)
+
+    def go(self, roles: Sequence[Role]) -> list[Outcome]:
+        """Run the roles to their end."""
+        orders = [order_for(number, role) for number, role in enumerate(roles)]
+        with contextlib.closing(self._selector), contextlib.ExitStack() as held:
+            try:
+                self._await_server()
+                self._fork(roles, orders, held)
+                self._turn_until(self._is_decided)
+            except ServerGoneError:
+                pass  # Which ending finds out again, and says how it came.
+            except BaseException:
+                self._end()
+                raise
+            self._end()
+        return self._verdict()
+
+    def _verdict(self) -> list[Outcome]:
+        cause = cause_of(self._failures) if self._failures else None
+        if cause is not None and not (cause.is_consequence and self._problem is not None):
+            raise error_for(cause)
+        if self._interrupts.count:
+            raise KeyboardInterrupt
+        if self._problem is not None:
+            raise self._problem
+        return [child.outcome for child in self._children.values() if child.outcome is not None]
+
+    # Beginning.
+
+    def _await_server(self) -> None:
+        self._turn_until(lambda: self._link.is_ready or self._interrupts.count > 0, PRELOAD_DEADLINE)
+        if not self._link.is_ready and not self._interrupts.count:
+            raise WaitError(
+                f"The fork server did not import {', '.join(self._link.preload)} within {PRELOAD_DEADLINE:g} s."
+            )
+
+    def _fork(self, roles: Sequence[Role], orders: Sequence[Fork], held: contextlib.ExitStack) -> None:
+        with contextlib.ExitStack() as passed:
+            logs = [_open_log(role, passed) for role in roles]
+            for role, order, log in zip(roles, orders, logs, strict=True):
+                if self._interrupts.count:
+                    return
+                ours, theirs = socket.socketpair()
+                passed.enter_context(theirs)
+                child = Child(role, order, Channel(ours, FromChild, str(role)))
+                held.callback(child.channel.close)
+                self._children[order.id] = child
+                self._selector.register(child.channel, selectors.EVENT_READ, child)
+                self._link.send(order, (theirs.fileno(), log))
+        self._turn_until(lambda: self._all_forked() or self._is_decided(), FORK_DEADLINE)
+        if not self._all_forked() and not self._is_decided():
+            missing = ", ".join(str(child.role) for child in self._children.values() if child.pid is None)
+            raise WaitError(f"The fork server did not start {missing} within {FORK_DEADLINE:g} s.")
+
+    def _all_forked(self) -> bool:
+        return all(child.pid is not None for child in self._children.values())
+
+    # Going on.
+
+    def _is_decided(self) -> bool:
+        if self._interrupts.count or not self._living():
+            return True
+        certain = any(not failure.is_consequence for failure in self._failures)
+        return certain or (bool(self._failures) and time.monotonic() >= self._settled_at)
+
+    def _living(self) -> list[Child]:
+        return [child for child in self._children.values() if child.outcome is None]
+
+    def _turn_until(self, done: Callable[[], bool], seconds: float | None = None) -> None:
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while not done() and (deadline is None or time.monotonic() < deadline):
+            self._turn(deadline)
+
+    def _turn(self, deadline: float | None) -> None:
+        now = time.monotonic()
+        until = self._next_tick if deadline is None else min(self._next_tick, deadline)
+        for key, _ in self._selector.select(max(0.0, until - now)):
+            child: Child | None = key.data
+            if child is None:
+                self._hear_server()
+            elif child.outcome is None:
+                self._hear(child, child.channel.receive)
+        if time.monotonic() >= self._next_tick:
+            self._next_tick = time.monotonic() + TICK
+            if self._on_tick is not None:
+                self._call(self._on_tick)
+
+    def _call(self, callback: Callable[..., None], *arguments: object) -> None:
+        if self._silenced:
+            return
+        self._silenced = True  # And stays so if the callback raises.
+        try:
+            with self._interrupts.raising() if self._asked_at is None else contextlib.nullcontext():
+                callback(*arguments)
+            self._silenced = False
+        except Exception as error:
+            if self._asked_at is None:
+                raise
+            # Ending goes on whatever a callback thinks of it.
+            self._problem = self._problem or error
+
+    def _hear(self, child: Child, receive: Callable[[], list[FromChild]]) -> None:
+        try:
+            messages = receive()
+        except (RunError, msgspec.MsgspecError) as error:
+            self._deaf_to(child)
+            if self._asked_at is None:
+                raise RunError(f"{child.role} sent a message that cannot be read: {error}") from error
+            return  # Asked to end, it may have been cut off in the middle of a message.
+        for message in messages:
+            if isinstance(message, Note):
+                self._call(self._on_message, child.role, message.content)
+            else:
+                self._note_error(child, message)
+        if child.channel.ended:
+            self._deaf_to(child)
+
+    def _deaf_to(self, child: Child) -> None:
+        if child.channel.fileno() >= 0:
+            self._selector.unregister(child.channel)
+            child.channel.close()
+
+    def _hear_server(self) -> None:
+        for message in self._link.channel.receive():
+            self._heed(message)
+        if self._link.channel.ended:
+            raise ServerGoneError
+
+    def _heed(self, message: FromServer) -> None:
+        match message:
+            case Ready():
+                self._link.is_ready = True
+            case Broken():
+                self._link.is_usable = False
+                error = RunError(f"The fork server, which starts all processes of a run, failed: {message.message}")
+                if message.traceback:
+                    error.add_note(f"In the fork server:\n{message.traceback.rstrip()}")
+                raise error
+            case Forked():
+                self._children[message.id].pid = message.pid
+            case Refused():
+                child = self._children[message.id]
+                child.outcome = Outcome(child.role, None, None, None)
+                raise RunError(f"The fork server could not start {child.role}: {message.message}")
+            case Ended():
+                self._note_end(self._children[message.id], message)
+            case Drained():
+                self._drained = True
+            case _:
+                assert_never(message)
+
+    def _note_error(self, child: Child, message: Failed) -> None:
+        child.error = RemoteError(**msgspec.structs.asdict(message))
+        if self._asked_at is None or message.at < self._asked_at:
+            self._fail(Failure(child.role, message.at, error=child.error))
+
+    def _note_end(self, child: Child, message: Ended) -> None:
+        if child.channel.fileno() >= 0:
+            self._hear(child, child.channel.receive_rest)
+        self._deaf_to(child)
+        child.outcome = Outcome(child.role, message.exit_code, message.signal, child.error)
+        if message.exit_code == 0 or child.error is not None:
+            return
+        # Once asked to end, only a SIGKILL that we did not send tells of a cause.
+        if self._asked_at is None or (message.signal == signal.SIGKILL and not self._killed):
+            self._fail(Failure(child.role, message.at, None, message.exit_code, message.signal))
+
+    def _fail(self, failure: Failure) -> None:
+        if not self._failures:
+            self._settled_at = time.monotonic() + SETTLE
+        self._failures.append(failure)
+
+    # Ending.
+
+    def _end(self) -> None:
+        """End what lives and see that it is gone; never raises, but keeps what went wrong."""
+        self._asked_at = time.monotonic()
+        try:
+            self._end_through_server()
+        except BaseException as error:
+            self._kill_without_server()
+            problem = RunError(self._link.obituary()) if isinstance(error, ServerGoneError) else error
+            self._problem = self._problem or problem
+
+    def _end_through_server(self) -> None:
+        if not self._link.is_usable:
+            raise ServerGoneError
+        # Callbacks cannot be interrupted any more: from here on, a further interrupt means "at once".
+        before = self._interrupts.count
+        if self._living():
+            self._signal(signal.SIGINT)
+            self._turn_until(lambda: not self._living() or self._interrupts.count > before, self._grace)
+        if self._living():
+            self._killed = True
+            self._signal(signal.SIGKILL)
+            self._turn_until(lambda: not self._living(), KILL_DEADLINE)
+        if living := self._living():
+            names = ", ".join(str(child.role) for child in living)
+            raise WaitError(f"{names} did not end within {KILL_DEADLINE:g} s of SIGKILL.")
+        self._link.send(Drain())
+        self._turn_until(lambda: self._drained, KILL_DEADLINE)
+        if not self._drained:
+            raise WaitError(f"Processes that the roles had started did not end within {KILL_DEADLINE:g} s of SIGKILL.")
+
+    def _signal(self, number: signal.Signals) -> None:
+        for child in self._living():
+            self._link.send(Signal(child.order.id, number))
+
+    def _kill_without_server(self) -> None:
+        self._link.kill()
+        groups = [child.pid for child in self._children.values() if child.pid is not None]
+        _groups.kill(groups, KILL_DEADLINE)
+
+
+def _open_log(role: Role, held: contextlib.ExitStack) -> int:
+    try:
+        role.log.parent.mkdir(parents=True, exist_ok=True)
+        return held.enter_context(role.log.open("ab")).fileno()
+    except OSError as error:
+        raise OutputError(
+            f"The log of {role} cannot be written: {error}. Choose a place where this user may write."
+        ) from error
+
+
+def order_for(number: int, role: Role) -> Fork:
+    """What the fork server is told to start a role; refused here if it is no plain data."""
+    order = Fork(
+        id=number,
+        label=str(role),
+        entry=role.entry,
+        config=dict(role.config),
+        environment={**os.environ, **role.environment},
+        directory=str(Path.cwd()),
+        path=[entry or str(Path.cwd()) for entry in sys.path],
+        threads=role.threads,
+    )
+    try:
+        frame(order)
+    except UsageError as error:
+        raise UsageError(f"The config of {role} cannot be passed on. {error}") from error
+    return order

@@ -1,0 +1,242 @@
+"""The fork server: imports what is slow once, then forks a role in milliseconds.
+
+Run by the launcher as `python -m offbeat.runtime.launch._server <descriptor of its socket>`. It has one
+thread, holds no state but its children, and ends them all when its launcher is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Never, assert_never
+
+from offbeat.runtime.launch import _child
+from offbeat.runtime.launch._messages import (
+    PRELOAD_DEADLINE,
+    Broken,
+    Channel,
+    Drain,
+    Drained,
+    Ended,
+    Fork,
+    Forked,
+    FromServer,
+    Hello,
+    Ready,
+    Refused,
+    Signal,
+    ToServer,
+)
+
+TURN = 0.5
+"""Seconds between looks at whether the launcher still lives, should its socket not tell."""
+FAREWELL = 5.0
+"""Seconds to wait for killed children before ending all the same."""
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Server:
+    """Forks, signals and reaps the roles of one launcher."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._channel: Channel[ToServer] = Channel(end, ToServer, "the launcher")
+        self._launcher = os.getppid()
+        self._roles: dict[int, int] = {}  # process -> id of its role
+        self._lingering: set[int] = set()  # process groups whose leader has ended
+        self._draining = False
+        self._wake, self._bell = socket.socketpair()
+        self._selector = selectors.PollSelector()
+
+    def serve(self) -> None:
+        """Do what the launcher says until it is gone."""
+        self._listen_for_children()
+        self._selector.register(self._channel, selectors.EVENT_READ)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        try:
+            while not self._channel.ended and os.getppid() == self._launcher:
+                for message in self._next():
+                    self._obey(message)
+        except BrokenPipeError:
+            pass  # The launcher went while it was being told something.
+        finally:
+            self._end_all()
+
+    def _listen_for_children(self) -> None:
+        self._wake.setblocking(False)
+        self._bell.setblocking(False)
+        signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        # Orphans of a role come to us, not to init: so it can be known when the last of a group is gone.
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    def _next(self) -> list[ToServer]:
+        # Members of a group whose parent is not us end without our being told.
+        ready = {key.fileobj for key, _ in self._selector.select(0.02 if self._lingering else TURN)}
+        if self._wake in ready:
+            self._wake.recv(4096)
+        self._reap()
+        return self._channel.receive() if self._channel in ready else []
+
+    def _obey(self, message: ToServer) -> None:
+        match message:
+            case Hello():
+                self._preload(message)
+            case Fork():
+                self._fork(message)
+            case Signal():
+                self._signal(message)
+            case Drain():
+                self._draining = True
+                self._answer_drain()
+            case _:
+                assert_never(message)
+
+    def _preload(self, hello: Hello) -> None:
+        started = time.monotonic()
+        sys.path[:] = hello.path
+        # An import that hangs would hear of nothing, not even of its launcher's end.
+        faulthandler.register(signal.SIGALRM, chain=True)
+        signal.alarm(int(PRELOAD_DEADLINE))
+        for name in hello.preload:
+            try:
+                importlib.import_module(name)
+            except BaseException as error:
+                self._fail(f"it could not import {name!r}: {type(error).__name__}: {error}", traceback.format_exc())
+        signal.alarm(0)
+        faulthandler.unregister(signal.SIGALRM)
+        if (problem := several_threads()) is not None:
+            self._fail(problem, "")
+        gc.collect()
+        gc.disable()
+        gc.freeze()
+        self._send(Ready(time.monotonic() - started))
+
+    def _fail(self, message: str, trace: str) -> Never:
+        self._send(Broken(message, trace))
+        raise SystemExit(1)
+
+    def _fork(self, order: Fork) -> None:
+        control, log = self._channel.descriptors[:2]
+        del self._channel.descriptors[:2]
+        try:
+            if (problem := several_threads()) is not None:
+                self._send(Refused(order.id, problem))
+                return
+            server = os.getpid()
+            process = os.fork()
+            if process == 0:
+                _child.live(order, control, log, self._own_descriptors(), server)
+            self._roles[process] = order.id
+            self._send(Forked(order.id, process))
+        except OSError as error:
+            self._send(Refused(order.id, f"the system refused to fork: {error}"))
+        finally:
+            os.close(control)
+            os.close(log)
+
+    def _own_descriptors(self) -> list[int]:
+        mine = [self._channel.fileno(), self._wake.fileno(), self._bell.fileno()]
+        return mine + self._channel.descriptors
+
+    def _signal(self, order: Signal) -> None:
+        for process, role in self._roles.items():
+            if role == order.id:
+                _signal_group(process, order.number)
+                if order.number == signal.SIGINT:
+                    # A stopped process keeps SIGINT pending; continued, it can clean up.
+                    _signal_group(process, signal.SIGCONT)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                break
+            if found is None:
+                break
+            if found.si_pid in self._roles:
+                self._bury(found.si_pid)
+            else:
+                os.waitpid(found.si_pid, 0)
+        self._lingering = {group for group in self._lingering if _group_exists(group)}
+        self._answer_drain()
+
+    def _bury(self, process: int) -> None:
+        at = time.monotonic()
+        # Before the wait, while the number of the group cannot be given to anybody else.
+        _signal_group(process, signal.SIGKILL)
+        self._lingering.add(process)
+        _, status = os.waitpid(process, 0)
+        code = os.waitstatus_to_exitcode(status)
+        role = self._roles.pop(process)
+        self._send(Ended(role, None, -code, at) if code < 0 else Ended(role, code, None, at))
+
+    def _answer_drain(self) -> None:
+        if self._draining and not self._roles and not self._lingering:
+            self._draining = False
+            self._send(Drained())
+
+    def _send(self, message: FromServer) -> None:
+        self._channel.send(message)
+
+    def _end_all(self) -> None:
+        deadline = time.monotonic() + FAREWELL
+        self._channel.close()
+        self._draining = False
+        for process in self._roles:
+            _signal_group(process, signal.SIGKILL)
+        while self._roles and time.monotonic() < deadline:
+            for process in list(self._roles):
+                if os.waitpid(process, os.WNOHANG)[0]:
+                    del self._roles[process]
+            time.sleep(0.005)
+
+
+def several_threads() -> str | None:
+    """What is wrong if this process has more than one thread: forking would copy their locks, held for ever."""
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    if len(names) == 1:
+        return None
+    return (
+        f"it has {len(names)} threads ({', '.join(names)}) and must have one to fork safely. A module it imports "
+        "beforehand starts threads: take it out of `preload`."
+    )
+
+
+def _signal_group(leader: int, number: int) -> None:
+    try:
+        os.killpg(leader, number)
+    except ProcessLookupError:
+        # The child has not made its group yet; not reaped, its number is still its own.
+        os.kill(leader, number)
+
+
+def _group_exists(leader: int) -> bool:
+    try:
+        os.killpg(leader, 0)
+    except OSError:
+        # Gone, or somebody else's: a user that the role changed to, which we could not end anyway.
+        return False
+    return True
+
+
+def main(descriptor: int) -> None:
+    """Serve the launcher at the other end of a socket."""
+    faulthandler.enable()
+    signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGINT])
+    Server(socket.socket(fileno=descriptor)).serve()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
