@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from offbeat.strategies._base import Axis, Combined, Setting, Strategy, Traits, combined
+from offbeat.strategies._describe import describe, overview
 from offbeat.strategies._grammar import expand, parse
 from offbeat.strategies._registry import aliases, available
 from offbeat.strategies.accumulate import Accumulate
@@ -23,6 +24,8 @@ __all__ = [
     "aliases",
     "available",
     "combined",
+    "describe",
     "expand",
+    "overview",
     "parse",
 ]

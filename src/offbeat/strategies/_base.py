@@ -18,7 +18,7 @@ from typing import ClassVar
 from urllib.parse import quote
 
 from offbeat.errors import StrategyError
-from offbeat.strategies._written import Setting, Written, require, spell_call
+from offbeat.strategies._written import Setting, Written, fields_of, require, spell_call
 from offbeat.task import _FILE_MODULE as FILE_MODULE  # pyright: ignore[reportPrivateUsage]
 
 __all__ = ["Axis", "Combined", "Setting", "Strategy", "Traits", "combined", "require"]
@@ -176,10 +176,11 @@ def add(strategies: Iterable[Strategy]) -> Combined:
     """The normal form of a sum of any length; a second exchange or a second when is refused."""
     by_axis: dict[Axis, list[Strategy]] = {axis: [] for axis in Axis}
     for part in itertools.chain.from_iterable(map(_written_parts, strategies)):
-        by_axis[_axis(part)].append(part)
+        verify(type(part))
+        by_axis[part.axis].append(part)
     for axis, why in ((Axis.EXCHANGE, "a step is exchanged in one way"), (Axis.WHEN, "there is one rhythm")):
         if len(by_axis[axis]) > 1:
-            named = " and ".join(str(part) for part in by_axis[axis])
+            named = " and ".join(str(part) for part in by_axis[axis][:2])
             raise StrategyError(f"{named} cannot be added: each decides the {axis}, and {why}. Keep one of them.")
     exchange = by_axis[Axis.EXCHANGE]
     return Combined(
@@ -196,15 +197,18 @@ def _written_parts(strategy: Strategy) -> tuple[Strategy, ...]:
     return parts[1:] if isinstance(strategy, Combined) and strategy.implied else parts
 
 
-def _axis(part: Strategy) -> Axis:
-    axis = getattr(part, "axis", None)
-    if not isinstance(axis, Axis):
-        raise StrategyError(f"{type(part).__name__} does not say what it decides. Give it `axis = Axis.EXCHANGE`.")
-    return axis
+def verify(cls: type[Strategy]) -> None:
+    """Refuse a class that its author has not finished: no dataclass, no axis, or fields that cannot be written."""
+    fields_of(cls)
+    if not isinstance(getattr(cls, "axis", None), Axis):
+        raise StrategyError(
+            f"{cls.__module__}.{cls.__qualname__} does not say what it decides. Give it `axis = Axis.EXCHANGE`, "
+            f"`Axis.WHEN` or `Axis.COMPRESSION`."
+        )
 
 
 def _expect(part: Strategy, axis: Axis) -> None:
-    if isinstance(part, Combined) or _axis(part) is not axis:
+    if isinstance(part, Combined) or part.axis is not axis:
         raise StrategyError(f"{part} is no {axis}, so it cannot stand there in a sum. Write the sum with `+`.")
 
 
@@ -219,7 +223,7 @@ def _reference(cls: type[Strategy]) -> str:
     """How a class is written: by its name if it is known by it, else by where it is defined."""
     from offbeat.strategies._registry import is_known
 
-    if is_known(cls) or "." in cls.__qualname__:
+    if "." in cls.__qualname__ or is_known(cls):
         # A class inside a function or class cannot be found by where it is defined; its name is all there is.
         return cls.name
     module = cls.__module__
@@ -231,4 +235,7 @@ def _reference(cls: type[Strategy]) -> str:
 
 def _escaped(path: str) -> str:
     """A path without the characters that end it in a strategy's text, which become `%` and their code."""
-    return "".join(quote(c, safe="") if c in "%:+(){},='\"" or (c.isspace() and c != " ") else c for c in path)
+    ending = "%:+(){},='\""
+    return "".join(
+        quote(c, safe="", errors="surrogateescape") if c in ending or not c.isprintable() else c for c in path
+    )

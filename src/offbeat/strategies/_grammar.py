@@ -17,10 +17,10 @@ from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
 from offbeat.errors import StrategyError, TaskError, did_you_mean
-from offbeat.strategies._base import Strategy, add
+from offbeat.strategies._base import Strategy, add, verify
 from offbeat.strategies._registry import resolve
 from offbeat.strategies._source import Reference, Source, read
-from offbeat.strategies._written import Field, Written, fields_of, is_word, signature
+from offbeat.strategies._written import Field, Written, fields_of, is_word, shown, signature
 from offbeat.task import load_module
 
 MOST: Final = 1_000
@@ -58,6 +58,7 @@ def find_class(reference: Reference) -> type[Strategy]:
     module = _load(reference.source)
     found = getattr(module, reference.cls, None)
     if inspect.isclass(found) and issubclass(found, Strategy) and found is not Strategy:
+        verify(found)
         return found
     own = [
         name
@@ -84,8 +85,9 @@ def _load(source: str) -> ModuleType:
         return load_module(source)
     except TaskError as error:
         # `str` escapes what would end a path in a strategy's text; a file really called so comes first.
-        if unquote(source) != source:
-            return _load(unquote(source))
+        plain = unquote(source, errors="surrogateescape")
+        if plain != source:
+            return _load(plain)
         raise StrategyError(str(error)) from error
     except Exception as error:  # whatever people's own module raises while it is imported
         raise StrategyError(f"{source} cannot be imported: {type(error).__name__}: {error}.") from error
@@ -190,7 +192,7 @@ class _Reader:
             if argument.arg not in fields:
                 names = did_you_mean(argument.arg, fields)
                 raise self.source.error(
-                    argument, f"{head} has no argument {argument.arg!r}.{names} It is {signature(cls, head)}."
+                    argument, f"{head} has no argument {shown(argument.arg)!r}.{names} It is {signature(cls, head)}."
                 )
             if argument.arg in given:
                 raise self.source.error(argument, f"{argument.arg!r} is given twice: {signature(cls, head)}.")
@@ -226,13 +228,13 @@ class _Reader:
                 if not isinstance(value, bool):
                     return -value
             case ast.Constant(value=str() as value):
-                raise self.source.refused(node, f" Write {value[:60]!s} without quotes.")
+                raise self.source.refused(node, f" Write {shown(value)} without quotes.")
             case _:
                 pass
         raise self.source.refused(node)
 
     def _wrong_call(self, name: str, field: Field, head: str) -> str:
-        wrong = f"{head}: {field.name} takes {field.type_text}, not {name}(...)."
+        wrong = f"{head}: {field.name} takes {field.type_text}, not {shown(name)}(...)."
         try:
             resolve(name, self.registry)
         except StrategyError:

@@ -13,7 +13,8 @@ from importlib import metadata
 from typing import Final
 
 from offbeat.errors import StrategyError, did_you_mean
-from offbeat.strategies._base import Strategy
+from offbeat.strategies._base import Strategy, verify
+from offbeat.strategies._written import shown
 from offbeat.strategies.accumulate import Accumulate
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.ddp import DDP
@@ -54,11 +55,11 @@ def lookup(name: str) -> type[Strategy]:
 def resolve(name: str, registry: Mapping[str, type[Strategy]] | None = None) -> type[Strategy] | str:
     """What a name stands for: a strategy, or an alias's text. `registry` replaces all that is known."""
     if registry is None:
-        # In this order, so that a name of ours never waits for, or fails with, an installed package.
-        text = aliases_of(BUILT_IN).get(name)
-        if text is None and name not in {cls.name for cls in BUILT_IN} | _entry_points().keys():
-            text = aliases().get(name)
-        return lookup(name) if text is None else text
+        # Ours first, so that a name of ours never waits for, or fails with, an installed package.
+        registry = {cls.name: cls for cls in BUILT_IN}
+        if name not in registry and name not in aliases_of(BUILT_IN):
+            text = None if name in _entry_points() else aliases().get(name)
+            return lookup(name) if text is None else text
     known_aliases = aliases_of(registry.values())
     if name not in registry and name not in known_aliases:
         raise _unknown(name, [*registry, *known_aliases])
@@ -115,8 +116,9 @@ def _load(name: str, points: list[metadata.EntryPoint]) -> type[Strategy]:
             f"The entry point {name!r} ({offered}) is a strategy named {cls.name!r}, so its text would not read "
             f"back. Its authors should make the two names equal."
         )
+    verify(cls)
     return cls
 
 
 def _unknown(name: str, valid: Iterable[str]) -> StrategyError:
-    return StrategyError(f"There is no strategy {name!r}.{did_you_mean(name, set(valid))}")
+    return StrategyError(f"There is no strategy {shown(name)!r}.{did_you_mean(name, set(valid))}")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from offbeat.errors import StrategyError
+from offbeat.strategies._written import shown
 
 RULE: Final = "values are names, numbers and calls, never quoted"
 """What may stand in a strategy's text."""
@@ -63,7 +64,7 @@ class Source:
     def piece(self, node: ast.AST) -> str:
         """The text of a node."""
         start, stop = _span(node)
-        return _shortened(self.text[start:stop])
+        return repr(shown(self.text[start:stop]))
 
     def error(self, node: ast.AST, message: str) -> StrategyError:
         """An error that shows where in the text it arose."""
@@ -89,7 +90,7 @@ def read(text: str) -> Source:
 def pointed(text: str, start: int, stop: int, message: str) -> StrategyError:
     """An error with the text below it, and carets under the piece that is meant."""
     left = max(0, start - 40)
-    # Control characters would move the carets, and halves of characters cannot be printed at all.
+    # Control characters would move the carets, and some cannot be printed at all.
     window = "".join(c if c.isprintable() else "?" for c in text[left : left + 100])
     carets = max(1, min(stop, left + len(window)) - start)
     below = " " * (start - left) + "^" * carets
@@ -109,11 +110,11 @@ def _without_references(text: str) -> tuple[str, dict[int, Reference]]:
 
 
 def _check_characters(text: str, plain: str) -> None:
-    foreign = _FOREIGN.search(plain)
-    if foreign:
-        raise pointed(text, *foreign.span(), f"{foreign[0]!r} cannot stand in a strategy: {RULE}.")
     depth = 0
     for position, character in enumerate(plain):
+        # Where a file's path was, `plain` has underscores; a path may have any letters, but must be printable.
+        if _FOREIGN.match(character) or not text[position].isprintable():
+            raise pointed(text, position, position + 1, f"{text[position]!r} cannot stand in a strategy: {RULE}.")
         depth += (character in "({[") - (character in ")}]")
         if depth > DEEPEST:
             raise pointed(text, position, position + 1, f"More than {DEEPEST} brackets inside each other are refused.")
@@ -137,7 +138,3 @@ def _span(node: ast.AST) -> tuple[int, int]:
     # The text is ASCII on one line wherever a node can be, so Python's byte columns are positions.
     start = getattr(node, "col_offset", 0)
     return start, getattr(node, "end_col_offset", None) or start + 1
-
-
-def _shortened(piece: str) -> str:
-    return repr(piece) if len(piece) <= 60 else repr(piece[:57] + "...")

@@ -86,7 +86,7 @@ class Field:
             matched, converted = _match(kind, value)
             if matched:
                 return converted
-        raise StrategyError(f"{owner}: {self.name} takes {self.type_text}, not {_shown(value)}.{_why_not(self, value)}")
+        raise StrategyError(f"{owner}: {self.name} takes {self.type_text}, not {shown(value)}.{_why_not(self, value)}")
 
     def __str__(self) -> str:
         default = "" if self.required else f" = {spell_value(self.default)}"
@@ -96,7 +96,7 @@ class Field:
 def require(condition: bool, strategy: Written, field: str, value: object, why: str) -> None:
     """Refuse a value out of range, uniformly: `why` says what it must be, and the reason."""
     if not condition:
-        raise StrategyError(f"{strategy.name}: {field} is {_shown(value)}, but {why}.")
+        raise StrategyError(f"{strategy.name}: {field} is {shown(value)}, but {why}.")
 
 
 @functools.cache
@@ -147,6 +147,14 @@ def spell_call(head: str, value: Written) -> str:
 def spell_value(value: object) -> str:
     """An argument as text: names unquoted, numbers as Python writes them."""
     return str(value) if isinstance(value, (str, Written)) else repr(value)
+
+
+def shown(value: object) -> str:
+    """A value as a message quotes it: never pages of it."""
+    if isinstance(value, int) and abs(value) >= LARGEST:
+        return "a whole number beyond 64 bits"
+    text = spell_value(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def is_word(text: str) -> bool:
@@ -233,14 +241,6 @@ def _spell_kind(kind: Any) -> str:
 
 def _is_class(kind: Any, base: type) -> bool:
     return isinstance(kind, type) and issubclass(kind, base)
-
-
-def _shown(value: object) -> str:
-    """A value as a message quotes it: never pages of it."""
-    if isinstance(value, int) and abs(value) >= LARGEST:
-        return "a whole number beyond 64 bits"
-    text = spell_value(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _why_not(field: Field, value: object) -> str:
