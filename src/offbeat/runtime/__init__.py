@@ -1,0 +1,1 @@
+"""Where bytes move: processes, process groups, data, checkpoints and the records of a run."""

@@ -5,15 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import nn
+
 from offbeat.errors import StrategyError
-from offbeat.strategies._base import Axis, Strategy, Traits
+from offbeat.runtime.group import Group
+from offbeat.runtime.stopwatch import Stopwatch
+from offbeat.strategies._base import Traits
+from offbeat.strategies._worker import Exchange, Exchanging
 
 
 @dataclass(frozen=True)
-class Single(Strategy):
+class Single(Exchanging):
     """One worker, the plain loop; the yardstick for all others."""
 
-    axis = Axis.EXCHANGE
     traits = Traits(synchronous=True, exact=True, deterministic=True)
     aliases: ClassVar = {"sequential": "single"}
     examples = ("single", "single + accumulate(4)")
@@ -26,3 +30,18 @@ class Single(Strategy):
                 f"{self} is one worker, but {workers} were asked for. Ask for one, or take a strategy that "
                 f"exchanges, such as allreduce."
             )
+
+    def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
+        """The worker's side: nobody to exchange with."""
+        return _Alone(group, stopwatch)
+
+
+class _Alone(Exchange):
+    def install(self, model: nn.Module) -> None:
+        """Nothing to install."""
+
+    def weigh(self, examples: int, total: int | None) -> None:
+        """A batch alone is the whole batch."""
+
+    def suspend(self, held: bool) -> None:
+        """Gradients are local anyway."""

@@ -1,0 +1,81 @@
+"""Who gets which examples: the order of an epoch, and its division into parts.
+
+All of it is arithmetic on indices, so that every worker computes the same division alone, without a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.errors import DataError
+
+Indices = NDArray[np.int64]
+Item = TypeVar("Item")
+
+
+def mixed(*numbers: int) -> int:
+    """One seed out of several numbers; nearby inputs give unrelated seeds."""
+    words = np.random.SeedSequence([n % 2**64 for n in numbers]).generate_state(2, np.uint32)
+    return int(words[0]) << 31 | int(words[1]) >> 1
+
+
+def share(count: int, rank: int, size: int) -> tuple[int, int]:
+    """The range `[start, stop)` of `count` things that falls to `rank`; ranges differ in length by at most one."""
+    return count * rank // size, count * (rank + 1) // size
+
+
+def mine(batch: Sequence[Item], rank: int, size: int) -> Sequence[Item]:
+    """The slice of a global batch that falls to `rank`; together the slices are the batch, in its order."""
+    start, stop = share(len(batch), rank, size)
+    return batch[start:stop]
+
+
+def order(count: int, seed: int, epoch: int) -> Indices:
+    """The order in which the examples of an epoch are seen: a permutation fixed by seed and epoch alone."""
+    return np.random.default_rng([seed % 2**64, epoch]).permutation(count).astype(np.int64)
+
+
+def dirichlet(labels: Sequence[int] | NDArray[np.int64], size: int, alpha: float, seed: int) -> list[Indices]:
+    """Parts skewed by label: each label's examples are spread over the parts by shares drawn from Dirichlet(alpha).
+
+    Small `alpha` gives each part few labels, large `alpha` approaches equal shares (Hsu, Qi and Brown 2019).
+    No part stays empty while another has two examples or more.
+    """
+    if not alpha > 0:
+        raise DataError(f"dirichlet({alpha}) makes no sense: alpha must be above 0 (0.1 is very skewed, 100 almost even).")
+    known = np.asarray(labels)
+    random = np.random.default_rng([seed % 2**64, size])
+    parts: list[list[Indices]] = [[] for _ in range(size)]
+    for label in np.unique(known):
+        members = random.permutation(np.flatnonzero(known == label)).astype(np.int64)
+        cuts = (np.cumsum(random.dirichlet(np.full(size, alpha)))[:-1] * len(members)).round().astype(int)
+        for part, piece in zip(parts, np.split(members, cuts), strict=True):
+            part.append(piece)
+    return _none_empty([np.sort(np.concatenate(part)) if part else np.empty(0, np.int64) for part in parts])
+
+
+def _none_empty(parts: list[Indices]) -> list[Indices]:
+    for empty in [i for i, part in enumerate(parts) if len(part) == 0]:
+        largest = max(range(len(parts)), key=lambda i: len(parts[i]))
+        if len(parts[largest]) > 1:
+            parts[empty], parts[largest] = parts[largest][-1:], parts[largest][:-1]
+    return parts
+
+
+def batches_of_parts(
+    parts: Sequence[Indices], global_batch: int, seed: int, epoch: int
+) -> Iterator[list[Indices]]:
+    """Global batches drawn from uneven parts, each as one slice per worker.
+
+    Every worker goes through its own part, shuffled, in as many slices as there are global batches, so that all
+    end together and no example is lost; a slice may be empty where a part is small.
+    """
+    total = sum(len(part) for part in parts)
+    steps = -(-total // global_batch)
+    shuffled = [part[order(len(part), mixed(seed, rank), epoch)] for rank, part in enumerate(parts)]
+    for step in range(steps):
+        yield [part[slice(*share(len(part), step, steps))] for part in shuffled]

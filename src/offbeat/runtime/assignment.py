@@ -1,0 +1,37 @@
+"""What offbeat's own launcher has told this process to do; a script's `offbeat.init()` finds it here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offbeat.runtime.goal import Goal
+
+
+def _to_nobody(message: Mapping[str, Any]) -> None:
+    del message
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One worker's part of a run."""
+
+    goal: Goal = Goal()
+    """What the run is asked to do."""
+    folder: Path | None = None
+    """The run's folder; None leaves nothing behind."""
+    resume: bool = False
+    """Whether to go on from the folder's newest checkpoint."""
+    identity: Mapping[str, Any] = field(default_factory=lambda: {})
+    """What a checkpoint must agree with to be resumed from."""
+    send: Callable[[Mapping[str, Any]], None] = _to_nobody
+    """Tells the launcher how far the work is."""
+    open_teams: list[Any] = field(default_factory=lambda: [])
+    """Teams that the script has opened, so that one that it forgets to close is closed for it."""
+
+
+ASSIGNED: ContextVar[Assignment | None] = ContextVar("offbeat assignment", default=None)
+"""Set by offbeat's launcher in its workers before a script starts; a worker has one."""

@@ -1,0 +1,238 @@
+"""Gradients in flat buckets that are summed over the workers while backward still goes on.
+
+A hook on each parameter copies its finished gradient into the bucket's flat buffer; a full bucket's exchange starts
+at once. Buckets start in a fixed order, the same on every worker, so that exchanges match up without a message.
+After the first pass the buckets are cut anew in the order in which gradients really became ready.
+
+The last bucket carries a short header: how many examples each gradient stands for, when each worker arrived, and
+which parameters were used at all. So uneven batches are weighted rightly, waiting is told from transferring, and
+a parameter that no worker used keeps its gradient untouched, as it would in one process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn import Parameter
+
+from offbeat.errors import RunError
+from offbeat.runtime.group import Group, Pending
+from offbeat.runtime.stopwatch import Stopwatch
+
+FIRST_BYTES = 1 << 20
+"""The first bucket is small, so that the exchange starts soon after backward does."""
+_CLOCK_WRAP = 64.0
+"""Arrival times travel as float32 seconds modulo this, which keeps them exact to a few microseconds."""
+
+
+class _Bucket:
+    """One flat buffer and the parameters that live in it."""
+
+    def __init__(self, members: Sequence[int], parameters: Sequence[Parameter], extra: int) -> None:
+        first = parameters[members[0]]
+        self.members = tuple(members)
+        size = sum(parameters[i].numel() for i in members)
+        self.flat = torch.zeros(size + extra, dtype=first.dtype, device=first.device)
+        pieces = self.flat[:size].split([parameters[i].numel() for i in members])
+        self.views = [piece.view(parameters[i].shape) for piece, i in zip(pieces, members, strict=True)]
+        self.missing = len(members)
+        self.pending: Pending | None = None
+
+
+class GradientBuckets:
+    """The gradients of one model, replaced after every backward pass by their weighted mean over the workers."""
+
+    def __init__(self, parameters: Iterable[Parameter], group: Group, stopwatch: Stopwatch, capacity: int) -> None:
+        self.parameters = list(parameters)
+        self.suspended = False
+        self.order: list[int] | None = None
+        """The order in which gradients become ready, as worker 0 saw it in the first pass."""
+        self._group, self._stopwatch, self._capacity = group, stopwatch, capacity
+        self._examples, self._total = 1.0, float(group.size)
+        self._scale = 1.0 / group.size
+        self._seen: list[int] = []
+        self._running = False
+        self._handles = [p.register_post_accumulate_grad_hook(partial(self._ready, i)) for i, p in enumerate(self.parameters)]
+        self._build(range(len(self.parameters) - 1, -1, -1))
+
+    def weigh(self, examples: float, total: float | None) -> None:
+        """The coming passes stand for `examples` examples here and `total` over all workers (None: not known)."""
+        self._examples, self._total = float(examples), 0.0 if total is None else float(total)
+        self._scale = self._examples / self._total if self._total else self._examples
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    def adopt_order(self, order: Sequence[int]) -> None:
+        """Cut the buckets in this order of readiness."""
+        if sorted(order) != list(range(len(self.parameters))):
+            raise RunError(f"an order of {len(order)} gradients does not fit a model of {len(self.parameters)} parameters")
+        self.order = list(order)
+        self._build(self.order)
+
+    def _build(self, order: Iterable[int]) -> None:
+        groups: list[list[int]] = []
+        size, limit = 0, FIRST_BYTES
+        for i in order:
+            parameter = self.parameters[i]
+            fits = bool(groups) and size < limit and _alike(parameter, self.parameters[groups[-1][0]])
+            if not fits:
+                if len(groups) == 1:
+                    limit = self._capacity
+                groups.append([])
+                size = 0
+            groups[-1].append(i)
+            size += parameter.numel() * parameter.element_size()
+        count = 1 + self._group.size + len(self.parameters)
+        last = self.parameters[groups[-1][0]]
+        rides = last.dtype in (torch.float32, torch.float64) and last.device.type == "cpu"
+        self._buckets = [
+            _Bucket(members, self.parameters, count if rides and n == len(groups) - 1 else 0) for n, members in enumerate(groups)
+        ]
+        self._header = self._buckets[-1].flat[-count:] if rides else torch.zeros(count, dtype=torch.float64)
+        self._rides = rides
+        self._numbers: NDArray[Any] = self._header.numpy()
+        self._header_pending: Pending | None = None
+        self._home = {i: (n, k) for n, bucket in enumerate(self._buckets) for k, i in enumerate(bucket.members)}
+        self._state = [False] * len(self.parameters)
+        self._used = np.ones(len(self.parameters))
+        self._next = 0
+        self._first_launch = 0.0
+        self._arrived = 0.0
+
+    def _ready(self, index: int, parameter: Tensor) -> None:
+        """Backward has finished this parameter's gradient."""
+        if self.suspended:
+            return
+        if not self._running:
+            self._running = True
+            Variable._execution_engine.queue_callback(self._finish)  # pyright: ignore[reportAttributeAccessIssue]
+        if self._state[index]:
+            raise RunError(
+                f"parameter {index} got its gradient twice in one backward pass, as reentrant activation checkpointing does. "
+                f"Use torch.utils.checkpoint with use_reentrant=False."
+            )
+        if self.order is None:
+            self._seen.append(index)
+        number, k = self._home[index]
+        self._take(self._buckets[number], k, index, parameter)
+        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
+            self._launch()
+
+    def _take(self, bucket: _Bucket, k: int, index: int, parameter: Tensor) -> None:
+        view, gradient = bucket.views[k], parameter.grad
+        with torch.no_grad():
+            if gradient is view:
+                view.mul_(self._scale)
+            elif gradient is not None:
+                torch.mul(gradient, self._scale, out=view)
+                parameter.grad = view
+        self._state[index] = True
+        bucket.missing -= 1
+
+    def _launch(self) -> None:
+        bucket = self._buckets[self._next]
+        self._next += 1
+        last = self._next == len(self._buckets)
+        if last:
+            self._arrived = time.perf_counter()
+            numbers = self._numbers
+            numbers[:] = 0.0
+            numbers[0] = self._examples
+            numbers[1 + self._group.rank] = self._arrived % _CLOCK_WRAP
+            numbers[1 + self._group.size :] = self._used
+        if self._next == 1:
+            self._first_launch = time.perf_counter()
+        what = f"the sum of gradients, bucket {self._next} of {len(self._buckets)}"
+        bucket.pending = self._group.start_sum(bucket.flat, what)
+        if last and not self._rides:
+            self._header_pending = self._group.start_sum(self._header, "the sum of example counts")
+
+    def _finish(self) -> None:
+        """Backward is over: what is missing was not used in it. Start the rest, wait for all, hand gradients back."""
+        self._running = False
+        entered = time.perf_counter()
+        if self._next < len(self._buckets):
+            self._fill_missing()
+            while self._next < len(self._buckets):
+                self._launch()
+        before = self._stopwatch.switch("communicate")
+        for bucket in self._buckets:
+            if bucket.pending is not None:
+                bucket.pending.wait()
+        if self._header_pending is not None:
+            self._header_pending.wait()
+        self._settle()
+        self._account(entered)
+        self._stopwatch.switch(before)
+        self._reset()
+
+    def _fill_missing(self) -> None:
+        for bucket in self._buckets[self._next :]:
+            for k, i in enumerate(bucket.members):
+                if self._state[i]:
+                    continue
+                parameter = self.parameters[i]
+                if parameter.grad is None:
+                    bucket.views[k].zero_()
+                    self._used[i] = 0.0
+                    bucket.missing -= 1
+                else:  # An earlier pass left a gradient here: it counts, as it would in one process.
+                    self._take(bucket, k, i, parameter)
+
+    def _settle(self) -> None:
+        examples = float(self._numbers[0])
+        if self._total == 0.0:
+            factor = 1.0 / max(examples, 1.0)
+            for bucket in self._buckets:
+                bucket.flat.mul_(factor)
+        elif abs(examples - self._total) > 0.01 + 1e-5 * self._total:
+            raise RunError(
+                f"worker {self._group.rank} expected a step of {self._total:g} examples, but the workers together brought "
+                f"{examples:g}. Their loaders disagree: do they read the same data in the same order?"
+            )
+        self._used[:] = self._numbers[1 + self._group.size :]
+        if self._used.min() < 0.5 or not all(self._state):
+            for i in np.flatnonzero(self._used > 0.5):
+                number, k = self._home[int(i)]
+                self.parameters[i].grad = self._buckets[number].views[k]
+
+    def _account(self, entered: float) -> None:
+        """Tell waiting for a late worker from transferring, by the arrival times in the header."""
+        arrivals = np.asarray(self._numbers[1 : 1 + self._group.size], dtype=np.float64)
+        self._stopwatch.overlapped += max(0.0, entered - self._first_launch)
+        if not self._group.one_host:
+            return
+        behind = (arrivals - self._arrived % _CLOCK_WRAP + _CLOCK_WRAP / 2) % _CLOCK_WRAP - _CLOCK_WRAP / 2
+        late = float(behind.max())
+        exposed = time.perf_counter() - entered
+        self._stopwatch.switch("communicate")
+        self._stopwatch.move(min(late - (entered - self._arrived), exposed), "communicate", "wait")
+
+    def _reset(self) -> None:
+        self._used[:] = 1.0
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.members)
+            bucket.pending = None
+        self._header_pending = None
+        self._state = [False] * len(self.parameters)
+        if self.order is None:
+            unseen = sorted(set(range(len(self.parameters))) - set(self._seen), reverse=True)
+            order = torch.tensor(self._seen + unseen)
+            self.adopt_order([int(i) for i in self._group.share(order, "the order of gradients")])
+
+
+def _alike(a: Parameter, b: Parameter) -> bool:
+    return a.dtype == b.dtype and a.device == b.device
+

@@ -1,0 +1,205 @@
+"""Checkpoints that are whole or not there.
+
+A checkpoint is a folder `step-<n>`: a safetensors file with what all workers share, one per worker with what is its own,
+and a manifest that lists every file with its size and checksum. All of it is written beside its place and moved there by one rename after everything is on the disk, and the
+one before is removed only then. So a kill at any moment leaves the last complete one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from offbeat.errors import CheckpointError
+from offbeat.runtime.group import Group
+from offbeat.runtime.trees import put_together, take_apart
+
+FORMAT = 1
+_NAME = re.compile(r"step-(\d+)$")
+_MANIFEST = "manifest.json"
+_SHARED = "shared.safetensors"
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder; the newest two are kept while a new one is being written."""
+
+    def __init__(self, folder: Path, group: Group, identity: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self._group = group
+        self._identity = dict(identity)
+
+    def save(self, step: int, shared: Mapping[str, Any], own: Mapping[str, Any], summary: Mapping[str, Any]) -> Path:
+        """Write what worker 0 says is shared and what is each worker's own, as of `step`; all workers call this together."""
+        final = self.folder / f"step-{step:09d}"
+        draft = self.folder / f".draft-{step:09d}"
+        failure = ""
+        try:
+            if self._group.rank == 0:
+                shutil.rmtree(draft, ignore_errors=True)
+                draft.mkdir(parents=True)
+        except OSError as error:
+            failure = _reason(error, draft)
+        self._agree(failure)
+        try:
+            if self._group.rank == 0:
+                _write_state(draft / _SHARED, shared)
+            _write_state(draft / _file_of(self._group.rank), own)
+        except (OSError, SafetensorError) as error:
+            failure = _reason(error, draft)
+        self._agree(failure)
+        try:
+            if self._group.rank == 0:
+                self._publish(draft, final, step, summary)
+        except OSError as error:
+            failure = _reason(error, draft)
+        self._agree(failure)
+        return final
+
+    def _agree(self, failure: str) -> None:
+        """Go on only if no worker failed; all raise together, so that none is left waiting."""
+        failed = self._group.gather([1.0 if failure else 0.0], "writing a checkpoint")
+        if failed.sum() == 0:
+            return
+        if self._group.rank == 0:
+            for draft in self.folder.glob(".draft-*"):
+                shutil.rmtree(draft, ignore_errors=True)
+        kept = newest(self.folder)
+        tail = f" The one before, {kept.name}, is intact: free some space and --resume." if kept else ""
+        who = ", ".join(str(rank) for rank in range(self._group.size) if failed[rank])
+        raise CheckpointError(f"a checkpoint could not be written (worker {who}): {failure or 'see its log'}.{tail}")
+
+    def _publish(self, draft: Path, final: Path, step: int, summary: Mapping[str, Any]) -> None:
+        names = sorted(file.name for file in draft.iterdir())
+        manifest = {
+            "format": FORMAT,
+            "step": step,
+            "workers": self._group.size,
+            "identity": self._identity,
+            "summary": dict(summary),
+            "files": {name: _fingerprint(draft / name) for name in names},
+        }
+        _write_text(draft / _MANIFEST, json.dumps(manifest, indent=1))
+        _sync_folder(draft)
+        if final.exists():
+            shutil.rmtree(final)
+        draft.rename(final)
+        _sync_folder(self.folder)
+        for old in _all(self.folder)[:-1]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def load(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """The newest checkpoint's shared state, this worker's own, and the summary; refuses one of another run."""
+        path = newest(self.folder)
+        if path is None:
+            raise CheckpointError(f"there is no checkpoint in {self.folder}, so there is nothing to resume from.")
+        manifest = read_manifest(path)
+        for key, mine in self._identity.items():
+            theirs = manifest["identity"].get(key)
+            if theirs != mine:
+                raise CheckpointError(
+                    f"{path} belongs to another run: its {key} is {theirs!r}, this run's is {mine!r}. "
+                    f"Resume with the same {key}, or start a new run without --resume."
+                )
+        shared = _read_state(path / _SHARED, manifest)
+        return shared, _read_state(path / _file_of(self._group.rank), manifest), manifest["summary"]
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest complete checkpoint in a folder."""
+    found = _all(folder)
+    return found[-1] if found else None
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, checked against its files."""
+    try:
+        manifest = cast("dict[str, Any]", json.loads((path / _MANIFEST).read_text()))
+        files = dict(manifest["files"])
+        known = manifest["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: its manifest cannot be read ({error}). Use an older checkpoint.") from error
+    if known != FORMAT:
+        raise CheckpointError(f"{path} has format {known}, this version of offbeat reads format {FORMAT}.")
+    for name, expected in files.items():
+        try:
+            actual = _fingerprint(path / name)
+        except OSError as error:
+            raise CheckpointError(f"{path} is damaged: {name} cannot be read ({error}).") from error
+        if actual != expected:
+            raise CheckpointError(
+                f"{path} is damaged: {name} is not what was written ({actual['bytes']} bytes, {expected['bytes']} expected, or "
+                f"another checksum). Remove that folder to resume from an older checkpoint."
+            )
+    return manifest
+
+
+def _all(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if _NAME.search(path.name) and (path / _MANIFEST).exists())
+
+
+def _file_of(rank: int) -> str:
+    return f"worker-{rank}.safetensors"
+
+
+def _write_state(path: Path, state: Mapping[str, Any]) -> None:
+    tensors: dict[str, Any] = {}
+    data = take_apart(state, "state", tensors)
+    save_file(tensors, path, metadata={"data": json.dumps(data)})
+    _sync_file(path)
+
+
+def _read_state(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    if path.name not in manifest["files"]:
+        raise CheckpointError(f"{path.parent} has no state for this worker ({path.name}): it was written by {manifest['workers']} workers.")
+    try:
+        tensors = load_file(path)
+        data = json.loads(_metadata(path)["data"])
+        return cast("dict[str, Any]", put_together(data, tensors))
+    except (SafetensorError, ValueError, KeyError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged and cannot be read: {error}") from error
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as file:
+        return dict(file.metadata() or {})
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+    return {"bytes": path.stat().st_size, "blake2b": digest.hexdigest()}
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _reason(error: Exception, path: Path) -> str:
+    return f"{getattr(error, 'strerror', None) or error} ({path})"

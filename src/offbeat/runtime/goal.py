@@ -1,0 +1,112 @@
+"""What a run is asked to do, resolved: it is written into run.json and read by every worker."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from offbeat.errors import UsageError
+from offbeat.runtime.parts import Parts
+
+
+@dataclass(frozen=True)
+class Target:
+    """The score at which a run is done."""
+
+    value: float
+    name: str | None = None
+    """The metric's name in `team.report`; None: the only one."""
+    lower: bool = False
+    """Whether lower is better."""
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """Read `0.97`, `accuracy=0.97`, `accuracy>=0.97` or `loss<=0.1`."""
+        found = re.fullmatch(r"\s*(?:([A-Za-z_]\w*)\s*(=|>=|<=|>|<)\s*)?([-+0-9.eE]+)\s*", text)
+        try:
+            value = float(found[3]) if found else math.nan
+        except ValueError:
+            value = math.nan
+        if found is None or not math.isfinite(value):
+            raise UsageError(f"--target {text!r} is no target. Say a number, or a metric and a number: accuracy=0.97, loss<=0.1.")
+        return cls(value, found[1], (found[2] or "=").startswith("<"))
+
+    def __str__(self) -> str:
+        sign = "<=" if self.lower else "="
+        return f"{self.name}{sign}{self.value:g}" if self.name else f"{self.value:g}"
+
+    def pick(self, metrics: Mapping[str, float]) -> tuple[str, float] | None:
+        """The metric that is judged; None if it was not reported this time."""
+        if self.name is not None:
+            return (self.name, metrics[self.name]) if self.name in metrics else None
+        if len(metrics) > 1:
+            names = ", ".join(metrics)
+            raise UsageError(f"the target {self.value:g} does not say which metric it means of {names}. Say e.g. {next(iter(metrics))}={self.value:g}.")
+        return next(iter(metrics.items()), None)
+
+    def reached(self, value: float) -> bool:
+        """Whether this value is good enough."""
+        return value <= self.value if self.lower else value >= self.value
+
+
+@dataclass(frozen=True)
+class Goal:
+    """How far a run goes, and with what; every field is an option of `offbeat run`."""
+
+    strategy: str | None = None
+    """How it is distributed; None: `single` alone, `allreduce` with others."""
+    target: str | None = None
+    """The score at which it is done."""
+    epochs: int | None = None
+    """Passes over the training data at most."""
+    steps: int | None = None
+    """Updates at most."""
+    seed: int | None = None
+    """Fixes initial model, data order and every other random choice."""
+    device: str = "cpu"
+    """Where tensors live."""
+    timeout: float = 600.0
+    """Seconds that any wait for another worker may take."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; None: at reports, spending at most a twentieth of the time."""
+    parts: str = "iid"
+    """How training data is divided: iid or dirichlet(alpha)."""
+    check_finite: bool = True
+    """Whether a NaN or infinite gradient stops the run."""
+    tensorboard: bool = False
+    """Whether metrics also go to TensorBoard files in the run folder."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "steps", "checkpoint_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} {value} makes no sense: it must be 1 or more.")
+        if not 0 < self.timeout < float("inf"):
+            raise UsageError(f"--timeout {self.timeout} makes no sense: it must be a number of seconds above 0.")
+        if self.target is not None:
+            Target.parse(self.target)
+        Parts.parse(self.parts)
+        _check_device(self.device)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON data."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, data: Mapping[str, Any]) -> Goal:
+        """From JSON data; unknown entries of other versions are ignored."""
+        return cls(**{field.name: data[field.name] for field in fields(cls) if field.name in data})
+
+
+def _check_device(text: str) -> None:
+    import torch
+
+    try:
+        device = torch.device(text)
+    except RuntimeError as error:
+        raise UsageError(f"--device {text!r} is no device. Say cpu, or cuda where there is a GPU.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"--device {text} was asked for, but this machine's torch has no CUDA. Use --device cpu.")

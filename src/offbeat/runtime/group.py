@@ -1,0 +1,196 @@
+"""The workers of a run as one group: what they sum, share and wait for together.
+
+Everything that waits here has a deadline. When it passes, the workers call the roll through the rendezvous store, so
+that the error names who had not arrived instead of only saying that somebody was late.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offbeat.errors import RunError, WaitError
+from offbeat.runtime.place import Place
+
+ROLL_CALL = timedelta(seconds=2)
+"""How long a worker whose deadline has passed waits to hear which others are stuck at the same place."""
+
+
+class Pending(Protocol):
+    """An exchange under way."""
+
+    def wait(self) -> None:
+        """Return when it is complete; raise a WaitError that names the missing when its deadline has passed."""
+        ...
+
+
+class Group:
+    """The workers of one run; of size 1 it needs no network and every exchange is the identity."""
+
+    def __init__(self, place: Place, timeout: timedelta, device: torch.device) -> None:
+        self.rank = place.rank
+        self.size = place.size
+        self.timeout = timeout
+        self.bytes_sent = 0
+        self.one_host = place.local_size == place.size
+        self._calls = 0
+        self._owns_default = False
+        self._process_group: Any = None
+        if self.size > 1:
+            self._connect(place, device)
+
+    def _connect(self, place: Place, device: torch.device) -> None:
+        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+        if dist.is_initialized():
+            self._process_group = dist.new_group(backend=backend, timeout=self.timeout)
+            return
+        try:
+            dist.init_process_group(backend, init_method=_meeting_point(place), rank=self.rank, world_size=self.size, timeout=self.timeout)
+        except (RuntimeError, ValueError) as error:
+            raise WaitError(
+                f"worker {self.rank} could not meet the other {self.size - 1} at {place.address}:{place.port} within "
+                f"{self.timeout.total_seconds():g} s: {error}. Check that all workers were started and reach that address."
+            ) from error
+        self._owns_default = True
+        self._process_group = dist.group.WORLD
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """torch's own group underneath, for those who build on it; None alone."""
+        return self._process_group
+
+    def start_sum(self, tensor: Tensor, what: str) -> Pending:
+        """Begin to replace `tensor`, on every worker, by its sum over the workers."""
+        if self.size == 1:
+            return _DONE
+        self.bytes_sent += ring_bytes(tensor.numel() * tensor.element_size(), self.size)
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        return self._started(lambda group: group.allreduce([real]), what)
+
+    def sum(self, tensor: Tensor, what: str = "a sum") -> Tensor:
+        """`tensor` summed over the workers, in place."""
+        self.start_sum(tensor, what).wait()
+        return tensor
+
+    def sums(self, tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+        """Named tensors, each summed over the workers; one exchange for each kind of number."""
+        result = {name: value.detach().clone() for name, value in tensors.items()}
+        kinds = sorted({value.dtype for value in result.values()}, key=str)
+        for kind in kinds:
+            names = [name for name in sorted(result) if result[name].dtype == kind]
+            flat = torch.cat([result[name].reshape(-1) for name in names])
+            self.sum(flat, what)
+            for name, piece in zip(names, flat.split([result[name].numel() for name in names]), strict=True):
+                result[name] = piece.view(result[name].shape)
+        return result
+
+    def sum_sparse(self, tensor: Tensor, what: str) -> Tensor:
+        """A sparse tensor summed over the workers."""
+        if self.size == 1:
+            return tensor
+        total = tensor.coalesce()
+        self.bytes_sent += total.values().numel() * total.values().element_size() * (self.size - 1)
+        self._started(lambda group: group.allreduce([total]), what).wait()
+        return total
+
+    def share(self, tensor: Tensor, what: str = "a broadcast", root: int = 0) -> Tensor:
+        """`tensor` of worker `root`, on every worker, in place."""
+        if self.size > 1 and tensor.numel():
+            if self.rank == root:
+                self.bytes_sent += tensor.numel() * tensor.element_size() * (self.size - 1)
+            held = tensor if tensor.is_contiguous() else tensor.contiguous()
+            options = dist.BroadcastOptions()
+            options.rootRank = root
+            real = torch.view_as_real(held) if held.is_complex() else held
+            self._started(lambda group: group.broadcast([real], options), what).wait()
+            if held is not tensor:
+                tensor.copy_(held)
+        return tensor
+
+    def gather(self, values: Sequence[float], what: str) -> Tensor:
+        """A row of numbers from every worker, as a float64 matrix with one row per worker."""
+        table = torch.zeros(self.size, len(values), dtype=torch.float64)
+        table[self.rank] = torch.tensor(values, dtype=torch.float64)
+        return self.sum(table, what)
+
+    def barrier(self, what: str = "a barrier") -> None:
+        """Return when every worker has called this."""
+        self.sum(torch.zeros(1), what)
+
+    def _started(self, start: Callable[[Any], Any], what: str) -> Pending:
+        self._calls += 1
+        number = self._calls
+        try:
+            work = start(self._process_group)
+        except RuntimeError as error:
+            raise self._explained(error, what, number) from error
+        return _Work(self, work, what, number)
+
+    def _explained(self, error: RuntimeError, what: str, number: int) -> RunError:
+        """What went wrong in words: who had not arrived, or whose connection broke."""
+        text = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        place = f"worker {self.rank} in {what} (exchange {number})"
+        if "imed out" not in text and "timeout" not in text.lower():
+            return WaitError(f"{place} lost its connection to another worker, which has most likely died: {text}")
+        missing = self._roll_call(number)
+        who = f"worker{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else "nobody in particular"
+        return WaitError(
+            f"{place} waited {self.timeout.total_seconds():g} s for {who}. Look at the log of whoever is missing, or, if "
+            f"such a wait is normal for this program, allow more with --timeout."
+        )
+
+    def _roll_call(self, number: int) -> list[int]:
+        store = dist.PrefixStore(f"offbeat/late/{number}", dist.distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
+        absent = [rank for rank in range(self.size) if rank != self.rank]
+        try:
+            store.set(str(self.rank), "here")
+            deadline = time.monotonic() + ROLL_CALL.total_seconds()
+            while absent and time.monotonic() < deadline:
+                absent = [rank for rank in absent if not store.check([str(rank)])]
+                time.sleep(0.05)
+        except RuntimeError:
+            return []  # The store went away with its host: nobody is left to ask.
+        return absent
+
+    def close(self) -> None:
+        """Leave the group, if it was opened here."""
+        if self._owns_default and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns_default = False
+        self._process_group = None
+
+
+class _Done:
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+_DONE = _Done()
+
+
+class _Work:
+    def __init__(self, group: Group, work: Any, what: str, number: int) -> None:
+        self._group, self._work, self._what, self._number = group, work, what, number
+
+    def wait(self) -> None:
+        """Wait for torch's work, and explain its failure."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._group._explained(error, self._what, self._number) from error  # pyright: ignore[reportPrivateUsage]
+
+
+def ring_bytes(count: int, size: int) -> int:
+    """Payload bytes that one rank sends for a ring all-reduce of `count` bytes: 2n(p-1)/p."""
+    return 2 * count * (size - 1) // size
+
+
+def _meeting_point(place: Place) -> str:
+    # env:// lets torch join a store that the launcher already serves; Slurm has no such server, so rank 0 opens one.
+    return "env://" if place.launcher == "torchrun" else f"tcp://{place.address}:{place.port}"

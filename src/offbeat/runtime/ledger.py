@@ -1,0 +1,62 @@
+"""What a run has achieved so far, and what it cost: the numbers of the result."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from offbeat.runtime.goal import Target
+
+
+def cpu_seconds() -> float:
+    """Processor time of this process and of the children it has waited for."""
+    return sum(usage.ru_utime + usage.ru_stime for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+
+
+@dataclass
+class Ledger:
+    """One worker's account of a run; the same on all workers but for its own processor time."""
+
+    target: Target | None
+    steps: int = 0
+    samples: int = 0
+    score: float | None = None
+    best_score: float | None = None
+    reached: bool = False
+    seconds_to_target: float | None = None
+    metrics: dict[str, float] = field(default_factory=lambda: {})
+    earlier_cpu_seconds: float = 0.0
+    """Processor time of earlier parts of a resumed run."""
+    _cpu_start: float = field(default_factory=cpu_seconds)
+
+    def judge(self, metrics: Mapping[str, float], seconds: float) -> bool:
+        """Enter a report; answers whether the target is reached, now or before."""
+        self.metrics = dict(metrics)
+        judged = self.target.pick(metrics) if self.target else (next(iter(metrics.items())) if metrics else None)
+        if judged is not None:
+            self.score = judged[1]
+            better = max if not (self.target and self.target.lower) else min
+            self.best_score = judged[1] if self.best_score is None else better(self.best_score, judged[1])
+            if self.target is not None and not self.reached and self.target.reached(judged[1]):
+                self.reached = True
+                self.seconds_to_target = seconds
+        return self.reached
+
+    def cpu(self) -> float:
+        """Processor time spent on the run by this worker."""
+        return self.earlier_cpu_seconds + cpu_seconds() - self._cpu_start
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        names = ("steps", "samples", "score", "best_score", "reached", "seconds_to_target", "metrics")
+        return {name: getattr(self, name) for name in names} | {"cpu_seconds": self.cpu()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """From a checkpoint: the account goes on."""
+        for name, value in state.items():
+            if name != "cpu_seconds":
+                setattr(self, name, value)
+        self.earlier_cpu_seconds = float(state["cpu_seconds"])
+        self._cpu_start = cpu_seconds()

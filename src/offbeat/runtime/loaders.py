@@ -1,0 +1,435 @@
+"""Loaders divided over the workers, so that together they see what one process would.
+
+Whatever loader a script has, each of its batches is a *global batch*; every worker gets a slice of it:
+
+- a `DataLoader` over a map-style dataset: the slice is taken from the batch sampler's indices, so that a worker loads only
+  its own examples. Samplers draw from lent random state, the same on every worker, fixed by seed and epoch.
+- a `DataLoader` over an iterable dataset: every worker reads the stream and keeps its slice of each batch.
+- anything else that can be iterated: its finished batches are cut along their first dimension.
+
+A worker whose slice is empty gets one example that counts for nothing, so that it takes part in the step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, default_collate
+
+from offbeat.errors import DataError
+from offbeat.protocols.partition import Indices, batches_of_parts, dirichlet, mine, mixed, share
+from offbeat.runtime.parts import Parts, labels_of
+from offbeat.runtime.randomness import Lent
+from offbeat.runtime.slicing import cut, examples_in
+
+_AHEAD = 256
+"""Batches of indices drawn from a sampler at a time; swapping random state costs too much to do it for each."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A worker's slice of one global batch."""
+
+    content: Any
+    examples: int
+    """How many of the examples count; 0 for a worker that only keeps the others company."""
+    total: int | None
+    """How many examples all workers have together; None if only the exchange will tell."""
+    last: bool = False
+    """Whether this is known to be the last batch of the epoch."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which worker asks, and what fixes the order of the data."""
+
+    rank: int
+    size: int
+    seed: int
+    loader: int
+    """The loader's number in this run, so that two loaders shuffle differently."""
+
+
+class Feed(Protocol):
+    """What a loader tells its team."""
+
+    def asked(self, loader: Loader) -> bool:
+        """The next training batch is asked for, all before it are done; False ends the epoch here."""
+        ...
+
+    def given(self, batch: Batch, training: bool) -> None:
+        """A batch is about to be handed to the loop."""
+        ...
+
+    def fetching(self, training: bool) -> None:
+        """The loop has come for its next batch: from now on it waits for input."""
+        ...
+
+    def anyone(self, has: bool) -> bool:
+        """Whether any worker still has data."""
+        ...
+
+    def ended(self) -> None:
+        """The loop has left its training data, at the end or before it."""
+        ...
+
+
+class Source(ABC):
+    """One way of taking a worker's slices out of a user's loader."""
+
+    knows_end = True
+    """Whether all workers know alone when an epoch ends."""
+
+    @abstractmethod
+    def batches(self, epoch: int, skip: int, seed: int) -> Iterator[Batch]:
+        """The slices of one epoch, from batch `skip` on; empty slices hold one example that does not count."""
+
+
+class Loader:
+    """What `team.prepare` gives back for a loader: iterate it as before."""
+
+    def __init__(self, original: Iterable[Any], source: Source, feed: Feed, place: Share) -> None:
+        self._original, self._source, self._feed, self._place = original, source, feed, place
+        self._looks = 0
+        self.epoch = 0
+        """Training epochs begun."""
+        self.batches = 0
+        """Training batches handed out in the current epoch."""
+        self.complete = False
+        """Whether the current epoch has been gone through to its end."""
+        self.resume_at: tuple[int, int] | None = None
+        """Where a resumed run goes on: epochs before it yield nothing, batches before it are skipped."""
+        self._generator_states: list[Tensor] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._original, name)
+
+    def __len__(self) -> int:
+        return len(cast("Any", self._original))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._training() if torch.is_grad_enabled() else self._looking()
+
+    def _looking(self) -> Iterator[Any]:
+        """An evaluation: no exchange follows, so a worker without examples just ends."""
+        self._looks += 1
+        seed = mixed(self._place.seed, self._place.loader, 1)
+        for batch in self._source.batches(self._looks, 0, seed):
+            if batch.examples:
+                self._feed.given(batch, training=False)
+                yield batch.content
+                self._feed.fetching(training=False)
+
+    def _training(self) -> Iterator[Any]:
+        self.epoch += 1
+        self.batches = 0
+        self.complete = False
+        if self.resume_at is not None and self.epoch < self.resume_at[0]:
+            return
+        skip = self._rejoin()
+        self._generator_states = [generator.get_state() for generator in generators_of(self._original)]
+        self._feed.fetching(training=True)
+        try:
+            # The stream is opened only after this boundary, where a resumed run gets its random state back.
+            if self._feed.asked(self):
+                yield from self._handed_out(skip)
+        finally:
+            self._feed.ended()
+
+    def _handed_out(self, skip: int) -> Iterator[Any]:
+        stream = self._source.batches(self.epoch, skip, mixed(self._place.seed, self._place.loader, 0))
+        for batch in stream if self._source.knows_end else self._together(stream):
+            self.batches += 1
+            self._feed.given(batch, training=True)
+            yield batch.content
+            self._feed.fetching(training=True)
+            self.complete = batch.last
+            if not self._feed.asked(self):
+                return
+        if self.batches == 0:
+            raise DataError(
+                f"the training data gave no batch at all (dataset of {_length(self._original)}): with drop_last it is smaller "
+                f"than one batch, or its stream is empty. Use a smaller batch."
+            )
+        self.complete = True
+
+    def _rejoin(self) -> int:
+        if self.resume_at is None or self.epoch != self.resume_at[0]:
+            return 0
+        self.batches = self.resume_at[1]
+        self.resume_at = None
+        for generator, state in zip(generators_of(self._original), self._generator_states, strict=False):
+            generator.set_state(state)
+        return self.batches
+
+    def _together(self, stream: Iterator[Batch]) -> Iterator[Batch]:
+        """Streams may end at different times: whoever is done keeps the others company until all are."""
+        held: Batch | None = None
+        while True:
+            batch = next(stream, None)
+            if not self._feed.anyone(batch is not None):
+                return
+            if batch is None and held is None:
+                raise DataError("this worker's stream of data is empty while others have data. Give every worker some.")
+            held = batch or Batch(cast("Batch", held).content, 0, None)
+            yield held
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where in the data this worker stands."""
+        return {"epoch": self.epoch, "batches": self.batches, "generators": list(self._generator_states)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where the state was taken, when the loop comes to that epoch."""
+        self._generator_states = list(state["generators"])
+        if state["epoch"]:
+            self.resume_at = (int(state["epoch"]), int(state["batches"]))
+
+
+def divide(loader: Iterable[Any], place: Share, feed: Feed, parts: Parts, split: bool = True) -> Loader:
+    """The loader, divided over the workers; `split=False` if each worker's loader is its own part already."""
+    source = _source_for(loader, place, parts, split)
+    return Loader(loader, source, feed, place)
+
+
+def _source_for(loader: Iterable[Any], place: Share, parts: Parts, split: bool) -> Source:
+    if not split or _already_divided(loader, place):
+        return Whole(loader)
+    plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    if not plain or cast("Any", loader).batch_sampler is None and not isinstance(cast("Any", loader).dataset, IterableDataset):
+        return Cut(loader, place)
+    given = cast("DataLoader[Any]", loader)
+    if isinstance(given.dataset, IterableDataset):
+        if parts.alpha is not None:
+            raise DataError("dirichlet(alpha) needs to know all labels beforehand, which a stream does not. Use iid parts.")
+        return Cut(loader, place) if given.batch_size is None else Streamed(given, place)
+    return Indexed(given, place, parts)
+
+
+def _already_divided(loader: Iterable[Any], place: Share) -> bool:
+    sampler = getattr(loader, "sampler", None)
+    return isinstance(sampler, DistributedSampler) and sampler.num_replicas == place.size > 1
+
+
+class Indexed(Source):
+    """A DataLoader over a map-style dataset."""
+
+    def __init__(self, loader: DataLoader[Any], place: Share, parts: Parts) -> None:
+        self._place = place
+        self._sampler = loader.batch_sampler
+        self._dataset = loader.dataset
+        self._parts = self._skewed(loader, parts)
+        self._global_batch = loader.batch_size or 0
+        self._plan: Iterator[tuple[list[Any], Batch]] = iter(())
+        self._given: deque[Batch] = deque()
+        self._tensors = _tensors_of(loader)
+        self._reload = loader.num_workers > 0
+        self._inner = None if self._tensors else _like(loader, loader.dataset, batch_sampler=_Following(self._indices))
+
+    def _skewed(self, loader: DataLoader[Any], parts: Parts) -> list[Indices] | None:
+        if parts.alpha is None or self._place.size == 1:
+            return None
+        if loader.batch_size is None:
+            raise DataError("dirichlet(alpha) cannot be used with a batch sampler of your own: it decides who gets what itself.")
+        return dirichlet(labels_of(loader.dataset), self._place.size, parts.alpha, self._place.seed)
+
+    def batches(self, epoch: int, skip: int, seed: int) -> Iterator[Batch]:
+        """Slices of the sampler's batches, loaded by a DataLoader like the user's."""
+        # Worker processes have random state that runs through the epoch: to reach batch `skip` they must load what is before it.
+        cheap = 0 if self._reload else skip
+        self._plan = islice(self._planned(epoch, seed), cheap, None)
+        self._given.clear()
+        if self._tensors is not None:
+            for indices, batch in self._plan:
+                chosen = torch.as_tensor(indices)
+                yield Batch([tensor[chosen] for tensor in self._tensors], batch.examples, batch.total, batch.last)
+            return
+        inner = cast("DataLoader[Any]", self._inner)
+        cast("torch.Generator", inner.generator).manual_seed(mixed(seed, epoch, self._place.rank))
+        for number, content in enumerate(inner):
+            batch = self._given.popleft()
+            if number >= skip - cheap:
+                yield Batch(content, batch.examples, batch.total, batch.last)
+
+    def _indices(self) -> Iterator[list[Any]]:
+        for indices, batch in self._plan:
+            self._given.append(batch)
+            yield indices
+
+    def _planned(self, epoch: int, seed: int) -> Iterator[tuple[list[Any], Batch]]:
+        """This worker's indices for every global batch, with one batch of foresight to know the last."""
+        slices = self._from_parts(epoch, seed) if self._parts else self._from_sampler(epoch, seed)
+        waiting: tuple[list[Any], int, int] | None = None
+        for piece in slices:
+            if waiting is not None:
+                yield waiting[0], Batch(None, waiting[1], waiting[2])
+            waiting = piece
+        if waiting is not None:
+            yield waiting[0], Batch(None, waiting[1], waiting[2], last=True)
+
+    def _from_sampler(self, epoch: int, seed: int) -> Iterator[tuple[list[Any], int, int]]:
+        lent = Lent(mixed(seed, epoch))
+        with lent.use():
+            stream = iter(cast("Iterable[list[Any]]", self._sampler))
+        while True:
+            with lent.use():
+                block = list(islice(stream, _AHEAD))
+            for whole in block:
+                part = list(mine(whole, self._place.rank, self._place.size))
+                yield part or list(whole[-1:]), len(part), len(whole)
+            if len(block) < _AHEAD:
+                return
+
+    def _from_parts(self, epoch: int, seed: int) -> Iterator[tuple[list[Any], int, int]]:
+        parts = cast("list[Indices]", self._parts)
+        stand_in = next(part for part in parts if len(part))[:1].tolist()
+        for slices in batches_of_parts(parts, self._global_batch, seed, epoch):
+            part = slices[self._place.rank].tolist()
+            yield part or stand_in, len(part), sum(len(piece) for piece in slices)
+
+
+class Streamed(Source):
+    """A DataLoader over an iterable dataset; every worker reads the stream and keeps its slice of each batch."""
+
+    knows_end = False
+
+    def __init__(self, loader: DataLoader[Any], place: Share) -> None:
+        self._place = place
+        dataset = _SlicedStream(loader, place.rank, place.size)
+        self._inner = _like(loader, dataset, batch_size=None, collate_fn=_as_it_is)
+
+    def batches(self, epoch: int, skip: int, seed: int) -> Iterator[Batch]:
+        """Slices of consecutive batches of the stream."""
+        cast("torch.Generator", self._inner.generator).manual_seed(mixed(seed, epoch, self._place.rank))
+        for content, examples, total in islice(self._inner, skip, None):
+            yield Batch(content, examples, total if self._place.size == 1 else None)
+
+
+class Cut(Source):
+    """Anything else: batches are taken as they come and cut along their first dimension."""
+
+    knows_end = False
+
+    def __init__(self, loader: Iterable[Any], place: Share) -> None:
+        self._loader, self._place = loader, place
+
+    def batches(self, epoch: int, skip: int, seed: int) -> Iterator[Batch]:
+        """Slices of the finished batches."""
+        lent = Lent(mixed(seed, epoch))
+        with lent.use():
+            stream = iter(self._loader)
+        number = 0
+        while True:
+            with lent.use():
+                batch = next(stream, _END)
+            if batch is _END:
+                return
+            number += 1
+            if number > skip:
+                content, examples, total = cut(batch, self._place.rank, self._place.size)
+                yield Batch(content, examples, total if self._place.size == 1 else None)
+
+
+class Whole(Source):
+    """A loader that is this worker's part already: only counted."""
+
+    knows_end = False
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader = loader
+
+    def batches(self, epoch: int, skip: int, seed: int) -> Iterator[Batch]:
+        """The batches as they are."""
+        del epoch, seed
+        for content in islice(self._loader, skip, None):
+            yield Batch(content, examples_in(content) or 1, None)
+
+
+_END = object()
+
+
+class _Following:
+    """A batch sampler that asks for the current epoch's indices each time it is iterated."""
+
+    def __init__(self, indices: Callable[[], Iterator[list[Any]]]) -> None:
+        self._indices = indices
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self._indices()
+
+
+class _SlicedStream(IterableDataset[Any]):
+    """An iterable dataset whose items are this worker's finished slices: (content, examples, size of the batch)."""
+
+    def __init__(self, loader: DataLoader[Any], rank: int, size: int) -> None:
+        self._dataset = loader.dataset
+        self._batch_size = cast("int", loader.batch_size)
+        self._drop_last, self._collate = loader.drop_last, loader.collate_fn
+        self._rank, self._size = rank, size
+
+    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+        stream = iter(self._dataset)
+        while whole := list(islice(stream, self._batch_size)):
+            if len(whole) < self._batch_size and self._drop_last:
+                return
+            start, stop = share(len(whole), self._rank, self._size)
+            part = whole[start:stop] or whole[-1:]
+            yield self._collate(part), stop - start, len(whole)
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _like(loader: DataLoader[Any], dataset: Any, **changed: Any) -> DataLoader[Any]:
+    """A DataLoader with the settings of another one, and random state of its own."""
+    settings: dict[str, Any] = {
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+        "generator": torch.Generator(),
+    }
+    return DataLoader(dataset, **(settings | changed))
+
+
+def _tensors_of(loader: DataLoader[Any]) -> tuple[Tensor, ...] | None:
+    """The tensors of a loader whose batches can be had by indexing them, which is many times faster than collating."""
+    simple = (
+        type(loader.dataset) is TensorDataset
+        and loader.collate_fn is default_collate
+        and loader.num_workers == 0
+        and not loader.pin_memory
+    )
+    return cast("TensorDataset", loader.dataset).tensors if simple else None
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """The generators that a user gave to a loader and its samplers."""
+    holders = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    holders.append(getattr(holders[2], "sampler", None))
+    found: list[torch.Generator] = []
+    for holder in holders:
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator) and not any(generator is known for known in found):
+            found.append(generator)
+    return found
+
+
+def _length(loader: Any) -> str:
+    try:
+        return f"{len(loader.dataset)} examples"
+    except (TypeError, AttributeError):
+        return "unknown size"

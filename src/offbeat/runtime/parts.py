@@ -1,0 +1,77 @@
+"""How a user asks for the data to be divided: evenly at random, or skewed by label."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from offbeat.errors import DataError
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How training data is divided over the workers."""
+
+    alpha: float | None = None
+    """None: every global batch is dealt out evenly. A number: labels are spread by Dirichlet(alpha)."""
+
+    def __post_init__(self) -> None:
+        if self.alpha is not None and not 0 < self.alpha < float("inf"):
+            raise DataError(f"dirichlet({self.alpha}) makes no sense: alpha must be a number above 0.")
+
+    def __str__(self) -> str:
+        return "iid" if self.alpha is None else f"dirichlet({self.alpha:g})"
+
+    @classmethod
+    def parse(cls, text: str) -> Parts:
+        """Read `iid` or `dirichlet(0.3)`."""
+        if text.strip() == "iid":
+            return cls()
+        found = re.fullmatch(r"\s*dirichlet\(\s*([^()\s]+)\s*\)\s*", text)
+        try:
+            return cls(float(found[1]) if found else float("nan"))
+        except ValueError:
+            pass
+        except DataError:
+            if found:
+                raise
+        raise DataError(f"{text!r} is no way to divide data. Say `iid` or `dirichlet(alpha)`, e.g. dirichlet(0.3).")
+
+
+def labels_of(dataset: Dataset[Any]) -> NDArray[np.int64]:
+    """The label of every example of a map-style dataset, for dividing it by label."""
+    if isinstance(dataset, Subset):
+        return labels_of(dataset.dataset)[np.asarray(dataset.indices)]
+    for name in ("targets", "labels"):
+        found = getattr(dataset, name, None)
+        if isinstance(found, Tensor | np.ndarray | Sequence) and not isinstance(found, str):
+            return _as_labels(found)
+    if isinstance(dataset, TensorDataset) and len(dataset.tensors) > 1:
+        return _as_labels(dataset.tensors[1])
+    return _as_labels([_label_of_example(dataset[i]) for i in range(len(dataset))])  # pyright: ignore[reportArgumentType]
+
+
+def _label_of_example(example: Any) -> Any:
+    if isinstance(example, tuple | list) and len(example) > 1:
+        return example[1]
+    raise DataError(
+        "dirichlet(alpha) divides data by label, but the examples are not pairs (input, label). "
+        "Give the dataset a `targets` attribute, or use iid parts."
+    )
+
+
+def _as_labels(found: Any) -> NDArray[np.int64]:
+    labels = np.asarray(found)
+    if labels.ndim != 1 or labels.dtype.kind not in "iub":
+        raise DataError(
+            f"dirichlet(alpha) divides data by label, but these labels are {labels.dtype} of shape {labels.shape}, not one whole "
+            f"number per example. Use iid parts, or give the dataset integer `targets`."
+        )
+    return labels.astype(np.int64)

@@ -1,0 +1,171 @@
+"""What a run leaves behind: `run.json` (configuration, environment, result), `metrics.jsonl`, logs, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, cast
+
+from offbeat.errors import CheckpointError, OutputError, UsageError
+
+RUN_FILE = "run.json"
+METRICS_FILE = "metrics.jsonl"
+MODEL_FILE = "model.safetensors"
+
+
+class RunFolder:
+    """One run's folder. Every write is whole or not there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, parent: Path, task: str, strategy: str) -> RunFolder:
+        """A new folder `<parent>/<time>-<task>-<strategy>`, and the link `<parent>/latest` to it."""
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")  # noqa: DTZ005 - people read it in their own time
+        name = f"{stamp}-{_slug(Path(task.split(':')[0]).stem if task.endswith('.py') else task)}-{_slug(strategy)}"
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            for number in range(1, 1000):
+                path = parent / (name if number == 1 else f"{name}-{number}")
+                try:
+                    path.mkdir()
+                except FileExistsError:
+                    continue
+                (path / "logs").mkdir()
+                _point_latest(parent, path)
+                return cls(path)
+        except OSError as error:
+            raise OutputError(_cannot_write(parent, error)) from error
+        raise OutputError(f"{parent} already holds a thousand runs called {name}. Choose another --out.")
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """An earlier run's folder, to resume or to read it."""
+        if not (path / RUN_FILE).is_file():
+            raise CheckpointError(f"{path} is no run folder: it has no {RUN_FILE}. Give a folder that `offbeat run` has made.")
+        folder = cls(path.resolve())
+        folder.read()
+        return folder
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints are."""
+        return self.path / "checkpoint"
+
+    def log(self, kind: str, rank: int) -> Path:
+        """The log file of one process."""
+        return self.path / "logs" / f"{kind}-{rank}.log"
+
+    def read(self) -> dict[str, Any]:
+        """What run.json says."""
+        try:
+            return cast("dict[str, Any]", json.loads((self.path / RUN_FILE).read_text()))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path / RUN_FILE} cannot be read: {error}") from error
+
+    def write(self, **changes: Any) -> None:
+        """Replace entries of run.json, keeping the others."""
+        target = self.path / RUN_FILE
+        known: dict[str, Any] = self.read() if target.exists() else {}
+        draft = target.with_suffix(".draft")
+        try:
+            draft.write_text(json.dumps(known | changes, indent=2, default=str) + "\n")
+            os.replace(draft, target)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            raise OutputError(_cannot_write(target, error)) from error
+
+    def drop_metrics_after(self, step: int) -> None:
+        """Forget what was measured after a checkpoint that the run goes back to."""
+        path = self.path / METRICS_FILE
+        if not path.exists():
+            return
+        kept: list[str] = []
+        for line in path.read_text().splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+            except (ValueError, KeyError):
+                continue  # The line that a kill cut short.
+        path.write_text("".join(line + "\n" for line in kept))
+
+
+class Metrics:
+    """Appends one JSON line for each report to `metrics.jsonl`."""
+
+    def __init__(self, path: Path, tensorboard: Path | None = None) -> None:
+        self._path = path
+        self._board = _open_tensorboard(tensorboard) if tensorboard else None
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one line."""
+        if self._board is not None:
+            for name, value in record.items():
+                if isinstance(value, int | float) and name != "step":
+                    self._board.add_scalar(name, value, record["step"])
+            self._board.flush()
+        try:
+            with self._path.open("a") as file:
+                file.write(json.dumps(dict(record)) + "\n")
+        except OSError as error:
+            raise OutputError(_cannot_write(self._path, error)) from error
+
+
+def _open_tensorboard(path: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UsageError("--tensorboard needs TensorBoard: pip install 'offbeat[tensorboard]'.") from error
+    return SummaryWriter(str(path))
+
+
+def environment() -> dict[str, Any]:
+    """The machine and versions a run was made with."""
+    import numpy as np
+    import torch
+
+    from offbeat import __version__
+
+    return {
+        "offbeat": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    found = re.search(r"model name\s*:\s*(.+)", text)
+    return found[1] if found else platform.machine()
+
+
+def _point_latest(parent: Path, path: Path) -> None:
+    draft = parent / f".latest-{os.getpid()}"
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(path.name)
+    os.replace(draft, parent / "latest")
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-.")[-60:] or "run"
+
+
+def _cannot_write(path: Path, error: OSError) -> str:
+    return f"{path} cannot be written: {error.strerror or error}. Free some space, or choose another folder with --out."

@@ -1,0 +1,62 @@
+"""Dividing a batch that somebody else has already made: every tensor in it is cut along its first dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import numpy as np
+from torch import Tensor
+
+from offbeat.errors import DataError
+from offbeat.protocols.partition import share
+
+
+def examples_in(batch: Any) -> int | None:
+    """How many examples a batch holds: the first dimension its tensors share; None if they share none."""
+    lengths = {len(leaf) for leaf in _arrays(batch)}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def cut(batch: Any, rank: int, size: int) -> tuple[Any, int, int]:
+    """This worker's slice of a batch, how many examples it holds, and how many the whole batch holds."""
+    total = examples_in(batch)
+    if total is None:
+        raise DataError(
+            f"a batch of type {type(batch).__name__} cannot be divided over {size} workers: its tensors do not share their "
+            f"first dimension. Give prepare() a DataLoader over single examples, or divide the data yourself and say "
+            f"prepare(..., split=False)."
+        )
+    start, stop = share(total, rank, size)
+    # A worker without examples still takes part in the step, with one that counts for nothing.
+    low, high = (start, stop) if stop > start else (total - 1, total)
+    return _cut(batch, low, high, total), stop - start, total
+
+
+def _arrays(batch: Any) -> Iterator[Any]:
+    if isinstance(batch, Tensor | np.ndarray):
+        if batch.ndim:
+            yield batch
+    elif isinstance(batch, Mapping):
+        for value in cast("Mapping[Any, Any]", batch).values():
+            yield from _arrays(value)
+    elif isinstance(batch, list | tuple):
+        for value in cast("list[Any]", batch):
+            yield from _arrays(value)
+
+
+def _cut(batch: Any, low: int, high: int, total: int) -> Any:
+    if isinstance(batch, Tensor | np.ndarray):
+        return batch[low:high] if batch.ndim else batch
+    if isinstance(batch, Mapping):
+        pairs = cast("Mapping[Any, Any]", batch).items()
+        return {key: _cut(value, low, high, total) for key, value in pairs}
+    if isinstance(batch, list | tuple):
+        held = cast("list[Any]", batch)
+        if len(held) == total and not any(True for _ in _arrays(held)):
+            return held[low:high]  # Names or other plain values, one for each example.
+        parts = [_cut(value, low, high, total) for value in held]
+        if hasattr(held, "_fields"):
+            return cast("Any", type(held))(*parts)
+        return parts if isinstance(batch, list) else tuple(parts)
+    return batch

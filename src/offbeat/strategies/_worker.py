@@ -1,0 +1,209 @@
+"""The worker's side of strategies: what happens inside a loop that somebody else has written.
+
+An `Exchange` sees that after `backward()` the gradients are what the strategy says. A `Pace` decides, batch by batch, whether
+they are exchanged now. Both work through hooks, so the model and the optimizer stay the user's own objects.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from offbeat.errors import StrategyError
+from offbeat.runtime.group import Group
+from offbeat.runtime.stopwatch import Stopwatch
+from offbeat.strategies._base import Axis, Strategy
+
+
+class Exchange(ABC):
+    """One worker's side of a way to exchange. Alone (`single`) it does nothing."""
+
+    replicated: ClassVar[bool] = True
+    """Whether parameters and optimizer state are equal on all workers, so that a checkpoint needs them once."""
+
+    def __init__(self, group: Group, stopwatch: Stopwatch) -> None:
+        self.group = group
+        self.stopwatch = stopwatch
+        self.weight_in_backward = 1.0
+        """The factor that a gradient has already been given when backward finishes it."""
+
+    def adopt(self, model: nn.Module) -> None:
+        """Take part in training this model: start from worker 0's state, then install what the strategy needs."""
+        share_state(model, self.group)
+        if self.group.size > 1:
+            self.install(model)
+
+    @abstractmethod
+    def install(self, model: nn.Module) -> None:
+        """Put hooks on the model, so that backward ends with the strategy's gradients; only called with others around."""
+
+    @abstractmethod
+    def weigh(self, examples: int, total: int | None) -> None:
+        """The coming backward passes stand for `examples` examples here, `total` over all workers (None: not known)."""
+
+    @abstractmethod
+    def suspend(self, held: bool) -> None:
+        """While held, backward leaves gradients local."""
+
+    @contextmanager
+    def averaged(self, models: Sequence[nn.Module]) -> Iterator[None]:
+        """Inside, all workers hold the same model: what may differ between replicas is averaged. Afterwards it is back."""
+        with averaged_buffers(models, self.group):
+            yield
+
+    def total(self, statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Statistics summed over the workers, for tasks that are no gradient descent."""
+        return self.group.sums(statistics, "the sum of statistics")
+
+    def payload(self) -> int:
+        """Bytes this worker has sent outside of `group`, which counts its own."""
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the strategy must remember to go on to the same bits after a resume."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from such a state; called after the models were adopted."""
+        del state
+
+    def settle(self) -> None:
+        """Book what only shows at the end of a run, before the result is made."""
+
+    def close(self) -> None:
+        """Take off what `install` has put on."""
+
+
+class Pace(ABC):
+    """One worker's side of a `when`: decides for each batch whether its gradients are exchanged and applied now."""
+
+    @abstractmethod
+    def adopt(self, model: nn.Module) -> None:
+        """Take part in training this model; called before the exchange adopts it."""
+
+    @abstractmethod
+    def watch(self, optimizer: Optimizer) -> None:
+        """Take part in this optimizer's steps."""
+
+    @abstractmethod
+    def begin(self, examples: int, total: int | None, last: bool) -> None:
+        """A new batch begins; `last` if it is known to be the last of its epoch."""
+
+    @property
+    @abstractmethod
+    def updating(self) -> bool:
+        """Whether optimizer steps in this batch are real updates."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """What must be remembered to go on to the same bits after a resume."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from such a state."""
+
+
+class EveryBatch(Pace):
+    """Gradients of every batch are exchanged and applied at once: what happens where no `when` is named."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def adopt(self, model: nn.Module) -> None:
+        """Nothing to do."""
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Nothing to do."""
+
+    def begin(self, examples: int, total: int | None, last: bool) -> None:
+        """Tell the exchange what the batch weighs."""
+        self._exchange.weigh(examples, total)
+
+    @property
+    def updating(self) -> bool:
+        """Always."""
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to remember."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to take back."""
+
+
+@dataclass(frozen=True)
+class Exchanging(Strategy):
+    """A strategy on the exchange axis."""
+
+    axis: ClassVar[Axis] = Axis.EXCHANGE
+
+    def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
+        """The worker's side of this strategy."""
+        raise StrategyError(f"{type(self).__name__} has no worker's side. Give it `connect(self, group, stopwatch)`.")
+
+
+@dataclass(frozen=True)
+class Timing(Strategy):
+    """A strategy on the `when` axis."""
+
+    axis: ClassVar[Axis] = Axis.WHEN
+
+    def pace(self, exchange: Exchange) -> Pace:
+        """The worker's side of this strategy, on top of an exchange."""
+        raise StrategyError(f"{type(self).__name__} has no worker's side. Give it `pace(self, exchange)`.")
+
+    def batches_per_update(self) -> int:
+        """How many global batches make one update."""
+        return 1
+
+
+def closure_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The closure that an optimizer's step was given, as its hooks see the call (the optimizer itself comes first)."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
+
+
+def share_state(model: nn.Module, group: Group) -> None:
+    """Give every worker worker 0's parameters and buffers: one broadcast for each kind of number."""
+    if group.size == 1:
+        return
+    tensors = _distinct([*model.parameters(), *model.buffers()])
+    for dtype, device in sorted({(t.dtype, t.device) for t in tensors}, key=str):
+        alike = [t for t in tensors if t.dtype == dtype and t.device == device]
+        flat = torch.cat([t.detach().reshape(-1) for t in alike])
+        group.share(flat, "the sharing of worker 0's model")
+        with torch.no_grad():
+            for tensor, piece in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
+                tensor.copy_(piece.view(tensor.shape))
+
+
+@contextmanager
+def averaged_buffers(models: Sequence[nn.Module], group: Group) -> Iterator[None]:
+    """Inside, floating-point buffers (running statistics) are the workers' mean; afterwards each has its own again."""
+    buffers = _distinct([b for model in models for b in model.buffers() if b.is_floating_point()])
+    if group.size == 1 or not buffers:
+        yield
+        return
+    own = [buffer.clone() for buffer in buffers]
+    total = group.sums({str(i): b for i, b in enumerate(buffers)}, "the mean of buffers")
+    with torch.no_grad():
+        for i, buffer in enumerate(buffers):
+            buffer.copy_(total[str(i)] / group.size)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, kept in zip(buffers, own, strict=True):
+                buffer.copy_(kept)
+
+
+def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Each tensor once, however many names it has (tied weights)."""
+    return list({id(tensor): tensor for tensor in tensors if tensor.numel()}.values())

@@ -1,0 +1,264 @@
+"""What a worker process does: run a user's script, or the training loop of a task.
+
+The loop of a task is written with the same team that scripts use, so that both doors give the same result.
+"""
+
+from __future__ import annotations
+
+import math
+import runpy
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+from offbeat.errors import DataError, NonFiniteError, OutputError
+from offbeat.join import Team
+from offbeat.protocols.partition import share
+from offbeat.runtime.assignment import ASSIGNED, Assignment
+from offbeat.runtime.goal import Goal
+from offbeat.runtime.launch import Control
+from offbeat.runtime.place import where
+from offbeat.runtime.records import MODEL_FILE
+from offbeat.task import IterativeTask, Reference, Task
+
+
+def work(config: Mapping[str, Any], control: Control) -> None:
+    """The entry of a worker: its configuration is plain data from the launcher."""
+    assignment = Assignment(
+        goal=Goal.from_plain(config["goal"]),
+        folder=Path(config["folder"]),
+        resume=config["resume"],
+        identity=config["identity"],
+        send=control.send,
+    )
+    ASSIGNED.set(assignment)
+    if config.get("script"):
+        _run_script(config["script"], config["arguments"])
+        for team in assignment.open_teams:
+            team.close()
+    else:
+        learn(Reference(**config["task"]), assignment)
+
+
+def _run_script(path: str, arguments: list[str]) -> None:
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    runpy.run_path(path, run_name="__main__")
+
+
+def learn(reference: Reference, assignment: Assignment) -> None:
+    """Learn a task as one of the workers."""
+    with Team(assignment, where()) as team:
+        task = reference.build()
+        if isinstance(task, IterativeTask):
+            iterate(task, team)
+        else:
+            train(task, team)
+
+
+# -- gradient descent ------------------------------------------------------------------------------------------------
+
+
+def train(task: Task, team: Team) -> None:
+    """Minimize a task's loss until its target or the budget is reached."""
+    data = task.data()
+    _check_enough(data.train, task.global_batch, team.size)
+    model = task.model()
+    optimizer = task.optimizer(model.parameters())
+    schedule = task.schedule(optimizer)
+    batches = _loader(data.train, task.global_batch, task.collate, shuffle=True)
+    model, optimizer, batches = team.prepare(model, optimizer, batches)
+    if schedule is not None:
+        team.prepare(schedule)
+    score = _scorer(task, model, team)
+    validate = score(data.validation)
+    for _ in team.epochs():
+        for batch in batches:
+            optimizer.zero_grad()
+            loss = task.loss(model, on_device(batch, team.device))
+            team.last_loss = _finite(loss, team)
+            loss.backward()
+            optimizer.step()
+            if schedule is not None and team.pace.updating:
+                schedule.step()
+            due = task.evaluate_every and team.pace.updating and team.step % task.evaluate_every == 0
+            if due and team.report(score=validate()):
+                break
+        if not team.stopping and not task.evaluate_every:
+            team.report(score=validate())
+        if not team.stopping and team.exhausted:
+            if task.evaluate_every:
+                team.report(score=validate())
+            break
+    team.notes["test_score"] = team.mean(score=score(data.test)())["score"]
+    _keep_model(model, team)
+
+
+def _scorer(task: Task, model: nn.Module, team: Team) -> Callable[[Dataset[Any]], Callable[[], float]]:
+    """Makes, for a part of the data, the function that scores the model on it."""
+
+    def score_on(data: Dataset[Any]) -> Callable[[], float]:
+        whole = _loader(data, task.evaluate_batch, task.collate, shuffle=False)
+        # A worker without a single example could not score: then everybody scores all of them.
+        parted = task.score_by_parts and team.size > 1 and _size(data) >= team.size * 2
+        batches = team.divided(whole) if parted else whole
+
+        def score() -> float:
+            was_training = model.training
+            with team.averaged(model), torch.no_grad():
+                model.eval()
+                value = float(task.score(model, _moved(batches, team.device)))
+                model.train(was_training)
+            return value
+
+        return score
+
+    return score_on
+
+
+def _finite(loss: Tensor, team: Team) -> float:
+    value = float(loss.detach())
+    if not math.isfinite(value):
+        raise NonFiniteError(
+            f"worker {team.rank} has a loss of {value} in step {team.step + 1}. Training stops before it can spread; the last "
+            f"checkpoint is from before. A lower learning rate often helps."
+        )
+    return value
+
+
+def _keep_model(model: nn.Module, team: Team) -> None:
+    """Leave the trained model in the run folder, loadable by safetensors alone."""
+    folder = team.folder
+    if folder is None:
+        return
+    with team.averaged(model):
+        if team.rank == 0:
+            state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+            try:
+                save_file(state, folder / MODEL_FILE)
+            except OSError as error:
+                raise OutputError(f"{folder / MODEL_FILE} cannot be written: {error}.") from error
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """A batch with its tensors on a device."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: on_device(value, device) for key, value in cast("Mapping[Any, Any]", batch).items()}
+    if isinstance(batch, list | tuple):
+        moved = [on_device(value, device) for value in cast("list[Any]", batch)]
+        return moved if isinstance(batch, list) else tuple(moved)
+    return batch
+
+
+def _moved(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    return (on_device(batch, device) for batch in batches)
+
+
+# -- iterations that are no gradient descent -------------------------------------------------------------------------
+
+
+class _Parameters:
+    """The parameters of an iterative task, as something a checkpoint can hold."""
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        self.values = {name: value.clone() for name, value in values.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of them."""
+        return dict(self.values)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take them back."""
+        self.values = dict(state)
+
+
+def iterate(task: IterativeTask, team: Team) -> None:
+    """Repeat `update(params, sum of statistics)` until the target or the budget is reached."""
+    data = task.data()
+    _check_enough(data.train, 1, team.size)
+    params = team.prepare(_Parameters(task.initial()))
+    for name in sorted(params.values):
+        team.group.share(params.values[name], "the sharing of worker 0's parameters")
+    part = _part_of(data.train, task, team)
+    validate = list(_loader(data.validation, _size(data.validation), task.collate, shuffle=False))
+    team.resume()
+    while team.boundary():
+        with team.stopwatch.spent_on("compute"):
+            mine = _summed(task, params.values, part, team)
+        with team.stopwatch.spent_on("communicate"):
+            total = team.exchange.total(mine)
+        with team.stopwatch.spent_on("compute"):
+            params.values = {name: value.clone() for name, value in task.update(params.values, total).items()}
+        team.ledger.steps += 1
+        team.ledger.samples += _size(data.train)
+        _all_finite(params.values, team)
+        if team.step % task.evaluate_every == 0:
+            with team.stopwatch.spent_on("evaluate"):
+                score = float(task.score(params.values, validate))
+            team.report(score=score)
+    test = list(_loader(data.test, _size(data.test), task.collate, shuffle=False))
+    team.notes["test_score"] = team.mean(score=float(task.score(params.values, test)))["score"]
+    team.notes["epochs"] = team.step
+    if team.folder is not None and team.rank == 0:
+        save_file({name: value.contiguous() for name, value in params.values.items()}, team.folder / MODEL_FILE)
+
+
+def _part_of(train: Dataset[Any], task: IterativeTask, team: Team) -> Iterable[Any]:
+    start, stop = share(_size(train), team.rank, team.size)
+    size = stop - start if task.global_batch is None else max(1, task.global_batch // team.size)
+    loader = _loader(Subset(train, range(start, stop)), size, task.collate, shuffle=False)
+    # A whole part in one batch is made once and kept: it is the same in every step.
+    return list(loader) if task.global_batch is None else loader
+
+
+def _summed(task: IterativeTask, params: Mapping[str, Tensor], part: Iterable[Any], team: Team) -> dict[str, Tensor]:
+    total: dict[str, Tensor] = {}
+    for batch in part:
+        for name, value in task.statistics(params, on_device(batch, team.device)).items():
+            total[name] = total[name] + value if name in total else value
+    return total
+
+
+def _all_finite(params: Mapping[str, Tensor], team: Team) -> None:
+    for name, value in params.items():
+        if not bool(torch.isfinite(value).all()):
+            raise NonFiniteError(
+                f"worker {team.rank}: parameter {name!r} became NaN or infinite in step {team.step}. The last checkpoint is "
+                f"from before."
+            )
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+def _loader(data: Dataset[Any], batch: int, collate: Callable[[list[Any]], Any] | None, shuffle: bool) -> DataLoader[Any]:
+    streamed = isinstance(data, IterableDataset)
+    return DataLoader(data, batch_size=batch, shuffle=None if streamed else shuffle, collate_fn=collate)
+
+
+def _size(data: Dataset[Any]) -> int:
+    try:
+        return len(cast("Any", data))
+    except TypeError:
+        return sys.maxsize  # A stream: as large as need be.
+
+
+def _check_enough(train: Dataset[Any], batch: int, workers: int) -> None:
+    size = _size(train)
+    if size < workers:
+        raise DataError(f"there are {size} training examples for {workers} workers: some would have none. Ask for fewer workers.")
+    if size < batch:
+        raise DataError(
+            f"there are {size} training examples, fewer than one global batch of {batch}: no step could be made as asked. Lower "
+            f"the task's global_batch."
+        )
