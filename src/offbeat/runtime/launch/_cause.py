@@ -56,7 +56,8 @@ def error_for(failure: Failure) -> OffbeatError:
         what = f"was ended by {_signal_name(failure.signal)}{hint}."
     else:
         what = f"ended with exit code {failure.exit_code}."
-    lines = last_lines(log)
+    # A crash leaves a dump of the stack, which begins with what matters.
+    lines = last_lines(log, 20 if failure.signal is not None else 10)
     tail = f" Its log {log} ends with:\n{lines}" if lines else f" Its log {log} is empty."
     return WorkerError(f"{role} {what}{tail}", role=role.kind, rank=role.rank)
 

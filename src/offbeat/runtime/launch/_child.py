@@ -92,9 +92,10 @@ def _run(order: Fork, control: Control) -> int:
     except BaseException as error:
         raised_at = time.monotonic()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        control.report(describe(error, raised_at, ours=__file__))
+        report = describe(error, raised_at, ours=__file__)
+        control.report(report)
         if not isinstance(error, KeyboardInterrupt):
-            traceback.print_exception(error)
+            print(report.traceback, end="", file=sys.stderr)
         code = 1
     _run_exit_handlers(code, EXIT_SECONDS if code == 0 else FAILED_EXIT_SECONDS)
     return code

@@ -121,6 +121,7 @@ class Run:
     def _await_server(self) -> None:
         self._turn_until(lambda: self._link.is_ready or self._interrupts.count > 0, PRELOAD_DEADLINE)
         if not self._link.is_ready and not self._interrupts.count:
+            self._link.kill()
             raise WaitError(
                 f"The fork server did not import {', '.join(self._link.preload)} within {PRELOAD_DEADLINE:g} s."
             )
@@ -288,6 +289,8 @@ class Run:
         if living := self._living():
             names = ", ".join(str(child.role) for child in living)
             raise WaitError(f"{names} did not end within {KILL_DEADLINE:g} s of SIGKILL.")
+        if not self._children:
+            return  # And the server may still be importing, and not listen.
         self._link.send(Drain())
         self._turn_until(lambda: self._drained, KILL_DEADLINE)
         if not self._drained:
