@@ -219,6 +219,18 @@ def test_a_module_that_cannot_be_preloaded_is_named(role: MakeRole) -> None:
         run(launcher, role(0, "greet"))
 
 
+def test_a_fork_server_that_dies_importing_is_told_with_its_last_words(
+    role: MakeRole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ends_the_process.py").write_text("import os\nos.write(2, b'no more')\nos._exit(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with (
+        Launcher(preload=("ends_the_process",)) as launcher,
+        pytest.raises(RunError, match=r"The fork server, .* ended with code 3\. It said:\nno more"),
+    ):
+        run(launcher, role(0, "greet"))
+
+
 def test_a_preloaded_module_that_starts_threads_is_refused(
     role: MakeRole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

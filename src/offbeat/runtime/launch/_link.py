@@ -59,6 +59,7 @@ class Link:
         try:
             self.channel.send(message, descriptors)
         except OSError as error:
+            self.channel.ended = self.channel.ended or isinstance(error, ConnectionError)
             raise ServerGoneError from error
 
     def obituary(self) -> str:
@@ -74,8 +75,8 @@ class Link:
         """End the fork server at once, if it has not ended: the kernel then ends its children."""
         self.is_usable = False
         with contextlib.suppress(subprocess.TimeoutExpired):
-            # One that is just ending may still say how.
-            self._process.wait(0.1 if self.channel.ended else 0)
+            # One that is just ending may still say how: a process closes its sockets before it is gone.
+            self._process.wait(1 if self.channel.ended else 0)
         self._process.kill()
         self._process.wait(CLOSE_DEADLINE)
 

@@ -92,14 +92,14 @@ class Run:
 
     def go(self, roles: Sequence[Role]) -> list[Outcome]:
         """Run the roles to their end."""
-        orders = [order_for(number, role) for number, role in enumerate(roles)]
         with contextlib.closing(self._selector), contextlib.ExitStack() as held:
+            orders = [order_for(number, role) for number, role in enumerate(roles)]
             try:
                 self._await_server()
                 self._fork(roles, orders, held)
                 self._turn_until(self._is_decided)
             except ServerGoneError:
-                pass  # Which ending finds out again, and says how it came.
+                self._link.is_usable = False  # Ending says how that came.
             except BaseException:
                 self._end()
                 raise
