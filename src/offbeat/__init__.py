@@ -8,14 +8,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from offbeat._version import __version__
+
 if TYPE_CHECKING:
     from offbeat.errors import OffbeatError
     from offbeat.fitting import Result, fit
     from offbeat.join import Team, init
     from offbeat.strategies import Strategy, parse
     from offbeat.task import Data, IterativeTask, Task, accuracy
-
-__version__ = "0.1.0"
 
 _WHERE = {
     "Data": "offbeat.task",
@@ -39,6 +39,7 @@ __all__ = [
     "Strategy",
     "Task",
     "Team",
+    "__version__",
     "accuracy",
     "fit",
     "init",

@@ -22,8 +22,8 @@ from offbeat.runtime.records import RunFolder, environment
 from offbeat.strategies import Strategy, combined, parse
 from offbeat.task import AnyTask, IterativeTask, Reference, Task, reference_to
 
-WARM = (*PRELOAD, "offbeat.working")
-"""What the fork server imports, so that a worker starts with everything there."""
+WARM = (*PRELOAD, "torch._dynamo", "offbeat.working")
+"""What the fork server imports, so that a worker starts with everything there (every torch optimizer imports _dynamo)."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def fit(
     target: float | None = None,
     epochs: int | None = None,
     steps: int | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     device: str = "cpu",
     parts: str = "iid",
     threads: int | None = None,
@@ -192,7 +192,9 @@ def _reference(task: AnyTask | str) -> Reference:
     if isinstance(task, str):
         found = target_of(task, ())
         if isinstance(found, Script):
-            raise TaskError(f"{task!r} is a script, not a task. Run it with `offbeat run`, or name a class in it: '{task}:Class'.")
+            raise TaskError(
+                f"{task!r} is a script, not a task. Run it with `offbeat run`, or name a class in it: '{task}:Class'."
+            )
         return found
     return reference_to(task)
 
@@ -207,7 +209,9 @@ def target_of(text: str, arguments: tuple[str, ...]) -> Script | Reference:
             return Script(str(Path(source).resolve()), arguments)
         source = str(Path(source).resolve())
     elif "/" in source or source.endswith((".ipynb", ".sh")) or not source:
-        raise TaskError(f"{text!r} is neither a Python file nor a module. Give `file.py`, `file.py:Class` or e.g. offbeat.tasks.digits.")
+        raise TaskError(
+            f"{text!r} is neither a Python file nor a module. Give `file.py`, `file.py:Class` or e.g. offbeat.tasks.digits."
+        )
     plain = Reference(source, name or None)
     return dataclasses.replace(plain, arguments=_constructor_arguments(plain, arguments))
 
@@ -301,11 +305,17 @@ def _as_before(job: Job) -> Job:
         if name in told and name == "strategy":
             told[name] = str(combined(parse(told[name])))
         if name in told and told[name] != was.get(name):
-            raise CheckpointError(f"{folder.path} was run with {name} {was.get(name)}, not {told[name]}: it cannot go on differently.")
+            raise CheckpointError(
+                f"{folder.path} was run with {name} {was.get(name)}, not {told[name]}: it cannot go on differently."
+            )
     if job.workers not in (1, before["config"]["workers"]):
-        raise CheckpointError(f"{folder.path} was run with {before['config']['workers']} workers, not {job.workers}. Resume with as many.")
+        raise CheckpointError(
+            f"{folder.path} was run with {before['config']['workers']} workers, not {job.workers}. Resume with as many."
+        )
     goal = Goal.from_plain(was | told | _budget(was, told))
-    return dataclasses.replace(job, goal=goal, workers=before["config"]["workers"], threads=job.threads or before["config"]["threads"])
+    return dataclasses.replace(
+        job, goal=goal, workers=before["config"]["workers"], threads=job.threads or before["config"]["threads"]
+    )
 
 
 def _budget(was: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
@@ -316,7 +326,9 @@ def _budget(was: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _folder_for(job: Job) -> RunFolder:
-    folder = RunFolder.open(job.resume) if job.resume else RunFolder.create(job.out, str(job.what), job.goal.strategy or "")
+    folder = (
+        RunFolder.open(job.resume) if job.resume else RunFolder.create(job.out, str(job.what), job.goal.strategy or "")
+    )
     config = {
         "what": _plain_target(job.what),
         "goal": job.goal.plain(),
@@ -326,7 +338,9 @@ def _folder_for(job: Job) -> RunFolder:
     if job.resume:
         known = folder.read()["config"]["what"]
         if known != config["what"]:
-            raise CheckpointError(f"{folder.path} is a run of {_named(known)}, not of {_named(config['what'])}. Give the run of this task, or start a new one.")
+            raise CheckpointError(
+                f"{folder.path} is a run of {_named(known)}, not of {_named(config['what'])}. Give the run of this task, or start a new one."
+            )
     folder.write(config=config, environment=environment(), state="running")
     return folder
 

@@ -274,7 +274,9 @@ class Team:
             if closure is None or self.size == 1:
                 return None
             if not isinstance(self.pace, EveryBatch):
-                raise StrategyError(f"{self.strategy.when} cannot be used with optimizer.step(closure). Use an exchange alone.")
+                raise StrategyError(
+                    f"{self.strategy.when} cannot be used with optimizer.step(closure). Use an exchange alone."
+                )
             # A closure's loss steers line searches: every worker must see the same one, or they part ways.
             return (optimizer, lambda: self._mean_loss(closure())), {}
 
@@ -305,11 +307,15 @@ class Team:
         if loader.resume_at is None:
             self.resume()
         over = self.goal.epochs is not None and loader.epoch > self.goal.epochs
-        return not over and self.boundary()
+        return self.boundary(over)
 
-    def boundary(self) -> bool:
+    def boundary(self, over: bool = False) -> bool:
         """Between two steps: write a checkpoint if due, tell the launcher, and say whether to go on."""
-        if self._stopping or (self.goal.steps is not None and self.step >= self.goal.steps):
+        if self._stopping:
+            return False
+        if over or (self.goal.steps is not None and self.step >= self.goal.steps):
+            # Here, not at the end: what the loop does after being cut short is no part of the run that may go on.
+            self.checkpoint()
             return False
         every = self.goal.checkpoint_every
         if self._checkpoint_due or (every and self.step and self.step % every == 0):
@@ -355,7 +361,9 @@ class Team:
         fingerprint = float(mixed(len(names), *(hash_of(name) for name in names)) % 2**52)
         rows = self.group.gather([fingerprint, float(self._evaluated)], "a report")
         if not bool((rows[:, 0] == rows[0, 0]).all()):
-            raise UsageError(f"the workers report different metrics; worker {self.rank} has {', '.join(names) or 'none'}.")
+            raise UsageError(
+                f"the workers report different metrics; worker {self.rank} has {', '.join(names) or 'none'}."
+            )
         self._evaluated = 0
         weights = rows[:, 1] if rows[:, 1].sum() > 0 else torch.ones(self.size, dtype=torch.float64)
         table = self.group.gather([values[name] for name in names], "a report") if names else torch.zeros(self.size, 0)
@@ -387,7 +395,6 @@ class Team:
             "seconds_by_kind": dict(self.stopwatch.seconds),
             "loss": self.last_loss,
         }
-
 
     def _tell(self) -> None:
         now = time.monotonic()
@@ -435,14 +442,16 @@ class Team:
         affordable = self._checkpoint_cost < _CHECKPOINT_SHARE * (time.monotonic() - self._checkpoint_time)
         return self.group.gather([float(affordable)], "a report")[0].item() > 0
 
-    def checkpoint(self) -> None:
+    def checkpoint(self, at_end: bool = False) -> None:
         """Write a checkpoint now; all workers call this between two steps. Training loaders do it by themselves."""
         if self._checkpoints is None or self._checkpointed_at == self.step:
             return
         start = time.monotonic()
         with self.stopwatch.spent_on("other"):
             self._holdings.find_schedulers()
-            self._checkpoints.save(self.step, self._shared_state(), self._own_state(), {"score": self.ledger.score})
+            self._checkpoints.save(
+                self.step, self._shared_state(), self._own_state(at_end), {"score": self.ledger.score}
+            )
         self._checkpoint_due = False
         self._checkpointed_at = self.step
         self._checkpoint_time = time.monotonic()
@@ -451,11 +460,11 @@ class Team:
     def _shared_state(self) -> dict[str, Any]:
         return {**self._holdings.replicas(), "others": self._holdings.other_states()}
 
-    def _own_state(self) -> dict[str, Any]:
+    def _own_state(self, at_end: bool) -> dict[str, Any]:
         return {
             "replicas": {} if self.exchange.replicated else self._holdings.replicas(),
             "buffers": self._holdings.buffers(),
-            "loaders": [loader.state_dict() for loader in self._holdings.loaders],
+            "loaders": [loader.state_dict(at_end) for loader in self._holdings.loaders],
             "exchange": self.exchange.state_dict(),
             "pace": self.pace.state_dict(),
             "random": randomness.capture(),
@@ -502,7 +511,9 @@ class Team:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close(failed=kind is not None)
 
     def close(self, failed: bool = False) -> None:
@@ -513,7 +524,7 @@ class Team:
         try:
             if not failed and self._started:
                 if not self._catching_up():
-                    self.checkpoint()
+                    self.checkpoint(at_end=True)
                 self._send_result()
         finally:
             self.exchange.close()

@@ -139,7 +139,11 @@ def _keep_model(model: nn.Module, team: Team) -> None:
         return
     with team.averaged(model):
         if team.rank == 0:
-            state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+            state = {
+                name: value.detach().cpu().clone()
+                for name, value in model.state_dict().items()
+                if isinstance(value, Tensor)
+            }
             try:
                 save_file(state, folder / MODEL_FILE)
             except OSError as error:
@@ -241,7 +245,9 @@ def _all_finite(params: Mapping[str, Tensor], team: Team) -> None:
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
-def _loader(data: Dataset[Any], batch: int, collate: Callable[[list[Any]], Any] | None, shuffle: bool) -> DataLoader[Any]:
+def _loader(
+    data: Dataset[Any], batch: int, collate: Callable[[list[Any]], Any] | None, shuffle: bool
+) -> DataLoader[Any]:
     streamed = isinstance(data, IterableDataset)
     return DataLoader(data, batch_size=batch, shuffle=None if streamed else shuffle, collate_fn=collate)
 
@@ -256,7 +262,9 @@ def _size(data: Dataset[Any]) -> int:
 def _check_enough(train: Dataset[Any], batch: int, workers: int) -> None:
     size = _size(train)
     if size < workers:
-        raise DataError(f"there are {size} training examples for {workers} workers: some would have none. Ask for fewer workers.")
+        raise DataError(
+            f"there are {size} training examples for {workers} workers: some would have none. Ask for fewer workers."
+        )
     if size < batch:
         raise DataError(
             f"there are {size} training examples, fewer than one global batch of {batch}: no step could be made as asked. Lower "

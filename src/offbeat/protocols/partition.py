@@ -46,7 +46,9 @@ def dirichlet(labels: Sequence[int] | NDArray[np.int64], size: int, alpha: float
     No part stays empty while another has two examples or more.
     """
     if not alpha > 0:
-        raise DataError(f"dirichlet({alpha}) makes no sense: alpha must be above 0 (0.1 is very skewed, 100 almost even).")
+        raise DataError(
+            f"dirichlet({alpha}) makes no sense: alpha must be above 0 (0.1 is very skewed, 100 almost even)."
+        )
     known = np.asarray(labels)
     random = np.random.default_rng([seed % 2**64, size])
     parts: list[list[Indices]] = [[] for _ in range(size)]
@@ -66,9 +68,7 @@ def _none_empty(parts: list[Indices]) -> list[Indices]:
     return parts
 
 
-def batches_of_parts(
-    parts: Sequence[Indices], global_batch: int, seed: int, epoch: int
-) -> Iterator[list[Indices]]:
+def batches_of_parts(parts: Sequence[Indices], global_batch: int, seed: int, epoch: int) -> Iterator[list[Indices]]:
     """Global batches drawn from uneven parts, each as one slice per worker.
 
     Every worker goes through its own part, shuffled, in as many slices as there are global batches, so that all

@@ -60,7 +60,9 @@ class GradientBuckets:
         self._scale = 1.0 / group.size
         self._seen: list[int] = []
         self._running = False
-        self._handles = [p.register_post_accumulate_grad_hook(partial(self._ready, i)) for i, p in enumerate(self.parameters)]
+        self._handles = [
+            p.register_post_accumulate_grad_hook(partial(self._ready, i)) for i, p in enumerate(self.parameters)
+        ]
         self._build(range(len(self.parameters) - 1, -1, -1))
 
     def weigh(self, examples: float, total: float | None) -> None:
@@ -76,7 +78,9 @@ class GradientBuckets:
     def adopt_order(self, order: Sequence[int]) -> None:
         """Cut the buckets in this order of readiness."""
         if sorted(order) != list(range(len(self.parameters))):
-            raise RunError(f"an order of {len(order)} gradients does not fit a model of {len(self.parameters)} parameters")
+            raise RunError(
+                f"an order of {len(order)} gradients does not fit a model of {len(self.parameters)} parameters"
+            )
         self.order = list(order)
         self._build(self.order)
 
@@ -97,7 +101,8 @@ class GradientBuckets:
         last = self.parameters[groups[-1][0]]
         rides = last.dtype in (torch.float32, torch.float64) and last.device.type == "cpu"
         self._buckets = [
-            _Bucket(members, self.parameters, count if rides and n == len(groups) - 1 else 0) for n, members in enumerate(groups)
+            _Bucket(members, self.parameters, count if rides and n == len(groups) - 1 else 0)
+            for n, members in enumerate(groups)
         ]
         self._header = self._buckets[-1].flat[-count:] if rides else torch.zeros(count, dtype=torch.float64)
         self._rides = rides
@@ -235,4 +240,3 @@ class GradientBuckets:
 
 def _alike(a: Parameter, b: Parameter) -> bool:
     return a.dtype == b.dtype and a.device == b.device
-

@@ -126,7 +126,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         files = dict(manifest["files"])
         known = manifest["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: its manifest cannot be read ({error}). Use an older checkpoint.") from error
+        raise CheckpointError(
+            f"{path} is damaged: its manifest cannot be read ({error}). Use an older checkpoint."
+        ) from error
     if known != FORMAT:
         raise CheckpointError(f"{path} has format {known}, this version of offbeat reads format {FORMAT}.")
     for name, expected in files.items():
@@ -161,7 +163,9 @@ def _write_state(path: Path, state: Mapping[str, Any]) -> None:
 
 def _read_state(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
     if path.name not in manifest["files"]:
-        raise CheckpointError(f"{path.parent} has no state for this worker ({path.name}): it was written by {manifest['workers']} workers.")
+        raise CheckpointError(
+            f"{path.parent} has no state for this worker ({path.name}): it was written by {manifest['workers']} workers."
+        )
     try:
         tensors = load_file(path)
         data = json.loads(_metadata(path)["data"])

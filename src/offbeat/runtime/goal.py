@@ -31,7 +31,9 @@ class Target:
         except ValueError:
             value = math.nan
         if found is None or not math.isfinite(value):
-            raise UsageError(f"--target {text!r} is no target. Say a number, or a metric and a number: accuracy=0.97, loss<=0.1.")
+            raise UsageError(
+                f"--target {text!r} is no target. Say a number, or a metric and a number: accuracy=0.97, loss<=0.1."
+            )
         return cls(value, found[1], (found[2] or "=").startswith("<"))
 
     def __str__(self) -> str:
@@ -44,7 +46,9 @@ class Target:
             return (self.name, metrics[self.name]) if self.name in metrics else None
         if len(metrics) > 1:
             names = ", ".join(metrics)
-            raise UsageError(f"the target {self.value:g} does not say which metric it means of {names}. Say e.g. {next(iter(metrics))}={self.value:g}.")
+            raise UsageError(
+                f"the target {self.value:g} does not say which metric it means of {names}. Say e.g. {next(iter(metrics))}={self.value:g}."
+            )
         return next(iter(metrics.items()), None)
 
     def reached(self, value: float) -> bool:

@@ -51,7 +51,9 @@ class Group:
             self._process_group = dist.new_group(backend=backend, timeout=self.timeout)
             return
         try:
-            dist.init_process_group(backend, init_method=_meeting_point(place), rank=self.rank, world_size=self.size, timeout=self.timeout)
+            dist.init_process_group(
+                backend, init_method=_meeting_point(place), rank=self.rank, world_size=self.size, timeout=self.timeout
+            )
         except (RuntimeError, ValueError) as error:
             raise WaitError(
                 f"worker {self.rank} could not meet the other {self.size - 1} at {place.address}:{place.port} within "
@@ -139,7 +141,11 @@ class Group:
         if "imed out" not in text and "timeout" not in text.lower():
             return WaitError(f"{place} lost its connection to another worker, which has most likely died: {text}")
         missing = self._roll_call(number)
-        who = f"worker{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else "nobody in particular"
+        who = (
+            f"worker{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+            if missing
+            else "nobody in particular"
+        )
         return WaitError(
             f"{place} waited {self.timeout.total_seconds():g} s for {who}. Look at the log of whoever is missing, or, if "
             f"such a wait is normal for this program, allow more with --timeout."

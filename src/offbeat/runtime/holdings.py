@@ -94,7 +94,9 @@ class Holdings:
             kind = type(other).__name__
             entry = next((entry for entry in waiting if entry[0] == kind), None)
             if entry is None:
-                raise CheckpointError(f"the checkpoint holds no state for a {kind}. Resume with the script that wrote it.")
+                raise CheckpointError(
+                    f"the checkpoint holds no state for a {kind}. Resume with the script that wrote it."
+                )
             waiting.remove(entry)
             now = other.state_dict()
             other.load_state_dict({key: like(value, now.get(key)) for key, value in entry[1].items()})

@@ -12,7 +12,10 @@ from offbeat.runtime.goal import Target
 
 def cpu_seconds() -> float:
     """Processor time of this process and of the children it has waited for."""
-    return sum(usage.ru_utime + usage.ru_stime for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+    return sum(
+        usage.ru_utime + usage.ru_stime
+        for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    )
 
 
 @dataclass

@@ -183,8 +183,11 @@ class Loader:
             held = batch or Batch(cast("Batch", held).content, 0, None)
             yield held
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where in the data this worker stands."""
+    def state_dict(self, at_end: bool = False) -> dict[str, Any]:
+        """Where in the data this worker stands; `at_end` if the loop is through with an epoch that is complete."""
+        if at_end and self.complete:
+            now = [generator.get_state() for generator in generators_of(self._original)]
+            return {"epoch": self.epoch + 1, "batches": 0, "generators": now}
         return {"epoch": self.epoch, "batches": self.batches, "generators": list(self._generator_states)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -204,12 +207,18 @@ def _source_for(loader: Iterable[Any], place: Share, parts: Parts, split: bool) 
     if not split or _already_divided(loader, place):
         return Whole(loader)
     plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
-    if not plain or cast("Any", loader).batch_sampler is None and not isinstance(cast("Any", loader).dataset, IterableDataset):
+    if (
+        not plain
+        or cast("Any", loader).batch_sampler is None
+        and not isinstance(cast("Any", loader).dataset, IterableDataset)
+    ):
         return Cut(loader, place)
     given = cast("DataLoader[Any]", loader)
     if isinstance(given.dataset, IterableDataset):
         if parts.alpha is not None:
-            raise DataError("dirichlet(alpha) needs to know all labels beforehand, which a stream does not. Use iid parts.")
+            raise DataError(
+                "dirichlet(alpha) needs to know all labels beforehand, which a stream does not. Use iid parts."
+            )
         return Cut(loader, place) if given.batch_size is None else Streamed(given, place)
     return Indexed(given, place, parts)
 
@@ -238,7 +247,9 @@ class Indexed(Source):
         if parts.alpha is None or self._place.size == 1:
             return None
         if loader.batch_size is None:
-            raise DataError("dirichlet(alpha) cannot be used with a batch sampler of your own: it decides who gets what itself.")
+            raise DataError(
+                "dirichlet(alpha) cannot be used with a batch sampler of your own: it decides who gets what itself."
+            )
         return dirichlet(labels_of(loader.dataset), self._place.size, parts.alpha, self._place.seed)
 
     def batches(self, epoch: int, skip: int, seed: int) -> Iterator[Batch]:

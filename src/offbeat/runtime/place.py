@@ -41,7 +41,11 @@ def where(environment: Mapping[str, str] | None = None) -> Place:
     env = os.environ if environment is None else environment
     if "RANK" in env and "WORLD_SIZE" in env:
         return _from_torchrun(env)
-    if "SLURM_PROCID" in env and _number(env, "SLURM_NTASKS", 1) > 1 and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
+    if (
+        "SLURM_PROCID" in env
+        and _number(env, "SLURM_NTASKS", 1) > 1
+        and env.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+    ):
         return _from_slurm(env)
     return Place()
 

@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
+from offbeat._version import __version__
 from offbeat.errors import CheckpointError, OutputError, UsageError
 
 RUN_FILE = "run.json"
@@ -50,7 +51,9 @@ class RunFolder:
     def open(cls, path: Path) -> RunFolder:
         """An earlier run's folder, to resume or to read it."""
         if not (path / RUN_FILE).is_file():
-            raise CheckpointError(f"{path} is no run folder: it has no {RUN_FILE}. Give a folder that `offbeat run` has made.")
+            raise CheckpointError(
+                f"{path} is no run folder: it has no {RUN_FILE}. Give a folder that `offbeat run` has made."
+            )
         folder = cls(path.resolve())
         folder.read()
         return folder
@@ -131,8 +134,6 @@ def environment() -> dict[str, Any]:
     """The machine and versions a run was made with."""
     import numpy as np
     import torch
-
-    from offbeat import __version__
 
     return {
         "offbeat": __version__,

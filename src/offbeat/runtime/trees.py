@@ -29,7 +29,9 @@ def take_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {_TENSOR: name}
     if isinstance(value, Mapping):
         pairs = cast("Mapping[Any, Any]", value).items()
-        return {_PAIRS: [[take_apart(k, f"{name}.key", tensors), take_apart(v, f"{name}.{k}", tensors)] for k, v in pairs]}
+        return {
+            _PAIRS: [[take_apart(k, f"{name}.key", tensors), take_apart(v, f"{name}.{k}", tensors)] for k, v in pairs]
+        }
     if isinstance(value, list | tuple | deque | set | frozenset):
         items = cast("list[Any]", list(cast("Any", value)))
         parts = [take_apart(item, f"{name}.{i}", tensors) for i, item in enumerate(items)]

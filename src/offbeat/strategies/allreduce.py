@@ -83,7 +83,9 @@ class _AllReducing(Exchange):
         total = self._total
         with self.stopwatch.spent_on("communicate"), torch.no_grad():
             if not total:
-                total = float(self.group.sum(torch.tensor([self._examples], dtype=torch.float64), "the count of examples"))
+                total = float(
+                    self.group.sum(torch.tensor([self._examples], dtype=torch.float64), "the count of examples")
+                )
             weighted = parameter.grad * (self._examples / max(total, 1.0))
             parameter.grad = self.group.sum_sparse(weighted, "the sum of a sparse gradient")
 

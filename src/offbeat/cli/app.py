@@ -1,0 +1,197 @@
+"""The commands, their options, and what they do when something is wrong.
+
+Nothing heavy is imported here: `offbeat --help` answers at once, and each command imports what it needs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from offbeat._version import __version__
+from offbeat.errors import OffbeatError, UsageError
+
+app = typer.Typer(
+    name="offbeat",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train one PyTorch script or task on any number of workers, under any strategy, and see what it cost.\n\n"
+    "Start with: [bold]offbeat run offbeat.tasks.digits --workers 2[/bold]",
+    epilog="Your own script: offbeat run train.py --workers 4 -- --its own --arguments",
+)
+MORE = "More commands"
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, which typer makes of KeyboardInterrupt."""
+
+
+class Format(StrEnum):
+    """How results are printed."""
+
+    text = "text"
+    json = "json"
+
+
+FormatOption = Annotated[
+    Format, typer.Option("--format", help="[bold]json[/bold] prints the result object on stdout and nothing else.")
+]
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    """Say the version, or go on to a command."""
+    if version:
+        typer.echo(f"offbeat {__version__}")
+        raise typer.Exit
+
+
+@app.command(no_args_is_help=True)
+def run(
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="TARGET",
+            help="A script ([bold]train.py[/bold], its arguments after [bold]--[/bold]) or a task ([bold]file.py:Class[/bold], or a module such "
+            "as [bold]offbeat.tasks.digits[/bold]). May be left out with --resume.",
+        ),
+    ] = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- ARGS]", help="Arguments of the script, or [bold]--name value[/bold] pairs of the task."
+        ),
+    ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            "--strategy",
+            "-s",
+            help="How to distribute, e.g. [bold]allreduce + accumulate(4)[/bold]. See `offbeat strategies`.",
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", "-w", help="Processes that train. Default: 1 for single, else one per core."),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--target",
+            "-t",
+            help="Stop at this score: [bold]0.97[/bold]; for scripts [bold]accuracy=0.97[/bold] or [bold]loss<=0.1[/bold].",
+        ),
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the training data at most.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Updates at most.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Fixes the initial model, the data's order and all other chance.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where tensors live; cpu is what is tested.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(help="Threads per worker. Default: cores divided by workers.")] = None,
+    parts: Annotated[
+        str, typer.Option(help="How training data is divided: iid, or by label with dirichlet(alpha).")
+    ] = "iid",
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where run folders are made.")] = Path("runs"),
+    resume: Annotated[Path | None, typer.Option(help="Go on with an earlier run, given by its folder.")] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(help="Steps between checkpoints. Default: at evaluations, at most 5 % of the time.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that any wait for another worker may take.")] = 600.0,
+    port: Annotated[int, typer.Option(help="Loopback port to meet at; 0 takes a free one.")] = 0,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Also write TensorBoard files into the run folder.")
+    ] = False,
+    output: FormatOption = Format.text,
+) -> None:
+    """Train a script or a task on some workers, and say what came of it."""
+    from offbeat.cli.run import Asked, run_job
+
+    asked = Asked(what, tuple(arguments or ()), workers, threads, out, resume, port, output is Format.json)
+    goal: dict[str, Any] = {
+        "strategy": strategy,
+        "target": target,
+        "epochs": epochs,
+        "steps": steps,
+        "seed": seed,
+        "device": device,
+        "timeout": timeout,
+        "checkpoint_every": checkpoint_every,
+        "parts": parts,
+        "tensorboard": tensorboard,
+    }
+    run_job(asked, goal)
+
+
+@app.command()
+def doctor(output: FormatOption = Format.text) -> None:
+    """Say what a bug report needs, and test whether two processes can meet."""
+    from offbeat.cli.doctor import examine
+
+    examine(as_json=output is Format.json)
+
+
+@app.command(rich_help_panel=MORE)
+def strategies(
+    name: Annotated[str | None, typer.Argument(help="One strategy, with its arguments.")] = None,
+    output: FormatOption = Format.text,
+) -> None:
+    """List the ways to distribute a run, or explain one."""
+    from offbeat.cli.strategies import show
+
+    show(name, as_json=output is Format.json)
+
+
+@app.command(rich_help_panel=MORE, no_args_is_help=True)
+def check(
+    strategy: Annotated[
+        str, typer.Argument(help="A strategy, e.g. [bold]mine.py:Push(0.5)[/bold] or [bold]allreduce[/bold].")
+    ],
+    workers: Annotated[int, typer.Option("--workers", "-w", help="Workers to check it with.")] = 2,
+    output: FormatOption = Format.text,
+) -> None:
+    """Run the contract suite on a strategy: does it keep what its traits promise?"""
+    from offbeat.cli.check import check_strategy
+
+    check_strategy(strategy, workers, as_json=output is Format.json)
+
+
+def main() -> NoReturn:
+    """The entry point: run a command; errors of ours are printed, not dumped."""
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # As `python -m` does, so that a task beside the user can be imported.
+    try:
+        code = app(standalone_mode=False)
+    except OffbeatError as error:
+        _complain(str(error))
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+    except Exception as error:
+        _usage_or_raise(error)
+    if code == INTERRUPTED:
+        _complain("interrupted; all processes were ended.")
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage_or_raise(error: Exception) -> NoReturn:
+    """What click says of wrong options, with a hint where a script's own option was probably meant."""
+    show = getattr(error, "show", None)
+    if show is None:
+        raise error
+    show()
+    if "No such option" in str(error) and any(word.partition(":")[0].endswith(".py") for word in sys.argv):
+        typer.echo(
+            "A script's own arguments stand after `--`: offbeat run train.py --workers 2 -- --its-option 1", err=True
+        )
+    sys.exit(2)
+
+
+def _complain(text: str) -> None:
+    typer.echo(typer.style("error: ", fg="red", bold=True) + text, err=True)

@@ -1,0 +1,137 @@
+"""`offbeat run`: from options to a job, and from its result to words."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from offbeat.cli.display import Display, kinds_in_words
+from offbeat.errors import OffbeatError, TaskError
+from offbeat.fitting import WARM, Job, Result, Script, drive, target_of
+from offbeat.runtime.goal import Goal
+from offbeat.runtime.launch import Launcher
+from offbeat.runtime.records import RunFolder
+from offbeat.strategies import combined, parse
+from offbeat.task import Reference
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options that are not the goal's."""
+
+    what: str | None
+    arguments: tuple[str, ...]
+    workers: int | None
+    threads: int | None
+    out: Path
+    resume: Path | None
+    port: int
+    as_json: bool
+
+
+def run_job(asked: Asked, goal: dict[str, Any]) -> None:
+    """Run what was asked for and print its result."""
+    display = Display(quiet=asked.as_json)
+    try:
+        with Launcher(WARM) as launcher:
+            launcher.start()  # Imports torch there while it is imported here.
+            job = _job(asked, Goal(**goal))
+            with display:
+                result = drive(job, launcher=launcher, watcher=display)
+    except (OffbeatError, KeyboardInterrupt):
+        display.say_how_to_resume()
+        raise
+    if asked.as_json:
+        print(json.dumps(result.plain()))
+    else:
+        _print(result, asked)
+
+
+def _job(asked: Asked, goal: Goal) -> Job:
+    if asked.what is None:
+        if asked.resume is None:
+            raise TaskError("nothing to run: give a script, a task, or --resume RUN.")
+        what: Script | Reference = _earlier(asked.resume)
+    else:
+        what = target_of(asked.what, asked.arguments)
+    workers = asked.workers if asked.workers is not None else _default_workers(goal.strategy, asked.resume)
+    return Job(what, goal, workers, asked.threads, asked.out, asked.resume, asked.port)
+
+
+def _earlier(folder: Path) -> Script | Reference:
+    known = RunFolder.open(folder).read()["config"]["what"]
+    if "script" in known:
+        return Script(known["script"], tuple(known["arguments"]))
+    return Reference(**known["task"])
+
+
+def _default_workers(strategy: str | None, resume: Path | None) -> int:
+    if resume is not None or strategy is None or combined(parse(strategy)).exchange.name == "single":
+        return 1
+    return len(os.sched_getaffinity(0))
+
+
+def _print(result: Result, asked: Asked) -> None:
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    if not result.seconds_by_kind:
+        console.print(
+            "The script ended well. It never called offbeat.init(), so there is nothing to report about its training."
+        )
+        return
+    console.print()
+    console.print(_headline(result))
+    if result.test_score is not None:
+        console.print(f"  on test data        {result.test_score:.4g} (scored once, at the end)")
+    console.print(f"  work done           {result.steps:,} steps, {result.epochs} epochs, {result.samples:,} examples")
+    console.print(
+        f"  speed               {result.samples_per_second:,.0f} examples/s; {result.core_seconds:.1f} core-seconds in all"
+    )
+    console.print(f"  where the time went {kinds_in_words(result.seconds_by_kind)}")
+    if result.workers > 1:
+        console.print(f"  sent                {_megabytes(result.bytes_sent)} between {result.workers} workers")
+    console.print(f"  start-up            {result.startup_seconds:.1f} s, not counted above")
+    console.print(f"  everything is in    {result.run}")
+    console.print()
+    for line in _next_steps(result, asked):
+        console.print(line, style="dim")
+
+
+def _headline(result: Result) -> str:
+    who = f"{result.workers} worker{'s' if result.workers > 1 else ''}, {result.strategy}"
+    score = "no score reported" if result.score is None else f"score {result.score:.4g}"
+    if result.reached_target:
+        return f"[bold green]Target reached[/bold green]: {score} (wanted {result.target}) after {result.seconds_to_target:.2f} s. {who}."
+    if result.reached_target is False:
+        best = "" if result.best_score is None else f", best {result.best_score:.4g}"
+        return f"[bold yellow]Target missed[/bold yellow]: {score}{best} (wanted {result.target}) after {result.seconds:.2f} s. {who}."
+    return f"[bold]Done[/bold]: {score} after {result.seconds:.2f} s. {who}."
+
+
+def _next_steps(result: Result, asked: Asked) -> list[str]:
+    target = shlex.quote(asked.what) if asked.what else "TARGET"
+    tail = f" -- {shlex.join(asked.arguments)}" if asked.arguments else ""
+    other = "ddp" if not result.strategy.startswith("ddp") else "allreduce"
+    lines = ["Try next:"]
+    if result.workers == 1:
+        lines.append(f"  offbeat run {target} --workers 2{tail}")
+    else:
+        lines.append(
+            f"  offbeat run {target} --workers {result.workers} --strategy {other}{tail}    # another way to distribute it"
+        )
+    lines.append("  offbeat strategies                     # all ways there are")
+    if result.reached_target is False:
+        lines.append(
+            f"  offbeat run --resume {result.run} --epochs {2 * (result.epochs or 1)}    # go on where it stopped"
+        )
+    return lines
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count / 1e3:,.1f} kB"

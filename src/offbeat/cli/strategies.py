@@ -1,0 +1,63 @@
+"""`offbeat strategies`: the ways to distribute a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from offbeat.strategies import aliases, describe, overview
+
+
+def show(name: str | None, as_json: bool) -> None:
+    """Print all strategies, or one with its arguments."""
+    if as_json:
+        found = overview() if name is None else describe(name)
+        print(
+            json.dumps(
+                [dataclasses.asdict(d) for d in found] if isinstance(found, list) else dataclasses.asdict(found),
+                default=str,
+            )
+        )
+        return
+    console = Console(highlight=False)
+    if name is None:
+        _list(console)
+    else:
+        _explain(console, name)
+
+
+def _list(console: Console) -> None:
+    table = Table("name", "axis", "what it does", "promises", box=None, padding=(0, 2), header_style="bold")
+    for entry in overview():
+        table.add_row(f"[bold]{entry.name}[/bold]", str(entry.axis), entry.summary, _promises(entry.traits))
+    console.print(table)
+    console.print()
+    known = ", ".join(f"{alias} = {text}" for alias, text in sorted(aliases().items()))
+    console.print(f"Also known: {known}.", style="dim")
+    console.print(
+        "Add them with +: [bold]allreduce + accumulate(4)[/bold]. One in full: offbeat strategies allreduce",
+        style="dim",
+    )
+
+
+def _explain(console: Console, name: str) -> None:
+    entry = describe(name)
+    console.print(f"[bold]{entry.name}[/bold] ({entry.axis}): {entry.summary}\n")
+    if entry.docs:
+        console.print(entry.docs + "\n", markup=False)
+    console.print(f"  {entry.signature}\n", markup=False, style="bold")
+    for field in entry.fields:
+        default = "" if field.default is None else f" = {field.default}"
+        console.print(f"  [bold]{field.name}[/bold]: {field.type}{default}    {field.doc}")
+    console.print(f"\npromises: {_promises(entry.traits)}")
+    if entry.aliases:
+        console.print(f"also known as: {', '.join(entry.aliases)}")
+    if entry.examples:
+        console.print("examples: " + "   ".join(entry.examples))
+
+
+def _promises(traits: object) -> str:
+    return ", ".join(f.name for f in dataclasses.fields(traits) if getattr(traits, f.name)) or "-"  # pyright: ignore[reportArgumentType]

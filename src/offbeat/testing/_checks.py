@@ -1,0 +1,380 @@
+"""The contract of strategies, check by check (`offbeat check`, and our own tests).
+
+Which checks a strategy must pass follows from its traits. Each is run on real processes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from offbeat.errors import NonFiniteError, StrategyError, UsageError, WorkerError
+from offbeat.fitting import Result, fit
+from offbeat.runtime.checkpoint import newest
+from offbeat.runtime.launch import Launcher
+from offbeat.runtime.records import MODEL_FILE
+from offbeat.strategies import Combined, Strategy, Traits, combined
+from offbeat.strategies._worker import Timing
+from offbeat.tasks.mixture import Mixture
+from offbeat.testing._tasks import Curve, curve
+
+DEADLINE = 60.0
+"""Seconds that any wait of a check may take."""
+TOLERANCE = 1e-5
+"""How far an exact strategy may be from one process, in any parameter."""
+STEPS = 20
+"""Updates over which an exact strategy is compared."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a check works with."""
+
+    strategy: Combined
+    workers: int
+    launcher: Launcher
+    folder: Path
+
+    def fit(self, where: str, **options: Any) -> Result:
+        """Learn the contract's curve; `Curve`'s own arguments are told apart by their names."""
+        task, folder = self.task(where, options)
+        known: dict[str, Any] = {"workers": self.workers, "out": folder / "runs", "launcher": self.launcher}
+        return fit(task, options.pop("strategy", self.strategy), **(known | options))
+
+    def task(self, where: str, options: dict[str, Any]) -> tuple[Curve, Path]:
+        """The curve, leaving its traces in a folder of that name."""
+        folder = self.folder / where
+        folder.mkdir(exist_ok=True)
+        mine = {name: options.pop(name) for name in list(options) if name in Curve.__dataclass_fields__}
+        return Curve(str(folder), **mine), folder
+
+
+@dataclass(frozen=True)
+class Check:
+    """One demand of the contract."""
+
+    name: str
+    """A sentence."""
+    demanded: Callable[[Traits], bool]
+    """Whether strategies with these traits must pass it."""
+    run: Callable[[Bench], None]
+    """Raises AssertionError, with what was found, if it does not hold."""
+
+
+def checks_for(strategy: Strategy) -> list[Check]:
+    """The checks that this strategy's traits demand."""
+    return [check for check in CHECKS if check.demanded(combined(strategy).traits)]
+
+
+@contextmanager
+def bench(strategy: Strategy, workers: int, launcher: Launcher) -> Iterator[Bench]:
+    """A place for one check, with nothing in it."""
+    with tempfile.TemporaryDirectory(prefix="offbeat-check-") as folder:
+        yield Bench(combined(strategy), workers, launcher, Path(folder))
+
+
+# -- demanded of all -------------------------------------------------------------------------------------------------
+
+
+def uneven_parts_finish(bench: Bench) -> None:
+    """37 examples in batches of 8 over the workers: nothing hangs, nothing is lost; skewed parts too."""
+    for parts in ("iid", "dirichlet(0.1)"):
+        result = bench.fit(f"uneven-{parts[:3]}", epochs=2, parts=parts)
+        _equal(result.samples, 2 * 37, f"examples seen in two epochs with {parts} parts")
+        _equal(result.epochs, 2, "epochs")
+
+
+def success_leaves_nothing(bench: Bench) -> None:
+    """After a run no process, listening port or shared-memory segment is left."""
+    before = traces()
+    bench.fit("success", epochs=1)
+    nothing_left(bench.folder / "success", before)
+
+
+def a_crash_is_named_and_leaves_nothing(bench: Bench) -> None:
+    """An exception on the last worker ends the run with its role, rank and traceback."""
+    before = traces()
+    last = bench.workers - 1
+    try:
+        bench.fit("crash", epochs=3, fault="raise", fault_rank=last)
+    except WorkerError as error:
+        _equal((error.role, error.rank), ("worker", last), "who is blamed")
+        _in("this failure was asked for", str(error), "the message")
+        _in("ArithmeticError", error.remote_traceback, "the traceback")
+    else:
+        raise AssertionError("the run went on although a worker had raised")
+    nothing_left(bench.folder / "crash", before)
+
+
+def a_killed_worker_is_named_and_leaves_nothing(bench: Bench) -> None:
+    """A worker killed by the system ends the run of a strategy that is not elastic, and is named."""
+    before = traces()
+    last = bench.workers - 1
+    try:
+        bench.fit("killed", epochs=3, fault="kill", fault_rank=last)
+    except WorkerError as error:
+        _equal((error.role, error.rank), ("worker", last), "who is blamed")
+        _in("SIGKILL", str(error), "the message")
+    else:
+        raise AssertionError("the run went on although a worker was killed")
+    nothing_left(bench.folder / "killed", before)
+
+
+def ctrl_c_leaves_nothing(bench: Bench) -> None:
+    """SIGINT to `offbeat run` in mid-run ends everything within seconds."""
+    before = traces()
+    task, folder = bench.task("interrupted", {"pause": 0.05})
+    command = [sys.executable, "-m", "offbeat", "run", "offbeat.testing._tasks:Curve", "--workers", str(bench.workers)]
+    command += ["--strategy", str(bench.strategy), "--epochs", "10000", "--out", str(folder / "runs")]
+    command += ["--", "--folder", task.folder, "--pause", "0.05"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder) as process:
+        try:
+            _until(lambda: (folder / "replica-0").exists(), "the first step of the run")
+            process.send_signal(signal.SIGINT)
+            _equal(process.wait(DEADLINE), 130, "exit code after Ctrl-C")
+        finally:
+            process.kill()
+    nothing_left(folder, before)
+
+
+def bytes_and_times_are_accounted(bench: Bench) -> None:
+    """Kinds of time sum to the whole, and what was sent is counted."""
+    result = bench.fit("accounted", epochs=3)
+    total = sum(result.seconds_by_kind.values())
+    _true(abs(total - result.seconds) <= 1e-6 * max(total, 1), f"kinds sum to {total}, seconds are {result.seconds}")
+    _true(
+        set(result.seconds_by_kind) == {"input", "compute", "communicate", "wait", "evaluate", "other"}, "kinds of time"
+    )
+    _true(result.core_seconds > 0 and result.seconds > 0, "time was spent")
+    _true((result.bytes_sent > 0) == (bench.workers > 1), f"{result.bytes_sent} bytes sent by {bench.workers} workers")
+    _true(result.steps > 0 and result.score is not None, "steps and score are there")
+
+
+def wrong_parameters_are_refused_before_any_process_starts(bench: Bench) -> None:
+    """No workers, or an argument that does not exist: an error, and not even a run folder."""
+    for options in ({"workers": 0}, {"strategy": f"{bench.strategy.exchange.name}(no_such_argument=1)"}, {"steps": 0}):
+        try:
+            bench.fit("refused", **options)
+        except (UsageError, StrategyError):
+            _true(not (bench.folder / "refused" / "runs").exists(), "no run folder is made")
+            continue
+        raise AssertionError(f"{options} was accepted")
+
+
+def a_loss_that_is_not_finite_stops_the_run(bench: Bench) -> None:
+    """NaN on one worker: the run stops and says where; the last checkpoint stays."""
+    try:
+        bench.fit("nan", epochs=4, fault="nan", fault_rank=0, fault_step=8, batch=8, examples=16, checkpoint_every=2)
+    except NonFiniteError as error:
+        _in("worker 0", str(error), "the message")
+        _in("step", str(error), "the message")
+    else:
+        raise AssertionError("the run went on with a loss of NaN")
+    run = next((bench.folder / "nan" / "runs").resolve().glob("2*"))
+    _true(newest(run / "checkpoint") is not None, "the checkpoint from before is kept")
+
+
+# -- demanded by traits ----------------------------------------------------------------------------------------------
+
+
+def workers_equal_one_process(bench: Bench) -> None:
+    """20 updates of SGD on uneven parts equal a plain PyTorch loop on the joined batch."""
+    expected = plain_loop(STEPS, 37)
+    for workers in sorted({1, bench.workers} if _allows(bench, 1) else {bench.workers}):
+        found = _trained(bench.fit(f"exact-{workers}", epochs=STEPS, batch=_full_batch(bench, 37), workers=workers))
+        _close(found, expected, f"{workers} workers against a plain loop")
+
+
+def the_order_of_data_is_independent_of_workers(bench: Bench) -> None:
+    """Minibatches in shuffled order: any number of workers gives what one gives."""
+    when = "" if bench.strategy.when is None else f" + {bench.strategy.when}"
+    one = _trained(bench.fit("order-1", epochs=3, workers=1, strategy=f"single{when}"))
+    many = _trained(bench.fit("order-n", epochs=3))
+    _close(many, one, f"{bench.workers} workers against one")
+
+
+def the_same_seed_gives_the_same_bits(bench: Bench) -> None:
+    """Two runs end with identical parameters; another seed does not."""
+    first, second = (_trained(bench.fit(f"seed-{i}", epochs=2, seed=5)) for i in range(2))
+    other = _trained(bench.fit("seed-other", epochs=2, seed=6))
+    _true(all(torch.equal(first[name], second[name]) for name in first), "same seed, same bits")
+    _true(any(not torch.equal(first[name], other[name]) for name in first), "another seed, another model")
+
+
+def a_resumed_run_gives_the_same_bits(bench: Bench) -> None:
+    """A run cut in the middle of an epoch and resumed ends like one that was never cut."""
+    whole = _trained(bench.fit("whole", steps=11, seed=5))
+    cut = bench.fit("cut", steps=7, seed=5)
+    resumed = _trained(bench.fit("cut", steps=11, resume=cut.run))
+    _true(
+        all(torch.equal(whole[name], resumed[name]) for name in whole),
+        "resumed and uninterrupted runs are bit for bit equal",
+    )
+
+
+def replicas_are_identical_after_an_exchange(bench: Bench) -> None:
+    """At the start of every step after an exchange all workers hold the same bits."""
+    every = _batches_per_update(bench)
+    bench.fit("replicas", epochs=2, batch=4, examples=4 * every * 3)
+    seen = [(bench.folder / "replicas" / f"replica-{rank}").read_text().split() for rank in range(bench.workers)]
+    _equal(len({len(lines) for lines in seen}), 1, "different numbers of steps")
+    _true(all(lines[::every] == seen[0][::every] for lines in seen), "replicas differ after an exchange")
+    _true(len(set(seen[0])) > 3, "the model moved")
+
+
+def statistics_are_summed_over_workers(bench: Bench) -> None:
+    """Expectation-maximization on several workers equals one."""
+    options: dict[str, Any] = {"steps": 5, "launcher": bench.launcher, "out": bench.folder / "em", "target": 1e9}
+    one = _trained(fit(Mixture(), "single", workers=1, **options))
+    many = _trained(fit(Mixture(), bench.strategy.exchange, workers=bench.workers, **options))
+    _close(many, one, "EM over workers against one")
+
+
+CHECKS: tuple[Check, ...] = (
+    Check(
+        "wrong parameters are refused before any process starts",
+        lambda _: True,
+        wrong_parameters_are_refused_before_any_process_starts,
+    ),
+    Check("uneven parts finish and lose no example", lambda _: True, uneven_parts_finish),
+    Check("bytes and times are accounted", lambda _: True, bytes_and_times_are_accounted),
+    Check("success leaves nothing behind", lambda _: True, success_leaves_nothing),
+    Check("a crash is named and leaves nothing behind", lambda _: True, a_crash_is_named_and_leaves_nothing),
+    Check(
+        "a killed worker is named and leaves nothing behind",
+        lambda t: not t.elastic,
+        a_killed_worker_is_named_and_leaves_nothing,
+    ),
+    Check("Ctrl-C leaves nothing behind", lambda _: True, ctrl_c_leaves_nothing),
+    Check("a loss that is not finite stops the run", lambda _: True, a_loss_that_is_not_finite_stops_the_run),
+    Check("exact: workers equal one process on the joined batch", lambda t: t.exact, workers_equal_one_process),
+    Check(
+        "exact: the order of data is independent of workers",
+        lambda t: t.exact,
+        the_order_of_data_is_independent_of_workers,
+    ),
+    Check("exact: statistics are summed over workers", lambda t: t.exact, statistics_are_summed_over_workers),
+    Check(
+        "deterministic: the same seed gives the same bits", lambda t: t.deterministic, the_same_seed_gives_the_same_bits
+    ),
+    Check(
+        "deterministic: a resumed run gives the same bits", lambda t: t.deterministic, a_resumed_run_gives_the_same_bits
+    ),
+    Check(
+        "synchronous: replicas are identical after an exchange",
+        lambda t: t.synchronous,
+        replicas_are_identical_after_an_exchange,
+    ),
+)
+
+
+# -- the yardsticks --------------------------------------------------------------------------------------------------
+
+
+def plain_loop(steps: int, examples: int) -> dict[str, Tensor]:
+    """What plain PyTorch makes of the curve in so many steps on the whole batch; nothing of offbeat takes part."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    inputs, target = curve(examples)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), target).backward()
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+def traces() -> set[str]:
+    """What a run could leave on this machine: shared-memory segments and listening ports."""
+    shared = Path("/dev/shm")  # noqa: S108
+    found = {f"segment {entry.name}" for entry in shared.iterdir()} if shared.exists() else set[str]()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:] if Path(table).exists() else ():
+            words = line.split()
+            if words[3] == "0A" and int(words[7]) == os.getuid():
+                found.add(f"listening {words[1]}")
+    return found
+
+
+def nothing_left(folder: Path, before: set[str]) -> None:
+    """Wait until no process of the run is alive and its segments and ports are gone; say what is left otherwise."""
+    workers = [int(line) for file in folder.glob("pid-*") for line in file.read_text().split()]
+    _true(len(workers) > 0, "the run never started")
+    _until(lambda: not _alive(workers), lambda: f"the end of processes {_alive(workers)}")
+    _until(lambda: traces() <= before, lambda: f"the end of {sorted(traces() - before)}")
+
+
+def _alive(groups: list[int]) -> list[int]:
+    """Processes that belong to one of these process groups, zombies aside."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if words[0] != "Z" and (int(words[2]) in groups or int(entry.name) in groups):
+                found.append(int(entry.name))
+    return found
+
+
+def _until(condition: Callable[[], bool], what: str | Callable[[], str]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {DEADLINE:g} s in vain for {what if isinstance(what, str) else what()}")
+        time.sleep(0.02)
+
+
+def _trained(result: Result) -> dict[str, Tensor]:
+    return load_file(result.run / MODEL_FILE)
+
+
+def _batches_per_update(bench: Bench) -> int:
+    when = bench.strategy.when
+    return when.batches_per_update() if isinstance(when, Timing) else 1
+
+
+def _full_batch(bench: Bench, examples: int) -> int:
+    """The global batch with which one update sees all examples."""
+    return -(-examples // _batches_per_update(bench))
+
+
+def _allows(bench: Bench, workers: int) -> bool:
+    try:
+        bench.strategy.check(workers)
+    except StrategyError:
+        return False
+    return True
+
+
+def _close(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+    _equal(sorted(found), sorted(expected), "the names of parameters")
+    furthest = max(float((found[name] - expected[name]).abs().max()) for name in expected)
+    _true(furthest <= TOLERANCE, f"{what}: parameters differ by {furthest:.2g}, more than {TOLERANCE:g}")
+
+
+def _equal(found: object, expected: object, what: str) -> None:
+    _true(found == expected, f"{what}: {found!r} instead of {expected!r}")
+
+
+def _in(part: str, text: str, what: str) -> None:
+    _true(part in text, f"{what} lacks {part!r}: {text[-500:]}")
+
+
+def _true(condition: bool, what: str) -> None:
+    if not condition:
+        raise AssertionError(what)

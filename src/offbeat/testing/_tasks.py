@@ -1,0 +1,101 @@
+"""Small tasks that the contract suites learn: exact, uneven, watched, and faulty on demand."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import SGD, Optimizer
+from torch.utils.data import TensorDataset
+
+from offbeat.task import Data, Task
+
+SEED = 20260
+
+
+@dataclass
+class Curve(Task):
+    """Fit a small network to a noisy curve: no dropout, no batch norm, so that strategies can be compared to the bit."""
+
+    folder: str
+    """Where each worker leaves its process id and the fingerprints of its replica."""
+    examples: int = 37
+    batch: int = 8
+    fault: str = ""
+    """`raise`, `kill`, `nan`, or nothing."""
+    fault_rank: int = 1
+    fault_step: int = 3
+    pause: float = 0.0
+    """Seconds that each step sleeps, for those who want to interrupt it."""
+
+    def __post_init__(self) -> None:
+        self.global_batch = self.batch
+        self._steps = 0
+        self._rank = int(os.environ.get("RANK", "0"))
+
+    def model(self) -> nn.Module:
+        """Two layers; all workers make it from the same seed."""
+        note(Path(self.folder) / f"pid-{self._rank}", str(os.getpid()))
+        return nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def data(self) -> Data:
+        """The same points for every part: what counts here is the arithmetic."""
+        points = TensorDataset(*curve(self.examples))
+        points.targets = torch.arange(self.examples) % 5  # pyright: ignore[reportAttributeAccessIssue]  # for parts by label
+        return Data(points, points, points)
+
+    def optimizer(self, params: Iterable[Parameter]) -> Optimizer:
+        """Momentum, so that state must be right too."""
+        return SGD(params, lr=0.1, momentum=0.9)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The squared error; before it, leave a fingerprint of the replica, and fail if it is time to."""
+        self._steps += 1
+        note(Path(self.folder) / f"replica-{self._rank}", fingerprint(model))
+        if self.pause:
+            time.sleep(self.pause)
+        factor = self._fault() if self._rank == self.fault_rank and self._steps == self.fault_step else 1.0
+        inputs, target = batch
+        return nn.functional.mse_loss(model(inputs), target) * factor
+
+    def _fault(self) -> float:
+        if self.fault == "raise":
+            raise ArithmeticError("this failure was asked for")
+        if self.fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return float("nan") if self.fault == "nan" else 1.0
+
+    def score(self, model: nn.Module, data: Iterable[Any]) -> float:
+        """The negated squared error."""
+        errors = [(nn.functional.mse_loss(model(x), y, reduction="sum"), len(x)) for x, y in data]
+        return -float(sum(e for e, _ in errors)) / sum(n for _, n in errors)
+
+
+def curve(examples: int) -> tuple[Tensor, Tensor]:
+    """Points of the curve."""
+    random = torch.Generator().manual_seed(SEED)
+    inputs = torch.randn(examples, 3, generator=random)
+    return inputs, torch.sin(inputs.sum(dim=1, keepdim=True))
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A short text that differs if any bit of the parameters does."""
+    digest = hashlib.blake2b(digest_size=12)
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def note(path: Path, text: str) -> None:
+    """Append a line."""
+    with path.open("a") as file:
+        file.write(text + "\n")

@@ -1,0 +1,63 @@
+"""What tests share: one fork server for all, a command line that is really run, and waiting with a deadline."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from offbeat.fitting import WARM
+from offbeat.runtime.launch import Launcher
+
+DEADLINE = 90.0
+
+
+@pytest.fixture(scope="session")
+def launcher() -> Iterator[Launcher]:
+    """A launcher whose fork server serves all tests of a session."""
+    with Launcher(WARM) as started:
+        yield started
+
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    """Runs `offbeat ...` as a user would, in a folder of its own; answers what it printed and its exit code."""
+
+    def run(
+        *words: str | Path, timeout: float = DEADLINE, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "offbeat", *map(str, words)]
+        return subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=clean_environment() | (env or {}),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    return run
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment without what a launcher around the tests may have left in it."""
+    prefixes = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC_", "GROUP_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)} | {"COLUMNS": "200"}
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = DEADLINE) -> None:
+    """Wait for a condition; fail with what was waited for when the deadline passes."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {seconds:g} s in vain for {what}")
+        time.sleep(0.02)
