@@ -23,7 +23,7 @@ from offbeat.strategies import Strategy, combined, parse
 from offbeat.task import AnyTask, IterativeTask, Reference, Task, reference_to
 
 WARM = (*PRELOAD, "torch._dynamo", "offbeat.working")
-"""What the fork server imports, so that a worker starts with everything there (every torch optimizer imports _dynamo)."""
+"""What the fork server imports, so that a worker has everything there (torch's optimizers import _dynamo)."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Result:
     """The best reported score."""
     test_score: float | None = None
     """The score on test data, taken once, at the end; tasks only."""
-    metrics: dict[str, float] = field(default_factory=lambda: {})
+    metrics: dict[str, float] = field(default_factory=dict)
     """Everything in the last report."""
     target: str | None = None
     """The score that was to be reached."""
@@ -101,13 +101,13 @@ class Result:
     """Processor time of all workers together."""
     bytes_sent: int = 0
     """Payload bytes that the workers sent, by the formulas of the algorithms used."""
-    seconds_by_kind: dict[str, float] = field(default_factory=lambda: {})
+    seconds_by_kind: dict[str, float] = field(default_factory=dict)
     """Where the time went; sums to `seconds`. `communicate` is only the part that backward did not hide."""
     overlapped_seconds: float = 0.0
     """Time during which an exchange was under way beside backward; not part of the sum."""
-    staleness: dict[str, int] = field(default_factory=lambda: {})
+    staleness: dict[str, int] = field(default_factory=dict)
     """How many steps old what a worker read was: how often each."""
-    disturbances: dict[str, int] = field(default_factory=lambda: {})
+    disturbances: dict[str, int] = field(default_factory=dict)
     """Faults that were asked for and that were fired."""
 
     def plain(self) -> dict[str, Any]:
@@ -117,8 +117,9 @@ class Result:
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> Result:
         """From JSON data; unknown entries are ignored."""
-        known = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name in data}
-        return cls(**(known | {"run": Path(data["run"])}))
+        known: dict[str, Any] = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name in data}
+        known["run"] = Path(data["run"])
+        return cls(**known)
 
 
 class Watcher(Protocol):
@@ -210,14 +211,15 @@ def target_of(text: str, arguments: tuple[str, ...]) -> Script | Reference:
         source = str(Path(source).resolve())
     elif "/" in source or source.endswith((".ipynb", ".sh")) or not source:
         raise TaskError(
-            f"{text!r} is neither a Python file nor a module. Give `file.py`, `file.py:Class` or e.g. offbeat.tasks.digits."
+            f"{text!r} is neither a Python file nor a module. Give `file.py`, `file.py:Class` or e.g. "
+            f"offbeat.tasks.digits."
         )
     plain = Reference(source, name or None)
     return dataclasses.replace(plain, arguments=_constructor_arguments(plain, arguments))
 
 
 def _constructor_arguments(reference: Reference, arguments: tuple[str, ...]) -> dict[str, Any]:
-    """`--name value --flag` after `--`, as keyword arguments of the task's class; values are read as JSON if they are."""
+    """`--name value --flag` after `--`, as keyword arguments of the task's class; values that are JSON are read so."""
     found: dict[str, Any] = {}
     waiting = list(arguments)
     while waiting:
@@ -276,7 +278,8 @@ def resolve(job: Job) -> Job:
         changes |= _from_task(task, goal)
         if isinstance(task, IterativeTask) and strategy.when is not None:
             raise StrategyError(
-                f"{strategy.when} cannot be used with {type(task).__name__}: it has no gradients to accumulate, every step already "
+                f"{strategy.when} cannot be used with {type(task).__name__}: it has no gradients to accumulate, "
+                f"every step already "
                 f"sums over all data. Use {strategy.exchange} alone."
             )
     return dataclasses.replace(job, goal=dataclasses.replace(goal, **changes))
@@ -312,13 +315,13 @@ def _as_before(job: Job) -> Job:
         raise CheckpointError(
             f"{folder.path} was run with {before['config']['workers']} workers, not {job.workers}. Resume with as many."
         )
-    goal = Goal.from_plain(was | told | _budget(was, told))
+    goal = Goal.from_plain(was | told | _budget(told))
     return dataclasses.replace(
         job, goal=goal, workers=before["config"]["workers"], threads=job.threads or before["config"]["threads"]
     )
 
 
-def _budget(was: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
+def _budget(told: Mapping[str, Any]) -> dict[str, Any]:
     """A new budget of one kind replaces the old one of the other kind."""
     if "steps" in told and "epochs" not in told:
         return {"epochs": None}
@@ -329,7 +332,7 @@ def _folder_for(job: Job) -> RunFolder:
     folder = (
         RunFolder.open(job.resume) if job.resume else RunFolder.create(job.out, str(job.what), job.goal.strategy or "")
     )
-    config = {
+    config: dict[str, Any] = {
         "what": _plain_target(job.what),
         "goal": job.goal.plain(),
         "workers": job.workers,
@@ -339,7 +342,8 @@ def _folder_for(job: Job) -> RunFolder:
         known = folder.read()["config"]["what"]
         if known != config["what"]:
             raise CheckpointError(
-                f"{folder.path} is a run of {_named(known)}, not of {_named(config['what'])}. Give the run of this task, or start a new one."
+                f"{folder.path} is a run of {_named(known)}, not of {_named(config['what'])}. Give the run of this "
+                f"task, or start a new one."
             )
     folder.write(config=config, environment=environment(), state="running")
     return folder

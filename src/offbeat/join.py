@@ -1,8 +1,9 @@
 """The team inside a user's own loop: `offbeat.init()`, `team.prepare(...)`, `team.report(...)`, `team.averaged(...)`.
 
-The same objects come back from `prepare`: nothing is wrapped. Gradients are exchanged by hooks on the parameters, steps are
-counted by hooks on the optimizers, and loaders hand out this worker's slice of each batch. When the next training batch
-is asked for, everything before it is done: that is where checkpoints are written and where a resumed run goes on.
+The same objects come back from `prepare`: nothing is wrapped. Gradients are exchanged by hooks on the parameters,
+steps are counted by hooks on the optimizers, and loaders hand out this worker's slice of each batch. When the next
+training batch is asked for, everything before it is done: that is where checkpoints are written and where a resumed
+run goes on.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -142,7 +143,7 @@ class Team:
         if not things:
             raise UsageError("prepare() was given nothing. Give it the model, the optimizer and the training loader.")
         before = len(self._holdings.models), len(self._holdings.optimizers)
-        prepared = tuple(self._adopted(thing, split) for thing in things)
+        prepared = [self._adopted(thing, split) for thing in things]
         if self._saved is not None:
             self._restore_new(*before)
         if not self._started:
@@ -152,7 +153,7 @@ class Team:
             if self._saved is None:
                 self.stopwatch.restart()
             self._assignment.send({"kind": "ready", "rank": self.rank})
-        return prepared if len(prepared) > 1 else prepared[0]
+        return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
     def epochs(self, count: int | None = None) -> Iterator[int]:
         """Numbers of the epochs that are still to do, up to `count`: a resumed run does not start over."""
@@ -181,12 +182,12 @@ class Team:
         seconds = self.stopwatch.total()
         self.ledger.judge(mean, seconds)
         self._record(mean, seconds)
-        self._stopping = self.group.gather([float(self.ledger.reached or self._spent())], "a report").max() > 0
+        self._stopping = bool(self.group.gather([float(self.ledger.reached or self._spent())], "a report").max() > 0)
         self._checkpoint_due = self._checkpoint_due or self._worth_a_checkpoint()
         return self.stopping
 
     @contextmanager
-    def averaged(self, *models: nn.Module) -> Iterator[None]:
+    def averaged(self, *models: nn.Module) -> Generator[None]:
         """Inside, every worker holds the same model, the mean of the replicas: evaluate there."""
         with self.stopwatch.spent_on("evaluate"), self.exchange.averaged(list(models) or self._holdings.models):
             yield
@@ -242,7 +243,8 @@ class Team:
             return loader
         else:
             raise UsageError(
-                f"prepare() was given a {type(thing).__name__}, which is no model, optimizer, loader or scheduler, and has no "
+                f"prepare() was given a {type(thing).__name__}, which is no model, optimizer, loader or scheduler, "
+                f"and has no "
                 f"state_dict(). Leave it out."
             )
         return thing

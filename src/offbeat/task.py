@@ -97,6 +97,7 @@ class Task(_Referable):
 
     def criterion(self, output: Any, target: Any) -> Tensor:
         """The loss of the model's output on a batch `(input, target)`: a mean over its examples."""
+        del output, target
         raise TaskError(
             f"{type(self).__name__} has neither criterion(output, target) nor loss(model, batch), so there is nothing "
             f"to minimize. Define criterion, e.g. `return torch.nn.functional.cross_entropy(output, target)`."
@@ -160,7 +161,7 @@ class Reference:
     """A dotted module, or the path of a Python file."""
     name: str | None = None
     """The class; None means the only task of that module."""
-    arguments: dict[str, Any] = field(default_factory=lambda: {})
+    arguments: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class: numbers, strings, lists and dictionaries of them."""
 
     bundled: ClassVar[str] = "offbeat.tasks"
@@ -203,7 +204,7 @@ def reference_to(task: AnyTask) -> Reference:
             f"{kind.__qualname__} is defined inside a function or class, where a worker process cannot find it. "
             f"Move it to the top level of its file."
         )
-    arguments = cast("dict[str, Any]", task._arguments)  # pyright: ignore[reportPrivateUsage]
+    arguments = task._arguments  # pyright: ignore[reportPrivateUsage]
     for name, value in arguments.items():
         if not _is_plain(value):
             raise TaskError(
@@ -234,7 +235,8 @@ def load_module(source: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (source == error.name or source.startswith(error.name + ".")):
             raise TaskError(
-                f"There is no module {source!r} (looked for {error.name!r}). Give a script (`file.py`), a task in a file "
+                f"There is no module {source!r} (looked for {error.name!r}). Give a script (`file.py`), a task in a "
+                f"file "
                 f"(`file.py:Class`) or a module that can be imported, such as {Reference.bundled}.digits."
             ) from error
         raise

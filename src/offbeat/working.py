@@ -126,7 +126,8 @@ def _finite(loss: Tensor, team: Team) -> float:
     value = float(loss.detach())
     if not math.isfinite(value):
         raise NonFiniteError(
-            f"worker {team.rank} has a loss of {value} in step {team.step + 1}. Training stops before it can spread; the last "
+            f"worker {team.rank} has a loss of {value} in step {team.step + 1}. Training stops before it can spread; "
+            f"the last "
             f"checkpoint is from before. A lower learning rate often helps."
         )
     return value
@@ -237,7 +238,8 @@ def _all_finite(params: Mapping[str, Tensor], team: Team) -> None:
     for name, value in params.items():
         if not bool(torch.isfinite(value).all()):
             raise NonFiniteError(
-                f"worker {team.rank}: parameter {name!r} became NaN or infinite in step {team.step}. The last checkpoint is "
+                f"worker {team.rank}: parameter {name!r} became NaN or infinite in step {team.step}. The last "
+                f"checkpoint is "
                 f"from before."
             )
 
@@ -267,6 +269,7 @@ def _check_enough(train: Dataset[Any], batch: int, workers: int) -> None:
         )
     if size < batch:
         raise DataError(
-            f"there are {size} training examples, fewer than one global batch of {batch}: no step could be made as asked. Lower "
+            f"there are {size} training examples, fewer than one global batch of {batch}: no step could be made as "
+            f"asked. Lower "
             f"the task's global_batch."
         )

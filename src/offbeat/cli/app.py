@@ -5,7 +5,6 @@ Nothing heavy is imported here: `offbeat --help` answers at once, and each comma
 
 from __future__ import annotations
 
-import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -60,7 +59,8 @@ def run(
         str | None,
         typer.Argument(
             metavar="TARGET",
-            help="A script ([bold]train.py[/bold], its arguments after [bold]--[/bold]) or a task ([bold]file.py:Class[/bold], or a module such "
+            help="A script ([bold]train.py[/bold], its arguments after [bold]--[/bold]) or a task "
+            "([bold]file.py:Class[/bold], or a module such "
             "as [bold]offbeat.tasks.digits[/bold]). May be left out with --resume.",
         ),
     ] = None,
@@ -87,7 +87,8 @@ def run(
         typer.Option(
             "--target",
             "-t",
-            help="Stop at this score: [bold]0.97[/bold]; for scripts [bold]accuracy=0.97[/bold] or [bold]loss<=0.1[/bold].",
+            help="Stop at this score: [bold]0.97[/bold]; for scripts [bold]accuracy=0.97[/bold] or "
+            "[bold]loss<=0.1[/bold].",
         ),
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the training data at most.")] = None,
@@ -158,7 +159,7 @@ def check(
     workers: Annotated[int, typer.Option("--workers", "-w", help="Workers to check it with.")] = 2,
     output: FormatOption = Format.text,
 ) -> None:
-    """Run the contract suite on a strategy: does it keep what its traits promise?"""
+    """Run the contract suite on a strategy: see whether it keeps what its traits promise."""
     from offbeat.cli.check import check_strategy
 
     check_strategy(strategy, workers, as_json=output is Format.json)
@@ -166,8 +167,9 @@ def check(
 
 def main() -> NoReturn:
     """The entry point: run a command; errors of ours are printed, not dumped."""
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # As `python -m` does, so that a task beside the user can be imported.
+    here = str(Path.cwd())
+    if "" not in sys.path and here not in sys.path:
+        sys.path.insert(0, here)  # As `python -m` does, so that a task beside the user can be imported.
     try:
         code = app(standalone_mode=False)
     except OffbeatError as error:

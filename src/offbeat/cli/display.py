@@ -1,4 +1,4 @@
-"""How a run is shown while it goes: a live panel on a terminal, plain lines elsewhere; on stderr, so that stdout stays clean."""
+"""How a run is shown while it goes, on stderr: a live panel on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

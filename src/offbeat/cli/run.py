@@ -91,7 +91,7 @@ def _print(result: Result, asked: Asked) -> None:
         console.print(f"  on test data        {result.test_score:.4g} (scored once, at the end)")
     console.print(f"  work done           {result.steps:,} steps, {result.epochs} epochs, {result.samples:,} examples")
     console.print(
-        f"  speed               {result.samples_per_second:,.0f} examples/s; {result.core_seconds:.1f} core-seconds in all"
+        f"  speed               {result.samples_per_second:,.0f} examples/s; {result.core_seconds:.1f} core-seconds"
     )
     console.print(f"  where the time went {kinds_in_words(result.seconds_by_kind)}")
     if result.workers > 1:
@@ -106,11 +106,14 @@ def _print(result: Result, asked: Asked) -> None:
 def _headline(result: Result) -> str:
     who = f"{result.workers} worker{'s' if result.workers > 1 else ''}, {result.strategy}"
     score = "no score reported" if result.score is None else f"score {result.score:.4g}"
+    wanted = (result.target or "").removeprefix("score=")
     if result.reached_target:
-        return f"[bold green]Target reached[/bold green]: {score} (wanted {result.target}) after {result.seconds_to_target:.2f} s. {who}."
+        reached = f"[bold green]Target reached[/bold green]: {score} (wanted {wanted})"
+        return f"{reached} after {result.seconds_to_target:.2f} s. {who}."
     if result.reached_target is False:
         best = "" if result.best_score is None else f", best {result.best_score:.4g}"
-        return f"[bold yellow]Target missed[/bold yellow]: {score}{best} (wanted {result.target}) after {result.seconds:.2f} s. {who}."
+        missed = f"[bold yellow]Target missed[/bold yellow]: {score}{best} (wanted {wanted})"
+        return f"{missed} after {result.seconds:.2f} s. {who}."
     return f"[bold]Done[/bold]: {score} after {result.seconds:.2f} s. {who}."
 
 
@@ -122,9 +125,7 @@ def _next_steps(result: Result, asked: Asked) -> list[str]:
     if result.workers == 1:
         lines.append(f"  offbeat run {target} --workers 2{tail}")
     else:
-        lines.append(
-            f"  offbeat run {target} --workers {result.workers} --strategy {other}{tail}    # another way to distribute it"
-        )
+        lines.append(f"  offbeat run {target} --workers {result.workers} --strategy {other}{tail}    # another way")
     lines.append("  offbeat strategies                     # all ways there are")
     if result.reached_target is False:
         lines.append(

@@ -19,17 +19,17 @@ def _to_nobody(message: Mapping[str, Any]) -> None:
 class Assignment:
     """One worker's part of a run."""
 
-    goal: Goal = Goal()
+    goal: Goal = field(default_factory=Goal)
     """What the run is asked to do."""
     folder: Path | None = None
     """The run's folder; None leaves nothing behind."""
     resume: bool = False
     """Whether to go on from the folder's newest checkpoint."""
-    identity: Mapping[str, Any] = field(default_factory=lambda: {})
+    identity: Mapping[str, Any] = field(default_factory=dict)
     """What a checkpoint must agree with to be resumed from."""
     send: Callable[[Mapping[str, Any]], None] = _to_nobody
     """Tells the launcher how far the work is."""
-    open_teams: list[Any] = field(default_factory=lambda: [])
+    open_teams: list[Any] = field(default_factory=list)
     """Teams that the script has opened, so that one that it forgets to close is closed for it."""
 
 

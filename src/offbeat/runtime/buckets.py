@@ -121,10 +121,11 @@ class GradientBuckets:
             return
         if not self._running:
             self._running = True
-            Variable._execution_engine.queue_callback(self._finish)  # pyright: ignore[reportAttributeAccessIssue]
+            Variable._execution_engine.queue_callback(self._finish)  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
         if self._state[index]:
             raise RunError(
-                f"parameter {index} got its gradient twice in one backward pass, as reentrant activation checkpointing does. "
+                f"parameter {index} got its gradient twice in one backward pass, as reentrant activation "
+                f"checkpointing does. "
                 f"Use torch.utils.checkpoint with use_reentrant=False."
             )
         if self.order is None:
@@ -203,7 +204,8 @@ class GradientBuckets:
                 bucket.flat.mul_(factor)
         elif abs(examples - self._total) > 0.01 + 1e-5 * self._total:
             raise RunError(
-                f"worker {self._group.rank} expected a step of {self._total:g} examples, but the workers together brought "
+                f"worker {self._group.rank} expected a step of {self._total:g} examples, but the workers together "
+                f"brought "
                 f"{examples:g}. Their loaders disagree: do they read the same data in the same order?"
             )
         self._used[:] = self._numbers[1 + self._group.size :]

@@ -1,8 +1,9 @@
 """Checkpoints that are whole or not there.
 
-A checkpoint is a folder `step-<n>`: a safetensors file with what all workers share, one per worker with what is its own,
-and a manifest that lists every file with its size and checksum. All of it is written beside its place and moved there by one rename after everything is on the disk, and the
-one before is removed only then. So a kill at any moment leaves the last complete one.
+A checkpoint is a folder `step-<n>`: a safetensors file with what all workers share, one per worker with what is its
+own, and a manifest that lists every file with its size and checksum. All of it is written beside its place and moved
+there by one rename after everything is on the disk, and the one before is removed only then. So a kill at any moment
+leaves the last complete one.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Checkpoints:
         self._identity = dict(identity)
 
     def save(self, step: int, shared: Mapping[str, Any], own: Mapping[str, Any], summary: Mapping[str, Any]) -> Path:
-        """Write what worker 0 says is shared and what is each worker's own, as of `step`; all workers call this together."""
+        """Write what worker 0 says is shared and what is each worker's own; all workers call this together."""
         final = self.folder / f"step-{step:09d}"
         draft = self.folder / f".draft-{step:09d}"
         failure = ""
@@ -138,7 +139,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path} is damaged: {name} cannot be read ({error}).") from error
         if actual != expected:
             raise CheckpointError(
-                f"{path} is damaged: {name} is not what was written ({actual['bytes']} bytes, {expected['bytes']} expected, or "
+                f"{path} is damaged: {name} is not what was written ({actual['bytes']} bytes, {expected['bytes']} "
+                f"expected, or "
                 f"another checksum). Remove that folder to resume from an older checkpoint."
             )
     return manifest
@@ -164,7 +166,8 @@ def _write_state(path: Path, state: Mapping[str, Any]) -> None:
 def _read_state(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
     if path.name not in manifest["files"]:
         raise CheckpointError(
-            f"{path.parent} has no state for this worker ({path.name}): it was written by {manifest['workers']} workers."
+            f"{path.parent} has no state for this worker ({path.name}): it was written by {manifest['workers']} "
+            f"workers."
         )
     try:
         tensors = load_file(path)

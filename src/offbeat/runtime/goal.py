@@ -47,7 +47,8 @@ class Target:
         if len(metrics) > 1:
             names = ", ".join(metrics)
             raise UsageError(
-                f"the target {self.value:g} does not say which metric it means of {names}. Say e.g. {next(iter(metrics))}={self.value:g}."
+                f"the target {self.value:g} does not say which metric it means of {names}. Say e.g. "
+                f"{next(iter(metrics))}={self.value:g}."
             )
         return next(iter(metrics.items()), None)
 

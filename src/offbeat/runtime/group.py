@@ -57,14 +57,15 @@ class Group:
         except (RuntimeError, ValueError) as error:
             raise WaitError(
                 f"worker {self.rank} could not meet the other {self.size - 1} at {place.address}:{place.port} within "
-                f"{self.timeout.total_seconds():g} s: {error}. Check that all workers were started and reach that address."
+                f"{self.timeout.total_seconds():g} s: {error}. Check that all workers were started and reach that "
+                f"address."
             ) from error
         self._owns_default = True
         self._process_group = dist.group.WORLD
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """torch's own group underneath, for those who build on it; None alone."""
+        """Torch's own group underneath, for those who build on it; None alone."""
         return self._process_group
 
     def start_sum(self, tensor: Tensor, what: str) -> Pending:
@@ -147,7 +148,8 @@ class Group:
             else "nobody in particular"
         )
         return WaitError(
-            f"{place} waited {self.timeout.total_seconds():g} s for {who}. Look at the log of whoever is missing, or, if "
+            f"{place} waited {self.timeout.total_seconds():g} s for {who}. Look at the log of whoever is missing, "
+            f"or, if "
             f"such a wait is normal for this program, allow more with --timeout."
         )
 

@@ -1,4 +1,4 @@
-"""The objects of a loop that a checkpoint must hold: models, optimizers, schedulers, loaders, and others with a state."""
+"""The objects of a loop that a checkpoint must hold: models, optimizers, loaders, and others with a state."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Holdings:
 
     def buffers(self) -> list[dict[str, Any]]:
         """Running statistics and the like, which may differ between replicas."""
-        return [{name: buffer for name, buffer in model.named_buffers()} for model in self.models]
+        return [dict(model.named_buffers()) for model in self.models]
 
     def load_buffers(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Take them back."""

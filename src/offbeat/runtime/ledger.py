@@ -29,7 +29,7 @@ class Ledger:
     best_score: float | None = None
     reached: bool = False
     seconds_to_target: float | None = None
-    metrics: dict[str, float] = field(default_factory=lambda: {})
+    metrics: dict[str, float] = field(default_factory=dict)
     earlier_cpu_seconds: float = 0.0
     """Processor time of earlier parts of a resumed run."""
     _cpu_start: float = field(default_factory=cpu_seconds)

@@ -2,8 +2,8 @@
 
 Whatever loader a script has, each of its batches is a *global batch*; every worker gets a slice of it:
 
-- a `DataLoader` over a map-style dataset: the slice is taken from the batch sampler's indices, so that a worker loads only
-  its own examples. Samplers draw from lent random state, the same on every worker, fixed by seed and epoch.
+- a `DataLoader` over a map-style dataset: the slice is taken from the batch sampler's indices, so that a worker loads
+  only its own examples. Samplers draw from lent random state, the same on every worker, fixed by seed and epoch.
 - a `DataLoader` over an iterable dataset: every worker reads the stream and keeps its slice of each batch.
 - anything else that can be iterated: its finished batches are cut along their first dimension.
 
@@ -157,8 +157,8 @@ class Loader:
                 return
         if self.batches == 0:
             raise DataError(
-                f"the training data gave no batch at all (dataset of {_length(self._original)}): with drop_last it is smaller "
-                f"than one batch, or its stream is empty. Use a smaller batch."
+                f"the training data gave no batch at all (dataset of {_length(self._original)}): with drop_last it is "
+                f"smaller than one batch, or its stream is empty. Use a smaller batch."
             )
         self.complete = True
 
@@ -206,14 +206,11 @@ def divide(loader: Iterable[Any], place: Share, feed: Feed, parts: Parts, split:
 def _source_for(loader: Iterable[Any], place: Share, parts: Parts, split: bool) -> Source:
     if not split or _already_divided(loader, place):
         return Whole(loader)
-    plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
-    if (
-        not plain
-        or cast("Any", loader).batch_sampler is None
-        and not isinstance(cast("Any", loader).dataset, IterableDataset)
-    ):
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return Cut(loader, place)
     given = cast("DataLoader[Any]", loader)
+    if given.batch_sampler is None and not isinstance(given.dataset, IterableDataset):
+        return Cut(loader, place)
     if isinstance(given.dataset, IterableDataset):
         if parts.alpha is not None:
             raise DataError(
@@ -254,7 +251,7 @@ class Indexed(Source):
 
     def batches(self, epoch: int, skip: int, seed: int) -> Iterator[Batch]:
         """Slices of the sampler's batches, loaded by a DataLoader like the user's."""
-        # Worker processes have random state that runs through the epoch: to reach batch `skip` they must load what is before it.
+        # Random state of worker processes runs through the epoch: to reach batch `skip` they must load those before it.
         cheap = 0 if self._reload else skip
         self._plan = islice(self._planned(epoch, seed), cheap, None)
         self._given.clear()
@@ -276,7 +273,7 @@ class Indexed(Source):
             yield indices
 
     def _planned(self, epoch: int, seed: int) -> Iterator[tuple[list[Any], Batch]]:
-        """This worker's indices for every global batch, with one batch of foresight to know the last."""
+        """The worker's indices for every global batch, with one batch of foresight to know the last."""
         slices = self._from_parts(epoch, seed) if self._parts else self._from_sampler(epoch, seed)
         waiting: tuple[list[Any], int, int] | None = None
         for piece in slices:

@@ -71,7 +71,8 @@ def _as_labels(found: Any) -> NDArray[np.int64]:
     labels = np.asarray(found)
     if labels.ndim != 1 or labels.dtype.kind not in "iub":
         raise DataError(
-            f"dirichlet(alpha) divides data by label, but these labels are {labels.dtype} of shape {labels.shape}, not one whole "
+            f"dirichlet(alpha) divides data by label, but these labels are {labels.dtype} of shape {labels.shape}, "
+            f"not one whole "
             f"number per example. Use iid parts, or give the dataset integer `targets`."
         )
     return labels.astype(np.int64)

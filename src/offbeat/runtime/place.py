@@ -77,7 +77,7 @@ def _from_slurm(env: Mapping[str, str]) -> Place:
         rank=_number(env, "SLURM_PROCID", 0),
         size=size,
         local_rank=_number(env, "SLURM_LOCALID", 0),
-        # SLURM_TASKS_PER_NODE reads like "4(x2),3": the first number is right for even layouts, which is what it is for.
+        # SLURM_TASKS_PER_NODE reads like "4(x2),3"; the first number is right for even layouts.
         local_size=int(re.match(r"\d+", env.get("SLURM_TASKS_PER_NODE", str(size)) or "1")[0]),  # pyright: ignore[reportOptionalSubscript]
         address=env.get("MASTER_ADDR") or first_host(nodes),
         port=_number(env, "MASTER_PORT", _SLURM_FIRST_PORT + job % _SLURM_PORTS),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ State = dict[str, Any]
 
 def capture() -> State:
     """The state of all global generators of this process."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, words, python_gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
@@ -37,7 +37,7 @@ def restore(state: State) -> None:
     torch.set_rng_state(state["torch"])
     known = state["numpy"]
     keys = known["keys"].numpy().astype(np.uint32)
-    np.random.set_state((known["kind"], keys, known["position"], known["has_gauss"], known["gauss"]))  # noqa: NPY002
+    np.random.set_state((known["kind"], keys, known["position"], known["has_gauss"], known["gauss"]))
     python = state["python"]
     random.setstate((python["version"], tuple(int(w) for w in python["words"]), python["gauss"]))
     if state["cuda"]:
@@ -47,7 +47,7 @@ def restore(state: State) -> None:
 def seed_everything(seed: int) -> None:
     """Seed all global generators."""
     torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
+    np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
@@ -65,7 +65,7 @@ class Lent:
         restore(outside)
 
     @contextmanager
-    def use(self) -> Iterator[None]:
+    def use(self) -> Generator[None]:
         """Inside, the global generators are the lent ones."""
         outside = capture()
         restore(self._state)

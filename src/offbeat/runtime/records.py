@@ -30,7 +30,7 @@ class RunFolder:
     @classmethod
     def create(cls, parent: Path, task: str, strategy: str) -> RunFolder:
         """A new folder `<parent>/<time>-<task>-<strategy>`, and the link `<parent>/latest` to it."""
-        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")  # noqa: DTZ005 - people read it in their own time
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
         name = f"{stamp}-{_slug(Path(task.split(':')[0]).stem if task.endswith('.py') else task)}-{_slug(strategy)}"
         try:
             parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ class RunFolder:
         draft = target.with_suffix(".draft")
         try:
             draft.write_text(json.dumps(known | changes, indent=2, default=str) + "\n")
-            os.replace(draft, target)
+            draft.replace(target)
         except OSError as error:
             draft.unlink(missing_ok=True)
             raise OutputError(_cannot_write(target, error)) from error
@@ -161,7 +161,7 @@ def _point_latest(parent: Path, path: Path) -> None:
     draft = parent / f".latest-{os.getpid()}"
     draft.unlink(missing_ok=True)
     draft.symlink_to(path.name)
-    os.replace(draft, parent / "latest")
+    draft.replace(parent / "latest")
 
 
 def _slug(text: str) -> str:

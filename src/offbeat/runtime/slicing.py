@@ -19,11 +19,12 @@ def examples_in(batch: Any) -> int | None:
 
 
 def cut(batch: Any, rank: int, size: int) -> tuple[Any, int, int]:
-    """This worker's slice of a batch, how many examples it holds, and how many the whole batch holds."""
+    """The slice of a batch that falls to a worker, how many examples it holds, and how many the whole batch holds."""
     total = examples_in(batch)
     if total is None:
         raise DataError(
-            f"a batch of type {type(batch).__name__} cannot be divided over {size} workers: its tensors do not share their "
+            f"a batch of type {type(batch).__name__} cannot be divided over {size} workers: its tensors do not share "
+            f"their "
             f"first dimension. Give prepare() a DataLoader over single examples, or divide the data yourself and say "
             f"prepare(..., split=False)."
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Literal, get_args
 
@@ -40,7 +40,7 @@ class Stopwatch:
         return before
 
     @contextmanager
-    def spent_on(self, kind: Kind) -> Iterator[None]:
+    def spent_on(self, kind: Kind) -> Generator[None]:
         """The time inside is of this kind; afterwards the former kind goes on."""
         before = self.switch(kind)
         try:

@@ -33,11 +33,12 @@ def take_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
             _PAIRS: [[take_apart(k, f"{name}.key", tensors), take_apart(v, f"{name}.{k}", tensors)] for k, v in pairs]
         }
     if isinstance(value, list | tuple | deque | set | frozenset):
-        items = cast("list[Any]", list(cast("Any", value)))
+        items: list[Any] = list(cast("Any", value))
         parts = [take_apart(item, f"{name}.{i}", tensors) for i, item in enumerate(items)]
         return {_TUPLE: parts} if isinstance(value, tuple) else parts
     raise CheckpointError(
-        f"{name} is a {type(value).__name__}, which a checkpoint cannot hold: it keeps tensors, numbers, text, lists and "
+        f"{name} is a {type(value).__name__}, which a checkpoint cannot hold: it keeps tensors, numbers, text, lists "
+        f"and "
         f"dictionaries, never pickles. Give that object a state_dict() of those."
     )
 

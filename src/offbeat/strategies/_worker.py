@@ -1,13 +1,13 @@
 """The worker's side of strategies: what happens inside a loop that somebody else has written.
 
-An `Exchange` sees that after `backward()` the gradients are what the strategy says. A `Pace` decides, batch by batch, whether
-they are exchanged now. Both work through hooks, so the model and the optimizer stay the user's own objects.
+An `Exchange` sees that after `backward()` the gradients are what the strategy says. A `Pace` decides, batch by batch,
+whether they are exchanged now. Both work through hooks, so the model and the optimizer stay the user's own objects.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -42,7 +42,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def install(self, model: nn.Module) -> None:
-        """Put hooks on the model, so that backward ends with the strategy's gradients; only called with others around."""
+        """Put hooks on the model, so that backward ends with the strategy's gradients; not called when alone."""
 
     @abstractmethod
     def weigh(self, examples: int, total: int | None) -> None:
@@ -53,8 +53,8 @@ class Exchange(ABC):
         """While held, backward leaves gradients local."""
 
     @contextmanager
-    def averaged(self, models: Sequence[nn.Module]) -> Iterator[None]:
-        """Inside, all workers hold the same model: what may differ between replicas is averaged. Afterwards it is back."""
+    def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:
+        """Inside, all workers hold the same model: what differs between replicas is averaged; afterwards it is back."""
         with averaged_buffers(models, self.group):
             yield
 
@@ -74,10 +74,10 @@ class Exchange(ABC):
         """Go on from such a state; called after the models were adopted."""
         del state
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027 - most strategies have nothing to do here
         """Book what only shows at the end of a run, before the result is made."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most strategies have nothing to do here
         """Take off what `install` has put on."""
 
 
@@ -124,6 +124,7 @@ class EveryBatch(Pace):
 
     def begin(self, examples: int, total: int | None, last: bool) -> None:
         """Tell the exchange what the batch weighs."""
+        del last
         self._exchange.weigh(examples, total)
 
     @property
@@ -147,6 +148,7 @@ class Exchanging(Strategy):
 
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
         """The worker's side of this strategy."""
+        del group, stopwatch
         raise StrategyError(f"{type(self).__name__} has no worker's side. Give it `connect(self, group, stopwatch)`.")
 
 
@@ -158,6 +160,7 @@ class Timing(Strategy):
 
     def pace(self, exchange: Exchange) -> Pace:
         """The worker's side of this strategy, on top of an exchange."""
+        del exchange
         raise StrategyError(f"{type(self).__name__} has no worker's side. Give it `pace(self, exchange)`.")
 
     def batches_per_update(self) -> int:
@@ -185,7 +188,7 @@ def share_state(model: nn.Module, group: Group) -> None:
 
 
 @contextmanager
-def averaged_buffers(models: Sequence[nn.Module], group: Group) -> Iterator[None]:
+def averaged_buffers(models: Sequence[nn.Module], group: Group) -> Generator[None]:
     """Inside, floating-point buffers (running statistics) are the workers' mean; afterwards each has its own again."""
     buffers = _distinct([b for model in models for b in model.buffers() if b.is_floating_point()])
     if group.size == 1 or not buffers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -49,9 +50,9 @@ class Accumulate(Timing):
 class _Accumulating(Pace):
     """Keeps a sum of gradients, weighted by examples, next to each parameter.
 
-    In a batch that does not update, `optimizer.step()` finds no gradients: they were taken into the sum just before and are
-    put back just after, so that `zero_grad` and code that looks at gradients behave as usual. In the batch that
-    does, the sum joins the new gradients inside backward, before the exchange sees them.
+    In a batch that does not update, `optimizer.step()` finds no gradients: they were taken into the sum just before
+    and are put back just after, so that `zero_grad` and code that looks at gradients behave as usual. In the batch
+    that does, the sum joins the new gradients inside backward, before the exchange sees them.
     """
 
     def __init__(self, exchange: Exchange, steps: int) -> None:
@@ -72,7 +73,7 @@ class _Accumulating(Pace):
             if parameter.requires_grad:
                 number = self._numbers.setdefault(id(parameter), len(self._parameters))
                 self._parameters.append(parameter)
-                parameter.register_post_accumulate_grad_hook(lambda p, number=number: self._join(p, number))
+                parameter.register_post_accumulate_grad_hook(partial(self._join, number))
 
     def watch(self, optimizer: Optimizer) -> None:
         """Hooks that keep gradients from a step that does not update."""
@@ -123,13 +124,13 @@ class _Accumulating(Pace):
             self._hidden.append((parameter, gradient))
             parameter.grad = None
 
-    def _join(self, parameter: Tensor, number: int) -> None:
+    def _join(self, number: int, parameter: Tensor) -> None:
         if not self._updating or self._batches == 1:
             return
         if not self._queued and self._sums:
             self._queued = True
             # Queued before the exchange's own, so that what backward did not reach is in place when that one looks.
-            Variable._execution_engine.queue_callback(self._join_unreached)  # pyright: ignore[reportAttributeAccessIssue]
+            Variable._execution_engine.queue_callback(self._join_unreached)  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
         kept = self._sums.pop(number, None)
         gradient = parameter.grad
         examples = self._held_examples + self._examples

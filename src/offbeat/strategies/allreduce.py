@@ -25,8 +25,8 @@ _MIB = 1 << 20
 class AllReduce(Exchanging):
     """Every worker averages its gradients with all others; the default exchange.
 
-    Gradients fill flat buckets as backward produces them, and each full bucket is summed while backward goes on. They are
-    weighted by examples, so uneven batches count rightly, and a parameter that nobody used is left alone.
+    Gradients fill flat buckets as backward produces them, and each full bucket is summed while backward goes on. They
+    are weighted by examples, so uneven batches count rightly, and a parameter that nobody used is left alone.
     """
 
     bucket: float = 25.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from offbeat.strategies._worker import Exchange, Exchanging
 class DDP(Exchanging):
     """PyTorch's DistributedDataParallel on Gloo, unchanged, as the baseline to beat.
 
-    Its reducer averages the gradients, with `gradient_as_bucket_view=True`, which is its fastest setting. Only where workers
-    have different numbers of examples is the output's gradient scaled, so that the mean is over examples.
+    Its reducer averages the gradients, with `gradient_as_bucket_view=True`, which is its fastest setting. Only where
+    workers have different numbers of examples is the output's gradient scaled, so that the mean is over examples.
     """
 
     bucket: float = 25.0
@@ -123,7 +124,7 @@ def _weighted(output: Any, weight: float) -> Any:
     """Scale the gradients that come back through the output; the output itself stays as it is."""
     if isinstance(output, Tensor):
         if output.requires_grad:
-            output.register_hook(lambda gradient: gradient * weight)
+            output.register_hook(partial(torch.mul, other=weight))
     elif isinstance(output, dict):
         for value in output.values():  # pyright: ignore[reportUnknownVariableType]
             _weighted(value, weight)

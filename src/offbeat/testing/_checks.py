@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +80,7 @@ def checks_for(strategy: Strategy) -> list[Check]:
 
 
 @contextmanager
-def bench(strategy: Strategy, workers: int, launcher: Launcher) -> Iterator[Bench]:
+def bench(strategy: Strategy, workers: int, launcher: Launcher) -> Generator[Bench]:
     """A place for one check, with nothing in it."""
     with tempfile.TemporaryDirectory(prefix="offbeat-check-") as folder:
         yield Bench(combined(strategy), workers, launcher, Path(folder))

@@ -24,7 +24,7 @@ SEED = 20260
 
 @dataclass
 class Curve(Task):
-    """Fit a small network to a noisy curve: no dropout, no batch norm, so that strategies can be compared to the bit."""
+    """Fit a small network to a curve: no dropout, no batch norm, so that strategies can be compared to the bit."""
 
     folder: str
     """Where each worker leaves its process id and the fingerprints of its replica."""
