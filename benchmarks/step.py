@@ -172,14 +172,13 @@ def report(times: dict[str, dict[str, list[float]]], apart: dict[str, float], ou
             "holds": bool(holds),
             "blocks": len(by_variant["ddp"]),
             "largest difference of gradients": apart[kind],
-        }
-        print(f"{kind:8} ddp {results[kind]['milliseconds']['ddp']:8.2f} ms   offbeat {results[kind]['milliseconds']['offbeat']:8.2f} ms   "
-              f"ratio {found['median']:.3f} [{found['low']:.3f}, {found['high']:.3f}]   noise {noise['median']:.3f} "
-              f"[{noise['low']:.3f}, {noise['high']:.3f}]   bar {BAR}: {'holds' if holds else 'MISSED'}")  # fmt: skip
-    machine = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
-    out.write_text(json.dumps({"benchmark": "step", "environment": machine, "results": results}, indent=2) + "\n")
-    if not all(entry["holds"] for entry in results.values()):
-        sys.exit("a bar was missed")
+        } print(f"{kind:8} ddp {results[kind]['milliseconds']['ddp']:8.2f} ms   offbeat
+        {results[kind]['milliseconds']['offbeat']:8.2f} ms   " f"ratio {found['median']:.3f} [{found['low']:.3f},
+        {found['high']:.3f}]   noise {noise['median']:.3f} " f"[{noise['low']:.3f}, {noise['high']:.3f}]   bar {BAR}:
+        {'holds' if holds else 'MISSED'}")  # fmt: skip machine = {"torch": torch.__version__, "python":
+        platform.python_version(), "machine": platform.machine()} out.write_text(json.dumps({"benchmark": "step",
+        "environment": machine, "results": results}, indent=2) + "\n") if not all(entry["holds"] for entry in
+        results.values()): sys.exit("a bar was missed")
 
 
 if __name__ == "__main__":

@@ -566,6 +566,8 @@ class Team:
             "bytes_sent": int(rows[:, 0].sum()),
             "seconds_by_kind": by_kind,
             "overlapped_seconds": float(mean[2]),
+            "staleness": self.exchange.staleness(ledger.steps),
+            "disturbances": {"asked": 0, "fired": 0},
             **self.notes,
         }
 

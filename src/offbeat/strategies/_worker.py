@@ -66,6 +66,10 @@ class Exchange(ABC):
         """Bytes this worker has sent outside of `group`, which counts its own."""
         return 0
 
+    def staleness(self, steps: int) -> dict[str, int]:
+        """How many steps old what this worker read was: how often each, in `steps` steps. In lockstep it never is."""
+        return {"0": steps}
+
     def state_dict(self) -> dict[str, Any]:
         """What the strategy must remember to go on to the same bits after a resume."""
         return {}
