@@ -1,4 +1,4 @@
-"""Draws time.png from real runs: where the time of a step goes, for each strategy, on the digits task with two workers."""
+"""Draws time.png from real runs of the digits task: where the time of a step goes, for each strategy."""
 
 from __future__ import annotations
 
