@@ -6,16 +6,18 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from offbeat.errors import CheckpointError, StrategyError, TaskError, UsageError
+from offbeat.errors import CheckpointError, OffbeatError, StrategyError, TaskError, UsageError
 from offbeat.runtime.assignment import ASSIGNED
+from offbeat.runtime.checkpoint import newest
 from offbeat.runtime.goal import Goal, Target
 from offbeat.runtime.launch import PRELOAD, Launcher, Role, serve_store, threads_for, worker_environment
 from offbeat.runtime.records import RunFolder, environment
@@ -153,7 +155,7 @@ def fit(
     task: AnyTask | str,
     strategy: str | Strategy | None = None,
     *,
-    workers: int = 1,
+    workers: int | None = None,
     target: float | None = None,
     epochs: int | None = None,
     steps: int | None = None,
@@ -170,7 +172,8 @@ def fit(
 ) -> Result:
     """Learn a task under a strategy on so many workers, and answer what came of it.
 
-    `task` is an instance, or its name as on the command line (`offbeat.tasks.digits`). Everything else has a default.
+    `task` is an instance, or its name as on the command line (`offbeat.tasks.digits`). Everything else has a default:
+    one worker, or, with `resume`, as many as before.
     A launcher that is handed in is used and left open, so that several runs share one fork server.
     """
     goal = Goal(
@@ -186,7 +189,9 @@ def fit(
     )
     what = _reference(task)
     where = None if resume is None else Path(resume)
-    return drive(Job(what, goal, workers, threads, Path(out), where), launcher=launcher, watcher=watcher)
+    known: int = 1 if where is None else earlier(where)["workers"]
+    job = Job(what, goal, known if workers is None else workers, threads, Path(out), where)
+    return drive(job, launcher=launcher, watcher=watcher)
 
 
 def _reference(task: AnyTask | str) -> Reference:
@@ -209,13 +214,18 @@ def target_of(text: str, arguments: tuple[str, ...]) -> Script | Reference:
         if not name:
             return Script(str(Path(source).resolve()), arguments)
         source = str(Path(source).resolve())
-    elif "/" in source or source.endswith((".ipynb", ".sh")) or not source:
+    elif "/" in source or not source or _is_no_module(Path(source)):
         raise TaskError(
             f"{text!r} is neither a Python file nor a module. Give `file.py`, `file.py:Class` or e.g. "
             f"offbeat.tasks.digits."
         )
     plain = Reference(source, name or None)
     return dataclasses.replace(plain, arguments=_constructor_arguments(plain, arguments))
+
+
+def _is_no_module(path: Path) -> bool:
+    """Whether a file or folder of this name is here that Python could not import."""
+    return path.is_file() or (path.is_dir() and not (path / "__init__.py").exists())
 
 
 def _constructor_arguments(reference: Reference, arguments: tuple[str, ...]) -> dict[str, Any]:
@@ -245,18 +255,24 @@ def drive(job: Job, *, launcher: Launcher | None = None, watcher: Watcher | None
     if ASSIGNED.get() is not None:
         raise UsageError(
             "a worker of a run has started a run itself. A file that calls offbeat.fit must do so under "
-            "`if __name__ == '__main__':`, because its workers import it too."
+            "`if __name__ == '__main__':`, because its workers import it too; start it with `python file.py`, not with "
+            "`offbeat run`."
         )
     start = time.monotonic()
     # The fork server imports torch while everything is checked here.
     with nullcontext(launcher) if launcher else Launcher(WARM) as starter:
         starter.start()
         job = resolve(job)
+        store = serve_store(job.port)  # Before the folder: a port that is taken leaves no traces.
         folder = _folder_for(job)
         collected = _Collected(watcher or _Nobody(), start)
         collected.watcher.begin(job, folder)
-        store = serve_store(job.port)
-        starter.run(_roles(job, folder, store.port), on_message=collected.message, on_tick=collected.watcher.tick)
+        try:
+            starter.run(_roles(job, folder, store.port), on_message=collected.message, on_tick=collected.watcher.tick)
+        except BaseException as error:
+            with suppress(OffbeatError):  # A disk that is full may be the very reason.
+                folder.write(state="failed" if isinstance(error, Exception) else "interrupted")
+            raise
         del store
         return _finish(job, folder, collected)
 
@@ -265,12 +281,11 @@ def resolve(job: Job) -> Job:
     """Fill in what was left open, and refuse what cannot be run."""
     if job.resume is not None:
         job = _as_before(job)
-    if job.workers < 1:
-        raise UsageError(f"--workers {job.workers} makes no sense: a run needs 1 worker or more.")
-    if job.threads is not None and job.threads < 1:
-        raise UsageError(f"--threads {job.threads} makes no sense: a worker needs 1 thread or more.")
+    _check_numbers(job)
     goal = job.goal
-    strategy = combined(parse(goal.strategy or ("single" if job.workers == 1 else "allreduce")))
+    if goal.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise UsageError("--tensorboard needs TensorBoard: pip install 'offbeat[tensorboard]'.")
+    strategy = combined(parse(_default_strategy(job.workers) if goal.strategy is None else goal.strategy))
     strategy.check(job.workers)
     changes: dict[str, Any] = {"strategy": str(strategy)}
     if isinstance(job.what, Reference):
@@ -283,6 +298,18 @@ def resolve(job: Job) -> Job:
                 f"sums over all data. Use {strategy.exchange} alone."
             )
     return dataclasses.replace(job, goal=dataclasses.replace(goal, **changes))
+
+
+def _default_strategy(workers: int) -> str:
+    return "single" if workers == 1 else "allreduce"
+
+
+def _check_numbers(job: Job) -> None:
+    for name, value in (("workers", job.workers), ("threads", 1 if job.threads is None else job.threads)):
+        if type(value) is not int or value < 1:
+            raise UsageError(f"--{name} {value!r} makes no sense: it must be a whole number, 1 or more.")
+    if not 0 <= job.port < 1 << 16:
+        raise UsageError(f"--port {job.port} makes no sense: ports go up to 65535, and 0 takes one that is free.")
 
 
 def _from_task(task: AnyTask, goal: Goal) -> dict[str, Any]:
@@ -301,9 +328,11 @@ def _from_task(task: AnyTask, goal: Goal) -> dict[str, Any]:
 def _as_before(job: Job) -> Job:
     """The earlier run's job, with what is asked for differently now; what it may not differ in is refused."""
     folder = RunFolder.open(job.resume or Path())
-    before = folder.read()
+    before = earlier(folder.path)
+    if newest(folder.checkpoints) is None:
+        raise CheckpointError(f"{folder.path} has no checkpoint, so there is nothing to resume from. Start a new run.")
     told = {name: value for name, value in job.goal.plain().items() if value != getattr(Goal(), name)}
-    was = dict(before["config"]["goal"])
+    was = dict(before["goal"])
     for name in ("strategy", "seed", "parts"):
         if name in told and name == "strategy":
             told[name] = str(combined(parse(told[name])))
@@ -311,14 +340,20 @@ def _as_before(job: Job) -> Job:
             raise CheckpointError(
                 f"{folder.path} was run with {name} {was.get(name)}, not {told[name]}: it cannot go on differently."
             )
-    if job.workers not in (1, before["config"]["workers"]):
+    if job.workers != before["workers"]:
         raise CheckpointError(
-            f"{folder.path} was run with {before['config']['workers']} workers, not {job.workers}. Resume with as many."
+            f"{folder.path} was run with {before['workers']} workers, not {job.workers}. Resume with as many."
         )
     goal = Goal.from_plain(was | told | _budget(told))
-    return dataclasses.replace(
-        job, goal=goal, workers=before["config"]["workers"], threads=job.threads or before["config"]["threads"]
-    )
+    return dataclasses.replace(job, goal=goal, threads=before["threads"] if job.threads is None else job.threads)
+
+
+def earlier(run: Path) -> dict[str, Any]:
+    """The configuration of an earlier run: what was run, its goal, its workers and their threads."""
+    config = RunFolder.open(run).read().get("config")
+    if not (isinstance(config, dict) and {"what", "goal", "workers", "threads"} <= set(cast("dict[str, Any]", config))):
+        raise CheckpointError(f"{run} cannot be resumed: its run.json says not what was run. It may have been edited.")
+    return cast("dict[str, Any]", config)
 
 
 def _budget(told: Mapping[str, Any]) -> dict[str, Any]:
@@ -330,7 +365,9 @@ def _budget(told: Mapping[str, Any]) -> dict[str, Any]:
 
 def _folder_for(job: Job) -> RunFolder:
     folder = (
-        RunFolder.open(job.resume) if job.resume else RunFolder.create(job.out, str(job.what), job.goal.strategy or "")
+        RunFolder.open(job.resume)
+        if job.resume
+        else RunFolder.create(job.out, _short(job.what), job.goal.strategy or "")
     )
     config: dict[str, Any] = {
         "what": _plain_target(job.what),
@@ -339,7 +376,7 @@ def _folder_for(job: Job) -> RunFolder:
         "threads": job.threads or threads_for(job.workers),
     }
     if job.resume:
-        known = folder.read()["config"]["what"]
+        known = earlier(folder.path)["what"]
         if known != config["what"]:
             raise CheckpointError(
                 f"{folder.path} is a run of {_named(known)}, not of {_named(config['what'])}. Give the run of this "
@@ -347,6 +384,14 @@ def _folder_for(job: Job) -> RunFolder:
             )
     folder.write(config=config, environment=environment(), state="running")
     return folder
+
+
+def _short(what: Script | Reference) -> str:
+    """A name for the run's folder: a file's without where it is."""
+    if isinstance(what, Script):
+        return Path(what.path).stem
+    source = Path(what.source).stem if what.source.endswith(".py") else what.source
+    return f"{source}-{what.name}" if what.name else source
 
 
 def _plain_target(what: Script | Reference) -> dict[str, Any]:

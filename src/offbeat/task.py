@@ -13,14 +13,15 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
-from offbeat.errors import TaskError, did_you_mean
+from offbeat.errors import OffbeatError, TaskError, did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -54,7 +55,7 @@ class _Referable(ABC):
         made = super().__new__(cls)
         # Wrong arguments are for __init__ to refuse, with Python's own message.
         try:
-            arguments = dict(inspect.signature(cls).bind(*args, **kwargs).arguments)
+            arguments = _by_name(inspect.signature(cls).bind(*args, **kwargs))
         except TypeError:
             arguments = {}
         object.__setattr__(made, "_arguments", arguments)
@@ -172,13 +173,22 @@ class Reference:
     def build(self) -> AnyTask:
         """The task itself."""
         found = self.find()
+        if inspect.isabstract(found):
+            raise TaskError(f"{found.__name__} is no complete task: {_lacks(found)}.")
         try:
-            return found(**self.arguments)
+            inspect.signature(found).bind(**self.arguments)
         except TypeError as error:
             raise TaskError(
                 f"{found.__name__} cannot be made with {_spelled(self.arguments)}: {error}. Its arguments are "
                 f"{inspect.signature(found)}; on the command line they stand after `--`, as `-- --name value`."
             ) from error
+        try:
+            return found(**self.arguments)
+        except OffbeatError:
+            raise
+        except Exception as error:
+            what = f"{found.__name__} cannot be made with {_spelled(self.arguments)}"
+            raise TaskError(_with_traceback(what, error)) from error
 
     def find(self) -> type[AnyTask]:
         """The task's class, imported."""
@@ -187,10 +197,10 @@ class Reference:
         if self.name is None:
             if len(tasks) == 1:
                 return next(iter(tasks.values()))
-            raise TaskError(_not_one_task(self.source, tasks))
+            raise TaskError(_not_one_task(self.source, tasks, _incomplete(module)))
         chosen = getattr(module, self.name, None)
         if not (inspect.isclass(chosen) and issubclass(chosen, (Task, IterativeTask))):
-            what = "is no offbeat.Task" if chosen is not None else "does not exist"
+            what = "is no subclass of offbeat.Task" if chosen is not None else "does not exist"
             raise TaskError(f"{self.name!r} {what} in {self.source}.{did_you_mean(self.name, tasks)}")
         return chosen
 
@@ -206,6 +216,11 @@ def reference_to(task: AnyTask) -> Reference:
         )
     arguments = task._arguments  # pyright: ignore[reportPrivateUsage]
     for name, value in arguments.items():
+        if value is _NAMELESS:
+            raise TaskError(
+                f"{kind.__name__} takes {name!r} by position only, but its workers make it again by names. "
+                f"Give {kind.__name__}.__init__ plain named arguments."
+            )
         if not _is_plain(value):
             raise TaskError(
                 f"{kind.__name__}({name}={type(value).__name__}…): a task travels to its workers as plain arguments "
@@ -224,22 +239,27 @@ def reference_to(task: AnyTask) -> Reference:
 
 
 _FILE_MODULE = "offbeat_file_"
+_WHAT_THERE_IS = (
+    "Give a script (`file.py`), a task in a file (`file.py:Class`) or a module that can be imported, such as "
+    f"{Reference.bundled}.digits."
+)
 
 
 def load_module(source: str) -> ModuleType:
     """A dotted module, or a Python file by its path (which is imported once per process)."""
     if source.endswith(".py"):
         return _load_file(Path(source))
+    if not all(word.isidentifier() for word in source.split(".")):
+        raise TaskError(f"{source!r} is no name of a module. {_WHAT_THERE_IS}")
     try:
         return importlib.import_module(source)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (source == error.name or source.startswith(error.name + ".")):
-            raise TaskError(
-                f"There is no module {source!r} (looked for {error.name!r}). Give a script (`file.py`), a task in a "
-                f"file "
-                f"(`file.py:Class`) or a module that can be imported, such as {Reference.bundled}.digits."
-            ) from error
+    except OffbeatError:
         raise
+    except (Exception, SystemExit) as error:
+        name = error.name if isinstance(error, ModuleNotFoundError) else None
+        if name is not None and (source == name or source.startswith(name + ".")):
+            raise TaskError(f"There is no module {source!r} (looked for {name!r}). {_WHAT_THERE_IS}") from error
+        raise TaskError(_with_traceback(f"{source} cannot be imported", error)) from error
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -262,10 +282,26 @@ def _load_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[name]
-        raise
+        if isinstance(error, OffbeatError) or not isinstance(error, Exception | SystemExit):
+            raise
+        raise TaskError(_with_traceback(f"{path} cannot be imported", error)) from error
     return module
+
+
+def _with_traceback(what: str, error: BaseException) -> str:
+    """What failed in people's own code, with the traceback from where that code begins."""
+    frames = error.__traceback__
+    ours = (__file__, importlib.__file__)
+    while frames is not None and (frames.tb_frame.f_code.co_filename in ours or _is_import(frames.tb_frame.f_code)):
+        frames = frames.tb_next
+    lines = traceback.format_exception(type(error), error, frames)
+    return f"{what}: {type(error).__name__}: {error}.\n{''.join(lines).rstrip()}"
+
+
+def _is_import(code: CodeType) -> bool:
+    return code.co_filename.startswith("<frozen importlib")
 
 
 def _tasks_of(module: ModuleType) -> dict[str, type[AnyTask]]:
@@ -281,14 +317,48 @@ def _tasks_of(module: ModuleType) -> dict[str, type[AnyTask]]:
     }
 
 
-def _not_one_task(source: str, tasks: Mapping[str, object]) -> str:
+def _incomplete(module: ModuleType) -> list[str]:
+    """What the module's classes lack that would be tasks if they had all methods."""
+    own = [value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == module.__name__]
+    return [
+        f"{cls.__name__} is no complete task: {_lacks(cls)}"
+        for cls in own
+        if issubclass(cls, (Task, IterativeTask)) and inspect.isabstract(cls)
+    ]
+
+
+def _lacks(cls: type) -> str:
+    names = sorted(cast("Any", cls).__abstractmethods__)
+    return f"it lacks {' and '.join(f'{name}()' for name in names)}"
+
+
+def _not_one_task(source: str, tasks: Mapping[str, object], incomplete: list[str]) -> str:
     if not tasks:
+        why = "".join(f" {reason}." for reason in incomplete)
         return (
-            f"{source} defines no task, so there is nothing to learn. Define a class that derives from offbeat.Task "
-            f"and has all of its methods; to run a script of your own, give its file alone (`file.py`)."
+            f"{source} defines no task, so there is nothing to learn.{why} Define a class that derives from "
+            f"offbeat.Task and has all of its methods; to run a script of your own, give its file alone (`file.py`)."
         )
     first = sorted(tasks)[0]
     return f"{source} defines {len(tasks)} tasks: {', '.join(sorted(tasks))}. Say which, e.g. `{source}:{first}`."
+
+
+def _by_name(call: inspect.BoundArguments) -> dict[str, Any]:
+    """The arguments of a call as keyword arguments; what `**options` gathered is spread out again."""
+    found: dict[str, Any] = {}
+    for name, value in call.arguments.items():
+        kind = call.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            found |= value
+        elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
+            found[name] = _NAMELESS
+        else:
+            found[name] = value
+    return found
+
+
+_NAMELESS = object()
+"""Stands for an argument that cannot be given by name, so that a worker could not be told."""
 
 
 def _is_plain(value: object) -> bool:

@@ -9,15 +9,17 @@ import math
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from offbeat.errors import DataError, NonFiniteError, OutputError
+from offbeat.errors import DataError, NonFiniteError, OutputError, TaskError
 from offbeat.join import Team
 from offbeat.protocols.partition import share
 from offbeat.runtime.assignment import ASSIGNED, Assignment
@@ -25,7 +27,7 @@ from offbeat.runtime.goal import Goal
 from offbeat.runtime.launch import Control
 from offbeat.runtime.place import where
 from offbeat.runtime.records import MODEL_FILE
-from offbeat.task import IterativeTask, Reference, Task
+from offbeat.task import Data, IterativeTask, Reference, Task
 
 
 def work(config: Mapping[str, Any], control: Control) -> None:
@@ -49,7 +51,11 @@ def work(config: Mapping[str, Any], control: Control) -> None:
 def _run_script(path: str, arguments: list[str]) -> None:
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).resolve().parent))
-    runpy.run_path(path, run_name="__main__")
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as request:
+        if request.code not in (None, 0):
+            raise
 
 
 def learn(reference: Reference, assignment: Assignment) -> None:
@@ -67,8 +73,9 @@ def learn(reference: Reference, assignment: Assignment) -> None:
 
 def train(task: Task, team: Team) -> None:
     """Minimize a task's loss until its target or the budget is reached."""
-    data = task.data()
-    _check_enough(data.train, task.global_batch, team.size)
+    data = _data_of(task)
+    _check_batch(task.global_batch)
+    _check_enough(data, task.global_batch, team.size)
     model = task.model()
     optimizer = task.optimizer(model.parameters())
     schedule = task.schedule(optimizer)
@@ -122,7 +129,10 @@ def _scorer(task: Task, model: nn.Module, team: Team) -> Callable[[Dataset[Any]]
     return score_on
 
 
-def _finite(loss: Tensor, team: Team) -> float:
+def _finite(loss: object, team: Team) -> float:
+    if not (isinstance(loss, Tensor) and loss.numel() == 1):  # pyright: ignore[reportUnnecessaryIsInstance]
+        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise TaskError(f"the loss is {shape}, not a tensor of one number. Return a mean over the batch's examples.")
     value = float(loss.detach())
     if not math.isfinite(value):
         raise NonFiniteError(
@@ -145,10 +155,19 @@ def _keep_model(model: nn.Module, team: Team) -> None:
                 for name, value in model.state_dict().items()
                 if isinstance(value, Tensor)
             }
-            try:
-                save_file(state, folder / MODEL_FILE)
-            except OSError as error:
-                raise OutputError(f"{folder / MODEL_FILE} cannot be written: {error}.") from error
+            _write_model(state, folder / MODEL_FILE)
+
+
+def _write_model(state: dict[str, Tensor], path: Path) -> None:
+    """Whole or not at all: an earlier model stays if there is no room for this one."""
+    draft = path.with_suffix(".draft")
+    try:
+        save_file(state, draft)
+        draft.replace(path)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise OutputError(f"{path} cannot be written: {error}. Free some space and resume the run.") from error
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
@@ -189,8 +208,12 @@ class _Parameters:
 
 def iterate(task: IterativeTask, team: Team) -> None:
     """Repeat `update(params, sum of statistics)` until the target or the budget is reached."""
-    data = task.data()
-    _check_enough(data.train, 1, team.size)
+    data = _data_of(task)
+    if task.global_batch is not None:
+        _check_batch(task.global_batch)
+    if isinstance(data.train, IterableDataset):
+        raise DataError("an iterative task passes over its training data in every step: a stream cannot be divided.")
+    _check_enough(data, 1, team.size)
     params = team.prepare(_Parameters(task.initial()))
     for name in sorted(params.values):
         team.group.share(params.values[name], "the sharing of worker 0's parameters")
@@ -207,7 +230,7 @@ def iterate(task: IterativeTask, team: Team) -> None:
         team.ledger.steps += 1
         team.ledger.samples += _size(data.train)
         _all_finite(params.values, team)
-        if team.step % task.evaluate_every == 0:
+        if team.step % task.evaluate_every == 0 or team.exhausted:
             with team.stopwatch.spent_on("evaluate"):
                 score = float(task.score(params.values, validate))
             team.report(score=score)
@@ -215,7 +238,7 @@ def iterate(task: IterativeTask, team: Team) -> None:
     team.notes["test_score"] = team.mean(score=float(task.score(params.values, test)))["score"]
     team.notes["epochs"] = team.step
     if team.folder is not None and team.rank == 0:
-        save_file({name: value.contiguous() for name, value in params.values.items()}, team.folder / MODEL_FILE)
+        _write_model({name: value.contiguous() for name, value in params.values.items()}, team.folder / MODEL_FILE)
 
 
 def _part_of(train: Dataset[Any], task: IterativeTask, team: Team) -> Iterable[Any]:
@@ -261,8 +284,27 @@ def _size(data: Dataset[Any]) -> int:
         return sys.maxsize  # A stream: as large as need be.
 
 
-def _check_enough(train: Dataset[Any], batch: int, workers: int) -> None:
-    size = _size(train)
+def _data_of(task: Task | IterativeTask) -> Data:
+    data = task.data()
+    if not isinstance(data, Data):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TaskError(
+            f"{type(task).__name__}.data() gave a {type(data).__name__}. Return offbeat.Data(train, validation, test)."
+        )
+    return data
+
+
+def _check_batch(batch: int) -> None:
+    if type(batch) is not int or batch < 1:
+        raise TaskError(f"global_batch is {batch!r}, but a batch is a whole number of examples, 1 or more.")
+
+
+def _check_enough(data: Data, batch: int, workers: int) -> None:
+    for name, part in (("training", data.train), ("validation", data.validation), ("test", data.test)):
+        if _size(part) == 0:
+            raise DataError(
+                f"the {name} data is empty: there is nothing to learn or to judge. Look at the task's data()."
+            )
+    size = _size(data.train)
     if size < workers:
         raise DataError(
             f"there are {size} training examples for {workers} workers: some would have none. Ask for fewer workers."

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from offbeat._version import __version__
-from offbeat.errors import OffbeatError, UsageError
+from offbeat.errors import OffbeatError, UsageError, WorkerError
 
 app = typer.Typer(
     name="offbeat",
@@ -173,6 +173,8 @@ def main() -> NoReturn:
     try:
         code = app(standalone_mode=False)
     except OffbeatError as error:
+        if isinstance(error, WorkerError) and error.remote_traceback:
+            typer.echo(f"In {error.role} {error.rank}:\n{error.remote_traceback.rstrip()}", err=True)
         _complain(str(error))
         sys.exit(2 if isinstance(error, UsageError) else 1)
     except Exception as error:

@@ -96,7 +96,6 @@ class Display:
         """After a failure: what is kept, and how to go on from it."""
         if self._folder is None:
             return
-        self._folder.write(state="failed")
         kept = newest(self._folder.checkpoints)
         if kept is not None:
             text = f"The last checkpoint is whole ({kept.name}). Go on with: offbeat run --resume {self._folder.path}"

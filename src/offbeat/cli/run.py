@@ -14,10 +14,9 @@ from rich.console import Console
 
 from offbeat.cli.display import Display, kinds_in_words
 from offbeat.errors import OffbeatError, TaskError
-from offbeat.fitting import WARM, Job, Result, Script, drive, target_of
+from offbeat.fitting import WARM, Job, Result, Script, drive, earlier, target_of
 from offbeat.runtime.goal import Goal
 from offbeat.runtime.launch import Launcher
-from offbeat.runtime.records import RunFolder
 from offbeat.strategies import combined, parse
 from offbeat.task import Reference
 
@@ -58,22 +57,24 @@ def _job(asked: Asked, goal: Goal) -> Job:
     if asked.what is None:
         if asked.resume is None:
             raise TaskError("nothing to run: give a script, a task, or --resume RUN.")
-        what: Script | Reference = _earlier(asked.resume)
+        what: Script | Reference = _what_was_run(asked.resume)
     else:
         what = target_of(asked.what, asked.arguments)
     workers = asked.workers if asked.workers is not None else _default_workers(goal.strategy, asked.resume)
     return Job(what, goal, workers, asked.threads, asked.out, asked.resume, asked.port)
 
 
-def _earlier(folder: Path) -> Script | Reference:
-    known = RunFolder.open(folder).read()["config"]["what"]
+def _what_was_run(folder: Path) -> Script | Reference:
+    known = earlier(folder)["what"]
     if "script" in known:
         return Script(known["script"], tuple(known["arguments"]))
     return Reference(**known["task"])
 
 
 def _default_workers(strategy: str | None, resume: Path | None) -> int:
-    if resume is not None or strategy is None or combined(parse(strategy)).exchange.name == "single":
+    if resume is not None:
+        return earlier(resume)["workers"]
+    if strategy is None or combined(parse(strategy)).exchange.name == "single":
         return 1
     return len(os.sched_getaffinity(0))
 
