@@ -53,7 +53,12 @@ def root(
         raise typer.Exit
 
 
-@app.command(no_args_is_help=True)
+@app.command(
+    no_args_is_help=True,
+    epilog="Examples: offbeat run train.py --workers 2 -- --lr 0.1 [dim]|[/dim] "
+    "offbeat run offbeat.tasks.digits --workers 2 --strategy 'allreduce + accumulate(2)' --target 0.97 [dim]|[/dim] "
+    "offbeat run --resume runs/latest --epochs 40",
+)
 def run(
     what: Annotated[
         str | None,
@@ -80,7 +85,9 @@ def run(
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option("--workers", "-w", help="Processes that train. Default: 1 for single, else one per core."),
+        typer.Option(
+            "--workers", "-w", help="Processes that train. Default: 1; with a strategy that exchanges, one per core."
+        ),
     ] = None,
     target: Annotated[
         str | None,
@@ -132,7 +139,7 @@ def run(
     run_job(asked, goal)
 
 
-@app.command()
+@app.command(epilog="Example: offbeat doctor --format json > report.json")
 def doctor(output: FormatOption = Format.text) -> None:
     """Say what a bug report needs, and test whether two processes can meet."""
     from offbeat.cli.doctor import examine
@@ -140,7 +147,7 @@ def doctor(output: FormatOption = Format.text) -> None:
     examine(as_json=output is Format.json)
 
 
-@app.command(rich_help_panel=MORE)
+@app.command(rich_help_panel=MORE, epilog="Examples: offbeat strategies [dim]|[/dim] offbeat strategies accumulate")
 def strategies(
     name: Annotated[str | None, typer.Argument(help="One strategy, with its arguments.")] = None,
     output: FormatOption = Format.text,
@@ -151,7 +158,11 @@ def strategies(
     show(name, as_json=output is Format.json)
 
 
-@app.command(rich_help_panel=MORE, no_args_is_help=True)
+@app.command(
+    rich_help_panel=MORE,
+    no_args_is_help=True,
+    epilog="Examples: offbeat check allreduce --workers 3 [dim]|[/dim] offbeat check 'mine.py:Push(0.5)'",
+)
 def check(
     strategy: Annotated[
         str, typer.Argument(help="A strategy, e.g. [bold]mine.py:Push(0.5)[/bold] or [bold]allreduce[/bold].")

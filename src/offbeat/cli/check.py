@@ -7,6 +7,7 @@ import time
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from offbeat.fitting import WARM
 from offbeat.runtime.launch import Launcher
@@ -19,7 +20,9 @@ def check_strategy(text: str, workers: int, as_json: bool) -> None:
     strategy = combined(parse(text))
     strategy.check(workers)
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
-    console.print(f"[bold]{strategy}[/bold] on {workers} workers: what its traits promise, on real processes")
+    console.print(
+        f"[bold]{escape(str(strategy))}[/bold] on {workers} workers: what its traits promise, on real processes"
+    )
     outcomes: dict[str, str | None] = {}
     with Launcher(WARM) as launcher:
         for check in checks_for(strategy):

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -67,7 +68,8 @@ class Display:
         workers = f"{job.workers} worker{'s' if job.workers > 1 else ''}"
         again = ", resumed" if job.resume else ""
         self._console.print(
-            f"[bold]{job.what}[/bold] on {workers}, {job.goal.strategy}{again} (logs in {folder.path / 'logs'})",
+            f"[bold]{escape(str(job.what))}[/bold] "
+            + escape(f"on {workers}, {job.goal.strategy}{again} (logs in {folder.path / 'logs'})"),
             soft_wrap=True,
         )
         if self._console.is_terminal:
@@ -99,7 +101,7 @@ class Display:
         kept = newest(self._folder.checkpoints)
         if kept is not None:
             text = f"The last checkpoint is whole ({kept.name}). Go on with: offbeat run --resume {self._folder.path}"
-            self._console.print(text, soft_wrap=True)
+            self._console.print(text, soft_wrap=True, markup=False)
 
     def _echo(self, final: bool = False) -> None:
         """Pass on what worker 0 of a script prints; the others are in the logs."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from offbeat.cli.display import Display, kinds_in_words
 from offbeat.errors import OffbeatError, TaskError
@@ -90,7 +91,8 @@ def _print(result: Result, asked: Asked) -> None:
     console.print(_headline(result))
     if result.test_score is not None:
         console.print(f"  on test data        {result.test_score:.4g} (scored once, at the end)")
-    console.print(f"  work done           {result.steps:,} steps, {result.epochs} epochs, {result.samples:,} examples")
+    epochs = "" if result.epochs is None else f"{result.epochs} epochs, "
+    console.print(f"  work done           {result.steps:,} steps, {epochs}{result.samples:,} examples")
     console.print(
         f"  speed               {result.samples_per_second:,.0f} examples/s; {result.core_seconds:.1f} core-seconds"
     )
@@ -98,10 +100,10 @@ def _print(result: Result, asked: Asked) -> None:
     if result.workers > 1:
         console.print(f"  sent                {_megabytes(result.bytes_sent)} between {result.workers} workers")
     console.print(f"  start-up            {result.startup_seconds:.1f} s, not counted above")
-    console.print(f"  everything is in    {result.run}")
+    console.print(f"  everything is in    {result.run}", markup=False)
     console.print()
     for line in _next_steps(result, asked):
-        console.print(line, style="dim")
+        console.print(line, style="dim", markup=False)
 
 
 def _headline(result: Result) -> str:
@@ -110,12 +112,12 @@ def _headline(result: Result) -> str:
     wanted = (result.target or "").removeprefix("score=")
     if result.reached_target:
         reached = f"[bold green]Target reached[/bold green]: {score} (wanted {wanted})"
-        return f"{reached} after {result.seconds_to_target:.2f} s. {who}."
+        return f"{reached} after {result.seconds_to_target:.2f} s. {escape(who)}."
     if result.reached_target is False:
         best = "" if result.best_score is None else f", best {result.best_score:.4g}"
         missed = f"[bold yellow]Target missed[/bold yellow]: {score}{best} (wanted {wanted})"
-        return f"{missed} after {result.seconds:.2f} s. {who}."
-    return f"[bold]Done[/bold]: {score} after {result.seconds:.2f} s. {who}."
+        return f"{missed} after {result.seconds:.2f} s. {escape(who)}."
+    return f"[bold]Done[/bold]: {score} after {result.seconds:.2f} s. {escape(who)}."
 
 
 def _next_steps(result: Result, asked: Asked) -> list[str]:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from offbeat.strategies import aliases, describe, overview
@@ -32,7 +33,7 @@ def show(name: str | None, as_json: bool) -> None:
 def _list(console: Console) -> None:
     table = Table("name", "axis", "what it does", "promises", box=None, padding=(0, 2), header_style="bold")
     for entry in overview():
-        table.add_row(f"[bold]{entry.name}[/bold]", str(entry.axis), entry.summary, _promises(entry.traits))
+        table.add_row(f"[bold]{entry.name}[/bold]", str(entry.axis), escape(entry.summary), _promises(entry.traits))
     console.print(table)
     console.print()
     known = ", ".join(f"{alias} = {text}" for alias, text in sorted(aliases().items()))
@@ -51,7 +52,7 @@ def _explain(console: Console, name: str) -> None:
     console.print(f"  {entry.signature}\n", markup=False, style="bold")
     for field in entry.fields:
         default = "" if field.default is None else f" = {field.default}"
-        console.print(f"  [bold]{field.name}[/bold]: {field.type}{default}    {field.doc}")
+        console.print(f"  [bold]{field.name}[/bold]: " + escape(f"{field.type}{default}    {field.doc}"))
     console.print(f"\npromises: {_promises(entry.traits)}")
     if entry.aliases:
         console.print(f"also known as: {', '.join(entry.aliases)}")
