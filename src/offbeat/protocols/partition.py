@@ -19,7 +19,9 @@ Item = TypeVar("Item")
 
 def mixed(*numbers: int) -> int:
     """One seed out of several numbers; nearby inputs give unrelated seeds."""
-    words = np.random.SeedSequence([n % 2**64 for n in numbers]).generate_state(2, np.uint32)
+    # Two words each, and how many: SeedSequence itself takes (1,), (1, 0) and (1, 0, 0) for the same.
+    words = [word for n in numbers for word in divmod(n % 2**64, 2**32)]
+    words = np.random.SeedSequence([len(numbers), *words]).generate_state(2, np.uint32)
     return int(words[0]) << 31 | int(words[1]) >> 1
 
 
@@ -36,7 +38,7 @@ def mine(batch: Sequence[Item], rank: int, size: int) -> Sequence[Item]:
 
 def order(count: int, seed: int, epoch: int) -> Indices:
     """The order in which the examples of an epoch are seen: a permutation fixed by seed and epoch alone."""
-    return np.random.default_rng([seed % 2**64, epoch]).permutation(count).astype(np.int64)
+    return np.random.default_rng(mixed(seed, epoch)).permutation(count).astype(np.int64)
 
 
 def dirichlet(labels: Sequence[int] | NDArray[np.int64], size: int, alpha: float, seed: int) -> list[Indices]:
@@ -45,12 +47,12 @@ def dirichlet(labels: Sequence[int] | NDArray[np.int64], size: int, alpha: float
     Small `alpha` gives each part few labels, large `alpha` approaches equal shares (Hsu, Qi and Brown 2019).
     No part stays empty while another has two examples or more.
     """
-    if not alpha > 0:
+    if not 0 < alpha < float("inf"):
         raise DataError(
-            f"dirichlet({alpha}) makes no sense: alpha must be above 0 (0.1 is very skewed, 100 almost even)."
+            f"dirichlet({alpha}) makes no sense: alpha must be a number above 0 (0.1 is very skewed, 100 almost even)."
         )
     known = np.asarray(labels)
-    random = np.random.default_rng([seed % 2**64, size])
+    random = np.random.default_rng(mixed(seed, size))
     parts: list[list[Indices]] = [[] for _ in range(size)]
     for label in np.unique(known):
         members = random.permutation(np.flatnonzero(known == label)).astype(np.int64)
