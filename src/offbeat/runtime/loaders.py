@@ -4,7 +4,8 @@ Whatever loader a script has, each of its batches is a *global batch*; every wor
 
 - a `DataLoader` over a map-style dataset: the slice is taken from the batch sampler's indices, so that a worker loads
   only its own examples. Samplers draw from lent random state, the same on every worker, fixed by seed and epoch.
-- a `DataLoader` over an iterable dataset: every worker reads the stream and keeps its slice of each batch.
+- a `DataLoader` over an iterable dataset: every worker reads the stream and keeps its slice of each batch. The dataset
+  draws from lent random state too, so that all workers read the same stream.
 - anything else that can be iterated: its finished batches are cut along their first dimension.
 
 A worker whose slice is empty gets one example that counts for nothing, so that it takes part in the step.
@@ -16,17 +17,28 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
 from offbeat.errors import DataError
 from offbeat.protocols.partition import Indices, batches_of_parts, dirichlet, mine, mixed, share
 from offbeat.runtime.parts import Parts, labels_of
-from offbeat.runtime.randomness import Lent
+from offbeat.runtime.randomness import Lent, seed_everything
 from offbeat.runtime.slicing import cut, examples_in
 
 _AHEAD = 256
@@ -185,10 +197,13 @@ class Loader:
 
     def state_dict(self, at_end: bool = False) -> dict[str, Any]:
         """Where in the data this worker stands; `at_end` if the loop is through with an epoch that is complete."""
-        if at_end and self.complete:
-            now = [generator.get_state() for generator in generators_of(self._original)]
-            return {"epoch": self.epoch + 1, "batches": 0, "generators": now}
-        return {"epoch": self.epoch, "batches": self.batches, "generators": list(self._generator_states)}
+        epoch, batches, generators = self.epoch, self.batches, list(self._generator_states)
+        if self.resume_at is not None:
+            epoch, batches = self.resume_at  # A resumed run that has not come to this loader yet.
+        elif at_end and self.complete:
+            epoch, batches = self.epoch + 1, 0
+            generators = [generator.get_state() for generator in generators_of(self._original)]
+        return {"epoch": epoch, "batches": batches, "generators": generators}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where the state was taken, when the loop comes to that epoch."""
@@ -205,7 +220,7 @@ def divide(loader: Iterable[Any], place: Share, feed: Feed, parts: Parts, split:
 
 def _source_for(loader: Iterable[Any], place: Share, parts: Parts, split: bool) -> Source:
     if not split or _already_divided(loader, place):
-        return Whole(loader)
+        return Whole(loader, place)
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return Cut(loader, place)
     given = cast("DataLoader[Any]", loader)
@@ -221,8 +236,8 @@ def _source_for(loader: Iterable[Any], place: Share, parts: Parts, split: bool) 
 
 
 def _already_divided(loader: Iterable[Any], place: Share) -> bool:
-    sampler = getattr(loader, "sampler", None)
-    return isinstance(sampler, DistributedSampler) and sampler.num_replicas == place.size > 1
+    samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
+    return any(isinstance(s, DistributedSampler) and s.num_replicas == place.size > 1 for s in samplers)
 
 
 class Indexed(Source):
@@ -234,11 +249,11 @@ class Indexed(Source):
         self._dataset = loader.dataset
         self._parts = self._skewed(loader, parts)
         self._global_batch = loader.batch_size or 0
-        self._plan: Iterator[tuple[list[Any], Batch]] = iter(())
-        self._given: deque[Batch] = deque()
         self._tensors = _tensors_of(loader)
-        self._reload = loader.num_workers > 0
-        self._inner = None if self._tensors else _like(loader, loader.dataset, batch_sampler=_Following(self._indices))
+        self._elsewhere = loader.num_workers > 0
+        self._following = _Following()
+        dataset = _Seeded(loader.dataset) if self._elsewhere else loader.dataset
+        self._inner = None if self._tensors else _like(loader, dataset, batch_sampler=self._following)
 
     def _skewed(self, loader: DataLoader[Any], parts: Parts) -> list[Indices] | None:
         if parts.alpha is None or self._place.size == 1:
@@ -247,30 +262,32 @@ class Indexed(Source):
             raise DataError(
                 "dirichlet(alpha) cannot be used with a batch sampler of your own: it decides who gets what itself."
             )
+        if type(loader.sampler) not in (RandomSampler, SequentialSampler):
+            raise DataError(
+                f"dirichlet(alpha) goes through the whole dataset, but the loader's {type(loader.sampler).__name__} "
+                f"may leave examples out. Give a Subset of the dataset instead of a sampler, or use iid parts."
+            )
         return dirichlet(labels_of(loader.dataset), self._place.size, parts.alpha, self._place.seed)
 
     def batches(self, epoch: int, skip: int, seed: int) -> Iterator[Batch]:
         """Slices of the sampler's batches, loaded by a DataLoader like the user's."""
-        # Random state of worker processes runs through the epoch: to reach batch `skip` they must load those before it.
-        cheap = 0 if self._reload else skip
-        self._plan = islice(self._planned(epoch, seed), cheap, None)
-        self._given.clear()
+        plan = islice(self._planned(epoch, seed), skip, None)
         if self._tensors is not None:
-            for indices, batch in self._plan:
+            for indices, batch in plan:
                 chosen = torch.as_tensor(indices)
                 yield Batch([tensor[chosen] for tensor in self._tensors], batch.examples, batch.total, batch.last)
             return
-        inner = cast("DataLoader[Any]", self._inner)
-        cast("torch.Generator", inner.generator).manual_seed(mixed(seed, epoch, self._place.rank))
-        for number, content in enumerate(inner):
-            batch = self._given.popleft()
-            if number >= skip - cheap:
-                yield Batch(content, batch.examples, batch.total, batch.last)
+        given: deque[Batch] = deque()
+        self._following.indices = self._noted(plan, given, mixed(seed, epoch, self._place.rank), skip)
+        for content in cast("DataLoader[Any]", self._inner):
+            batch = given.popleft()
+            yield Batch(content, batch.examples, batch.total, batch.last)
 
-    def _indices(self) -> Iterator[list[Any]]:
-        for indices, batch in self._plan:
-            self._given.append(batch)
-            yield indices
+    def _noted(self, plan: Iterator[Any], given: deque[Batch], seed: int, skip: int) -> Iterator[list[Any]]:
+        """The plan's indices; what belongs to them is kept until their examples arrive, some batches later."""
+        for number, (indices, batch) in enumerate(plan, skip):
+            given.append(batch)
+            yield [mixed(seed, number), *indices] if self._elsewhere else indices
 
     def _planned(self, epoch: int, seed: int) -> Iterator[tuple[list[Any], Batch]]:
         """The worker's indices for every global batch, with one batch of foresight to know the last."""
@@ -311,14 +328,15 @@ class Streamed(Source):
 
     def __init__(self, loader: DataLoader[Any], place: Share) -> None:
         self._place = place
-        dataset = _SlicedStream(loader, place.rank, place.size)
-        self._inner = _like(loader, dataset, batch_size=None, collate_fn=_as_it_is)
+        self._stream = _SlicedStream(loader, place.rank, place.size)
+        self._collate = _as_it_is if loader.num_workers else loader.collate_fn
+        self._inner = _like(loader, self._stream, batch_size=None, collate_fn=_as_it_is)
 
     def batches(self, epoch: int, skip: int, seed: int) -> Iterator[Batch]:
         """Slices of consecutive batches of the stream."""
-        cast("torch.Generator", self._inner.generator).manual_seed(mixed(seed, epoch, self._place.rank))
-        for content, examples, total in islice(self._inner, skip, None):
-            yield Batch(content, examples, total if self._place.size == 1 else None)
+        self._stream.seed.fill_(mixed(seed, epoch))
+        for part, examples, total in islice(self._inner, skip, None):
+            yield Batch(self._collate(part), examples, total if self._place.size == 1 else None)
 
 
 class Cut(Source):
@@ -331,19 +349,9 @@ class Cut(Source):
 
     def batches(self, epoch: int, skip: int, seed: int) -> Iterator[Batch]:
         """Slices of the finished batches."""
-        lent = Lent(mixed(seed, epoch))
-        with lent.use():
-            stream = iter(self._loader)
-        number = 0
-        while True:
-            with lent.use():
-                batch = next(stream, _END)
-            if batch is _END:
-                return
-            number += 1
-            if number > skip:
-                content, examples, total = cut(batch, self._place.rank, self._place.size)
-                yield Batch(content, examples, total if self._place.size == 1 else None)
+        for batch in islice(_lent(self._loader, mixed(seed, epoch)), skip, None):
+            content, examples, total = cut(batch, self._place.rank, self._place.size)
+            yield Batch(content, examples, total if self._place.size == 1 else None)
 
 
 class Whole(Source):
@@ -351,46 +359,94 @@ class Whole(Source):
 
     knows_end = False
 
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self._loader = loader
+    def __init__(self, loader: Iterable[Any], place: Share) -> None:
+        self._loader, self._place = loader, place
 
     def batches(self, epoch: int, skip: int, seed: int) -> Iterator[Batch]:
         """The batches as they are."""
-        del epoch, seed
-        for content in islice(self._loader, skip, None):
+        for content in islice(_lent(self._loader, mixed(seed, epoch, self._place.rank)), skip, None):
             yield Batch(content, examples_in(content) or 1, None)
+
+
+def _lent(things: Iterable[Any], seed: int) -> Iterator[Any]:
+    """The things, while whatever makes them draws from random state of its own."""
+    lent = Lent(seed)
+    with lent.use():
+        stream = iter(things)
+    while True:
+        with lent.use():
+            thing = next(stream, _END)
+        if thing is _END:
+            return
+        yield thing
 
 
 _END = object()
 
 
 class _Following:
-    """A batch sampler that asks for the current epoch's indices each time it is iterated."""
+    """A batch sampler that gives the indices which the iteration that is just beginning has put there."""
 
-    def __init__(self, indices: Callable[[], Iterator[list[Any]]]) -> None:
-        self._indices = indices
+    def __init__(self) -> None:
+        self.indices: Iterator[list[Any]] = iter(())
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return self._indices()
+        return self.indices
+
+
+class _Seeded(Dataset[Any]):
+    """A dataset in a loading process: every batch begins with the seed for whatever is random in loading it.
+
+    So what a batch holds depends neither on which process loads it nor on what was loaded before.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, indices: list[Any]) -> Any:
+        seed, *wanted = indices
+        seed_everything(seed)
+        many = getattr(self.dataset, "__getitems__", None)
+        return many(wanted) if many else [self.dataset[index] for index in wanted]
 
 
 class _SlicedStream(IterableDataset[Any]):
-    """An iterable dataset whose items are this worker's finished slices: (content, examples, size of the batch)."""
+    """An iterable dataset whose items are this worker's slices: (slice, how many count, size of the whole batch)."""
 
     def __init__(self, loader: DataLoader[Any], rank: int, size: int) -> None:
-        self._dataset = loader.dataset
+        self.dataset = loader.dataset
+        self.seed = torch.zeros((), dtype=torch.int64)
+        """Fixes what the stream draws in the epoch that is to begin; loading processes that live on see it change."""
+        if loader.persistent_workers:
+            self.seed.share_memory_()
         self._batch_size = cast("int", loader.batch_size)
         self._drop_last, self._collate = loader.drop_last, loader.collate_fn
         self._rank, self._size = rank, size
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
-        stream = iter(self._dataset)
+        # Slices differ in length, so collating draws differently on each worker: it has no part in what is lent.
+        loading = get_worker_info()
+        if loading:
+            seed_everything(mixed(int(self.seed), self._rank, loading.id))
+        for whole in _lent(self._batches(), mixed(int(self.seed), loading.id if loading else 0)):
+            start, stop = share(len(whole), self._rank, self._size)
+            part = whole[start:stop] or whole[-1:]
+            yield self._collate(part) if loading else part, stop - start, len(whole)
+
+    def _batches(self) -> Iterator[list[Any]]:
+        stream = iter(self.dataset)
         while whole := list(islice(stream, self._batch_size)):
             if len(whole) < self._batch_size and self._drop_last:
                 return
-            start, stop = share(len(whole), self._rank, self._size)
-            part = whole[start:stop] or whole[-1:]
-            yield self._collate(part), stop - start, len(whole)
+            yield whole
+
+
+def _begin(user: Callable[[int], None] | None, number: int) -> None:
+    """What a loading process does first: show the user's own dataset, and do what the user asked for."""
+    info = cast("Any", get_worker_info())
+    object.__setattr__(info, "dataset", info.dataset.dataset)
+    if user is not None:
+        user(number)
 
 
 def _as_it_is(item: Any) -> Any:
@@ -404,7 +460,7 @@ def _like(loader: DataLoader[Any], dataset: Any, **changed: Any) -> DataLoader[A
         "collate_fn": loader.collate_fn,
         "pin_memory": loader.pin_memory,
         "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
+        "worker_init_fn": partial(_begin, loader.worker_init_fn) if loader.num_workers else None,
         "multiprocessing_context": loader.multiprocessing_context,
         "prefetch_factor": loader.prefetch_factor,
         "persistent_workers": loader.persistent_workers,

@@ -27,7 +27,7 @@ class Parts:
             raise DataError(f"dirichlet({self.alpha}) makes no sense: alpha must be a number above 0.")
 
     def __str__(self) -> str:
-        return "iid" if self.alpha is None else f"dirichlet({self.alpha:g})"
+        return "iid" if self.alpha is None else f"dirichlet({self.alpha:.15g})"
 
     @classmethod
     def parse(cls, text: str) -> Parts:
@@ -48,14 +48,16 @@ class Parts:
 def labels_of(dataset: Dataset[Any]) -> NDArray[np.int64]:
     """The label of every example of a map-style dataset, for dividing it by label."""
     if isinstance(dataset, Subset):
-        return labels_of(dataset.dataset)[np.asarray(dataset.indices)]
+        return labels_of(dataset.dataset)[np.asarray(dataset.indices, dtype=np.int64)]
+    count = len(dataset)  # pyright: ignore[reportArgumentType]
     for name in ("targets", "labels"):
         found = getattr(dataset, name, None)
-        if isinstance(found, Tensor | np.ndarray | Sequence) and not isinstance(found, str):
+        # Of another length it is something else, such as the names of the classes.
+        if isinstance(found, Tensor | np.ndarray | Sequence) and len(found) == count and not isinstance(found, str):
             return _as_labels(found)
     if isinstance(dataset, TensorDataset) and len(dataset.tensors) > 1:
         return _as_labels(dataset.tensors[1])
-    return _as_labels([_label_of_example(dataset[i]) for i in range(len(dataset))])  # pyright: ignore[reportArgumentType]
+    return _as_labels([_label_of_example(dataset[i]) for i in range(count)])
 
 
 def _label_of_example(example: Any) -> Any:

@@ -39,7 +39,7 @@ def restore(state: State) -> None:
     keys = known["keys"].numpy().astype(np.uint32)
     np.random.set_state((known["kind"], keys, known["position"], known["has_gauss"], known["gauss"]))
     python = state["python"]
-    random.setstate((python["version"], tuple(int(w) for w in python["words"]), python["gauss"]))
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     if state["cuda"]:
         torch.cuda.set_rng_state_all(state["cuda"])
 

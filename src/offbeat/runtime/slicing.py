@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from copy import copy
 from typing import Any, cast
 
 import numpy as np
@@ -21,6 +22,8 @@ def examples_in(batch: Any) -> int | None:
 def cut(batch: Any, rank: int, size: int) -> tuple[Any, int, int]:
     """The slice of a batch that falls to a worker, how many examples it holds, and how many the whole batch holds."""
     total = examples_in(batch)
+    if size == 1:
+        return batch, total or 1, total or 1
     if total is None:
         raise DataError(
             f"a batch of type {type(batch).__name__} cannot be divided over {size} workers: its tensors do not share "
@@ -51,7 +54,12 @@ def _cut(batch: Any, low: int, high: int, total: int) -> Any:
         return batch[low:high] if batch.ndim else batch
     if isinstance(batch, Mapping):
         pairs = cast("Mapping[Any, Any]", batch).items()
-        return {key: _cut(value, low, high, total) for key, value in pairs}
+        parts = {key: _cut(value, low, high, total) for key, value in pairs}
+        if type(batch) is dict or not isinstance(batch, MutableMapping):
+            return parts
+        same = copy(cast("MutableMapping[Any, Any]", batch))  # Tokenizers give mappings with methods of their own.
+        same.update(parts)
+        return same
     if isinstance(batch, list | tuple):
         held = cast("list[Any]", batch)
         if len(held) == total and not any(True for _ in _arrays(held)):
