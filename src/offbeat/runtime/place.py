@@ -39,20 +39,36 @@ class Place:
 def where(environment: Mapping[str, str] | None = None) -> Place:
     """Read the place from the environment: torchrun's variables, then Slurm's, else alone."""
     env = os.environ if environment is None else environment
-    if "RANK" in env and "WORLD_SIZE" in env:
-        return _from_torchrun(env)
+    found = [name for name in ("RANK", "WORLD_SIZE") if env.get(name)]
+    if len(found) == 1:
+        raise UsageError(
+            f"The environment says {found[0]}={env[found[0]]!r}, but of RANK and WORLD_SIZE a worker needs both, so it "
+            f"is unclear who else takes part. Set the other too, or unset {found[0]}."
+        )
+    if found:
+        return _checked(_from_torchrun(env))
     if (
         "SLURM_PROCID" in env
         and _number(env, "SLURM_NTASKS", 1) > 1
         and env.get("SLURM_JOB_NAME") not in ("bash", "interactive")
     ):
-        return _from_slurm(env)
+        return _checked(_from_slurm(env))
     return Place()
+
+
+def _checked(place: Place) -> Place:
+    if not 0 <= place.rank < place.size or not 0 <= place.local_rank < place.local_size or not 0 <= place.port < 2**16:
+        raise UsageError(
+            f"The environment describes no possible place: worker {place.rank} of {place.size}, number "
+            f"{place.local_rank} of {place.local_size} on its host, meeting at port {place.port}. Numbers begin at 0 "
+            f"and stay below the count. Mend what the launcher ({place.launcher}) has set."
+        )
+    return place
 
 
 def _from_torchrun(env: Mapping[str, str]) -> Place:
     size = _number(env, "WORLD_SIZE", 1)
-    if size > 1 and not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
+    if size > 1 and not (env.get("MASTER_ADDR") and env.get("MASTER_PORT")):
         raise UsageError(
             "RANK and WORLD_SIZE are set but MASTER_ADDR or MASTER_PORT is not, so the workers cannot meet. "
             "Start the script with `offbeat run` or `torchrun`, or set all four."
@@ -63,7 +79,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Place:
         size=size,
         local_rank=_number(env, "LOCAL_RANK", 0),
         local_size=_number(env, "LOCAL_WORLD_SIZE", size),
-        address=env.get("MASTER_ADDR", "127.0.0.1"),
+        address=env.get("MASTER_ADDR") or "127.0.0.1",
         port=_number(env, "MASTER_PORT", 0),
     )
 
@@ -77,8 +93,7 @@ def _from_slurm(env: Mapping[str, str]) -> Place:
         rank=_number(env, "SLURM_PROCID", 0),
         size=size,
         local_rank=_number(env, "SLURM_LOCALID", 0),
-        # SLURM_TASKS_PER_NODE reads like "4(x2),3"; the first number is right for even layouts.
-        local_size=int(re.match(r"\d+", env.get("SLURM_TASKS_PER_NODE", str(size)) or "1")[0]),  # pyright: ignore[reportOptionalSubscript]
+        local_size=_tasks_here(env, size),
         address=env.get("MASTER_ADDR") or first_host(nodes),
         port=_number(env, "MASTER_PORT", _SLURM_FIRST_PORT + job % _SLURM_PORTS),
     )
@@ -86,10 +101,23 @@ def _from_slurm(env: Mapping[str, str]) -> Place:
 
 def first_host(nodes: str) -> str:
     """The first host of a Slurm node list: `gpu[07-09,12],cpu1` begins with `gpu07`."""
-    head = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodes)
-    if head is None:
+    first = re.match(r"(?:[^\[\],]|\[[^\[\]]+\])+(?=,|$)", nodes.strip())
+    if first is None:
         raise UsageError(f"Slurm's node list {nodes!r} cannot be read. Set MASTER_ADDR to the first host's name.")
-    return head[1] + (head[2] or "")
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
+
+
+def _tasks_here(env: Mapping[str, str], size: int) -> int:
+    """How many tasks are on this node; SLURM_TASKS_PER_NODE reads like `4(x2),3`."""
+    text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(size)
+    node = _number(env, "SLURM_NODEID", 0)
+    counts: list[int] = []
+    for entry in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
+        if found is None:
+            raise UsageError(f"The environment says SLURM_TASKS_PER_NODE={text!r}, which is no list like 4(x2),3.")
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts[node] if 0 <= node < len(counts) else counts[0]
 
 
 def _number(env: Mapping[str, str], name: str, default: int) -> int:
