@@ -85,7 +85,8 @@ def train(task: Task, team: Team) -> None:
         team.prepare(schedule)
     score = _scorer(task, model, team)
     validate = score(data.validation)
-    for _ in team.epochs():
+    judged = -1
+    for _ in team.epochs(team.goal.epochs):
         for batch in batches:
             optimizer.zero_grad()
             loss = task.loss(model, on_device(batch, team.device))
@@ -95,13 +96,14 @@ def train(task: Task, team: Team) -> None:
             if schedule is not None and team.pace.updating:
                 schedule.step()
             due = task.evaluate_every and team.pace.updating and team.step % task.evaluate_every == 0
-            if due and team.report(score=validate()):
-                break
-        if not team.stopping and not task.evaluate_every:
+            if due:
+                judged = team.step
+                if team.report(score=validate()):
+                    break
+        if not team.stopping and judged != team.step and (team.exhausted or not task.evaluate_every):
+            judged = team.step
             team.report(score=validate())
-        if not team.stopping and team.exhausted:
-            if task.evaluate_every:
-                team.report(score=validate())
+        if team.exhausted:
             break
     team.notes["test_score"] = team.mean(score=score(data.test)())["score"]
     _keep_model(model, team)
