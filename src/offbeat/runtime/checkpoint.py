@@ -1,9 +1,9 @@
 """Checkpoints that are whole or not there.
 
 A checkpoint is a folder `step-<n>`: a safetensors file with what all workers share, one per worker with what is its
-own, and a manifest that lists every file with its size and checksum. All of it is written beside its place and moved
-there by one rename after everything is on the disk, and the one before is removed only then. So a kill at any moment
-leaves the last complete one.
+own, and a manifest that lists every file with its size and checksum, and has a checksum itself. All of it is written
+beside its place and moved there by one rename after everything is on the disk, and the one before is removed only
+then. So a kill at any moment leaves the last complete one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from offbeat.runtime.group import Group
 from offbeat.runtime.trees import put_together, take_apart
 
 FORMAT = 1
-_NAME = re.compile(r"step-(\d+)$")
+_NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 _MANIFEST = "manifest.json"
 _SHARED = "shared.safetensors"
 
@@ -36,16 +36,16 @@ class Checkpoints:
     def __init__(self, folder: Path, group: Group, identity: Mapping[str, Any]) -> None:
         self.folder = folder
         self._group = group
-        self._identity = dict(identity)
+        self._identity: dict[str, Any] = json.loads(json.dumps(dict(identity)))  # As it will be read: tuples are lists.
 
     def save(self, step: int, shared: Mapping[str, Any], own: Mapping[str, Any], summary: Mapping[str, Any]) -> Path:
         """Write what worker 0 says is shared and what is each worker's own; all workers call this together."""
-        final = self.folder / f"step-{step:09d}"
+        final = self._place(step)
         draft = self.folder / f".draft-{step:09d}"
         failure = ""
         try:
             if self._group.rank == 0:
-                shutil.rmtree(draft, ignore_errors=True)
+                _sweep(self.folder)
                 draft.mkdir(parents=True)
         except OSError as error:
             failure = _reason(error, draft)
@@ -54,7 +54,7 @@ class Checkpoints:
             if self._group.rank == 0:
                 _write_state(draft / _SHARED, shared)
             _write_state(draft / _file_of(self._group.rank), own)
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, CheckpointError) as error:
             failure = _reason(error, draft)
         self._agree(failure)
         try:
@@ -65,16 +65,20 @@ class Checkpoints:
         self._agree(failure)
         return final
 
+    def _place(self, step: int) -> Path:
+        """Where it goes: a step that is saved again comes beside the former, which stays until this one is there."""
+        taken = [attempt for known, attempt in map(_number, _all(self.folder)) if known == step]
+        return self.folder / (f"step-{step:09d}" + (f".{max(taken) + 1}" if taken else ""))
+
     def _agree(self, failure: str) -> None:
         """Go on only if no worker failed; all raise together, so that none is left waiting."""
         failed = self._group.gather([1.0 if failure else 0.0], "writing a checkpoint")
         if failed.sum() == 0:
             return
         if self._group.rank == 0:
-            for draft in self.folder.glob(".draft-*"):
-                shutil.rmtree(draft, ignore_errors=True)
+            _sweep(self.folder)
         kept = newest(self.folder)
-        tail = f" The one before, {kept.name}, is intact: free some space and --resume." if kept else ""
+        tail = f" The one before, {kept.name}, is intact: mend the cause and --resume." if kept else ""
         who = ", ".join(str(rank) for rank in range(self._group.size) if failed[rank])
         raise CheckpointError(f"a checkpoint could not be written (worker {who}): {failure or 'see its log'}.{tail}")
 
@@ -88,10 +92,8 @@ class Checkpoints:
             "summary": dict(summary),
             "files": {name: _fingerprint(draft / name) for name in names},
         }
-        _write_text(draft / _MANIFEST, json.dumps(manifest, indent=1))
+        _write_text(draft / _MANIFEST, json.dumps(manifest | {"checksum": _digest(manifest)}, indent=1))
         _sync_folder(draft)
-        if final.exists():
-            shutil.rmtree(final)
         draft.rename(final)
         _sync_folder(self.folder)
         for old in _all(self.folder)[:-1]:
@@ -126,12 +128,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest = cast("dict[str, Any]", json.loads((path / _MANIFEST).read_text()))
         files = dict(manifest["files"])
         known = manifest["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        whole = manifest.pop("checksum", None) == _digest(manifest) if known == FORMAT else True
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} is damaged: its manifest cannot be read ({error}). Use an older checkpoint."
         ) from error
     if known != FORMAT:
         raise CheckpointError(f"{path} has format {known}, this version of offbeat reads format {FORMAT}.")
+    if not whole:
+        raise CheckpointError(f"{path} is damaged: {_MANIFEST} is not what was written (another checksum).")
     for name, expected in files.items():
         try:
             actual = _fingerprint(path / name)
@@ -140,8 +145,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         if actual != expected:
             raise CheckpointError(
                 f"{path} is damaged: {name} is not what was written ({actual['bytes']} bytes, {expected['bytes']} "
-                f"expected, or "
-                f"another checksum). Remove that folder to resume from an older checkpoint."
+                f"expected, or another checksum). Remove that folder to resume from an older checkpoint."
             )
     return manifest
 
@@ -149,7 +153,21 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def _all(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
-    return sorted(path for path in folder.iterdir() if _NAME.search(path.name) and (path / _MANIFEST).exists())
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and (path / _MANIFEST).exists()]
+    return sorted(found, key=_number)
+
+
+def _number(path: Path) -> tuple[int, int]:
+    """Which step a checkpoint is of, and which attempt at it."""
+    found = cast("re.Match[str]", _NAME.fullmatch(path.name))
+    return int(found[1]), int(found[2] or 0)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a kill has left: drafts, and old checkpoints that were half removed."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.name.startswith(".draft-") or (_NAME.fullmatch(path.name) and not (path / _MANIFEST).exists()):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _file_of(rank: int) -> str:
@@ -173,7 +191,7 @@ def _read_state(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
         tensors = load_file(path)
         data = json.loads(_metadata(path)["data"])
         return cast("dict[str, Any]", put_together(data, tensors))
-    except (SafetensorError, ValueError, KeyError, OSError) as error:
+    except (SafetensorError, ValueError, KeyError, OSError, TypeError, StopIteration) as error:
         raise CheckpointError(f"{path} is damaged and cannot be read: {error}") from error
 
 
@@ -186,6 +204,11 @@ def _fingerprint(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
     return {"bytes": path.stat().st_size, "blake2b": digest.hexdigest()}
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    as_read = json.loads(json.dumps(manifest))  # Where keys are text, whose order is not that of numbers.
+    return hashlib.blake2b(json.dumps(as_read, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -65,10 +65,13 @@ class Holdings:
 
     def load_buffers(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Take them back."""
-        with torch.no_grad():
-            for model, saved in zip(self.models, state, strict=True):
-                for name, buffer in model.named_buffers():
-                    buffer.copy_(saved[name])
+        try:
+            with torch.no_grad():
+                for model, saved in zip(self.models, state, strict=True):
+                    for name, buffer in model.named_buffers():
+                        buffer.copy_(saved[name])
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise CheckpointError(f"the checkpoint's buffers do not fit this run's models: {error}") from error
 
     def find_schedulers(self) -> None:
         """Hold the learning-rate schedulers of the optimizers too, even if nobody has handed them over.
@@ -80,8 +83,11 @@ class Holdings:
         self._searched = True
         known = [id(other) for other in self.others]
         found = [thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler) and id(thing) not in known]
-        ours = [s for s in found if any(getattr(s, "optimizer", None) is o for o in self.optimizers)]
-        self.others += sorted(ours, key=lambda s: type(s).__name__)
+        held = [id(inner) for outer in (*found, *self.others) for inner in getattr(outer, "_schedulers", ())]
+        optimizers = [id(optimizer) for optimizer in self.optimizers]
+        ours = [s for s in found if id(getattr(s, "optimizer", None)) in optimizers and id(s) not in held]
+        # Live objects come in no order: what is saved must find its place again in another process.
+        self.others += sorted(ours, key=lambda s: (optimizers.index(id(s.optimizer)), type(s).__name__))
 
     def other_states(self) -> list[list[Any]]:
         """State of schedulers and other things, each with its class's name."""
