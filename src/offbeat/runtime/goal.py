@@ -38,7 +38,7 @@ class Target:
 
     def __str__(self) -> str:
         sign = "<=" if self.lower else "="
-        return f"{self.name}{sign}{self.value:g}" if self.name else f"{self.value:g}"
+        return f"{self.name}{sign}{self.value:.15g}" if self.name else f"{self.value:.15g}"
 
     def pick(self, metrics: Mapping[str, float]) -> tuple[str, float] | None:
         """The metric that is judged; None if it was not reported this time."""
@@ -89,6 +89,8 @@ class Goal:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {value} makes no sense: it must be 1 or more.")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise UsageError(f"--seed {self.seed} makes no sense: it must fit into 64 bits.")
         if not 0 < self.timeout < float("inf"):
             raise UsageError(f"--timeout {self.timeout} makes no sense: it must be a number of seconds above 0.")
         if self.target is not None:

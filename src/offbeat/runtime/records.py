@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
@@ -70,21 +71,18 @@ class RunFolder:
     def read(self) -> dict[str, Any]:
         """What run.json says."""
         try:
-            return cast("dict[str, Any]", json.loads((self.path / RUN_FILE).read_text()))
+            data = json.loads((self.path / RUN_FILE).read_text())
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path / RUN_FILE} cannot be read: {error}") from error
+        if not isinstance(data, dict):
+            raise CheckpointError(f"{self.path / RUN_FILE} cannot be read: it holds no JSON object.")
+        return cast("dict[str, Any]", data)
 
     def write(self, **changes: Any) -> None:
         """Replace entries of run.json, keeping the others."""
         target = self.path / RUN_FILE
         known: dict[str, Any] = self.read() if target.exists() else {}
-        draft = target.with_suffix(".draft")
-        try:
-            draft.write_text(json.dumps(known | changes, indent=2, default=str) + "\n")
-            draft.replace(target)
-        except OSError as error:
-            draft.unlink(missing_ok=True)
-            raise OutputError(_cannot_write(target, error)) from error
+        _replace(target, json.dumps(known | changes, indent=2, default=str) + "\n")
 
     def drop_metrics_after(self, step: int) -> None:
         """Forget what was measured after a checkpoint that the run goes back to."""
@@ -92,13 +90,13 @@ class RunFolder:
         if not path.exists():
             return
         kept: list[str] = []
-        for line in path.read_text().splitlines():
+        for line in path.read_text(errors="replace").splitlines():
             try:
                 if json.loads(line)["step"] <= step:
                     kept.append(line)
-            except (ValueError, KeyError):
+            except (ValueError, KeyError, TypeError):
                 continue  # The line that a kill cut short.
-        path.write_text("".join(line + "\n" for line in kept))
+        _replace(path, "".join(line + "\n" for line in kept))
 
 
 class Metrics:
@@ -157,11 +155,26 @@ def _processor() -> str:
     return found[1] if found else platform.machine()
 
 
+def _replace(target: Path, text: str) -> None:
+    draft = target.with_suffix(".draft")
+    try:
+        draft.write_text(text)
+        draft.replace(target)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
+        raise OutputError(_cannot_write(target, error)) from error
+
+
 def _point_latest(parent: Path, path: Path) -> None:
     draft = parent / f".latest-{os.getpid()}"
     draft.unlink(missing_ok=True)
     draft.symlink_to(path.name)
-    draft.replace(parent / "latest")
+    try:
+        draft.replace(parent / "latest")
+    except OSError as error:
+        draft.unlink()
+        raise OutputError(_cannot_write(parent / "latest", error)) from error
 
 
 def _slug(text: str) -> str:
