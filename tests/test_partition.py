@@ -1,16 +1,20 @@
-"""Who gets which examples: nothing lost, nothing twice, whatever the number of workers."""
+"""Who gets which examples: nothing lost, nothing twice, and the random state that fixes it."""
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import DataError
 from offbeat.protocols.partition import batches_of_parts, dirichlet, mine, mixed, order, share
+from offbeat.runtime.randomness import Lent, capture, restore, seed_everything
+from offbeat.runtime.trees import put_together, take_apart
 
 labels = st.lists(st.integers(0, 4), min_size=0, max_size=60)
 
@@ -111,3 +115,37 @@ def test_uneven_parts_are_reshuffled_each_epoch() -> None:
     parts = [np.arange(30), np.arange(30, 35)]
     first, again, second = ([s[0].tolist() for s in batches_of_parts(parts, 5, 3, epoch)] for epoch in (1, 1, 2))
     assert first == again != second
+
+
+# -- random state ----------------------------------------------------------------------------------------------------
+
+
+def _draw() -> list[float]:
+    return [torch.rand(()).item(), torch.randn(3)[2].item(), np.random.randn(), random.gauss(0, 1), random.random()]
+
+
+def test_random_state_survives_a_round_trip() -> None:
+    seed_everything(3)
+    _draw()
+    state = capture()
+    expected = [_draw() for _ in range(3)]
+    tensors: dict[str, torch.Tensor] = {}
+    data = take_apart(state, "random", tensors)
+    restore(put_together(data, tensors))
+    assert [_draw() for _ in range(3)] == expected
+
+
+def test_lent_random_state_runs_on_and_leaves_the_processs_own_alone() -> None:
+    lent, again, other = Lent(1), Lent(1), Lent(2)
+    seed_everything(9)
+    undisturbed = [_draw() for _ in range(2)]
+    seed_everything(9)
+    drawn: list[list[float]] = []
+    for one in (lent, lent, again, other):
+        with one.use():
+            drawn.append(_draw())
+    assert drawn[0] == drawn[2] != drawn[3]
+    assert drawn[0] != drawn[1]
+    with pytest.raises(ZeroDivisionError), lent.use():
+        _ = random.random() / 0
+    assert [_draw() for _ in range(2)] == undisturbed
