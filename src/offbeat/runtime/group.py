@@ -6,6 +6,7 @@ that the error names who had not arrived instead of only saying that somebody wa
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -37,23 +38,31 @@ class Group:
         self.rank = place.rank
         self.size = place.size
         self.timeout = timeout
-        self.bytes_sent = 0
         self.one_host = place.local_size == place.size
+        self._sent = [0]
+        self._lanes = [0]
+        self._lane = 0
         self._calls = 0
         self._owns_default = False
+        self._opened: list[Any] = []
         self._process_group: Any = None
+        self._backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
         if self.size > 1:
-            self._connect(place, device)
+            self._connect(place)
 
-    def _connect(self, place: Place, device: torch.device) -> None:
-        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+    def _connect(self, place: Place) -> None:
         if dist.is_initialized():
-            self._process_group = dist.new_group(backend=backend, timeout=self.timeout)
+            self._process_group = self._another()
             return
         try:
-            dist.init_process_group(
-                backend, init_method=_meeting_point(place), rank=self.rank, world_size=self.size, timeout=self.timeout
+            store, rank, size = next(
+                iter(dist.rendezvous(_meeting_point(place), self.rank, self.size, timeout=self.timeout))
             )
+            store.set_timeout(self.timeout)
+            # The store may outlive a team: the next one in the same processes must not find this one's addresses.
+            number = store.add(f"offbeat/teams/{rank}", 1)
+            meeting = dist.PrefixStore(f"offbeat/team/{number}", store)
+            dist.init_process_group(self._backend, store=meeting, rank=rank, world_size=size, timeout=self.timeout)
         except (RuntimeError, ValueError) as error:
             raise WaitError(
                 f"worker {self.rank} could not meet the other {self.size - 1} at {place.address}:{place.port} within "
@@ -62,6 +71,35 @@ class Group:
             ) from error
         self._owns_default = True
         self._process_group = dist.group.WORLD
+
+    def _another(self) -> Any:
+        opened = dist.new_group(backend=self._backend, timeout=self.timeout)
+        self._opened.append(opened)
+        return opened
+
+    def lane(self) -> Group:
+        """The same workers over connections of their own: exchanges there need keep no order with those here.
+
+        All workers open their lanes in the same order.
+        """
+        if self.size == 1:
+            return self
+        lane = copy.copy(self)
+        self._lanes[0] += 1
+        lane._lane = self._lanes[0]
+        lane._calls = 0
+        lane._owns_default = False
+        lane._process_group = self._another()
+        return lane
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that this worker has sent, over all lanes."""
+        return self._sent[0]
+
+    @bytes_sent.setter
+    def bytes_sent(self, count: int) -> None:
+        self._sent[0] = count
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -110,8 +148,9 @@ class Group:
             held = tensor if tensor.is_contiguous() else tensor.contiguous()
             options = dist.BroadcastOptions()
             options.rootRank = root
-            real = torch.view_as_real(held) if held.is_complex() else held
-            self._started(lambda group: group.broadcast([real], options), what).wait()
+            # As bytes, because backends do not know every kind of number.
+            raw = held.reshape(-1).view(torch.uint8)
+            self._started(lambda group: group.broadcast([raw], options), what).wait()
             if held is not tensor:
                 tensor.copy_(held)
         return tensor
@@ -154,7 +193,7 @@ class Group:
         )
 
     def _roll_call(self, number: int) -> list[int]:
-        store = dist.PrefixStore(f"offbeat/late/{number}", dist.distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
+        store = dist.PrefixStore(f"offbeat/late/{self._lane}/{number}", dist.distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
         absent = [rank for rank in range(self.size) if rank != self.rank]
         try:
             store.set(str(self.rank), "here")
@@ -168,8 +207,12 @@ class Group:
 
     def close(self) -> None:
         """Leave the group, if it was opened here."""
-        if self._owns_default and dist.is_initialized():
-            dist.destroy_process_group()
+        if dist.is_initialized():
+            for opened in [] if self._owns_default else self._opened:
+                dist.destroy_process_group(opened)
+            if self._owns_default:
+                dist.destroy_process_group()
+        self._opened.clear()
         self._owns_default = False
         self._process_group = None
 
