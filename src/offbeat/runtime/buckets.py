@@ -4,16 +4,18 @@ A hook on each parameter copies its finished gradient into the bucket's flat buf
 at once. Buckets start in a fixed order, the same on every worker, so that exchanges match up without a message.
 After the first pass the buckets are cut anew in the order in which gradients really became ready.
 
-The last bucket carries a short header: how many examples each gradient stands for, when each worker arrived, and
-which parameters were used at all. So uneven batches are weighted rightly, waiting is told from transferring, and
-a parameter that no worker used keeps its gradient untouched, as it would in one process.
+The last bucket carries a short header: how many examples each gradient stands for, when each worker arrived and with
+which batch, and which parameters were used at all. So uneven batches are weighted rightly, waiting is told from
+transferring, a worker that has skipped a batch is found out, and a parameter that no worker used keeps its gradient
+untouched, as it would in one process.
+
+Parameters that are frozen at first are watched too: when they are unfrozen, the buckets are cut anew with them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import RunError
 from offbeat.runtime.group import Group, Pending
@@ -31,6 +34,8 @@ FIRST_BYTES = 1 << 20
 """The first bucket is small, so that the exchange starts soon after backward does."""
 _CLOCK_WRAP = 64.0
 """Arrival times travel as float32 seconds modulo this, which keeps them exact to a few microseconds."""
+_BATCH_WRAP = 4096
+"""Numbers of batches travel modulo this, which float32 keeps exactly."""
 
 
 class _Bucket:
@@ -51,24 +56,28 @@ class GradientBuckets:
     """The gradients of one model, replaced after every backward pass by their weighted mean over the workers."""
 
     def __init__(self, parameters: Iterable[Parameter], group: Group, stopwatch: Stopwatch, capacity: int) -> None:
-        self.parameters = list(parameters)
+        self._given = [p for p in parameters if p.is_floating_point() or p.is_complex()]
+        self.parameters = [p for p in self._given if p.requires_grad]
+        """Those whose gradients are exchanged: the trainable ones, then those that were unfrozen later."""
         self.suspended = False
         self.order: list[int] | None = None
         """The order in which gradients become ready, as worker 0 saw it in the first pass."""
+        self.afterwards: list[Callable[[], None]] = []
+        """Called when the gradients of a backward pass have been handed back."""
         self._group, self._stopwatch, self._capacity = group, stopwatch, capacity
         self._examples, self._total = 1.0, float(group.size)
         self._scale = 1.0 / group.size
+        self._batch = 0
         self._seen: list[int] = []
         self._running = False
-        self._handles = [
-            p.register_post_accumulate_grad_hook(partial(self._ready, i)) for i, p in enumerate(self.parameters)
-        ]
-        self._build(range(len(self.parameters) - 1, -1, -1))
+        self._handles = [hook(p, self._ready) for p in self._given]
+        self._enlist([])
 
     def weigh(self, examples: float, total: float | None) -> None:
         """The coming passes stand for `examples` examples here and `total` over all workers (None: not known)."""
         self._examples, self._total = float(examples), 0.0 if total is None else float(total)
         self._scale = self._examples / self._total if self._total else self._examples
+        self._batch += 1
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -84,6 +93,25 @@ class GradientBuckets:
         self.order = list(order)
         self._build(self.order)
 
+    @property
+    def enlisted(self) -> list[int]:
+        """Which of the parameters given at the start are exchanged, in the order of `parameters`."""
+        places = {id(p): i for i, p in enumerate(self._given)}
+        return [places[id(p)] for p in self.parameters]
+
+    def enlist(self, places: Sequence[int]) -> None:
+        """Exchange exactly these of the parameters given at the start, as a run that goes on did before."""
+        self.parameters = [self._given[i] for i in places]
+        self._enlist([])
+
+    def _enlist(self, unfrozen: Sequence[Parameter]) -> None:
+        self.parameters += unfrozen
+        self._index = {id(p): i for i, p in enumerate(self.parameters)}
+        self._frozen = [p for p in self._given if id(p) not in self._index]
+        self.order = None
+        self._seen = []
+        self._build(range(len(self.parameters) - 1, -1, -1))
+
     def _build(self, order: Iterable[int]) -> None:
         groups: list[list[int]] = []
         size, limit = 0, FIRST_BYTES
@@ -97,9 +125,9 @@ class GradientBuckets:
                 size = 0
             groups[-1].append(i)
             size += parameter.numel() * parameter.element_size()
-        count = 1 + self._group.size + len(self.parameters)
-        last = self.parameters[groups[-1][0]]
-        rides = last.dtype in (torch.float32, torch.float64) and last.device.type == "cpu"
+        count = 1 + 2 * self._group.size + len(self.parameters)
+        last = self.parameters[groups[-1][0]] if groups else None
+        rides = last is not None and last.dtype in (torch.float32, torch.float64) and last.device.type == "cpu"
         self._buckets = [
             _Bucket(members, self.parameters, count if rides and n == len(groups) - 1 else 0)
             for n, members in enumerate(groups)
@@ -115,18 +143,32 @@ class GradientBuckets:
         self._first_launch = 0.0
         self._arrived = 0.0
 
-    def _ready(self, index: int, parameter: Tensor) -> None:
+    def begin(self) -> None:
+        """Backward has begun: when it ends, gradients are handed back. Asked for by hooks; once for each pass."""
+        if self._running or self.suspended:
+            return
+        self._running = True
+        Variable._execution_engine.queue_callback(self._finish)  # pyright: ignore[reportPrivateUsage]
+        unfrozen = [p for p in self._frozen if p.requires_grad] if self._frozen else None
+        if unfrozen:
+            self._enlist(unfrozen)
+
+    def _ready(self, parameter: Tensor) -> None:
         """Backward has finished this parameter's gradient."""
         if self.suspended:
             return
-        if not self._running:
-            self._running = True
-            Variable._execution_engine.queue_callback(self._finish)  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+        self.begin()
+        index = self._index.get(id(parameter))
+        if index is None:
+            raise RunError(
+                f"a parameter of shape {tuple(parameter.shape)} got a gradient although it was frozen when backward "
+                f"began. Freeze and unfreeze parameters between steps, not between forward and backward."
+            )
         if self._state[index]:
             raise RunError(
-                f"parameter {index} got its gradient twice in one backward pass, as reentrant activation "
-                f"checkpointing does. "
-                f"Use torch.utils.checkpoint with use_reentrant=False."
+                f"parameter {index} got its gradient twice in one backward pass, as reentrant activation checkpointing "
+                f"does, or an earlier pass was broken off by an exception. Use torch.utils.checkpoint with "
+                f"use_reentrant=False, and do not go on after a backward pass that failed."
             )
         if self.order is None:
             self._seen.append(index)
@@ -141,6 +183,11 @@ class GradientBuckets:
             if gradient is view:
                 view.mul_(self._scale)
             elif gradient is not None:
+                if gradient.is_sparse:
+                    raise RunError(
+                        f"parameter {index} has a sparse gradient, but belongs to no module with sparse=True, such as "
+                        f"nn.Embedding(sparse=True). Use such a module, or dense gradients."
+                    )
                 torch.mul(gradient, self._scale, out=view)
                 parameter.grad = view
         self._state[index] = True
@@ -152,11 +199,12 @@ class GradientBuckets:
         last = self._next == len(self._buckets)
         if last:
             self._arrived = time.perf_counter()
-            numbers = self._numbers
+            numbers, size, rank = self._numbers, self._group.size, self._group.rank
             numbers[:] = 0.0
             numbers[0] = self._examples
-            numbers[1 + self._group.rank] = self._arrived % _CLOCK_WRAP
-            numbers[1 + self._group.size :] = self._used
+            numbers[1 + rank] = self._arrived % _CLOCK_WRAP
+            numbers[1 + size + rank] = self._batch % _BATCH_WRAP
+            numbers[1 + 2 * size :] = self._used
         if self._next == 1:
             self._first_launch = time.perf_counter()
         what = f"the sum of gradients, bucket {self._next} of {len(self._buckets)}"
@@ -167,6 +215,12 @@ class GradientBuckets:
     def _finish(self) -> None:
         """Backward is over: what is missing was not used in it. Start the rest, wait for all, hand gradients back."""
         self._running = False
+        if self._buckets:
+            self._complete()
+        for then in self.afterwards:
+            then()
+
+    def _complete(self) -> None:
         entered = time.perf_counter()
         if self._next < len(self._buckets):
             self._fill_missing()
@@ -196,7 +250,19 @@ class GradientBuckets:
                 else:  # An earlier pass left a gradient here: it counts, as it would in one process.
                     self._take(bucket, k, i, parameter)
 
+    def _check_batches(self) -> None:
+        size, mine = self._group.size, self._batch % _BATCH_WRAP
+        others = self._numbers[1 + size : 1 + 2 * size]
+        ahead = [f"worker {rank} with batch {int(number)}" for rank, number in enumerate(others) if number != mine]
+        if ahead:
+            raise RunError(
+                f"worker {self._group.rank} came to the sum of gradients with batch {mine}, but {', '.join(ahead)}: "
+                f"somebody has skipped a backward pass. Every worker must call backward for every batch, if only with "
+                f"a loss times 0."
+            )
+
     def _settle(self) -> None:
+        self._check_batches()
         examples = float(self._numbers[0])
         if self._total == 0.0:
             factor = 1.0 / max(examples, 1.0)
@@ -208,7 +274,7 @@ class GradientBuckets:
                 f"brought "
                 f"{examples:g}. Their loaders disagree: do they read the same data in the same order?"
             )
-        self._used[:] = self._numbers[1 + self._group.size :]
+        self._used[:] = self._numbers[1 + 2 * self._group.size :]
         if self._used.min() < 0.5 or not all(self._state):
             for i in np.flatnonzero(self._used > 0.5):
                 number, k = self._home[int(i)]
@@ -242,3 +308,12 @@ class GradientBuckets:
 
 def _alike(a: Parameter, b: Parameter) -> bool:
     return a.dtype == b.dtype and a.device == b.device
+
+
+def hook(parameter: Parameter, called: Callable[[Tensor], None]) -> RemovableHandle:
+    """Have `called` whenever backward has finished this parameter's gradient, now or after it is unfrozen."""
+    trainable = parameter.requires_grad
+    parameter.requires_grad_(True)  # Torch takes no hooks for what is frozen, but keeps them through it.
+    handle = parameter.register_post_accumulate_grad_hook(called)
+    parameter.requires_grad_(trainable)
+    return handle

@@ -27,6 +27,8 @@ class Exchange(ABC):
 
     replicated: ClassVar[bool] = True
     """Whether parameters and optimizer state are equal on all workers, so that a checkpoint needs them once."""
+    joins_late: ClassVar[bool] = True
+    """Whether a gradient that backward itself did not reach is exchanged too, if it is there when backward ends."""
 
     def __init__(self, group: Group, stopwatch: Stopwatch) -> None:
         self.group = group
@@ -51,6 +53,10 @@ class Exchange(ABC):
     @abstractmethod
     def suspend(self, held: bool) -> None:
         """While held, backward leaves gradients local."""
+
+    def stepping(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step on its gradients: refuse if they are not what the strategy says."""
+        del optimizer
 
     @contextmanager
     def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:
@@ -112,6 +118,9 @@ class Pace(ABC):
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from such a state."""
+
+    def close(self) -> None:  # noqa: B027 - most have put nothing on
+        """Take off what `adopt` and `watch` have put on."""
 
 
 class EveryBatch(Pace):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 
-from offbeat.runtime.buckets import GradientBuckets
+from offbeat.runtime.buckets import GradientBuckets, hook
 from offbeat.runtime.group import Group
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._base import Traits, require
@@ -49,62 +47,85 @@ class _AllReducing(Exchange):
     def __init__(self, group: Group, stopwatch: Stopwatch, capacity: int) -> None:
         super().__init__(group, stopwatch)
         self._capacity = capacity
+        self._known: set[int] = set()
         self._buckets: list[GradientBuckets] = []
-        self._sparse: list[RemovableHandle] = []
-        self._held = False
-        self._examples, self._total = 1.0, float(group.size)
+        self._sparse: list[_SparseSums] = []
 
     def install(self, model: nn.Module) -> None:
-        """Buckets for dense gradients; sparse ones are summed one by one, as sparse ones."""
+        """Buckets for dense gradients; sparse ones are summed one by one after them, as sparse ones."""
         sparse = _sparse_parameters(model)
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        for parameter in trainable:
-            if id(parameter) in sparse:
-                self._sparse.append(parameter.register_post_accumulate_grad_hook(partial(self._sum_sparse)))
-        dense = [p for p in trainable if id(p) not in sparse]
-        if dense:
-            self._buckets.append(GradientBuckets(dense, self.group, self.stopwatch, self._capacity))
+        # A parameter that two models share is exchanged once.
+        new = [p for p in model.parameters() if id(p) not in self._known]
+        self._known.update(map(id, new))
+        # Models meet in one backward pass in an order that may differ between workers: each has a lane of its own.
+        lane = self.group.lane() if self._buckets else self.group
+        dense = [p for p in new if id(p) not in sparse]
+        buckets = GradientBuckets(dense, lane, self.stopwatch, self._capacity)
+        self._buckets.append(buckets)
+        if sparse:
+            alike = [p for p in new if id(p) in sparse]
+            self._sparse.append(_SparseSums(alike, lane, self.stopwatch, buckets))
 
     def weigh(self, examples: int, total: int | None) -> None:
         """Gradients count by the examples behind them."""
-        self._examples, self._total = float(examples), float(total or 0)
         for buckets in self._buckets:
             buckets.weigh(examples, total)
+        for sums in self._sparse:
+            sums.examples = float(examples)
 
     def suspend(self, held: bool) -> None:
         """While held, hooks let gradients pass."""
-        self._held = held
         for buckets in self._buckets:
             buckets.suspended = held
 
-    def _sum_sparse(self, parameter: torch.Tensor) -> None:
-        if self._held or parameter.grad is None:
-            return
-        total = self._total
-        with self.stopwatch.spent_on("communicate"), torch.no_grad():
-            if not total:
-                total = float(
-                    self.group.sum(torch.tensor([self._examples], dtype=torch.float64), "the count of examples")
-                )
-            weighted = parameter.grad * (self._examples / max(total, 1.0))
-            parameter.grad = self.group.sum_sparse(weighted, "the sum of a sparse gradient")
-
     def state_dict(self) -> dict[str, Any]:
         """The buckets' order, because it fixes the order of additions and so the last bits."""
-        return {"orders": [buckets.order for buckets in self._buckets]}
+        return {"orders": [[buckets.enlisted, buckets.order] for buckets in self._buckets]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The same buckets as before."""
-        for buckets, order in zip(self._buckets, state["orders"], strict=True):
+        for buckets, (enlisted, order) in zip(self._buckets, state["orders"], strict=True):
+            buckets.enlist(enlisted)
             if order is not None:
                 buckets.adopt_order(order)
 
     def close(self) -> None:
         """Take the hooks off."""
-        for handle in self._sparse:
+        for hooked in (*self._buckets, *self._sparse):
+            hooked.close()
+
+
+class _SparseSums:
+    """Sparse gradients of one model, summed when backward is over; who used one decides for all that it was used."""
+
+    def __init__(
+        self, parameters: Sequence[Parameter], group: Group, stopwatch: Stopwatch, buckets: GradientBuckets
+    ) -> None:
+        self.examples = 1.0
+        self._parameters, self._group, self._stopwatch = parameters, group, stopwatch
+        self._handles = [hook(p, lambda _: buckets.begin()) for p in parameters]
+        buckets.afterwards.append(self._sum)
+
+    def _sum(self) -> None:
+        with self._stopwatch.spent_on("communicate"), torch.no_grad():
+            used = [float(p.grad is not None) for p in self._parameters]
+            counts = torch.tensor([self.examples, *used], dtype=torch.float64)
+            total, *users = self._group.sum(counts, "the count of examples").tolist()
+            for parameter, count in zip(self._parameters, users, strict=True):
+                if count:
+                    mine = _nothing_like(parameter) if parameter.grad is None else parameter.grad
+                    weighted = mine * (self.examples / max(total, 1.0))
+                    parameter.grad = self._group.sum_sparse(weighted, "the sum of a sparse gradient")
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
             handle.remove()
-        for buckets in self._buckets:
-            buckets.close()
+
+
+def _nothing_like(parameter: Tensor) -> Tensor:
+    indices = torch.zeros(1, 0, dtype=torch.long, device=parameter.device)
+    return torch.sparse_coo_tensor(indices, parameter.detach()[:0], parameter.shape)
 
 
 def _sparse_parameters(model: nn.Module) -> set[int]:
