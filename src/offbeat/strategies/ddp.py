@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from offbeat.errors import RunError, StrategyError
+from offbeat.runtime.buckets import hook
 from offbeat.runtime.group import Group, ring_bytes
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._base import Traits, require
@@ -23,7 +26,7 @@ class DDP(Exchanging):
     """PyTorch's DistributedDataParallel on Gloo, unchanged, as the baseline to beat.
 
     Its reducer averages the gradients, with `gradient_as_bucket_view=True`, which is its fastest setting. Only where
-    workers have different numbers of examples is the output's gradient scaled, so that the mean is over examples.
+    workers have different numbers of examples are gradients scaled first, so that the mean is over examples.
     """
 
     bucket: float = 25.0
@@ -47,15 +50,23 @@ class DDP(Exchanging):
 class _Stock(Exchange):
     """Runs DDP's forward hooks around the user's model instead of wrapping it, as torch's own `replicate` does."""
 
+    joins_late = False
+
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: DDP) -> None:
         super().__init__(group, stopwatch)
         self._settings = settings
         self._wrapped: list[DistributedDataParallel] = []
         self._handles: list[RemovableHandle] = []
         self._passes = 0
+        self._held = False
+        self._scalers: list[RemovableHandle] = []
+        self._owner: dict[int, int] = {}
+        self._calls: dict[int, int] = {}
+        self._stepped: dict[tuple[int, int], int] = {}
 
     def install(self, model: nn.Module) -> None:
         """Make the DDP object and let it see each forward pass."""
+        self._claim(model)
         if not any(p.requires_grad for p in model.parameters()):
             return
         settings = self._settings
@@ -78,11 +89,33 @@ class _Stock(Exchange):
             if not torch.is_grad_enabled():
                 return None
             self._passes += wrapped.require_backward_grad_sync
-            output = wrapped._post_forward(output)  # pyright: ignore[reportPrivateUsage]
-            return output if self.weight_in_backward == 1.0 else _weighted(output, self.weight_in_backward)
+            self._calls[id(model)] = self._calls.get(id(model), 0) + 1
+            return wrapped._post_forward(output)  # pyright: ignore[reportPrivateUsage]
 
         self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(model.register_forward_hook(after))
+
+    def _claim(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if id(parameter) in self._owner:
+                raise StrategyError(
+                    f"ddp cannot train two models that share a parameter ({name}). Use allreduce, which can."
+                )
+            self._owner[id(parameter)] = id(model)
+            if not parameter.requires_grad and (parameter.is_floating_point() or parameter.is_complex()):
+                self._handles.append(hook(parameter, partial(_refuse_unfrozen, name)))
+
+    def stepping(self, optimizer: Optimizer) -> None:
+        """DDP sees only what goes through a model's forward; all else it would leave different on every worker."""
+        parameters = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        owners = {self._owner[id(p)] for p in parameters if id(p) in self._owner}
+        calls = {(id(optimizer), owner): self._calls.get(owner, 0) for owner in owners}
+        if any(self._stepped.get(key, 0) == count for key, count in calls.items()):
+            raise RunError(
+                "ddp exchanges only gradients of what went through model(...), but this step has gradients of a model "
+                "that was not called so since the last step. Call the model itself, not its methods, or use allreduce."
+            )
+        self._stepped |= calls
 
     def weigh(self, examples: int, total: int | None) -> None:
         """DDP gives every worker the same weight: what differs from that must be made up for."""
@@ -90,9 +123,24 @@ class _Stock(Exchange):
             counts = self.group.gather([float(examples)], "the count of examples")
             total = int(counts.sum())
         self.weight_in_backward = examples * self.group.size / total if total else 1.0
+        if (self.weight_in_backward != 1.0) != bool(self._scalers):
+            self._scale_gradients()
+
+    def _scale_gradients(self) -> None:
+        """Put a hook on every parameter, or take them off: even batches pay nothing for uneven ones."""
+        for handle in self._scalers:
+            handle.remove()
+        self._scalers = []
+        if self.weight_in_backward != 1.0:
+            trainable = [p for wrapped in self._wrapped for p in wrapped.module.parameters() if p.requires_grad]
+            self._scalers = [p.register_hook(self._scaled) for p in trainable]
+
+    def _scaled(self, gradient: Tensor) -> Tensor | None:
+        return None if self._held else gradient * self.weight_in_backward
 
     def suspend(self, held: bool) -> None:
         """What DDP calls no_sync."""
+        self._held = held
         for wrapped in self._wrapped:
             wrapped.require_backward_grad_sync = not held
 
@@ -104,7 +152,7 @@ class _Stock(Exchange):
 
     def close(self) -> None:
         """Take the hooks off."""
-        for handle in self._handles:
+        for handle in (*self._handles, *self._scalers):
             handle.remove()
 
     def settle(self) -> None:
@@ -120,15 +168,8 @@ class _Stock(Exchange):
             self.stopwatch.overlapped += self._passes * hidden
 
 
-def _weighted(output: Any, weight: float) -> Any:
-    """Scale the gradients that come back through the output; the output itself stays as it is."""
-    if isinstance(output, Tensor):
-        if output.requires_grad:
-            output.register_hook(partial(torch.mul, other=weight))
-    elif isinstance(output, dict):
-        for value in output.values():  # pyright: ignore[reportUnknownVariableType]
-            _weighted(value, weight)
-    elif isinstance(output, list | tuple):
-        for value in output:  # pyright: ignore[reportUnknownVariableType]
-            _weighted(value, weight)
-    return output
+def _refuse_unfrozen(name: str, parameter: Tensor) -> None:
+    raise RunError(
+        f"{name}, of shape {tuple(parameter.shape)}, was frozen in prepare() and has a gradient now, which ddp does "
+        f"not exchange. Unfreeze it before prepare(), or use allreduce, which notices."
+    )
