@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from offbeat.errors import StrategyError
+from offbeat.errors import RunError, StrategyError
 from offbeat.strategies._base import Traits, require
 from offbeat.strategies._worker import Exchange, Pace, Timing, closure_of
 
@@ -50,30 +51,43 @@ class Accumulate(Timing):
 class _Accumulating(Pace):
     """Keeps a sum of gradients, weighted by examples, next to each parameter.
 
-    In a batch that does not update, `optimizer.step()` finds no gradients: they were taken into the sum just before
-    and are put back just after, so that `zero_grad` and code that looks at gradients behave as usual. In the batch
-    that does, the sum joins the new gradients inside backward, before the exchange sees them.
+    In a batch that does not update, `optimizer.step()` finds no gradients, and they are put back just after, so that
+    `zero_grad` and code that looks at gradients behave as usual. What goes into the sum is what backward left, not
+    what was clipped since: clipping is for the gradient that an update uses. In the batch that does update, the sum
+    joins the new gradients inside backward, before the exchange sees them.
     """
 
     def __init__(self, exchange: Exchange, steps: int) -> None:
         self._exchange, self._steps = exchange, steps
         self._parameters: list[Parameter] = []
+        self._models: list[int] = []
         self._numbers: dict[int, int] = {}
         self._sums: dict[int, Tensor] = {}
+        self._fresh: dict[int, Tensor] = {}
+        self._joined: set[int] = set()
+        self._reached: set[int] = set()
         self._batches = 0
         self._examples = 0
         self._held_examples, self._held_total = 0, 0
         self._updating = True
         self._queued = False
         self._hidden: list[tuple[Parameter, Tensor]] = []
+        self._handles: list[RemovableHandle] = []
 
     def adopt(self, model: nn.Module) -> None:
-        """Hooks that add the sum to the new gradients."""
+        """Hooks that weigh new gradients and add the sum to them."""
+        place = self._models[-1] + 1 if self._models else 0
         for parameter in model.parameters():
-            if parameter.requires_grad:
-                number = self._numbers.setdefault(id(parameter), len(self._parameters))
-                self._parameters.append(parameter)
-                parameter.register_post_accumulate_grad_hook(partial(self._join, number))
+            if id(parameter) in self._numbers or not (parameter.is_floating_point() or parameter.is_complex()):
+                continue
+            number = self._numbers[id(parameter)] = len(self._parameters)
+            self._parameters.append(parameter)
+            self._models.append(place)
+            trainable = parameter.requires_grad
+            parameter.requires_grad_(True)  # Torch takes no hooks for what is frozen, but keeps them through it.
+            self._handles.append(parameter.register_hook(partial(self._weighed, number)))
+            self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._passed, number)))
+            parameter.requires_grad_(trainable)
 
     def watch(self, optimizer: Optimizer) -> None:
         """Hooks that keep gradients from a step that does not update."""
@@ -81,16 +95,22 @@ class _Accumulating(Pace):
         def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if closure_of(args, kwargs) is not None:
                 raise StrategyError("accumulate cannot be used with optimizer.step(closure). Use an exchange alone.")
-            if not self._updating:
-                self._take(p for group in optimizer.param_groups for p in group["params"])
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                number = self._numbers.get(id(parameter))
+                if number is None:
+                    continue
+                if self._updating:
+                    self._sums.pop(number, None)
+                else:
+                    self._take(parameter, number)
 
         def after(*_: Any) -> None:
             for parameter, gradient in self._hidden:
                 parameter.grad = gradient
             self._hidden.clear()
 
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(after)
+        self._handles.append(optimizer.register_step_pre_hook(before))
+        self._handles.append(optimizer.register_step_post_hook(after))
 
     def begin(self, examples: int, total: int | None, last: bool) -> None:
         """Count the batch; the one that completes the sum is exchanged with the weight of all."""
@@ -99,6 +119,8 @@ class _Accumulating(Pace):
             self._sums.clear()
         else:
             self._held_examples += self._examples
+        self._fresh.clear()
+        self._joined.clear()
         self._examples = examples
         self._batches += 1
         self._updating = last or self._batches >= self._steps
@@ -113,47 +135,70 @@ class _Accumulating(Pace):
         """Whether this batch completes the sum."""
         return self._updating
 
-    def _take(self, parameters: Iterable[Parameter]) -> None:
-        for parameter in parameters:
-            gradient = parameter.grad
-            number = self._numbers.get(id(parameter))
-            if gradient is None or number is None:
-                continue
-            weighted = gradient.detach() * self._examples
-            self._sums[number] = self._sums[number] + weighted if number in self._sums else weighted
-            self._hidden.append((parameter, gradient))
-            parameter.grad = None
-
-    def _join(self, number: int, parameter: Tensor) -> None:
-        if not self._updating or self._batches == 1:
+    def _take(self, parameter: Parameter, number: int) -> None:
+        gradient, fresh = parameter.grad, self._fresh.pop(number, None)
+        if gradient is None:
             return
-        if not self._queued and self._sums:
+        if fresh is not None:
+            self._sums[number] = self._sums[number] + fresh if number in self._sums else fresh
+        self._hidden.append((parameter, gradient))
+        parameter.grad = None
+
+    def _weighed(self, number: int, gradient: Tensor) -> Tensor | None:
+        """A new gradient on its way to the parameter: in an update it counts by its share of all examples."""
+        if not self._updating or self._batches == 1:
+            return None
+        if number in self._joined and _is_zero(self._parameters[number].grad):
+            self._joined.discard(number)  # What was joined in an earlier pass was not used, as in a GAN.
+        examples = self._held_examples + self._examples
+        return gradient * (self._examples / examples) if examples else None
+
+    def _passed(self, number: int, parameter: Tensor) -> None:
+        """Backward has finished this parameter's gradient."""
+        gradient = parameter.grad
+        if gradient is None or (self._batches == 1 and self._updating):
+            return
+        if not self._updating:
+            self._fresh[number] = gradient.detach() * self._examples
+            return
+        self._reached.add(self._models[number])
+        if not self._queued:
             self._queued = True
             # Queued before the exchange's own, so that what backward did not reach is in place when that one looks.
-            Variable._execution_engine.queue_callback(self._join_unreached)  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
-        kept = self._sums.pop(number, None)
-        gradient = parameter.grad
-        examples = self._held_examples + self._examples
-        if gradient is None or not examples:
+            Variable._execution_engine.queue_callback(self._join_unreached)  # pyright: ignore[reportPrivateUsage]
+        if number not in self._joined:
+            self._join(number)
+
+    def _join(self, number: int) -> None:
+        kept, parameter = self._sums.get(number), self._parameters[number]
+        if kept is None:
             return
+        self._joined.add(number)
+        weight = self._exchange.weight_in_backward / max(self._held_examples + self._examples, 1)
         with torch.no_grad():
-            gradient.mul_(self._examples / examples)
-            if kept is not None:
-                gradient.add_(kept, alpha=self._exchange.weight_in_backward / examples)
+            if parameter.grad is None:
+                parameter.grad = kept * weight
+            else:
+                parameter.grad.add_(kept, alpha=weight)
 
     def _join_unreached(self) -> None:
+        """Parameters that had gradients in earlier batches, and none in this pass through their model."""
         self._queued = False
-        examples = max(self._held_examples + self._examples, 1)
-        for number, kept in self._sums.items():
-            parameter = self._parameters[number]
-            if parameter.grad is None:
-                parameter.grad = kept * (self._exchange.weight_in_backward / examples)
-        self._sums.clear()
+        reached, self._reached = self._reached, set()
+        for number in list(self._sums):
+            late = number not in self._joined or self._parameters[number].grad is None
+            if late and self._models[number] in reached:
+                if not self._exchange.joins_late:
+                    raise RunError(
+                        "a parameter had a gradient in an earlier batch of an accumulated step and none in the last, "
+                        "which this exchange cannot sum any more. Use allreduce, which can."
+                    )
+                self._join(number)
 
     def state_dict(self) -> dict[str, Any]:
         """A sum may be half full at a checkpoint."""
         return {
-            "sums": dict(self._sums),
+            "sums": {} if self._updating else dict(self._sums),
             "batches": self._batches,
             "examples": self._examples,
             "held": [self._held_examples, self._held_total],
@@ -166,3 +211,15 @@ class _Accumulating(Pace):
         self._batches, self._examples = state["batches"], state["examples"]
         self._held_examples, self._held_total = state["held"]
         self._updating = state["updating"]
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _is_zero(gradient: Tensor | None) -> bool:
+    if gradient is None:
+        return True
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return not bool(values.any())
