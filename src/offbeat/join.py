@@ -9,6 +9,7 @@ run goes on.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -21,6 +22,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offbeat.errors import CheckpointError, NonFiniteError, StrategyError, UsageError
 from offbeat.protocols.partition import mixed
@@ -79,6 +81,8 @@ def init(
             "target": told.target or said.target,
             "seed": told.seed if told.seed is not None else said.seed,
             "check_finite": told.check_finite and said.check_finite,
+            "device": told.device if told.device != Goal.device else said.device,
+            "timeout": told.timeout if told.timeout != Goal.timeout else said.timeout,
         }
     )
     team = Team(dataclasses.replace(assigned, goal=merged), where())
@@ -118,9 +122,13 @@ class Team:
         when = cast("Timing | None", self.strategy.when)
         self.pace = when.pace(self.exchange) if when else EveryBatch(self.exchange)
         self._holdings = Holdings()
+        self._handles = [register_optimizer_step_pre_hook(self._refuse_strangers)]
         self._metrics = self._open_metrics()
         self._checkpoints = self._open_checkpoints()
         self._saved = self._read_checkpoint()
+        if self._saved is not None:
+            self.seed = self._saved[1]["seed"]
+        self._asking: int | None = None
         self._checkpoint_due = False
         self._checkpointed_at = -1
         self._checkpoint_cost = 0.0
@@ -128,6 +136,7 @@ class Team:
         self._told = 0.0
         self._weight = 1.0
         self._evaluated = 0
+        self._checked: dict[int, int] = {}
         self._stopping = False
         self._started = False
         self._closed = False
@@ -158,9 +167,10 @@ class Team:
     def epochs(self, count: int | None = None) -> Iterator[int]:
         """Numbers of the epochs that are still to do, up to `count`: a resumed run does not start over."""
         done = 0
-        if self._holdings.loaders and self._holdings.loaders[0].resume_at is not None:
-            done = self._holdings.loaders[0].resume_at[0] - 1
-            self._holdings.loaders[0].epoch = done
+        for loader in self._holdings.loaders:
+            if loader.resume_at is not None:
+                loader.epoch = loader.resume_at[0] - 1
+                done = max(done, loader.epoch)
         while (count is None or done < count) and not self.stopping:
             yield done
             done += 1
@@ -223,13 +233,15 @@ class Team:
     # -- taking part -------------------------------------------------------------------------------------------------
 
     def _adopted(self, thing: Any, split: bool) -> Any:
+        if self._has(thing):
+            return thing
         if isinstance(thing, nn.Module):
             thing.to(self.device)
             self._holdings.models.append(thing)
-            self.pace.adopt(thing)
-            self.exchange.adopt(thing)
             if self.goal.check_finite:
                 self._guard(thing)
+            self.pace.adopt(thing)
+            self.exchange.adopt(thing)
         elif isinstance(thing, Optimizer):
             self._holdings.optimizers.append(thing)
             self.pace.watch(thing)
@@ -249,6 +261,10 @@ class Team:
             )
         return thing
 
+    def _has(self, thing: Any) -> bool:
+        held = self._holdings
+        return any(thing is known for known in (*held.models, *held.optimizers, *held.loaders, *held.others))
+
     def _guard(self, model: nn.Module) -> None:
         """Watch one small gradient of the model: a loss that is not finite shows in all of them."""
         trainable = [p for p in model.parameters() if p.requires_grad]
@@ -263,8 +279,8 @@ class Team:
                     f"worker {self.rank} has a gradient that is NaN or infinite in step {self.step + 1}. {_KEPT}"
                 )
 
-        # Put on before the exchange's hooks would be better still, but those only read what this one has let pass.
-        small.register_post_accumulate_grad_hook(look)
+        # Put on before the exchange's hooks, so that it sees this worker's own gradient.
+        self._handles.append(small.register_post_accumulate_grad_hook(look))
 
     def _watch(self, optimizer: Optimizer, first: bool) -> None:
         def after(*_: Any) -> None:
@@ -273,6 +289,8 @@ class Team:
 
         def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
             closure = closure_of(args, kwargs)
+            if closure is None and self.size > 1:
+                self.exchange.stepping(optimizer)
             if closure is None or self.size == 1:
                 return None
             if not isinstance(self.pace, EveryBatch):
@@ -282,8 +300,30 @@ class Team:
             # A closure's loss steers line searches: every worker must see the same one, or they part ways.
             return (optimizer, lambda: self._mean_loss(closure())), {}
 
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(after)
+        self._handles.append(optimizer.register_step_pre_hook(before))
+        self._handles.append(optimizer.register_step_post_hook(after))
+
+    def _refuse_strangers(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Called before any optimizer steps: one that was not prepared steps on gradients that are not for it."""
+        del args, kwargs
+        known = self._has(optimizer)
+        if known and self._checked.get(id(optimizer)) == len(optimizer.param_groups):
+            return
+        ours = {id(p) for model in self._holdings.models for p in model.parameters()}
+        theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not known and theirs & ours:
+            raise UsageError(
+                f"{type(optimizer).__name__} updates a prepared model but was not prepared itself, so its steps would not "
+                f"be counted, kept in checkpoints or paced. Give it to team.prepare(...) too."
+            )
+        if known and self.size > 1 and theirs - ours:
+            raise UsageError(
+                f"{type(optimizer).__name__} updates {len(theirs - ours)} parameters that belong to no prepared model: "
+                f"nobody would exchange their gradients, and the workers would part ways. Give that model to prepare() "
+                f"too."
+            )
+        if known:
+            self._checked[id(optimizer)] = len(optimizer.param_groups)
 
     def _mean_loss(self, loss: Any) -> Any:
         if loss is None:
@@ -306,7 +346,10 @@ class Team:
 
     def asked(self, loader: Loader) -> bool:
         """A boundary: all before it is done. Resume here, write a checkpoint if due, and say whether to go on."""
-        if loader.resume_at is None:
+        self._asking = next((i for i, known in enumerate(self._holdings.loaders) if known is loader), None)
+        if self._saved is not None:
+            if self._saved[1]["loader"] not in (None, self._asking):
+                return True  # The checkpoint was written at another loader's boundary, which is still to come.
             self.resume()
         over = self.goal.epochs is not None and loader.epoch > self.goal.epochs
         return self.boundary(over)
@@ -375,10 +418,9 @@ class Team:
     def _record(self, metrics: Mapping[str, float], seconds: float) -> None:
         if self.rank:
             return
-        epoch = self._holdings.loaders[0].epoch if self._holdings.loaders else None
         record = {
             "step": self.step,
-            "epoch": epoch,
+            "epoch": self._epoch,
             "samples": self.ledger.samples,
             "seconds": round(seconds, 6),
             "seconds_by_kind": {kind: round(spent, 6) for kind, spent in self.stopwatch.seconds.items()},
@@ -391,7 +433,7 @@ class Team:
     def _how_far(self) -> dict[str, Any]:
         return {
             "step": self.step,
-            "epoch": self._holdings.loaders[0].epoch if self._holdings.loaders else 0,
+            "epoch": self._epoch or 0,
             "samples": self.ledger.samples,
             "seconds": self.stopwatch.total(),
             "seconds_by_kind": dict(self.stopwatch.seconds),
@@ -405,11 +447,25 @@ class Team:
             self._assignment.send({"kind": "progress", **self._how_far()})
 
     def _spent(self) -> bool:
-        loader = self._holdings.loaders[0] if self._holdings.loaders else None
-        epochs_over = self.goal.epochs is not None and loader is not None and loader.epoch >= self.goal.epochs
-        steps_over = self.goal.steps is not None and self.step >= self.goal.steps
+        loader, epochs = self._main_loader, self.goal.epochs
+        if self.goal.steps is not None and self.step >= self.goal.steps:
+            return True
+        if epochs is None or loader is None:
+            return False
         # An epoch budget is spent only when its last epoch is complete, not at a report in the middle of it.
-        return steps_over or (epochs_over and loader is not None and loader.complete)
+        return loader.epoch > epochs or (loader.epoch == epochs and loader.complete)
+
+    @property
+    def _main_loader(self) -> Loader | None:
+        """The loader whose epochs are counted: the first that is trained from."""
+        loaders = self._holdings.loaders
+        trained = (loader for loader in loaders if loader.epoch or loader.resume_at is not None)
+        return next(trained, loaders[0] if loaders else None)
+
+    @property
+    def _epoch(self) -> int | None:
+        loader = self._main_loader
+        return None if loader is None else loader.epoch
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -475,6 +531,8 @@ class Team:
             "overlapped": self.stopwatch.overlapped,
             "bytes_sent": self.group.bytes_sent,
             "seed": self.seed,
+            "trainable": [[p.requires_grad for p in model.parameters()] for model in self._holdings.models],
+            "loader": self._asking,
         }
 
     def _restore_new(self, models: int, optimizers: int) -> None:
@@ -487,7 +545,6 @@ class Team:
             if loader.epoch == 0 and loader.resume_at is None:
                 loader.load_state_dict(state)
         if not self._started:
-            self.seed = own["seed"]
             self.ledger.load_state_dict(own["ledger"])
             self.stopwatch.carry_on(own["seconds"], own["overlapped"])
 
@@ -500,6 +557,9 @@ class Team:
         self._holdings.load_replicas(own["replicas"] or shared, *every)
         self._holdings.load_buffers(own["buffers"])
         self._holdings.load_others(shared["others"])
+        for model, trainable in zip(self._holdings.models, own["trainable"], strict=True):
+            for parameter, flag in zip(model.parameters(), trainable, strict=True):
+                parameter.requires_grad_(flag)
         self.exchange.load_state_dict(own["exchange"])
         self.pace.load_state_dict(own["pace"])
         self.ledger.load_state_dict(own["ledger"])
@@ -529,6 +589,9 @@ class Team:
                     self.checkpoint(at_end=True)
                 self._send_result()
         finally:
+            for handle in self._handles:
+                handle.remove()
+            self.pace.close()
             self.exchange.close()
             self.group.close()
 
@@ -552,7 +615,7 @@ class Team:
             "workers": self.size,
             "seed": self.seed,
             "steps": ledger.steps,
-            "epochs": self._holdings.loaders[0].epoch if self._holdings.loaders else None,
+            "epochs": self._epoch,
             "samples": ledger.samples,
             "score": ledger.score,
             "best_score": ledger.best_score,
@@ -577,4 +640,4 @@ _KEPT = "Training stops before it can spread; the last checkpoint is from before
 
 def hash_of(text: str) -> int:
     """A number that is the same for the same text in every process (Python's own hash is not)."""
-    return int.from_bytes(text.encode()[:64].ljust(8, b"\0"), "little") % 2**64
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
