@@ -95,6 +95,7 @@ class Mesh(Strategy):
 
 def test_the_public_names_are_these() -> None:
     classes = {"Strategy", "Setting", "Traits", "Axis", "Combined", "Single", "DDP", "AllReduce", "Accumulate"}
+    classes |= {"Exchanging", "Exchange", "Timing", "Pace"}  # what a strategy of one's own is made of
     functions = {"combined", "parse", "expand", "available", "aliases", "describe", "overview"}
     assert set(offbeat.strategies.__all__) == classes | functions
 

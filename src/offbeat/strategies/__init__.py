@@ -6,6 +6,7 @@ from offbeat.strategies._base import Axis, Combined, Setting, Strategy, Traits, 
 from offbeat.strategies._describe import describe, overview
 from offbeat.strategies._grammar import expand, parse
 from offbeat.strategies._registry import aliases, available
+from offbeat.strategies._worker import Exchange, Exchanging, Pace, Timing
 from offbeat.strategies.accumulate import Accumulate
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.ddp import DDP
@@ -17,9 +18,13 @@ __all__ = [
     "AllReduce",
     "Axis",
     "Combined",
+    "Exchange",
+    "Exchanging",
+    "Pace",
     "Setting",
     "Single",
     "Strategy",
+    "Timing",
     "Traits",
     "aliases",
     "available",

@@ -90,18 +90,20 @@ def bench(strategy: Strategy, workers: int, launcher: Launcher) -> Generator[Ben
 
 
 def uneven_parts_finish(bench: Bench) -> None:
-    """37 examples in batches of 8 over the workers: nothing hangs, nothing is lost; skewed parts too."""
+    """37 examples in batches of 8 over the workers: nothing hangs, nothing is lost; skewed and empty parts too."""
     for parts in ("iid", "dirichlet(0.1)"):
         result = bench.fit(f"uneven-{parts[:3]}", epochs=2, parts=parts)
         _equal(result.samples, 2 * 37, f"examples seen in two epochs with {parts} parts")
         _equal(result.epochs, 2, "epochs")
+    result = bench.fit("uneven-one", epochs=1, batch=1, examples=5)
+    _equal(result.samples, 5, "examples seen in batches of one, which leave the other workers without")
 
 
 def success_leaves_nothing(bench: Bench) -> None:
     """After a run no process, listening port or shared-memory segment is left."""
     before = traces()
     bench.fit("success", epochs=1)
-    nothing_left(bench.folder / "success", before)
+    nothing_left(bench.folder / "success", before, bench.launcher)
 
 
 def a_crash_is_named_and_leaves_nothing(bench: Bench) -> None:
@@ -116,7 +118,7 @@ def a_crash_is_named_and_leaves_nothing(bench: Bench) -> None:
         _in("ArithmeticError", error.remote_traceback, "the traceback")
     else:
         raise AssertionError("the run went on although a worker had raised")
-    nothing_left(bench.folder / "crash", before)
+    nothing_left(bench.folder / "crash", before, bench.launcher)
 
 
 def a_killed_worker_is_named_and_leaves_nothing(bench: Bench) -> None:
@@ -130,7 +132,7 @@ def a_killed_worker_is_named_and_leaves_nothing(bench: Bench) -> None:
         _in("SIGKILL", str(error), "the message")
     else:
         raise AssertionError("the run went on although a worker was killed")
-    nothing_left(bench.folder / "killed", before)
+    nothing_left(bench.folder / "killed", before, bench.launcher)
 
 
 def ctrl_c_leaves_nothing(bench: Bench) -> None:
@@ -309,16 +311,20 @@ def traces() -> set[str]:
     return found
 
 
-def nothing_left(folder: Path, before: set[str]) -> None:
-    """Wait until no process of the run is alive and its segments and ports are gone; say what is left otherwise."""
+def nothing_left(folder: Path, before: set[str], launcher: Launcher | None = None) -> None:
+    """Wait until no process of the run is alive and its segments and ports are gone; say what is left otherwise.
+
+    With the launcher, processes that have left their worker's group are found too: its fork server inherits them.
+    """
     workers = [int(line) for file in folder.glob("pid-*") for line in file.read_text().split()]
     _true(len(workers) > 0, "the run never started")
-    _until(lambda: not _alive(workers), lambda: f"the end of processes {_alive(workers)}")
+    server = launcher.server_pid if launcher else None
+    _until(lambda: not _alive(workers, server), lambda: f"the end of processes {_alive(workers, server)}")
     _until(lambda: traces() <= before, lambda: f"the end of {sorted(traces() - before)}")
 
 
-def _alive(groups: list[int]) -> list[int]:
-    """Processes that belong to one of these process groups, zombies aside."""
+def _alive(groups: list[int], parent: int | None) -> list[int]:
+    """Processes that belong to one of these process groups or are children of the parent, zombies aside."""
     found: list[int] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -326,7 +332,7 @@ def _alive(groups: list[int]) -> list[int]:
                 words = (entry / "stat").read_text().rpartition(")")[2].split()
             except OSError:
                 continue
-            if words[0] != "Z" and (int(words[2]) in groups or int(entry.name) in groups):
+            if words[0] != "Z" and (int(words[2]) in groups or int(entry.name) in groups or int(words[1]) == parent):
                 found.append(int(entry.name))
     return found
 
