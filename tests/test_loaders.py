@@ -178,9 +178,8 @@ class Uneven:
     """A batch sampler of somebody's own: batches of different lengths, one of a single example."""
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = torch.randperm(SIZE).tolist()
-        for start, stop in [(0, 5), (5, 6), (6, 16), (16, SIZE)]:
-            yield order[start:stop]
+        order = torch.randperm(SIZE).tolist()  # Drawn at once, not when the first batch is asked for.
+        return iter([order[start:stop] for start, stop in [(0, 5), (5, 6), (6, 16), (16, SIZE)]])
 
     def __len__(self) -> int:
         return 4

@@ -221,6 +221,7 @@ def test_the_ledger_keeps_the_best_score_and_when_the_target_was_reached_first()
     assert not ledger.judge({"accuracy": 0.2}, 2.0)
     assert (ledger.score, ledger.metrics) == (0.9, {"accuracy": 0.2})
     assert ledger.judge({"loss": 0.4}, 3.0)
+    assert ledger.judge({"loss": 0.45}, 3.5)
     assert ledger.judge({"loss": 0.7}, 4.0), "once reached, it stays reached"
     assert (ledger.score, ledger.best_score, ledger.seconds_to_target) == (0.7, 0.4, 3.0)
 
