@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from conftest import Cli
 from offbeat.errors import OffbeatError
 from offbeat.runtime.launch import Launcher
 from offbeat.strategies import Strategy, parse
-from offbeat.testing import CHECKS, _checks, bench, checks_for
+from offbeat.testing import CHECKS, _checks, bench, checks_for, nothing_left, traces
 
 pytestmark = pytest.mark.slow
 
@@ -212,3 +213,12 @@ def test_a_right_strategy_of_ones_own_keeps_the_whole_contract(cli: Cli, mine: P
     answer = json.loads(done.stdout)
     assert (done.returncode, answer["failed"]) == (0, []), done.stderr
     assert list(answer["checks"]) == [check.name for check in CHECKS]
+
+
+def test_a_port_that_stays_open_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_checks, "DEADLINE", 0.2)
+    (tmp_path / "pid-0").write_text("999999999")
+    before = traces()
+    with socket.create_server(("127.0.0.1", 0)), pytest.raises(AssertionError, match="listening 0100007F:"):
+        nothing_left(tmp_path, before)
+    nothing_left(tmp_path, before)

@@ -300,14 +300,43 @@ def plain_loop(steps: int, examples: int) -> dict[str, Tensor]:
 
 
 def traces() -> set[str]:
-    """What a run could leave on this machine: shared-memory segments and listening ports."""
+    """What a run could leave: shared-memory segments of this user, and ports that this process listens on.
+
+    A port of another process is left with that process; what else this machine does is none of a check's business.
+    """
     shared = Path("/dev/shm")  # noqa: S108
-    found = {f"segment {entry.name}" for entry in shared.iterdir()} if shared.exists() else set[str]()
+    entries = [entry for entry in shared.iterdir() if _owned(entry)] if shared.exists() else []
+    found = {f"segment {entry.name}" for entry in entries}
+    mine = _sockets()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:] if Path(table).exists() else ():
             words = line.split()
-            if words[3] == "0A" and int(words[7]) == os.getuid():
+            if words[3] == _LISTENING and words[9] in mine:
                 found.add(f"listening {words[1]}")
+    return found
+
+
+_LISTENING = "0A"
+"""The state of a listening socket in the kernel's tables."""
+
+
+def _owned(path: Path) -> bool:
+    try:
+        return path.lstat().st_uid == os.getuid()
+    except OSError:
+        return False  # Gone meanwhile.
+
+
+def _sockets() -> set[str]:
+    """The numbers of the sockets that this process has open."""
+    found: set[str] = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            kind, _, number = str(descriptor.readlink()).partition(":[")
+        except OSError:
+            continue  # The listing's own descriptor.
+        if kind == "socket":
+            found.add(number.rstrip("]"))
     return found
 
 
