@@ -313,8 +313,8 @@ class Team:
         theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not known and theirs & ours:
             raise UsageError(
-                f"{type(optimizer).__name__} updates a prepared model but was not prepared itself, so its steps would not "
-                f"be counted, kept in checkpoints or paced. Give it to team.prepare(...) too."
+                f"{type(optimizer).__name__} updates a prepared model but was not prepared itself, so its steps would "
+                f"not be counted, kept in checkpoints or paced. Give it to team.prepare(...) too."
             )
         if known and self.size > 1 and theirs - ours:
             raise UsageError(

@@ -1,0 +1,104 @@
+"""Models of every shape train to the same parameters on one worker and on several, in a user's own loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from offbeat.runtime.launch import Launcher
+from own_scripts.running import Matrix, run_script, same
+
+CASES = (
+    "branches",
+    "two_models_one_branch",
+    "frozen",
+    "unfrozen_later",
+    "all_frozen_at_first",
+    "tied",
+    "shared_by_two_models",
+    "sparse_sgd",
+    "sparse_adam",
+    "float64_part",
+    "bfloat16_part",
+    "odd_buffers",
+    "complex_part",
+    "channels_last",
+    "methods",
+    "recomputed",
+    "recomputed_reentrant",
+    "several_outputs",
+)
+COMPILED = ("compiled", "compiled_in_place")
+NOT_DDP = {
+    "unfrozen_later",
+    "all_frozen_at_first",
+    "shared_by_two_models",
+    "methods",
+    "sparse_sgd",
+    "sparse_adam",
+    "odd_buffers",
+}
+UNUSED = {"branches", "two_models_one_branch"}
+FOR_DDP = tuple(case for case in CASES if case not in NOT_DDP | UNUSED | {"recomputed_reentrant"})
+WAYS = (("allreduce", 2), ("allreduce", 3), ("allreduce(bucket=0.0001)", 2), ("allreduce + accumulate(2)", 3))
+
+
+@pytest.fixture(scope="module")
+def matrix(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix(launcher, tmp_path_factory.mktemp("models"), "nets.py", CASES)
+
+
+def compare(matrix: Matrix, case: str, strategy: str, workers: int, cases: tuple[str, ...] = CASES) -> list[dict]:
+    alone = "single + accumulate(2)" if "accumulate" in strategy else "single"
+    [expected] = matrix.outcome(case, alone, 1)
+    found = matrix.outcome(case, strategy, workers, cases)
+    for one in found:
+        same(expected["state"], one["state"], tolerance=0.03 if case == "bfloat16_part" else 1e-5)
+        same(found[0]["state"], one["state"], tolerance=0)
+        assert one["facts"] == expected["facts"]
+    return found
+
+
+@pytest.mark.parametrize(("strategy", "workers"), WAYS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_ends_with_the_parameters_of_one_process(
+    matrix: Matrix, case: str, strategy: str, workers: int
+) -> None:
+    compare(matrix, case, strategy, workers)
+
+
+@pytest.mark.parametrize("case", FOR_DDP)
+def test_ddp_trains_it_alike(matrix: Matrix, case: str) -> None:
+    compare(matrix, case, "ddp", 2, FOR_DDP)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COMPILED)
+def test_a_compiled_model_trains_alike(launcher: Launcher, tmp_path: Path, case: str) -> None:
+    compare(Matrix(launcher, tmp_path, "nets.py", (case,)), case, "allreduce", 2, (case,))
+
+
+@pytest.mark.parametrize("case", sorted(UNUSED))
+def test_ddp_trains_branches_if_it_is_told_to_look_for_unused_parameters(matrix: Matrix, case: str) -> None:
+    compare(matrix, case, "ddp(find_unused=True)", 2, tuple(UNUSED))
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("branches", "Expected to have finished reduction"),
+        ("unfrozen_later", "was frozen in prepare"),
+        ("all_frozen_at_first", "was frozen in prepare"),
+        ("shared_by_two_models", "share a parameter"),
+        ("methods", "not called so since"),
+    ],
+)
+def test_what_ddp_cannot_train_it_refuses(launcher: Launcher, tmp_path: Path, case: str, words: str) -> None:
+    with pytest.raises(Exception, match=words):
+        run_script(launcher, tmp_path, "nets.py", tmp_path / "left", case, workers=2, strategy="ddp", timeout=30.0)
+
+
+def test_many_small_layers_and_a_huge_one_share_buckets(launcher: Launcher, tmp_path: Path) -> None:
+    matrix = Matrix(launcher, tmp_path, "nets.py", ("many_small_one_huge",))
+    compare(matrix, "many_small_one_huge", "allreduce(bucket=0.01)", 2, ("many_small_one_huge",))
