@@ -18,7 +18,7 @@ import pytest
 from cli_support import Offbeat, Said, in_process, points, write
 from conftest import Cli, clean_environment, wait_until
 from offbeat.errors import CheckpointError, WorkerError
-from offbeat.fitting import fit
+from offbeat.fitting import Result, fit
 from offbeat.runtime.checkpoint import newest
 from offbeat.runtime.launch import Launcher
 
@@ -206,13 +206,19 @@ def test_a_script_that_starts_a_run_itself_is_told_how_to(offbeat: Offbeat, tmp_
 # --- resuming what cannot be resumed
 
 
+@pytest.fixture(scope="module")
+def finished(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """A finished run of a task on two workers; tests spoil copies of it."""
+    folder = tmp_path_factory.mktemp("finished")
+    task = f"{points(folder / 'mine.py')}:Points"
+    return fit(task, workers=2, steps=4, checkpoint_every=2, out=folder / "runs", launcher=launcher)
+
+
 @pytest.fixture
-def run(offbeat: Offbeat, tmp_path: Path) -> Path:
-    """A finished run of a task on two workers."""
-    points(tmp_path / "mine.py")
-    said = offbeat("run", "mine.py:Points", *TWO, "--steps", "4", "--checkpoint-every", "2")
-    assert said.code == 0, said.err
-    return Path("runs/latest").resolve()
+def run(finished: Result, tmp_path: Path) -> Path:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "latest").symlink_to(finished.run.name)
+    return Path(shutil.copytree(finished.run, tmp_path / "runs" / finished.run.name))
 
 
 def unresumable(said: Said, run: Path, *pieces: str) -> None:
@@ -226,7 +232,7 @@ def unresumable(said: Said, run: Path, *pieces: str) -> None:
     ("words", "pieces"),
     [
         ("offbeat.tasks.digits", ["is a run of", "mine.py:Points, not of offbeat.tasks.digits"]),
-        ("mine.py:Points -- --rate 0.2", ["is a run of", "{'rate': 0.2}"]),
+        ("TASK -- --rate 0.2", ["is a run of", "{'rate': 0.2}"]),
         ("--strategy ddp", ["was run with strategy allreduce, not ddp"]),
         ("--seed 7", ["was run with seed 0, not 7"]),
         ("--parts dirichlet(0.5)", ["was run with parts iid, not dirichlet(0.5)"]),
@@ -234,9 +240,12 @@ def unresumable(said: Said, run: Path, *pieces: str) -> None:
         ("--workers 1", ["was run with 2 workers, not 1. Resume with as many"]),
     ],
 )
-def test_a_run_cannot_go_on_differently(offbeat: Offbeat, run: Path, words: str, pieces: list[str]) -> None:
+def test_a_run_cannot_go_on_differently(
+    offbeat: Offbeat, finished: Result, run: Path, words: str, pieces: list[str]
+) -> None:
     before = (run / "run.json").read_text()
-    unresumable(offbeat("run", "--resume", run, "--steps", "6", *words.split()), run, *pieces)
+    changes = words.replace("TASK", finished.task).split()
+    unresumable(offbeat("run", "--resume", run, "--steps", "6", *changes), run, *pieces)
     assert (run / "run.json").read_text() == before
 
 
@@ -287,8 +296,8 @@ def test_a_folder_that_is_no_run_cannot_be_resumed(offbeat: Offbeat, tmp_path: P
     assert "Traceback" not in said.err
 
 
-def test_python_resumes_with_as_many_workers_as_before(offbeat: Offbeat, run: Path, launcher: Launcher) -> None:
-    task = f"{run.parents[1] / 'mine.py'}:Points"
+def test_python_resumes_with_as_many_workers_as_before(finished: Result, run: Path, launcher: Launcher) -> None:
+    task = finished.task
     assert fit(task, resume=run, steps=6, launcher=launcher).workers == 2
     with pytest.raises(CheckpointError, match="was run with 2 workers, not 3"):
         fit(task, resume=run, steps=8, workers=3, launcher=launcher)

@@ -187,10 +187,9 @@ def fit(
         checkpoint_every=checkpoint_every,
         parts=parts,
     )
-    what = _reference(task)
     where = None if resume is None else Path(resume)
     known: int = 1 if where is None else earlier(where)["workers"]
-    job = Job(what, goal, known if workers is None else workers, threads, Path(out), where)
+    job = Job(_reference(task), goal, known if workers is None else workers, threads, Path(out), where)
     return drive(job, launcher=launcher, watcher=watcher)
 
 
