@@ -60,6 +60,7 @@ def compare(matrix: Matrix, case: str, strategy: str, workers: int, cases: tuple
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "workers"), WAYS)
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_ends_with_the_parameters_of_one_process(
@@ -68,6 +69,7 @@ def test_a_model_ends_with_the_parameters_of_one_process(
     compare(matrix, case, strategy, workers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FOR_DDP)
 def test_ddp_trains_it_alike(matrix: Matrix, case: str) -> None:
     compare(matrix, case, "ddp", 2, FOR_DDP)
@@ -79,6 +81,7 @@ def test_a_compiled_model_trains_alike(launcher: Launcher, tmp_path: Path, case:
     compare(Matrix(launcher, tmp_path, "nets.py", (case,)), case, "allreduce", 2, (case,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", sorted(UNUSED))
 def test_ddp_trains_branches_if_it_is_told_to_look_for_unused_parameters(matrix: Matrix, case: str) -> None:
     compare(matrix, case, "ddp(find_unused=True)", 2, tuple(UNUSED))
@@ -99,6 +102,7 @@ def test_what_ddp_cannot_train_it_refuses(launcher: Launcher, tmp_path: Path, ca
         run_script(launcher, tmp_path, "nets.py", tmp_path / "left", case, workers=2, strategy="ddp", timeout=30.0)
 
 
+@pytest.mark.slow
 def test_many_small_layers_and_a_huge_one_share_buckets(launcher: Launcher, tmp_path: Path) -> None:
     matrix = Matrix(launcher, tmp_path, "nets.py", ("many_small_one_huge",))
     compare(matrix, "many_small_one_huge", "allreduce(bucket=0.01)", 2, ("many_small_one_huge",))
