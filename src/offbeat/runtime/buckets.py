@@ -46,7 +46,9 @@ class _Bucket:
         self.members = tuple(members)
         size = sum(parameters[i].numel() for i in members)
         self.flat = torch.zeros(size + extra, dtype=first.dtype, device=first.device)
-        pieces = self.flat[:size].split([parameters[i].numel() for i in members])
+        self.gradients = self.flat[:size]
+        """The buffer without the header that may ride at its end."""
+        pieces = self.gradients.split([parameters[i].numel() for i in members])
         self.views = [piece.view(parameters[i].shape) for piece, i in zip(pieces, members, strict=True)]
         self.missing = len(members)
         self.pending: Pending | None = None
@@ -267,7 +269,7 @@ class GradientBuckets:
         if self._total == 0.0:
             factor = 1.0 / max(examples, 1.0)
             for bucket in self._buckets:
-                bucket.flat.mul_(factor)
+                bucket.gradients.mul_(factor)
         elif abs(examples - self._total) > 0.01 + 1e-5 * self._total:
             raise RunError(
                 f"worker {self._group.rank} expected a step of {self._total:g} examples, but the workers together "
