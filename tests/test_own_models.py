@@ -11,6 +11,8 @@ from own_scripts.running import Matrix, run_script, same
 
 CASES = (
     "branches",
+    "branches_of_a_stream",
+    "words_of_a_stream",
     "two_models_one_branch",
     "frozen",
     "unfrozen_later",
@@ -37,9 +39,10 @@ NOT_DDP = {
     "methods",
     "sparse_sgd",
     "sparse_adam",
+    "words_of_a_stream",
     "odd_buffers",
 }
-UNUSED = {"branches", "two_models_one_branch"}
+UNUSED = {"branches", "branches_of_a_stream", "two_models_one_branch"}
 FOR_DDP = tuple(case for case in CASES if case not in NOT_DDP | UNUSED | {"recomputed_reentrant"})
 WAYS = (("allreduce", 2), ("allreduce", 3), ("allreduce(bucket=0.0001)", 2), ("allreduce + accumulate(2)", 3))
 

@@ -101,3 +101,22 @@ def test_metrics_of_a_resumed_run_are_those_of_one_run(launcher: Launcher, tmp_p
     run_killed(launcher, tmp_path, "1.4.0", "map", "range", checkpoint_every=3, strategy="allreduce", timeout=30.0)
     lines = (tmp_path / "runs" / "latest" / METRICS_FILE).read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [5, 10, 15]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", ["0.first.3.1", "1.second.3.0", "1.first.1.1"])
+def test_without_a_seed_a_resumed_run_still_sees_every_example_once(
+    launcher: Launcher, tmp_path: Path, kill: str
+) -> None:
+    goal: dict[str, Any] = {"workers": 2, "checkpoint_every": 2, "timeout": 30.0}
+    with pytest.raises(RunError):
+        run_script(launcher, tmp_path, "unseeded.py", tmp_path, kill, **goal)
+    result = run_script(launcher, tmp_path, "unseeded.py", tmp_path, kill, resume=tmp_path / "runs" / "latest", **goal)
+    assert result.steps == 16
+    for epoch in range(2):
+        for name in ("first", "second"):
+            files = sorted(tmp_path.glob(f"{epoch}.{name}.*.json"))
+            assert len(files) == 8
+            seen = sorted(number for file in files for number in json.loads(file.read_text()))
+            assert seen == list(range(24))
+    assert (tmp_path / "end-0.json").read_text() == (tmp_path / "end-1.json").read_text()

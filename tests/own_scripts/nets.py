@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ def trained(
     model: nn.Module,
     *optimizers: Optimizer,
     loss: Callable[[Tensor, Tensor], Tensor] | None = None,
-    train: DataLoader[Any] | None = None,
+    train: Iterable[Any] | None = None,
     each_epoch: Callable[[int], None] = lambda _: None,
     epochs: int = 2,
 ) -> nn.Module:
@@ -63,6 +63,20 @@ def branches(team: Team, facts: Facts) -> Models:
     trained(team, model, optimizer, epochs=3)
     facts["never"] = [p.grad is None and p not in optimizer.state for p in model.never.parameters()]
     return {"model": model}
+
+
+def branches_of_a_stream(team: Team, facts: Facts) -> Models:
+    """Batches that come finished, so that only the exchange tells how many examples there are."""
+    model = Branched()
+    ready = [(batch[0], batch[1]) for batch in batches(shuffle=False)]
+    optimizer = SGD(model.parameters(), lr=0.2, momentum=0.9, weight_decay=0.1)
+    return {"model": trained(team, model, optimizer, train=ready, epochs=3)}
+
+
+def words_of_a_stream(team: Team, facts: Facts) -> Models:
+    model = Words()
+    ready = [(batch[0], batch[1]) for batch in batches(shuffle=False)]
+    return {"model": trained(team, model, SGD(model.parameters(), lr=0.1), train=ready, epochs=3)}
 
 
 def two_models_one_branch(team: Team, facts: Facts) -> Models:
@@ -298,6 +312,8 @@ CASES = {
     function.__name__: function
     for function in (
         branches,
+        branches_of_a_stream,
+        words_of_a_stream,
         two_models_one_branch,
         frozen,
         unfrozen_later,
