@@ -268,7 +268,7 @@ def _act(watch: Stopwatch, action: Any, clock: list[float]) -> None:
                 clock[0] += spent
         case _:
             watch.total()
-            watch.carry_on(dict(watch.seconds), watch.overlapped)
+            watch.load_state_dict(watch.state_dict())
 
 
 @given(actions)
@@ -300,7 +300,7 @@ def test_time_inside_returns_to_the_former_kind_even_after_an_error(monkeypatch:
 
 def test_no_more_than_was_counted_is_moved() -> None:
     watch = Stopwatch()
-    watch.carry_on({"communicate": 3.0, "unknown": 9.0}, 1.5)
+    watch.load_state_dict({"seconds": {"communicate": 3.0, "unknown": 9.0}, "overlapped": 1.5})
     watch.move(2.0, "communicate", "wait")
     watch.move(5.0, "communicate", "wait")
     watch.move(-1.0, "wait", "communicate")

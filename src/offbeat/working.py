@@ -90,7 +90,7 @@ def train(task: Task, team: Team) -> None:
         for batch in batches:
             optimizer.zero_grad()
             loss = task.loss(model, on_device(batch, team.device))
-            team.last_loss = _finite(loss, team)
+            team.reports.last_loss = _finite(loss, team)
             loss.backward()
             optimizer.step()
             if schedule is not None and team.pace.updating:

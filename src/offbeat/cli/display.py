@@ -132,11 +132,12 @@ class Display:
     def _numbers(self) -> list[str]:
         far = self._far
         speed = far["samples"] / far["seconds"] if far.get("seconds") else 0.0
+        epoch = "" if far.get("epoch") is None else f"epoch {far['epoch']}"
         loss = "" if far.get("loss") is None else f"loss {far['loss']:.4f}"
         scores = [f"{name} {value:.4g}" for name, value in self._metrics.items()]
         return [
             part
-            for part in (f"step {far['step']}", f"epoch {far['epoch']}", loss, *scores, f"{speed:,.0f} examples/s")
+            for part in (f"step {far['step']}", epoch, loss, *scores, f"{speed:,.0f} examples/s" if speed else "")
             if part
         ]
 
@@ -153,7 +154,7 @@ class Display:
         goal = self._job.goal if self._job else None
         if goal is not None and goal.steps:
             return min(1.0, self._far["step"] / goal.steps)
-        if goal is not None and goal.epochs:
+        if goal is not None and goal.epochs and self._far.get("epoch"):
             return min(1.0, max(0, self._far["epoch"] - 1) / goal.epochs)
         return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,11 +92,11 @@ def _print(result: Result, asked: Asked) -> None:
     console.print(_headline(result))
     if result.test_score is not None:
         console.print(f"  on test data        {result.test_score:.4g} (scored once, at the end)")
-    epochs = "" if result.epochs is None else f"{result.epochs} epochs, "
-    console.print(f"  work done           {result.steps:,} steps, {epochs}{result.samples:,} examples")
-    console.print(
-        f"  speed               {result.samples_per_second:,.0f} examples/s; {result.core_seconds:.1f} core-seconds"
-    )
+    epochs = "" if result.epochs is None else f", {result.epochs} epochs"
+    examples = f", {result.samples:,} examples" if result.samples else ""
+    console.print(f"  work done           {result.steps:,} steps{epochs}{examples}")
+    speed = f"{result.samples_per_second:,.0f} examples/s; " if result.samples else ""
+    console.print(f"  speed               {speed}{result.core_seconds:.1f} core-seconds")
     console.print(f"  where the time went {kinds_in_words(result.seconds_by_kind)}")
     if result.workers > 1:
         console.print(f"  sent                {_megabytes(result.bytes_sent)} between {result.workers} workers")
@@ -124,17 +125,23 @@ def _next_steps(result: Result, asked: Asked) -> list[str]:
     target = shlex.quote(asked.what) if asked.what else "TARGET"
     tail = f" -- {shlex.join(asked.arguments)}" if asked.arguments else ""
     other = "ddp" if not result.strategy.startswith("ddp") else "allreduce"
+    offbeat = _this_command()
     lines = ["Try next:"]
     if result.workers == 1:
-        lines.append(f"  offbeat run {target} --workers 2{tail}")
+        lines.append(f"  {offbeat} run {target} --workers 2{tail}")
     else:
-        lines.append(f"  offbeat run {target} --workers {result.workers} --strategy {other}{tail}    # another way")
-    lines.append("  offbeat strategies                     # all ways there are")
-    if result.reached_target is False:
-        lines.append(
-            f"  offbeat run --resume {result.run} --epochs {2 * (result.epochs or 1)}    # go on where it stopped"
-        )
+        lines.append(f"  {offbeat} run {target} --workers {result.workers} --strategy {other}{tail}    # another way")
+    lines.append(f"  {offbeat} strategies                     # all ways there are")
+    if result.reached_target is False and result.epochs:
+        lines.append(f"  {offbeat} run --resume {result.run} --epochs {2 * result.epochs}    # go on where it stopped")
     return lines
+
+
+def _this_command() -> str:
+    """How this program can be called again: by its name, if that is on the path."""
+    if shutil.which("offbeat"):
+        return "offbeat"
+    return sys.argv[0] if Path(sys.argv[0]).name == "offbeat" else "python -m offbeat"
 
 
 def _megabytes(count: int) -> str:

@@ -205,6 +205,14 @@ class Group:
             return []  # The store went away with its host: nobody is left to ask.
         return absent
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on counting from."""
+        return {"bytes_sent": self.bytes_sent}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting."""
+        self.bytes_sent = int(state["bytes_sent"])
+
     def close(self) -> None:
         """Leave the group, if it was opened here."""
         if dist.is_initialized():

@@ -39,6 +39,22 @@ class Holdings:
         self.others: list[Stateful] = []
         self._searched = False
 
+    def has(self, thing: object) -> bool:
+        """Whether this very object is held."""
+        return any(thing is known for known in (*self.models, *self.optimizers, *self.loaders, *self.others))
+
+    @property
+    def trained_loader(self) -> Loader | None:
+        """The loader whose epochs are counted: the first that is trained from."""
+        trained = (loader for loader in self.loaders if loader.epoch or loader.resume_at is not None)
+        return next(trained, self.loaders[0] if self.loaders else None)
+
+    @property
+    def epoch(self) -> int | None:
+        """The number of the current epoch, from 1; None without a loader."""
+        loader = self.trained_loader
+        return None if loader is None else loader.epoch
+
     def replicas(self) -> dict[str, Any]:
         """Parameters and optimizer state."""
         return {
@@ -72,6 +88,16 @@ class Holdings:
                         buffer.copy_(saved[name])
         except (ValueError, KeyError, RuntimeError) as error:
             raise CheckpointError(f"the checkpoint's buffers do not fit this run's models: {error}") from error
+
+    def trainable(self) -> list[list[bool]]:
+        """Which parameters of each model are not frozen."""
+        return [[p.requires_grad for p in model.parameters()] for model in self.models]
+
+    def load_trainable(self, state: Sequence[Sequence[bool]]) -> None:
+        """Freeze and unfreeze as it was."""
+        for model, flags in zip(self.models, state, strict=True):
+            for parameter, flag in zip(model.parameters(), flags, strict=True):
+                parameter.requires_grad_(flag)
 
     def find_schedulers(self) -> None:
         """Hold the learning-rate schedulers of the optimizers too, even if nobody has handed them over.

@@ -51,6 +51,19 @@ class Ledger:
         """Processor time spent on the run by this worker."""
         return self.earlier_cpu_seconds + cpu_seconds() - self._cpu_start
 
+    def summary(self) -> dict[str, Any]:
+        """Its part of the result."""
+        return {
+            "steps": self.steps,
+            "samples": self.samples,
+            "score": self.score,
+            "best_score": self.best_score,
+            "metrics": self.metrics,
+            "target": None if self.target is None else str(self.target),
+            "reached_target": self.reached if self.target else None,
+            "seconds_to_target": self.seconds_to_target,
+        }
+
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
         names = ("steps", "samples", "score", "best_score", "reached", "seconds_to_target", "metrics")

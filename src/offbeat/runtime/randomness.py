@@ -44,6 +44,18 @@ def restore(state: State) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
+class Generators:
+    """The global generators as something that a checkpoint can hold."""
+
+    def state_dict(self) -> State:
+        """Their state."""
+        return capture()
+
+    def load_state_dict(self, state: State) -> None:
+        """Take it back."""
+        restore(state)
+
+
 def seed_everything(seed: int) -> None:
     """Seed all global generators."""
     torch.manual_seed(seed)

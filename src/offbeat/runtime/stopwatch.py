@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 Kind = Literal["input", "compute", "communicate", "wait", "evaluate", "other"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -59,9 +59,13 @@ class Stopwatch:
         self.switch(self._kind)
         return sum(self.seconds.values())
 
-    def carry_on(self, seconds: Mapping[str, float], overlapped: float) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """What was measured."""
+        return {"seconds": dict(self.seconds), "overlapped": self.overlapped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Start from what an earlier part of the same run had measured."""
         self.restart()
         for kind in KINDS:
-            self.seconds[kind] = float(seconds.get(kind, 0.0))
-        self.overlapped = overlapped
+            self.seconds[kind] = float(state["seconds"].get(kind, 0.0))
+        self.overlapped = float(state["overlapped"])

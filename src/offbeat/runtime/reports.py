@@ -1,0 +1,124 @@
+"""What workers say of a run while it goes, and at its end: metrics agreed by all, progress, and the result."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.errors import NonFiniteError, UsageError
+from offbeat.protocols.partition import mixed
+from offbeat.runtime.group import Group
+from offbeat.runtime.ledger import Ledger
+from offbeat.runtime.records import METRICS_FILE, Metrics
+from offbeat.runtime.stopwatch import Stopwatch
+
+KEPT = "Training stops before it can spread; the last checkpoint is from before. A lower learning rate often helps."
+"""The end of every message about a number that is not finite."""
+_TELL_EVERY = 0.1
+"""Seconds between two messages to the launcher about how far the work is."""
+
+
+class Reports:
+    """One worker's side of all that is said about a run."""
+
+    def __init__(self, group: Group, ledger: Ledger, stopwatch: Stopwatch, send: Callable[[Mapping[str, Any]], None]):
+        self._group, self._ledger, self._stopwatch, self._send = group, ledger, stopwatch, send
+        self._metrics: Metrics | None = None
+        self._told = 0.0
+        self.evaluated = 0
+        """Examples that this worker has read without gradients since the last report: its weight in the next."""
+        self.last_loss: float | None = None
+        """The loss of the latest step here, if the loop says it."""
+
+    def write_to(self, folder: Path | None, tensorboard: bool) -> None:
+        """Worker 0 also writes metrics into the run's folder."""
+        if folder is not None and self._group.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._metrics = Metrics(folder / METRICS_FILE, tensorboard=folder / "tensorboard" if tensorboard else None)
+
+    def finite(self, metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
+        """The values as numbers; what is not finite is refused."""
+        values = {k: float(v.detach() if isinstance(v, Tensor) else v) for k, v in metrics.items()}
+        bad = [f"{name}={value}" for name, value in values.items() if not math.isfinite(value)]
+        if bad:
+            raise NonFiniteError(
+                f"worker {self._group.rank} reported {', '.join(bad)} after step {self._ledger.steps}. {KEPT}"
+            )
+        return values
+
+    def mean(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Values averaged over the workers, weighted by the examples that each has evaluated (equally if none)."""
+        names = sorted(values)
+        fingerprint = float(mixed(len(names), *(_hash(name) for name in names)) % 2**52)
+        rows = self._group.gather([fingerprint, float(self.evaluated)], "a report")
+        if not bool((rows[:, 0] == rows[0, 0]).all()):
+            said = ", ".join(names) or "none"
+            raise UsageError(f"the workers report different metrics; worker {self._group.rank} has {said}.")
+        self.evaluated = 0
+        if not names:
+            return {}
+        weights = rows[:, 1] if rows[:, 1].sum() > 0 else torch.ones(self._group.size, dtype=torch.float64)
+        table = self._group.gather([values[name] for name in names], "a report")
+        mean = (table * weights[:, None]).sum(0) / weights.sum()
+        return {name: float(mean[names.index(name)]) for name in values}
+
+    def record(self, metrics: Mapping[str, float], epoch: int | None) -> None:
+        """Worker 0 writes a line and tells the launcher."""
+        if self._group.rank:
+            return
+        far = self._how_far(epoch)
+        if self._metrics is not None:
+            line = {name: far[name] for name in ("step", "epoch", "samples", "seconds", "seconds_by_kind")}
+            self._metrics.append(line | dict(metrics))
+        self._send({"kind": "report", "metrics": dict(metrics), **far})
+
+    def tell(self, epoch: int | None) -> None:
+        """Worker 0 tells the launcher how far the work is, a few times a second at most."""
+        now = time.monotonic()
+        if self._group.rank == 0 and now - self._told >= _TELL_EVERY:
+            self._told = now
+            self._send({"kind": "progress", **self._how_far(epoch)})
+
+    def _how_far(self, epoch: int | None) -> dict[str, Any]:
+        return {
+            "step": self._ledger.steps,
+            "epoch": epoch,
+            "samples": self._ledger.samples,
+            "seconds": round(self._stopwatch.total(), 6),
+            "seconds_by_kind": {kind: round(spent, 6) for kind, spent in self._stopwatch.seconds.items()},
+            "loss": self.last_loss,
+        }
+
+    def conclude(self, payload: int, more: Mapping[str, Any]) -> None:
+        """All workers bring their accounts together, and worker 0 sends the result."""
+        self._stopwatch.total()
+        sent = self._group.bytes_sent + payload
+        mine = [float(sent), self._ledger.cpu(), self._stopwatch.overlapped, *self._stopwatch.seconds.values()]
+        rows = self._group.gather(mine, "the end of the run")
+        if self._group.rank == 0:
+            self._send({"kind": "result", **self._ledger.summary(), **self._costs(rows), **more})
+
+    def _costs(self, rows: Tensor) -> dict[str, Any]:
+        mean = rows.mean(dim=0)
+        by_kind = {kind: float(mean[3 + i]) for i, kind in enumerate(self._stopwatch.seconds)}
+        seconds = sum(by_kind.values())
+        return {
+            "seconds": seconds,
+            "samples_per_second": self._ledger.samples / seconds if seconds > 0 else 0.0,
+            "core_seconds": float(rows[:, 1].sum()),
+            "bytes_sent": int(rows[:, 0].sum()),
+            "seconds_by_kind": by_kind,
+            "overlapped_seconds": float(mean[2]),
+        }
+
+
+def _hash(text: str) -> int:
+    """A number that is the same for the same text in every process (Python's own hash is not)."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
