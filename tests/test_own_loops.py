@@ -178,12 +178,17 @@ def test_a_mistake_is_named(launcher: Launcher, tmp_path: Path, case: str, words
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "strategy"), [("sleeps", "allreduce + accumulate(2)"), ("never_backward", "allreduce")]
+    ("case", "strategy", "missing"),
+    [
+        ("sleeps", "allreduce + accumulate(2)", "worker 1"),
+        ("never_backward", "allreduce", "worker 1"),
+        ("reports_instead", "allreduce", "(worker 1|workers 0, 2)"),
+    ],
 )
 def test_who_does_not_come_is_named_when_the_deadline_passes(
-    launcher: Launcher, tmp_path: Path, case: str, strategy: str
+    launcher: Launcher, tmp_path: Path, case: str, strategy: str, missing: str
 ) -> None:
-    with pytest.raises(WaitError, match=r"waited 3 s for worker 1\."):
+    with pytest.raises(WaitError, match=rf"waited 3 s for {missing}\."):
         behave(launcher, tmp_path, case, 3, timeout=3.0, strategy=strategy)
 
 

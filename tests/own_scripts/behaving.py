@@ -103,6 +103,15 @@ def never_backward(team: Team, facts: Facts) -> None:
     time.sleep(60)
 
 
+def reports_instead(team: Team, facts: Facts) -> None:
+    """Two different exchanges at the same time must not be taken for each other."""
+    model, optimizer, train = prepared(team)
+    for number, (x, y) in enumerate(train, 1):
+        if number < 3 or team.rank != 1:
+            step(model, optimizer, x, y)
+    team.report(quality=1.0)
+
+
 def skips_one_backward(team: Team, facts: Facts) -> None:
     model, optimizer, train = prepared(team)
     for number, (x, y) in enumerate(train, 1):

@@ -57,8 +57,9 @@ class _AllReducing(Exchange):
         # A parameter that two models share is exchanged once.
         new = [p for p in model.parameters() if id(p) not in self._known]
         self._known.update(map(id, new))
-        # Models meet in one backward pass in an order that may differ between workers: each has a lane of its own.
-        lane = self.group.lane() if self._buckets else self.group
+        # Models meet in one backward pass in an order that may differ between workers, and a worker that leaves out a
+        # backward pass comes to something else instead: each model has a lane, so that nothing is mistaken for another.
+        lane = self.group.lane()
         dense = [p for p in new if id(p) not in sparse]
         buckets = GradientBuckets(dense, lane, self.stopwatch, self._capacity)
         self._buckets.append(buckets)
