@@ -79,6 +79,14 @@ def test_closures_see_the_loss_of_the_whole_batch(
         assert one["facts"]["losses"] == pytest.approx(expected["facts"]["losses"], abs=1e-4)
 
 
+@pytest.mark.slow
+def test_accumulated_batches_are_clipped_and_applied_like_one_large_batch(matrix: Matrix) -> None:
+    [by_hand] = matrix.outcome("clip_norm_of_two", "single", 1)
+    for strategy, workers in (("single + accumulate(2)", 1), ("allreduce + accumulate(2)", 2)):
+        for one in matrix.outcome("clip_norm", strategy, workers):
+            same(by_hand["state"], one["state"])
+
+
 # -- facts about single cases ----------------------------------------------------------------------------------------
 
 
