@@ -111,15 +111,17 @@ def test_what_is_no_run_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_metrics_after_the_checkpoint_and_a_line_cut_short_are_dropped(tmp_path: Path) -> None:
-    folder, path = RunFolder(tmp_path), tmp_path / METRICS_FILE
-    folder.drop_metrics_after(3)
-    assert not path.exists()
+    path = tmp_path / METRICS_FILE
     metrics = Metrics(path)
+    metrics.keep_first(3)
+    assert not path.exists()
     for step in (1, 3, 4):
         metrics.append({"step": step, "score": step / 2})
     with path.open("ab") as file:
-        file.write(b'12\n{"score": 1}\n{"step": 2, "score": \xff')
-    folder.drop_metrics_after(3)
+        file.write(b'{"step": 5, "score": \xff')
+    metrics.keep_first(4)
+    assert len(path.read_text().splitlines()) == 3
+    metrics.keep_first(2)
     metrics.append({"step": 4})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 3, 4]
     assert [found.name for found in tmp_path.iterdir()] == [METRICS_FILE]

@@ -296,7 +296,9 @@ class Team:
 
     def resume(self) -> None:
         """Go back to the checkpoint that a resumed run goes on from, if it has not been done yet."""
-        self._memory.go_back()
+        if self._memory.resuming:
+            self._memory.go_back()
+            self.reports.go_back()
 
     def given(self, batch: Batch, training: bool) -> None:
         """A batch goes to the loop."""
@@ -332,7 +334,8 @@ class Team:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(failed=kind is not None)
+        # A script may end itself inside the team, and well.
+        self.close(failed=error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)))
 
     def close(self, failed: bool = False) -> None:
         """Leave the team: the last checkpoint, the result, the goodbye. After a failure only the goodbye."""

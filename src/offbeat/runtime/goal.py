@@ -87,8 +87,9 @@ class Goal:
     def __post_init__(self) -> None:
         for name in ("epochs", "steps", "checkpoint_every"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"--{name.replace('_', '-')} {value} makes no sense: it must be 1 or more.")
+            if value is not None and (not isinstance(value, int) or value < 1):
+                option = f"--{name.replace('_', '-')} {value!r}"
+                raise UsageError(f"{option} makes no sense: it must be a whole number, 1 or more.")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise UsageError(f"--seed {self.seed} makes no sense: it must fit into 64 bits.")
         if not 0 < self.timeout < float("inf"):
@@ -115,5 +116,7 @@ def _check_device(text: str) -> None:
         device = torch.device(text)
     except RuntimeError as error:
         raise UsageError(f"--device {text!r} is no device. Say cpu, or cuda where there is a GPU.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device {text} cannot be trained on: offbeat knows cpu, and cuda where there is a GPU.")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"--device {text} was asked for, but this machine's torch has no CUDA. Use --device cpu.")

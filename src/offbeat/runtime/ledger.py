@@ -29,6 +29,8 @@ class Ledger:
     best_score: float | None = None
     reached: bool = False
     seconds_to_target: float | None = None
+    reports: int = 0
+    """How many reports were entered."""
     metrics: dict[str, float] = field(default_factory=dict)
     earlier_cpu_seconds: float = 0.0
     """Processor time of earlier parts of a resumed run."""
@@ -37,6 +39,7 @@ class Ledger:
     def judge(self, metrics: Mapping[str, float], seconds: float) -> bool:
         """Enter a report; answers whether the target is reached, now or before."""
         self.metrics = dict(metrics)
+        self.reports += 1
         judged = self.target.pick(metrics) if self.target else (next(iter(metrics.items())) if metrics else None)
         if judged is not None:
             self.score = judged[1]
@@ -66,13 +69,15 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
-        names = ("steps", "samples", "score", "best_score", "reached", "seconds_to_target", "metrics")
-        return {name: getattr(self, name) for name in names} | {"cpu_seconds": self.cpu()}
+        names = ("steps", "samples", "score", "best_score", "reached", "seconds_to_target", "reports", "metrics")
+        return {name: getattr(self, name) for name in names} | {"cpu_seconds": self.cpu(), "target": str(self.target)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """From a checkpoint: the account goes on."""
+        """From a checkpoint: the account goes on. Another target has not been reached yet."""
         for name, value in state.items():
-            if name != "cpu_seconds":
+            if name not in ("cpu_seconds", "target"):
                 setattr(self, name, value)
+        if state["target"] != str(self.target):
+            self.reached, self.seconds_to_target = False, None
         self.earlier_cpu_seconds = float(state["cpu_seconds"])
         self._cpu_start = cpu_seconds()

@@ -84,20 +84,6 @@ class RunFolder:
         known: dict[str, Any] = self.read() if target.exists() else {}
         _replace(target, json.dumps(known | changes, indent=2, default=str) + "\n")
 
-    def drop_metrics_after(self, step: int) -> None:
-        """Forget what was measured after a checkpoint that the run goes back to."""
-        path = self.path / METRICS_FILE
-        if not path.exists():
-            return
-        kept: list[str] = []
-        for line in path.read_text(errors="replace").splitlines():
-            try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line)
-            except (ValueError, KeyError, TypeError):
-                continue  # The line that a kill cut short.
-        _replace(path, "".join(line + "\n" for line in kept))
-
 
 class Metrics:
     """Appends one JSON line for each report to `metrics.jsonl`."""
@@ -118,6 +104,12 @@ class Metrics:
                 file.write(json.dumps(dict(record)) + "\n")
         except OSError as error:
             raise OutputError(_cannot_write(self._path, error)) from error
+
+    def keep_first(self, lines: int) -> None:
+        """Forget what was written after a checkpoint that the run goes back to, a line that a kill cut short too."""
+        if self._path.exists():
+            whole = self._path.read_text(errors="replace").splitlines(keepends=True)
+            _replace(self._path, "".join(line for line in whole[:lines] if line.endswith("\n")))
 
 
 def _open_tensorboard(path: Path) -> Any:

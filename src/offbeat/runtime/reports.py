@@ -43,6 +43,11 @@ class Reports:
             folder.mkdir(parents=True, exist_ok=True)
             self._metrics = Metrics(folder / METRICS_FILE, tensorboard=folder / "tensorboard" if tensorboard else None)
 
+    def go_back(self) -> None:
+        """The run goes on from an earlier point: forget what was written after it."""
+        if self._metrics is not None:
+            self._metrics.keep_first(self._ledger.reports)
+
     def finite(self, metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
         """The values as numbers; what is not finite is refused."""
         values = {k: float(v.detach() if isinstance(v, Tensor) else v) for k, v in metrics.items()}
