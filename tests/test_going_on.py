@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from offbeat.fitting import Job, Script, drive, fit
+from offbeat.fitting import drive, fit
+from offbeat.jobs import Job, Script
 from offbeat.runtime.goal import Goal
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.records import METRICS_FILE

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from offbeat.errors import OffbeatError
-from offbeat.fitting import Job, Result, Script, drive
+from offbeat.fitting import Result, drive
+from offbeat.jobs import Job, Script
 from offbeat.runtime.goal import Goal
 from offbeat.runtime.launch import Launcher
 

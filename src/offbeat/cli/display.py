@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from offbeat.fitting import Job, Script
+from offbeat.jobs import Job, Script
 from offbeat.runtime.checkpoint import newest
 from offbeat.runtime.launch import LogFollower, Role
 from offbeat.runtime.records import RunFolder

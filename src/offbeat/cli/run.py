@@ -16,7 +16,8 @@ from rich.markup import escape
 
 from offbeat.cli.display import Display, kinds_in_words
 from offbeat.errors import OffbeatError, TaskError
-from offbeat.fitting import WARM, Job, Result, Script, drive, earlier, target_of
+from offbeat.fitting import WARM, Result, drive
+from offbeat.jobs import Job, Script, earlier, target_of
 from offbeat.runtime.goal import Goal
 from offbeat.runtime.launch import Launcher
 from offbeat.strategies import combined, parse

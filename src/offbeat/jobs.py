@@ -1,0 +1,202 @@
+"""What is to be run: a script or a task, and how; filled in and checked before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from offbeat.errors import CheckpointError, StrategyError, TaskError, UsageError
+from offbeat.runtime.checkpoint import newest
+from offbeat.runtime.goal import Goal, Target
+from offbeat.runtime.records import RunFolder
+from offbeat.strategies import combined, parse
+from offbeat.task import AnyTask, IterativeTask, Reference, Task
+
+
+@dataclass(frozen=True)
+class Script:
+    """A user's own program: its file and its arguments."""
+
+    path: str
+    arguments: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.path
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be run, how, and where it leaves its traces."""
+
+    what: Script | Reference
+    """A script or a task."""
+    goal: Goal
+    """How far, and with what."""
+    workers: int = 1
+    """How many processes train."""
+    threads: int | None = None
+    """Threads in each; None: the cores divided by the workers."""
+    out: Path = Path("runs")
+    """Where run folders are made."""
+    resume: Path | None = None
+    """The folder of an earlier run to go on with."""
+    port: int = 0
+    """The loopback port to meet at; 0 is any that is free."""
+
+
+def target_of(text: str, arguments: tuple[str, ...]) -> Script | Reference:
+    """What a command-line target means: a script (`file.py`), or a task (`file.py:Class`, or a module)."""
+    source, _, name = text.partition(":")
+    if source.endswith(".py"):
+        if not Path(source).is_file():
+            raise TaskError(f"There is no file {source!r} (looked in {Path.cwd()}). Check the path.")
+        if not name:
+            return Script(str(Path(source).resolve()), arguments)
+        source = str(Path(source).resolve())
+    elif "/" in source or not source or _is_no_module(Path(source)):
+        raise TaskError(
+            f"{text!r} is neither a Python file nor a module. Give `file.py`, `file.py:Class` or e.g. "
+            f"offbeat.tasks.digits."
+        )
+    plain = Reference(source, name or None)
+    return dataclasses.replace(plain, arguments=_constructor_arguments(plain, arguments))
+
+
+def _is_no_module(path: Path) -> bool:
+    """Whether a file or folder of this name is here that Python could not import."""
+    return path.is_file() or (path.is_dir() and not (path / "__init__.py").exists())
+
+
+def _constructor_arguments(reference: Reference, arguments: tuple[str, ...]) -> dict[str, Any]:
+    """`--name value --flag` after `--`, as keyword arguments of the task's class; values that are JSON are read so."""
+    found: dict[str, Any] = {}
+    waiting = list(arguments)
+    while waiting:
+        word = waiting.pop(0)
+        if not word.startswith("--") or word == "--":
+            raise TaskError(f"{word!r} after `--` is no argument of {reference}: write `--name value`.")
+        name, equals, value = word[2:].partition("=")
+        if not equals:
+            value = waiting.pop(0) if waiting and not waiting[0].startswith("--") else "true"
+        found[name.replace("-", "_")] = _read(value)
+    return found
+
+
+def _read(text: str) -> Any:
+    try:
+        return json.loads(text.lower() if text in ("True", "False") else text)
+    except ValueError:
+        return text
+
+
+def resolve(job: Job) -> Job:
+    """Fill in what was left open, and refuse what cannot be run."""
+    if job.resume is not None:
+        job = _as_before(job)
+    _check_numbers(job)
+    goal = job.goal
+    if goal.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise UsageError("--tensorboard needs TensorBoard: pip install 'offbeat[tensorboard]'.")
+    strategy = combined(parse(_default_strategy(job.workers) if goal.strategy is None else goal.strategy))
+    strategy.check(job.workers)
+    changes: dict[str, Any] = {"strategy": str(strategy)}
+    if isinstance(job.what, Reference):
+        task = job.what.build()
+        changes |= _from_task(task, goal)
+        if isinstance(task, IterativeTask) and strategy.when is not None:
+            raise StrategyError(
+                f"{strategy.when} cannot be used with {type(task).__name__}: it has no gradients to accumulate, "
+                f"every step already "
+                f"sums over all data. Use {strategy.exchange} alone."
+            )
+    return dataclasses.replace(job, goal=dataclasses.replace(goal, **changes))
+
+
+def _default_strategy(workers: int) -> str:
+    return "single" if workers == 1 else "allreduce"
+
+
+def _check_numbers(job: Job) -> None:
+    for name, value in (("workers", job.workers), ("threads", 1 if job.threads is None else job.threads)):
+        if type(value) is not int or value < 1:
+            raise UsageError(f"--{name} {value!r} makes no sense: it must be a whole number, 1 or more.")
+    if not 0 <= job.port < 1 << 16:
+        raise UsageError(f"--port {job.port} makes no sense: ports go up to 65535, and 0 takes one that is free.")
+
+
+def _from_task(task: AnyTask, goal: Goal) -> dict[str, Any]:
+    changes: dict[str, Any] = {"seed": goal.seed if goal.seed is not None else 0}
+    if goal.target is None and task.target is not None:
+        changes["target"] = f"score={task.target!r}"
+    elif goal.target is not None and Target.parse(goal.target).name not in (None, "score"):
+        raise UsageError(f"--target {goal.target}: a task has one score, so say just the number, or score=NUMBER.")
+    if goal.steps is None and goal.epochs is None:
+        changes |= {"epochs": task.epochs} if isinstance(task, Task) else {"steps": task.steps}
+    elif isinstance(task, IterativeTask) and goal.steps is None:
+        changes |= {"steps": goal.epochs}
+    return changes
+
+
+def _as_before(job: Job) -> Job:
+    """The earlier run's job, with what is asked for differently now; what it may not differ in is refused."""
+    folder = RunFolder.open(job.resume or Path())
+    before = earlier(folder.path)
+    if newest(folder.checkpoints) is None:
+        raise CheckpointError(f"{folder.path} has no checkpoint, so there is nothing to resume from. Start a new run.")
+    told = {name: value for name, value in job.goal.plain().items() if value != getattr(Goal(), name)}
+    was = dict(before["goal"])
+    for name in ("strategy", "seed", "parts"):
+        if name in told and name == "strategy":
+            told[name] = str(combined(parse(told[name])))
+        if name in told and told[name] != was.get(name):
+            raise CheckpointError(
+                f"{folder.path} was run with {name} {was.get(name)}, not {told[name]}: it cannot go on differently."
+            )
+    if job.workers != before["workers"]:
+        raise CheckpointError(
+            f"{folder.path} was run with {before['workers']} workers, not {job.workers}. Resume with as many."
+        )
+    goal = Goal.from_plain(was | told | _budget(told))
+    return dataclasses.replace(job, goal=goal, threads=before["threads"] if job.threads is None else job.threads)
+
+
+def earlier(run: Path) -> dict[str, Any]:
+    """The configuration of an earlier run: what was run, its goal, its workers and their threads."""
+    config = RunFolder.open(run).read().get("config")
+    if not (isinstance(config, dict) and {"what", "goal", "workers", "threads"} <= set(cast("dict[str, Any]", config))):
+        raise CheckpointError(f"{run} cannot be resumed: its run.json says not what was run. It may have been edited.")
+    return cast("dict[str, Any]", config)
+
+
+def _budget(told: Mapping[str, Any]) -> dict[str, Any]:
+    """A new budget of one kind replaces the old one of the other kind."""
+    if "steps" in told and "epochs" not in told:
+        return {"epochs": None}
+    return {"steps": None} if "epochs" in told and "steps" not in told else {}
+
+
+def short_name(what: Script | Reference) -> str:
+    """A name for the run's folder: a file's without where it is."""
+    if isinstance(what, Script):
+        return Path(what.path).stem
+    source = Path(what.source).stem if what.source.endswith(".py") else what.source
+    return f"{source}-{what.name}" if what.name else source
+
+
+def plain_target(what: Script | Reference) -> dict[str, Any]:
+    """What is run, as JSON data."""
+    if isinstance(what, Script):
+        return {"script": what.path, "arguments": list(what.arguments)}
+    return {"task": dataclasses.asdict(what)}
+
+
+def named(what: Mapping[str, Any]) -> str:
+    """Such data in words."""
+    if "script" in what:
+        return " ".join([what["script"], *what["arguments"]])
+    return f"{Reference(**what['task'])} {what['task']['arguments'] or ''}".rstrip()
