@@ -34,6 +34,8 @@ FIRST_BYTES = 1 << 20
 """The first bucket is small, so that the exchange starts soon after backward does."""
 _CLOCK_WRAP = 64.0
 """Arrival times travel as float32 seconds modulo this, which keeps them exact to a few microseconds."""
+_SMALL = 1 << 14
+"""Elements below which the overhead of an operation on one gradient outweighs another pass over the bucket."""
 _BATCH_WRAP = 4096
 """Numbers of batches travel modulo this, which float32 keeps exactly."""
 
@@ -52,6 +54,8 @@ class _Bucket:
         self.views = [piece.view(parameters[i].shape) for piece, i in zip(pieces, members, strict=True)]
         self.missing = len(members)
         self.pending: Pending | None = None
+        self.small = size < _SMALL * len(members)
+        """Whether its gradients are scaled all at once when it is full, instead of one by one as they are copied."""
 
 
 class GradientBuckets:
@@ -181,24 +185,33 @@ class GradientBuckets:
 
     def _take(self, bucket: _Bucket, k: int, index: int, parameter: Tensor) -> None:
         view, gradient = bucket.views[k], parameter.grad
-        with torch.no_grad():
-            if gradient is view:
+        if torch.is_grad_enabled():  # Only in a backward pass with create_graph; entering no_grad is not free.
+            with torch.no_grad():
+                return self._take(bucket, k, index, parameter)
+        if gradient is view:
+            if not bucket.small:
                 view.mul_(self._scale)
-            elif gradient is not None:
-                if gradient.is_sparse:
-                    raise RunError(
-                        f"parameter {index} has a sparse gradient, but belongs to no module with sparse=True, such as "
-                        f"nn.Embedding(sparse=True). Use such a module, or dense gradients."
-                    )
+        elif gradient is not None:
+            if gradient.is_sparse:
+                raise RunError(
+                    f"parameter {index} has a sparse gradient, but belongs to no module with sparse=True, such as "
+                    f"nn.Embedding(sparse=True). Use such a module, or dense gradients."
+                )
+            if bucket.small:
+                view.copy_(gradient)
+            else:
                 torch.mul(gradient, self._scale, out=view)
-                parameter.grad = view
+            parameter.grad = view
         self._state[index] = True
         bucket.missing -= 1
+        return None
 
     def _launch(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
         last = self._next == len(self._buckets)
+        if bucket.small:
+            bucket.flat.mul_(self._scale)
         if last:
             self._arrived = time.perf_counter()
             numbers, size, rank = self._numbers, self._group.size, self._group.rank
