@@ -334,8 +334,11 @@ class Team:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        explained = self.exchange.explained(error)
         # A script may end itself inside the team, and well.
         self.close(failed=error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)))
+        if explained is not None:
+            raise explained from error
 
     def close(self, failed: bool = False) -> None:
         """Leave the team: the last checkpoint, the result, the goodbye. After a failure only the goodbye."""

@@ -171,10 +171,10 @@ class Group:
         try:
             work = start(self._process_group)
         except RuntimeError as error:
-            raise self._explained(error, what, number) from error
+            raise self.explained(error, what, number) from error
         return _Work(self, work, what, number)
 
-    def _explained(self, error: RuntimeError, what: str, number: int) -> RunError:
+    def explained(self, error: RuntimeError, what: str, number: int) -> RunError:
         """What went wrong in words: who had not arrived, or whose connection broke."""
         text = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         place = f"worker {self.rank} in {what} (exchange {number})"
@@ -188,8 +188,7 @@ class Group:
         )
         return WaitError(
             f"{place} waited {self.timeout.total_seconds():g} s for {who}. Look at the log of whoever is missing, "
-            f"or, if "
-            f"such a wait is normal for this program, allow more with --timeout."
+            f"or, if such a wait is normal for this program, allow more with --timeout."
         )
 
     def _roll_call(self, number: int) -> list[int]:
@@ -242,7 +241,7 @@ class _Work:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise self._group._explained(error, self._what, self._number) from error  # pyright: ignore[reportPrivateUsage]
+            raise self._group.explained(error, self._what, self._number) from error
 
 
 def ring_bytes(count: int, size: int) -> int:

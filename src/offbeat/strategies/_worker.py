@@ -72,6 +72,11 @@ class Exchange(ABC):
         """Bytes this worker has sent outside of `group`, which counts its own."""
         return 0
 
+    def explained(self, error: BaseException | None) -> Exception | None:
+        """A better error for one that came out of the loop, if it is of this exchange's making."""
+        del error
+        return None
+
     def staleness(self, steps: int) -> dict[str, int]:
         """How many steps old what this worker read was: how often each, in `steps` steps. In lockstep it never is."""
         return {"0": steps}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import DistError
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -143,6 +144,15 @@ class _Stock(Exchange):
         self._held = held
         for wrapped in self._wrapped:
             wrapped.require_backward_grad_sync = not held
+
+    def explained(self, error: BaseException | None) -> Exception | None:
+        """DDP passes on what Gloo says: that somebody did not come, but not who."""
+        if type(error) is not RuntimeError and not isinstance(error, DistError):
+            return None
+        if not any(sign in str(error) for sign in ("imed out", "onnection closed", "onnection reset")):
+            return None
+        # Negative, so that it is no number of the group's own exchanges.
+        return self.group.explained(error, "ddp's sum of gradients", -self._passes)
 
     def payload(self) -> int:
         """Its reducer sends by itself: every pass sums all gradients."""
