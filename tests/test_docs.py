@@ -10,7 +10,9 @@ import pytest
 import typer.main
 
 from offbeat.cli.app import app
-from offbeat.strategies import available
+from offbeat.runtime.launch import Launcher
+from offbeat.strategies import available, parse
+from offbeat.testing import bench, checks_for
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -61,6 +63,19 @@ def test_documented_commands_and_options_exist() -> None:
 def test_the_readme_names_every_strategy() -> None:
     readme = (ROOT / "README.md").read_text()
     assert [name for name in available() if f"`{name}" not in readme and f" {name}(" not in readme] == []
+
+
+@pytest.mark.slow
+def test_the_documented_strategy_keeps_the_contract(tmp_path: Path, launcher: Launcher) -> None:
+    page = (ROOT / "docs/strategies.md").read_text()
+    program = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class OneByOne" in block)
+    (tmp_path / "mine.py").write_text(program)
+    strategy = parse(f"{tmp_path / 'mine.py'}:OneByOne")
+    checks = [check for check in checks_for(strategy) if "Ctrl-C" not in check.name]
+    assert len(checks) > 10
+    for check in checks:
+        with bench(strategy, 2, launcher) as place:
+            check.run(place)
 
 
 def test_the_version_is_said_once_and_quoted_rightly() -> None:
