@@ -46,3 +46,37 @@ def test_a_script_may_end_itself_inside_the_team(tmp_path: Path, launcher: Launc
     )
     result = drive(Job(Script(str(script)), Goal(), workers=2, out=tmp_path), launcher=launcher)
     assert result.metrics == {"quality": 0.5}
+
+
+STREAM = """
+import torch, offbeat
+from torch.utils.data import DataLoader, IterableDataset
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        source = torch.Generator().manual_seed(0)
+        return (torch.randn(3, generator=source) for _ in range(37))
+
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with offbeat.init() as team:
+    model, optimizer, loader = team.prepare(model, optimizer, DataLoader(Stream(), batch_size=8))
+    for epoch in range(2):
+        for batch in loader:
+            optimizer.zero_grad()
+            (model(batch) - 1).square().mean().backward()
+            optimizer.step()
+        team.report(weight=model.weight.sum())
+"""
+
+
+def test_a_seed_covers_what_is_made_before_init_and_streams_are_counted_exactly(
+    tmp_path: Path, launcher: Launcher
+) -> None:
+    script = tmp_path / "stream.py"
+    script.write_text(STREAM)
+    jobs = [Job(Script(str(script)), Goal(seed=3), workers=workers, out=tmp_path) for workers in (1, 2, 3)]
+    results = [drive(job, launcher=launcher) for job in jobs]
+    assert [result.samples for result in results] == [74, 74, 74]
+    assert [result.steps for result in results] == [10, 10, 10]
+    assert max(abs(result.metrics["weight"] - results[0].metrics["weight"]) for result in results) < 1e-5

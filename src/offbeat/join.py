@@ -305,7 +305,8 @@ class Team:
         if training:
             self._watch.examples = float(batch.examples)
             self.pace.begin(batch.examples, batch.total, batch.last)
-            self.ledger.samples += batch.total if batch.total is not None else batch.examples * self.size
+            self.ledger.samples += batch.total or 0
+            self.ledger.own_samples += batch.examples if batch.total is None else 0
             self.stopwatch.switch("compute")
         else:
             self.reports.evaluated += batch.examples

@@ -26,6 +26,7 @@ from offbeat.runtime.assignment import ASSIGNED, Assignment
 from offbeat.runtime.goal import Goal
 from offbeat.runtime.launch import Control
 from offbeat.runtime.place import where
+from offbeat.runtime.randomness import seed_everything
 from offbeat.runtime.records import MODEL_FILE
 from offbeat.task import Data, IterativeTask, Reference, Task
 
@@ -41,6 +42,8 @@ def work(config: Mapping[str, Any], control: Control) -> None:
     )
     ASSIGNED.set(assignment)
     if config.get("script"):
+        if assignment.goal.seed is not None:
+            seed_everything(assignment.goal.seed)  # A model may be made before the script calls init().
         _run_script(config["script"], config["arguments"])
         for team in assignment.open_teams:
             team.close()

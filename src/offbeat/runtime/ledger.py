@@ -25,6 +25,9 @@ class Ledger:
     target: Target | None
     steps: int = 0
     samples: int = 0
+    """Training examples over all workers, as far as every worker knows of them."""
+    own_samples: int = 0
+    """This worker's examples of batches whose size only the workers together know."""
     score: float | None = None
     best_score: float | None = None
     reached: bool = False
@@ -58,7 +61,6 @@ class Ledger:
         """Its part of the result."""
         return {
             "steps": self.steps,
-            "samples": self.samples,
             "score": self.score,
             "best_score": self.best_score,
             "metrics": self.metrics,
@@ -69,7 +71,17 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
-        names = ("steps", "samples", "score", "best_score", "reached", "seconds_to_target", "reports", "metrics")
+        names = (
+            "steps",
+            "samples",
+            "own_samples",
+            "score",
+            "best_score",
+            "reached",
+            "seconds_to_target",
+            "reports",
+            "metrics",
+        )
         return {name: getattr(self, name) for name in names} | {"cpu_seconds": self.cpu(), "target": str(self.target)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -95,7 +95,7 @@ class Reports:
         return {
             "step": self._ledger.steps,
             "epoch": epoch,
-            "samples": self._ledger.samples,
+            "samples": self._ledger.samples + self._ledger.own_samples * self._group.size,
             "seconds": round(self._stopwatch.total(), 6),
             "seconds_by_kind": {kind: round(spent, 6) for kind, spent in self._stopwatch.seconds.items()},
             "loss": self.last_loss,
@@ -105,22 +105,25 @@ class Reports:
         """All workers bring their accounts together, and worker 0 sends the result."""
         self._stopwatch.total()
         sent = self._group.bytes_sent + payload
-        mine = [float(sent), self._ledger.cpu(), self._stopwatch.overlapped, *self._stopwatch.seconds.values()]
+        counted = [float(sent), self._ledger.cpu(), float(self._ledger.own_samples)]
+        mine = [*counted, self._stopwatch.overlapped, *self._stopwatch.seconds.values()]
         rows = self._group.gather(mine, "the end of the run")
         if self._group.rank == 0:
             self._send({"kind": "result", **self._ledger.summary(), **self._costs(rows), **more})
 
     def _costs(self, rows: Tensor) -> dict[str, Any]:
         mean = rows.mean(dim=0)
-        by_kind = {kind: float(mean[3 + i]) for i, kind in enumerate(self._stopwatch.seconds)}
+        by_kind = {kind: float(mean[4 + i]) for i, kind in enumerate(self._stopwatch.seconds)}
         seconds = sum(by_kind.values())
+        samples = self._ledger.samples + int(rows[:, 2].sum())
         return {
+            "samples": samples,
             "seconds": seconds,
-            "samples_per_second": self._ledger.samples / seconds if seconds > 0 else 0.0,
+            "samples_per_second": samples / seconds if seconds > 0 else 0.0,
             "core_seconds": float(rows[:, 1].sum()),
             "bytes_sent": int(rows[:, 0].sum()),
             "seconds_by_kind": by_kind,
-            "overlapped_seconds": float(mean[2]),
+            "overlapped_seconds": float(mean[3]),
         }
 
 
