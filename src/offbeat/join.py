@@ -358,7 +358,6 @@ class Team:
             self.group.close()
 
     def _conclude(self) -> None:
-        self.exchange.settle()
         more = {
             "strategy": str(self.strategy),
             "workers": self.size,

@@ -171,7 +171,7 @@ def _split_bar(seconds: Mapping[str, float], width: int = 60) -> Text:
     bar = Text()
     for kind, spent in seconds.items():
         bar.append("█" * round(width * spent / total), style=_COLORS.get(kind, "white"))
-    bar.append(" ")
+    bar.append("\n")
     for kind, spent in seconds.items():
         if spent / total >= 0.01:
             bar.append(f"{kind} {100 * spent / total:.0f}% ", style=_COLORS.get(kind, "white"))

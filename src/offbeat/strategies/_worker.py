@@ -89,9 +89,6 @@ class Exchange(ABC):
         """Go on from such a state; called after the models were adopted."""
         del state
 
-    def settle(self) -> None:  # noqa: B027 - most strategies have nothing to do here
-        """Book what only shows at the end of a run, before the result is made."""
-
     def close(self) -> None:  # noqa: B027 - most strategies have nothing to do here
         """Take off what `install` has put on."""
 

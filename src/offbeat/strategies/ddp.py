@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import time
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,6 +60,7 @@ class _Stock(Exchange):
         self._handles: list[RemovableHandle] = []
         self._passes = 0
         self._held = False
+        self._computed_at: float | None = None
         self._scalers: list[RemovableHandle] = []
         self._owner: dict[int, int] = {}
         self._calls: dict[int, int] = {}
@@ -79,6 +80,9 @@ class _Stock(Exchange):
             gradient_as_bucket_view=True,
         )
         self._wrapped.append(wrapped)
+        # Backward comes to the first parameter last: from then on until the step, DDP's exchange is exposed.
+        first = next(p for p in model.parameters() if p.requires_grad)
+        self._handles.append(first.register_post_accumulate_grad_hook(self._computed))
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
             # DDP would broadcast buffers in evaluations too, and wait for workers that have fewer batches to evaluate.
@@ -106,8 +110,15 @@ class _Stock(Exchange):
             if not parameter.requires_grad and (parameter.is_floating_point() or parameter.is_complex()):
                 self._handles.append(hook(parameter, partial(_refuse_unfrozen, name)))
 
+    def _computed(self, _: Tensor) -> None:
+        self._computed_at = None if self._held else time.perf_counter()
+
     def stepping(self, optimizer: Optimizer) -> None:
         """DDP sees only what goes through a model's forward; all else it would leave different on every worker."""
+        if self._computed_at is not None:
+            self.stopwatch.total()
+            self.stopwatch.move(time.perf_counter() - self._computed_at, "compute", "communicate")
+            self._computed_at = None
         parameters = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
         owners = {self._owner[id(p)] for p in parameters if id(p) in self._owner}
         calls = {(id(optimizer), owner): self._calls.get(owner, 0) for owner in owners}
@@ -164,18 +175,6 @@ class _Stock(Exchange):
         """Take the hooks off."""
         for handle in (*self._handles, *self._scalers):
             handle.remove()
-
-    def settle(self) -> None:
-        """Book as communication what DDP's own log says was exposed; it samples some of the steps."""
-        for wrapped in self._wrapped:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                seen = wrapped._get_ddp_logging_data()  # pyright: ignore[reportPrivateUsage]
-            total = float(seen.get("avg_backward_comm_time", 0)) * 1e-9
-            hidden = float(seen.get("avg_backward_compute_comm_overlap_time", 0)) * 1e-9
-            exposed = self._passes * max(total - hidden, 0.0)
-            self.stopwatch.move(exposed, "compute", "communicate")
-            self.stopwatch.overlapped += self._passes * hidden
 
 
 def _refuse_unfrozen(name: str, parameter: Tensor) -> None:
