@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from offbeat._arrival import once_imported
 from offbeat._version import __version__
 
 if TYPE_CHECKING:
@@ -55,3 +56,13 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_WHERE])
+
+
+def _register() -> None:
+    from offbeat.runtime.backend._registered import register
+
+    register()
+
+
+# So that `dist.init_process_group("offbeat")` works after `import offbeat`, whichever of the two was imported first.
+once_imported("torch.distributed", _register)

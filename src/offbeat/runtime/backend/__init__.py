@@ -1,0 +1,25 @@
+"""The backend `offbeat` of torch.distributed: `import offbeat; dist.init_process_group("offbeat")`.
+
+Any program that runs on Gloo runs on it. Inside a host, collectives go through shared memory; results are the same
+bits on all ranks and in every run, because numbers are always combined in the order of ranks.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from offbeat.runtime.backend._group import OffbeatGroup
+    from offbeat.runtime.backend._marks import CollectiveError
+    from offbeat.runtime.backend._registered import Options, register, stand_in_for_gloo
+
+__all__ = ["CollectiveError", "OffbeatGroup", "Options", "register", "stand_in_for_gloo"]
+_WHERE = {"CollectiveError": "_marks", "OffbeatGroup": "_group"}
+
+
+def __getattr__(name: str) -> object:
+    # Torch may be half imported when the backend is registered, and only what is asked for may need all of it.
+    if name in __all__:
+        return getattr(importlib.import_module(f"{__name__}.{_WHERE.get(name, '_registered')}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

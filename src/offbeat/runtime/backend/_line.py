@@ -1,0 +1,177 @@
+"""Operations in line: what was asked for first is done first, on a thread of its own if nobody waits for it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offbeat.runtime.backend._marks import CollectiveError
+
+
+class Finished(dist._Work):  # pyright: ignore[reportPrivateUsage]
+    """What was done before the call returned."""
+
+    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """There is nothing to wait for."""
+        del timeout
+        return True
+
+    def synchronize(self) -> None:
+        """There is nothing to wait for."""
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
+    def is_success(self) -> bool:
+        """A failure would have been raised at once."""
+        return True
+
+    def exception(self) -> Any:
+        """A failure would have been raised at once."""
+        return None
+
+    def result(self) -> list[Tensor]:
+        """What it was done to."""
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """A future that is there already."""
+        future = torch.futures.Future[list[Tensor]]()
+        future.set_result(self._tensors)
+        return future
+
+
+class Pending(dist._Work):  # pyright: ignore[reportPrivateUsage]
+    """An operation that stands in line."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+        self._running = threading.Lock()
+        self._running.acquire()
+        self._failure: BaseException | None = None
+        self._future: torch.futures.Future[list[Tensor]] | None = None
+        self._guard = threading.Lock()
+        self._over = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when it is done; raise what it failed of."""
+        if not self._over:
+            seconds = timeout.total_seconds() if timeout else 0.0
+            if not self._running.acquire(timeout=seconds if seconds > 0 else -1):
+                raise CollectiveError(f"Timed out after {seconds:g} s: the operation is still in line or at work.")
+            self._running.release()
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+    def synchronize(self) -> None:
+        """The same as wait."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it is over, one way or the other."""
+        return self._over
+
+    def is_success(self) -> bool:
+        """Whether it is over and well."""
+        return self._over and self._failure is None
+
+    def exception(self) -> Any:
+        """What it failed of."""
+        return self._failure
+
+    def result(self) -> list[Tensor]:
+        """What it was done to."""
+        self.wait()
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Resolves to the tensors."""
+        with self._guard:
+            if self._future is None:
+                self._future = torch.futures.Future[list[Tensor]]()
+                if self._over:
+                    self._resolve(self._future)
+            return self._future
+
+    def end(self, failure: BaseException | None) -> None:
+        """It is over; called by who did it."""
+        self._failure = failure
+        with self._guard:
+            self._over = True
+            future = self._future
+        self._running.release()
+        if future is not None:
+            self._resolve(future)
+
+    def _resolve(self, future: torch.futures.Future[list[Tensor]]) -> None:
+        if self._failure is not None:
+            future.set_exception(self._failure)  # pyright: ignore[reportArgumentType]
+        else:
+            future.set_result(self._tensors)
+
+
+class Line:
+    """One group's operations, one at a time."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._turn = threading.Lock()
+        self._queue: deque[tuple[Callable[[], None], Pending]] = deque()
+        self._filled = threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def idle(self) -> bool:
+        """Take the turn if nothing stands in line; whoever gets it must call `leave`."""
+        return not self._queue and self._turn.acquire(False)
+
+    def leave(self) -> None:
+        """Give the turn back."""
+        self._turn.release()
+
+    def put(self, act: Callable[[], None], tensors: Sequence[Tensor]) -> Pending:
+        """Stand in line."""
+        pending = Pending(tensors)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=f"offbeat {self._name}", daemon=True)
+            self._thread.start()
+        self._queue.append((act, pending))
+        self._filled.release()
+        return pending
+
+    def _serve(self) -> None:
+        while True:
+            self._filled.acquire()
+            if self._closed:
+                return
+            with self._turn:  # Taken out only now: who finds the line empty may go ahead of nobody.
+                act, pending = self._queue.popleft()
+                failure: BaseException | None = None
+                try:
+                    act()
+                except Exception as error:
+                    failure = error
+            del act
+            pending.end(failure)
+            del pending
+
+    def close(self) -> None:
+        """Do nothing more."""
+        self._closed = True
+        self._filled.release()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5.0)

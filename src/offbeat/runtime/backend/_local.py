@@ -1,0 +1,324 @@
+"""Collectives between ranks of one host, each a compiled one-sided schedule run through shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offbeat.protocols.collectives import Collective, algorithm
+from offbeat.protocols.schedule import View
+from offbeat.runtime.backend._marks import CollectiveError, count_of, in_words, mark
+from offbeat.runtime.shared.engine import Blocks, Engine
+from offbeat.runtime.shared.kernels import Array, Combine, as_words, averager, combiner, words_of
+from offbeat.runtime.shared.programs import Stage, compile_one_sided, even_blocks
+from offbeat.runtime.shared.room import SMALL, Room
+from offbeat.runtime.shared.segment import Segment
+
+_AVG = dist.ReduceOp.AVG
+_MOST_PLANS = 512
+Piece = tuple[Blocks, Blocks]
+
+
+class _Plan(NamedTuple):
+    """A small all-reduce of one size, kind and operation, worked out."""
+
+    mark: int
+    slots: tuple[tuple[Array, ...], tuple[Array, ...]]
+    order: tuple[int, ...]
+    combine: Combine
+    finish: Callable[[Array], None] | None
+
+
+class Local:
+    """The collectives of one room. Every rank calls them in the same order, one at a time."""
+
+    def __init__(self, room: Room) -> None:
+        self.room = room
+        self._engine = Engine(room)
+        self._view = View.of(room.size)
+        self._programs: dict[tuple[Collective, str, int], tuple[Stage, ...]] = {}
+        self._plans: dict[tuple[Any, torch.dtype, int], _Plan] = {}
+        self._live: dict[int, tuple[Segment, int]] = {}
+        (one_shot,) = self._program(Collective.ALL_REDUCE, "one_shot")
+        self._order = one_shot.reduce[0][1]
+        self.sharing = False
+        """Whether any tensor lies in shared memory, so that it is worth asking which."""
+
+    def _program(self, collective: Collective, name: str, root: int = 0) -> tuple[Stage, ...]:
+        key = (collective, name, root)
+        found = self._programs.get(key)
+        if found is None:
+            schedule = algorithm(collective, name).schedule
+            blocks = 1 if collective is Collective.BROADCAST else self.room.size
+            found = compile_one_sided(schedule, self._view, self.room.rank, blocks, root)
+            self._programs[key] = found
+        return found
+
+    # -- all-reduce --------------------------------------------------------------------------------------------------
+
+    def all_reduce_small(self, row: Array, dtype: torch.dtype, operation: Any) -> None:
+        """Up to `SMALL` bytes, in one stage: everybody reads everybody's slot."""
+        room = self.room
+        plan = self._plans.get((operation, dtype, row.size)) or self._plan(operation, dtype, row.size)
+        room.stage = stage = room.stage + 1
+        slots = plan.slots[stage & 1]
+        base = room.enter(plan.mark)
+        np.copyto(slots[room.rank], row)
+        room.post()
+        room.take()
+        self._check(base, plan.mark)
+        combine, order = plan.combine, plan.order
+        combine(slots[order[0]], slots[order[1]], row)
+        for rank in order[2:]:
+            combine(row, slots[rank], row)
+        if plan.finish is not None:
+            plan.finish(row)
+
+    def _plan(self, operation: Any, dtype: torch.dtype, count: int) -> _Plan:
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.pop(next(iter(self._plans)))
+        slots = self._engine.small(words_of(dtype))
+        plan = _Plan(
+            mark("all_reduce", dtype, count, operation),
+            (tuple(slot[:count] for slot in slots[0]), tuple(slot[:count] for slot in slots[1])),
+            self._order,
+            combiner(operation, dtype),
+            averager(dtype, self.room.size) if operation == _AVG else None,
+        )
+        self._plans[operation, dtype, count] = plan
+        return plan
+
+    def all_reduce(self, rows: Sequence[Array], dtype: torch.dtype, operation: Any) -> None:
+        """Rows of any length, in place: two shots, in a pipeline."""
+        count = sum(row.size for row in rows)
+        finish = averager(dtype, self.room.size) if operation == _AVG else None
+        stages = self._program(Collective.ALL_REDUCE, "two_shot")
+        self._reduce_in_pieces(
+            stages, rows, rows, mark("all_reduce", dtype, count, operation), combiner(operation, dtype), finish
+        )
+
+    def _reduce_in_pieces(
+        self,
+        stages: Sequence[Stage],
+        rows: Sequence[Array],
+        results: Sequence[Array],
+        number: int,
+        combine: Combine,
+        finish: Callable[[Array], None] | None,
+    ) -> None:
+        size = self.room.size
+        width = self._engine.width(size, rows[0].itemsize)
+        pieces: list[Piece] = []
+        for row, result in zip(rows, results, strict=True):
+            for start in range(0, row.size, width * size):
+                stop = min(start + width * size, row.size)
+                cuts = even_blocks(stop - start, size)
+                given = [row[start + low : start + high] for low, high in cuts]
+                if result is row:
+                    pieces.append((given, given))
+                else:
+                    pieces.append((given, [result[start + low : start + high] for low, high in cuts]))
+        self._run(stages, pieces, width, rows[0].dtype, number, combine, finish)
+
+    def _run(
+        self,
+        stages: Sequence[Stage],
+        pieces: Sequence[Piece],
+        width: int,
+        words: Any,
+        number: int,
+        combine: Combine | None = None,
+        finish: Callable[[Array], None] | None = None,
+    ) -> None:
+        base = self.room.enter(number)
+        if not pieces:
+            self.room.sync()
+            self._check(base, number)
+            return
+        check = partial(self._check, base, number)
+        self._engine.run(stages, pieces, width, words, check, combine, finish)
+
+    def _check(self, base: int, number: int) -> None:
+        """All ranks must have come with the same operation."""
+        words, size = self.room.words, self.room.size
+        for place in range(base + 1, base + 2 * size, 2):
+            if words[place] != number:
+                raise self._mismatch(base)
+
+    def _mismatch(self, base: int) -> Exception:
+        marks = self.room.marks(base)
+        told = "; ".join(f"rank {self.room.names[rank]} with {in_words(number)}" for rank, number in enumerate(marks))
+        self.room.fail()
+        return CollectiveError(
+            f"ranks came to operation #{self.room.calls} of this group with different calls: {told}. Every rank must "
+            f"make the same calls in the same order, with the same shapes and kinds of numbers."
+        )
+
+    # -- on memory that is shared already ----------------------------------------------------------------------------
+
+    def shared_tensor(self, count: int, dtype: torch.dtype) -> Tensor:
+        """A tensor of zeros that the others can read: an all-reduce of it copies nothing. All ranks call this."""
+        number = mark("shared_tensor", dtype, count)
+        base = self.room.enter(number)
+        self.room.sync()
+        self._check(base, number)
+        each = -(-max(count * dtype.itemsize, 1) // 4096) * 4096
+        segment = self.room.share_segment(each * self.room.size)
+        tensor = segment.tensor(each * self.room.rank, count, dtype)
+        self._live[tensor.untyped_storage().data_ptr()] = (segment, each)
+        self.sharing = True
+        return tensor
+
+    def shared_rows(self, tensor: Tensor) -> list[Array] | None:
+        """Every rank's part of the memory in which this tensor lies, if it lies in shared memory."""
+        found = self._live.get(tensor.untyped_storage().data_ptr())
+        if found is None or not tensor.is_contiguous():
+            return None
+        segment, each = found
+        offset = tensor.data_ptr() - segment.address - each * self.room.rank
+        if not 0 <= offset < each:
+            return None
+        words, count = words_of(tensor.dtype), tensor.numel()
+        return [segment.array(each * rank + offset, count, words) for rank in range(self.room.size)]
+
+    def all_reduce_live(self, rows: Sequence[Array], dtype: torch.dtype, operation: Any) -> None:
+        """Everybody's row lies in shared memory: nothing is copied in or out."""
+        number = mark("all_reduce", dtype, rows[0].size, operation)
+        base = self.room.enter(number)
+        self.room.sync()
+        self._check(base, number)
+        finish = averager(dtype, self.room.size) if operation == _AVG else None
+        stages = self._program(Collective.ALL_REDUCE, "zero_copy")
+        self._engine.run_live(stages, rows, combiner(operation, dtype), finish)
+
+    # -- the others --------------------------------------------------------------------------------------------------
+
+    def barrier(self, kind: str = "barrier") -> None:
+        """Return when all ranks have come."""
+        number = mark(kind)
+        base = self.room.enter(number)
+        self.room.sync()
+        self._check(base, number)
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """The root's numbers, on every rank, in place."""
+        row = as_bytes(tensor)
+        number = mark("broadcast", tensor.dtype, tensor.numel(), root=root)
+        width = self._engine.width(1, 1)
+        cuts = range(0, row.size, width)
+        pieces: list[Piece] = [([row[start : start + width]], [row[start : start + width]]) for start in cuts]
+        self._run(self._program(Collective.BROADCAST, "one_shot", root), pieces, width, np.uint8, number)
+
+    def reduce(self, tensor: Tensor, operation: Any, root: int) -> None:
+        """Combined at the root, in place; the others keep theirs."""
+        row = as_words(tensor)
+        result = row if self.room.rank == root else np.empty_like(row)
+        finish = averager(tensor.dtype, self.room.size) if operation == _AVG else None
+        stages = self._program(Collective.REDUCE, "two_shot", root)
+        number = mark("reduce", tensor.dtype, row.size, operation, root)
+        self._reduce_in_pieces(stages, [row], [result], number, combiner(operation, tensor.dtype), finish)
+
+    def all_gather(self, outputs: Sequence[Tensor], given: Tensor) -> None:
+        """Everybody's tensor, on every rank; sizes may differ."""
+        rows = [as_bytes(output) for output in outputs]
+        me, mine = self.room.rank, as_bytes(given)
+        _same_size(rows[me], mine, f"output {me} of all_gather")
+        np.copyto(rows[me], mine)
+        number = mark("all_gather", given.dtype, sum(output.numel() for output in outputs))
+        bring = _only(len(rows), me, mine)
+        self._move(Collective.ALL_GATHER, bring, rows, max(row.size for row in rows), number)
+
+    def gather(self, outputs: Sequence[Tensor], given: Tensor, root: int) -> None:
+        """Everybody's tensor, at the root."""
+        size, me, mine = self.room.size, self.room.rank, as_bytes(given)
+        rows: list[Any] = [as_bytes(output) for output in outputs] if me == root else [None] * size
+        if me == root:
+            for rank, row in enumerate(rows):
+                _same_size(row, mine, f"output {rank} of gather")
+            np.copyto(rows[me], mine)
+        number = mark("gather", given.dtype, given.numel(), root=root)
+        self._move(Collective.GATHER, _only(size, me, mine), rows, mine.size, number, root)
+
+    def scatter(self, output: Tensor, given: Sequence[Tensor], root: int) -> None:
+        """The root's tensors, one for each rank."""
+        size, me, mine = self.room.size, self.room.rank, as_bytes(output)
+        rows: list[Any] = [as_bytes(tensor) for tensor in given] if me == root else [None] * size
+        if me == root:
+            for rank, row in enumerate(rows):
+                _same_size(row, mine, f"input {rank} of scatter")
+            np.copyto(mine, rows[me])
+        number = mark("scatter", output.dtype, output.numel(), root=root)
+        self._move(Collective.SCATTER, rows, _only(size, me, mine), mine.size, number, root)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Tensor t of rank s becomes tensor s of rank t; sizes may differ."""
+        bring, rows = [as_bytes(tensor) for tensor in inputs], [as_bytes(tensor) for tensor in outputs]
+        me = self.room.rank
+        _same_size(rows[me], bring[me], f"output {me} of all_to_all")
+        np.copyto(rows[me], bring[me])
+        # Nobody knows how much the others exchange: the longest is agreed first, through the marks.
+        longest = max(row.size for row in (*bring, *rows))
+        base = self.room.enter(mark("all_to_all", None, longest))
+        self.room.sync()
+        marks = self.room.marks(base)
+        if any(other & 15 != marks[me] & 15 for other in marks):
+            raise self._mismatch(base)
+        longest = max(count_of(other) for other in marks)
+        self._move(Collective.ALL_TO_ALL, bring, rows, longest, mark("all_to_all", None, longest))
+
+    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], operation: Any) -> None:
+        """Rank r gets the combination of everybody's tensor r."""
+        rows, me = [as_words(tensor) for tensor in inputs], self.room.rank
+        mine = as_words(output)
+        _same_size(mine, rows[me], "the output of reduce_scatter")
+        combine = combiner(operation, output.dtype)
+        finish = averager(output.dtype, self.room.size) if operation == _AVG else None
+        number = mark("reduce_scatter", output.dtype, sum(row.size for row in rows), operation)
+        longest = max(row.size for row in rows)
+        results = _only(len(rows), me, mine)
+        self._move(Collective.REDUCE_SCATTER, rows, results, longest, number, 0, combine, finish)
+
+    def _move(
+        self,
+        collective: Collective,
+        bring: Blocks,
+        rows: Blocks,
+        longest: int,
+        number: int,
+        root: int = 0,
+        combine: Combine | None = None,
+        finish: Callable[[Array], None] | None = None,
+    ) -> None:
+        """Blocks of any lengths up to `longest`, window by window."""
+        words = next(row.dtype for row in (*bring, *rows) if row is not None)
+        size = self.room.size
+        small = longest * words.itemsize * size <= SMALL
+        width = self._engine.width(size, words.itemsize, small)
+        pieces = [(_windows(bring, start, width), _windows(rows, start, width)) for start in range(0, longest, width)]
+        self._run(self._program(collective, "one_shot", root), pieces, width, words, number, combine, finish)
+
+
+def as_bytes(tensor: Tensor) -> Array:
+    """The bytes of a contiguous tensor, without a copy."""
+    return as_words(tensor).view(np.uint8)
+
+
+def _only(size: int, rank: int, row: Array) -> list[Any]:
+    rows: list[Any] = [None] * size
+    rows[rank] = row
+    return rows
+
+
+def _windows(rows: Blocks, start: int, width: int) -> list[Any]:
+    return [None if row is None else row[start : start + width] for row in rows]
+
+
+def _same_size(row: Array, other: Array, what: str) -> None:
+    if row.size != other.size:
+        raise ValueError(f"{what} has {row.nbytes:,} bytes, but {other.nbytes:,} are needed")

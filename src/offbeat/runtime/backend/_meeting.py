@@ -1,0 +1,70 @@
+"""How the ranks of a new group find out who lives on which host, and meet in a room there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import Store
+
+from offbeat.runtime.shared.room import Explains, Room
+from offbeat.runtime.shared.segment import Segment, SegmentError, host_identity
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Where the ranks of a group live."""
+
+    of: tuple[int, ...]
+    """The host of each rank: hosts are counted in the order of their first ranks."""
+    rank: int
+    """This rank."""
+
+    @property
+    def neighbours(self) -> tuple[int, ...]:
+        """The ranks on this rank's host, itself included."""
+        return tuple(rank for rank, host in enumerate(self.of) if host == self.of[self.rank])
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """The first rank of each host."""
+        return tuple(self.of.index(host) for host in range(self.count))
+
+    @property
+    def count(self) -> int:
+        """How many hosts there are."""
+        return max(self.of) + 1
+
+
+def find_hosts(store: Store, rank: int, size: int, identity: str | None) -> Hosts:
+    """Ask everybody where it lives; waits until all have come."""
+    store.set(f"host/{rank}", identity or host_identity())
+    told = store.multi_get([f"host/{other}" for other in range(size)])
+    numbers: dict[bytes, int] = {}
+    return Hosts(tuple(numbers.setdefault(bytes(name), len(numbers)) for name in told), rank)
+
+
+def open_room(store: Store, hosts: Hosts, names: tuple[int, ...], timeout: timedelta, explain: Explains) -> Room | None:
+    """Meet the others of this host; None where memory cannot be shared, which all ranks of the group agree on."""
+    neighbours = hosts.neighbours
+    leader, room, segment = neighbours[0], None, None
+    key, done = f"room/{leader}", [f"met/{rank}" for rank in range(len(hosts.of))]
+    try:
+        if hosts.rank == leader:
+            try:
+                segment = Room.create(len(neighbours))
+                store.set(key, segment.ticket)
+            except SegmentError as error:
+                store.set(key, str(error))
+                raise
+        else:
+            segment = Segment.attach(store.get(key).decode())
+        room = Room(segment, neighbours.index(hosts.rank), [names[rank] for rank in neighbours], explain)
+        room.timeout = timeout.total_seconds
+        store.set(done[hosts.rank], "yes")
+    except SegmentError as error:
+        store.set(done[hosts.rank], str(error))
+    answers = store.multi_get(done)
+    if segment is not None:
+        segment.seal()
+    return room if all(bytes(answer) == b"yes" for answer in answers) else None

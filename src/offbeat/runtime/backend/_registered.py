@@ -1,0 +1,73 @@
+"""How torch gets to know the backend, under its own name or in Gloo's place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+NAME = "offbeat"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What may be said of a group when it is made, as `pg_options`."""
+
+    host: str | None = None
+    """The host that this rank counts as living on, instead of the one that it finds itself on."""
+
+
+def register() -> None:
+    """Make the backend known to torch; more than once does no harm."""
+    if NAME.upper() in dist.Backend._plugins:  # pyright: ignore[reportPrivateUsage]
+        return
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    _teach_monitored_barrier()
+
+
+def _create(told: Any, given: Any) -> Any:
+    from offbeat.runtime.backend._group import OffbeatGroup
+
+    host = given.host if isinstance(given, Options) else None
+    names = list(told.global_ranks_in_group)
+    return OffbeatGroup(told.store, told.group_rank, told.group_size, told.timeout, names, told.group_id, host)
+
+
+def _teach_monitored_barrier() -> None:
+    """Torch asks for a backend named gloo before it calls a group's monitored_barrier; ours has one, too."""
+    stock = c10d.monitored_barrier
+
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+        if not c10d._rank_not_in_group(group) and c10d.get_backend(group) == NAME:  # pyright: ignore[reportPrivateUsage]
+            ours: Any = c10d._get_default_group() if group is None else group  # pyright: ignore[reportPrivateUsage]
+            return ours.monitored_barrier(timeout, wait_all_ranks)
+        return stock(group, timeout, wait_all_ranks)
+
+    monitored_barrier.__doc__ = stock.__doc__
+    c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier
+
+
+def stand_in_for_gloo() -> None:
+    """From now on, groups of this process that are asked for by the name of Gloo are ours."""
+    from offbeat.runtime.backend._group import OffbeatGroup
+
+    class StandIn(OffbeatGroup):
+        """Made as torch makes a Gloo group."""
+
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any = c10d.default_pg_timeout) -> None:
+            super().__init__(store, rank, size, timeout)
+            self.options = Asked()
+
+        def getBackendName(self) -> str:  # noqa: N802 - torch's name
+            """What was asked for."""
+            return "gloo"
+
+    class Asked:
+        """What torch notes down about a Gloo group."""
+
+        global_ranks_in_group: Any = ()
+        group_name = ""
+
+    c10d.ProcessGroupGloo = StandIn  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,1 @@
+"""Memory that the processes of one host share: segments, signals between them, and collectives executed there."""

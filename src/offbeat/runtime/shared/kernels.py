@@ -1,0 +1,102 @@
+"""How numbers of each kind are combined, in place and without the interpreter in between.
+
+Everything is numpy, because its calls are short. What numpy does not have (bfloat16) or is slow at (half) is moved as
+16-bit words and combined by torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from offbeat.errors import UsageError
+
+Array = NDArray[Any]
+Combine = Callable[[Array, Array, Array], Any]
+"""Puts a combined with b into the third."""
+
+_WORDS: dict[torch.dtype, Any] = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.complex64: np.complex64,
+    torch.complex128: np.complex128,
+    torch.int8: np.int8,
+    torch.int16: np.int16,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.uint8: np.uint8,
+    torch.uint16: np.uint16,
+    torch.uint32: np.uint32,
+    torch.uint64: np.uint64,
+    torch.bool: np.bool_,
+}
+_BY_SIZE = {1: (torch.uint8, np.uint8), 2: (torch.uint16, np.uint16), 4: (torch.int32, np.int32)}
+_UFUNCS: dict[Any, tuple[Any, Any]] = {
+    ReduceOp.SUM: (np.add, torch.add),
+    ReduceOp.AVG: (np.add, torch.add),
+    ReduceOp.PRODUCT: (np.multiply, torch.mul),
+    ReduceOp.MIN: (np.minimum, torch.minimum),
+    ReduceOp.MAX: (np.maximum, torch.maximum),
+}
+_BITS: dict[Any, Any] = {
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
+}
+OPERATIONS = (*_UFUNCS, *_BITS)
+"""Every reduction there is, in an order that never changes: marks on the board count by it."""
+
+
+def words_of(dtype: torch.dtype) -> Any:
+    """The numpy kind in which numbers of this kind are moved."""
+    found = _WORDS.get(dtype)
+    return found if found is not None else _BY_SIZE[dtype.itemsize][1]
+
+
+def as_words(tensor: Tensor) -> Array:
+    """The numbers of a contiguous tensor in one row, without a copy; free of autograd and of inference mode."""
+    flat = tensor.detach() if tensor.requires_grad else tensor
+    flat = flat.reshape(-1)
+    if flat.dtype in _WORDS:
+        return flat.numpy()
+    return flat.view(_BY_SIZE[flat.dtype.itemsize][0]).numpy()
+
+
+def combiner(operation: Any, dtype: torch.dtype) -> Combine:
+    """How two rows of such numbers are combined; AVG adds, and is divided in the end by `averager`."""
+    if operation in _BITS:
+        if dtype.is_floating_point or dtype.is_complex:
+            raise UsageError(f"Cannot use ReduceOp.{operation.name} with non-integral dtype ({dtype})")
+        return _BITS[operation]
+    if operation not in _UFUNCS:
+        raise UsageError(f"the backend offbeat has no ReduceOp.{getattr(operation, 'name', operation)}")
+    plain, strange = _UFUNCS[operation]
+    if dtype in _WORDS:
+        return plain
+    return partial(_by_torch, strange, dtype)
+
+
+def _by_torch(function: Callable[..., Any], dtype: torch.dtype, a: Array, b: Array, out: Array) -> None:
+    first, second, third = (torch.from_numpy(words).view(dtype) for words in (a, b, out))
+    function(first, second, out=third)
+
+
+def averager(dtype: torch.dtype, size: int) -> Callable[[Array], None]:
+    """Divides a row of such numbers by the number of ranks, in place; whole numbers are rounded towards zero."""
+    if dtype.is_floating_point or dtype.is_complex:
+
+        def divide(row: Array) -> None:
+            torch.from_numpy(row).view(dtype).div_(size)
+    else:
+
+        def divide(row: Array) -> None:
+            torch.from_numpy(row).view(dtype).div_(size, rounding_mode="trunc")
+
+    return divide

@@ -1,0 +1,101 @@
+"""One-sided schedules, compiled for one rank: stages of publishing, and then reducing and copying what others have.
+
+A schedule is compiled over blocks, not elements: its layout has one element for each block, and how long the blocks
+are is decided when it is run. So a group compiles each schedule once, whatever sizes come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.errors import UsageError
+from offbeat.protocols.schedule import Layout, Op, Round, Schedule, View
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one rank does between two signals."""
+
+    publish: tuple[int, ...]
+    """Blocks that others will read from here."""
+    reduce: tuple[tuple[int, tuple[int, ...]], ...]
+    """Blocks to combine, each with the ranks whose contributions go in, in the order of ranks."""
+    copy: tuple[tuple[int, int, int], ...]
+    """What to put in place: source, block there, block here."""
+
+
+_Flags = NDArray[np.bool_]
+
+
+@dataclass
+class _Open:
+    published: bool = False
+    publish: set[int] = field(default_factory=set[int])
+    contributions: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    copies: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+
+    def closed(self) -> Stage:
+        reduce = tuple((block, tuple(sorted(ranks))) for block, ranks in sorted(self.contributions.items()))
+        copy = tuple((source, block, place) for place, (source, block) in sorted(self.copies.items()))
+        return Stage(tuple(sorted(self.publish)), reduce, copy)
+
+
+def compile_one_sided(schedule: Schedule, view: View, rank: int, blocks: int, root: int = 0) -> tuple[Stage, ...]:
+    """The stages of `rank`; every rank has as many."""
+    stages = [_Open()]
+    changed = np.zeros((view.size, blocks), dtype=bool)
+    for each in schedule(view, Layout(blocks, root=root)):
+        if each.op is Op.SEND:
+            raise UsageError("a schedule with SEND rounds is no one-sided one: it runs over point-to-point")
+        if each.op is Op.COPY and bool((each.source == each.target).all()):
+            if changed.any():
+                stages.append(_Open())
+            # What has been published stays as it is, whatever is written afterwards.
+            changed = np.zeros_like(changed)
+            stages[-1].published = True
+            continue
+        if each.op is Op.FETCH and not stages[-1].published and _reads(each, changed):
+            stages.append(_Open())
+            changed[:] = False
+        _note(each, rank, stages[-1], changed)
+    return tuple(stage.closed() for stage in stages)
+
+
+def _reads(fetch: Round, changed: _Flags) -> bool:
+    """Whether something is read that was written since the last signal."""
+    return any(
+        bool(changed[source, start:stop].any())
+        for source, start, stop in zip(fetch.source, fetch.start, fetch.stop, strict=True)
+    )
+
+
+def _note(each: Round, rank: int, stage: _Open, changed: _Flags) -> None:
+    columns = (each.source, each.target, each.start, each.stop, each.place)
+    for source, target, start, stop, place in zip(*(column.tolist() for column in columns), strict=True):
+        shift = place - start
+        if each.op is Op.FETCH:
+            if source == rank and target != rank:
+                stage.publish.update(range(start, stop))
+            continue
+        changed[target, place : place + stop - start] = True
+        if target == rank:
+            for block in range(start, stop):
+                _take_in(each.op, stage, rank, source, block, block + shift)
+
+
+def _take_in(op: Op, stage: _Open, rank: int, source: int, block: int, place: int) -> None:
+    if op is Op.REDUCE:
+        if place in stage.copies:  # What came first replaced what was there: it is the first of the sum.
+            stage.contributions[place] = [stage.copies.pop(place)[0]]
+        stage.contributions.setdefault(place, [rank]).append(source)
+    else:
+        stage.copies[place] = (source, block)
+
+
+def even_blocks(count: int, blocks: int) -> list[tuple[int, int]]:
+    """Where each block of a row of `count` begins and ends when it is cut evenly."""
+    return list(pairwise(Layout(count).blocks(blocks).tolist()))

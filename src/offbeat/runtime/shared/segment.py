@@ -1,0 +1,99 @@
+"""A piece of memory that several processes of one host have mapped.
+
+It has no name: it is a file that lives in memory only (memfd), which peers open through the process that made it. When
+the last process that has it mapped is gone, however it went, so is the memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from offbeat.errors import OffbeatError
+
+_PAGE = mmap.PAGESIZE
+
+
+class SegmentError(OffbeatError):
+    """Memory could not be shared; say why, so that another way can be taken."""
+
+
+class Segment:
+    """Shared memory of a fixed size."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self._descriptor: int | None = descriptor
+        self.size = size
+        """Bytes, in whole pages."""
+        self._map = mmap.mmap(descriptor, size)
+        self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+        """All of it."""
+
+    @classmethod
+    def create(cls, size: int) -> Segment:
+        """New memory, zero, really there: later writes cannot fail for want of it."""
+        whole = -(-size // _PAGE) * _PAGE
+        try:
+            descriptor = os.memfd_create("offbeat", os.MFD_CLOEXEC)
+            try:
+                os.posix_fallocate(descriptor, 0, whole)
+                return cls(descriptor, whole)
+            except OSError:
+                os.close(descriptor)
+                raise
+        except OSError as error:
+            raise SegmentError(f"{whole:,} bytes of shared memory could not be had: {error}") from error
+
+    @classmethod
+    def attach(cls, ticket: str) -> Segment:
+        """The memory that another process of this host has created, by the ticket that it gave out."""
+        try:
+            process, descriptor, size = (int(field) for field in ticket.split(":"))
+            opened = os.open(Path("/proc") / str(process) / "fd" / str(descriptor), os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if os.fstat(opened).st_size != size:
+                    raise OSError(f"it has {os.fstat(opened).st_size:,} bytes, not {size:,}")
+                return cls(opened, size)
+            except (OSError, ValueError):
+                os.close(opened)
+                raise
+        except (OSError, ValueError) as error:
+            raise SegmentError(f"the shared memory of ticket {ticket!r} could not be opened: {error}") from error
+
+    @property
+    def ticket(self) -> str:
+        """What a peer needs to attach, while this process keeps the descriptor open."""
+        return f"{os.getpid()}:{self._descriptor}:{self.size}"
+
+    def seal(self) -> None:
+        """Close the descriptor: all who want the memory have it mapped."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def array(self, offset: int, count: int, dtype: Any) -> NDArray[Any]:
+        """`count` numbers from byte `offset` on."""
+        return self.bytes[offset : offset + count * np.dtype(dtype).itemsize].view(dtype)
+
+    def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """The same as a torch tensor, of any kind of number."""
+        raw = torch.from_numpy(self.bytes[offset : offset + count * dtype.itemsize])
+        return raw.view(dtype)
+
+    @property
+    def address(self) -> int:
+        """Where it lies in this process."""
+        return int(self.bytes.ctypes.data)
+
+
+def host_identity() -> str:
+    """Equal in processes that can share memory this way and count as one host: same boot, process and network space."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    spaces = [Path("/proc/self/ns") / kind for kind in ("pid", "net", "user")]
+    return ":".join([boot, *(str(space.stat().st_ino) for space in spaces), str(os.getuid())])

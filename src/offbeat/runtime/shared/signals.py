@@ -1,0 +1,131 @@
+"""One process tells another that something is there: counting semaphores inside shared memory, and how to wait.
+
+A wait tries a few times, then lets others run, then sleeps; so it is quick when the peer is about to come, and does
+not take the core from it when there are more processes than cores. While it sleeps it looks every 100 ms whether the
+peer is still alive. Semaphores order memory on every processor, and let Python's other threads run while they sleep.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import time
+from collections.abc import Callable
+from typing import Any
+
+from offbeat.runtime.shared.segment import Segment
+
+SIGNAL_BYTES = 64
+"""Room for one semaphore: a cache line of its own, so that neighbours do not slow each other down."""
+_TRIES = 20
+_YIELDS = 100
+_SLICE = 0.1
+_STARVED = 300_000
+"""Nanoseconds after which a process that let others run knows that somebody else is using up the cores."""
+_SLEEPY = 300
+"""How many waits sleep at once after that."""
+_MOST = 2**31 - 1
+
+
+class _Semaphore:
+    """What `_multiprocessing.SemLock` offers, by ctypes: slower, for Pythons in which that class is not as known."""
+
+    def __init__(self, address: int) -> None:
+        self._library = ctypes.CDLL(None, use_errno=True)
+        self._address = ctypes.c_void_p(address)
+
+    def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
+        """Take one; False if there was none in time."""
+        if self._library.sem_trywait(self._address) == 0:
+            return True
+        if not block:
+            return False
+        end = time.time() + (3600.0 if timeout is None else timeout)
+        moment = (ctypes.c_long * 2)(int(end), int(end % 1 * 1e9))
+        return self._library.sem_timedwait(self._address, moment) == 0
+
+    def release(self) -> None:
+        """Add one."""
+        self._library.sem_post(self._address)
+
+
+def lay_out(segment: Segment, offset: int, count: int) -> None:
+    """Make `count` semaphores of value 0 at this offset; done once, by the process that made the segment."""
+    library = ctypes.CDLL(None, use_errno=True)
+    for number in range(count):
+        place = ctypes.c_void_p(segment.address + offset + number * SIGNAL_BYTES)
+        if library.sem_init(place, 1, 0) != 0:
+            raise OSError(ctypes.get_errno(), "sem_init failed")
+
+
+def semaphore_at(segment: Segment, offset: int) -> Any:
+    """The semaphore at this offset, with `acquire(block, timeout)` and `release()`."""
+    address = segment.address + offset
+    try:
+        from _multiprocessing import SemLock
+
+        made = SemLock._rebuild(address, 1, _MOST, None)  # pyright: ignore[reportAttributeAccessIssue]
+        if made.handle == address:
+            return made
+    except (ImportError, AttributeError, TypeError, OSError):
+        pass
+    return _Semaphore(address)
+
+
+class Waiter:
+    """How one process waits for others."""
+
+    def __init__(self, alive: Callable[[int], None]) -> None:
+        self._alive = alive
+        self._sleepy = 0
+
+    def wait(self, acquire: Callable[..., bool], peer: int) -> None:
+        """Take one signal from `peer`; `alive(peer)` is asked every 100 ms, and raises when there is no more hope."""
+        if self._sleepy:
+            self._sleepy -= 1
+        elif self._tried(acquire):
+            return
+        while not acquire(True, _SLICE):
+            self._alive(peer)
+
+    def _tried(self, acquire: Callable[..., bool]) -> bool:
+        for _ in range(_TRIES):
+            if acquire(False):
+                return True
+        before = time.perf_counter_ns()
+        for _ in range(_YIELDS):
+            os.sched_yield()
+            if acquire(False):
+                return True
+            now = time.perf_counter_ns()
+            if now - before > _STARVED:
+                self._sleepy = _SLEEPY
+                return False
+            before = now
+        return False
+
+
+class Life:
+    """Whether a process still exists; a number that was given to another process since is not mistaken for it."""
+
+    def __init__(self, process: int) -> None:
+        try:
+            self._descriptor = os.pidfd_open(process)
+        except ProcessLookupError:
+            self._descriptor = -1
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended."""
+        if self._descriptor < 0:
+            return True
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        """Look no more."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
