@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,13 +14,13 @@ from torch import Tensor
 from offbeat.protocols.collectives import Collective, algorithm
 from offbeat.protocols.schedule import View
 from offbeat.runtime.backend._marks import CollectiveError, count_of, in_words, mark
-from offbeat.runtime.shared.engine import Blocks, Engine
-from offbeat.runtime.shared.kernels import Array, Combine, as_words, averager, combiner, words_of
+from offbeat.runtime.shared.engine import Blocks, Engine, reduce_rows
+from offbeat.runtime.shared.kernels import Array, Ways, as_words, ways_of, words_of
 from offbeat.runtime.shared.programs import Stage, compile_one_sided, even_blocks
 from offbeat.runtime.shared.room import SMALL, Room
 from offbeat.runtime.shared.segment import Segment
 
-_AVG = dist.ReduceOp.AVG
+_SUM = dist.ReduceOp.SUM
 _MOST_PLANS = 512
 Piece = tuple[Blocks, Blocks]
 
@@ -31,8 +31,7 @@ class _Plan(NamedTuple):
     mark: int
     slots: tuple[tuple[Array, ...], tuple[Array, ...]]
     order: tuple[int, ...]
-    combine: Combine
-    finish: Callable[[Array], None] | None
+    ways: Ways
 
 
 class Local:
@@ -73,12 +72,8 @@ class Local:
         room.post()
         room.take()
         self._check(base, plan.mark)
-        combine, order = plan.combine, plan.order
-        combine(slots[order[0]], slots[order[1]], row)
-        for rank in order[2:]:
-            combine(row, slots[rank], row)
-        if plan.finish is not None:
-            plan.finish(row)
+        with np.errstate(all="ignore"):
+            reduce_rows([slots[rank] for rank in plan.order], row, plan.ways)
 
     def _plan(self, operation: Any, dtype: torch.dtype, count: int) -> _Plan:
         if len(self._plans) >= _MOST_PLANS:
@@ -88,43 +83,35 @@ class Local:
             mark("all_reduce", dtype, count, operation),
             (tuple(slot[:count] for slot in slots[0]), tuple(slot[:count] for slot in slots[1])),
             self._order,
-            combiner(operation, dtype),
-            averager(dtype, self.room.size) if operation == _AVG else None,
+            ways_of(operation, dtype, self.room.size),
         )
         self._plans[operation, dtype, count] = plan
         return plan
 
-    def all_reduce(self, rows: Sequence[Array], dtype: torch.dtype, operation: Any) -> None:
-        """Rows of any length, in place: two shots, in a pipeline."""
-        count = sum(row.size for row in rows)
-        finish = averager(dtype, self.room.size) if operation == _AVG else None
-        stages = self._program(Collective.ALL_REDUCE, "two_shot")
-        self._reduce_in_pieces(
-            stages, rows, rows, mark("all_reduce", dtype, count, operation), combiner(operation, dtype), finish
-        )
-
-    def _reduce_in_pieces(
-        self,
-        stages: Sequence[Stage],
-        rows: Sequence[Array],
-        results: Sequence[Array],
-        number: int,
-        combine: Combine,
-        finish: Callable[[Array], None] | None,
+    def all_reduce(
+        self, rows: Sequence[Array], dtype: torch.dtype, operation: Any, weight: float | None = None
     ) -> None:
+        """Rows of any length, in place: two shots, in a pipeline. This rank's numbers count `weight` times."""
+        number = mark("all_reduce", dtype, sum(row.size for row in rows), operation)
+        stages = self._program(Collective.ALL_REDUCE, "two_shot")
         size = self.room.size
         width = self._engine.width(size, rows[0].itemsize)
+        pieces = [piece for row in rows for piece in _pieces(row, row, width, size)]
+        self._run(stages, pieces, width, rows[0].dtype, number, ways_of(operation, dtype, size, weight))
+
+    def sum_own_blocks(self, rows: Sequence[Array], dtype: torch.dtype, weight: float) -> None:
+        """Sum rows, but each rank only its block of every row, in place: what `blocks_of` says; the rest stays."""
+        size = self.room.size
+        width = self._engine.width(size, rows[0].itemsize)
+        number = mark("reduce_scatter", dtype, sum(row.size for row in rows), _SUM)
         pieces: list[Piece] = []
-        for row, result in zip(rows, results, strict=True):
-            for start in range(0, row.size, width * size):
-                stop = min(start + width * size, row.size)
-                cuts = even_blocks(stop - start, size)
-                given = [row[start + low : start + high] for low, high in cuts]
-                if result is row:
-                    pieces.append((given, given))
-                else:
-                    pieces.append((given, [result[start + low : start + high] for low, high in cuts]))
-        self._run(stages, pieces, width, rows[0].dtype, number, combine, finish)
+        for row in rows:
+            blocks = [row[low:high] for low, high in even_blocks(row.size, size)]
+            for start in range(0, blocks[0].size, width):
+                window = _windows(blocks, start, width)
+                pieces.append((window, window))
+        stages = self._program(Collective.REDUCE_SCATTER, "one_shot")
+        self._run(stages, pieces, width, rows[0].dtype, number, ways_of(_SUM, dtype, size, weight))
 
     def _run(
         self,
@@ -133,8 +120,7 @@ class Local:
         width: int,
         words: Any,
         number: int,
-        combine: Combine | None = None,
-        finish: Callable[[Array], None] | None = None,
+        ways: Ways = Ways(),  # noqa: B008 - a value, never changed
     ) -> None:
         base = self.room.enter(number)
         if not pieces:
@@ -142,7 +128,8 @@ class Local:
             self._check(base, number)
             return
         check = partial(self._check, base, number)
-        self._engine.run(stages, pieces, width, words, check, combine, finish)
+        with np.errstate(all="ignore"):  # Numbers may overflow here as anywhere in torch, without a word.
+            self._engine.run(stages, pieces, width, words, check, ways)
 
     def _check(self, base: int, number: int) -> None:
         """All ranks must have come with the same operation."""
@@ -193,9 +180,9 @@ class Local:
         base = self.room.enter(number)
         self.room.sync()
         self._check(base, number)
-        finish = averager(dtype, self.room.size) if operation == _AVG else None
         stages = self._program(Collective.ALL_REDUCE, "zero_copy")
-        self._engine.run_live(stages, rows, combiner(operation, dtype), finish)
+        with np.errstate(all="ignore"):
+            self._engine.run_live(stages, rows, ways_of(operation, dtype, self.room.size))
 
     # -- the others --------------------------------------------------------------------------------------------------
 
@@ -219,10 +206,12 @@ class Local:
         """Combined at the root, in place; the others keep theirs."""
         row = as_words(tensor)
         result = row if self.room.rank == root else np.empty_like(row)
-        finish = averager(tensor.dtype, self.room.size) if operation == _AVG else None
         stages = self._program(Collective.REDUCE, "two_shot", root)
         number = mark("reduce", tensor.dtype, row.size, operation, root)
-        self._reduce_in_pieces(stages, [row], [result], number, combiner(operation, tensor.dtype), finish)
+        size = self.room.size
+        width = self._engine.width(size, row.itemsize)
+        pieces = _pieces(row, result, width, size)
+        self._run(stages, pieces, width, row.dtype, number, ways_of(operation, tensor.dtype, size))
 
     def all_gather(self, outputs: Sequence[Tensor], given: Tensor) -> None:
         """Everybody's tensor, on every rank; sizes may differ."""
@@ -277,12 +266,18 @@ class Local:
         rows, me = [as_words(tensor) for tensor in inputs], self.room.rank
         mine = as_words(output)
         _same_size(mine, rows[me], "the output of reduce_scatter")
-        combine = combiner(operation, output.dtype)
-        finish = averager(output.dtype, self.room.size) if operation == _AVG else None
         number = mark("reduce_scatter", output.dtype, sum(row.size for row in rows), operation)
         longest = max(row.size for row in rows)
         results = _only(len(rows), me, mine)
-        self._move(Collective.REDUCE_SCATTER, rows, results, longest, number, 0, combine, finish)
+        self._move(
+            Collective.REDUCE_SCATTER,
+            rows,
+            results,
+            longest,
+            number,
+            0,
+            ways_of(operation, output.dtype, self.room.size),
+        )
 
     def _move(
         self,
@@ -292,8 +287,7 @@ class Local:
         longest: int,
         number: int,
         root: int = 0,
-        combine: Combine | None = None,
-        finish: Callable[[Array], None] | None = None,
+        ways: Ways = Ways(),  # noqa: B008 - a value, never changed
     ) -> None:
         """Blocks of any lengths up to `longest`, window by window."""
         words = next(row.dtype for row in (*bring, *rows) if row is not None)
@@ -301,7 +295,7 @@ class Local:
         small = longest * words.itemsize * size <= SMALL
         width = self._engine.width(size, words.itemsize, small)
         pieces = [(_windows(bring, start, width), _windows(rows, start, width)) for start in range(0, longest, width)]
-        self._run(self._program(collective, "one_shot", root), pieces, width, words, number, combine, finish)
+        self._run(self._program(collective, "one_shot", root), pieces, width, words, number, ways)
 
 
 def as_bytes(tensor: Tensor) -> Array:
@@ -313,6 +307,17 @@ def _only(size: int, rank: int, row: Array) -> list[Any]:
     rows: list[Any] = [None] * size
     rows[rank] = row
     return rows
+
+
+def _pieces(row: Array, result: Array, width: int, size: int) -> list[Piece]:
+    """A row in pieces, each cut evenly into a block for each rank."""
+    pieces: list[Piece] = []
+    for start in range(0, row.size, width * size):
+        stop = min(start + width * size, row.size)
+        cuts = even_blocks(stop - start, size)
+        given = [row[start + low : start + high] for low, high in cuts]
+        pieces.append((given, given if result is row else [result[start + low : start + high] for low, high in cuts]))
+    return pieces
 
 
 def _windows(rows: Blocks, start: int, width: int) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from offbeat.runtime.shared.kernels import Array, Combine
+from offbeat.runtime.shared.kernels import Array, Ways
 from offbeat.runtime.shared.programs import Stage, even_blocks
 from offbeat.runtime.shared.room import CHUNK, DEPTH, PHASES, SMALL, Room
 
@@ -58,15 +58,13 @@ class Engine:
         width: int,
         words: Any,
         check: Callable[[], None],
-        combine: Combine | None = None,
-        finish: Callable[[Array], None] | None = None,
-        bring: Callable[[Array, Array], Any] = np.copyto,
+        ways: Ways,
     ) -> None:
         """Take every piece (what this rank brings, and where results go, by block) through all stages, overlapping.
 
         All ranks have the same number of pieces. While one piece is being published, the one before is reduced and the
-        one before that copied out: nobody waits for what was only just asked for. `bring(slot, row)` puts a row into a
-        slot; `check` is called when everybody has come.
+        one before that copied out: nobody waits for what was only just asked for. `check` is called
+        when everybody has come.
         """
         room = self._room
         small = len(pieces) == 1 and len(stages) == 1 and self._fits(pieces[0], width)
@@ -84,10 +82,10 @@ class Engine:
                     room.take()
                     if iteration == 1:
                         check()
-                    self._consume(stages[phase - 1], slots[phase - 1][turn], given, result, width, combine, finish)
+                    self._consume(stages[phase - 1], slots[phase - 1][turn], given, result, width, ways)
                 if phase < last:
                     mine = slots[phase][turn][room.rank]
-                    put, source = (np.copyto, result) if phase else (bring, given)
+                    put, source = (np.copyto, result) if phase else (ways.weigh or np.copyto, given)
                     for block in stages[phase].publish:
                         row = source[block]
                         put(mine[block * width : block * width + len(row)], row)
@@ -109,8 +107,7 @@ class Engine:
         given: Blocks,
         result: Blocks,
         width: int,
-        combine: Combine | None,
-        finish: Callable[[Array], None] | None,
+        ways: Ways,
     ) -> None:
         me = self._room.rank
         for block, ranks in stage.reduce:
@@ -119,14 +116,14 @@ class Engine:
             rows = [slots[rank][start:stop] for rank in ranks]
             scratch = out
             if me in ranks and block not in stage.publish:
-                # Mine is not in my slot, which nobody reads: room for a sum that may not overwrite it yet.
+                # Mine is not in my slot, which nobody reads: room for it, or for a sum that may not overwrite it yet.
                 position = ranks.index(me)
-                if position > 1:
-                    scratch = rows[position]
-                rows[position] = given[block]
-            reduce_rows(rows, scratch, combine)
-            if finish is not None:
-                finish(scratch)
+                if ways.weigh is not None:
+                    ways.weigh(rows[position], given[block])
+                else:
+                    scratch = rows[position] if position > 1 else out
+                    rows[position] = given[block]
+            reduce_rows(rows, scratch, ways)
             if scratch is not out:
                 np.copyto(out, scratch)
         for source, block, place in stage.copy:
@@ -137,8 +134,7 @@ class Engine:
         self,
         stages: Sequence[Stage],
         rows: Sequence[Array],
-        combine: Combine,
-        finish: Callable[[Array], None] | None = None,
+        ways: Ways,
     ) -> None:
         """The same with no slots: `rows` are every rank's own numbers, which lie in shared memory already."""
         room = self._room
@@ -152,9 +148,7 @@ class Engine:
                 for start, stop in _steps(*blocks[block], step):
                     out = mine[start:stop]
                     target = out if scratch is None else scratch[: stop - start]
-                    reduce_rows([rows[rank][start:stop] for rank in ranks], target, combine)
-                    if finish is not None:
-                        finish(target)
+                    reduce_rows([rows[rank][start:stop] for rank in ranks], target, ways)
                     if target is not out:
                         np.copyto(out, target)
             for source, block, _ in stage.copy:
@@ -163,13 +157,16 @@ class Engine:
         room.sync()  # Only now nobody reads mine any more.
 
 
-def reduce_rows(rows: Sequence[Array], out: Array, combine: Combine | None) -> None:
+def reduce_rows(rows: Sequence[Array], out: Array, ways: Ways) -> None:
     """Combine rows in their order into `out`, which may be the first or the second of them."""
+    combine = ways.combine
     if combine is None:
         raise RuntimeError("a schedule that reduces was run without a way to combine")
     combine(rows[0], rows[1], out)
     for row in rows[2:]:
         combine(out, row, out)
+    if ways.finish is not None:
+        ways.finish(out)
 
 
 def _steps(start: int, stop: int, step: int) -> list[tuple[int, int]]:

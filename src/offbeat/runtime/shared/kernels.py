@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,18 @@ from offbeat.errors import UsageError
 Array = NDArray[Any]
 Combine = Callable[[Array, Array, Array], Any]
 """Puts a combined with b into the third."""
+
+
+class Ways(NamedTuple):
+    """How numbers are combined on their way."""
+
+    combine: Combine | None = None
+    """Puts a combined with b into the third."""
+    finish: Callable[[Array], None] | None = None
+    """Done to what all have been combined to, in place."""
+    weigh: Callable[[Array, Array], Any] | None = None
+    """Puts what this rank brings, times its weight, into the first; None: it counts as it is."""
+
 
 _WORDS: dict[torch.dtype, Any] = {
     torch.float32: np.float32,
@@ -100,3 +112,27 @@ def averager(dtype: torch.dtype, size: int) -> Callable[[Array], None]:
             torch.from_numpy(row).view(dtype).div_(size, rounding_mode="trunc")
 
     return divide
+
+
+def weigher(dtype: torch.dtype, weight: float) -> Callable[[Array, Array], Any]:
+    """Puts a row of such numbers, times `weight`, into the first."""
+    if weight == 1.0:
+        return np.copyto
+    if dtype in (torch.float32, torch.float64):
+        factor = words_of(dtype)(weight)
+        return lambda out, row: np.multiply(row, factor, out)
+
+    def by_torch(out: Array, row: Array) -> None:
+        torch.mul(torch.from_numpy(row).view(dtype), weight, out=torch.from_numpy(out).view(dtype))
+
+    return by_torch
+
+
+def ways_of(operation: Any, dtype: torch.dtype, size: int, weight: float | None = None) -> Ways:
+    """How numbers of this kind are combined by this operation, over so many ranks."""
+    average = operation == ReduceOp.AVG
+    return Ways(
+        combiner(operation, dtype),
+        averager(dtype, size) if average else None,
+        None if weight is None else weigher(dtype, weight),
+    )
