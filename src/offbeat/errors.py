@@ -6,7 +6,8 @@ Each message says what was wrong (with the offending value), why it matters, and
     ├── UsageError                 what was asked for makes no sense; nothing has been started
     │   ├── StrategyError          no such strategy or parameter, or two that cannot go together
     │   ├── TaskError              no such task or script, or one that cannot be used as asked
-    │   └── DataError              data that cannot be divided as asked
+    │   ├── DataError              data that cannot be divided as asked
+    │   └── ScheduleError          rounds that lose, double or misplace a contribution, or race for a range
     ├── RunError                   a run was started and could not go on
     │   ├── WorkerError            a process raised or was killed; carries role, rank and traceback
     │   ├── WaitError              a wait passed its deadline; names who was waited for
@@ -39,6 +40,10 @@ class TaskError(UsageError):
 
 class DataError(UsageError):
     """Data that cannot be divided as asked."""
+
+
+class ScheduleError(UsageError):
+    """A schedule loses, doubles or misplaces a contribution, waits in vain, or lets two ranks race for a range."""
 
 
 class RunError(OffbeatError):

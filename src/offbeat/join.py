@@ -240,6 +240,7 @@ class Team:
             self._holdings.optimizers.append(thing)
             self.pace.watch(thing)
             self._watch.attend(thing)
+            self.exchange.attend(thing)
         elif isinstance(thing, Stateful) and not isinstance(thing, Iterable):
             self._holdings.others.append(thing)
         elif isinstance(thing, Iterable):
@@ -365,6 +366,7 @@ class Team:
             "epochs": self._holdings.epoch,
             "staleness": self.exchange.staleness(self.step),
             "disturbances": {"asked": 0, "fired": 0},
+            **self.exchange.notes(),
             **self.notes,
         }
         self.reports.conclude(self.exchange.payload(), more)

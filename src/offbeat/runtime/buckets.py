@@ -4,9 +4,7 @@ A hook on each parameter copies its finished gradient into the bucket's flat buf
 at once. Buckets start in a fixed order, the same on every worker, so that exchanges match up without a message.
 After the first pass the buckets are cut anew in the order in which gradients really became ready.
 
-The last bucket carries a short header: how many examples each gradient stands for, when each worker arrived and with
-which batch, and which parameters were used at all. So uneven batches are weighted rightly, waiting is told from
-transferring, a worker that has skipped a batch is found out, and a parameter that no worker used keeps its gradient
+The last bucket carries the header (see `runtime.header`). By it a parameter that no worker used keeps its gradient
 untouched, as it would in one process.
 
 Parameters that are frozen at first are watched too: when they are unfrozen, the buckets are cut anew with them.
@@ -28,16 +26,13 @@ from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import RunError
 from offbeat.runtime.group import Group, Pending
+from offbeat.runtime.header import Header
 from offbeat.runtime.stopwatch import Stopwatch
 
 FIRST_BYTES = 1 << 20
 """The first bucket is small, so that the exchange starts soon after backward does."""
-_CLOCK_WRAP = 64.0
-"""Arrival times travel as float32 seconds modulo this, which keeps them exact to a few microseconds."""
 _SMALL = 1 << 14
 """Elements below which the overhead of an operation on one gradient outweighs another pass over the bucket."""
-_BATCH_WRAP = 4096
-"""Numbers of batches travel modulo this, which float32 keeps exactly."""
 
 
 class _Bucket:
@@ -71,19 +66,17 @@ class GradientBuckets:
         self.afterwards: list[Callable[[], None]] = []
         """Called when the gradients of a backward pass have been handed back."""
         self._group, self._stopwatch, self._capacity = group, stopwatch, capacity
-        self._examples, self._total = 1.0, float(group.size)
         self._scale = 1.0 / group.size
-        self._batch = 0
         self._seen: list[int] = []
         self._running = False
+        self._header = Header(group, stopwatch, 0)
         self._handles = [hook(p, self._ready) for p in self._given]
         self._enlist([])
 
     def weigh(self, examples: float, total: float | None) -> None:
         """The coming passes stand for `examples` examples here and `total` over all workers (None: not known)."""
-        self._examples, self._total = float(examples), 0.0 if total is None else float(total)
-        self._scale = self._examples / self._total if self._total else self._examples
-        self._batch += 1
+        self._header.weigh(examples, total)
+        self._scale = self._header.examples / (self._header.total or 1.0)
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -98,6 +91,19 @@ class GradientBuckets:
             )
         self.order = list(order)
         self._build(self.order)
+
+    def state(self) -> list[Any]:
+        """Which parameters are exchanged, and in which order."""
+        return [self.enlisted, self.order]
+
+    def load(self, state: Sequence[Any]) -> None:
+        """The same buckets as before."""
+        if not state:
+            raise RunError("this checkpoint was written where gradients went through shared memory; resume it there")
+        enlisted, order = state
+        self.enlist(enlisted)
+        if order is not None:
+            self.adopt_order(order)
 
     @property
     def enlisted(self) -> list[int]:
@@ -131,23 +137,25 @@ class GradientBuckets:
                 size = 0
             groups[-1].append(i)
             size += parameter.numel() * parameter.element_size()
-        count = 1 + 2 * self._group.size + len(self.parameters)
+        told = self._header
+        self._header = Header(self._group, self._stopwatch, len(self.parameters))
+        self._header.examples, self._header.total, self._header.batch = told.examples, told.total, told.batch
+        count = self._header.length
         last = self.parameters[groups[-1][0]] if groups else None
         rides = last is not None and last.dtype in (torch.float32, torch.float64) and last.device.type == "cpu"
         self._buckets = [
             _Bucket(members, self.parameters, count if rides and n == len(groups) - 1 else 0)
             for n, members in enumerate(groups)
         ]
-        self._header = self._buckets[-1].flat[-count:] if rides else torch.zeros(count, dtype=torch.float64)
+        self._row = self._buckets[-1].flat[-count:] if rides else torch.zeros(count, dtype=torch.float64)
         self._rides = rides
-        self._numbers: NDArray[Any] = self._header.numpy()
+        self._numbers: NDArray[Any] = self._row.numpy()
         self._header_pending: Pending | None = None
         self._home = {i: (n, k) for n, bucket in enumerate(self._buckets) for k, i in enumerate(bucket.members)}
         self._state = [False] * len(self.parameters)
         self._used = np.ones(len(self.parameters))
         self._next = 0
         self._first_launch = 0.0
-        self._arrived = 0.0
 
     def begin(self) -> None:
         """Backward has begun: when it ends, gradients are handed back. Asked for by hooks; once for each pass."""
@@ -213,19 +221,13 @@ class GradientBuckets:
         if bucket.small:
             bucket.flat.mul_(self._scale)
         if last:
-            self._arrived = time.perf_counter()
-            numbers, size, rank = self._numbers, self._group.size, self._group.rank
-            numbers[:] = 0.0
-            numbers[0] = self._examples
-            numbers[1 + rank] = self._arrived % _CLOCK_WRAP
-            numbers[1 + size + rank] = self._batch % _BATCH_WRAP
-            numbers[1 + 2 * size :] = self._used
+            self._header.write(self._numbers, self._used)
         if self._next == 1:
             self._first_launch = time.perf_counter()
         what = f"the sum of gradients, bucket {self._next} of {len(self._buckets)}"
         bucket.pending = self._group.start_sum(bucket.flat, what)
         if last and not self._rides:
-            self._header_pending = self._group.start_sum(self._header, "the sum of example counts")
+            self._header_pending = self._group.start_sum(self._row, "the sum of example counts")
 
     def _finish(self) -> None:
         """Backward is over: what is missing was not used in it. Start the rest, wait for all, hand gradients back."""
@@ -248,7 +250,8 @@ class GradientBuckets:
         if self._header_pending is not None:
             self._header_pending.wait()
         self._settle()
-        self._account(entered)
+        self._stopwatch.overlapped += max(0.0, entered - self._first_launch)
+        self._header.account(self._numbers, entered)
         self._stopwatch.switch(before)
         self._reset()
 
@@ -265,47 +268,17 @@ class GradientBuckets:
                 else:  # An earlier pass left a gradient here: it counts, as it would in one process.
                     self._take(bucket, k, i, parameter)
 
-    def _check_batches(self) -> None:
-        size, mine = self._group.size, self._batch % _BATCH_WRAP
-        others = self._numbers[1 + size : 1 + 2 * size]
-        ahead = [f"worker {rank} with batch {int(number)}" for rank, number in enumerate(others) if number != mine]
-        if ahead:
-            raise RunError(
-                f"worker {self._group.rank} came to the sum of gradients with batch {mine}, but {', '.join(ahead)}: "
-                f"somebody has skipped a backward pass. Every worker must call backward for every batch, if only with "
-                f"a loss times 0."
-            )
-
     def _settle(self) -> None:
-        self._check_batches()
-        examples = float(self._numbers[0])
-        if self._total == 0.0:
-            factor = 1.0 / max(examples, 1.0)
+        self._header.check(self._numbers)
+        if not self._header.total:
+            factor = 1.0 / max(float(self._numbers[0]), 1.0)
             for bucket in self._buckets:
                 bucket.gradients.mul_(factor)
-        elif abs(examples - self._total) > 0.01 + 1e-5 * self._total:
-            raise RunError(
-                f"worker {self._group.rank} expected a step of {self._total:g} examples, but the workers together "
-                f"brought "
-                f"{examples:g}. Their loaders disagree: do they read the same data in the same order?"
-            )
-        self._used[:] = self._numbers[1 + 2 * self._group.size :]
+        self._used[:] = self._header.used(self._numbers)
         if self._used.min() < 0.5 or not all(self._state):
             for i in np.flatnonzero(self._used > 0.5):
                 number, k = self._home[int(i)]
                 self.parameters[i].grad = self._buckets[number].views[k]
-
-    def _account(self, entered: float) -> None:
-        """Tell waiting for a late worker from transferring, by the arrival times in the header."""
-        arrivals = np.asarray(self._numbers[1 : 1 + self._group.size], dtype=np.float64)
-        self._stopwatch.overlapped += max(0.0, entered - self._first_launch)
-        if not self._group.one_host:
-            return
-        behind = (arrivals - self._arrived % _CLOCK_WRAP + _CLOCK_WRAP / 2) % _CLOCK_WRAP - _CLOCK_WRAP / 2
-        late = float(behind.max())
-        exposed = time.perf_counter() - entered
-        self._stopwatch.switch("communicate")
-        self._stopwatch.move(min(late - (entered - self._arrived), exposed), "communicate", "wait")
 
     def _reset(self) -> None:
         self._used[:] = 1.0

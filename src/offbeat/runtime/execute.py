@@ -219,7 +219,7 @@ def _match(parts: list[_Part]) -> None:
                 )
             part.brought = inbox[part.key].popleft()
             between = (position >= part.brought.position) & (position < part.position)
-            meddling = (between & False) & (start < part.stop) & (stop > part.start)
+            meddling = between & (start < part.stop) & (stop > part.start)
             part.brought.direct = part.kind == "copy" and part.brought.kind == "receive" and not meddling.any()
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat.errors import RunError, WaitError
+from offbeat.runtime.backend import OffbeatGroup
 from offbeat.runtime.place import Place
 
 ROLL_CALL = timedelta(seconds=2)
@@ -46,7 +47,7 @@ class Group:
         self._owns_default = False
         self._opened: list[Any] = []
         self._process_group: Any = None
-        self._backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+        self._backend = "offbeat" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
         if self.size > 1:
             self._connect(place)
 
@@ -105,6 +106,26 @@ class Group:
     def process_group(self) -> dist.ProcessGroup | None:
         """Torch's own group underneath, for those who build on it; None alone."""
         return self._process_group
+
+    def stock(self) -> dist.ProcessGroup:
+        """The same workers in a group as torch makes it by itself, on Gloo or NCCL; all workers open it together."""
+        backend = "gloo" if self._backend == "offbeat" else self._backend
+        opened: Any = dist.new_group(backend=backend, timeout=self.timeout)
+        self._opened.append(opened)
+        return opened
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all workers live on one host and can read each other's memory."""
+        return isinstance(self._process_group, OffbeatGroup) and self._process_group.local is not None
+
+    def at_once(self, act: Callable[[OffbeatGroup], None], what: str, tensors: Sequence[Tensor] = ()) -> None:
+        """Let `act` use the group's shared memory; every worker calls this with the same."""
+        self._calls += 1
+        try:
+            self._process_group.at_once(act, what, tensors)
+        except RuntimeError as error:
+            raise self.explained(error, what, self._calls) from error
 
     def start_sum(self, tensor: Tensor, what: str) -> Pending:
         """Begin to replace `tensor`, on every worker, by its sum over the workers."""

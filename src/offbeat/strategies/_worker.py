@@ -54,6 +54,9 @@ class Exchange(ABC):
     def suspend(self, held: bool) -> None:
         """While held, backward leaves gradients local."""
 
+    def attend(self, optimizer: Optimizer) -> None:  # noqa: B027 - most strategies leave optimizers alone
+        """Take part in this optimizer's steps; called once for each."""
+
     def stepping(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step on its gradients: refuse if they are not what the strategy says."""
         del optimizer
@@ -76,6 +79,10 @@ class Exchange(ABC):
         """A better error for one that came out of the loop, if it is of this exchange's making."""
         del error
         return None
+
+    def notes(self) -> dict[str, Any]:
+        """More entries for the result; all workers are asked together."""
+        return {}
 
     def staleness(self, steps: int) -> dict[str, int]:
         """How many steps old what this worker read was: how often each, in `steps` steps. In lockstep it never is."""

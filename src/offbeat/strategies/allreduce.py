@@ -1,19 +1,23 @@
-"""Every worker sums its gradients with all others, each step, bucket by bucket."""
+"""Every worker sums its gradients with all others, each step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from offbeat.runtime.buckets import GradientBuckets, hook
 from offbeat.runtime.group import Group
 from offbeat.runtime.stopwatch import Stopwatch
+from offbeat.runtime.sums import GradientSums
 from offbeat.strategies._base import Traits, require
+from offbeat.strategies._sharding import ShardedSteps, Shards
 from offbeat.strategies._worker import Exchange, Exchanging
 
 _MIB = 1 << 20
@@ -23,15 +27,20 @@ _MIB = 1 << 20
 class AllReduce(Exchanging):
     """Every worker averages its gradients with all others; the default exchange.
 
-    Gradients fill flat buckets as backward produces them, and each full bucket is summed while backward goes on. They
-    are weighted by examples, so uneven batches count rightly, and a parameter that nobody used is left alone.
+    Workers of one host sum gradients through shared memory; between hosts, they fill flat buckets, and each full bucket
+    is summed while backward goes on. Gradients are weighted by examples, so uneven batches count rightly, and a
+    parameter that nobody used is left alone. With `shard=optimizer` each worker keeps the optimizer's state for, and
+    updates, only its slice of the parameters.
     """
 
     bucket: float = 25.0
-    """MiB of gradients that are reduced at once."""
+    """MiB of gradients that are reduced at once, where they go through buckets."""
+    shard: Literal["nothing", "optimizer"] = "nothing"
+    """What is divided over the workers instead of being held by each: nothing, or the optimizer's state and work."""
 
     traits = Traits(synchronous=True, exact=True, deterministic=True)
-    examples = ("allreduce", "allreduce(bucket=50.0)", "allreduce + accumulate(4)")
+    aliases = MappingProxyType({"zero1": "allreduce(shard=optimizer)"})
+    examples = ("allreduce", "allreduce(bucket=50.0)", "allreduce(shard=optimizer)", "allreduce + accumulate(4)")
 
     def __post_init__(self) -> None:
         """Refuse a bucket that holds nothing."""
@@ -39,8 +48,9 @@ class AllReduce(Exchanging):
         require(self.bucket > 0, self, "bucket", self.bucket, "a bucket holds more than 0 MiB")
 
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
-        """The worker's side: buckets on every model."""
-        return _AllReducing(group, stopwatch, int(self.bucket * _MIB))
+        """The worker's side: sums on every model."""
+        kind = _Sharding if self.shard == "optimizer" else _AllReducing
+        return kind(group, stopwatch, int(self.bucket * _MIB))
 
 
 class _AllReducing(Exchange):
@@ -48,11 +58,11 @@ class _AllReducing(Exchange):
         super().__init__(group, stopwatch)
         self._capacity = capacity
         self._known: set[int] = set()
-        self._buckets: list[GradientBuckets] = []
+        self._sums: list[GradientBuckets | GradientSums] = []
         self._sparse: list[_SparseSums] = []
 
     def install(self, model: nn.Module) -> None:
-        """Buckets for dense gradients; sparse ones are summed one by one after them, as sparse ones."""
+        """Sums of dense gradients; sparse ones are summed one by one after them, as sparse ones."""
         sparse = _sparse_parameters(model)
         # A parameter that two models share is exchanged once.
         new = [p for p in model.parameters() if id(p) not in self._known]
@@ -60,52 +70,94 @@ class _AllReducing(Exchange):
         # Models meet in one backward pass in an order that may differ between workers, and a worker that leaves out a
         # backward pass comes to something else instead: each model has a lane, so that nothing is mistaken for another.
         lane = self.group.lane()
-        dense = [p for p in new if id(p) not in sparse]
-        buckets = GradientBuckets(dense, lane, self.stopwatch, self._capacity)
-        self._buckets.append(buckets)
+        sums = self._summed([p for p in new if id(p) not in sparse], lane)
+        self._sums.append(sums)
         if sparse:
             alike = [p for p in new if id(p) in sparse]
-            self._sparse.append(_SparseSums(alike, lane, self.stopwatch, buckets))
+            self._sparse.append(_SparseSums(alike, lane, self.stopwatch, sums))
+
+    def _summed(self, dense: Sequence[Parameter], lane: Group) -> GradientBuckets | GradientSums:
+        if lane.shares_memory:
+            return GradientSums(dense, lane, self.stopwatch)
+        return GradientBuckets(dense, lane, self.stopwatch, self._capacity)
 
     def weigh(self, examples: int, total: int | None) -> None:
         """Gradients count by the examples behind them."""
-        for buckets in self._buckets:
-            buckets.weigh(examples, total)
+        for sums in self._sums:
+            sums.weigh(examples, total)
         for sums in self._sparse:
             sums.examples = float(examples)
 
     def suspend(self, held: bool) -> None:
         """While held, hooks let gradients pass."""
-        for buckets in self._buckets:
-            buckets.suspended = held
+        for sums in self._sums:
+            sums.suspended = held
 
     def state_dict(self) -> dict[str, Any]:
-        """The buckets' order, because it fixes the order of additions and so the last bits."""
-        return {"orders": [[buckets.enlisted, buckets.order] for buckets in self._buckets]}
+        """What fixes the order of additions, and so the last bits."""
+        return {"orders": [sums.state() for sums in self._sums]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The same buckets as before."""
-        for buckets, (enlisted, order) in zip(self._buckets, state["orders"], strict=True):
-            buckets.enlist(enlisted)
-            if order is not None:
-                buckets.adopt_order(order)
+        """The same order as before."""
+        for sums, order in zip(self._sums, state["orders"], strict=True):
+            sums.load(order)
 
     def close(self) -> None:
         """Take the hooks off."""
-        for hooked in (*self._buckets, *self._sparse):
+        for hooked in (*self._sums, *self._sparse):
             hooked.close()
+
+
+class _Sharding(_AllReducing):
+    """Each worker has the sum of its own slices only, and updates those."""
+
+    replicated = False
+
+    def __init__(self, group: Group, stopwatch: Stopwatch, capacity: int) -> None:
+        super().__init__(group, stopwatch, capacity)
+        self._steps = ShardedSteps()
+
+    def _summed(self, dense: Sequence[Parameter], lane: Group) -> GradientBuckets | GradientSums:
+        shards = Shards(dense, lane)
+        self._steps.shards.append(shards)
+        sums = (
+            GradientSums(dense, lane, self.stopwatch, own_blocks=True)
+            if lane.shares_memory
+            else super()._summed(dense, lane)
+        )
+        sums.afterwards.append(shards.note_gradients)
+        return sums
+
+    def attend(self, optimizer: Optimizer) -> None:
+        """Let the optimizer step on slices."""
+        if self.group.size > 1:
+            self._steps.attend(optimizer)
+
+    def notes(self) -> dict[str, Any]:
+        """How much optimizer state each worker holds."""
+        held = self.group.gather([float(self._steps.state_bytes())], "the count of memory")
+        return {"optimizer_bytes": [int(count) for count in held[:, 0]]}
+
+    def close(self) -> None:
+        """Take the hooks off, and give every worker its own parameters again."""
+        self._steps.close()
+        super().close()
 
 
 class _SparseSums:
     """Sparse gradients of one model, summed when backward is over; who used one decides for all that it was used."""
 
     def __init__(
-        self, parameters: Sequence[Parameter], group: Group, stopwatch: Stopwatch, buckets: GradientBuckets
+        self,
+        parameters: Sequence[Parameter],
+        group: Group,
+        stopwatch: Stopwatch,
+        dense: GradientBuckets | GradientSums,
     ) -> None:
         self.examples = 1.0
         self._parameters, self._group, self._stopwatch = parameters, group, stopwatch
-        self._handles = [hook(p, lambda _: buckets.begin()) for p in parameters]
-        buckets.afterwards.append(self._sum)
+        self._handles = [hook(p, lambda _: dense.begin()) for p in parameters]
+        dense.afterwards.append(self._sum)
 
     def _sum(self) -> None:
         with self._stopwatch.spent_on("communicate"), torch.no_grad():

@@ -56,6 +56,7 @@ class _Stock(Exchange):
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: DDP) -> None:
         super().__init__(group, stopwatch)
         self._settings = settings
+        self._stock_group: Any = None
         self._wrapped: list[DistributedDataParallel] = []
         self._handles: list[RemovableHandle] = []
         self._passes = 0
@@ -74,7 +75,7 @@ class _Stock(Exchange):
         settings = self._settings
         wrapped = DistributedDataParallel(
             model,
-            process_group=self.group.process_group,
+            process_group=self._process_group(),
             bucket_cap_mb=settings.bucket,  # pyright: ignore[reportArgumentType]  # torch multiplies it, fractions work
             find_unused_parameters=settings.find_unused,
             gradient_as_bucket_view=True,
@@ -99,6 +100,12 @@ class _Stock(Exchange):
 
         self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(model.register_forward_hook(after))
+
+    def _process_group(self) -> Any:
+        """Torch's own, one for all models, as its users have it."""
+        if self._stock_group is None:
+            self._stock_group = self.group.stock()
+        return self._stock_group
 
     def _claim(self, model: nn.Module) -> None:
         for name, parameter in model.named_parameters():

@@ -134,6 +134,12 @@ class OffbeatGroup(_ProcessGroup):
             return _DONE
         return self._line.put(acted, result)
 
+    def at_once(self, act: Callable[[OffbeatGroup], None], what: str, tensors: Sequence[Tensor] = ()) -> None:
+        """Let `act` use the shared memory when all that stands in line is done; every rank calls this with the same."""
+        with self._line.turn():
+            self._now = (what, tensors, None)
+            act(self)
+
     # -- torch's names -----------------------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
@@ -477,8 +483,12 @@ class OffbeatGroup(_ProcessGroup):
 
         It is all zeros. Where memory cannot be shared, it is an ordinary tensor.
         """
+        made: list[Tensor] = []
+        if self.local is None:
+            return torch.zeros(count, dtype=dtype)
         local = self.local
-        return torch.zeros(count, dtype=dtype) if local is None else local.shared_tensor(count, dtype)
+        self.at_once(lambda _: made.append(local.shared_tensor(count, dtype)), "shared_tensor")
+        return made[0]
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long operations wait that say nothing else."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -142,6 +143,17 @@ class Line:
     def leave(self) -> None:
         """Give the turn back."""
         self._turn.release()
+
+    @contextmanager
+    def turn(self) -> Generator[None]:
+        """Have the turn, when everything that stands in line now is done."""
+        while self._queue:
+            self.put(lambda: None, ()).wait()
+        self._turn.acquire()
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     def put(self, act: Callable[[], None], tensors: Sequence[Tensor]) -> Pending:
         """Stand in line."""

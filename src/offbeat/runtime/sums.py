@@ -1,0 +1,179 @@
+"""Gradients that are summed where they lie, through shared memory, when backward is over.
+
+With a core for every worker and none to spare, an exchange that runs beside backward only takes time from it, and
+filling buckets costs as much as the exchange itself. So nothing is done while backward runs. Then the workers tell each
+other what they have (see `runtime.header`), and every large gradient goes through shared memory piece by piece, is
+weighted on its way in, and comes back in place. Small ones are packed into one row and travel together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn import Parameter
+
+from offbeat.errors import RunError
+from offbeat.runtime.backend import OffbeatGroup
+from offbeat.runtime.buckets import hook
+from offbeat.runtime.group import Group, ring_bytes
+from offbeat.runtime.header import Header
+from offbeat.runtime.shared.kernels import as_words
+from offbeat.runtime.stopwatch import Stopwatch
+
+SMALL_GRADIENT = 1 << 14
+"""Elements up to which gradients are packed together."""
+
+
+class _Pack:
+    """Small gradients of one kind, side by side in one row."""
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
+        pieces = self.flat.split([p.numel() for p in parameters])
+        self.views = [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
+
+    def fill(self, weight: float) -> None:
+        gradients = [p.grad for p in self.parameters]
+        if any(gradient is None or gradient is view for gradient, view in zip(gradients, self.views, strict=True)):
+            for gradient, view in zip(gradients, self.views, strict=True):
+                if gradient is None:
+                    view.zero_()
+                elif gradient is not view:
+                    view.copy_(gradient)
+        else:
+            torch.cat([gradient.reshape(-1) for gradient in gradients if gradient is not None], out=self.flat)
+        self.flat.mul_(weight)
+
+    def hand_out(self) -> None:
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is not view:
+                parameter.grad = view
+
+
+class GradientSums:
+    """The gradients of one model, replaced after every backward pass by their weighted mean over the workers."""
+
+    def __init__(
+        self, parameters: Iterable[Parameter], group: Group, stopwatch: Stopwatch, own_blocks: bool = False
+    ) -> None:
+        self.parameters = [p for p in parameters if p.is_floating_point() or p.is_complex()]
+        """Those whose gradients are exchanged, if they have any."""
+        self.suspended = False
+        self.afterwards: list[Callable[[], None]] = []
+        """Called when the gradients of a backward pass have been handed back."""
+        self._group, self._stopwatch, self._own_blocks = group, stopwatch, own_blocks
+        self._header = Header(group, stopwatch, len(self.parameters))
+        self._row = torch.zeros(self._header.length, dtype=torch.float64)
+        self._packs: dict[tuple[int, ...], list[_Pack]] = {}
+        self._running = False
+        self._handles = [hook(p, self._ready) for p in self.parameters]
+
+    def weigh(self, examples: float, total: float | None) -> None:
+        """The coming passes stand for `examples` examples here and `total` over all workers (None: not known)."""
+        self._header.weigh(examples, total)
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    def state(self) -> list[Any]:
+        """Nothing here depends on what was before."""
+        return []
+
+    def load(self, state: Sequence[Any]) -> None:
+        """Nothing to take back."""
+        if state:
+            raise RunError("this checkpoint was written where gradients went through buckets; resume it there")
+
+    def begin(self) -> None:
+        """Backward has begun: when it ends, gradients are exchanged. Asked for by hooks; once for each pass."""
+        if not self._running and not self.suspended:
+            self._running = True
+            Variable._execution_engine.queue_callback(self._finish)  # pyright: ignore[reportPrivateUsage]
+
+    def _ready(self, _: Tensor) -> None:
+        if not self._running:
+            self.begin()
+
+    def _finish(self) -> None:
+        self._running = False
+        if self.parameters:
+            entered = time.perf_counter()
+            before = self._stopwatch.switch("communicate")
+            with torch.no_grad():
+                numbers = self._tell()
+                self._exchange(numbers)
+            self._header.account(numbers, entered)
+            self._stopwatch.switch(before)
+        for then in self.afterwards:
+            then()
+
+    def _tell(self) -> Any:
+        numbers = self._row.numpy()
+        used = np.array([p.grad is not None for p in self.parameters], dtype=np.float64)
+        self._header.write(numbers, used)
+        self._group.sum(self._row, "the sum of example counts")
+        self._header.check(numbers)
+        return numbers
+
+    def _exchange(self, numbers: Any) -> None:
+        members = tuple(np.flatnonzero(self._header.used(numbers) > 0).tolist())
+        weight = self._header.examples / max(float(numbers[0]), 1e-30)
+        packs = self._packed(members)
+        for pack in packs:
+            pack.fill(weight)
+            self._group.sum(pack.flat, "the sum of small gradients")
+            pack.hand_out()
+        large = [self.parameters[i] for i in members if self.parameters[i].numel() > SMALL_GRADIENT]
+        for dtype in dict.fromkeys(p.dtype for p in large):
+            self._exchange_large([_gradient_of(p) for p in large if p.dtype == dtype], weight)
+
+    def _exchange_large(self, gradients: Sequence[Tensor], weight: float) -> None:
+        """Where they lie; a gradient that does not lie in a row is copied into one and back."""
+        held = [gradient if gradient.is_contiguous() else gradient.contiguous() for gradient in gradients]
+        real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in held]
+        rows = [as_words(tensor) for tensor in real]
+        count, size = sum(row.nbytes for row in rows), self._group.size
+
+        def act(group: OffbeatGroup) -> None:
+            local: Any = group.local
+            if self._own_blocks:
+                local.sum_own_blocks(rows, real[0].dtype, weight)
+            else:
+                local.all_reduce(rows, real[0].dtype, torch.distributed.ReduceOp.SUM, weight)
+
+        self._group.bytes_sent += ring_bytes(count, size) // (2 if self._own_blocks else 1)
+        self._group.at_once(act, "the sum of gradients", real)
+        for gradient, copy in zip(gradients, held, strict=True):
+            if copy is not gradient:
+                gradient.copy_(copy)
+
+    def _packed(self, members: tuple[int, ...]) -> list[_Pack]:
+        found = self._packs.get(members)
+        if found is None:
+            small = [p for p in (self.parameters[i] for i in members) if p.numel() <= SMALL_GRADIENT]
+            kinds = dict.fromkeys(p.dtype for p in small)
+            found = [_Pack([p for p in small if p.dtype == kind]) for kind in kinds]
+            self._packs = {members: found}  # Only the last: which parameters are used seldom changes.
+        return found
+
+
+def _gradient_of(parameter: Parameter) -> Tensor:
+    """Its gradient, without a graph behind it; zeros if it was used by others only."""
+    gradient = parameter.grad
+    if gradient is None:
+        gradient = parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+    if gradient.is_sparse:
+        raise RunError(
+            f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, but belongs to no module with "
+            f"sparse=True, such as nn.Embedding(sparse=True). Use such a module, or dense gradients."
+        )
+    return gradient.detach()
