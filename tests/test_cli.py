@@ -24,7 +24,11 @@ from offbeat.runtime.goal import Goal
 from offbeat.runtime.launch import Launcher
 from offbeat.tasks.digits import Digits
 
-COMMANDS = ["run", "doctor", "strategies", "check"]
+COMMANDS = ["run", "doctor", "strategies", "check", "bench"]
+BENCH_OPTIONS = {
+    "--ranks", "-r", "--size", "--sizes", "--simulate", "--network", "--inside", "--hosts", "--per-host", "--ports",
+    "--collective", "--peers", "--blocks", "--out", "-o", "--picture", "--format",
+}  # fmt: skip
 RUN_OPTIONS = {
     "--strategy", "-s", "--workers", "-w", "--target", "-t", "--epochs", "--steps", "--seed", "--device", "--threads",
     "--parts", "--out", "-o", "--resume", "--checkpoint-every", "--timeout", "--port", "--tensorboard", "--format",
@@ -51,8 +55,10 @@ def offbeat_(
 # --- the surface
 
 
-def options_of(command: str) -> set[str]:
-    found = typer.main.get_command(app).commands[command]  # pyright: ignore[reportAttributeAccessIssue]
+def options_of(*path: str) -> set[str]:
+    found = typer.main.get_command(app)
+    for name in path:
+        found = found.commands[name]  # pyright: ignore[reportAttributeAccessIssue]
     return {name for option in found.params for name in option.opts if name.startswith("-")}
 
 
@@ -62,6 +68,8 @@ def test_the_commands_and_their_options_are_these() -> None:
     assert options_of("doctor") == {"--format"}
     assert options_of("strategies") == {"--format"}
     assert options_of("check") == {"--workers", "-w", "--format"}
+    assert list(typer.main.get_command(app).commands["bench"].commands) == ["collectives"]  # pyright: ignore[reportAttributeAccessIssue]
+    assert options_of("bench", "collectives") == BENCH_OPTIONS
 
 
 def test_every_entry_of_a_goal_but_one_is_an_option() -> None:
@@ -108,6 +116,7 @@ def test_the_version_is_said(offbeat_: Offbeat) -> None:
         "sys.argv = ['offbeat', '--help']; from offbeat.cli import main; main()",
         "sys.argv = ['offbeat', 'run', '--help']; from offbeat.cli import main; main()",
         "sys.argv = ['offbeat', '--version']; from offbeat.cli import main; main()",
+        "sys.argv = ['offbeat', 'bench', 'collectives', '--help']; from offbeat.cli import main; main()",
     ],
 )
 def test_what_needs_no_torch_does_not_wait_for_it(code: str) -> None:

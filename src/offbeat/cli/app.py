@@ -176,6 +176,112 @@ def check(
     check_strategy(strategy, workers, as_json=output is Format.json)
 
 
+bench = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Measure what there is, or foretell what there is not.",
+    epilog="Example: offbeat bench collectives --simulate --ranks 64 --network 10Gbit,50us",
+)
+app.add_typer(bench, name="bench", rich_help_panel=MORE)
+SIMULATED = "Simulated (with --simulate)"
+MEASURED = "Measured (without --simulate)"
+
+
+@bench.callback()
+def bench_root() -> None:
+    """Measure what there is, or foretell what there is not."""
+
+
+@bench.command(
+    no_args_is_help=True,
+    epilog="Examples: offbeat bench collectives --ranks 2 [dim]|[/dim] "
+    "offbeat bench collectives --simulate --ranks 4096 --size 100MB --network 10Gbit,50us [dim]|[/dim] "
+    "offbeat bench collectives --simulate --ranks 64 --per-host 8 --network 25Gbit,20us --inside 200Gbit,1us",
+)
+def collectives(
+    ranks: Annotated[int, typer.Option("--ranks", "-r", help="How many ranks take part.")] = 2,
+    size: Annotated[
+        str | None,
+        typer.Option(
+            help="The largest size: B, kB, MB, GB, KiB, MiB, GiB, of a rank's whole buffer. Default: "
+            "[bold]100MB[/bold] simulated, [bold]25MiB[/bold] measured. A ladder of smaller ones is added."
+        ),
+    ] = None,
+    sizes: Annotated[
+        str | None, typer.Option(help="Exactly these sizes instead, e.g. [bold]4kB,1MB,25MiB[/bold].")
+    ] = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="In virtual time, on a network that need not exist.")
+    ] = False,
+    network: Annotated[
+        str | None,
+        typer.Option(
+            help="Between hosts: rate (kbit, Mbit, Gbit per second) and latency (us, ms, s), "
+            "e.g. [bold]10Gbit,50us[/bold]; a third part such as [bold]8GB/s[/bold] says how fast data is reduced.",
+            rich_help_panel=SIMULATED,
+        ),
+    ] = None,
+    inside: Annotated[
+        str | None,
+        typer.Option(
+            help="Inside a host, written the same. Default: [bold]100Gbit,1us[/bold].", rich_help_panel=SIMULATED
+        ),
+    ] = None,
+    hosts: Annotated[
+        int | None,
+        typer.Option(help="Spread the ranks over this many hosts. Default: one each.", rich_help_panel=SIMULATED),
+    ] = None,
+    per_host: Annotated[
+        int | None, typer.Option(help="Or put this many ranks on each host.", rich_help_panel=SIMULATED)
+    ] = None,
+    ports: Annotated[
+        str | None,
+        typer.Option(
+            help="Whether each [bold]rank[/bold] has a network card (the default) or each [bold]host[/bold] has one.",
+            rich_help_panel=SIMULATED,
+        ),
+    ] = None,
+    collective: Annotated[
+        str | None,
+        typer.Option(
+            help="all_reduce (the default), broadcast, reduce, reduce_scatter, all_gather, gather, scatter, "
+            "all_to_all or barrier.",
+            rich_help_panel=SIMULATED,
+        ),
+    ] = None,
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            help="Whom to measure all-reduce with. Default: [bold]offbeat,gloo[/bold], and mpi where it is found.",
+            rich_help_panel=MEASURED,
+        ),
+    ] = None,
+    blocks: Annotated[
+        int | None, typer.Option(help="Interleaved measurements of each. Default: 15.", rich_help_panel=MEASURED)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Also write the JSON here.", rich_help_panel=MEASURED)
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Also draw time against size here (needs matplotlib).", rich_help_panel=MEASURED)
+    ] = None,
+    output: FormatOption = Format.text,
+) -> None:
+    """All-reduce and its kin: how long every algorithm takes at every size, and which is the best where."""
+    from offbeat.cli.bench import Measured, Simulated, measured, simulated
+
+    foretold, real = (
+        Simulated(network, inside, hosts, per_host, ports, collective),
+        Measured(peers, blocks, out, picture),
+    )
+    if simulate:
+        real.refuse("is for measuring: leave it or --simulate away")
+        simulated(ranks, size, sizes, foretold, output is Format.json)
+    else:
+        foretold.refuse("is for simulating: add --simulate, or leave it away")
+        measured(ranks, size, sizes, real, output is Format.json)
+
+
 def main() -> NoReturn:
     """The entry point: run a command; errors of ours are printed, not dumped."""
     here = str(Path.cwd())

@@ -162,7 +162,9 @@ class ShardedSteps:
             (optimizer.register_load_state_dict_pre_hook, self._to_slices),
             (optimizer.register_load_state_dict_post_hook, self._to_parameters),
         )
-        self._handles += [put(called) for put, called in register]
+        put: Any
+        for put, called in register:
+            self._handles.append(put(called))
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if closure_of(args, kwargs) is not None:

@@ -1,0 +1,184 @@
+"""`offbeat bench`: collectives in virtual time, or on real processes, as a table."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import groupby
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from offbeat.errors import UsageError, did_you_mean
+from offbeat.protocols.collectives import ALGORITHMS, Collective
+from offbeat.simulate.league import Comparison, Crossover, compare_collectives
+from offbeat.simulate.network import EXAMPLE, Network, Ports
+from offbeat.simulate.units import parse_size, seconds_in_words, size_in_words
+
+SIMULATED_SIZE = "100MB"
+MEASURED_SIZES = ("4kB", "32kB", "256kB", "1MB", "4MB", "25MiB")
+BLOCKS = 15
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Options that belong to one way of answering."""
+
+    def refuse(self, why: str) -> None:
+        """Raise if one of them was given."""
+        for field in fields(self):
+            if getattr(self, field.name) is not None:
+                raise UsageError(f"--{field.name.replace('_', '-')} {why}.")
+
+
+@dataclass(frozen=True)
+class Simulated(_Options):
+    """What is asked about a network that need not exist; None where nothing was said."""
+
+    network: str | None
+    inside: str | None
+    hosts: int | None
+    per_host: int | None
+    ports: str | None
+    collective: str | None
+
+
+@dataclass(frozen=True)
+class Measured(_Options):
+    """What is asked about real processes; None where nothing was said."""
+
+    peers: str | None
+    blocks: int | None
+    out: Path | None
+    picture: Path | None
+
+
+def simulated(ranks: int, size: str | None, sizes: str | None, asked: Simulated, as_json: bool) -> None:
+    """Print how long each algorithm would take, and where the best one changes."""
+    if ranks < 1:
+        raise UsageError(f"--ranks {ranks} makes no sense: give at least 1.")
+    if asked.network is None:
+        raise UsageError(f"--simulate needs --network, written like {EXAMPLE}.")
+    network = Network.parse(asked.network, asked.inside, _chosen(asked.ports, Ports.RANK, "--ports"))
+    collective = _chosen(asked.collective, Collective.ALL_REDUCE, "--collective")
+    hosts = _hosts(ranks, asked.hosts, asked.per_host)
+    steps = _sizes(size, sizes, _ladder(parse_size(size or SIMULATED_SIZE)))
+    with Console(stderr=True).status("simulating") as status:
+        count = len(ALGORITHMS[collective])
+        compared = compare_collectives(
+            ranks, steps, network, hosts, collective, lambda name: status.update(f"simulating {name}, of {count}")
+        )
+    if as_json:
+        links = {"between": asdict(network.between), "inside": asdict(network.inside), "ports": network.ports.value}
+        print(json.dumps({"simulated": True, "network": links} | compared.plain()))
+    else:
+        _print(Console(file=sys.stdout, highlight=False, soft_wrap=True), compared, asked)
+
+
+def measured(ranks: int, size: str | None, sizes: str | None, asked: Measured, as_json: bool) -> None:
+    """Print how long all-reduce takes on real processes, here and through peers."""
+    from offbeat import benching
+
+    blocks = BLOCKS if asked.blocks is None else asked.blocks
+    peers = benching.PEERS if asked.peers is None else [name.strip() for name in asked.peers.split(",")]
+    largest = parse_size(size) if size else max(map(parse_size, MEASURED_SIZES))
+    steps = _sizes(size, sizes, [*(step for step in map(parse_size, MEASURED_SIZES) if step < largest), largest])
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    result = benching.collectives(
+        ranks, steps, peers, blocks, asked.out, asked.picture, lambda text: console.print(text, style="dim")
+    )
+    if as_json:
+        print(json.dumps(result))
+    else:
+        Console(file=sys.stdout, highlight=False).print(benching.table(result))
+
+
+Choice = TypeVar("Choice", Ports, Collective)
+
+
+def _chosen(text: str | None, default: Choice, option: str) -> Choice:
+    if text is None:
+        return default
+    kind = type(default)
+    names = [one.value for one in kind]
+    if text.replace("-", "_") not in names:
+        raise UsageError(f"{option} {text!r} is unknown.{did_you_mean(text, names)}")
+    return kind(text.replace("-", "_"))
+
+
+def _hosts(ranks: int, hosts: int | None, per_host: int | None) -> list[int] | None:
+    """Each rank's host: neighbours share one."""
+    if hosts is not None and per_host is not None:
+        raise UsageError("--hosts and --per-host say the same in two ways: give one of them.")
+    if hosts is not None:
+        if not 1 <= hosts <= ranks:
+            raise UsageError(f"--hosts {hosts} makes no sense for {ranks} ranks: give 1 to {ranks}.")
+        return [rank * hosts // ranks for rank in range(ranks)]
+    if per_host is not None:
+        if per_host < 1:
+            raise UsageError(f"--per-host {per_host} makes no sense: give at least 1.")
+        return [rank // per_host for rank in range(ranks)]
+    return None
+
+
+def _sizes(size: str | None, sizes: str | None, ladder: list[int]) -> list[int]:
+    if sizes is None:
+        return ladder
+    if size is not None:
+        raise UsageError("--size makes a ladder up to it, --sizes gives every one: use one of them.")
+    return sorted({parse_size(text) for text in sizes.split(",")})
+
+
+def _ladder(largest: int) -> list[int]:
+    """Powers of ten from a kilobyte up to a size."""
+    return [step for step in (10**power for power in range(3, 19)) if step < largest] + [largest]
+
+
+def _print(console: Console, compared: Comparison, asked: Simulated) -> None:
+    where = f"{compared.ranks:,} ranks on {compared.hosts:,} host{'s' if compared.hosts > 1 else ''}"
+    console.print(f"[bold]{compared.collective.value}[/bold], {where}, {escape(str(asked.network))}: simulated time")
+    table = _table(compared)
+    # Too many sizes for the terminal: let it wrap the lines, rather than cut the figures.
+    width = max(console.width, console.measure(table, options=console.options.update(width=10_000)).maximum)
+    console.print(table, width=width, crop=False)
+    console.print("Fastest: " + _in_words(compared.best(0), compared.crossovers))
+    for line in _left_out(compared.left_out):
+        console.print(line, style="dim", markup=False)
+
+
+def _table(compared: Comparison) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("algorithm", no_wrap=True)
+    for size in compared.sizes:
+        table.add_column(size_in_words(size) + " ", justify="right", no_wrap=True)
+    best = [compared.best(column) for column in range(len(compared.sizes))]
+    for name, times in compared.seconds.items():
+        cells = [
+            f"[bold green]{seconds_in_words(time)}*[/bold green]" if winner == name else f"{seconds_in_words(time)} "
+            for time, winner in zip(times, best, strict=True)
+        ]
+        table.add_row(name, *cells)
+    return table
+
+
+def _in_words(first: str, crossovers: Sequence[Crossover]) -> str:
+    words = f"[bold]{first}[/bold]"
+    if not crossovers:
+        return f"{words} at all these sizes (marked *)."
+    for crossover in crossovers:
+        words += f" below {size_in_words(crossover.size)}, [bold]{crossover.after}[/bold]"
+    return f"{words} from there on (marked *)."
+
+
+def _left_out(reasons: Mapping[str, str]) -> list[str]:
+    """One line per reason, with all that it rules out."""
+    by_reason = sorted(reasons.items(), key=lambda item: item[1])
+    return [
+        f"Left out: {', '.join(name for name, _ in group)}. Why: {reason}"
+        for reason, group in groupby(by_reason, key=lambda item: item[1])
+    ]

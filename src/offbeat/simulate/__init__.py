@@ -1,0 +1,23 @@
+"""The same protocols in virtual time: when is each rank done, which algorithm is best where, and what a link costs."""
+
+from offbeat.simulate.fit import Cost, Regimes, cost_of, fit_link, fit_regimes
+from offbeat.simulate.league import Comparison, Crossover, compare_collectives
+from offbeat.simulate.network import Link, Network, Ports
+from offbeat.simulate.schedules import Trace, finish_times, trace
+
+__all__ = [
+    "Comparison",
+    "Cost",
+    "Crossover",
+    "Link",
+    "Network",
+    "Ports",
+    "Regimes",
+    "Trace",
+    "compare_collectives",
+    "cost_of",
+    "finish_times",
+    "fit_link",
+    "fit_regimes",
+    "trace",
+]

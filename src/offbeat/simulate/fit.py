@@ -1,0 +1,109 @@
+"""What links cost, from measured times: alpha, beta, gamma and copy by least squares, none of them negative.
+
+A schedule's time, all ranks arriving together, is close to `alpha * hops + beta * moved + gamma * reduced + copy *
+copied`, and what stands beside the costs is read off the schedule itself. Errors count relative to the measured time,
+so that small sizes weigh as much as large ones. Of one schedule, everything but the hops grows in proportion to the
+size, and only the sum of its parts can be found: it is then all called beta, which foretells that schedule as well.
+Times of several schedules together tell the parts apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, combinations
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.errors import UsageError
+from offbeat.protocols.schedule import Layout, Schedule, View
+from offbeat.simulate.network import Link, Network
+from offbeat.simulate.schedules import finish_times
+
+
+class Cost(NamedTuple):
+    """What stands beside alpha, beta, gamma and copy in a schedule's time."""
+
+    hops: float
+    """Transfers one after the other."""
+    moved: float
+    """Bytes through the busiest ports, one after the other."""
+    reduced: float
+    """Bytes combined, one after the other."""
+    copied: float
+    """Bytes copied, one after the other."""
+
+
+def cost_of(schedule: Schedule, view: View, layout: Layout) -> Cost:
+    """What a schedule costs: its time where only latency, only moving, only reducing, or only copying takes any."""
+    units = (Link(1, 0), Link(0, 1), Link(0, 0, 1), Link(0, 0, 0, 1))
+    times = (finish_times(schedule(view, layout), view, layout, Network.uniform(unit)) for unit in units)
+    return Cost(*(float(each.max()) for each in times))
+
+
+@dataclass(frozen=True)
+class Regimes:
+    """A link whose bytes cost more or less beyond certain working sets, as where a cache ends."""
+
+    alpha: float
+    betas: tuple[float, ...]
+    """Seconds per byte: of the part up to the first knot, of the part up to the second, and so on."""
+    gamma: float
+    copy: float
+    knots: tuple[int, ...] = ()
+    """Working sets, in bytes of a rank's buffer, at which the cost per byte changes."""
+
+    def link(self, size: int) -> Link:
+        """The link as data of this size sees it: with the mean cost of its bytes."""
+        return Link(self.alpha, float(np.dot(_shares(size, self.knots), self.betas)), self.gamma, self.copy)
+
+
+def fit_link(sizes: Sequence[int], seconds: Sequence[float], costs: Sequence[Cost]) -> Link:
+    """The link under which schedules of these costs would take these times, as nearly as can be."""
+    return fit_regimes(sizes, seconds, costs).link(max(sizes, default=1))
+
+
+def fit_regimes(
+    sizes: Sequence[int], seconds: Sequence[float], costs: Sequence[Cost], knots: Sequence[int] = ()
+) -> Regimes:
+    """The same, with another cost per byte beyond each knot; with one knot, three sizes are met exactly."""
+    if not len(sizes) == len(seconds) == len(costs) or not sizes:
+        raise UsageError(
+            f"{len(sizes)} sizes, {len(seconds)} times and {len(costs)} costs: a fit needs one of each per measurement."
+        )
+    if min(seconds) <= 0 or min(sizes) < 1:
+        raise UsageError(f"times {list(seconds)} at sizes {list(sizes)}: a fit needs times and sizes above 0.")
+    knots = tuple(sorted(knots))
+    shares = np.stack([_shares(size, knots) for size in sizes])
+    table = np.asarray(costs, dtype=np.float64)
+    columns = np.column_stack([table[:, 0], shares * table[:, 1:2], table[:, 2:]])
+    weights = 1 / np.asarray(seconds, dtype=np.float64)
+    found = _not_negative(columns * weights[:, np.newaxis])
+    alpha, *betas, gamma, copy = (float(value) for value in found)
+    return Regimes(alpha, tuple(betas), gamma, copy, knots)
+
+
+def _shares(size: int, knots: Sequence[int]) -> NDArray[np.float64]:
+    """Which share of a working set lies in each regime."""
+    edges = np.clip([0, *knots, size], 0, size)
+    return np.diff(edges) / size
+
+
+def _not_negative(columns: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The x >= 0 that brings columns @ x nearest to ones, with as few columns as that takes.
+
+    All sets of columns are tried, the smallest first: there are few, and no iteration can fail to end.
+    """
+    scale = np.abs(columns).max(axis=0)
+    usable = [int(column) for column in np.flatnonzero(scale)]
+    best, least = np.zeros(columns.shape[1]), float(len(columns))
+    for chosen in chain.from_iterable(combinations(usable, count) for count in range(1, len(usable) + 1)):
+        some = list(chosen)
+        values = np.linalg.lstsq(columns[:, some] / scale[some], np.ones(len(columns)), rcond=None)[0]
+        residual = float(np.square(columns[:, some] / scale[some] @ values - 1).sum())
+        if (values >= 0).all() and residual < least - 1e-12:
+            best, least = np.zeros(columns.shape[1]), residual
+            best[some] = values / scale[some]
+    return best

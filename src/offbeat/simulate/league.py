@@ -1,0 +1,143 @@
+"""Which algorithm of a collective is the fastest, at which size, on a network that need not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.errors import UsageError
+from offbeat.protocols.collectives import ALGORITHMS, Algorithm, Collective
+from offbeat.protocols.schedule import Layout, View
+from offbeat.simulate.curves import Curve, curve
+from offbeat.simulate.network import Network
+
+TIE = 1e-9
+"""Times that differ by less, relatively, are equal; the algorithm that is listed first then counts as the best."""
+STEPS = 400
+"""Sizes between the smallest and the largest at which the best is looked up before changes are narrowed down."""
+ITEMSIZE = 4
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """A size at which another algorithm becomes the fastest."""
+
+    size: int
+    """The smallest size, in bytes, at which `after` wins."""
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Times of all algorithms of a collective by size, and who wins where."""
+
+    collective: Collective
+    ranks: int
+    hosts: int
+    sizes: tuple[int, ...]
+    """Bytes of a rank's buffer: of the whole result, also where each rank brings a block of it."""
+    seconds: Mapping[str, tuple[float, ...]]
+    """By algorithm, a time for each size: until the last rank is done, all having arrived together."""
+    crossovers: tuple[Crossover, ...]
+    """Between the smallest and the largest size, in order."""
+    left_out: Mapping[str, str]
+    """Algorithms that cannot be used here, and why."""
+
+    def best(self, column: int) -> str:
+        """The fastest algorithm at the size in a column."""
+        return _best({name: times[column] for name, times in self.seconds.items()})
+
+    def plain(self) -> dict[str, Any]:
+        """The same as plain data, for JSON."""
+        return {
+            "collective": self.collective.value,
+            "ranks": self.ranks,
+            "hosts": self.hosts,
+            "sizes": list(self.sizes),
+            "seconds": {name: list(times) for name, times in self.seconds.items()},
+            "best": [self.best(column) for column in range(len(self.sizes))],
+            "crossovers": [vars(crossover) for crossover in self.crossovers],
+            "left_out": dict(self.left_out),
+        }
+
+
+def compare_collectives(
+    ranks: int,
+    sizes: Sequence[int],
+    network: Network,
+    hosts: Sequence[int] | None = None,
+    collective: Collective = Collective.ALL_REDUCE,
+    say: Callable[[str], None] | None = None,
+) -> Comparison:
+    """Simulate every algorithm of a collective; `hosts` gives each rank's host, by default one of its own.
+
+    `say` is told the name of each algorithm before it is simulated.
+    """
+    if ranks < 1 or not sizes or min(sizes) < 1:
+        raise UsageError(f"{ranks} ranks and sizes {list(sizes)}: give at least one rank, and sizes of 1 byte or more.")
+    view = View.of(ranks, range(ranks) if hosts is None else hosts)
+    # A barrier moves one element however large the buffer is.
+    asked = (ITEMSIZE,) if collective is Collective.BARRIER else tuple(sorted(set(sizes)))
+    curves: dict[str, Curve] = {}
+    left_out: dict[str, str] = {}
+    for algorithm in ALGORITHMS[collective].values():
+        if say is not None:
+            say(algorithm.name)
+        reason = _obstacle(algorithm, view)
+        if reason is None:
+            curves[algorithm.name] = curve(algorithm.schedule, view, network, asked, ITEMSIZE)
+        else:
+            left_out[algorithm.name] = reason
+    seconds = {name: tuple(float(time) for time in one(asked)) for name, one in curves.items()}
+    count = len(set(view.hosts.tolist()))
+    return Comparison(collective, ranks, count, asked, seconds, _crossovers(curves, asked[0], asked[-1]), left_out)
+
+
+def _obstacle(algorithm: Algorithm, view: View) -> str | None:
+    """Why an algorithm cannot be used in a view: what its schedule says when it is asked for the first round."""
+    try:
+        next(iter(algorithm.schedule(view, Layout(view.size))), None)
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def _best(times: Mapping[str, float]) -> str:
+    least = min(times.values())
+    return next(name for name, time in times.items() if time <= least * (1 + TIE))
+
+
+def _crossovers(curves: Mapping[str, Curve], low: int, high: int) -> tuple[Crossover, ...]:
+    """Where the best changes: looked up at many sizes, and narrowed down to the byte between two that differ."""
+    names = list(curves)
+    if not names:
+        return ()
+
+    def winners(sizes: NDArray[np.int64]) -> list[str]:
+        table = np.stack([curves[name](sizes) for name in names])
+        return [names[first] for first in np.argmax(table <= table.min(axis=0) * (1 + TIE), axis=0)]
+
+    sizes = np.unique(np.geomspace(low, high, STEPS).round().astype(np.int64))
+    found: list[Crossover] = []
+    best = winners(sizes)
+    for left, right, before, after in zip(sizes, sizes[1:], best, best[1:], strict=False):
+        found += _narrowed(winners, int(left), int(right), before, after)
+    return tuple(found)
+
+
+def _narrowed(
+    winners: Callable[[NDArray[np.int64]], list[str]], low: int, high: int, before: str, after: str
+) -> list[Crossover]:
+    """The changes between two sizes; a third algorithm may win in between."""
+    if before == after:
+        return []
+    if high - low == 1:
+        return [Crossover(high, before, after)]
+    middle = (low + high) // 2
+    best = winners(np.array([middle]))[0]
+    return _narrowed(winners, low, middle, before, best) + _narrowed(winners, middle, high, best, after)
