@@ -10,14 +10,16 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat.errors import RunError, WaitError
+from offbeat.errors import RunError, UsageError, WaitError
 from offbeat.runtime.backend import OffbeatGroup
+from offbeat.runtime.choices import Sums
 from offbeat.runtime.place import Place
 
 ROLL_CALL = timedelta(seconds=2)
@@ -47,6 +49,8 @@ class Group:
         self._owns_default = False
         self._opened: list[Any] = []
         self._process_group: Any = None
+        self.sums_by: Sums | None = None
+        """The algorithm that was chosen; None: the process group's own."""
         self._backend = "offbeat" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
         if self.size > 1:
             self._connect(place)
@@ -119,6 +123,13 @@ class Group:
         """Whether all workers live on one host and can read each other's memory."""
         return isinstance(self._process_group, OffbeatGroup) and self._process_group.local is not None
 
+    def sum_by(self, name: str, stored: Path | None = None) -> Sums:
+        """From now on, sum by this algorithm; `auto` measures all of them, or takes what is `stored`."""
+        if not isinstance(self._process_group, OffbeatGroup):
+            raise UsageError(f"algorithms can be chosen for workers on CPUs; here {self._backend} sums by its own ways")
+        self.sums_by = Sums(self._process_group, name, stored)
+        return self.sums_by
+
     def at_once(self, act: Callable[[OffbeatGroup], None], what: str, tensors: Sequence[Tensor] = ()) -> None:
         """Let `act` use the group's shared memory; every worker calls this with the same."""
         self._calls += 1
@@ -133,6 +144,9 @@ class Group:
             return _DONE
         self.bytes_sent += ring_bytes(tensor.numel() * tensor.element_size(), self.size)
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        sums = self.sums_by
+        if sums is not None:
+            return self._started(lambda group: group.later(lambda: sums.sum(real), what, [real]), what)
         return self._started(lambda group: group.allreduce([real]), what)
 
     def sum(self, tensor: Tensor, what: str = "a sum") -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from offbeat.errors import StrategyError
 from offbeat.runtime.buckets import GradientBuckets, hook
+from offbeat.runtime.choices import Sums, stored_choices
 from offbeat.runtime.group import Group
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.runtime.sums import GradientSums
@@ -21,6 +24,27 @@ from offbeat.strategies._sharding import ShardedSteps, Shards
 from offbeat.strategies._worker import Exchange, Exchanging
 
 _MIB = 1 << 20
+
+
+class Algorithm(StrEnum):
+    """How sums are made."""
+
+    NATIVE = "native"
+    """Through shared memory inside a host, by Gloo between hosts."""
+    AUTO = "auto"
+    """By whichever was fastest when tried, for each size."""
+    GLOO = "gloo"
+    """As torch does it."""
+    NAIVE = "naive"
+    STAR = "star"
+    TREE = "tree"
+    RING = "ring"
+    HALVING_DOUBLING = "halving_doubling"
+    RECURSIVE_DOUBLING = "recursive_doubling"
+    HIERARCHICAL = "hierarchical"
+    HIERARCHICAL_RING = "hierarchical_ring"
+    ONE_SHOT = "one_shot"
+    TWO_SHOT = "two_shot"
 
 
 @dataclass(frozen=True)
@@ -33,30 +57,51 @@ class AllReduce(Exchanging):
     updates, only its slice of the parameters.
     """
 
+    algorithm: Algorithm = Algorithm.NATIVE
+    """How sums are made: by what the backend does itself, by a named algorithm, or by the fastest of all (auto)."""
     bucket: float = 25.0
     """MiB of gradients that are reduced at once, where they go through buckets."""
     shard: Literal["nothing", "optimizer"] = "nothing"
     """What is divided over the workers instead of being held by each: nothing, or the optimizer's state and work."""
+    deterministic: bool = False
+    """Whether `auto` takes what it chose in earlier runs, so that runs add in the same order; it measures only once."""
 
-    traits = Traits(synchronous=True, exact=True, deterministic=True)
+    @property
+    def traits(self) -> Traits:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Exact; and the same bits in every run, unless the algorithm may be another one in the next."""
+        settled = self.algorithm is not Algorithm.AUTO or self.deterministic
+        return Traits(synchronous=True, exact=True, deterministic=settled)
+
     aliases = MappingProxyType({"zero1": "allreduce(shard=optimizer)"})
-    examples = ("allreduce", "allreduce(bucket=50.0)", "allreduce(shard=optimizer)", "allreduce + accumulate(4)")
+    examples = (
+        "allreduce",
+        "allreduce(ring)",
+        "allreduce(auto)",
+        "allreduce(shard=optimizer)",
+        "allreduce + accumulate(4)",
+    )
 
     def __post_init__(self) -> None:
         """Refuse a bucket that holds nothing."""
         super().__post_init__()
         require(self.bucket > 0, self, "bucket", self.bucket, "a bucket holds more than 0 MiB")
+        if self.shard != "nothing" and self.algorithm is not Algorithm.NATIVE:
+            raise StrategyError(
+                f"allreduce: shard={self.shard} reduces and gathers slices by itself, so algorithm={self.algorithm} "
+                f"has nothing to do. Leave one of them out."
+            )
 
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
         """The worker's side: sums on every model."""
         kind = _Sharding if self.shard == "optimizer" else _AllReducing
-        return kind(group, stopwatch, int(self.bucket * _MIB))
+        return kind(group, stopwatch, self)
 
 
 class _AllReducing(Exchange):
-    def __init__(self, group: Group, stopwatch: Stopwatch, capacity: int) -> None:
+    def __init__(self, group: Group, stopwatch: Stopwatch, settings: AllReduce) -> None:
         super().__init__(group, stopwatch)
-        self._capacity = capacity
+        self._settings = settings
+        self._choices: list[Sums] = []
         self._known: set[int] = set()
         self._sums: list[GradientBuckets | GradientSums] = []
         self._sparse: list[_SparseSums] = []
@@ -77,9 +122,12 @@ class _AllReducing(Exchange):
             self._sparse.append(_SparseSums(alike, lane, self.stopwatch, sums))
 
     def _summed(self, dense: Sequence[Parameter], lane: Group) -> GradientBuckets | GradientSums:
-        if lane.shares_memory:
+        settings = self._settings
+        if settings.algorithm is not Algorithm.NATIVE:
+            self._choices.append(lane.sum_by(settings.algorithm, stored_choices() if settings.deterministic else None))
+        elif lane.shares_memory:
             return GradientSums(dense, lane, self.stopwatch)
-        return GradientBuckets(dense, lane, self.stopwatch, self._capacity)
+        return GradientBuckets(dense, lane, self.stopwatch, int(settings.bucket * _MIB))
 
     def weigh(self, examples: int, total: int | None) -> None:
         """Gradients count by the examples behind them."""
@@ -95,12 +143,23 @@ class _AllReducing(Exchange):
 
     def state_dict(self) -> dict[str, Any]:
         """What fixes the order of additions, and so the last bits."""
-        return {"orders": [sums.state() for sums in self._sums]}
+        return {
+            "orders": [sums.state() for sums in self._sums],
+            "choices": [choice.choices for choice in self._choices],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The same order as before."""
+        for choice, chosen in zip(self._choices, state["choices"], strict=True):
+            choice.choices = dict(chosen)
         for sums, order in zip(self._sums, state["orders"], strict=True):
             sums.load(order)
+
+    def notes(self) -> dict[str, Any]:
+        """What was chosen, by size, against which others, with the slowest worker's seconds."""
+        if self._settings.algorithm is not Algorithm.AUTO:
+            return {}
+        return {"choices": {"all_reduce": [choice.choices for choice in self._choices]}}
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -113,8 +172,8 @@ class _Sharding(_AllReducing):
 
     replicated = False
 
-    def __init__(self, group: Group, stopwatch: Stopwatch, capacity: int) -> None:
-        super().__init__(group, stopwatch, capacity)
+    def __init__(self, group: Group, stopwatch: Stopwatch, settings: AllReduce) -> None:
+        super().__init__(group, stopwatch, settings)
         self._steps = ShardedSteps()
 
     def _summed(self, dense: Sequence[Parameter], lane: Group) -> GradientBuckets | GradientSums:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,10 +37,11 @@ from offbeat.runtime.backend._checks import (
     times,
     within,
 )
-from offbeat.runtime.backend._line import Finished, Line
+from offbeat.runtime.backend._line import Finished, Line, Pending
 from offbeat.runtime.backend._local import Local
 from offbeat.runtime.backend._marks import CollectiveError, in_words, ranks_in_words, shapes
 from offbeat.runtime.backend._meeting import Hosts, find_hosts, open_room
+from offbeat.runtime.backend._spread import Spread
 from offbeat.runtime.shared.kernels import as_words
 from offbeat.runtime.shared.room import SMALL
 
@@ -47,6 +49,7 @@ from offbeat.runtime.shared.room import SMALL
 _ProcessGroup: Any = dist.ProcessGroup
 _DONE = Finished()
 _UNSET = timedelta(milliseconds=-1)
+ReduceOp = dist.ReduceOp
 _NOTHING: tuple[Tensor, ...] = ()
 
 
@@ -85,6 +88,8 @@ class OffbeatGroup(_ProcessGroup):
         self._room = room
         self.local = Local(room) if room is not None and self.hosts.count == 1 else None
         """The collectives in shared memory; None where ranks live on several hosts or cannot share memory."""
+        several = room is not None and 1 < self.hosts.count < size
+        self._spread = Spread(room, self.hosts, store, timeout) if room is not None and several else None
 
     # -- what went wrong, in words -----------------------------------------------------------------------------------
 
@@ -140,6 +145,35 @@ class OffbeatGroup(_ProcessGroup):
             self._now = (what, tensors, None)
             act(self)
 
+    def later(self, act: Callable[[], None], what: str, tensors: Sequence[Tensor]) -> Pending:
+        """Do `act` on the group's thread, when all that stands in line is done; every rank asks for the same."""
+
+        def acted() -> None:
+            self._now = (what, tensors, None)
+            act()
+
+        return self._line.put(acted, tensors)
+
+    def sum_now(
+        self, tensor: Tensor, operation: Any = ReduceOp.SUM, stock: bool = False, name: str | None = None
+    ) -> None:
+        """All-reduce in the middle of something that has the turn: by ourselves, by Gloo, or by a named algorithm."""
+        if self._spread is not None and not stock:
+            self._spread.all_reduce_all([tensor], operation)
+        elif stock or self.local is None:
+            opts = AllreduceOptions()
+            opts.reduceOp = operation
+            self._gloo.allreduce([tensor], opts).wait()
+        elif name is None:
+            self._all_reduce([tensor], operation)
+        else:
+            self.local.all_reduce([as_words(tensor)], tensor.dtype, operation, algorithm=name)
+
+    @property
+    def messages(self) -> Any:
+        """Where single messages go."""
+        return self._gloo
+
     # -- torch's names -----------------------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
@@ -164,9 +198,15 @@ class OffbeatGroup(_ProcessGroup):
             tensors, opts = listed(tensors), options(AllreduceOptions(), opts, op, timeout)
         local = self.local
         (tensor,) = tensors
-        if local is None or not tensor.is_cpu or tensor.layout is not torch.strided:
+        if not tensor.is_cpu or tensor.layout is not torch.strided:
             return self._gloo.allreduce(tensors, opts)
         operation = operation_of(opts)
+        if local is None:
+            spread = self._spread
+            if spread is None:
+                return self._gloo.allreduce(tensors, opts)
+            act = partial(spread.all_reduce_all, tensors, operation)
+            return self._do("all_reduce", act, opts, tensors, tensors)
         if (
             tensor.is_contiguous()
             and tensor.nbytes <= SMALL

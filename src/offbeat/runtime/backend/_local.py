@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat.protocols.collectives import Collective, algorithm
+from offbeat.protocols.collectives import Collective
+from offbeat.protocols.collectives import algorithm as algorithm_of
 from offbeat.protocols.schedule import View
 from offbeat.runtime.backend._marks import CollectiveError, count_of, in_words, mark
 from offbeat.runtime.shared.engine import Blocks, Engine, reduce_rows
@@ -53,7 +54,7 @@ class Local:
         key = (collective, name, root)
         found = self._programs.get(key)
         if found is None:
-            schedule = algorithm(collective, name).schedule
+            schedule = algorithm_of(collective, name).schedule
             blocks = 1 if collective is Collective.BROADCAST else self.room.size
             found = compile_one_sided(schedule, self._view, self.room.rank, blocks, root)
             self._programs[key] = found
@@ -89,11 +90,16 @@ class Local:
         return plan
 
     def all_reduce(
-        self, rows: Sequence[Array], dtype: torch.dtype, operation: Any, weight: float | None = None
+        self,
+        rows: Sequence[Array],
+        dtype: torch.dtype,
+        operation: Any,
+        weight: float | None = None,
+        algorithm: str = "two_shot",
     ) -> None:
-        """Rows of any length, in place: two shots, in a pipeline. This rank's numbers count `weight` times."""
+        """Rows of any length, in place, in a pipeline. This rank's numbers count `weight` times."""
         number = mark("all_reduce", dtype, sum(row.size for row in rows), operation)
-        stages = self._program(Collective.ALL_REDUCE, "two_shot")
+        stages = self._program(Collective.ALL_REDUCE, algorithm)
         size = self.room.size
         width = self._engine.width(size, rows[0].itemsize)
         pieces = [piece for row in rows for piece in _pieces(row, row, width, size)]
