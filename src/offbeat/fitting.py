@@ -79,6 +79,10 @@ class Result:
     """How many steps old what a worker read was: how often each."""
     disturbances: dict[str, int] = field(default_factory=dict)
     """Faults that were asked for and that were fired."""
+    choices: dict[str, Any] = field(default_factory=dict)
+    """What the strategy chose by measuring, against which others, in seconds; see `allreduce(auto)`."""
+    optimizer_bytes: list[int] = field(default_factory=list)
+    """How much optimizer state each worker holds, where it is divided."""
 
     def plain(self) -> dict[str, Any]:
         """As JSON data."""

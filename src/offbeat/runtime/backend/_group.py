@@ -50,6 +50,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 _DONE = Finished()
 _UNSET = timedelta(milliseconds=-1)
 ReduceOp = dist.ReduceOp
+_STRIDED = torch.strided
 _NOTHING: tuple[Tensor, ...] = ()
 
 
@@ -196,46 +197,42 @@ class OffbeatGroup(_ProcessGroup):
         """Combine one tensor over all ranks, in place."""
         if type(tensors) is not list or opts is None or not isinstance(opts, AllreduceOptions):
             tensors, opts = listed(tensors), options(AllreduceOptions(), opts, op, timeout)
-        local = self.local
+        local, line = self.local, self._line
         (tensor,) = tensors
-        if not tensor.is_cpu or tensor.layout is not torch.strided:
+        if tensor.layout is not _STRIDED or not tensor.is_cpu:
             return self._gloo.allreduce(tensors, opts)
         operation = operation_of(opts)
         if local is None:
-            spread = self._spread
-            if spread is None:
-                return self._gloo.allreduce(tensors, opts)
-            act = partial(spread.all_reduce_all, tensors, operation)
-            return self._do("all_reduce", act, opts, tensors, tensors)
-        if (
-            tensor.is_contiguous()
-            and tensor.nbytes <= SMALL
-            and not opts.asyncOp
-            and not local.sharing
-            and self._line.idle()
-        ):
+            return self._all_reduce_between(tensors, operation, opts)
+        if not opts.asyncOp and tensor.is_contiguous() and tensor.nbytes <= SMALL and line.idle():
             self._now = ("all_reduce", tensors, opts)
             try:
-                local.all_reduce_small(as_words(tensor), tensor.dtype, operation)
+                local.all_reduce_small(local.known(tensor, int(operation)))
             finally:
-                self._line.leave()
+                line.leave()
             return _DONE
         return self._do("all_reduce", lambda: self._all_reduce(tensors, operation), opts, tensors, tensors)
+
+    def _all_reduce_between(self, tensors: Sequence[Tensor], operation: Any, opts: Any) -> Any:
+        spread = self._spread
+        if spread is None:
+            return self._gloo.allreduce(tensors, opts)
+        act = partial(spread.all_reduce_all, tensors, operation)
+        return self._do("all_reduce", act, opts, tensors, tensors)
 
     def _all_reduce(self, tensors: Sequence[Tensor], operation: Any) -> None:
         local: Any = self.local
         dtype = tensors[0].dtype
-        if len(tensors) == 1 and local.sharing:
+        if len(tensors) == 1 and local.sharing and tensors[0].nbytes > SMALL:
             live = local.shared_rows(tensors[0])
             if live is not None:
                 local.all_reduce_live(live, dtype, operation)
                 return
         with in_place(tensors) as held:
-            words = [as_words(tensor) for tensor in held]
-            if len(words) == 1 and words[0].nbytes <= SMALL:
-                local.all_reduce_small(words[0], dtype, operation)
+            if len(held) == 1 and held[0].nbytes <= SMALL:
+                local.all_reduce_small(local.known(held[0], int(operation)))
             else:
-                local.all_reduce(words, dtype, operation)
+                local.all_reduce([as_words(tensor) for tensor in held], dtype, operation)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         """Combine several tensors of one kind over all ranks, in place."""

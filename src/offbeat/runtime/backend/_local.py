@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,24 +16,28 @@ from offbeat.protocols.collectives import Collective
 from offbeat.protocols.collectives import algorithm as algorithm_of
 from offbeat.protocols.schedule import View
 from offbeat.runtime.backend._marks import CollectiveError, count_of, in_words, mark
-from offbeat.runtime.shared.engine import Blocks, Engine, reduce_rows
-from offbeat.runtime.shared.kernels import Array, Ways, as_words, ways_of, words_of
+from offbeat.runtime.shared.engine import Blocks, Engine
+from offbeat.runtime.shared.kernels import OPERATIONS, Array, Ways, as_words, row_at, ways_of, words_of
 from offbeat.runtime.shared.programs import Stage, compile_one_sided, even_blocks
 from offbeat.runtime.shared.room import SMALL, Room
 from offbeat.runtime.shared.segment import Segment
 
 _SUM = dist.ReduceOp.SUM
 _MOST_PLANS = 512
+LIVE_ROOT = 1
+"""Told in the mark of an all-reduce in place, so that it is not mistaken for one that copies."""
+OPERATIONS_BY_NUMBER = {int(operation): operation for operation in OPERATIONS}
 Piece = tuple[Blocks, Blocks]
 
 
 class _Plan(NamedTuple):
-    """A small all-reduce of one size, kind and operation, worked out."""
+    """A small all-reduce of what lies at one place in memory, worked out."""
 
     mark: int
     slots: tuple[tuple[Array, ...], tuple[Array, ...]]
     order: tuple[int, ...]
     ways: Ways
+    row: Array
 
 
 class Local:
@@ -43,7 +48,12 @@ class Local:
         self._engine = Engine(room)
         self._view = View.of(room.size)
         self._programs: dict[tuple[Collective, str, int], tuple[Stage, ...]] = {}
-        self._plans: dict[tuple[Any, torch.dtype, int], _Plan] = {}
+        self._plans: dict[tuple[int, int, torch.dtype, int], _Plan] = {}
+        # Numbers may overflow here as anywhere in torch, without a word. A context of one's own is the cheapest way to
+        # tell numpy so: only who has the turn uses it.
+        context = contextvars.copy_context()
+        context.run(np.seterr, all="ignore")
+        self._quietly: Any = context.run
         self._live: dict[int, tuple[Segment, int]] = {}
         (one_shot,) = self._program(Collective.ALL_REDUCE, "one_shot")
         self._order = one_shot.reduce[0][1]
@@ -62,32 +72,49 @@ class Local:
 
     # -- all-reduce --------------------------------------------------------------------------------------------------
 
-    def all_reduce_small(self, row: Array, dtype: torch.dtype, operation: Any) -> None:
-        """Up to `SMALL` bytes, in one stage: everybody reads everybody's slot."""
-        room = self.room
-        plan = self._plans.get((operation, dtype, row.size)) or self._plan(operation, dtype, row.size)
-        room.stage = stage = room.stage + 1
-        slots = plan.slots[stage & 1]
-        base = room.enter(plan.mark)
-        np.copyto(slots[room.rank], row)
-        room.post()
-        room.take()
-        self._check(base, plan.mark)
-        with np.errstate(all="ignore"):
-            reduce_rows([slots[rank] for rank in plan.order], row, plan.ways)
+    def known(self, tensor: Tensor, operation: int) -> _Plan:
+        """The plan for a small contiguous tensor; worked out once for each place in memory, kind and operation."""
+        key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, operation)
+        return self._plans.get(key) or self._plan(key)
 
-    def _plan(self, operation: Any, dtype: torch.dtype, count: int) -> _Plan:
+    def _plan(self, key: tuple[int, int, torch.dtype, int]) -> _Plan:
         if len(self._plans) >= _MOST_PLANS:
             self._plans.pop(next(iter(self._plans)))
-        slots = self._engine.small(words_of(dtype))
+        address, count, dtype, number = key
+        operation = OPERATIONS_BY_NUMBER[number]
+        slots = [[slot[:count] for slot in turn] for turn in self._engine.small(words_of(dtype))]
         plan = _Plan(
             mark("all_reduce", dtype, count, operation),
-            (tuple(slot[:count] for slot in slots[0]), tuple(slot[:count] for slot in slots[1])),
+            (tuple(slots[0]), tuple(slots[1])),
             self._order,
             ways_of(operation, dtype, self.room.size),
+            row_at(address, count, words_of(dtype)),
         )
-        self._plans[operation, dtype, count] = plan
+        self._plans[key] = plan
         return plan
+
+    def all_reduce_small(self, plan: _Plan) -> None:
+        """Up to `SMALL` bytes, in one stage: everybody reads everybody's slot. Written out, for speed."""
+        room = self.room
+        number, turns, order, ways, row = plan
+        room.stage = stage = room.stage + 1
+        slots = turns[stage & 1]
+        base = room.enter(number)
+        np.copyto(slots[room.rank], row)
+        for post in room.posts:
+            post()
+        for acquire, peer in room.takes:
+            if not acquire(False):
+                room.wait_for(acquire, peer)
+        words = room.words
+        for place in range(base + 1, base + 2 * room.size, 2):
+            if words[place] != number:
+                raise self._mismatch(base)
+        self._quietly(ways.combine, slots[order[0]], slots[order[1]], row)
+        for rank in order[2:]:
+            self._quietly(ways.combine, row, slots[rank], row)
+        if ways.finish is not None:
+            ways.finish(row)
 
     def all_reduce(
         self,
@@ -134,8 +161,7 @@ class Local:
             self._check(base, number)
             return
         check = partial(self._check, base, number)
-        with np.errstate(all="ignore"):  # Numbers may overflow here as anywhere in torch, without a word.
-            self._engine.run(stages, pieces, width, words, check, ways)
+        self._quietly(self._engine.run, stages, pieces, width, words, check, ways)
 
     def _check(self, base: int, number: int) -> None:
         """All ranks must have come with the same operation."""
@@ -182,13 +208,12 @@ class Local:
 
     def all_reduce_live(self, rows: Sequence[Array], dtype: torch.dtype, operation: Any) -> None:
         """Everybody's row lies in shared memory: nothing is copied in or out."""
-        number = mark("all_reduce", dtype, rows[0].size, operation)
+        number = mark("all_reduce", dtype, rows[0].size, operation, root=LIVE_ROOT)
         base = self.room.enter(number)
         self.room.sync()
         self._check(base, number)
         stages = self._program(Collective.ALL_REDUCE, "zero_copy")
-        with np.errstate(all="ignore"):
-            self._engine.run_live(stages, rows, ways_of(operation, dtype, self.room.size))
+        self._quietly(self._engine.run_live, stages, rows, ways_of(operation, dtype, self.room.size))
 
     # -- the others --------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ Everything is numpy, because its calls are short. What numpy does not have (bflo
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -79,6 +80,14 @@ def as_words(tensor: Tensor) -> Array:
     if flat.dtype in _WORDS:
         return flat.numpy()
     return flat.view(_BY_SIZE[flat.dtype.itemsize][0]).numpy()
+
+
+def row_at(address: int, count: int, words: Any) -> Array:
+    """So many numbers at an address; whoever uses them sees to it that they are there."""
+    if not count:
+        return np.empty(0, words)
+    raw: Any = (ctypes.c_char * (count * np.dtype(words).itemsize)).from_address(address)
+    return np.frombuffer(raw, dtype=words)
 
 
 def combiner(operation: Any, dtype: torch.dtype) -> Combine:

@@ -142,8 +142,12 @@ class Room:
         """Wait until all others have told so."""
         for acquire, peer in self.takes:
             if not acquire(False):
-                self._waiter.wait(acquire, peer)
+                self.wait_for(acquire, peer)
+
+    def wait_for(self, acquire: Callable[..., bool], peer: int) -> None:
+        """Wait for a signal of one of the others that is not there yet."""
         self._late_since = None
+        self._waiter.wait(acquire, peer)
 
     def sync(self) -> None:
         """A stage without data."""
