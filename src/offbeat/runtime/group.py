@@ -16,12 +16,15 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllreduceOptions
 
 from offbeat.errors import RunError, UsageError, WaitError
 from offbeat.runtime.backend import OffbeatGroup
 from offbeat.runtime.choices import Sums
 from offbeat.runtime.place import Place
 
+_WAITED_FOR = AllreduceOptions()
+_WAITED_FOR.asyncOp = False
 ROLL_CALL = timedelta(seconds=2)
 """How long a worker whose deadline has passed waits to hear which others are stuck at the same place."""
 
@@ -46,6 +49,8 @@ class Group:
         self._lanes = [0]
         self._lane = 0
         self._calls = 0
+        self._number = 0
+        self._store: Any = None
         self._owns_default = False
         self._opened: list[Any] = []
         self._process_group: Any = None
@@ -57,6 +62,8 @@ class Group:
 
     def _connect(self, place: Place) -> None:
         if dist.is_initialized():
+            self._store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+            self._number = self._store.add(f"offbeat/teams/{self.rank}", 1)
             self._process_group = self._another()
             return
         try:
@@ -65,8 +72,8 @@ class Group:
             )
             store.set_timeout(self.timeout)
             # The store may outlive a team: the next one in the same processes must not find this one's addresses.
-            number = store.add(f"offbeat/teams/{rank}", 1)
-            meeting = dist.PrefixStore(f"offbeat/team/{number}", store)
+            self._store, self._number = store, store.add(f"offbeat/teams/{rank}", 1)
+            meeting = dist.PrefixStore(f"offbeat/team/{self._number}", store)
             dist.init_process_group(self._backend, store=meeting, rank=rank, world_size=size, timeout=self.timeout)
         except (RuntimeError, ValueError) as error:
             raise WaitError(
@@ -78,7 +85,14 @@ class Group:
         self._process_group = dist.group.WORLD
 
     def _another(self) -> Any:
-        opened = dist.new_group(backend=self._backend, timeout=self.timeout)
+        """The same workers once more."""
+        self._lanes[0] += 1
+        if self._backend == "offbeat":
+            # Unknown to torch, so that a script may destroy torch's groups while the team goes on.
+            meeting = dist.PrefixStore(f"offbeat/group/{self._number}/{self._lanes[0]}", self._store)
+            opened: Any = OffbeatGroup(meeting, self.rank, self.size, self.timeout)
+        else:
+            opened = dist.new_group(backend=self._backend, timeout=self.timeout)
         self._opened.append(opened)
         return opened
 
@@ -90,11 +104,10 @@ class Group:
         if self.size == 1:
             return self
         lane = copy.copy(self)
-        self._lanes[0] += 1
-        lane._lane = self._lanes[0]
         lane._calls = 0
         lane._owns_default = False
         lane._process_group = self._another()
+        lane._lane = self._lanes[0]
         return lane
 
     @property
@@ -140,18 +153,20 @@ class Group:
 
     def start_sum(self, tensor: Tensor, what: str) -> Pending:
         """Begin to replace `tensor`, on every worker, by its sum over the workers."""
-        if self.size == 1:
-            return _DONE
+        return _DONE if self.size == 1 else self._start_sum(tensor, what, AllreduceOptions())
+
+    def _start_sum(self, tensor: Tensor, what: str, options: AllreduceOptions) -> Pending:
         self.bytes_sent += ring_bytes(tensor.numel() * tensor.element_size(), self.size)
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         sums = self.sums_by
         if sums is not None:
             return self._started(lambda group: group.later(lambda: sums.sum(real), what, [real]), what)
-        return self._started(lambda group: group.allreduce([real]), what)
+        return self._started(lambda group: group.allreduce([real], options), what)
 
     def sum(self, tensor: Tensor, what: str = "a sum") -> Tensor:
         """`tensor` summed over the workers, in place."""
-        self.start_sum(tensor, what).wait()
+        if self.size > 1:
+            self._start_sum(tensor, what, _WAITED_FOR).wait()
         return tensor
 
     def sums(self, tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
@@ -227,7 +242,7 @@ class Group:
         )
 
     def _roll_call(self, number: int) -> list[int]:
-        store = dist.PrefixStore(f"offbeat/late/{self._lane}/{number}", dist.distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
+        store = dist.PrefixStore(f"offbeat/late/{self._number}/{self._lane}/{number}", self._store)
         absent = [rank for rank in range(self.size) if rank != self.rank]
         try:
             store.set(str(self.rank), "here")
@@ -249,11 +264,13 @@ class Group:
 
     def close(self) -> None:
         """Leave the group, if it was opened here."""
-        if dist.is_initialized():
-            for opened in [] if self._owns_default else self._opened:
+        for opened in self._opened:
+            if isinstance(opened, OffbeatGroup):
+                opened.shutdown()
+            elif dist.is_initialized() and not self._owns_default:
                 dist.destroy_process_group(opened)
-            if self._owns_default:
-                dist.destroy_process_group()
+        if self._owns_default and dist.is_initialized():
+            dist.destroy_process_group()
         self._opened.clear()
         self._owns_default = False
         self._process_group = None

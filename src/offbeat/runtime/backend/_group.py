@@ -43,7 +43,7 @@ from offbeat.runtime.backend._marks import CollectiveError, in_words, ranks_in_w
 from offbeat.runtime.backend._meeting import Hosts, find_hosts, open_room
 from offbeat.runtime.backend._spread import Spread
 from offbeat.runtime.shared.kernels import as_words
-from offbeat.runtime.shared.room import SMALL
+from offbeat.runtime.shared.room import FAILED, SMALL
 
 # Torch's annotations do not know what its groups really take.
 _ProcessGroup: Any = dist.ProcessGroup
@@ -109,6 +109,8 @@ class OffbeatGroup(_ProcessGroup):
         me = f"rank {room.names[room.rank]} in {what} #{number}"
         shape = f" of shape {shapes(tensors)}" if tensors else ""
         arrived = f"{ranks_in_words(there)} had arrived"
+        if why == FAILED and absent:
+            why = ""  # Whoever failed gave up waiting for the same ones.
         if why and peers:
             who = ranks_in_words([room.names[peer] for peer in peers])
             return CollectiveError(f"{who} {why}: {me}{shape} cannot be finished. {arrived[0].upper()}{arrived[1:]}.")
@@ -119,7 +121,7 @@ class OffbeatGroup(_ProcessGroup):
             f"rank {room.names[rank]} was last seen in {in_words(places[rank][1])} #{places[rank][0]}" for rank in late
         )
         return CollectiveError(
-            f"Timed out after {self._patience():g} s: {me}{shape} of group {self._label or 'default'!s} waited for "
+            f"Timed out after {room.waited():.3g} s: {me}{shape} of group {self._label or 'default'!s} waited for "
             f"{ranks_in_words([room.names[rank] for rank in late])}; {arrived}. {lasts}."
         )
 
@@ -540,7 +542,7 @@ class OffbeatGroup(_ProcessGroup):
 
     def shutdown(self) -> None:
         """Leave the group."""
-        self._line.close()
+        self._line.close(self.abort)
         if self._room is not None:
             self._room.leave()
         self._gloo.shutdown()

@@ -157,6 +157,8 @@ class Line:
 
     def put(self, act: Callable[[], None], tensors: Sequence[Tensor]) -> Pending:
         """Stand in line."""
+        if self._closed:
+            raise CollectiveError("this group has been destroyed: nothing more can be done with it")
         pending = Pending(tensors)
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=f"offbeat {self._name}", daemon=True)
@@ -168,8 +170,8 @@ class Line:
     def _serve(self) -> None:
         while True:
             self._filled.acquire()
-            if self._closed:
-                return
+            if not self._queue:
+                return  # Woken by `close`, when everything is done.
             with self._turn:  # Taken out only now: who finds the line empty may go ahead of nobody.
                 act, pending = self._queue.popleft()
                 failure: BaseException | None = None
@@ -181,9 +183,13 @@ class Line:
             pending.end(failure)
             del pending
 
-    def close(self) -> None:
-        """Do nothing more."""
+    def close(self, give_up: Callable[[], None]) -> None:
+        """Finish what stands in line, and take nothing more; what is not done in 5 s is given up."""
         self._closed = True
         self._filled.release()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is None or self._thread is threading.current_thread():
+            return
+        self._thread.join(timeout=5.0)
+        if self._thread.is_alive():
+            give_up()
             self._thread.join(timeout=5.0)

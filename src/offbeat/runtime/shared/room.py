@@ -30,6 +30,8 @@ _BOARD = 4096
 _FIELDS = 2
 _NUMBERS = 16
 """Words of the board for tickets, which a rank gives out to the others."""
+FAILED = "has failed"
+"""Why nothing more comes from a rank that has given up itself."""
 _STATUS = ("there", "failed", "left")
 """What has become of a rank, by the number on the board."""
 
@@ -149,6 +151,10 @@ class Room:
         self._late_since = None
         self._waiter.wait(acquire, peer)
 
+    def waited(self) -> float:
+        """Seconds since the signal that is waited for was asked for."""
+        return 0.0 if self._late_since is None else time.monotonic() - self._late_since
+
     def sync(self) -> None:
         """A stage without data."""
         self.post()
@@ -164,7 +170,7 @@ class Room:
         for other in range(self.size):
             status = _STATUS[self.words[self._statuses + other]] if other != self.rank else "there"
             if status == "failed":
-                raise self._failed("has failed", [other])
+                raise self._failed(FAILED, [other])
             if status == "left" and other == peer:
                 raise self._failed("has left the group", [other])
         dead = [other for other in range(self.size) if other != self.rank and self._life(other).over]
