@@ -16,6 +16,11 @@ WORLDS = [
     ("allreduce + accumulate(3)", 2),
     ("ddp + accumulate(3)", 2),
     ("allreduce", 3),
+    ("allreduce(shard=optimizer)", 2),
+    ("allreduce(shard=optimizer)", 3),
+    ("allreduce(gloo)", 2),
+    ("allreduce(ring)", 3),
+    ("allreduce(auto)", 2),
 ]
 
 
@@ -36,4 +41,5 @@ def test_the_contract_is_kept(strategy: str, workers: int, check: Check, launche
 
 def test_all_built_in_exchanges_promise_all_that_can_be_checked() -> None:
     for text, _ in WORLDS:
-        assert len(checks_for(parse(text))) == 14
+        measures = "auto" in text  # What is fastest may be another algorithm in the next run, with other bits.
+        assert len(checks_for(parse(text))) == (12 if measures else 14)

@@ -44,7 +44,7 @@ NOT_DDP = {
 }
 UNUSED = {"branches", "branches_of_a_stream", "two_models_one_branch"}
 FOR_DDP = tuple(case for case in CASES if case not in NOT_DDP | UNUSED | {"recomputed_reentrant"})
-WAYS = (("allreduce", 2), ("allreduce", 3), ("allreduce(bucket=0.0001)", 2), ("allreduce + accumulate(2)", 3))
+WAYS = (("allreduce", 2), ("allreduce", 3), ("allreduce(gloo, bucket=0.0001)", 2), ("allreduce + accumulate(2)", 3))
 
 
 @pytest.fixture(scope="module")
@@ -108,4 +108,4 @@ def test_what_ddp_cannot_train_it_refuses(launcher: Launcher, tmp_path: Path, ca
 @pytest.mark.slow
 def test_many_small_layers_and_a_huge_one_share_buckets(launcher: Launcher, tmp_path: Path) -> None:
     matrix = Matrix(launcher, tmp_path, "nets.py", ("many_small_one_huge",))
-    compare(matrix, "many_small_one_huge", "allreduce(bucket=0.01)", 2, ("many_small_one_huge",))
+    compare(matrix, "many_small_one_huge", "allreduce(gloo, bucket=0.01)", 2, ("many_small_one_huge",))

@@ -102,7 +102,11 @@ def test_the_public_names_are_these() -> None:
 
 def test_the_strategies_and_their_aliases_are_these() -> None:
     assert [cls.name for cls in BUILT_IN] == ["single", "ddp", "allreduce", "accumulate"]
-    assert aliases() == {"sequential": "single", "gradient_accumulation": "accumulate"}
+    assert aliases() == {
+        "sequential": "single",
+        "gradient_accumulation": "accumulate",
+        "zero1": "allreduce(shard=optimizer)",
+    }
 
 
 def test_the_values_can_be_had_without_torch() -> None:
@@ -138,7 +142,7 @@ def test_a_strategy_is_named_after_its_class_unless_it_says_otherwise() -> None:
         (lambda: Accumulate(2.5), "steps takes int, not 2.5"),
         (lambda: Accumulate(True), "not True. True and False are no numbers"),
         (lambda: Accumulate(2**63), "beyond 64 bits"),
-        (lambda: AllReduce(0.0), "allreduce: bucket is 0.0, but a bucket holds more than 0 MiB"),
+        (lambda: AllReduce(bucket=0.0), "allreduce: bucket is 0.0, but a bucket holds more than 0 MiB"),
         (lambda: DDP(bucket=-1), "ddp: bucket is -1.0"),
         (lambda: DDP(bucket=float("nan")), "not nan. It must be finite"),
         (lambda: DDP(bucket=float("inf")), "not inf. It must be finite"),
