@@ -30,7 +30,8 @@ BENCH_OPTIONS = {
     "--collective", "--peers", "--blocks", "--out", "-o", "--picture", "--format",
 }  # fmt: skip
 RUN_OPTIONS = {
-    "--strategy", "-s", "--workers", "-w", "--target", "-t", "--epochs", "--steps", "--seed", "--device", "--threads",
+    "--strategy", "-s", "--workers", "-w", "--target", "-t", "--epochs", "--steps", "--seed", "--device",
+    "--backend", "--threads",
     "--parts", "--out", "-o", "--resume", "--checkpoint-every", "--timeout", "--port", "--tensorboard", "--format",
 }  # fmt: skip
 EXPORTS = [

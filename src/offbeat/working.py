@@ -23,6 +23,7 @@ from offbeat.errors import DataError, NonFiniteError, OutputError, TaskError
 from offbeat.join import Team
 from offbeat.protocols.partition import share
 from offbeat.runtime.assignment import ASSIGNED, Assignment
+from offbeat.runtime.backend import stand_in_for_gloo
 from offbeat.runtime.goal import Goal
 from offbeat.runtime.launch import Control
 from offbeat.runtime.place import where
@@ -41,6 +42,8 @@ def work(config: Mapping[str, Any], control: Control) -> None:
         send=control.send,
     )
     ASSIGNED.set(assignment)
+    if assignment.goal.backend == "offbeat":
+        stand_in_for_gloo()
     if config.get("script"):
         if assignment.goal.seed is not None:
             seed_everything(assignment.goal.seed)  # A model may be made before the script calls init().

@@ -104,6 +104,14 @@ def run(
         int | None, typer.Option(help="Fixes the initial model, the data's order and all other chance.")
     ] = None,
     device: Annotated[str, typer.Option(help="Where tensors live; cpu is what is tested.")] = "cpu",
+    backend: Annotated[
+        str,
+        typer.Option(
+            metavar="gloo|offbeat",
+            help="What answers when the script, or a framework in it, asks torch.distributed for Gloo: Gloo, or our "
+            "shared-memory backend in its place.",
+        ),
+    ] = "gloo",
     threads: Annotated[int | None, typer.Option(help="Threads per worker. Default: cores divided by workers.")] = None,
     parts: Annotated[
         str, typer.Option(help="How training data is divided: iid, or by label with dirichlet(alpha).")
@@ -131,6 +139,7 @@ def run(
         "steps": steps,
         "seed": seed,
         "device": device,
+        "backend": backend,
         "timeout": timeout,
         "checkpoint_every": checkpoint_every,
         "parts": parts,

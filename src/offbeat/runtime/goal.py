@@ -73,6 +73,8 @@ class Goal:
     """Fixes initial model, data order and every other random choice."""
     device: str = "cpu"
     """Where tensors live."""
+    backend: str = "gloo"
+    """What answers when torch.distributed is asked for Gloo: gloo, or offbeat in its place."""
     timeout: float = 600.0
     """Seconds that any wait for another worker may take."""
     checkpoint_every: int | None = None
@@ -97,6 +99,10 @@ class Goal:
         if self.target is not None:
             Target.parse(self.target)
         Parts.parse(self.parts)
+        if self.backend not in ("gloo", "offbeat"):
+            raise UsageError(f"--backend {self.backend!r} is none that is known here. Say gloo or offbeat.")
+        if self.backend == "offbeat" and self.device != "cpu":
+            raise UsageError(f"--backend offbeat is for tensors on the CPU, not on {self.device}. Leave it out.")
         _check_device(self.device)
 
     def plain(self) -> dict[str, Any]:
