@@ -31,9 +31,10 @@ def operation_of(given: Any) -> Any:
     return given.reduceOp.op
 
 
-def plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether these lie densely in main memory; others are Gloo's business."""
-    return all(tensor.is_cpu and tensor.layout is torch.strided for tensor in tensors)
+def alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether these lie densely in main memory and are of one kind of number; others are Gloo's business."""
+    kind = tensors[0].dtype if tensors else None
+    return all(tensor.is_cpu and tensor.layout is torch.strided and tensor.dtype == kind for tensor in tensors)
 
 
 @contextmanager
@@ -46,46 +47,15 @@ def in_place(tensors: Sequence[Tensor]) -> Generator[list[Tensor]]:
             tensor.detach().copy_(copy)
 
 
-def within(root: int, size: int, what: str) -> None:
-    """The root must be one of the ranks."""
-    if not 0 <= root < size:
-        raise ValueError(f"{what}: invalid root rank {root}; the group has ranks 0 to {size - 1}")
-
-
-def as_many(tensors: Sequence[Tensor], size: int, what: str) -> None:
-    """There must be one for each rank."""
-    if len(tensors) != size:
-        raise ValueError(f"{what}: invalid number of tensors: {len(tensors)}, but the group has {size} ranks")
-
-
-def same_kind(tensors: Sequence[Tensor], what: str) -> None:
-    """All must be of one kind of number."""
-    if len({tensor.dtype for tensor in tensors}) > 1:
-        kinds = ", ".join(sorted({str(tensor.dtype) for tensor in tensors}))
-        raise ValueError(f"{what}: invalid tensor type: all must be of one kind, but there are {kinds}")
-
-
-def times(long: Tensor, short: Tensor, size: int, what: str) -> None:
-    """One must be as long as `size` times the other."""
-    if long.numel() != short.numel() * size:
-        raise ValueError(
-            f"{what} has {long.numel():,} elements, but must have {size} x {short.numel():,}, one part for each rank"
-        )
-
-
 def rows(tensor: Tensor, size: int) -> list[Tensor]:
     """A contiguous tensor in `size` equal parts."""
     return list(tensor.detach().reshape(-1).chunk(size)) if tensor.numel() else [tensor.detach().reshape(-1)] * size
 
 
-def check_splits(tensor: Tensor, splits: Sequence[int], size: int) -> None:
-    """Splits must be one for each rank and add up; without any, the first dimension is cut evenly."""
-    length = tensor.shape[0] if tensor.dim() else 0
-    if splits:
-        if len(splits) != size or sum(splits) != length:
-            raise ValueError(f"all_to_all_single: splits {list(splits)} do not cut {length} rows for {size} ranks")
-    elif length % size:
-        raise ValueError(f"all_to_all_single: {length} rows cannot be cut evenly for {size} ranks: give split sizes")
+def cuts_well(tensor: Tensor, splits: Sequence[int], size: int) -> bool:
+    """Whether splits are one for each rank and add up; without any, the first dimension must be cut evenly."""
+    length = tensor.shape[0] if tensor.dim() else -1
+    return (len(splits) == size and sum(splits) == length and min(splits) >= 0) if splits else length % size == 0
 
 
 def cut(tensor: Tensor, splits: Sequence[int], size: int) -> list[Tensor]:

@@ -108,6 +108,11 @@ class Pending(dist._Work):  # pyright: ignore[reportPrivateUsage]
                     self._resolve(self._future)
             return self._future
 
+    @property
+    def followed(self) -> bool:
+        """Whether somebody has asked for a future."""
+        return self._future is not None
+
     def end(self, failure: BaseException | None) -> None:
         """It is over; called by who did it."""
         self._failure = failure
@@ -160,6 +165,10 @@ class Line:
         if self._closed:
             raise CollectiveError("this group has been destroyed: nothing more can be done with it")
         pending = Pending(tensors)
+        if self._thread is threading.current_thread():
+            # Asked for by what follows on a future, while everybody else waits: its turn is now, on every rank.
+            pending.end(_failure_of(act))
+            return pending
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=f"offbeat {self._name}", daemon=True)
             self._thread.start()
@@ -174,14 +183,13 @@ class Line:
                 return  # Woken by `close`, when everything is done.
             with self._turn:  # Taken out only now: who finds the line empty may go ahead of nobody.
                 act, pending = self._queue.popleft()
-                failure: BaseException | None = None
-                try:
-                    act()
-                except Exception as error:
-                    failure = error
-            del act
-            pending.end(failure)
-            del pending
+                failure = _failure_of(act)
+                followed = pending.followed
+                if followed:  # What follows on a future may ask for more, which must come before what stands in line.
+                    pending.end(failure)
+            if not followed:
+                pending.end(failure)
+            del act, pending, failure
 
     def close(self, give_up: Callable[[], None]) -> None:
         """Finish what stands in line, and take nothing more; what is not done in 5 s is given up."""
@@ -193,3 +201,11 @@ class Line:
         if self._thread.is_alive():
             give_up()
             self._thread.join(timeout=5.0)
+
+
+def _failure_of(act: Callable[[], None]) -> BaseException | None:
+    try:
+        act()
+    except Exception as error:
+        return error
+    return None

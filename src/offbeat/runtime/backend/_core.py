@@ -1,0 +1,248 @@
+"""What a process group is made of: who is where, whose turn it is, and what to say when something goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllreduceOptions
+
+from offbeat.runtime.backend._checks import in_place
+from offbeat.runtime.backend._line import Finished, Line, Pending
+from offbeat.runtime.backend._local import Local
+from offbeat.runtime.backend._marks import CollectiveError, in_words, ranks_in_words, shapes
+from offbeat.runtime.backend._meeting import Hosts, find_hosts, open_room
+from offbeat.runtime.backend._spread import Spread
+from offbeat.runtime.shared.kernels import as_words
+from offbeat.runtime.shared.room import FAILED, SMALL
+
+# Torch's annotations do not know what its groups really take.
+_ProcessGroup: Any = dist.ProcessGroup
+DONE = Finished()
+_UNSET = timedelta(milliseconds=-1)
+ReduceOp = dist.ReduceOp
+_Record: Any = torch._C._profiler._RecordFunctionFast  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+profiling = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
+
+class Core(_ProcessGroup):
+    """A torch process group without its collectives."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta = dist.default_pg_timeout,
+        names: Sequence[int] = (),
+        label: str = "",
+        host: str | None = None,
+    ) -> None:
+        super().__init__(rank, size)
+        self._rank, self._size, self._store = rank, size, store
+        self._label, self._timeout = label, timeout
+        self._names = tuple(names) or tuple(range(size))
+        self._line = Line(label)
+        self._asked = 0
+        self._now: tuple[str, Sequence[Tensor], Any] = ("its first operation", (), None)
+        meeting = dist.PrefixStore("offbeat/", store)
+        self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self.hosts = find_hosts(meeting, rank, size, host) if size > 1 else Hosts((0,), 0)
+        """Which ranks share a host."""
+        room = open_room(meeting, self.hosts, self._names, timeout, self._explained) if size > 1 else None
+        if room is not None:
+            room.timeout = self._patience
+        self._room = room
+        self.local = Local(room) if room is not None and self.hosts.count == 1 else None
+        """The collectives in shared memory; None where ranks live on several hosts or cannot share memory."""
+        several = room is not None and 1 < self.hosts.count < size
+        self._spread = Spread(room, self.hosts, store, timeout) if room is not None and several else None
+
+    # -- what went wrong, in words -----------------------------------------------------------------------------------
+
+    def _patience(self) -> float:
+        options = self._now[2]
+        own = getattr(options, "timeout", _UNSET)
+        return (own if own > timedelta(0) else self._timeout).total_seconds()
+
+    def _explained(self, why: str, peers: Sequence[int]) -> Exception:
+        room: Any = self._room
+        what, tensors, _ = self._now
+        number = room.calls
+        places = room.whereabouts()
+        there = [room.names[rank] for rank, (calls, _) in enumerate(places) if calls >= number]
+        absent = [rank for rank, (calls, _) in enumerate(places) if calls < number]
+        me = f"rank {room.names[room.rank]} in {what} #{number}"
+        shape = f" of shape {shapes(tensors)}" if tensors else ""
+        arrived = f"{ranks_in_words(there)} had arrived"
+        if why == FAILED and absent:
+            why = ""  # Whoever failed gave up waiting for the same ones.
+        if why and peers:
+            who = ranks_in_words([room.names[peer] for peer in peers])
+            return CollectiveError(f"{who} {why}: {me}{shape} cannot be finished. {arrived[0].upper()}{arrived[1:]}.")
+        if why:
+            return CollectiveError(f"{why}: {me}{shape} cannot be finished")
+        late = absent or list(peers)
+        lasts = "; ".join(
+            f"rank {room.names[rank]} was last seen in {in_words(places[rank][1])} #{places[rank][0]}" for rank in late
+        )
+        return CollectiveError(
+            f"{me}{shape} of group {self._label or 'default'!s}: Timed out after {room.waited():.3g} s of waiting for "
+            f"{ranks_in_words([room.names[rank] for rank in late])}; {arrived}. {lasts}."
+        )
+
+    # -- in line -----------------------------------------------------------------------------------------------------
+
+    def _do(self, what: str, act: Callable[[], None], options: Any, tensors: Sequence[Tensor], result: Any) -> Any:
+        """Do it now if its caller waits for it and nothing stands in line; else stand in line."""
+        self._asked += 1
+
+        def acted() -> None:
+            self._now = (what, tensors, options)
+            act()
+
+        if profiling():
+            return self._line.put(self._recorded(what, acted, tensors), result)
+        if not options.asyncOp and self._line.idle():
+            try:
+                acted()
+            finally:
+                self._line.leave()
+            return DONE
+        return self._line.put(acted, result)
+
+    def _recorded(self, what: str, act: Callable[[], None], tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """An event for torch's profiler, as Gloo makes them: from the call until it is done, on another thread."""
+        record = _Record(f"{self.getBackendName()}:{what}", list(tensors), {})
+        record.__enter__()
+
+        def recorded() -> None:
+            try:
+                act()
+            finally:
+                record.__exit__(None, None, None)
+
+        return recorded
+
+    def at_once(self, act: Callable[[Any], None], what: str, tensors: Sequence[Tensor] = ()) -> None:
+        """Let `act` use the shared memory when all that stands in line is done; every rank calls this with the same."""
+        with self._line.turn():
+            self._now = (what, tensors, None)
+            act(self)
+
+    def later(self, act: Callable[[], None], what: str, tensors: Sequence[Tensor]) -> Pending:
+        """Do `act` on the group's thread, when all that stands in line is done; every rank asks for the same."""
+
+        def acted() -> None:
+            self._now = (what, tensors, None)
+            act()
+
+        return self._line.put(acted, tensors)
+
+    def sum_now(
+        self, tensor: Tensor, operation: Any = ReduceOp.SUM, stock: bool = False, name: str | None = None
+    ) -> None:
+        """All-reduce in the middle of something that has the turn: by ourselves, by Gloo, or by a named algorithm."""
+        if self._spread is not None and not stock:
+            self._spread.all_reduce_all([tensor], operation)
+        elif stock or self.local is None:
+            opts = AllreduceOptions()
+            opts.reduceOp = operation
+            self._gloo.allreduce([tensor], opts).wait()
+        elif name is None:
+            self._all_reduce([tensor], operation)
+        else:
+            self.local.all_reduce([as_words(tensor)], tensor.dtype, operation, algorithm=name)
+
+    @property
+    def messages(self) -> Any:
+        """Where single messages go."""
+        return self._gloo
+
+    def _all_reduce(self, tensors: Sequence[Tensor], operation: Any) -> None:
+        local: Any = self.local
+        dtype = tensors[0].dtype
+        if len(tensors) == 1 and local.sharing and tensors[0].nbytes > SMALL:
+            live = local.shared_rows(tensors[0])
+            if live is not None:
+                local.all_reduce_live(live, dtype, operation)
+                return
+        with in_place(tensors) as held:
+            if len(held) == 1 and held[0].nbytes <= SMALL:
+                local.all_reduce_small(local.known(held[0], int(operation)))
+            else:
+                local.all_reduce([as_words(tensor) for tensor in held], dtype, operation)
+
+    def _all_reduce_packed(self, tensors: Sequence[Tensor], operation: Any) -> None:
+        """Small tensors travel together in one, which saves a round trip for each."""
+        small = [tensor for tensor in tensors if tensor.nbytes <= SMALL]
+        large = [tensor for tensor in tensors if tensor.nbytes > SMALL]
+        if small:
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in small])
+            self._all_reduce([flat], operation)
+            pieces = flat.split([tensor.numel() for tensor in small])
+            for tensor, piece in zip(small, pieces, strict=True):
+                tensor.detach().copy_(piece.view(tensor.shape))
+        if large:
+            self._all_reduce(large, operation)
+
+    # -- what torch asks of any group ---------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """What it is registered as."""
+        return "offbeat"
+
+    def getRank(self) -> int:  # noqa: N802 - torch's name
+        """Its own number."""
+        return self._rank
+
+    def getSize(self) -> int:  # noqa: N802 - torch's name
+        """How many ranks there are."""
+        return self._size
+
+    def get_group_store(self) -> dist.Store:
+        """Where its ranks met."""
+        return self._store
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many operations were asked for."""
+        return self._asked
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Every group begins with 0."""
+
+    def shared_tensor(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A tensor that the others of the group can read: all-reducing it copies nothing. All ranks call this.
+
+        It is all zeros. Where memory cannot be shared, it is an ordinary tensor.
+        """
+        made: list[Tensor] = []
+        if self.local is None:
+            return torch.zeros(count, dtype=dtype)
+        local = self.local
+        self.at_once(lambda _: made.append(local.shared_tensor(count, dtype)), "shared_tensor")
+        return made[0]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long operations wait that say nothing else."""
+        self._timeout = timeout
+        self._gloo._set_default_timeout(timeout)
+
+    def abort(self) -> None:
+        """Give up whatever is going on here; those who wait for it get an error."""
+        if self._room is not None:
+            self._room.aborted = True
+            self._room.fail()
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self._line.close(self.abort)
+        if self._room is not None:
+            self._room.leave()
+        self._gloo.shutdown()
