@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -27,6 +29,11 @@ _UNSET = timedelta(milliseconds=-1)
 ReduceOp = dist.ReduceOp
 _Record: Any = torch._C._profiler._RecordFunctionFast  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 profiling = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+# A forked child must not tear down its parent's groups: Gloo would wait for threads that the child does not have. So
+# those that are alive, or not yet collected, when a process forks are kept in the child for ever.
+_ALIVE: weakref.WeakSet[Any] = weakref.WeakSet()
+_INHERITED: list[Any] = []
+os.register_at_fork(after_in_child=lambda: _INHERITED.extend(_ALIVE))
 
 
 class Core(_ProcessGroup):
@@ -43,6 +50,7 @@ class Core(_ProcessGroup):
         host: str | None = None,
     ) -> None:
         super().__init__(rank, size)
+        _ALIVE.add(self)
         self._rank, self._size, self._store = rank, size, store
         self._label, self._timeout = label, timeout
         self._names = tuple(names) or tuple(range(size))
