@@ -23,7 +23,6 @@ from offbeat.runtime.backend import OffbeatGroup
 from offbeat.runtime.buckets import hook
 from offbeat.runtime.group import Group, ring_bytes
 from offbeat.runtime.header import Header
-from offbeat.runtime.shared.kernels import as_words
 from offbeat.runtime.stopwatch import Stopwatch
 
 SMALL_GRADIENT = 1 << 14
@@ -140,15 +139,14 @@ class GradientSums:
         """Where they lie; a gradient that does not lie in a row is copied into one and back."""
         held = [gradient if gradient.is_contiguous() else gradient.contiguous() for gradient in gradients]
         real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in held]
-        rows = [as_words(tensor) for tensor in real]
-        count, size = sum(row.nbytes for row in rows), self._group.size
+        count, size = sum(tensor.nbytes for tensor in real), self._group.size
 
         def act(group: OffbeatGroup) -> None:
             local: Any = group.local
             if self._own_blocks:
-                local.sum_own_blocks(rows, real[0].dtype, weight)
+                local.sum_own_blocks(real, weight)
             else:
-                local.all_reduce(rows, real[0].dtype, torch.distributed.ReduceOp.SUM, weight)
+                local.all_reduce(real, torch.distributed.ReduceOp.SUM, weight)
 
         self._group.bytes_sent += ring_bytes(count, size) // (2 if self._own_blocks else 1)
         self._group.at_once(act, "the sum of gradients", real)

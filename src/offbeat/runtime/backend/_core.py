@@ -19,7 +19,6 @@ from offbeat.runtime.backend._local import Local
 from offbeat.runtime.backend._marks import CollectiveError, in_words, ranks_in_words, shapes
 from offbeat.runtime.backend._meeting import Hosts, find_hosts, open_room
 from offbeat.runtime.backend._spread import Spread
-from offbeat.runtime.shared.kernels import as_words
 from offbeat.runtime.shared.room import FAILED, SMALL
 
 # Torch's annotations do not know what its groups really take.
@@ -63,9 +62,13 @@ class Core(_ProcessGroup):
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self.hosts = find_hosts(meeting, rank, size, host) if size > 1 else Hosts((0,), 0)
         """Which ranks share a host."""
-        room = open_room(meeting, self.hosts, self._names, timeout, self._explained) if size > 1 else None
+        # The room must not keep the group alive: it should go, with its threads and memory, when it is let go.
+        me: Any = weakref.ref(self)
+        room = None
+        if size > 1:
+            room = open_room(meeting, self.hosts, self._names, timeout, lambda why, peers: me()._explained(why, peers))
         if room is not None:
-            room.timeout = self._patience
+            room.timeout = lambda: me()._patience()
         self._room = room
         self.local = Local(room) if room is not None and self.hosts.count == 1 else None
         """The collectives in shared memory; None where ranks live on several hosts or cannot share memory."""
@@ -166,7 +169,7 @@ class Core(_ProcessGroup):
         elif name is None:
             self._all_reduce([tensor], operation)
         else:
-            self.local.all_reduce([as_words(tensor)], tensor.dtype, operation, algorithm=name)
+            self.local.all_reduce([tensor], operation, algorithm=name)
 
     @property
     def messages(self) -> Any:
@@ -185,7 +188,7 @@ class Core(_ProcessGroup):
             if len(held) == 1 and held[0].nbytes <= SMALL:
                 local.all_reduce_small(local.known(held[0], int(operation)))
             else:
-                local.all_reduce([as_words(tensor) for tensor in held], dtype, operation)
+                local.all_reduce(held, operation)
 
     def _all_reduce_packed(self, tensors: Sequence[Tensor], operation: Any) -> None:
         """Small tensors travel together in one, which saves a round trip for each."""

@@ -346,4 +346,4 @@ class OffbeatGroup(Core):
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names at rank 0 who has not come."""
-        self._gloo.monitored_barrier(timeout or self._timeout, wait_all_ranks)
+        self._gloo.monitored_barrier(self._timeout if timeout is None else timeout, wait_all_ranks)

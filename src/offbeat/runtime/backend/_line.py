@@ -143,7 +143,7 @@ class Line:
 
     def idle(self) -> bool:
         """Take the turn if nothing stands in line; whoever gets it must call `leave`."""
-        return not self._queue and self._turn.acquire(False)
+        return not self._queue and not self._closed and self._turn.acquire(False)
 
     def leave(self) -> None:
         """Give the turn back."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,14 @@ from offbeat.runtime.shared.kernels import Array, Ways
 from offbeat.runtime.shared.programs import Stage, even_blocks
 from offbeat.runtime.shared.room import CHUNK, DEPTH, PHASES, SMALL, Room
 
+_MOST_SCRIPTS = 64
 LIVE = 1 << 18
 """Bytes that are reduced at once where nothing is copied."""
 Blocks = Sequence[Any]
 """An array for each block; None where this rank has nothing of it."""
+Piece = tuple[Blocks, Blocks]
+"""What a rank brings, and where results go."""
+Action = tuple[Callable[..., Any], tuple[Any, ...]]
 Slots = Sequence[Sequence[Array]]
 """Arrays by turn and rank."""
 
@@ -26,6 +30,8 @@ class Engine:
         self._room = room
         self._rings: dict[Any, list[Slots]] = {}
         self._smalls: dict[Any, Slots] = {}
+        self._scripts: dict[Any, tuple[list[Action], int]] = {}
+        self._take = room.take
 
     def width(self, blocks: int, itemsize: int, small: bool = False) -> int:
         """How many elements of each of so many blocks fit into a slot."""
@@ -54,81 +60,120 @@ class Engine:
     def run(
         self,
         stages: Sequence[Stage],
-        pieces: Sequence[tuple[Blocks, Blocks]],
+        pieces: Sequence[Piece],
         width: int,
         words: Any,
         check: Callable[[], None],
         ways: Ways,
+        key: Hashable = None,
     ) -> None:
         """Take every piece (what this rank brings, and where results go, by block) through all stages, overlapping.
 
         All ranks have the same number of pieces. While one piece is being published, the one before is reduced and the
-        one before that copied out: nobody waits for what was only just asked for. `check` is called
-        when everybody has come.
+        one before that copied out: nobody waits for what was only just asked for. `check` is called when everybody has
+        come. What is done for a `key` (which must tell all else, addresses included) is worked out only once.
         """
         room = self._room
-        small = len(pieces) == 1 and len(stages) == 1 and self._fits(pieces[0], width)
-        slots = [self.small(words)] if small else self._ring(words)
-        first, turns = (room.stage, 2) if small else (room.round, DEPTH)
-        last = len(stages)
-        for iteration in range(len(pieces) + last):
-            for phase in range(last + 1):
-                piece = iteration - phase
-                if not 0 <= piece < len(pieces):
-                    continue
-                given, result = pieces[piece]
-                turn = (first + piece) % turns
-                if phase:
-                    room.take()
-                    if iteration == 1:
-                        check()
-                    self._consume(stages[phase - 1], slots[phase - 1][turn], given, result, width, ways)
-                if phase < last:
-                    mine = slots[phase][turn][room.rank]
-                    put, source = (np.copyto, result) if phase else (ways.weigh or np.copyto, given)
-                    for block in stages[phase].publish:
-                        row = source[block]
-                        put(mine[block * width : block * width + len(row)], row)
-                    room.post()
-        if small:
-            room.stage += 1
+        if len(pieces) == 1 and len(stages) == 1 and self._fits(pieces[0], width):
+            first, slots, turns = room.next_stage(), [self.small(words)], 2
         else:
+            if not self._rings:
+                room.sync()  # Room for large messages is made together: first see that all have come for the same.
+                check()
+            first, slots, turns = room.round, self._ring(words), DEPTH
             room.round += len(pieces)
+        script = self._script(stages, pieces, width, slots, first % turns, ways)
+        if key is not None:
+            if len(self._scripts) >= _MOST_SCRIPTS:
+                self._scripts.pop(next(iter(self._scripts)))
+            self._scripts[key, first % turns] = (script, len(pieces))
+        self._play(script, check)
 
-    def _fits(self, piece: tuple[Blocks, Blocks], width: int) -> bool:
+    def replay(self, key: Hashable, check: Callable[[], None]) -> bool:
+        """Do what was worked out for this key, if it was."""
+        found = self._scripts.get((key, self._room.round % DEPTH))
+        if found is None:
+            return False
+        self._room.round += found[1]
+        self._play(found[0], check)
+        return True
+
+    def _play(self, script: Sequence[Action], check: Callable[[], None]) -> None:
+        first = True
+        for act, arguments in script:
+            act(*arguments)
+            if first and act == self._take:
+                first = False
+                check()
+
+    def _script(
+        self,
+        stages: Sequence[Stage],
+        pieces: Sequence[Piece],
+        width: int,
+        slots: Sequence[Slots],
+        first: int,
+        ways: Ways,
+    ) -> list[Action]:
+        """Everything that is to be done, in order: functions and what they are given."""
+        rank, last, turns = self._room.rank, len(stages), len(slots[0])
+        script: list[Action] = []
+        for iteration in range(len(pieces) + last):
+            for phase in range(max(0, iteration - len(pieces) + 1), min(iteration, last) + 1):
+                given, result = pieces[iteration - phase]
+                turn = (first + iteration - phase) % turns
+                mine = slots[phase][turn][rank] if phase < last else None
+                if phase:
+                    script.append((self._take, ()))
+                    here = slots[phase - 1][turn]
+                    self._consume(script, stages[phase - 1], here, given, result, width, ways, mine)
+                elif mine is not None:
+                    put = ways.weigh or np.copyto
+                    script += [
+                        (put, (_part(mine, block, width, given[block]), given[block])) for block in stages[0].publish
+                    ]
+                if mine is not None:
+                    script += [(post, ()) for post in self._room.posts]
+        return script
+
+    def _fits(self, piece: Piece, width: int) -> bool:
         rows = [row for side in piece for row in side if row is not None]
         itemsize = rows[0].itemsize if rows else 1
         return (len(piece[0]) * width) * itemsize <= SMALL
 
     def _consume(
         self,
+        script: list[Action],
         stage: Stage,
         slots: Sequence[Array],
         given: Blocks,
         result: Blocks,
         width: int,
         ways: Ways,
+        following: Array | None,
     ) -> None:
+        """Reduce and copy what a stage has brought; what was reduced goes on into the slot of the following one."""
         me = self._room.rank
         for block, ranks in stage.reduce:
             out = result[block]
-            start, stop = block * width, block * width + len(out)
-            rows = [slots[rank][start:stop] for rank in ranks]
+            rows = [_part(slots[rank], block, width, out) for rank in ranks]
             scratch = out
             if me in ranks and block not in stage.publish:
                 # Mine is not in my slot, which nobody reads: room for it, or for a sum that may not overwrite it yet.
                 position = ranks.index(me)
                 if ways.weigh is not None:
-                    ways.weigh(rows[position], given[block])
+                    script.append((ways.weigh, (rows[position], given[block])))
                 else:
                     scratch = rows[position] if position > 1 else out
                     rows[position] = given[block]
-            reduce_rows(rows, scratch, ways)
+            script += reductions(rows, scratch, ways)
             if scratch is not out:
-                np.copyto(out, scratch)
+                script.append((np.copyto, (out, scratch)))
+            if following is not None:
+                script.append((np.copyto, (_part(following, block, width, out), out)))
         for source, block, place in stage.copy:
             row = result[place]
-            np.copyto(row, slots[source][block * width : block * width + len(row)])
+            script.append((np.copyto, (row, _part(slots[source], block, width, row))))
 
     def run_live(
         self,
@@ -148,7 +193,8 @@ class Engine:
                 for start, stop in _steps(*blocks[block], step):
                     out = mine[start:stop]
                     target = out if scratch is None else scratch[: stop - start]
-                    reduce_rows([rows[rank][start:stop] for rank in ranks], target, ways)
+                    for act, arguments in reductions([rows[rank][start:stop] for rank in ranks], target, ways):
+                        act(*arguments)
                     if target is not out:
                         np.copyto(out, target)
             for source, block, _ in stage.copy:
@@ -157,16 +203,19 @@ class Engine:
         room.sync()  # Only now nobody reads mine any more.
 
 
-def reduce_rows(rows: Sequence[Array], out: Array, ways: Ways) -> None:
+def reductions(rows: Sequence[Array], out: Array, ways: Ways) -> list[Action]:
     """Combine rows in their order into `out`, which may be the first or the second of them."""
     combine = ways.combine
     if combine is None:
         raise RuntimeError("a schedule that reduces was run without a way to combine")
-    combine(rows[0], rows[1], out)
-    for row in rows[2:]:
-        combine(out, row, out)
-    if ways.finish is not None:
-        ways.finish(out)
+    done: list[Action] = [(combine, (rows[0], rows[1], out))]
+    done += [(combine, (out, row, out)) for row in rows[2:]]
+    return done if ways.finish is None else [*done, (ways.finish, (out,))]
+
+
+def _part(slot: Array, block: int, width: int, row: Array) -> Array:
+    """Where a row of this block lies in a slot."""
+    return slot[block * width : block * width + len(row)]
 
 
 def _steps(start: int, stop: int, step: int) -> list[tuple[int, int]]:

@@ -24,6 +24,10 @@ Combine = Callable[[Array, Array, Array], Any]
 """Puts a combined with b into the third."""
 
 
+class ReductionError(UsageError, RuntimeError):
+    """Numbers of a kind that cannot be combined so; a RuntimeError too, as torch's backends raise it."""
+
+
 class Ways(NamedTuple):
     """How numbers are combined on their way."""
 
@@ -94,10 +98,10 @@ def combiner(operation: Any, dtype: torch.dtype) -> Combine:
     """How two rows of such numbers are combined; AVG adds, and is divided in the end by `averager`."""
     if operation in _BITS:
         if dtype.is_floating_point or dtype.is_complex:
-            raise UsageError(f"Cannot use ReduceOp.{operation.name} with non-integral dtype ({dtype})")
+            raise ReductionError(f"Cannot use ReduceOp.{operation.name} with non-integral dtype ({dtype})")
         return _BITS[operation]
     if operation not in _UFUNCS:
-        raise UsageError(f"the backend offbeat has no ReduceOp.{getattr(operation, 'name', operation)}")
+        raise ReductionError(f"the backend offbeat has no ReduceOp.{getattr(operation, 'name', operation)}")
     plain, strange = _UFUNCS[operation]
     if dtype in _WORDS:
         return plain

@@ -36,6 +36,10 @@ _STATUS = ("there", "failed", "left")
 """What has become of a rank, by the number on the board."""
 
 
+def _nobody(peer: int) -> None:
+    raise SegmentError(f"this room has been left: nothing can come from rank {peer}")
+
+
 class Explains(Protocol):
     """Who turns a hopeless wait into an error in words."""
 
@@ -120,6 +124,11 @@ class Room:
         """What each rank has written for this call; to be read after a signal of each."""
         words = self.words
         return [words[base + 1 + peer * _FIELDS] for peer in range(self.size)]
+
+    def next_stage(self) -> int:
+        """Begin a single stage: its number, whose parity says which slots are used."""
+        self.stage += 1
+        return self.stage
 
     def whereabouts(self) -> list[tuple[int, int]]:
         """The last call that each rank has entered: its number and mark."""
@@ -239,3 +248,4 @@ class Room:
             if life is not None:
                 life.close()
         self._lives = [None] * self.size
+        self._waiter = Waiter(_nobody)  # The other one knows this room, which would keep its memory until collected.

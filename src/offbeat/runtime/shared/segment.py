@@ -20,7 +20,7 @@ from offbeat.errors import OffbeatError
 _PAGE = mmap.PAGESIZE
 
 
-class SegmentError(OffbeatError):
+class SegmentError(OffbeatError, RuntimeError):
     """Memory could not be shared; say why, so that another way can be taken."""
 
 
