@@ -72,6 +72,9 @@ class Core(_ProcessGroup):
         self._room = room
         self.local = Local(room) if room is not None and self.hosts.count == 1 else None
         """The collectives in shared memory; None where ranks live on several hosts or cannot share memory."""
+        local: Any = self.local
+        self._plans: dict[Any, Any] = {} if local is None else local.plans
+        self._all_reduce_small: Any = None if local is None else local.all_reduce_small
         several = room is not None and 1 < self.hosts.count < size
         self._spread = Spread(room, self.hosts, store, timeout) if room is not None and several else None
 

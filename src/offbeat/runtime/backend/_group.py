@@ -26,7 +26,6 @@ from torch._C._distributed_c10d import (
 
 from offbeat.runtime.backend._checks import alike, cut, cuts_well, in_place, listed, operation_of, options, rows
 from offbeat.runtime.backend._core import DONE, Core, profiling
-from offbeat.runtime.shared.room import SMALL
 
 _STRIDED = torch.strided
 _NOTHING: tuple[Tensor, ...] = ()
@@ -41,22 +40,31 @@ class OffbeatGroup(Core):
 
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         """Combine one tensor over all ranks, in place."""
-        if type(tensors) is not list or not isinstance(opts, AllreduceOptions):
-            tensors, opts = listed(tensors), options(AllreduceOptions(), opts, op, timeout)
+        if type(opts) is AllreduceOptions and type(tensors) is list and len(tensors) == 1 and not opts.asyncOp:
+            # What most programs do most: a small tensor, waited for, at a place in memory that was seen before.
+            tensor, line = tensors[0], self._line
+            if tensor.layout is _STRIDED and tensor.is_contiguous() and not profiling():
+                key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, int(opts.reduceOp.op))  # pyright: ignore
+                plan = self._plans.get(key)
+                if plan is not None and not line.queue and line.lock.acquire(False):
+                    self._asked += 1
+                    self._now = ("all_reduce", tensors, opts)
+                    try:
+                        self._all_reduce_small(plan)
+                    finally:
+                        line.lock.release()
+                    return DONE
+        elif not isinstance(opts, AllreduceOptions) or isinstance(tensors, Tensor):
+            given = opts if not isinstance(opts, AllreduceOptions) else None
+            tensors, opts = listed(tensors), options(AllreduceOptions(), given, op, timeout)
+        return self._all_reduce_any(tensors, opts)
+
+    def _all_reduce_any(self, tensors: list[Tensor], opts: Any) -> Any:
         if len(tensors) != 1 or tensors[0].layout is not _STRIDED or not tensors[0].is_cpu:
             return self._gloo.allreduce(tensors, opts)
-        local, line, tensor = self.local, self._line, tensors[0]
         operation = operation_of(opts)
-        if local is None:
+        if self.local is None:
             return self._all_reduce_between(tensors, operation, opts)
-        if not opts.asyncOp and tensor.is_contiguous() and tensor.nbytes <= SMALL and not profiling() and line.idle():
-            self._asked += 1
-            self._now = ("all_reduce", tensors, opts)
-            try:
-                local.all_reduce_small(local.known(tensor, int(operation)))
-            finally:
-                line.leave()
-            return DONE
         return self._do("all_reduce", lambda: self._all_reduce(tensors, operation), opts, tensors, tensors)
 
     def _all_reduce_between(self, tensors: Sequence[Tensor], operation: Any, opts: Any) -> Any:

@@ -135,30 +135,31 @@ class Line:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._turn = threading.Lock()
-        self._queue: deque[tuple[Callable[[], None], Pending]] = deque()
+        self.lock = threading.Lock()
+        """Whose turn it is."""
+        self.queue: deque[tuple[Callable[[], None], Pending]] = deque()
         self._filled = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def idle(self) -> bool:
         """Take the turn if nothing stands in line; whoever gets it must call `leave`."""
-        return not self._queue and not self._closed and self._turn.acquire(False)
+        return not self.queue and not self._closed and self.lock.acquire(False)
 
     def leave(self) -> None:
         """Give the turn back."""
-        self._turn.release()
+        self.lock.release()
 
     @contextmanager
     def turn(self) -> Generator[None]:
         """Have the turn, when everything that stands in line now is done."""
-        while self._queue:
+        while self.queue:
             self.put(lambda: None, ()).wait()
-        self._turn.acquire()
+        self.lock.acquire()
         try:
             yield
         finally:
-            self._turn.release()
+            self.lock.release()
 
     def put(self, act: Callable[[], None], tensors: Sequence[Tensor]) -> Pending:
         """Stand in line."""
@@ -172,17 +173,17 @@ class Line:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=f"offbeat {self._name}", daemon=True)
             self._thread.start()
-        self._queue.append((act, pending))
+        self.queue.append((act, pending))
         self._filled.release()
         return pending
 
     def _serve(self) -> None:
         while True:
             self._filled.acquire()
-            if not self._queue:
+            if not self.queue:
                 return  # Woken by `close`, when everything is done.
-            with self._turn:  # Taken out only now: who finds the line empty may go ahead of nobody.
-                act, pending = self._queue.popleft()
+            with self.lock:  # Taken out only now: who finds the line empty may go ahead of nobody.
+                act, pending = self.queue.popleft()
                 failure = _failure_of(act)
                 followed = pending.followed
                 if followed:  # What follows on a future may ask for more, which must come before what stands in line.

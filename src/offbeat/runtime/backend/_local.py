@@ -47,7 +47,8 @@ class Local:
         self._engine = Engine(room)
         self._view = View.of(room.size)
         self._programs: dict[tuple[Collective, str, int], tuple[Stage, ...]] = {}
-        self._plans: dict[tuple[int, int, torch.dtype, int], _Plan] = {}
+        self.plans: dict[tuple[int, int, torch.dtype, int], _Plan] = {}
+        """Small all-reduces that were worked out, by place in memory, count, kind and operation."""
         # Numbers may overflow here as anywhere in torch, without a word. A context of one's own is the cheapest way to
         # tell numpy so: only who has the turn uses it.
         context = contextvars.copy_context()
@@ -74,11 +75,11 @@ class Local:
     def known(self, tensor: Tensor, operation: int) -> _Plan:
         """The plan for a small contiguous tensor; worked out once for each place in memory, kind and operation."""
         key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, operation)
-        return self._plans.get(key) or self._plan(key)
+        return self.plans.get(key) or self._plan(key)
 
     def _plan(self, key: tuple[int, int, torch.dtype, int]) -> _Plan:
-        if len(self._plans) >= _MOST_PLANS:
-            self._plans.pop(next(iter(self._plans)))
+        if len(self.plans) >= _MOST_PLANS:
+            self.plans.pop(next(iter(self.plans)))
         address, count, dtype, number = key
         operation = OPERATIONS_BY_NUMBER[number]
         slots = [[slot[:count] for slot in turn] for turn in self._engine.small(words_of(dtype))]
@@ -89,7 +90,7 @@ class Local:
             ways_of(operation, dtype, self.room.size),
             row_at(address, count, words_of(dtype)),
         )
-        self._plans[key] = plan
+        self.plans[key] = plan
         return plan
 
     def all_reduce_small(self, plan: _Plan) -> None:
