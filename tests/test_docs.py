@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
@@ -16,6 +18,7 @@ from offbeat.testing import bench, checks_for
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -48,16 +51,57 @@ def test_every_stored_result_says_that_its_bar_holds() -> None:
         assert '"holds": false' not in text, path
 
 
-def test_documented_commands_and_options_exist() -> None:
-    group = typer.main.get_group(app)
-    known = {name: {o for p in command.params for o in p.opts} for name, command in group.commands.items()}
-    for page in PAGES:
-        for block in re.findall(r"```(?:bash)?\n(.*?)```", page.read_text(), re.DOTALL):
-            for line in block.splitlines():
-                words = line.strip().removeprefix("$ ").split("#")[0].split(" -- ")[0].split()
-                if len(words) > 1 and words[0] == "offbeat" and not words[1].startswith("-"):
-                    assert words[1] in known, (page.name, line)
-                    assert {w.split("=")[0] for w in words if w.startswith("--")} <= known[words[1]] | {"--help"}, line
+def documented_commands(text: str) -> list[str]:
+    """Lines with a command of ours in shell blocks of a page, or in the docstring of an example."""
+    text = text.replace("\\\n", " ")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    shown = [block for language, block in blocks if language in ("", "bash", "console")]
+    shown += re.findall(r'\A"""(.*?)"""', text, re.DOTALL)
+    lines = [line.strip().removeprefix("$ ") for block in shown for line in block.splitlines()]
+    return [line for line in lines if line.startswith("offbeat ")]
+
+
+def refusal(line: str, command: Any = None) -> str | None:
+    """What of a command line does not exist: a command, one below it, or an option; None if all does."""
+    command = command or typer.main.get_group(app)
+    words = shlex.split(line, comments=True)[1:]
+    words = words[: words.index("--")] if "--" in words else words
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        if words[0] not in command.commands:
+            return words[0]
+        command, words = command.commands[words[0]], words[1:]
+    known = {option for parameter in command.params for option in parameter.opts} | {"--help", "-h", "--version"}
+    return next((word for word in words if re.match(r"--?[a-z]", word) and word.split("=")[0] not in known), None)
+
+
+@pytest.mark.parametrize("page", [*PAGES, *EXAMPLES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_documented_commands_and_options_exist(page: Path) -> None:
+    wrong = {line: refusal(line) for line in documented_commands(page.read_text()) if refusal(line) is not None}
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("offbeat bench collectives --simulate --ranks 4 -r 4  # --nothing", None),
+        ("offbeat run train.py -w 2 -- --lr 0.1", None),
+        ("offbeat bench collectivs --ranks 4", "collectivs"),
+        ("offbeat bench collectives --rank 4", "--rank"),
+        ("offbeat bench --ranks 4", "--ranks"),
+        ("offbeat runn train.py", "runn"),
+        ("offbeat run train.py -x", "-x"),
+    ],
+)
+def test_a_command_or_option_that_does_not_exist_is_found_out(line: str, wrong: str | None) -> None:
+    page = f"Words.\n\n```python\noffbeat = 1\n```\n\n```console\n$ {line}\n```\n"
+    assert documented_commands(page) == [line]
+    assert refusal(line) == wrong
+
+
+def test_every_example_says_how_it_is_run() -> None:
+    assert EXAMPLES
+    for example in EXAMPLES:
+        assert any(f"examples/{example.name}" in line for line in documented_commands(example.read_text())), example
 
 
 def test_the_readme_names_every_strategy() -> None:
