@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from offbeat.runtime.shared.kernels import Array, Ways
 from offbeat.runtime.shared.programs import Stage, even_blocks
 from offbeat.runtime.shared.room import CHUNK, DEPTH, PHASES, SMALL, Room
 
-_MOST_SCRIPTS = 64
+_MOST_SCRIPTS, _MOST_SEEN = 32, 256
 LIVE = 1 << 18
 """Bytes that are reduced at once where nothing is copied."""
 Blocks = Sequence[Any]
@@ -31,6 +31,7 @@ class Engine:
         self._rings: dict[Any, list[Slots]] = {}
         self._smalls: dict[Any, Slots] = {}
         self._scripts: dict[Any, tuple[list[Action], int]] = {}
+        self._seen: dict[Any, None] = {}
         self._take = room.take
 
     def width(self, blocks: int, itemsize: int, small: bool = False) -> int:
@@ -82,12 +83,21 @@ class Engine:
                 check()
             first, slots, turns = room.round, self._ring(words), DEPTH
             room.round += len(pieces)
-        script = self._script(stages, pieces, width, slots, first % turns, ways)
-        if key is not None:
-            if len(self._scripts) >= _MOST_SCRIPTS:
-                self._scripts.pop(next(iter(self._scripts)))
+        script: Iterable[Action] = self._script(stages, pieces, width, slots, first % turns, ways)
+        if key is not None and self._seen_before((key, first % turns)):
+            script = list(script)
             self._scripts[key, first % turns] = (script, len(pieces))
         self._play(script, check)
+
+    def _seen_before(self, key: Hashable) -> bool:
+        """Whether it is worth keeping: places in memory that do not come again would only burden the collector."""
+        if key in self._seen:
+            return True
+        for kept, most in ((self._seen, _MOST_SEEN), (self._scripts, _MOST_SCRIPTS)):
+            if len(kept) >= most:
+                kept.pop(next(iter(kept)))
+        self._seen[key] = None
+        return False
 
     def replay(self, key: Hashable, check: Callable[[], None]) -> bool:
         """Do what was worked out for this key, if it was."""
@@ -98,7 +108,7 @@ class Engine:
         self._play(found[0], check)
         return True
 
-    def _play(self, script: Sequence[Action], check: Callable[[], None]) -> None:
+    def _play(self, script: Iterable[Action], check: Callable[[], None]) -> None:
         first = True
         for act, arguments in script:
             act(*arguments)
@@ -114,27 +124,25 @@ class Engine:
         slots: Sequence[Slots],
         first: int,
         ways: Ways,
-    ) -> list[Action]:
+    ) -> Iterator[Action]:
         """Everything that is to be done, in order: functions and what they are given."""
         rank, last, turns = self._room.rank, len(stages), len(slots[0])
-        script: list[Action] = []
         for iteration in range(len(pieces) + last):
             for phase in range(max(0, iteration - len(pieces) + 1), min(iteration, last) + 1):
                 given, result = pieces[iteration - phase]
                 turn = (first + iteration - phase) % turns
                 mine = slots[phase][turn][rank] if phase < last else None
                 if phase:
-                    script.append((self._take, ()))
+                    yield self._take, ()
                     here = slots[phase - 1][turn]
-                    self._consume(script, stages[phase - 1], here, given, result, width, ways, mine)
+                    yield from self._consume(stages[phase - 1], here, given, result, width, ways, mine)
                 elif mine is not None:
                     put = ways.weigh or np.copyto
-                    script += [
-                        (put, (_part(mine, block, width, given[block]), given[block])) for block in stages[0].publish
-                    ]
+                    for block in stages[0].publish:
+                        yield put, (_part(mine, block, width, given[block]), given[block])
                 if mine is not None:
-                    script += [(post, ()) for post in self._room.posts]
-        return script
+                    for post in self._room.posts:
+                        yield post, ()
 
     def _fits(self, piece: Piece, width: int) -> bool:
         rows = [row for side in piece for row in side if row is not None]
@@ -143,7 +151,6 @@ class Engine:
 
     def _consume(
         self,
-        script: list[Action],
         stage: Stage,
         slots: Sequence[Array],
         given: Blocks,
@@ -151,7 +158,7 @@ class Engine:
         width: int,
         ways: Ways,
         following: Array | None,
-    ) -> None:
+    ) -> Iterator[Action]:
         """Reduce and copy what a stage has brought; what was reduced goes on into the slot of the following one."""
         me = self._room.rank
         for block, ranks in stage.reduce:
@@ -161,19 +168,23 @@ class Engine:
             if me in ranks and block not in stage.publish:
                 # Mine is not in my slot, which nobody reads: room for it, or for a sum that may not overwrite it yet.
                 position = ranks.index(me)
-                if ways.weigh is not None:
-                    script.append((ways.weigh, (rows[position], given[block])))
+                if ways.blend is not None and len(ranks) == 2:
+                    yield ways.blend(rows[1 - position], given[block], out), ()
+                    rows = []
+                elif ways.weigh is not None:
+                    yield ways.weigh, (rows[position], given[block])
                 else:
                     scratch = rows[position] if position > 1 else out
                     rows[position] = given[block]
-            script += reductions(rows, scratch, ways)
+            if rows:
+                yield from reductions(rows, scratch, ways)
             if scratch is not out:
-                script.append((np.copyto, (out, scratch)))
+                yield np.copyto, (out, scratch)
             if following is not None:
-                script.append((np.copyto, (_part(following, block, width, out), out)))
+                yield np.copyto, (_part(following, block, width, out), out)
         for source, block, place in stage.copy:
             row = result[place]
-            script.append((np.copyto, (row, _part(slots[source], block, width, row))))
+            yield np.copyto, (row, _part(slots[source], block, width, row))
 
     def run_live(
         self,

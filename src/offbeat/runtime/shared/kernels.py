@@ -37,6 +37,8 @@ class Ways(NamedTuple):
     """Done to what all have been combined to, in place."""
     weigh: Callable[[Array, Array], Any] | None = None
     """Puts what this rank brings, times its weight, into the first; None: it counts as it is."""
+    blend: Callable[[Array, Array, Array], Callable[[], Any]] | None = None
+    """What adds a row to another times this rank's weight, in one pass; where there are only two to add."""
 
 
 _WORDS: dict[torch.dtype, Any] = {
@@ -141,6 +143,11 @@ def weigher(dtype: torch.dtype, weight: float) -> Callable[[Array, Array], Any]:
     return by_torch
 
 
+def _blended(dtype: torch.dtype, weight: float, row: Array, own: Array, out: Array) -> Callable[[], Any]:
+    other, mine, target = (torch.from_numpy(words).view(dtype) for words in (row, own, out))
+    return partial(torch.add, other, mine, alpha=weight, out=target)
+
+
 def ways_of(operation: Any, dtype: torch.dtype, size: int, weight: float | None = None) -> Ways:
     """How numbers of this kind are combined by this operation, over so many ranks."""
     average = operation == ReduceOp.AVG
@@ -148,4 +155,5 @@ def ways_of(operation: Any, dtype: torch.dtype, size: int, weight: float | None 
         combiner(operation, dtype),
         averager(dtype, size) if average else None,
         None if weight is None else weigher(dtype, weight),
+        None if weight is None or operation != ReduceOp.SUM else partial(_blended, dtype, weight),
     )

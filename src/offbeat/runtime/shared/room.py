@@ -20,8 +20,8 @@ from offbeat.runtime.shared.signals import SIGNAL_BYTES, Life, Waiter, lay_out, 
 
 SMALL = 1 << 17
 """Bytes of a slot for single stages."""
-CHUNK = 1 << 19
-"""Bytes of a slot of the ring: with those of the peers it stays within a core's own cache."""
+CHUNK = 1 << 20
+"""Bytes of a slot of the ring: small enough for the caches, large enough that the interpreter does not matter."""
 DEPTH = 4
 """Slots of the ring, which overlapping stages go round."""
 PHASES = 2
@@ -176,15 +176,17 @@ class Room:
             self._late_since = now - 0.1
         if self.aborted:
             raise self._failed("this rank has aborted the group", [])
-        for other in range(self.size):
-            status = _STATUS[self.words[self._statuses + other]] if other != self.rank else "there"
-            if status == "failed":
-                raise self._failed(FAILED, [other])
-            if status == "left" and other == peer:
-                raise self._failed("has left the group", [other])
-        dead = [other for other in range(self.size) if other != self.rank and self._life(other).over]
+        others = [other for other in range(self.size) if other != self.rank]
+        dead = [other for other in others if self._life(other).over]
         if dead:
             raise self._failed("has died", dead)
+        statuses = {other: _STATUS[self.words[self._statuses + other]] for other in others}
+        if statuses[peer] == "left":
+            raise self._failed("has left the group", [peer])
+        failed = [other for other in others if statuses[other] == "failed"]
+        if failed:
+            left = [other for other in others if statuses[other] == "left"]
+            raise self._failed("has left the group", left) if left else self._failed(FAILED, failed)
         if now - self._late_since > self.timeout():
             raise self._failed("", [peer])
 
