@@ -31,8 +31,8 @@ check: $(VENV)/.tools ## What to run before a commit: format, lint, types, impor
 
 .PHONY: lint
 lint: $(VENV)/.tools
-	@$(BIN)/ruff format --check --quiet src tests benchmarks docs
-	@$(BIN)/ruff check --quiet src tests benchmarks docs
+	@$(BIN)/ruff format --check --quiet src tests benchmarks docs examples
+	@$(BIN)/ruff check --quiet src tests benchmarks docs examples
 	@$(BIN)/pyright --pythonpath $(BIN)/python > $(VENV)/pyright.log || { cat $(VENV)/pyright.log; exit 1; }
 	@$(BIN)/lint-imports > $(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
 	@echo "format, lint, types and import contract hold"

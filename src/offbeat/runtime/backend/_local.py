@@ -159,6 +159,8 @@ class Local:
         """Run on memory where it lies; what was worked out for the same places before is done again."""
         base = self.room.enter(number)
         check = partial(self._check, base, number)
+        self.room.start_over()
+        check()
         places = tuple((tensor.data_ptr(), tensor.numel()) for tensor in tensors)
         key = (number, weight, len(stages), places)
         if self._quietly(self._engine.replay, key, check):
@@ -167,9 +169,6 @@ class Local:
         found = pieces([row_at(address, count, words) for address, count in places])
         if found:
             self._quietly(self._engine.run, stages, found, width, words, check, ways, key)
-        else:
-            self.room.sync()
-            check()
 
     def _run(
         self,

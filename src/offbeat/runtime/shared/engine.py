@@ -72,7 +72,8 @@ class Engine:
 
         All ranks have the same number of pieces. While one piece is being published, the one before is reduced and the
         one before that copied out: nobody waits for what was only just asked for. `check` is called when everybody has
-        come. What is done for a `key` (which must tell all else, addresses included) is worked out only once.
+        come. What is done for a `key` (which must tell all else, addresses included) is worked out only once; such an
+        operation begins with the first slot.
         """
         room = self._room
         if len(pieces) == 1 and len(stages) == 1 and self._fits(pieces[0], width):
@@ -84,9 +85,9 @@ class Engine:
             first, slots, turns = room.round, self._ring(words), DEPTH
             room.round += len(pieces)
         script: Iterable[Action] = self._script(stages, pieces, width, slots, first % turns, ways)
-        if key is not None and self._seen_before((key, first % turns)):
+        if key is not None and self._seen_before(key):
             script = list(script)
-            self._scripts[key, first % turns] = (script, len(pieces))
+            self._scripts[key] = (script, len(pieces))
         self._play(script, check)
 
     def _seen_before(self, key: Hashable) -> bool:
@@ -101,7 +102,7 @@ class Engine:
 
     def replay(self, key: Hashable, check: Callable[[], None]) -> bool:
         """Do what was worked out for this key, if it was."""
-        found = self._scripts.get((key, self._room.round % DEPTH))
+        found = self._scripts.get(key)
         if found is None:
             return False
         self._room.round += found[1]
