@@ -236,6 +236,20 @@ def in_words(name: str, found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def bars_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every bar in the form that all our results have."""
+    return [
+        {
+            "bar": f"{work}, {variant} / ddp",
+            "at most": entry["bar"],
+            "found": {key: entry[key] for key in ("median", "low", "high")},
+            "holds": entry["holds"],
+        }
+        for work, found in results.items()
+        for variant, entry in found["over ddp"].items()
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=25)
@@ -250,7 +264,13 @@ def main() -> None:
                 results[name] = measured(name, [DDP, *options.variants, AGAIN], options.blocks, launcher)
                 print(in_words(name, results[name]), flush=True)
     everything = all(entry["holds"] for found in results.values() for entry in found["over ddp"].values())
-    stored = {"benchmark": "training", "holds": everything, "environment": environment(), "results": results}
+    stored = {
+        "benchmark": "training",
+        "holds": everything,
+        "environment": environment(),
+        "bars": bars_of(results),
+        "results": results,
+    }
     options.out.parent.mkdir(exist_ok=True)
     options.out.write_text(json.dumps(stored, indent=2) + "\n")
     if not everything:
