@@ -53,6 +53,23 @@ def root(
         raise typer.Exit
 
 
+Backend = Annotated[
+    str,
+    typer.Option(
+        metavar="gloo|offbeat",
+        help="What answers when the script, or a framework in it, asks torch.distributed for Gloo: Gloo, or our "
+        "shared-memory backend in its place.",
+    ),
+]
+LargestSize = Annotated[
+    str | None,
+    typer.Option(
+        help="The largest size: B, kB, MB, GB, KiB, MiB, GiB, of a rank's whole buffer. Default: "
+        "[bold]100MB[/bold] simulated, [bold]25MiB[/bold] measured. A ladder of smaller ones is added."
+    ),
+]
+
+
 @app.command(
     no_args_is_help=True,
     epilog="Examples: offbeat run train.py --workers 2 -- --lr 0.1 [dim]|[/dim] "
@@ -104,14 +121,7 @@ def run(
         int | None, typer.Option(help="Fixes the initial model, the data's order and all other chance.")
     ] = None,
     device: Annotated[str, typer.Option(help="Where tensors live; cpu is what is tested.")] = "cpu",
-    backend: Annotated[
-        str,
-        typer.Option(
-            metavar="gloo|offbeat",
-            help="What answers when the script, or a framework in it, asks torch.distributed for Gloo: Gloo, or our "
-            "shared-memory backend in its place.",
-        ),
-    ] = "gloo",
+    backend: Backend = "gloo",
     threads: Annotated[int | None, typer.Option(help="Threads per worker. Default: cores divided by workers.")] = None,
     parts: Annotated[
         str, typer.Option(help="How training data is divided: iid, or by label with dirichlet(alpha).")
@@ -209,13 +219,7 @@ def bench_root() -> None:
 )
 def collectives(
     ranks: Annotated[int, typer.Option("--ranks", "-r", help="How many ranks take part.")] = 2,
-    size: Annotated[
-        str | None,
-        typer.Option(
-            help="The largest size: B, kB, MB, GB, KiB, MiB, GiB, of a rank's whole buffer. Default: "
-            "[bold]100MB[/bold] simulated, [bold]25MiB[/bold] measured. A ladder of smaller ones is added."
-        ),
-    ] = None,
+    size: LargestSize = None,
     sizes: Annotated[
         str | None, typer.Option(help="Exactly these sizes instead, e.g. [bold]4kB,1MB,25MiB[/bold].")
     ] = None,
