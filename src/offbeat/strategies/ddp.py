@@ -179,9 +179,14 @@ class _Stock(Exchange):
         return self._passes * ring_bytes(each, self.group.size)
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Take the hooks off, and let go of DDP before its group is closed.
+
+        If a reducer is the last to let go of a Gloo group, it joins Gloo's threads with the GIL held, which those may
+        be waiting for (torch 2.13).
+        """
         for handle in (*self._handles, *self._scalers):
             handle.remove()
+        self._handles, self._scalers, self._wrapped = [], [], []
 
 
 def _refuse_unfrozen(name: str, parameter: Tensor) -> None:
