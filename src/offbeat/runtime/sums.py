@@ -71,7 +71,6 @@ class GradientSums:
         self._header = Header(group, stopwatch, len(self.parameters))
         self._row = torch.zeros(self._header.length, dtype=torch.float64)
         self._packs: dict[tuple[int, ...], list[_Pack]] = {}
-        self._held: dict[torch.dtype, Sequence[Tensor]] = {}
         self._running = False
         self._handles = [hook(p, self._ready) for p in self.parameters]
 
@@ -154,9 +153,6 @@ class GradientSums:
         for gradient, copy in zip(gradients, held, strict=True):
             if copy is not gradient:
                 gradient.copy_(copy)
-        # Kept until the next exchange: memory that a loop gives back every step would go back to the system and be
-        # cleared page by page when it is needed again; so two sets of gradients lie in turn at the same places.
-        self._held[real[0].dtype] = gradients
 
     def _packed(self, members: tuple[int, ...]) -> list[_Pack]:
         found = self._packs.get(members)

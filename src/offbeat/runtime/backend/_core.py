@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions
 
+from offbeat.runtime.allocation import keep_freed_memory
 from offbeat.runtime.backend._checks import in_place
 from offbeat.runtime.backend._line import Finished, Line, Pending
 from offbeat.runtime.backend._local import Local
@@ -70,6 +71,7 @@ class Core(_ProcessGroup):
         if room is not None:
             room.timeout = lambda: me()._patience()
         self._room = room
+        keep_freed_memory()  # Gradients come and go with every step.
         self.local = Local(room) if room is not None and self.hosts.count == 1 else None
         """The collectives in shared memory; None where ranks live on several hosts or cannot share memory."""
         local: Any = self.local

@@ -87,7 +87,13 @@ class Waiter:
         elif self._tried(acquire):
             return
         while not acquire(True, _SLICE):
-            self._alive(peer)
+            try:
+                self._alive(peer)
+            except BaseException:
+                # It may have signalled, and left, just after the wait had ended: what it said still counts.
+                if acquire(False):
+                    return
+                raise
 
     def _tried(self, acquire: Callable[..., bool]) -> bool:
         for _ in range(_TRIES):
