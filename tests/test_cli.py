@@ -24,7 +24,7 @@ from offbeat.runtime.goal import Goal
 from offbeat.runtime.launch import Launcher
 from offbeat.tasks.digits import Digits
 
-COMMANDS = ["run", "doctor", "strategies", "check", "bench"]
+COMMANDS = ["run", "doctor", "strategies", "check", "bench", "keys"]
 BENCH_OPTIONS = {
     "--ranks", "-r", "--size", "--sizes", "--simulate", "--network", "--inside", "--hosts", "--per-host", "--ports",
     "--collective", "--peers", "--blocks", "--out", "-o", "--picture", "--format",
@@ -32,7 +32,8 @@ BENCH_OPTIONS = {
 RUN_OPTIONS = {
     "--strategy", "-s", "--workers", "-w", "--target", "-t", "--epochs", "--steps", "--seed", "--device",
     "--backend", "--threads",
-    "--parts", "--out", "-o", "--resume", "--checkpoint-every", "--timeout", "--port", "--tensorboard", "--format",
+    "--parts", "--out", "-o", "--resume", "--checkpoint-every", "--timeout", "--port", "--tensorboard", "--disturb",
+    "--format",
 }  # fmt: skip
 EXPORTS = [
     "Data", "IterativeTask", "OffbeatError", "Result", "Strategy", "Task", "Team", "__version__", "accuracy", "fit",

@@ -94,14 +94,15 @@ class Mesh(Strategy):
 
 
 def test_the_public_names_are_these() -> None:
-    classes = {"Strategy", "Setting", "Traits", "Axis", "Combined", "Single", "DDP", "AllReduce", "Accumulate"}
+    classes = {"Strategy", "Setting", "Traits", "Axis", "Combined"}
+    classes |= {"Single", "DDP", "AllReduce", "Hogwild", "Accumulate"}
     classes |= {"Exchanging", "Exchange", "Timing", "Pace"}  # what a strategy of one's own is made of
     functions = {"combined", "parse", "expand", "available", "aliases", "describe", "overview"}
     assert set(offbeat.strategies.__all__) == classes | functions
 
 
 def test_the_strategies_and_their_aliases_are_these() -> None:
-    assert [cls.name for cls in BUILT_IN] == ["single", "ddp", "allreduce", "accumulate"]
+    assert [cls.name for cls in BUILT_IN] == ["single", "ddp", "allreduce", "hogwild", "accumulate"]
     assert aliases() == {
         "sequential": "single",
         "gradient_accumulation": "accumulate",

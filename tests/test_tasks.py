@@ -23,9 +23,11 @@ from offbeat.tasks.digits import Digits
 from offbeat.tasks.lasso import Lasso
 from offbeat.tasks.logistic import Logistic
 from offbeat.tasks.mixture import Mixture
+from offbeat.tasks.sparse import Sparse
 from offbeat.tasks.text import Text
 
 NAMES = {"digits": "Digits", "text": "Text", "logistic": "Logistic", "mixture": "Mixture", "lasso": "Lasso"}
+NAMES |= {"sparse": "Sparse"}
 OFFLINE = sorted(NAMES)
 
 
@@ -225,6 +227,40 @@ def test_the_examples_in_the_documentation_are_learned(tmp_path: Path) -> None:
     assert score >= gradient.target
     assert isinstance(iterative, IterativeTask)
     assert steps_to_target(iterative) is not None
+
+
+# Sparse logistic regression
+
+
+def test_sparse_logistic_regression_reaches_its_target_within_the_budget() -> None:
+    task = Sparse()
+    score, epochs = trained(task, seed=0)
+    assert score >= task.target
+    assert epochs < task.epochs
+
+
+def test_a_gradient_names_only_the_features_of_its_examples() -> None:
+    task = Sparse(examples=100, features=1000, active=3)
+    model = task.model()
+    inputs, labels = (tensor[:5] for tensor in tensors(task.data().train))
+    task.loss(model, (inputs, labels)).backward()
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    assert gradient.is_sparse
+    assert set(gradient.coalesce().indices().flatten().tolist()) == set(inputs.flatten().tolist())
+
+
+def test_some_features_are_in_many_examples_and_most_in_few() -> None:
+    inputs, labels = tensors(Sparse().data().train)
+    uses = torch.bincount(inputs.flatten(), minlength=4000)
+    assert int(uses[:40].sum()) > 0.08 * int(uses.sum())
+    assert 0.4 < float(labels.mean()) < 0.6
+
+
+@pytest.mark.parametrize(("arguments", "message"), [({"active": 0}, "active=0"), ({"rate": 0.0}, "rate=0.0")])
+def test_sparse_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        Sparse(**arguments)
 
 
 # Digits

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,14 +17,16 @@ from typing import Any, Protocol
 
 from offbeat.errors import CheckpointError, OffbeatError, TaskError, UsageError
 from offbeat.jobs import Job, Script, earlier, named, plain_target, resolve, short_name, target_of
+from offbeat.protocols.disturbances import asked, check
 from offbeat.runtime.assignment import ASSIGNED
 from offbeat.runtime.goal import Goal
 from offbeat.runtime.launch import PRELOAD, Launcher, Role, serve_store, threads_for, worker_environment
 from offbeat.runtime.records import RunFolder, environment
+from offbeat.serving import Serving, servers_of, serving
 from offbeat.strategies import Strategy
 from offbeat.task import AnyTask, Reference, reference_to
 
-WARM = (*PRELOAD, "torch._dynamo", "offbeat.working")
+WARM = (*PRELOAD, "torch._dynamo", "offbeat.working", "offbeat.runtime.servers.process", "offbeat.runtime.served")
 """What the fork server imports, so that a worker has everything there (torch's optimizers import _dynamo)."""
 
 
@@ -78,11 +81,16 @@ class Result:
     staleness: dict[str, int] = field(default_factory=dict)
     """How many steps old what a worker read was: how often each."""
     disturbances: dict[str, int] = field(default_factory=dict)
-    """Faults that were asked for and that were fired."""
+    """Faults: how many were asked for, how many have fired; each sentence's own count is in run.json."""
     choices: dict[str, Any] = field(default_factory=dict)
     """What the strategy chose by measuring, against which others, in seconds; see `allreduce(auto)`."""
     optimizer_bytes: list[int] = field(default_factory=list)
     """How much optimizer state each worker holds, where it is divided."""
+
+    servers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """What each shard has to say: pushes by what became of them, staleness of reads, bytes by link."""
+    died: list[str] = field(default_factory=list[str])
+    """Workers and servers that died on the way, where the run went on without them."""
 
     def plain(self) -> dict[str, Any]:
         """As JSON data."""
@@ -139,13 +147,14 @@ def fit(
     resume: str | Path | None = None,
     checkpoint_every: int | None = None,
     timeout: float = 600.0,
+    disturb: str | Sequence[str] = (),
     launcher: Launcher | None = None,
     watcher: Watcher | None = None,
 ) -> Result:
     """Learn a task under a strategy on so many workers, and answer what came of it.
 
     `task` is an instance, or its name as on the command line (`offbeat.tasks.digits`). Everything else has a default:
-    one worker, or, with `resume`, as many as before.
+    one worker, or, with `resume`, as many as before. `disturb` asks for faults, a sentence each.
     A launcher that is handed in is used and left open, so that several runs share one fork server.
     """
     goal = Goal(
@@ -158,6 +167,7 @@ def fit(
         timeout=timeout,
         checkpoint_every=checkpoint_every,
         parts=parts,
+        disturb=(disturb,) if isinstance(disturb, str) else tuple(disturb),
     )
     where = None if resume is None else Path(resume)
     known: int = 1 if where is None else earlier(where)["workers"]
@@ -188,19 +198,40 @@ def drive(job: Job, *, launcher: Launcher | None = None, watcher: Watcher | None
     # The fork server imports torch while everything is checked here.
     with nullcontext(launcher) if launcher else Launcher(WARM) as starter:
         starter.start()
-        job = resolve(job)
+        job = _disturbed_as_asked(resolve(job), job.goal.disturb)
         store = serve_store(job.port)  # Before the folder: a port that is taken leaves no traces.
         folder = _folder_for(job)
-        collected = _Collected(watcher or _Nobody(), start)
+        collected = _Collected(watcher or _Nobody(), start, _Disturbed(job))
         collected.watcher.begin(job, folder)
         try:
-            starter.run(_roles(job, folder, store.port), on_message=collected.message, on_tick=collected.watcher.tick)
+            with serving(job) as servers:
+                starter.run(
+                    [*_roles(job, folder, store.port, servers), *servers.roles(job, folder)],
+                    on_message=collected.message,
+                    on_tick=lambda: servers.tick(collected.watcher.tick),
+                    on_end=servers.ended,
+                )
+                collected.died = servers.died
         except BaseException as error:
             with suppress(OffbeatError):  # A disk that is full may be the very reason.
-                folder.write(state="failed" if isinstance(error, Exception) else "interrupted")
+                state = "failed" if isinstance(error, Exception) else "interrupted"
+                folder.write(state=state, **collected.disturbed.told())
             raise
         del store
         return _finish(job, folder, collected)
+
+
+def _disturbed_as_asked(job: Job, sentences: tuple[str, ...]) -> Job:
+    """The job with the faults that were asked for now: a resumed run does not die of the same fault again."""
+    goal = dataclasses.replace(job.goal, disturb=sentences)
+    check(goal.disturbances, _cast(job))
+    return dataclasses.replace(job, goal=goal)
+
+
+def _cast(job: Job) -> dict[str, int]:
+    """How many processes of each role the run will have; of servers, how many shards."""
+    needs = servers_of(job)
+    return {"worker": job.workers} | ({} if needs is None else {"server": needs[0]})
 
 
 def _folder_for(job: Job) -> RunFolder:
@@ -226,9 +257,10 @@ def _folder_for(job: Job) -> RunFolder:
     return folder
 
 
-def _roles(job: Job, folder: RunFolder, port: int) -> list[Role]:
+def _roles(job: Job, folder: RunFolder, port: int, servers: Serving) -> list[Role]:
     target = plain_target(job.what)
     config = {
+        "servers": None if servers.plan is None else servers.plan.plain(),
         "goal": job.goal.plain(),
         "folder": str(folder.path.resolve()),
         "resume": job.resume is not None,
@@ -244,6 +276,7 @@ def _roles(job: Job, folder: RunFolder, port: int) -> list[Role]:
             environment=worker_environment(rank, job.workers, port),
             log=folder.log("worker", rank),
             threads=job.threads or threads_for(job.workers),
+            expendable=servers.plan is not None,
         )
         for rank in range(job.workers)
     ]
@@ -252,11 +285,14 @@ def _roles(job: Job, folder: RunFolder, port: int) -> list[Role]:
 class _Collected:
     """What the workers have said."""
 
-    def __init__(self, watcher: Watcher, start: float) -> None:
+    def __init__(self, watcher: Watcher, start: float, disturbed: _Disturbed) -> None:
         self.watcher = watcher
         self.start = start
+        self.disturbed = disturbed
         self.startup_seconds = 0.0
         self.result: dict[str, Any] | None = None
+        self.servers: dict[int, dict[str, Any]] = {}
+        self.died: list[str] = []
         self._ready: set[int] = set()
 
     def message(self, role: Role, message: Mapping[str, Any]) -> None:
@@ -266,7 +302,37 @@ class _Collected:
             self.startup_seconds = time.monotonic() - self.start
         elif message.get("kind") == "result":
             self.result = {name: value for name, value in message.items() if name != "kind"}
+        elif message.get("kind") == "server":
+            self._hear_server({name: value for name, value in message.items() if name != "kind"})
+        elif message.get("kind") == "disturbed":
+            self.disturbed.fired[message["number"]] += 1
         self.watcher.message(role, message)
+
+    def _hear_server(self, account: dict[str, Any]) -> None:
+        """Of two who claim to serve a shard, the one in the later epoch does."""
+        known = self.servers.get(account["shard"])
+        if known is None or known["epoch"] < account["epoch"]:
+            self.servers[account["shard"]] = account
+
+
+class _Disturbed:
+    """Counts the faults of a run here, where the last word of a killed process is heard too."""
+
+    def __init__(self, job: Job) -> None:
+        self._sentences = job.goal.disturb
+        self._asked = asked(job.goal.disturbances, _cast(job))
+        self.fired: Counter[int] = Counter()
+
+    def counts(self) -> dict[str, int]:
+        """For the result."""
+        return {"asked": self._asked, "fired": self.fired.total()}
+
+    def told(self) -> dict[str, Any]:
+        """For run.json: how often each sentence came true; nothing if none was said."""
+        if not self._sentences:
+            return {}
+        each = [{"sentence": sentence, "fired": self.fired[i]} for i, sentence in enumerate(self._sentences)]
+        return {"disturbances": {**self.counts(), "each": each}}
 
 
 def _finish(job: Job, folder: RunFolder, collected: _Collected) -> Result:
@@ -277,8 +343,14 @@ def _finish(job: Job, folder: RunFolder, collected: _Collected) -> Result:
         "task": str(job.what),
         "run": str(folder.path),
         "startup_seconds": collected.startup_seconds,
+        "disturbances": collected.disturbed.counts(),
         **(said or {}),
+        "died": collected.died,
     }
+    if collected.servers:
+        data["servers"] = [collected.servers[shard] for shard in sorted(collected.servers)]
+        data["staleness"] = data["servers"][0]["staleness"]
     result = Result.from_plain(data)
-    folder.write(state="finished" if said else "finished without a team", result=result.plain())
+    state = "finished" if said else "finished without a team"
+    folder.write(state=state, result=result.plain(), **collected.disturbed.told())
     return result

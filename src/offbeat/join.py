@@ -18,11 +18,13 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import UsageError
 from offbeat.protocols.partition import mixed
 from offbeat.runtime import randomness
 from offbeat.runtime.assignment import ASSIGNED, Assignment
+from offbeat.runtime.disturb import Disturber
 from offbeat.runtime.goal import Goal, Target
 from offbeat.runtime.group import Group
 from offbeat.runtime.holdings import Holdings, Stateful
@@ -103,7 +105,8 @@ class Team:
             randomness.seed_everything(goal.seed)
         self._assignment = assignment
         self._stopping = self._started = self._closed = False
-        self.group = Group(place, timedelta(seconds=goal.timeout), self.device)
+        self._shares: list[Share] = []
+        self.group = _group_for(assignment, place, timedelta(seconds=goal.timeout), self.device)
         self.stopwatch = Stopwatch()
         self.ledger = Ledger(Target.parse(goal.target) if goal.target else None)
         self.exchange = cast("Exchanging", self.strategy.exchange).connect(self.group, self.stopwatch)
@@ -116,6 +119,8 @@ class Team:
         self.reports = Reports(self.group, self.ledger, self.stopwatch, assignment.send)
         self.reports.write_to(assignment.folder, goal.tensorboard)
         self._memory = self._open_memory()
+        self._disturber = Disturber(goal.disturbances, "worker", self.rank, self.seed, assignment.send)
+        self._step_hooks: list[RemovableHandle] = []
 
     def _open_memory(self) -> Memory:
         identity = dict(self._assignment.identity) | {"strategy": str(self.strategy), "workers": self.size}
@@ -145,6 +150,8 @@ class Team:
         # Without a loader nobody says when a step begins: then all time that is not told apart is the loop's own.
         own_batches = self._holdings.optimizers and not self._holdings.loaders
         self.stopwatch.switch("compute" if own_batches else "other")
+        if own_batches:
+            self.begin_step()
         return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
     def epochs(self, count: int | None = None) -> Iterator[int]:
@@ -183,6 +190,7 @@ class Team:
     def averaged(self, *models: nn.Module) -> Generator[None]:
         """Inside, every worker holds the same model, the mean of the replicas: evaluate there."""
         with self.stopwatch.spent_on("evaluate"), self.exchange.averaged(list(models) or self._holdings.models):
+            self._redivide()
             yield
 
     def mean(self, **values: float) -> dict[str, float]:
@@ -191,12 +199,20 @@ class Team:
 
     def divided(self, loader: Iterable[Any]) -> Loader:
         """A loader for evaluation, divided over the workers; it plays no part in checkpoints."""
-        return divide(loader, Share(self.rank, self.size, self.seed, -1), self, Parts())
+        share = Share(self.rank, self.size, self.seed, -1)
+        self._shares.append(share)
+        return divide(loader, share, self, Parts())
 
     def checkpoint(self, at_end: bool = False) -> None:
         """Write a checkpoint now; all workers call this between two steps. Training loaders do it by themselves."""
         with self.stopwatch.spent_on("other"):
-            self._memory.save(self.step, at_end, seed=self.seed)
+            self._memory.save(self._agreed_step(), at_end, seed=self.seed)
+
+    def _agreed_step(self) -> int:
+        """The step that a checkpoint is named after: the furthest, where workers may have done different numbers."""
+        if self.exchange.lockstep:
+            return self.step
+        return int(self.group.gather([float(self.step)], "writing a checkpoint").max())
 
     @property
     def step(self) -> int:
@@ -241,10 +257,13 @@ class Team:
             self.pace.watch(thing)
             self._watch.attend(thing)
             self.exchange.attend(thing)
+            if self._disturber.active:
+                self._step_hooks.append(thing.register_step_post_hook(self._stepped))
         elif isinstance(thing, Stateful) and not isinstance(thing, Iterable):
             self._holdings.others.append(thing)
         elif isinstance(thing, Iterable):
             share = Share(self.rank, self.size, self.seed, len(self._holdings.loaders))
+            self._shares.append(share)
             loader = divide(cast("Iterable[Any]", thing), share, self, Parts.parse(self.goal.parts), split)
             self._holdings.loaders.append(loader)
             return loader
@@ -255,12 +274,18 @@ class Team:
             )
         return thing
 
+    def _stepped(self, *_: Any) -> None:
+        """An optimizer has stepped: without loaders, that is where the next step begins."""
+        if not self._holdings.loaders:
+            self.begin_step()
+
     def _start(self) -> None:
         """The first prepare is done: from here on time counts."""
         self._started = True
         if self.rank:
             # Random state of its own, so that dropout masks differ between workers; worker 0's stays untouched.
             randomness.seed_everything(mixed(self.seed, self.rank))
+        self.exchange.begin()
         self.group.barrier("the start of training")
         if not self._memory.resuming:
             self.stopwatch.restart()
@@ -285,6 +310,7 @@ class Team:
         """Between two steps: write a checkpoint if due, tell the launcher, and say whether to go on."""
         if self._stopping:
             return False
+        self._redivide()
         if over or (self.goal.steps is not None and self.step >= self.goal.steps):
             # Here, not at the end: what the loop does after being cut short is no part of the run that may go on.
             self.checkpoint()
@@ -294,6 +320,15 @@ class Team:
             self.checkpoint()
         self.reports.tell(self._holdings.epoch)
         return True
+
+    def _redivide(self) -> None:
+        """What the dead would have had is shared by the living."""
+        for share in self._shares:
+            share.members = self.group.members
+
+    def begin_step(self) -> None:
+        """A step begins: what `--disturb` asks to happen before it happens now. Again in the same step does nothing."""
+        self._disturber.step(self.step)
 
     def resume(self) -> None:
         """Go back to the checkpoint that a resumed run goes on from, if it has not been done yet."""
@@ -309,6 +344,7 @@ class Team:
             self.ledger.samples += batch.total or 0
             self.ledger.own_samples += batch.examples if batch.total is None else 0
             self.stopwatch.switch("compute")
+            self.begin_step()
         else:
             self.reports.evaluated += batch.examples
 
@@ -322,11 +358,15 @@ class Team:
         self.stopwatch.switch("other")
 
     def anyone(self, has: bool) -> bool:
-        """Whether any worker still has data."""
-        if self.size == 1:
+        """Whether any worker still has data; where workers do not wait for each other, whether this one has."""
+        if self.size == 1 or not self.exchange.lockstep:
             return has
         with self.stopwatch.spent_on("communicate"):
             return bool(self.group.sum(torch.tensor([float(has)]), "the end of the data").item() > 0)
+
+    def passed_over(self) -> int:
+        """Steps that were made without this worker since it was last asked."""
+        return self.exchange.passed_over()
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -348,11 +388,14 @@ class Team:
             return
         self._closed = True
         try:
+            self._disturber.close()
             if not failed and self._started:
                 if not self._memory.catching_up():
                     self.checkpoint(at_end=True)
                 self._conclude()
         finally:
+            for hook in self._step_hooks:
+                hook.remove()
             self._watch.close()
             self.pace.close()
             self.exchange.close()
@@ -365,8 +408,15 @@ class Team:
             "seed": self.seed,
             "epochs": self._holdings.epoch,
             "staleness": self.exchange.staleness(self.step),
-            "disturbances": {"asked": 0, "fired": 0},
             **self.exchange.notes(),
             **self.notes,
         }
         self.reports.conclude(self.exchange.payload(), more)
+
+
+def _group_for(assignment: Assignment, place: Place, timeout: timedelta, device: torch.device) -> Group:
+    if assignment.servers is None:
+        return Group(place, timeout, device)
+    from offbeat.runtime.served import ServedGroup
+
+    return ServedGroup(place, timeout, assignment.servers)

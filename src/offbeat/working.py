@@ -29,6 +29,7 @@ from offbeat.runtime.launch import Control
 from offbeat.runtime.place import where
 from offbeat.runtime.randomness import seed_everything
 from offbeat.runtime.records import MODEL_FILE
+from offbeat.runtime.servers.plan import Plan
 from offbeat.task import Data, IterativeTask, Reference, Task
 
 
@@ -40,6 +41,7 @@ def work(config: Mapping[str, Any], control: Control) -> None:
         resume=config["resume"],
         identity=config["identity"],
         send=control.send,
+        servers=Plan.from_plain(config["servers"]) if config.get("servers") else None,
     )
     ASSIGNED.set(assignment)
     if assignment.goal.backend == "offbeat":
@@ -157,7 +159,7 @@ def _keep_model(model: nn.Module, team: Team) -> None:
     if folder is None:
         return
     with team.averaged(model):
-        if team.rank == 0:
+        if team.group.leads:
             state = {
                 name: value.detach().cpu().clone()
                 for name, value in model.state_dict().items()
@@ -230,6 +232,7 @@ def iterate(task: IterativeTask, team: Team) -> None:
     team.resume()
     while team.boundary():
         with team.stopwatch.spent_on("compute"):
+            team.begin_step()
             mine = _summed(task, params.values, part, team)
         with team.stopwatch.spent_on("communicate"):
             total = team.exchange.total(mine)
@@ -245,7 +248,7 @@ def iterate(task: IterativeTask, team: Team) -> None:
     test = list(_loader(data.test, _size(data.test), task.collate, shuffle=False))
     team.notes["test_score"] = team.mean(score=float(task.score(params.values, test)))["score"]
     team.notes["epochs"] = team.step
-    if team.folder is not None and team.rank == 0:
+    if team.folder is not None and team.group.leads:
         _write_model({name: value.contiguous() for name, value in params.values.items()}, team.folder / MODEL_FILE)
 
 

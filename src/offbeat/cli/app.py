@@ -61,6 +61,14 @@ Backend = Annotated[
         "shared-memory backend in its place.",
     ),
 ]
+Disturb = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SENTENCE",
+        help="A fault that is to happen, e.g. [bold]worker 1: pause 200ms every 1s[/bold] or [bold]worker 2: kill at "
+        "step 50[/bold]; may be given several times.",
+    ),
+]
 LargestSize = Annotated[
     str | None,
     typer.Option(
@@ -136,6 +144,7 @@ def run(
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also write TensorBoard files into the run folder.")
     ] = False,
+    disturb: Disturb = None,
     output: FormatOption = Format.text,
 ) -> None:
     """Train a script or a task on some workers, and say what came of it."""
@@ -154,6 +163,7 @@ def run(
         "checkpoint_every": checkpoint_every,
         "parts": parts,
         "tensorboard": tensorboard,
+        "disturb": tuple(disturb or ()),
     }
     run_job(asked, goal)
 
@@ -293,6 +303,47 @@ def collectives(
     else:
         foretold.refuse("is for simulating: add --simulate, or leave it away")
         measured(ranks, size, sizes, real, output is Format.json)
+
+
+keys = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Make and show the keys without which nothing listens to other machines.",
+    epilog="Example: offbeat keys new run.keys, then copy run.keys to all machines of the run",
+)
+app.add_typer(keys, name="keys", rich_help_panel=MORE)
+KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="A file of keys; only its owner can read it.")]
+
+
+@keys.callback()
+def keys_root() -> None:
+    """Make and show the keys without which nothing listens to other machines."""
+
+
+@keys.command("new", no_args_is_help=True, epilog="Example: offbeat keys new run.keys")
+def keys_new(file: KeyFile) -> None:
+    """Write a new pair of keys. Whoever has the same file may connect."""
+    from offbeat.cli.keys import new_keys
+
+    new_keys(file)
+
+
+@keys.command("show", no_args_is_help=True, epilog="Example: offbeat keys show run.keys")
+def keys_show(file: KeyFile) -> None:
+    """Print the public key, and those that are let in. The secret key is not printed."""
+    from offbeat.cli.keys import show_keys
+
+    show_keys(file)
+
+
+@keys.command("allow", no_args_is_help=True, epilog="Example: offbeat keys allow server.keys PUBLIC")
+def keys_allow(
+    file: KeyFile, public: Annotated[str, typer.Argument(help="The public key of somebody who has another file.")]
+) -> None:
+    """Let somebody in who has another file, by its public key."""
+    from offbeat.cli.keys import allow_key
+
+    allow_key(file, public)
 
 
 def main() -> NoReturn:

@@ -1,4 +1,4 @@
-"""`offbeat bench`: collectives in virtual time, or on real processes, as a table."""
+"""`offbeat bench`: collectives in virtual time or on real processes, and servers in virtual time, as tables."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from typing import TypeVar
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress
 from rich.table import Table
 
 from offbeat.errors import UsageError, did_you_mean
 from offbeat.protocols.collectives import ALGORITHMS, Collective
 from offbeat.simulate.league import Comparison, Crossover, compare_collectives
-from offbeat.simulate.network import EXAMPLE, Network, Ports
-from offbeat.simulate.units import parse_size, seconds_in_words, size_in_words
+from offbeat.simulate.network import EXAMPLE, Link, Network, Ports
+from offbeat.simulate.servers import Paced, Shards, parse_rule, simulate
+from offbeat.simulate.stragglers import Stragglers
+from offbeat.simulate.units import parse_duration, parse_size, seconds_in_words, size_in_words
 
 SIMULATED_SIZE = "100MB"
 MEASURED_SIZES = ("4kB", "32kB", "256kB", "1MB", "4MB", "25MiB")
@@ -182,3 +185,94 @@ def _left_out(reasons: Mapping[str, str]) -> list[str]:
         f"Left out: {', '.join(name for name, _ in group)}. Why: {reason}"
         for reason, group in groupby(by_reason, key=lambda item: item[1])
     ]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is asked about training with servers in virtual time; None where nothing was said."""
+
+    workers: int
+    steps: int
+    step: str
+    stragglers: str
+    size: str | None
+    servers: int | None
+    network: str | None
+    seed: int
+
+    def shards(self) -> Shards | None:
+        """What is exchanged, and through what; None if exchanges take no time."""
+        if self.network is None and self.size is None and self.servers is None:
+            return None
+        if self.network is None:
+            raise UsageError(f"--size and --servers need --network, written like {EXAMPLE}.")
+        if self.size is None:
+            raise UsageError("--network needs --size, what is pushed and pulled in each step, such as 100MB.")
+        return Shards(1 if self.servers is None else self.servers, parse_size(self.size), Link.parse(self.network))
+
+
+def simulated_servers(asked: Training, rules: Sequence[str], as_json: bool) -> None:
+    """Print what a step takes under each rule, who waits, and how stale what is read is."""
+    stragglers = Stragglers.parse(asked.stragglers, parse_duration(asked.step))
+    shards = asked.shards()
+    chosen = {str(rule): rule for rule in map(parse_rule, rules)}
+    if asked.seed < 0:
+        raise UsageError(f"--seed {asked.seed} makes no sense: give 0 or more.")
+    console = Console(stderr=True)
+    found: dict[str, Paced] = {}
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        for name, rule in chosen.items():
+            bar = progress.add_task(name, total=1.0)
+            found[name] = simulate(
+                rule,
+                asked.workers,
+                asked.steps,
+                stragglers,
+                shards,
+                asked.seed,
+                progress=lambda share, bar=bar: progress.update(bar, completed=share),
+            )
+            progress.update(bar, completed=1.0)
+    bsp = found.get("bsp")
+    over_bsp = {name: bsp.seconds_per_step / one.seconds_per_step for name, one in found.items()} if bsp else {}
+    if as_json:
+        results = [one.plain() | {"speedup_over_bsp": over_bsp.get(name)} for name, one in found.items()]
+        print(json.dumps({"simulated": True} | asdict(asked) | {"rules": results}))
+    else:
+        _print_servers(Console(file=sys.stdout, highlight=False, soft_wrap=True), asked, found, over_bsp)
+
+
+def _print_servers(
+    console: Console, asked: Training, found: Mapping[str, Paced], over_bsp: Mapping[str, float]
+) -> None:
+    through = "exchanges take no time"
+    if asked.network is not None:
+        through = f"{asked.size} through {asked.servers or 1} x {asked.network}"
+    console.print(
+        f"[bold]servers[/bold], {asked.workers:,} workers, {asked.steps:,} steps of {escape(asked.step)}, "
+        f"stragglers: {escape(asked.stragglers)}, {escape(through)}: simulated time"
+    )
+    console.print(_servers_table(found, over_bsp), crop=False)
+    console.print("Staleness: steps that a worker was ahead of the slowest when it read.", style="dim")
+    late = {name: one.late for name, one in found.items() if one.late}
+    for name, count in late.items():
+        console.print(f"{name}: {count:,} gradients came too late and were discarded.", style="dim", markup=False)
+
+
+def _servers_table(found: Mapping[str, Paced], over_bsp: Mapping[str, float]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("rule", no_wrap=True)
+    for name in ("time per step", "over bsp", "idle", "exchange", "staleness", "99 %", "most"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, one in found.items():
+        table.add_row(
+            name,
+            seconds_in_words(one.seconds_per_step),
+            f"{over_bsp[name]:.2f}x" if name in over_bsp else "",
+            f"{100 * one.idle_share:.1f} %",
+            f"{100 * one.exchange_share:.1f} %",
+            f"{one.staleness_mean:.2f}",
+            f"{one.staleness_quantile(0.99):,}",
+            f"{len(one.staleness) - 1:,}",
+        )
+    return table

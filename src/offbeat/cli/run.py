@@ -101,6 +101,9 @@ def _print(result: Result, asked: Asked) -> None:
     console.print(f"  where the time went {kinds_in_words(result.seconds_by_kind)}")
     if result.workers > 1:
         console.print(f"  sent                {_megabytes(result.bytes_sent)} between {result.workers} workers")
+    if result.disturbances.get("asked"):
+        fired = f"{result.disturbances['fired']:,} fired, {result.disturbances['asked']:,} asked for"
+        console.print(f"  disturbances        {fired}")
     console.print(f"  start-up            {result.startup_seconds:.1f} s, not counted above")
     console.print(f"  everything is in    {result.run}", markup=False)
     console.print()

@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offbeat.runtime.goal import Goal
+
+if TYPE_CHECKING:
+    from offbeat.runtime.servers.plan import Plan
 
 
 def _to_nobody(message: Mapping[str, Any]) -> None:
@@ -29,6 +32,8 @@ class Assignment:
     """What a checkpoint must agree with to be resumed from."""
     send: Callable[[Mapping[str, Any]], None] = _to_nobody
     """Tells the launcher how far the work is."""
+    servers: Plan | None = None
+    """The run's parameter servers, if its strategy has any."""
     open_teams: list[Any] = field(default_factory=list)
     """Teams that the script has opened, so that one that it forgets to close is closed for it."""
 

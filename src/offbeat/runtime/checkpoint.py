@@ -44,21 +44,21 @@ class Checkpoints:
         draft = self.folder / f".draft-{step:09d}"
         failure = ""
         try:
-            if self._group.rank == 0:
+            if self._group.leads:
                 _sweep(self.folder)
                 draft.mkdir(parents=True)
         except OSError as error:
             failure = _reason(error, draft)
         self._agree(failure)
         try:
-            if self._group.rank == 0:
+            if self._group.leads:
                 _write_state(draft / _SHARED, shared)
             _write_state(draft / _file_of(self._group.rank), own)
         except (OSError, SafetensorError, CheckpointError) as error:
             failure = _reason(error, draft)
         self._agree(failure)
         try:
-            if self._group.rank == 0:
+            if self._group.leads:
                 self._publish(draft, final, step, summary)
         except OSError as error:
             failure = _reason(error, draft)
@@ -75,11 +75,11 @@ class Checkpoints:
         failed = self._group.gather([1.0 if failure else 0.0], "writing a checkpoint")
         if failed.sum() == 0:
             return
-        if self._group.rank == 0:
+        if self._group.leads:
             _sweep(self.folder)
         kept = newest(self.folder)
         tail = f" The one before, {kept.name}, is intact: mend the cause and --resume." if kept else ""
-        who = ", ".join(str(rank) for rank in range(self._group.size) if failed[rank])
+        who = ", ".join(str(rank) for rank, bad in zip(self._group.members, failed, strict=False) if bad)
         raise CheckpointError(f"a checkpoint could not be written (worker {who}): {failure or 'see its log'}.{tail}")
 
     def _publish(self, draft: Path, final: Path, step: int, summary: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from offbeat.errors import UsageError
+from offbeat.protocols import disturbances
 from offbeat.runtime.parts import Parts
 
 
@@ -85,6 +86,8 @@ class Goal:
     """Whether a NaN or infinite gradient stops the run."""
     tensorboard: bool = False
     """Whether metrics also go to TensorBoard files in the run folder."""
+    disturb: tuple[str, ...] = ()
+    """Faults that are to happen, a sentence each."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "steps", "checkpoint_every"):
@@ -104,6 +107,13 @@ class Goal:
         if self.backend == "offbeat" and self.device != "cpu":
             raise UsageError(f"--backend offbeat is for tensors on the CPU, not on {self.device}. Leave it out.")
         _check_device(self.device)
+        object.__setattr__(self, "disturb", tuple(self.disturb))  # JSON knows only lists.
+        _ = self.disturbances
+
+    @property
+    def disturbances(self) -> list[disturbances.Disturbance]:
+        """The faults that are to happen, understood."""
+        return [disturbances.parse(sentence) for sentence in self.disturb]
 
     def plain(self) -> dict[str, Any]:
         """As JSON data."""

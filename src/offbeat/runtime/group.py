@@ -120,6 +120,16 @@ class Group:
         self._sent[0] = count
 
     @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks of the workers that take part."""
+        return tuple(range(self.size))
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker does what only one does: writes, tells, concludes."""
+        return self.rank == 0
+
+    @property
     def process_group(self) -> dist.ProcessGroup | None:
         """Torch's own group underneath, for those who build on it; None alone."""
         return self._process_group

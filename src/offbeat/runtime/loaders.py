@@ -58,7 +58,7 @@ class Batch:
     """Whether this is known to be the last batch of the epoch."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Share:
     """Which worker asks, and what fixes the order of the data."""
 
@@ -67,6 +67,22 @@ class Share:
     seed: int
     loader: int
     """The loader's number in this run, so that two loaders shuffle differently."""
+    members: tuple[int, ...] = ()
+    """The workers that are alive, who share what the dead would have had; empty: all are."""
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """This worker's place among the living, and how many they are."""
+        if self.rank not in self.members:
+            return self.rank, self.size
+        return self.members.index(self.rank), len(self.members)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Whose parts fall to this worker: its own, and of those of the dead every so manieth."""
+        at, count = self.position
+        dead = [rank for rank in range(self.size) if self.members and rank not in self.members]
+        return [self.rank, *(rank for i, rank in enumerate(dead) if i % count == at)]
 
 
 class Feed(Protocol):
@@ -86,6 +102,10 @@ class Feed(Protocol):
 
     def anyone(self, has: bool) -> bool:
         """Whether any worker still has data."""
+        ...
+
+    def passed_over(self) -> int:
+        """Steps that were made without this worker since it was last asked: their batches are not its any more."""
         ...
 
     def ended(self) -> None:
@@ -159,8 +179,13 @@ class Loader:
 
     def _handed_out(self, skip: int) -> Iterator[Any]:
         stream = self._source.batches(self.epoch, skip, mixed(self._place.seed, self._place.loader, 0))
+        missed = 0
         for batch in stream if self._source.knows_end else self._together(stream):
             self.batches += 1
+            missed += self._feed.passed_over()
+            if missed:
+                missed -= 1
+                continue
             self._feed.given(batch, training=True)
             yield batch.content
             self._feed.fetching(training=True)
@@ -308,7 +333,7 @@ class Indexed(Source):
             with lent.use():
                 block = list(islice(stream, _AHEAD))
             for whole in block:
-                part = list(mine(whole, self._place.rank, self._place.size))
+                part = list(mine(whole, *self._place.position))
                 yield part or list(whole[-1:]), len(part), len(whole)
             if len(block) < _AHEAD:
                 return
@@ -317,7 +342,7 @@ class Indexed(Source):
         parts = cast("list[Indices]", self._parts)
         stand_in = next(part for part in parts if len(part))[:1].tolist()
         for slices in batches_of_parts(parts, self._global_batch, seed, epoch):
-            part = slices[self._place.rank].tolist()
+            part = [index for rank in self._place.ranks for index in slices[rank].tolist()]
             yield part or stand_in, len(part), sum(len(piece) for piece in slices)
 
 
@@ -350,7 +375,7 @@ class Cut(Source):
     def batches(self, epoch: int, skip: int, seed: int) -> Iterator[Batch]:
         """Slices of the finished batches."""
         for batch in islice(_lent(self._loader, mixed(seed, epoch)), skip, None):
-            content, examples, total = cut(batch, self._place.rank, self._place.size)
+            content, examples, total = cut(batch, *self._place.position)
             yield Batch(content, examples, total if self._place.size == 1 else None)
 
 

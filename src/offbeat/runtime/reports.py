@@ -31,6 +31,7 @@ class Reports:
     def __init__(self, group: Group, ledger: Ledger, stopwatch: Stopwatch, send: Callable[[Mapping[str, Any]], None]):
         self._group, self._ledger, self._stopwatch, self._send = group, ledger, stopwatch, send
         self._metrics: Metrics | None = None
+        self._open_metrics: Callable[[], Metrics] | None = None
         self._told = 0.0
         self.evaluated = 0
         """Examples that this worker has read without gradients since the last report: its weight in the next."""
@@ -38,10 +39,11 @@ class Reports:
         """The loss of the latest step here, if the loop says it."""
 
     def write_to(self, folder: Path | None, tensorboard: bool) -> None:
-        """Worker 0 also writes metrics into the run's folder."""
-        if folder is not None and self._group.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._metrics = Metrics(folder / METRICS_FILE, tensorboard=folder / "tensorboard" if tensorboard else None)
+        """Worker 0 also writes metrics into the run's folder; should it die, the one who then leads does."""
+        if folder is not None:
+            self._open_metrics = lambda: _metrics_in(folder, tensorboard)
+            if self._group.leads:
+                self._metrics = self._open_metrics()
 
     def go_back(self) -> None:
         """The run goes on from an earlier point: forget what was written after it."""
@@ -69,16 +71,18 @@ class Reports:
         self.evaluated = 0
         if not names:
             return {}
-        weights = rows[:, 1] if rows[:, 1].sum() > 0 else torch.ones(self._group.size, dtype=torch.float64)
+        weights = rows[:, 1] if rows[:, 1].sum() > 0 else torch.ones(len(rows), dtype=torch.float64)
         table = self._group.gather([values[name] for name in names], "a report")
         mean = (table * weights[:, None]).sum(0) / weights.sum()
         return {name: float(mean[names.index(name)]) for name in values}
 
     def record(self, metrics: Mapping[str, float], epoch: int | None) -> None:
         """Worker 0 writes a line and tells the launcher."""
-        if self._group.rank:
+        if not self._group.leads:
             return
         far = self._how_far(epoch)
+        if self._metrics is None and self._open_metrics is not None:
+            self._metrics = self._open_metrics()
         if self._metrics is not None:
             line = {name: far[name] for name in ("step", "epoch", "samples", "seconds", "seconds_by_kind")}
             self._metrics.append(line | dict(metrics))
@@ -87,7 +91,7 @@ class Reports:
     def tell(self, epoch: int | None) -> None:
         """Worker 0 tells the launcher how far the work is, a few times a second at most."""
         now = time.monotonic()
-        if self._group.rank == 0 and now - self._told >= _TELL_EVERY:
+        if self._group.leads and now - self._told >= _TELL_EVERY:
             self._told = now
             self._send({"kind": "progress", **self._how_far(epoch)})
 
@@ -108,7 +112,7 @@ class Reports:
         counted = [float(sent), self._ledger.cpu(), float(self._ledger.own_samples)]
         mine = [*counted, self._stopwatch.overlapped, *self._stopwatch.seconds.values()]
         rows = self._group.gather(mine, "the end of the run")
-        if self._group.rank == 0:
+        if self._group.leads:
             self._send({"kind": "result", **self._ledger.summary(), **self._costs(rows), **more})
 
     def _costs(self, rows: Tensor) -> dict[str, Any]:
@@ -125,6 +129,11 @@ class Reports:
             "seconds_by_kind": by_kind,
             "overlapped_seconds": float(mean[3]),
         }
+
+
+def _metrics_in(folder: Path, tensorboard: bool) -> Metrics:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Metrics(folder / METRICS_FILE, tensorboard=folder / "tensorboard" if tensorboard else None)
 
 
 def _hash(text: str) -> int:

@@ -10,6 +10,7 @@ from offbeat.strategies._worker import Exchange, Exchanging, Pace, Timing
 from offbeat.strategies.accumulate import Accumulate
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.ddp import DDP
+from offbeat.strategies.hogwild import Hogwild
 from offbeat.strategies.single import Single
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Combined",
     "Exchange",
     "Exchanging",
+    "Hogwild",
     "Pace",
     "Setting",
     "Single",

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
+from offbeat.protocols.servers.consistency import Rule
 from offbeat.runtime.group import Group
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._base import Axis, Strategy
@@ -29,6 +30,8 @@ class Exchange(ABC):
     """Whether parameters and optimizer state are equal on all workers, so that a checkpoint needs them once."""
     joins_late: ClassVar[bool] = True
     """Whether a gradient that backward itself did not reach is exchanged too, if it is there when backward ends."""
+    lockstep: ClassVar[bool] = True
+    """Whether workers meet in every step, so that one whose data has ended must keep the others company."""
 
     def __init__(self, group: Group, stopwatch: Stopwatch) -> None:
         self.group = group
@@ -41,6 +44,13 @@ class Exchange(ABC):
         share_state(model, self.group)
         if self.group.size > 1:
             self.install(model)
+
+    def begin(self) -> None:  # noqa: B027 - most strategies are ready when they have adopted a model
+        """Everything in the first `prepare` is adopted, and a resumed model has its parameters: training begins."""
+
+    def passed_over(self) -> int:
+        """Steps that were made without this worker since it was last asked."""
+        return 0
 
     @abstractmethod
     def install(self, model: nn.Module) -> None:
@@ -167,6 +177,11 @@ class Exchanging(Strategy):
     """A strategy on the exchange axis."""
 
     axis: ClassVar[Axis] = Axis.EXCHANGE
+
+    def servers(self, workers: int) -> tuple[int, int, Rule] | None:
+        """How many servers it needs beside the workers, how many further copies of each, and by which rule; or None."""
+        del workers
+        return None
 
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
         """The worker's side of this strategy."""

@@ -10,7 +10,7 @@ from offbeat.errors import UsageError
 from offbeat.runtime.launch._interrupts import Interrupts
 from offbeat.runtime.launch._link import Link
 from offbeat.runtime.launch._roles import Outcome, Role
-from offbeat.runtime.launch._run import OnMessage, OnTick, Run
+from offbeat.runtime.launch._run import OnEnd, OnMessage, OnTick, Run
 
 PRELOAD = ("numpy", "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "safetensors.torch")
 """What nearly every role imports; each costs its import once per launcher, not once per process."""
@@ -48,11 +48,13 @@ class Launcher:
         *,
         on_message: OnMessage,
         on_tick: OnTick | None = None,
+        on_end: OnEnd | None = None,
         grace: timedelta = GRACE,
     ) -> list[Outcome]:
-        """Run roles until all have ended well; the first failure ends the others and is raised.
+        """Run roles until all but those that serve have ended well; the first failure ends the others and is raised.
 
-        `on_message(role, message)` and `on_tick()`, about ten times a second, are called on this thread.
+        `on_message(role, message)`, `on_end(outcome)` of each role, and `on_tick()`, about ten times a second, are
+        called on this thread.
         """
         if self._running:
             raise UsageError("This launcher is already running roles: wait for its end, or make a second launcher.")
@@ -64,7 +66,7 @@ class Launcher:
             self.start()
             assert self._link is not None  # noqa: S101 (start made it)
             with Interrupts() as interrupts:
-                return Run(self._link, on_message, on_tick, grace, interrupts).go(roles)
+                return Run(self._link, on_message, on_tick, grace, interrupts, on_end).go(roles)
         finally:
             self._running = False
             if self._link is not None and not self._link.is_usable:

@@ -28,6 +28,10 @@ class Role:
     """Where the child's descriptors 1 and 2 go: appended, created if missing."""
     threads: int | None = None
     """For `torch.set_num_threads`; None leaves torch's own choice."""
+    serves: bool = False
+    """Whether it is there for the others: when all others have ended, it is ended too."""
+    expendable: bool = False
+    """Whether the run goes on if a signal ends it; `on_end` hears of it."""
 
     def __post_init__(self) -> None:
         module, colon, function = self.entry.partition(":")

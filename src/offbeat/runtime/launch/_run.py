@@ -53,6 +53,7 @@ KILL_DEADLINE = 10.0
 
 OnMessage = Callable[[Role, dict[str, Any]], None]
 OnTick = Callable[[], None]
+OnEnd = Callable[[Outcome], None]
 
 
 @dataclass
@@ -71,15 +72,23 @@ class Run:
     """The state of one run; used once."""
 
     def __init__(
-        self, link: Link, on_message: OnMessage, on_tick: OnTick | None, grace: timedelta, interrupts: Interrupts
+        self,
+        link: Link,
+        on_message: OnMessage,
+        on_tick: OnTick | None,
+        grace: timedelta,
+        interrupts: Interrupts,
+        on_end: OnEnd | None = None,
     ) -> None:
         self._link = link
         self._on_message = on_message
         self._on_tick = on_tick
+        self._on_end = on_end
         self._grace = grace.total_seconds()
         self._interrupts = interrupts
         self._children: dict[int, Child] = {}
         self._failures: list[Failure] = []
+        self._borne: list[Failure] = []  # ends of expendable roles
         self._settled_at = 0.0
         self._next_tick = 0.0
         self._silenced = False
@@ -107,6 +116,9 @@ class Run:
         return self._verdict()
 
     def _verdict(self) -> list[Outcome]:
+        outcomes = [child.outcome for child in self._children.values() if child.outcome is not None]
+        if self._borne and not any(o.exit_code == 0 for o in outcomes if not o.role.serves):
+            self._failures += self._borne  # Nobody is left who could have done the work.
         cause = cause_of(self._failures) if self._failures else None
         if cause is not None and not (cause.is_consequence and self._problem is not None):
             raise error_for(cause)
@@ -114,7 +126,7 @@ class Run:
             raise KeyboardInterrupt
         if self._problem is not None:
             raise self._problem
-        return [child.outcome for child in self._children.values() if child.outcome is not None]
+        return outcomes
 
     # Beginning.
 
@@ -150,7 +162,7 @@ class Run:
     # Going on.
 
     def _is_decided(self) -> bool:
-        if self._interrupts.count or not self._living():
+        if self._interrupts.count or all(child.role.serves for child in self._living()):
             return True
         certain = any(not failure.is_consequence for failure in self._failures)
         return certain or (bool(self._failures) and time.monotonic() >= self._settled_at)
@@ -251,7 +263,12 @@ class Run:
             self._hear(child, child.channel.receive_rest)
         self._deaf_to(child)
         child.outcome = Outcome(child.role, message.exit_code, message.signal, child.error)
+        if self._on_end is not None:
+            self._call(self._on_end, child.outcome)
         if message.exit_code == 0 or child.error is not None:
+            return
+        if child.role.expendable and message.signal is not None and self._asked_at is None:
+            self._borne.append(Failure(child.role, message.at, None, None, message.signal))
             return
         # Once asked to end, only a SIGKILL that we did not send tells of a cause.
         if self._asked_at is None or (message.signal == signal.SIGKILL and not self._killed):

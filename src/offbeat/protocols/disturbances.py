@@ -1,0 +1,317 @@
+"""Faults that one can ask for, as sentences: who is to be disturbed, how, and when.
+
+    worker 1: pause 200ms every 1s
+    any worker: pause 200ms with probability 0.15
+    worker 2: kill at step 50
+    server 0: stop 5s at step 50
+    worker *: pace 40ms
+
+What fires in which step depends on the seed, the role, the rank and the step alone: the same seed gives the same
+faults, on real processes and in the simulator.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.errors import UsageError
+from offbeat.protocols.partition import mixed
+
+ROLES = ("worker", "server")
+"""Who can be disturbed."""
+FORMS = (
+    "worker 1: pause 200ms every 1s",
+    "any worker: pause 200ms with probability 0.15",
+    "worker 2: kill at step 50",
+    "server 0: stop 5s at step 50",
+    "worker *: pace 40ms",
+)
+"""One example of each form; every error shows them."""
+BLOCK = 1024
+"""Steps whose chances are drawn together."""
+
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_DURATION = re.compile(r"([0-9]*\.?[0-9]+)(us|ms|s)")
+
+
+# -- what can be asked for -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AtStep:
+    """Once, when so many steps are finished and the next begins."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Every:
+    """Again and again, by the clock; the period contains the pause."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Chance:
+    """In each step independently, with this probability."""
+
+    probability: float
+
+
+@dataclass(frozen=True)
+class Kill:
+    """The process ends at once, by SIGKILL."""
+
+    when: AtStep
+
+
+@dataclass(frozen=True)
+class Pause:
+    """The process does nothing for some seconds: SIGSTOP, then SIGCONT."""
+
+    seconds: float
+    when: AtStep | Every | Chance
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Every step takes at least so many seconds, as if computing took longer."""
+
+    seconds: float
+
+
+Action = Kill | Pause | Pace
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """One sentence, understood."""
+
+    text: str
+    """As it was said."""
+    role: str
+    """Whom it is about: worker or server."""
+    rank: int | None
+    """Which of them; None: each."""
+    action: Action
+    """What happens to it."""
+
+    def concerns(self, role: str, rank: int) -> bool:
+        """Whether it is about this process."""
+        return self.role == role and self.rank in (None, rank)
+
+
+def check(disturbances: Sequence[Disturbance], cast: Mapping[str, int]) -> None:
+    """Refuse what is about processes that the run will not have; `cast` says how many there are of each role."""
+    for one in disturbances:
+        count = cast.get(one.role, 0)
+        if count == 0:
+            raise UsageError(
+                f"--disturb {one.text!r}: this run has no {one.role}s, so nothing could be disturbed. Choose a "
+                f"strategy that has some, or leave the sentence out."
+            )
+        if one.rank is not None and one.rank >= count:
+            known = f"only {one.role} 0" if count == 1 else f"{one.role}s 0 to {count - 1}"
+            raise UsageError(f"--disturb {one.text!r}: there is no {one.role} {one.rank} in this run, {known}.")
+
+
+def asked(disturbances: Sequence[Disturbance], cast: Mapping[str, int]) -> int:
+    """How many orders these are: a sentence counts once for each process that it is about.
+
+    So all one-time faults have happened when as many have fired as were asked for.
+    """
+    return sum(1 if one.rank is not None else cast.get(one.role, 0) for one in disturbances)
+
+
+# -- what fires when -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Plan:
+    """All that is to happen to one process."""
+
+    disturbances: Sequence[Disturbance]
+    """All sentences of the run, in their order: a sentence is known by its number."""
+    role: str
+    rank: int
+    seed: int
+    _drawn: dict[int, tuple[int, NDArray[np.float64]]] = field(
+        default_factory=dict[int, tuple[int, NDArray[np.float64]]]
+    )
+
+    def __post_init__(self) -> None:
+        numbered = enumerate(self.disturbances)
+        self._mine = [(number, one.action) for number, one in numbered if one.concerns(self.role, self.rank)]
+
+    def __bool__(self) -> bool:
+        """Whether anything will ever happen to it."""
+        return bool(self._mine)
+
+    def at(self, step: int) -> list[tuple[int, Kill | Pause]]:
+        """What fires when this step begins, with the numbers of the sentences."""
+        return [
+            (number, action)
+            for number, action in self._mine
+            if not isinstance(action, Pace) and self._strikes(number, action.when, step)
+        ]
+
+    @property
+    def timed(self) -> list[tuple[int, float, float]]:
+        """What fires by the clock: the sentence's number, seconds of a pause, seconds from one to the next."""
+        return [
+            (number, action.seconds, action.when.seconds)
+            for number, action in self._mine
+            if isinstance(action, Pause) and isinstance(action.when, Every)
+        ]
+
+    @property
+    def pace(self) -> float:
+        """Seconds that each step takes at least; of several the longest."""
+        return max((action.seconds for _, action in self._mine if isinstance(action, Pace)), default=0.0)
+
+    @property
+    def paces(self) -> list[int]:
+        """The numbers of the sentences that set the pace."""
+        return [number for number, action in self._mine if isinstance(action, Pace)]
+
+    @property
+    def pauses(self) -> bool:
+        """Whether the process will be paused, so that somebody must continue it."""
+        return any(isinstance(action, Pause) for _, action in self._mine)
+
+    def _strikes(self, number: int, when: AtStep | Every | Chance, step: int) -> bool:
+        if isinstance(when, AtStep):
+            return step == when.step
+        return isinstance(when, Chance) and bool(self._chance(number, step) < when.probability)
+
+    def _chance(self, number: int, step: int) -> float:
+        block, place = divmod(step, BLOCK)
+        kept = self._drawn.get(number)
+        if kept is None or kept[0] != block:
+            kept = self._drawn[number] = block, chances(self.seed, self.role, self.rank, number, block)
+        return float(kept[1][place])
+
+
+def chances(seed: int, role: str, rank: int, number: int, block: int) -> NDArray[np.float64]:
+    """Numbers in [0, 1), one for each of a block of steps: what is below a sentence's probability fires."""
+    return np.random.default_rng(mixed(seed, ROLES.index(role), rank, number, block)).random(BLOCK)
+
+
+# -- the grammar -----------------------------------------------------------------------------------------------------
+
+
+def parse(text: str) -> Disturbance:
+    """Understand one sentence; what is wrong is said with the word that is."""
+    return _Sentence(text).read()
+
+
+class _Sentence:
+    """Reads one sentence, word by word."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        spaced = re.sub(r"([0-9])\s+(us|ms|s)\b", r"\1\2", text.lower().replace(":", " : "))
+        self._words = spaced.split()
+        self._next = 0
+
+    def read(self) -> Disturbance:
+        role, rank, anyone = self._who()
+        self._expect(":")
+        action = self._action()
+        if self._next < len(self._words):
+            self._refuse("the end of the sentence")
+        when = None if isinstance(action, Pace) else action.when
+        if anyone and not isinstance(when, Chance):
+            self._fail(f"'any {role}' is for what happens with a probability. Say which ({role} 0), or all ({role} *)")
+        if isinstance(action, Pace) and role != "worker":
+            self._fail(f"a {role} computes no steps, so it has no pace. Pause it instead")
+        return Disturbance(self._text.strip(), role, rank, action)
+
+    def _who(self) -> tuple[str, int | None, bool]:
+        anyone = self._take_if("any")
+        role = self._one_of(*ROLES) if anyone else self._one_of(*ROLES, "any")
+        if anyone or self._take_if("*"):
+            return role, None, anyone
+        return role, self._whole(f"the {role}'s number, or * for each"), False
+
+    def _action(self) -> Action:
+        verb = self._one_of("kill", "pause", "stop", "pace")
+        if verb == "kill":
+            return Kill(self._at_step())
+        seconds = self._seconds()
+        return Pace(seconds) if verb == "pace" else Pause(seconds, self._when(seconds))
+
+    def _when(self, pause: float) -> AtStep | Every | Chance:
+        if self._word() == "at":
+            return self._at_step()
+        if self._one_of("every", "with", "at") == "with":
+            self._expect("probability")
+            return Chance(self._probability())
+        period = self._seconds()
+        if period <= pause:
+            self._fail(f"{self._words[self._next - 1]!r} is not longer than the pause: no time would be left to work")
+        return Every(period)
+
+    def _at_step(self) -> AtStep:
+        self._expect("at")
+        self._expect("step")
+        return AtStep(self._whole("the number of steps that are finished then"))
+
+    def _seconds(self) -> float:
+        found = _DURATION.fullmatch(self._word() or "")
+        seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
+        if not 0 < seconds < math.inf:
+            self._refuse("a time above 0 with its unit, such as 200ms or 5s")
+        self._next += 1
+        return seconds
+
+    def _probability(self) -> float:
+        try:
+            value = float(self._word() or "")
+        except ValueError:
+            value = math.nan
+        if not 0 <= value <= 1:
+            self._refuse("a probability from 0 to 1")
+        self._next += 1
+        return value
+
+    def _whole(self, what: str) -> int:
+        word = self._word() or ""
+        if not re.fullmatch(r"[0-9]{1,15}", word):
+            self._refuse(what)
+        self._next += 1
+        return int(word)
+
+    def _word(self) -> str | None:
+        return self._words[self._next] if self._next < len(self._words) else None
+
+    def _take_if(self, word: str) -> bool:
+        taken = self._word() == word
+        self._next += taken
+        return taken
+
+    def _expect(self, word: str) -> None:
+        if not self._take_if(word):
+            self._refuse(repr(word))
+
+    def _one_of(self, *words: str) -> str:
+        word = self._word()
+        if word is None or word not in words:
+            self._refuse(f"{', '.join(words[:-1])} or {words[-1]}")
+        self._next += 1
+        return word
+
+    def _refuse(self, wanted: str) -> NoReturn:
+        word = self._word()
+        what = "the sentence ends too early" if word is None else f"{word!r} is not understood"
+        self._fail(f"{what}; what should come here is {wanted}")
+
+    def _fail(self, why: str) -> NoReturn:
+        raise UsageError(f"--disturb {self._text!r}: {why}. Forms: {'; '.join(FORMS)}.")

@@ -1,0 +1,217 @@
+"""Who takes part: hears signs of life, declares the silent dead, lets others take over, and holds meetings.
+
+There is one coordinator, in the process that started all others; if it ends, the run does. So views need no vote: it
+alone makes them, and counts them. A view is sent to everyone when it changes, and again to whoever shows by the epoch
+in its sign of life that it has not heard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from msgspec import structs
+
+from offbeat.protocols.machine import Effect, Effects, Ended, Event, Name, Received, Timer
+from offbeat.protocols.servers.messages import (
+    COORDINATOR,
+    ClusterView,
+    Gone,
+    Heartbeat,
+    Hello,
+    Leave,
+    Lost,
+    Meet,
+    Met,
+    Timing,
+    Viewed,
+    worker_name,
+)
+
+TICK = "tick"
+
+REMEMBERED = 256
+"""Meetings whose outcome is kept, for those who have not heard it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """There is a new view; work of the coordinator, for the run to know."""
+
+    view: ClusterView
+    died: tuple[Name, ...] = ()
+    joined: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class _Meeting:
+    values: dict[int, tuple[float, ...]] = field(default_factory=dict[int, tuple[float, ...]])
+    waiting: dict[int, Meet] = field(default_factory=dict[int, Meet])
+    """Whom to answer."""
+    over: bool = False
+
+
+class CoordinatorMachine:
+    """Makes the views."""
+
+    def __init__(self, view: ClusterView, *, name: Name = COORDINATOR, timing: Timing | None = None) -> None:
+        self.name = name
+        self.view = view
+        self.lost: tuple[int, ...] = ()
+        """Shards that have no replica left."""
+        self._timing = timing or Timing()
+        self._lives = view.members
+        self._processes: dict[int, int] = {}
+        self._heard: dict[Name, float] = {}
+        self._begun = 0.0
+        self._ticked = 0.0
+        self._meetings: dict[str, _Meeting] = {}
+        self._out = Effects()
+
+    def begin(self, now: float) -> Sequence[Effect]:
+        """Begin to listen."""
+        self._begun = self._ticked = now
+        self._out = Effects()
+        self._out.timer(self._timing.heartbeat, TICK)
+        return self._out.done
+
+    def on(self, event: Event, now: float) -> Sequence[Effect]:
+        """Take a message, a timer, or the news that a process has ended."""
+        self._out = Effects()
+        match event:
+            case Received():
+                self._received(event, now)
+            case Ended():
+                self._bury([event.name])
+            case Timer():
+                self._tick(now)
+            case _:
+                pass
+        return self._out.done
+
+    def _received(self, event: Received, now: float) -> None:
+        sender, message = event.sender, event.message
+        match message:
+            case Heartbeat():
+                self._alive(sender, message, now)
+            case Hello() if sender == worker_name(message.worker):
+                self._hello(sender, message, now)
+            case Leave() if sender == worker_name(message.worker):
+                self._leave(sender, message)
+            case Meet() if sender == worker_name(message.worker):
+                self._meet(message)
+            case _:
+                pass
+
+    # Signs of life.
+
+    def _members(self) -> list[Name]:
+        return [*map(worker_name, self.view.workers), *self.view.servers]
+
+    def _alive(self, sender: Name, message: Heartbeat, now: float) -> None:
+        if sender not in self._members():
+            self._out.send(sender, Gone(self.view.epoch))
+            return
+        self._heard[sender] = now
+        if message.epoch < self.view.epoch:
+            self._out.send(sender, Viewed(self.view))
+
+    def _tick(self, now: float) -> None:
+        """Look who is silent. The time that the coordinator itself was stopped for counts against nobody."""
+        asleep = max(0.0, now - self._ticked - 2 * self._timing.heartbeat)
+        self._ticked = now
+        self._out.timer(self._timing.heartbeat, TICK)
+        self._begun += asleep
+        self._heard = {name: heard + asleep for name, heard in self._heard.items()}
+        self._bury([name for name in self._members() if self._is_silent(name, now)])
+
+    def _is_silent(self, name: Name, now: float) -> bool:
+        if name not in self._heard:
+            return now - self._begun > self._timing.startup
+        return now - self._heard[name] > self._timing.silence
+
+    # Views.
+
+    def _bury(self, names: Sequence[Name]) -> None:
+        """Take the dead out of the view; their backups take over."""
+        died = tuple(name for name in names if name in self._members())
+        if not died:
+            return
+        for name in died:
+            self._heard.pop(name, None)
+        replicas = [
+            [name for name in (first, *rest) if name and name not in died]
+            for first, rest in zip(self.view.primaries, self.view.backups, strict=True)
+        ]
+        lost = [shard for shard, left in enumerate(replicas) if not left and shard not in self.lost]
+        self.view = structs.replace(
+            self.view,
+            primaries=tuple(left[0] if left else "" for left in replicas),
+            backups=tuple(tuple(left[1:]) for left in replicas),
+        )
+        workers = [worker for worker in self.view.workers if worker_name(worker) not in died]
+        self._change(workers, Changed(self.view, died=died))
+        self._announce_lost(lost)
+
+    def _change(self, workers: Sequence[int], news: Changed) -> None:
+        """Make the next view, tell everyone (servers first, so that they are ready), and see who has met."""
+        lives = tuple(self._lives[worker] for worker in workers)
+        self.view = structs.replace(self.view, epoch=self.view.epoch + 1, workers=tuple(workers), lives=lives)
+        for name in (*self.view.servers, *map(worker_name, workers)):
+            self._out.send(name, Viewed(self.view))
+        self._out.start(Changed(self.view, news.died, news.joined, news.left))
+        for what in list(self._meetings):
+            self._conclude(what)
+
+    def _announce_lost(self, lost: Sequence[int]) -> None:
+        self.lost += tuple(lost)
+        for shard in lost:
+            self._out.start(Lost(shard))
+            for worker in self.view.workers:
+                self._out.send(worker_name(worker), Lost(shard))
+
+    def _hello(self, sender: Name, message: Hello, now: float) -> None:
+        """Let a worker in, in a new life unless it is in already; the process before it, if it lives, is out."""
+        worker = message.worker
+        if worker not in self.view.workers or self._processes.get(worker, 0) != message.process:
+            self._processes[worker] = message.process
+            self._lives[worker] = self._lives.get(worker, -1) + 1
+            self._change(sorted({*self.view.workers, worker}), Changed(self.view, joined=(worker,)))
+        self._heard[sender] = now
+        self._out.send(sender, Viewed(self.view, message.process))
+
+    def _leave(self, sender: Name, message: Leave) -> None:
+        if self.view.life(message.worker) == message.life:
+            self._heard.pop(sender, None)
+            workers = [worker for worker in self.view.workers if worker != message.worker]
+            self._change(workers, Changed(self.view, left=(message.worker,)))
+        self._out.send(sender, Viewed(self.view))
+
+    # Meetings.
+
+    def _meet(self, message: Meet) -> None:
+        if self.view.life(message.worker) != message.life:
+            self._out.send(worker_name(message.worker), Gone(self.view.epoch))
+            return
+        meeting = self._meetings.setdefault(message.what, _Meeting())
+        meeting.waiting[message.worker] = message
+        if not meeting.over:
+            meeting.values[message.worker] = message.values
+        self._conclude(message.what)
+
+    def _conclude(self, what: str) -> None:
+        """Once all who live have come, tell those who wait; one who comes later hears what was met on."""
+        meeting = self._meetings[what]
+        if not meeting.over and not all(worker in meeting.values for worker in self.view.workers):
+            return
+        meeting.over = True
+        ranks = tuple(sorted(meeting.values))
+        values = tuple(meeting.values[rank] for rank in ranks)
+        for worker, asked in meeting.waiting.items():
+            met = Met(life=asked.life, number=asked.number, what=what, ranks=ranks, values=values)
+            self._out.send(worker_name(worker), met)
+        meeting.waiting.clear()
+        over = [name for name, meeting in self._meetings.items() if meeting.over]
+        for name in over[: max(0, len(over) - REMEMBERED)]:
+            del self._meetings[name]

@@ -1,0 +1,353 @@
+"""Everything that workers, servers and the coordinator say to each other.
+
+Headers only: numbers travel as the payload beside them. A message may be lost, late, doubled or overtaken; so every
+request has a number, is sent again with the same one until it is answered, and is done once.
+
+A push's payload stays untouched in its sender's memory until the `PushReply`. Where none ever comes, because the
+sender was declared dead, it is never written again: a new life pushes from new memory.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from offbeat.protocols.machine import Name
+from offbeat.protocols.servers.consistency import worker_name as worker_name
+
+COORDINATOR: Name = "coordinator"
+
+Settings = tuple[dict[str, float | tuple[float, ...]], ...]
+"""What a learning-rate schedule may change, for each parameter group; empty: as before."""
+
+Status = Literal["applied", "duplicate", "late", "refused"]
+"""What became of a push: used; known already; its step was complete without it; not fit to be used."""
+
+
+def server_name(shard: int, replica: int) -> Name:
+    """What a replica of a shard is called."""
+    return f"server {shard}.{replica}"
+
+
+class ClusterView(Struct, frozen=True):
+    """Who takes part, in one epoch. Only the coordinator makes them, each with a higher epoch than the last."""
+
+    epoch: int
+    workers: tuple[int, ...]
+    """The live workers, in order."""
+    primaries: tuple[Name, ...]
+    """Who serves each shard; empty where no replica is left."""
+    backups: tuple[tuple[Name, ...], ...]
+    """Who else holds each shard, in the order in which they are told: each holds all that the next one does."""
+    lives: tuple[int, ...] = ()
+    """How often each worker has joined anew, in the order of `workers`; empty: none ever has."""
+
+    @classmethod
+    def of(cls, workers: int, shards: int, replicas: int = 0) -> ClusterView:
+        """The first view: all workers, and each shard with `replicas` backups."""
+        return cls(
+            epoch=0,
+            workers=tuple(range(workers)),
+            primaries=tuple(server_name(shard, 0) for shard in range(shards)),
+            backups=tuple(tuple(server_name(shard, 1 + n) for n in range(replicas)) for shard in range(shards)),
+        )
+
+    def life(self, worker: int) -> int | None:
+        """Which life the worker is in; none if it does not take part."""
+        if worker not in self.workers:
+            return None
+        return self.lives[self.workers.index(worker)] if self.lives else 0
+
+    @property
+    def members(self) -> dict[int, int]:
+        """The life of each live worker."""
+        return dict(zip(self.workers, self.lives or (0,) * len(self.workers), strict=True))
+
+    @property
+    def servers(self) -> tuple[Name, ...]:
+        """All replicas of all shards."""
+        return tuple(
+            name
+            for first, rest in zip(self.primaries, self.backups, strict=True)
+            for name in ((first, *rest) if first else ())
+        )
+
+
+class Push(Struct, frozen=True, tag=True, kw_only=True):
+    """A gradient, or the part [start, stop) of one, for the shard that gets this. Payload: its numbers."""
+
+    worker: int
+    life: int = 0
+    number: int
+    """Counts a worker's pushes to this shard, from 0 in each life: taken in order, and none of them twice."""
+    epoch: int = 0
+    """The newest epoch that the sender knows."""
+    clock: int
+    """The step that it belongs to: how many the worker had finished when it began it."""
+    weight: float = 1.0
+    """Examples it is a mean over."""
+    start: int = 0
+    stop: int = -1
+    """Where the part ends; -1: at the shard's end. An empty part only lets the clock tick."""
+    last: bool = True
+    """The step's last part for this shard: with it the worker's clock ticks."""
+    settings: Settings = ()
+    version: int = 0
+    """Version of the values it was computed from."""
+    then_pull: int = 0
+    """Number of a pull, for the next step, that is to follow at once; 0: none."""
+
+
+class PushReply(Struct, frozen=True, tag=True, kw_only=True):
+    """The push is held by all live replicas, and will not be lost; its memory is the sender's again."""
+
+    life: int = 0
+    number: int
+    status: Status
+    reason: str = ""
+    version: int
+    """Version of the shard when it was answered."""
+    clock: int
+    """Steps that are complete; a worker whose push was late goes on from there."""
+    epoch: int
+
+
+class Pull(Struct, frozen=True, tag=True, kw_only=True):
+    """Asks for the shard's values, as fresh as the rule says for a reader at this clock."""
+
+    worker: int
+    life: int = 0
+    number: int
+    epoch: int = 0
+    clock: int
+    newer_than: int = -1
+    """Version that the reader has: if there is no newer one, no values are sent."""
+    after: int = -1
+    """Number of the reader's own push that must be in it (read-my-writes); -1: none."""
+
+
+class PullReply(Struct, frozen=True, tag=True, kw_only=True):
+    """The shard's values, as payload."""
+
+    life: int = 0
+    number: int
+    version: int
+    clock: int
+    """All updates of steps before this one are in it."""
+    unchanged: bool = False
+    """The reader has this version; there is no payload."""
+    pushed: PushReply | None = None
+    """What became of the push that asked for this pull, where it was not yet said."""
+    epoch: int
+
+
+class Fresh(Struct, frozen=True, tag=True, kw_only=True):
+    """Values that nobody asked for, as payload: under an eager rule, whenever the minimum clock moves."""
+
+    version: int
+    clock: int
+    epoch: int
+
+
+class Fetch(Struct, frozen=True, tag=True, kw_only=True):
+    """Asks for the whole state of the shard, optimizer and all, for a checkpoint."""
+
+    worker: int
+    life: int = 0
+    number: int
+    epoch: int = 0
+    clock: int = 0
+    """Steps that must be complete."""
+    after: int = -1
+
+
+class Fetched(Struct, frozen=True, tag=True, kw_only=True):
+    """The state of the shard, as payload."""
+
+    life: int = 0
+    number: int
+    version: int
+    clock: int
+    epoch: int
+
+
+class Load(Struct, frozen=True, tag=True, kw_only=True):
+    """Puts back a state that was fetched, as payload. Numbered like a push, and answered as one."""
+
+    worker: int
+    life: int = 0
+    number: int
+    epoch: int = 0
+    version: int
+    clock: int
+
+
+class Enter(Struct, frozen=True, tag=True, kw_only=True):
+    """A worker that has joined asks to be waited for from this clock on, or from the shard's own if that is later."""
+
+    worker: int
+    life: int
+    number: int
+    """0: in the log only, where the primary has learned it from the clock of a pull."""
+    epoch: int = 0
+    clock: int = 0
+
+
+class Entered(Struct, frozen=True, tag=True, kw_only=True):
+    """The shard waits for the worker from this clock on."""
+
+    life: int = 0
+    number: int
+    clock: int
+    epoch: int
+
+
+class Deadline(Struct, frozen=True, tag=True):
+    """A step is to be completed with whatever has arrived."""
+
+    step: int
+
+
+class Members(Struct, frozen=True, tag=True):
+    """From here on these workers take part."""
+
+    view: ClusterView
+
+
+class Refused(Struct, frozen=True, tag=True):
+    """A push that is not fit to be used, such as one with NaN: its sender's clock ticks, its numbers are left out."""
+
+    push: Push
+    reason: str
+
+
+Entry = Push | Refused | Load | Enter | Deadline | Members
+"""What a shard's log is made of. Replicas that have applied the same entries are equal."""
+
+
+class Replicate(Struct, frozen=True, tag=True, kw_only=True):
+    """An entry for a backup; its payload is passed on."""
+
+    epoch: int
+    index: int
+    committed: int
+    """All replicas hold the entries up to this one."""
+    entry: Entry
+
+
+class Replicated(Struct, frozen=True, tag=True):
+    """A backup holds, and has applied, all entries up to this one."""
+
+    epoch: int
+    index: int
+
+
+class Fenced(Struct, frozen=True, tag=True):
+    """You speak from the past, or to the wrong one: ask the coordinator for this epoch."""
+
+    epoch: int
+
+
+class Heartbeat(Struct, frozen=True, tag=True):
+    """I live, and this is the newest epoch I know."""
+
+    epoch: int
+
+
+class Hello(Struct, frozen=True, tag=True):
+    """A worker wants to join, for the first time or again."""
+
+    worker: int
+    process: int
+    """Tells a process from the one that had this worker's number before."""
+
+
+class Leave(Struct, frozen=True, tag=True):
+    """A worker has done its part and is not to be waited for."""
+
+    worker: int
+    life: int
+
+
+class Gone(Struct, frozen=True, tag=True):
+    """You were declared dead: in this epoch you do not take part."""
+
+    epoch: int
+
+
+class Viewed(Struct, frozen=True, tag=True):
+    """The view has changed to this, or you have asked."""
+
+    view: ClusterView
+    process: int = -1
+    """The process that it lets in, if it answers a `Hello`."""
+
+
+class Lost(Struct, frozen=True, tag=True):
+    """No replica of this shard is left: the run cannot go on, only be resumed from a checkpoint."""
+
+    shard: int
+
+
+class Meet(Struct, frozen=True, tag=True, kw_only=True):
+    """A worker has come to a meeting, with a few numbers for the others."""
+
+    worker: int
+    life: int = 0
+    number: int
+    what: str
+    """Which meeting, such as `epoch 3`: never the same twice in a run."""
+    values: tuple[float, ...] = ()
+
+
+class Met(Struct, frozen=True, tag=True, kw_only=True):
+    """All live workers have come to the meeting."""
+
+    life: int = 0
+    number: int
+    what: str
+    ranks: tuple[int, ...]
+    """Who came, in order; one who died after coming is among them."""
+    values: tuple[tuple[float, ...], ...]
+    """What each brought, in that order."""
+
+
+Request = Push | Pull | Fetch | Load | Enter
+"""What a worker asks of a shard's primary."""
+
+Reply = PushReply | PullReply | Fetched | Entered
+
+Message = (
+    Request
+    | Reply
+    | Fresh
+    | Replicate
+    | Replicated
+    | Fenced
+    | Heartbeat
+    | Hello
+    | Leave
+    | Gone
+    | Viewed
+    | Lost
+    | Meet
+    | Met
+)
+"""All that travels on this plane: what the codec decodes."""
+
+
+class Timing(Struct, frozen=True, kw_only=True):
+    """How long is waited for what, in seconds."""
+
+    heartbeat: float = 0.25
+    """Between two signs of life; also how often what is unanswered is looked through."""
+    silence: float = 1.5
+    """Without a sign of life for so long, one is declared dead."""
+    startup: float = 60.0
+    """The same for one who has never been heard of."""
+    resend: float = 0.5
+    """Until what is unanswered is sent again; twice as long each time after that."""
+    longest_resend: float = 2.0
+    deadline: float = 120.0
+    """Until a request is given up, naming who was waited for."""

@@ -1,0 +1,96 @@
+"""A shard's log, and who holds how much of it.
+
+Backups are told in turn: the second gets an entry once the first holds it, and so on. So each holds all that the next
+one does, and the first, which takes over if the primary dies, lacks nothing that any other has applied. An entry is
+committed once all backups hold it; nobody is told of it before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from offbeat.protocols.machine import NOTHING, Name, Payload
+from offbeat.protocols.servers.messages import Entry
+
+WINDOW = 64
+"""Entries that are sent again at once to a backup that does not answer."""
+
+
+class Log:
+    """Entries by index, from the first that some replica may lack."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        """How many entries there have been."""
+        self._kept: dict[int, tuple[Entry, Payload]] = {}
+        self._first = 0
+
+    def append(self, entry: Entry, payload: Payload = NOTHING) -> None:
+        """Add an entry."""
+        self._kept[self.end] = (entry, payload)
+        self.end += 1
+
+    def __getitem__(self, index: int) -> tuple[Entry, Payload]:
+        return self._kept[index]
+
+    def forget(self, end: int) -> None:
+        """Let go of the entries before `end`: all replicas hold them."""
+        for index in range(self._first, min(end, self.end)):
+            del self._kept[index]
+        self._first = max(self._first, min(end, self.end))
+
+
+@dataclass(slots=True)
+class _Backup:
+    held: int
+    """How many entries it is known to hold."""
+    sent: int
+    """How many were sent in this epoch, or are known to be held."""
+    quiet_since: float
+    """When something was last sent to it or heard from it."""
+
+
+class Feed:
+    """What the primary knows of its backups, in their order."""
+
+    def __init__(self, backups: Iterable[Name] = (), held: int = 0, now: float = 0.0) -> None:
+        self._backups = {name: _Backup(held, held, now) for name in backups}
+
+    def changed(self, backups: Iterable[Name], now: float) -> Feed:
+        """The feed of the next epoch: fewer backups, and what is unanswered is to be sent anew."""
+        feed = Feed()
+        feed._backups = {name: _Backup(self._backups[name].held, self._backups[name].held, now) for name in backups}
+        return feed
+
+    def committed(self, end: int) -> int:
+        """How many of `end` entries all backups hold."""
+        return min([end, *(backup.held for backup in self._backups.values())])
+
+    def answered(self, name: Name, held: int, now: float) -> None:
+        """A backup holds so many."""
+        backup = self._backups.get(name)
+        if backup is None:
+            return
+        backup.quiet_since = now
+        if held > backup.held:
+            backup.held = held
+            backup.sent = max(backup.sent, held)
+
+    def due(self, end: int, now: float) -> Iterator[tuple[Name, int]]:
+        """Which backup is to be sent which entry now, of `end` that there are."""
+        for name, backup in self._backups.items():
+            if backup.sent < end:
+                backup.quiet_since = now
+            while backup.sent < end:
+                yield name, backup.sent
+                backup.sent += 1
+            end = min(end, backup.held)
+
+    def overdue(self, patience: float, now: float) -> Iterator[tuple[Name, int]]:
+        """Which backup is to be sent which entry again: those that were not answered for so long."""
+        for name, backup in self._backups.items():
+            if backup.held < backup.sent and now - backup.quiet_since >= patience:
+                backup.quiet_since = now
+                for index in range(backup.held, min(backup.sent, backup.held + WINDOW)):
+                    yield name, index

@@ -1,0 +1,122 @@
+"""What a process does to itself because it was asked to: be paused, keep a pace, be killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from offbeat.protocols.disturbances import Disturbance, Kill, Pause, Plan
+from offbeat.runtime.disturb._owner import GuardProcess
+
+Tell = Callable[[Mapping[str, Any]], None]
+
+
+class Disturber:
+    """Lives in the process that is to be disturbed, and is told when its steps begin.
+
+    `tell` gets `{"kind": "disturbed", "number": sentence}` for each firing, before it where nothing could be said
+    afterwards. To be made on the main thread: the guard ends with the thread that started it.
+    """
+
+    def __init__(self, disturbances: Sequence[Disturbance], role: str, rank: int, seed: int, tell: Tell) -> None:
+        self._plan = Plan(disturbances, role, rank, seed)
+        self._tell = tell
+        self._next: int | None = None
+        self._pacer = Pacer(self._plan.pace) if self._plan.pace else None
+        self._guard = GuardProcess(self._plan.timed) if self._plan.pauses else None
+
+    @property
+    def active(self) -> bool:
+        """Whether anything will happen to this process; if not, nobody need call `step`."""
+        return bool(self._plan)
+
+    def step(self, number: int) -> None:
+        """A step begins, `number` are finished: do what is to happen before it.
+
+        The same number again does nothing. Numbers may be skipped, as a server's minimum clock does: what was to
+        happen in between happens now.
+        """
+        first = number if self._next is None else self._next
+        if not self._plan or number < first:
+            return
+        if self._pacer is not None:
+            self._pacer.finish()
+        if self._next is None:
+            self._begin()
+        self._next = number + 1
+        self._paused_by_the_clock()
+        for step in range(first, number + 1):
+            for sentence, action in self._plan.at(step):
+                self._fire(sentence, action)
+        if self._pacer is not None:
+            self._pacer.begin(self._paused_by_the_clock)
+
+    def _begin(self) -> None:
+        for sentence in self._plan.paces:
+            self._count(sentence)
+        if self._guard is not None:
+            self._guard.begin()
+
+    def _fire(self, sentence: int, action: Kill | Pause) -> None:
+        self._count(sentence)
+        if isinstance(action, Kill):
+            print(f"disturbed: {self._plan.disturbances[sentence].text}", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self._guard is not None:
+            self._guard.pause(action.seconds)
+
+    def _paused_by_the_clock(self) -> float:
+        """Seconds of the pauses that the guard has made by itself since this was asked last; they are counted."""
+        fired = self._guard.fired() if self._guard is not None else []
+        for sentence, _ in fired:
+            self._count(sentence)
+        return sum(seconds for _, seconds in fired)
+
+    def _count(self, sentence: int) -> None:
+        self._tell({"kind": "disturbed", "number": sentence})
+
+    def close(self) -> None:
+        """From now on nothing happens to this process."""
+        if self._guard is not None:
+            self._guard.end()
+            self._paused_by_the_clock()
+            self._guard = None
+        self._pacer = None
+        self._plan = Plan((), self._plan.role, self._plan.rank, self._plan.seed)
+
+
+class Pacer:
+    """Makes every step take at least so long.
+
+    It sleeps where the step begins, in place of computing that takes longer: what the others wait for is late by it. It
+    sleeps less by what the fastest step so far took, so that a step takes the asked time and not that much more.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._fastest = 0.0
+        self._steps = 0
+        self._began = self._slept = 0.0
+
+    def begin(self, paused: Callable[[], float]) -> None:
+        """A step begins; `paused` says for how long the process was stopped since it was asked last."""
+        self._began = time.monotonic()
+        wanted = max(0.0, self._seconds - self._fastest)
+        while (left := self._began + wanted - time.monotonic()) > 0:
+            time.sleep(left)
+            # A process that computes does not go on while it is stopped, but a sleep does.
+            wanted += paused()
+        self._slept = time.monotonic() - self._began
+        self._steps += 1
+
+    def finish(self) -> None:
+        """The step has ended; one that was faster than any before it is held up a little longer."""
+        if self._steps:
+            took = time.monotonic() - self._began
+            work = took - self._slept
+            self._fastest = work if self._steps == 1 else min(self._fastest, work)
+            time.sleep(max(0.0, self._seconds - took))

@@ -1,0 +1,24 @@
+"""The message plane: small structs between processes, and the numbers that go with them.
+
+`Codec` says what a message is on the wire, `Endpoint` carries it, `Keys` keep strangers out, and `drive` runs a
+protocol's machine on an endpoint and a real clock. See docs/messages.md.
+"""
+
+from offbeat.runtime.messages.addresses import address_in, private_directory
+from offbeat.runtime.messages.drive import Inbox, drive
+from offbeat.runtime.messages.endpoint import Endpoint, Incoming, Traffic
+from offbeat.runtime.messages.frames import Codec, FrameError
+from offbeat.runtime.messages.keys import Keys
+
+__all__ = [
+    "Codec",
+    "Endpoint",
+    "FrameError",
+    "Inbox",
+    "Incoming",
+    "Keys",
+    "Traffic",
+    "address_in",
+    "drive",
+    "private_directory",
+]

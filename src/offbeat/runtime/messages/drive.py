@@ -1,0 +1,150 @@
+"""Runs a protocol's machine on an endpoint and a real clock."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from offbeat.protocols.machine import (
+    NOTHING,
+    Done,
+    Effect,
+    Event,
+    Machine,
+    Payload,
+    Received,
+    Send,
+    SetTimer,
+    Start,
+    Timer,
+)
+from offbeat.runtime.messages.endpoint import Endpoint, Incoming
+
+LONGEST_SLEEP = 0.5
+"""Seconds after which `until` is asked again even if nothing has happened."""
+
+
+class Inbox:
+    """Where other threads put events for a machine that is being driven."""
+
+    def __init__(self, endpoint: Endpoint[Any]) -> None:
+        self._endpoint = endpoint
+        self._events: deque[Event] = deque()
+
+    def put(self, event: Event) -> None:
+        """Hand over an event, from any thread; the machine is told at once."""
+        self._events.append(event)
+        self._endpoint.wake()
+
+    def take(self) -> Event | None:
+        """The oldest event that was not taken yet."""
+        try:
+            return self._events.popleft()
+        except IndexError:
+            return None
+
+
+class Timers:
+    """Times that a machine has asked for, the earliest first."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Any]] = []
+        self._valid: dict[Any, int] = {}
+        self._count = 0
+
+    def set(self, due: float, token: Any) -> None:
+        """Ask for a time; one asked for with the same token before is void."""
+        self._count += 1
+        self._valid[token] = self._count
+        heapq.heappush(self._heap, (due, self._count, token))
+
+    def due(self) -> float | None:
+        """The earliest time asked for."""
+        while self._heap and self._valid.get(self._heap[0][2]) != self._heap[0][1]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def take(self, now: float) -> Timer | None:
+        """A time that has come."""
+        due = self.due()
+        if due is None or due > now:
+            return None
+        token = heapq.heappop(self._heap)[2]
+        del self._valid[token]
+        return Timer(token)
+
+
+def drive(
+    machine: Machine,
+    endpoint: Endpoint[Any],
+    work: Callable[[Any, Any], Any],
+    until: Callable[[], bool],
+    clock: Callable[[], float] = time.monotonic,
+    inbox: Inbox | None = None,
+) -> None:
+    """Tell a machine what happens and do what it says, until `until()`, which is asked between events.
+
+    Effects are done in order. `work(item, token)` does the work of a `Start`, here and now; what it returns comes back
+    as `Done(token, result)` if there is a token, after the other effects of the same event. While it works, nothing
+    else happens: heartbeats must bear the longest piece of work.
+    """
+    _Driver(machine, endpoint, work, clock, inbox or Inbox(endpoint)).run(until)
+
+
+class _Driver:
+    def __init__(
+        self,
+        machine: Machine,
+        endpoint: Endpoint[Any],
+        work: Callable[[Any, Any], Any],
+        clock: Callable[[], float],
+        inbox: Inbox,
+    ) -> None:
+        self._machine = machine
+        self._endpoint = endpoint
+        self._work = work
+        self._clock = clock
+        self._inbox = inbox
+        self._timers = Timers()
+        self._done: deque[Done] = deque()
+
+    def run(self, until: Callable[[], bool]) -> None:
+        self._perform(self._machine.begin(self._clock()))
+        while not until():
+            event = self._next()
+            if event is not None:
+                self._perform(self._machine.on(event, self._clock()))
+
+    def _next(self) -> Event | None:
+        """What has happened: finished work, then other threads' events, then timers, then messages."""
+        if self._done:
+            return self._done.popleft()
+        event = self._inbox.take() or self._timers.take(self._clock())
+        if event is not None:
+            return event
+        incoming = self._endpoint.receive(self._patience())
+        return None if incoming is None else _received(incoming)
+
+    def _patience(self) -> float:
+        due = self._timers.due()
+        return LONGEST_SLEEP if due is None else min(LONGEST_SLEEP, max(0.0, due - self._clock()))
+
+    def _perform(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(to, message, payload):
+                    self._endpoint.send(to, message, payload.handle)
+                case SetTimer(after, token):
+                    self._timers.set(self._clock() + after, token)
+                case Start(item, token):
+                    result = self._work(item, token)
+                    if token is not None:
+                        self._done.append(Done(token, result))
+
+
+def _received(incoming: Incoming[Any]) -> Received:
+    payload = incoming.payload
+    return Received(incoming.sender, incoming.message, NOTHING if payload is None else Payload(payload.nbytes, payload))

@@ -1,0 +1,125 @@
+"""Payloads that are not sent: memory that one process lends and another reads, on one host.
+
+The message is the doorbell; the numbers stay where they are. What is lent must not change until the reader has said,
+in whatever way the protocol has for it, that it is done. The reader maps it read-only.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from offbeat.errors import OffbeatError, UsageError
+from offbeat.runtime.messages.frames import Bytes, Reference
+
+if TYPE_CHECKING:
+    from offbeat.runtime.shared.segment import Segment
+
+_TICKET = re.compile(r"(\d{1,10}):(\d{1,10}):(\d{1,15})")
+_LINK = "/memfd:offbeat (deleted)"
+"""What Linux calls the memory that `Segment.create` makes."""
+
+
+class LendingError(OffbeatError):
+    """Memory that a reference names is not there, is not ours to read, or ends too early."""
+
+
+class _Loan(NamedTuple):
+    start: int
+    stop: int
+    ticket: str
+    serial: int
+    segment: Segment
+
+
+class Loans:
+    """The memory that this process lends."""
+
+    def __init__(self) -> None:
+        self._loans: list[_Loan] = []
+        self._last = 0
+
+    def add(self, segment: Segment) -> None:
+        """Lend this memory; its descriptor must stay open."""
+        if not _TICKET.fullmatch(segment.ticket):
+            raise UsageError(f"Memory that is sealed (ticket {segment.ticket}) cannot be lent: lend it before.")
+        self._last += 1
+        start = segment.address
+        self._loans.append(_Loan(start, start + segment.size, segment.ticket, self._last, segment))
+
+    def remove(self, segment: Segment) -> None:
+        """Lend it no longer."""
+        self._loans = [loan for loan in self._loans if loan.segment is not segment]
+
+    def reference(self, payload: memoryview) -> Reference | None:
+        """How to refer to a payload, if all of it lies in lent memory."""
+        if not self._loans or not payload.nbytes:
+            return None
+        start: int = np.frombuffer(payload, dtype=np.uint8).__array_interface__["data"][0]
+        for loan in self._loans:
+            if loan.start <= start and start + payload.nbytes <= loan.stop:
+                return Reference(loan.ticket, loan.serial, start - loan.start, payload.nbytes)
+        return None
+
+
+class Borrowed:
+    """The memory of one peer that this process has mapped."""
+
+    MOST = 64
+    """Pieces of memory that one peer may have us map; for one more, the oldest is let go."""
+
+    def __init__(self, process: int) -> None:
+        self._process = process
+        self._mapped: dict[tuple[str, int], Bytes] = {}
+
+    def view(self, reference: Reference) -> Bytes:
+        """What a reference refers to, read-only; raises `LendingError` if it is not as it says."""
+        key = (reference.ticket, reference.serial)
+        memory = self._mapped.get(key)
+        if memory is None:
+            memory = _mapped(reference.ticket, self._process)
+            if len(self._mapped) >= self.MOST:
+                del self._mapped[next(iter(self._mapped))]
+            self._mapped[key] = memory
+        stop = reference.offset + reference.nbytes
+        if not 0 <= reference.offset <= stop <= memory.nbytes:
+            raise LendingError(f"bytes {reference.offset:,} to {stop:,} of {memory.nbytes:,}")
+        return memory[reference.offset : stop]
+
+
+def _mapped(ticket: str, process: int) -> Bytes:
+    """The memory of a ticket, if it really is memory of that process that was made to be shared."""
+    fields = _TICKET.fullmatch(ticket)
+    if fields is None or int(fields[1]) != process:
+        raise LendingError(f"ticket {ticket!r} is not of process {process}")
+    path = f"/proc/{process}/fd/{int(fields[2])}"
+    try:
+        # Looked at before it is opened: opening a pipe or a device may block or do something.
+        _check_link(path)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            _check_link(f"/proc/self/fd/{descriptor}")
+            return _map(descriptor, int(fields[3]))
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError, OverflowError) as error:
+        raise LendingError(f"the memory of ticket {ticket!r} cannot be read: {error}") from error
+
+
+def _check_link(path: str) -> None:
+    if str(Path(path).readlink()) != _LINK:
+        raise LendingError(f"{path} is no memory of ours")
+
+
+def _map(descriptor: int, size: int) -> Bytes:
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_size != size or size == 0:
+        raise LendingError(f"it has {found.st_size:,} bytes, not {size:,}, or is not of this user")
+    mapped = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+    return np.frombuffer(mapped, dtype=np.uint8)

@@ -1,0 +1,67 @@
+"""The coordinator of a run, in the process that has started all others."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any
+
+from offbeat.errors import RunError
+from offbeat.protocols.machine import Ended, Name
+from offbeat.protocols.servers.coordinator import Changed, CoordinatorMachine
+from offbeat.protocols.servers.messages import COORDINATOR, Lost, Message
+from offbeat.runtime.messages import Codec, Endpoint, Inbox, drive
+from offbeat.runtime.servers.plan import Plan
+
+
+class Coordination:
+    """Drives the coordinator in a thread of its own; a context manager."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.machine = CoordinatorMachine(plan.view, timing=plan.timing)
+        self.changes: deque[Changed] = deque(maxlen=1000)
+        """Views that were made, the last ones."""
+        self._lost: list[int] = []
+        self._over = False
+        self._failure: BaseException | None = None
+        self._endpoint: Endpoint[Any] = Endpoint(COORDINATOR, Codec(Message), bind=plan.address(COORDINATOR))
+        self._inbox = Inbox(self._endpoint)
+        self._thread = threading.Thread(target=self._drive, name="offbeat coordinator", daemon=True)
+
+    def __enter__(self) -> Coordination:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over = True
+        self._endpoint.wake()
+        self._thread.join(timeout=5.0)
+        self._endpoint.close()
+
+    def ended(self, name: Name) -> None:
+        """A process has ended; whoever started it knows for certain."""
+        self._inbox.put(Ended(name))
+
+    def check(self) -> None:
+        """Raise if the run cannot go on: the parameters of a shard are lost, or the coordinator itself has failed."""
+        if self._failure is not None:
+            raise RunError(f"the coordinator of the run failed: {self._failure!r}") from self._failure
+        if self._lost:
+            shard = self._lost[0]
+            raise RunError(
+                f"server {shard} is gone, and with it the only copy of its part of the parameters. Go on from the last "
+                f"checkpoint with --resume, or keep a copy on another server: server(..., replicas=1)."
+            )
+
+    def _drive(self) -> None:
+        try:
+            drive(self.machine, self._endpoint, self._told, until=lambda: self._over, inbox=self._inbox)
+        except BaseException as error:
+            self._failure = error
+
+    def _told(self, news: Any, _token: Any) -> None:
+        if isinstance(news, Changed):
+            self.changes.append(news)
+        elif isinstance(news, Lost):
+            self._lost.append(news.shard)

@@ -1,0 +1,253 @@
+"""The numbers of one shard: its values, the sum of the step under way, and the optimizer that updates them.
+
+Everything that is to be done to them is said by the shard's machine (`protocols.servers.shard`); here it is done. The
+values lie in memory that is lent to readers of the same host. So a read costs the server nothing; under `ssp` and
+`asp`, where updates go on meanwhile, it may hold parts of newer updates, but never of older ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from msgspec import Struct
+from numpy.typing import NDArray
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor, optim
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from offbeat.errors import RunError
+from offbeat.protocols.machine import Payload
+from offbeat.protocols.servers.messages import Settings
+from offbeat.protocols.servers.server import Inspect, Read
+from offbeat.protocols.servers.shard import Accumulate, Discard, Restore, Update
+from offbeat.runtime.shared.segment import Segment
+from offbeat.runtime.trees import put_together, take_apart
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    kind.__name__: kind for kind in (optim.SGD, optim.Adagrad, optim.RMSprop, optim.Adam, optim.AdamW)
+}
+"""Optimizers that treat every number by itself, so that each server can update its slice alone."""
+ADD = "add"
+"""In place of an optimizer: what is pushed is added to the values."""
+KINDS: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
+"""Kinds of numbers that servers hold."""
+_MOST_SEEN = 64
+
+
+class Recipe(Struct, frozen=True, kw_only=True):
+    """How a shard is updated; said once, by the worker that puts the first values there."""
+
+    optimizer: str
+    """Name of one of torch's, or `add`."""
+    kind: str = "float32"
+    ranges: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """For each parameter group, which ranges of the shard belong to it."""
+    settings: tuple[dict[str, Any], ...] = ()
+    """For each parameter group, what its optimizer is given: learning rate, momentum and the like."""
+    staleness_scaling: bool = False
+    delay_compensation: float = 0.0
+
+
+class Numbers:
+    """What a server holds. `do` is what its machine's `Start` effects are given to."""
+
+    def __init__(self, lend: Callable[[Segment], None]) -> None:
+        self._lend = lend
+        self.version = 0
+        self.recipe: Recipe | None = None
+        self._values = np.empty(0, np.float32)
+        self._sum = np.empty(0, np.float32)
+        self._optimizer: Optimizer | None = None
+        self._parameters: list[Parameter] = []
+        self._gradients: list[Tensor] = []
+        self._seen: OrderedDict[int, NDArray[Any]] = OrderedDict()
+        self._segment: Segment | None = None
+
+    def do(self, work: Any, _token: Any = None) -> Any:
+        """Do what the machine says; answers what it asks for."""
+        match work:
+            case Inspect(payload):
+                return self._unfit(payload)
+            case Read(state):
+                return self._whole() if state else self._read()
+            case Accumulate(payload, weight, start, stop):
+                self._accumulate(payload, weight, start, stop)
+            case Update():
+                self._update(work)
+            case Restore(payload, version):
+                self._restore(payload.handle, version)
+            case Discard():
+                pass
+            case _:
+                raise RunError(f"a server was told to do {work!r}, which it cannot")
+        return None
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def _view(self, payload: Payload) -> NDArray[Any]:
+        return cast("NDArray[Any]", payload.handle).view(self._values.dtype)
+
+    def _unfit(self, payload: Payload) -> str:
+        if payload.handle is None:
+            return ""
+        if payload.nbytes % self._values.itemsize or payload.nbytes > self._values.nbytes:
+            return f"{payload.nbytes:,} bytes for a shard of {self._values.nbytes:,}"
+        numbers = self._view(payload)
+        with np.errstate(all="ignore"):
+            # A sum of finite numbers may overflow; only then is every number looked at.
+            fit = np.isfinite(numbers.sum()) or np.isfinite(numbers).all()
+        return "" if fit else f"{np.count_nonzero(~np.isfinite(numbers)):,} of {numbers.size:,} numbers are NaN or inf"
+
+    def _accumulate(self, payload: Payload, weight: float, start: int, stop: int) -> None:
+        if payload.handle is None:
+            return
+        part = self._sum[start : None if stop < 0 else stop]
+        if weight == 1.0:
+            np.add(part, self._view(payload), part)
+        else:
+            np.add(part, self._view(payload) * part.dtype.type(weight), part)
+
+    def _update(self, work: Update) -> None:
+        self._apply_settings(work.settings)
+        recipe = cast("Recipe", self.recipe)
+        rate = 1.0
+        if work.payload is not None:
+            self._accumulate(work.payload, 1.0, work.start, work.stop)
+            rate = work.scale
+            if recipe.staleness_scaling:
+                rate /= 1.0 + work.missed * work.scale
+            if recipe.delay_compensation:
+                self._compensate(work.version - 1 - work.missed, recipe.delay_compensation)
+        elif recipe.optimizer != ADD and work.scale != 1.0:
+            np.multiply(self._sum, self._sum.dtype.type(work.scale), self._sum)
+        if self._optimizer is None:
+            np.add(self._values, self._sum, self._values)
+        else:
+            self._step(rate)
+        self._sum.fill(0)
+        self.version = work.version
+
+    def _step(self, rate: float) -> None:
+        """One step of the optimizer, with this much of its learning rate."""
+        optimizer = cast("Optimizer", self._optimizer)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group, own in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = own * rate
+        optimizer.step()
+        for group, own in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = own
+
+    def _compensate(self, version: int, strength: float) -> None:
+        """Correct a gradient by how far the values have moved since it was computed (Zheng et al. 2017, DC-ASGD)."""
+        then = self._seen.get(version)
+        if then is not None:
+            self._sum += strength * self._sum * self._sum * (self._values - then)
+
+    def _apply_settings(self, settings: Settings) -> None:
+        if self._optimizer is None:
+            return
+        for group, changed in zip(self._optimizer.param_groups, settings, strict=False):
+            group.update({name: value for name, value in changed.items() if name in group})
+
+    # -- values ------------------------------------------------------------------------------------------------------
+
+    def _read(self) -> Payload:
+        if self.recipe is not None and self.recipe.delay_compensation and self.version not in self._seen:
+            self._seen[self.version] = self._values.copy()
+            if len(self._seen) > _MOST_SEEN:
+                self._seen.popitem(last=False)
+        return Payload(self._values.nbytes, self._values)
+
+    def _whole(self) -> Payload:
+        tensors: dict[str, Tensor] = {"values": torch.from_numpy(self._values)}
+        state = {} if self._optimizer is None else self._optimizer.state_dict()["state"]
+        said = {
+            "recipe": _plain(cast("Recipe", self.recipe)),
+            "state": take_apart({str(k): v for k, v in state.items()}, "state", tensors),
+        }
+        written = np.frombuffer(save_tensors(tensors, {"said": json.dumps(said)}), dtype=np.uint8)
+        return Payload(written.nbytes, written)
+
+    def _restore(self, written: NDArray[np.uint8], version: int) -> None:
+        raw = written.tobytes()
+        tensors = load_tensors(raw)
+        said = json.loads(_metadata(raw)["said"])
+        recipe = _recipe(said["recipe"])
+        self._make(recipe, tensors["values"])
+        if self._optimizer is not None and said["state"] is not None:
+            state: Mapping[str, Any] = put_together(said["state"], tensors)
+            plain = self._optimizer.state_dict()
+            plain["state"] = {int(key): value for key, value in state.items()}
+            self._optimizer.load_state_dict(plain)
+        self.version = version
+        self._seen.clear()
+
+    def _make(self, recipe: Recipe, values: Tensor) -> None:
+        self.recipe = recipe
+        kind = KINDS[recipe.kind]
+        self._segment = Segment.create(max(1, values.numel() * kind.itemsize))
+        self._lend(self._segment)
+        shared = self._segment.tensor(0, values.numel(), kind)
+        shared.copy_(values)
+        total = torch.zeros_like(shared)
+        self._values, self._sum = shared.numpy(), total.numpy()
+        self._optimizer = None
+        if recipe.optimizer == ADD:
+            return
+        groups: list[dict[str, Any]] = []
+        for ranges, settings in zip(recipe.ranges, recipe.settings, strict=True):
+            members: list[Parameter] = []
+            for low, high in ranges:
+                member = Parameter(shared[low:high])
+                member.grad = total[low:high]
+                members.append(member)
+            groups.append({"params": members, **settings})
+        if any(group["params"] for group in groups):
+            self._optimizer = OPTIMIZERS[recipe.optimizer](groups)
+
+
+def first_state(recipe: Recipe, values: Tensor) -> NDArray[np.uint8]:
+    """What a worker puts on a shard in the beginning, in the form in which states are fetched and put back."""
+    said = {"recipe": _plain(recipe), "state": None}
+    written = save_tensors({"values": values.detach().contiguous()}, {"said": json.dumps(said)})
+    return np.frombuffer(written, dtype=np.uint8)
+
+
+def settings_of(optimizer: Optimizer) -> tuple[dict[str, Any], ...]:
+    """What an optimizer's groups are set to, as plain data: everything but the parameters."""
+    return tuple(
+        {name: _plain_value(value) for name, value in group.items() if name not in ("params", "initial_lr")}
+        for group in optimizer.param_groups
+    )
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return float(value)
+    return list(cast("Sequence[Any]", value)) if isinstance(value, tuple | list) else value
+
+
+def _plain(recipe: Recipe) -> dict[str, Any]:
+    return {name: getattr(recipe, name) for name in recipe.__struct_fields__}
+
+
+def _recipe(said: Mapping[str, Any]) -> Recipe:
+    ranges = tuple(tuple((int(low), int(high)) for low, high in group) for group in said["ranges"])
+    settings = tuple(
+        {name: tuple(value) if isinstance(value, list) else value for name, value in group.items()}
+        for group in said["settings"]
+    )
+    return Recipe(**{**said, "ranges": ranges, "settings": settings})
+
+
+def _metadata(raw: bytes) -> dict[str, str]:
+    """What stands in the header of a safetensors file beside the tensors."""
+    length = int.from_bytes(raw[:8], "little")
+    return json.loads(raw[8 : 8 + length])["__metadata__"]

@@ -1,0 +1,44 @@
+"""Which processes serve the parameters of a run, by which rule, and where they are found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from offbeat.protocols.machine import Name
+from offbeat.protocols.servers.consistency import Rule
+from offbeat.protocols.servers.messages import ClusterView, Timing
+from offbeat.runtime.messages import address_in
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """The servers of one run. All of it is plain data, so that every process can be told."""
+
+    workers: int
+    shards: int
+    replicas: int
+    rule: Rule
+    folder: str
+    """A private folder with everybody's sockets."""
+    timing: Timing = msgspec.field(default_factory=Timing)
+
+    @property
+    def view(self) -> ClusterView:
+        """Who takes part in the beginning."""
+        return ClusterView.of(self.workers, self.shards, self.replicas)
+
+    def address(self, name: Name) -> str:
+        """Where somebody is found."""
+        return address_in(Path(self.folder), name)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON data."""
+        return msgspec.to_builtins(self)
+
+    @classmethod
+    def from_plain(cls, data: Mapping[str, Any]) -> Plan:
+        """From JSON data."""
+        return msgspec.convert(data, cls)

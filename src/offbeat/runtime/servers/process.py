@@ -1,0 +1,79 @@
+"""What a server process does: one replica of one shard, until it is told to end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from offbeat.protocols import disturbances
+from offbeat.protocols.machine import Effect, Event
+from offbeat.protocols.servers.messages import COORDINATOR, Message, server_name
+from offbeat.protocols.servers.server import ServerMachine
+from offbeat.runtime.allocation import keep_freed_memory
+from offbeat.runtime.disturb import Disturber
+from offbeat.runtime.launch import Control
+from offbeat.runtime.messages import Codec, Endpoint, drive
+from offbeat.runtime.servers.numbers import Numbers
+from offbeat.runtime.servers.plan import Plan
+
+
+class _Disturbed:
+    """A server's machine, with its minimum clock as the step at which what `--disturb` asks for happens."""
+
+    def __init__(self, machine: ServerMachine, disturber: Disturber) -> None:
+        self._machine, self._disturber = machine, disturber
+        self.name = machine.name
+
+    def begin(self, now: float) -> Sequence[Effect]:
+        return self._machine.begin(now)
+
+    def on(self, event: Event, now: float) -> Sequence[Effect]:
+        effects = self._machine.on(event, now)
+        if self._disturber.active and self._machine.serving:
+            self._disturber.step(self._machine.shard.minimum)
+        return effects
+
+
+def serve(config: Mapping[str, Any], control: Control) -> None:
+    """The entry of a server: its configuration is plain data from the launcher."""
+    keep_freed_memory()
+    plan = Plan.from_plain(config["plan"])
+    shard, replica = int(config["shard"]), int(config["replica"])
+    name = server_name(shard, replica)
+    endpoint: Endpoint[Any] = Endpoint(name, Codec(Message), bind=plan.address(name))
+    asked = [disturbances.parse(sentence) for sentence in config["disturb"]]
+    # What is asked of server k is asked of the first that serves shard k.
+    disturber = Disturber(asked if replica == 0 else [], "server", shard, int(config["seed"]), control.send)
+    machine = ServerMachine(name, shard, plan.rule, plan.view, timing=plan.timing)
+    numbers = Numbers(endpoint.lend)
+    try:
+        endpoint.connect(COORDINATOR, plan.address(COORDINATOR))
+        for other in range(plan.replicas + 1):
+            if other != replica:
+                endpoint.connect(server_name(shard, other), plan.address(server_name(shard, other)))
+        drive(_Disturbed(machine, disturber), endpoint, numbers.do, until=lambda: machine.retired)
+    finally:
+        with suppress(KeyboardInterrupt):
+            if machine.serving:
+                control.send({"kind": "server", **account(shard, machine, endpoint)})
+            disturber.close()
+            endpoint.close()
+
+
+def account(shard: int, machine: ServerMachine, endpoint: Endpoint[Any]) -> dict[str, Any]:
+    """What a shard has to say of its run, as plain data."""
+    return {
+        "shard": shard,
+        "served_by": machine.name,
+        "epoch": machine.view.epoch,
+        "version": machine.shard.version,
+        "clock": machine.shard.minimum,
+        "pushes": dict(machine.shard.counts),
+        "staleness": {str(steps): count for steps, count in sorted(machine.shard.staleness.items())},
+        "links": {
+            peer: {"sent": traffic.bytes_sent, "received": traffic.bytes_received, "lent": traffic.bytes_lent}
+            for peer, traffic in endpoint.traffic.items()
+        },
+        "refused_frames": endpoint.refused,
+    }

@@ -1,0 +1,105 @@
+"""The parameter servers of a run, as whoever starts it sees them: which processes they are, and how they fare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
+
+from offbeat.jobs import Job
+from offbeat.protocols.servers.consistency import Rule
+from offbeat.runtime.launch import Outcome, Role
+from offbeat.runtime.records import RunFolder
+from offbeat.strategies import combined, parse
+from offbeat.strategies._worker import Exchanging
+
+if TYPE_CHECKING:
+    from offbeat.runtime.servers.coordination import Coordination
+    from offbeat.runtime.servers.plan import Plan
+
+
+def servers_of(job: Job) -> tuple[int, int, Rule] | None:
+    """Shards, further copies of each and the rule, if the job's strategy has servers."""
+    if job.goal.strategy is None:
+        return None
+    return cast("Exchanging", combined(parse(job.goal.strategy)).exchange).servers(job.workers)
+
+
+class Serving:
+    """The servers of one run, and their coordinator; of most runs there are none."""
+
+    def __init__(self, plan: Plan | None = None, coordination: Coordination | None = None) -> None:
+        self.plan, self._coordination = plan, coordination
+        self._working = 0 if plan is None else plan.workers
+
+    def roles(self, job: Job, folder: RunFolder) -> list[Role]:
+        """A process for every replica of every shard."""
+        plan = self.plan
+        if plan is None:
+            return []
+        return [
+            Role(
+                kind="server",
+                rank=shard * (plan.replicas + 1) + replica,
+                entry="offbeat.runtime.servers.process:serve",
+                config={
+                    "plan": plan.plain(),
+                    "shard": shard,
+                    "replica": replica,
+                    "disturb": list(job.goal.disturb),
+                    "seed": job.goal.seed or 0,
+                },
+                environment={},
+                log=folder.log("server", shard * (plan.replicas + 1) + replica),
+                threads=1,
+                serves=True,
+                expendable=True,
+            )
+            for shard in range(plan.shards)
+            for replica in range(plan.replicas + 1)
+        ]
+
+    def tick(self, watcher: Callable[[], None]) -> None:
+        """Ten times a second: tell the watcher, and see whether the run can go on."""
+        watcher()
+        if self._coordination is not None and self._working:
+            self._coordination.check()
+
+    def ended(self, outcome: Outcome) -> None:
+        """A process of the run has ended."""
+        plan = self.plan
+        if plan is None or self._coordination is None:
+            return
+        from offbeat.protocols.servers.messages import server_name, worker_name
+
+        role = outcome.role
+        if role.kind == "worker":
+            self._working -= 1
+            self._coordination.ended(worker_name(role.rank))
+        elif self._working:
+            self._coordination.ended(server_name(*divmod(role.rank, plan.replicas + 1)))
+
+    @property
+    def died(self) -> list[str]:
+        """Who has died on the way, in order."""
+        if self._coordination is None:
+            return []
+        return [name for change in self._coordination.changes for name in change.died]
+
+
+@contextmanager
+def serving(job: Job) -> Generator[Serving]:
+    """The coordinator of the job's servers, if it has any, while the run lasts."""
+    needs = servers_of(job)
+    if needs is None:
+        yield Serving()
+        return
+    from offbeat.runtime.messages import private_directory
+    from offbeat.runtime.servers.coordination import Coordination
+    from offbeat.runtime.servers.plan import Plan
+
+    shards, replicas, rule = needs
+    with private_directory() as folder:
+        plan = Plan(workers=job.workers, shards=shards, replicas=replicas, rule=rule, folder=str(folder))
+        with Coordination(plan) as coordination:
+            yield Serving(plan, coordination)

@@ -1,0 +1,257 @@
+"""Machines in virtual time: the protocols that run on real processes, with every fault one can think of.
+
+Messages take a while, are lost, doubled and overtaken; processes are killed, stopped and continued, cut off from each
+other, and started anew. All of it follows from one seed, so a schedule that breaks something breaks it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from random import Random
+from typing import Any
+
+from offbeat.protocols.machine import (
+    Done,
+    Effect,
+    Ended,
+    Event,
+    Machine,
+    Name,
+    Received,
+    Send,
+    SetTimer,
+    Start,
+    Timer,
+)
+
+Perform = Callable[[Any], Any]
+"""Does the work of a `Start`; what it answers is the result of the `Done`."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """What happens to messages. Each takes its own time, so one may overtake another."""
+
+    delay: float = 0.001
+    """Seconds that a message takes at least."""
+    jitter: float = 0.0
+    """Mean of what is added to that: exponentially distributed, so that a few take very long."""
+    loss: float = 0.0
+    """Share of messages that never arrive."""
+    duplicate: float = 0.0
+    """Share of messages that arrive twice."""
+    ordered: bool = False
+    """Messages from one to another arrive in the order they were sent, as on one connection."""
+    until: float = float("inf")
+    """When messages cease to be lost and doubled."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """End a process for good; whoever started it sees that after a while, or never."""
+
+    name: Name
+    at: float
+    seen_after: float | None = None
+    """Seconds until `Ended` reaches the observer; none: only its silence tells."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Stop a process for some seconds. What comes meanwhile, timers too, it finds when it goes on."""
+
+    name: Name
+    at: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Cut these off from all others for some seconds: what is sent across is lost."""
+
+    names: frozenset[Name]
+    at: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start a process under the name of one that was killed, or end that one first."""
+
+    name: Name
+    at: float
+    machine: Callable[[], Machine]
+    """Makes the new process's machine."""
+
+
+Fault = Kill | Stop | Partition | Restart
+
+
+@dataclass(slots=True)
+class _Process:
+    machine: Machine
+    birth: int
+    """Which process of this name it is."""
+    stopped_until: float = 0.0
+    alive: bool = True
+
+
+class Simulation:
+    """Drives machines through virtual time."""
+
+    def __init__(
+        self,
+        machines: Iterable[Machine],
+        *,
+        seed: int = 0,
+        network: Network | None = None,
+        faults: Sequence[Fault] = (),
+        perform: Mapping[Name, Perform] | None = None,
+        observer: Name = "coordinator",
+    ) -> None:
+        self.now = 0.0
+        self.events = 0
+        """How many events have happened."""
+        self.lost = 0
+        """Messages that never arrived."""
+        self._random = Random(seed)  # noqa: S311 - faults to be repeated, not secrets
+        self._network = network or Network()
+        self._perform = dict(perform or {})
+        self._observer = observer
+        self._processes: dict[Name, _Process] = {}
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._entered = 0
+        self._timers: dict[tuple[Name, int, Any], int] = {}
+        self._cuts: list[Partition] = []
+        self._latest: dict[tuple[Name, Name], float] = {}
+        for machine in machines:
+            self._give_birth(machine)
+        self.add(faults)
+
+    def add(self, faults: Iterable[Fault]) -> None:
+        """Let these happen, too."""
+        for fault in faults:
+            if isinstance(fault, Partition):
+                self._cuts.append(fault)
+            else:
+                self._at(fault.at, lambda fault=fault: self._strike(fault))
+
+    def alive(self, name: Name) -> bool:
+        """Whether a process of this name lives, be it stopped."""
+        return name in self._processes and self._processes[name].alive
+
+    def machine(self, name: Name) -> Machine:
+        """The machine of the newest process of this name."""
+        return self._processes[name].machine
+
+    def performing(self, name: Name, perform: Perform) -> None:
+        """Say who does the work of a machine from now on."""
+        self._perform[name] = perform
+
+    def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
+        """Let virtual time pass, up to so many seconds from the beginning. True if `until` became true before."""
+        while self._queue and not until():
+            at, _, act = self._queue[0]
+            if at > seconds:
+                break
+            heappop(self._queue)
+            self.now = max(self.now, at)
+            self.events += 1
+            act()
+        return until()
+
+    def carry_out(self, name: Name, effects: Sequence[Effect]) -> None:
+        """Do what a machine wants done, as of now; for effects that did not come from an event."""
+        process = self._processes[name]
+        following: list[Event] = []
+        for effect in effects:
+            match effect:
+                case Send():
+                    self._send(name, effect)
+                case SetTimer():
+                    self._set_timer(name, process, effect)
+                case Start():
+                    result = self._perform[name](effect.work) if name in self._perform else None
+                    if effect.token is not None:
+                        following.append(Done(effect.token, result))
+        for event in following:
+            self._happen(name, process, event)
+
+    def _at(self, time: float, act: Callable[[], None]) -> None:
+        self._entered += 1
+        heappush(self._queue, (time, self._entered, act))
+
+    def _give_birth(self, machine: Machine) -> None:
+        before = self._processes.get(machine.name)
+        process = _Process(machine, before.birth + 1 if before else 0)
+        self._processes[machine.name] = process
+        self._at(self.now, lambda: self._begin(process))
+
+    def _begin(self, process: _Process) -> None:
+        if process.alive:
+            self.carry_out(process.machine.name, process.machine.begin(self.now))
+
+    def _happen(self, name: Name, process: _Process, event: Event) -> None:
+        """Something happens to a process: later, if it is stopped; never, if it is dead."""
+        if not process.alive:
+            return
+        if self.now < process.stopped_until:
+            self._at(process.stopped_until, lambda: self._happen(name, process, event))
+            return
+        self.carry_out(name, process.machine.on(event, self.now))
+
+    def _set_timer(self, name: Name, process: _Process, effect: SetTimer) -> None:
+        key = (name, process.birth, effect.token)
+        setting = self._timers[key] = self._timers.get(key, 0) + 1
+
+        def ring() -> None:
+            if self._timers[key] == setting:
+                self._happen(name, process, Timer(effect.token))
+
+        self._at(self.now + effect.after, ring)
+
+    def _send(self, sender: Name, effect: Send) -> None:
+        network, calm = self._network, self.now >= self._network.until
+        if self._is_cut(sender, effect.to) or (not calm and self._random.random() < network.loss):
+            self.lost += 1
+            return
+        copies = 1 if calm or self._random.random() >= network.duplicate else 2
+        for _ in range(copies):
+            arrival = self.now + network.delay
+            if network.jitter:
+                arrival += self._random.expovariate(1 / network.jitter)
+            if network.ordered:
+                arrival = self._latest[sender, effect.to] = max(arrival, self._latest.get((sender, effect.to), 0.0))
+            event = Received(sender, effect.message, effect.payload)
+            self._at(arrival, lambda event=event: self._arrive(effect.to, event))
+
+    def _arrive(self, name: Name, event: Received) -> None:
+        process = self._processes.get(name)
+        if process is not None:
+            self._happen(name, process, event)
+
+    def _is_cut(self, one: Name, other: Name) -> bool:
+        return any(
+            cut.at <= self.now < cut.at + cut.seconds and (one in cut.names) != (other in cut.names)
+            for cut in self._cuts
+        )
+
+    def _strike(self, fault: Kill | Stop | Restart) -> None:
+        process = self._processes.get(fault.name)
+        match fault:
+            case Kill():
+                if process is not None:
+                    process.alive = False
+                if fault.seen_after is not None and self._observer in self._processes:
+                    observer = self._processes[self._observer]
+                    ended = Ended(fault.name)
+                    self._at(self.now + fault.seen_after, lambda: self._happen(self._observer, observer, ended))
+            case Stop():
+                if process is not None:
+                    process.stopped_until = max(process.stopped_until, self.now + fault.seconds)
+            case Restart():
+                if process is not None:
+                    process.alive = False
+                self._give_birth(fault.machine())

@@ -1,0 +1,410 @@
+"""The worker's side of parameter servers: gradients go out when an optimizer steps, fresh values come in.
+
+The parameters of all prepared models lie in one row of memory, cut into shards of equal length. When the optimizer is
+to step, its gradients are pushed instead, and the step itself is left to the servers' copies of that optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from offbeat.errors import StrategyError
+from offbeat.protocols.servers.consistency import Rule
+from offbeat.protocols.servers.messages import PullReply, PushReply, Settings
+from offbeat.runtime.group import Group
+from offbeat.runtime.served import ServedGroup
+from offbeat.runtime.servers.client import Client
+from offbeat.runtime.servers.numbers import KINDS, OPTIMIZERS, Recipe, first_state, settings_of
+from offbeat.runtime.shared.segment import Segment
+from offbeat.runtime.stopwatch import Stopwatch
+from offbeat.strategies._worker import Exchange, averaged_buffers, closure_of
+
+SLOTS = 2
+"""Gradients that may be under way at once: the memory of one that is not answered yet is not written."""
+
+
+def served(group: Group, strategy: object) -> ServedGroup:
+    """The group of a run that has servers; refused where nobody has started any."""
+    if not isinstance(group, ServedGroup):
+        raise StrategyError(
+            f"{strategy} needs server processes beside the workers, which `offbeat run --strategy` and offbeat.fit "
+            f"start. Here there are none. Name the strategy on the command line of `offbeat run`, or use allreduce."
+        )
+    return group
+
+
+class Row:
+    """The parameters of some models in one row of memory, and the shards that it is cut into."""
+
+    def __init__(self, parameters: Sequence[Parameter], shards: int) -> None:
+        kinds = {p.dtype for p in parameters}
+        names = {kind: name for name, kind in KINDS.items()}
+        if len(kinds) != 1 or not kinds <= names.keys():
+            said = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds)) or "none"
+            raise StrategyError(
+                f"servers hold parameters of one kind, {' or '.join(KINDS)}; these models have {said}. Use allreduce."
+            )
+        (dtype,) = kinds
+        self.kind = names[dtype]
+        self.parameters = list(parameters)
+        sizes = [p.numel() for p in parameters]
+        self.count = sum(sizes)
+        self.offsets = [0, *np.cumsum(sizes).tolist()]
+        self.bounds = [self.count * k // shards for k in range(shards + 1)]
+        self.values = torch.empty(self.count, dtype=dtype)
+        for parameter, start in zip(parameters, self.offsets, strict=False):
+            place = self.values[start : start + parameter.numel()].view(parameter.shape)
+            place.copy_(parameter.data)
+            parameter.data = place
+
+    def shard(self, row: Tensor, number: int) -> Tensor:
+        """A shard's part of a row."""
+        return row[self.bounds[number] : self.bounds[number + 1]]
+
+    def ranges(self, members: Iterable[Parameter], number: int) -> tuple[tuple[int, int], ...]:
+        """Which ranges of a shard these parameters take, counted from its beginning; neighbours are joined."""
+        places = {id(p): (start, start + p.numel()) for p, start in zip(self.parameters, self.offsets, strict=False)}
+        low, high = self.bounds[number], self.bounds[number + 1]
+        found: list[tuple[int, int]] = []
+        for start, stop in sorted(places[id(p)] for p in members if id(p) in places):
+            start, stop = max(start, low) - low, min(stop, high) - low
+            if stop <= start:
+                continue
+            if found and found[-1][1] == start:
+                found[-1] = (found[-1][0], stop)
+            else:
+                found.append((start, stop))
+        return tuple(found)
+
+    def views(self, row: Tensor) -> list[Tensor]:
+        """A row like this one, as a tensor for each parameter."""
+        pieces = row.split([p.numel() for p in self.parameters])
+        return [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
+
+
+class Served(Exchange):
+    """What all exchanges through servers have: a row of parameters, memory for what is pushed, and a clock."""
+
+    replicated = True
+    joins_late = True
+
+    def __init__(self, group: Group, stopwatch: Stopwatch, strategy: Any, rule: Rule) -> None:
+        super().__init__(group, stopwatch)
+        self.strategy, self.rule = strategy, rule
+        self.served = served(group, strategy)
+        self.client: Client = self.served.client
+        self.clock = 0
+        """Steps that count as finished here."""
+        self.examples = 1.0
+        self.held = False
+        self.row: Row | None = None
+        self.optimizer: Optimizer | None = None
+        self._models: list[nn.Module] = []
+        self._begun = False
+        self._missed = 0
+        self._slots: list[Tensor] = []
+        self._views: list[list[Tensor]] = []
+        self._sent: list[int | None] = [None] * SLOTS
+        self._turn = 0
+        self._told: Settings = ()
+        self._hidden: list[list[Any]] = []
+        self._handles: list[Any] = []
+        self._taking: Callable[[int, NDArray[np.uint8]], None] | None = None
+        self.refused: list[str] = []
+        """Why pushes of this worker were refused."""
+
+    @property
+    def lockstep(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Only under `asp` does nobody ever wait for anybody."""
+        return self.rule.bound is not None
+
+    # -- taking part -------------------------------------------------------------------------------------------------
+
+    def adopt(self, model: nn.Module) -> None:
+        """Remember the model; its parameters move when all are known."""
+        if self._begun:
+            raise StrategyError(
+                f"{self.strategy} puts all parameters on servers when training begins: give every model to the first "
+                f"prepare()."
+            )
+        self._models.append(model)
+        for buffer in model.buffers():
+            self.group.share(buffer, "the sharing of worker 0's buffers")
+
+    def install(self, model: nn.Module) -> None:
+        """Nothing is put on the model: gradients are taken when the optimizer steps."""
+
+    def attend(self, optimizer: Optimizer) -> None:
+        """Take over this optimizer's steps."""
+        if self.optimizer is not None or self._begun:
+            raise StrategyError(
+                f"{self.strategy} can serve one optimizer, given to the first prepare(). Put all parameters into its "
+                f"groups, or use allreduce."
+            )
+        self.check(optimizer)
+        self.optimizer = optimizer
+        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse optimizers that servers cannot run on a slice."""
+        if OPTIMIZERS.get(type(optimizer).__name__) is not type(optimizer):
+            raise StrategyError(
+                f"servers cannot run {type(optimizer).__name__}: each has only a slice of the parameters, so it takes "
+                f"an optimizer that treats every number by itself: {', '.join(OPTIMIZERS)}. Use one of those, or "
+                f"allreduce."
+            )
+
+    def begin(self) -> None:
+        """Training is about to begin: put worker 0's parameters on the servers, and start from them everywhere."""
+        self._begun = True
+        if self.optimizer is None:
+            return  # Nothing is trained by gradients.
+        parameters = [p for model in self._models for p in model.parameters() if p.is_floating_point()]
+        distinct = list({id(p): p for p in parameters if p.numel()}.values())
+        self.open(Row(distinct, self.client.plan.shards))
+
+    def open(self, row: Row) -> None:
+        """From now on this row is what the servers hold."""
+        self.row = row
+        width = -(-row.count * row.values.element_size() // 64) * 64
+        memory = Segment.create(width * SLOTS)
+        self.client.lend(memory)
+        self._slots = [memory.tensor(width * slot, row.count, row.values.dtype) for slot in range(SLOTS)]
+        self._views = [row.views(slot) for slot in self._slots]
+        self.client.takes = self._take
+        self.put(self.first_states(row))
+
+    def first_states(self, row: Row) -> list[NDArray[np.uint8]]:
+        """What each shard begins with."""
+        return [first_state(self.recipe(row, k), row.shard(row.values, k)) for k in range(self.client.plan.shards)]
+
+    def recipe(self, row: Row, shard: int) -> Recipe:
+        """How a shard is updated: by the user's own optimizer."""
+        optimizer = cast("Optimizer", self.optimizer)
+        return Recipe(
+            optimizer=type(optimizer).__name__,
+            kind=row.kind,
+            ranges=tuple(row.ranges(group["params"], shard) for group in optimizer.param_groups),
+            settings=settings_of(optimizer),
+            **self.tolerance(),
+        )
+
+    def tolerance(self) -> dict[str, Any]:
+        """How servers bear delays; by default they do nothing about them."""
+        return {}
+
+    def put(self, states: Sequence[NDArray[np.uint8]], version: int = 0, clock: int = 0) -> None:
+        """The one who leads puts states on the servers; then all start from them."""
+        if self.group.leads:
+            self.client.wait(self.client.load(states, version, clock), "putting the parameters on the servers")
+        self.group.barrier("the parameters being on the servers")
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take the newest values, whatever the clock."""
+        self.client.wait(self.client.pull(self.clock, anew=True), "reading the parameters")
+
+    def _take(self, shard: int, values: NDArray[np.uint8]) -> None:
+        if self._taking is not None:
+            self._taking(shard, values)
+            return
+        row = cast("Row", self.row)
+        place = row.shard(row.values, shard).numpy()
+        np.copyto(place, values.view(place.dtype))
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def weigh(self, examples: int, total: int | None) -> None:
+        """The coming gradient is a mean over so many examples."""
+        del total
+        self.examples = float(examples)
+
+    def suspend(self, held: bool) -> None:
+        """While held, steps push nothing."""
+        self.held = held
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if closure_of(args, kwargs) is not None:
+            raise StrategyError(f"{self.strategy} cannot be used with optimizer.step(closure). Use allreduce.")
+        if self.held:
+            return
+        with self.stopwatch.spent_on("communicate"), torch.no_grad():
+            if self.exchange():
+                self._hidden = [group["params"] for group in optimizer.param_groups]
+                for group in optimizer.param_groups:
+                    group["params"] = []
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        for group, members in zip(optimizer.param_groups, self._hidden, strict=False):
+            group["params"] = members
+        self._hidden = []
+        if not self.held:
+            with self.stopwatch.spent_on("communicate"), torch.no_grad():
+                self.stepped()
+
+    def exchange(self) -> bool:
+        """Push this step's gradient; True if the optimizer is not to step here."""
+        raise NotImplementedError
+
+    def stepped(self) -> None:
+        """The optimizer has stepped, or not."""
+
+    def gradient(self) -> int:
+        """Put the gradients side by side into memory that servers can read; answers which slot."""
+        row = cast("Row", self.row)
+        slot = self._free_slot()
+        gradients = [p.grad for p in row.parameters]
+        if all(g is not None and not g.is_sparse for g in gradients):
+            torch._foreach_copy_(self._views[slot], cast("Any", gradients))  # pyright: ignore[reportPrivateUsage]
+        else:
+            for view, gradient in zip(self._views[slot], gradients, strict=True):
+                if gradient is None:
+                    view.zero_()
+                else:
+                    view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        return slot
+
+    def _free_slot(self) -> int:
+        self._turn = (self._turn + 1) % SLOTS
+        self.settle(self._turn)
+        return self._turn
+
+    def settle(self, slot: int) -> None:
+        """Wait until what was pushed from this slot is answered."""
+        token, self._sent[slot] = self._sent[slot], None
+        if token is not None:
+            self.heed(self._waited(token, "the answer to a push"))
+
+    def push(self, slot: int | None, then_pull: bool, weight: float = 1.0) -> int:
+        """Push what lies in a slot (None: nothing but a tick of the clock); answers the token of the pull."""
+        row = cast("Row", self.row)
+        empty = np.empty(0, np.uint8)
+        parts = [
+            empty if slot is None else row.shard(self._slots[slot], k).numpy().view(np.uint8)
+            for k in range(self.client.plan.shards)
+        ]
+        settings = self._settings()
+        token, pull = self.client.push(parts, self.clock, weight, settings, then_pull)
+        self.clock += 1
+        if slot is None:
+            self.heed(self._waited(token, "the answer to a push"))
+        else:
+            self._sent[slot] = token
+        return pull
+
+    def _settings(self) -> Settings:
+        """What the optimizer's groups are set to, if that has changed."""
+        if self.optimizer is None:
+            return ()
+        now = tuple(
+            {
+                name: tuple(map(float, cast("Sequence[float]", value))) if isinstance(value, list) else float(value)
+                for name, value in group.items()
+                if _is_number(value)
+            }
+            for group in settings_of(self.optimizer)
+        )
+        if now == self._told:
+            return ()
+        self._told = now
+        return now
+
+    def arrive(self, pull: int) -> None:
+        """Wait for values that were asked for."""
+        self.heed(self._waited(pull, "a pull"))
+
+    def _waited(self, token: int, what: str) -> tuple[Any, ...]:
+        with self.stopwatch.spent_on("wait"):
+            return self.client.wait(token, what)
+
+    def heed(self, replies: Sequence[Any]) -> None:
+        """What servers say of a push: it may have been refused, or its step was complete without it."""
+        for _, reply in replies:
+            pushed = reply.pushed if isinstance(reply, PullReply) else reply
+            if not isinstance(pushed, PushReply):
+                continue
+            if pushed.status == "refused":
+                self.refused.append(pushed.reason)
+            elif pushed.status == "late" and pushed.clock > self.clock:
+                self._missed += pushed.clock - self.clock
+                self.clock = pushed.clock
+
+    def passed_over(self) -> int:
+        """Steps that were made without this worker."""
+        missed, self._missed = self._missed, 0
+        return missed
+
+    # -- between steps -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:
+        """Inside, every worker has what the servers have after all pushes."""
+        if self.row is not None:
+            with self.stopwatch.spent_on("communicate"):
+                self.together()
+        with averaged_buffers(models, self.group):
+            yield
+
+    def together(self) -> None:
+        """All have pushed what they have; then all read the same."""
+        for slot in range(SLOTS):
+            self.settle(slot)
+        self.group.barrier("all pushes being answered")
+        self.refresh()
+        self.group.barrier("all having read the same")
+
+    def payload(self) -> int:
+        """What went to the servers, and came from them."""
+        return self.client.bytes_sent + self.client.bytes_received
+
+    def notes(self) -> dict[str, Any]:
+        """Why pushes were refused, if any were."""
+        return {"refusals": self.refused[:20]} if self.refused else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all shards, kept by the one who leads."""
+        if self.row is None:
+            return {}
+        for slot in range(SLOTS):
+            self.settle(slot)
+        self.group.barrier("all pushes being answered")
+        states: dict[int, Tensor] = {}
+        if self.group.leads:
+
+            def keep(shard: int, written: NDArray[np.uint8]) -> None:
+                states[shard] = torch.from_numpy(written.copy())
+
+            self._taking = keep
+            self.client.wait(self.client.fetch(), "fetching the servers' state")
+            self._taking = None
+        self.group.barrier("the servers' state being fetched")
+        return {"clock": self.clock, "shards": [states[k] for k in sorted(states)]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put the shards' state back, and go on from that clock."""
+        if self.row is None:
+            return
+        self.clock = int(state["clock"])
+        states = [shard.numpy() for shard in state["shards"]]
+        self.put(states, self.clock, self.clock)
+
+    def close(self) -> None:
+        """Take the hooks off, and give the parameters memory of their own."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(_is_number(item) for item in cast("list[Any]", value))
+    return isinstance(value, int | float) and not isinstance(value, bool)

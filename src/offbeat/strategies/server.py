@@ -1,0 +1,247 @@
+"""Workers push gradients to servers and pull parameters from them, as consistently as is asked for.
+
+Each server holds a shard of the parameters and the optimizer that updates it. How far workers may be apart is the
+`consistency`; how many copies there are of every shard, `replicas`.
+
+Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (2014); Ho et al., "More Effective
+Distributed ML via a Stale Synchronous Parallel Parameter Server" (2013).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from offbeat.protocols.servers.consistency import Rule
+from offbeat.runtime.group import Group
+from offbeat.runtime.servers.numbers import ADD, Recipe, first_state
+from offbeat.runtime.stopwatch import Stopwatch
+from offbeat.strategies._base import Setting, Traits, require
+from offbeat.strategies._serving import Row, Served
+from offbeat.strategies._worker import Exchange, Exchanging
+
+
+@dataclass(frozen=True)
+class BSP(Setting):
+    """Nobody starts a step before everybody has finished the one before: equal to one process on the joined batch."""
+
+    name = "bsp"
+
+
+@dataclass(frozen=True)
+class SSP(Setting):
+    """A worker may be up to `bound` steps ahead of the slowest."""
+
+    bound: int
+    """Steps."""
+    mode: Literal["lazy", "eager"] = "lazy"
+    """When values are read: only when the bound demands it (lazy), or whenever servers have newer ones (eager)."""
+
+    name = "ssp"
+
+    def __post_init__(self) -> None:
+        """Refuse a bound that lets nobody start."""
+        super().__post_init__()
+        require(self.bound >= 0, self, "bound", self.bound, "a bound is 0 steps (bsp) or more")
+
+
+@dataclass(frozen=True)
+class ASP(Setting):
+    """Nobody waits for anybody."""
+
+    name = "asp"
+
+
+@dataclass(frozen=True)
+class DropSlowest(Setting):
+    """As bsp, but a step does not wait for the slowest `workers`; what they send later is discarded."""
+
+    workers: int
+
+    name = "drop_slowest"
+
+    def __post_init__(self) -> None:
+        """Refuse to drop nobody."""
+        super().__post_init__()
+        require(self.workers > 0, self, "workers", self.workers, "at least one worker is dropped (else say bsp)")
+
+
+@dataclass(frozen=True)
+class Deadline(Setting):
+    """As bsp, but a step waits no longer than this: it is made of what has come."""
+
+    seconds: float
+
+    name = "deadline"
+
+    def __post_init__(self) -> None:
+        """Refuse a deadline that has passed."""
+        super().__post_init__()
+        require(self.seconds > 0, self, "seconds", self.seconds, "a deadline is more than 0 seconds away")
+
+
+Consistency = BSP | SSP | ASP | DropSlowest | Deadline
+
+
+def rule_of(consistency: Consistency) -> Rule:
+    """A consistency as servers understand it."""
+    match consistency:
+        case BSP():
+            return Rule(0)
+        case SSP(bound, mode):
+            return Rule(bound, eager=mode == "eager")
+        case ASP():
+            return Rule(None)
+        case DropSlowest(workers):
+            return Rule(0, drop=workers)
+        case Deadline(seconds):
+            return Rule(0, deadline=seconds)
+
+
+@dataclass(frozen=True)
+class Server(Exchanging):
+    """Workers push gradients to parameter servers and pull fresh values, as consistently as is asked for.
+
+    The parameters are cut into `shards`, each on a server process of its own that updates it with the user's own
+    optimizer (SGD, Adagrad, RMSprop, Adam, AdamW), and on `replicas` more that take over when it dies. Under ssp and
+    asp every push is applied as it comes, with the learning rate over the number of workers.
+    """
+
+    shards: int = 1
+    """Server processes that the parameters are divided over."""
+    replicas: int = 0
+    """Further copies of every shard: with one, any server may die and nothing is lost."""
+    consistency: BSP | SSP | ASP | DropSlowest | Deadline = BSP()
+    """How far workers may be apart, and whether the slow are waited for."""
+    staleness_scaling: bool = False
+    """Under ssp and asp: make a step the shorter, the more updates its gradient has missed."""
+    delay_compensation: float = 0.0
+    """Under ssp and asp: correct a gradient by this times its square times how far the parameters have moved since."""
+
+    examples = (
+        "server",
+        "server(shards=2, consistency=ssp(3))",
+        "server(shards=2, replicas=1, consistency=bsp)",
+        "server(consistency=asp, staleness_scaling=True)",
+        "server(consistency=drop_slowest(1))",
+        "server(consistency=deadline(0.5))",
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse numbers of servers that make no sense."""
+        super().__post_init__()
+        require(self.shards >= 1, self, "shards", self.shards, "there is at least one server")
+        require(self.replicas >= 0, self, "replicas", self.replicas, "a shard has 0 or more further copies")
+        require(self.delay_compensation >= 0, self, "delay_compensation", self.delay_compensation, "it is 0 or more")
+
+    @property
+    def traits(self) -> Traits:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Under bsp what one process computes; sums are made in the order of arrival, so bits may differ."""
+        lockstep = isinstance(self.consistency, BSP)
+        return Traits(synchronous=lockstep, exact=lockstep, elastic=True)
+
+    def check(self, workers: int) -> None:
+        """Refuse to drop everybody."""
+        super().check(workers)
+        if isinstance(self.consistency, DropSlowest):
+            dropped = self.consistency.workers
+            require(dropped < workers, self, "consistency", self.consistency, f"of {workers} workers one must be left")
+
+    def servers(self, workers: int) -> tuple[int, int, Rule]:
+        """Shards, further copies of each, and the rule."""
+        del workers
+        return self.shards, self.replicas, rule_of(self.consistency)
+
+    def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
+        """The worker's side."""
+        return _Pushing(group, stopwatch, self)
+
+
+class _Pushing(Served):
+    """Pushes every step's gradient, and reads as the consistency demands."""
+
+    def __init__(self, group: Group, stopwatch: Stopwatch, settings: Server) -> None:
+        super().__init__(group, stopwatch, settings, rule_of(settings.consistency))
+        self._settings_of_strategy = settings
+        self._lazy = isinstance(settings.consistency, SSP) and settings.consistency.mode == "lazy"
+        self._rates: list[float] = []
+        self._pulled = 0
+        self._totals: _Totals | None = None
+
+    def tolerance(self) -> dict[str, Any]:
+        """As the strategy says."""
+        settings = self._settings_of_strategy
+        return {
+            "staleness_scaling": settings.staleness_scaling,
+            "delay_compensation": settings.delay_compensation,
+        }
+
+    def exchange(self) -> bool:
+        """Push; and pull, unless what was read before is fresh enough for the next step."""
+        slot = self.gradient() if self.examples else None
+        due = not self._lazy or self._pulled < self.rule.needed(self.clock + 1)
+        pull = self.push(slot, then_pull=due, weight=max(self.examples, 1e-9) if self.rule.aggregated else 1.0)
+        if due:
+            self.arrive(pull)
+            self._pulled = min((clock for _, clock in self.client.machine.known.values()), default=0)
+            return True
+        if slot is None:
+            return True
+        # Read-my-writes: until values are read again, this worker's own updates are made here too.
+        optimizer: Any = self.optimizer
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] / len(self.group.members)
+        return False
+
+    def stepped(self) -> None:
+        """Undo what was changed for a step of one's own."""
+        optimizer: Any = self.optimizer
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=False):
+            group["lr"] = rate
+        self._rates = []
+
+    def total(self, statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Statistics summed on the servers: each worker pushes how its own have changed."""
+        if self._totals is None:
+            self._totals = _Totals(self, statistics)
+        return self._totals.total(statistics)
+
+
+class _Totals:
+    """Sums of statistics that servers hold, for tasks that are no gradient descent.
+
+    A worker pushes the difference of its statistics to those that it pushed last, so that the sum on the servers always
+    has every worker's latest, however often each of them pushes (incremental EM: Neal and Hinton 1998).
+    """
+
+    def __init__(self, exchange: Served, statistics: Mapping[str, Tensor]) -> None:
+        self._exchange = exchange
+        self._names = sorted(statistics)
+        flat = self._flat(statistics)
+        self._last = torch.zeros_like(flat)
+        self._row = Row([torch.nn.Parameter(torch.zeros_like(flat), requires_grad=False)], exchange.client.plan.shards)
+        exchange.first_states = lambda row: [  # pyright: ignore[reportAttributeAccessIssue]
+            first_state(Recipe(optimizer=ADD, kind=row.kind), row.shard(row.values, k))
+            for k in range(exchange.client.plan.shards)
+        ]
+        exchange.open(self._row)
+
+    def _flat(self, statistics: Mapping[str, Tensor]) -> Tensor:
+        return torch.cat([statistics[name].detach().double().reshape(-1) for name in self._names])
+
+    def total(self, statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        flat = self._flat(statistics)
+        exchange = self._exchange
+        exchange.row.parameters[0].grad = flat - self._last  # pyright: ignore[reportOptionalMemberAccess]
+        exchange.arrive(exchange.push(exchange.gradient(), then_pull=True))
+        self._last = flat
+        pieces = self._row.values.clone().split([statistics[name].numel() for name in self._names])
+        return {
+            name: piece.view(statistics[name].shape).to(statistics[name].dtype)
+            for name, piece in zip(self._names, pieces, strict=True)
+        }
