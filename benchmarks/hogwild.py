@@ -4,12 +4,12 @@ Claims, with 2 workers of 1 thread: `hogwild` does at least 0.85 of the updates 
 processes do, and its loss on the training data after some epochs is that of one process that goes through the same
 examples in whole batches, to 2 %.
 
-All run the same loop on the same batches, tensors that are indexed in a random order, which is the fastest input there
-is; under `hogwild` the model and the optimizer are prepared by a team. So what is compared is the sharing of parameters.
-What a prepared loader costs on top is measured beside it, without a bar. Each block is an epoch of every variant, in an
-order that rotates; a block's time is the slowest worker's. Two copies of the independent processes show the noise
-floor, and their mean is what we are compared with. Losses (with the prepared loader) are compared before anything is
-timed.
+The speed is judged twice. First all run the same loop on the same batches, tensors that are indexed in a random order,
+which is the fastest input there is; under `hogwild` the model and the optimizer are prepared by a team: this compares
+the sharing of parameters alone. Then `hogwild` has a prepared loader, whose cost the independent processes do not have:
+this compares what users get with the plainest loop there is. Each block is an epoch of every variant, in an order that
+rotates; a block's time is the slowest worker's. Two copies of the independent processes show the noise floor, and their
+mean is what we are compared with. Losses (with the prepared loader) are compared before anything is timed.
 """
 
 from __future__ import annotations
@@ -164,18 +164,21 @@ def independent(times: Mapping[str, list[float]]) -> list[float]:
 
 
 def judged(times: Mapping[str, list[float]], losses: list[list[float]]) -> list[dict[str, Any]]:
-    """Both bars."""
-    speed = ratio(independent(times), times[OURS])
+    """All bars."""
+    speeds = {name: ratio(independent(times), times[name]) for name in (OURS, LOADED)}
     ours, theirs = zip(*losses, strict=True)
     loss = ratio(ours, theirs)
     low, high = 1 - LOSS, 1 + LOSS
     return [
-        {
-            "bar": "updates per second, hogwild / independent processes",
-            "at least": UPDATES,
-            "found": speed.plain(),
-            "holds": holds(speed, at_least=UPDATES),
-        },
+        *(
+            {
+                "bar": f"updates per second, {name} / independent processes",
+                "at least": UPDATES,
+                "found": speed.plain(),
+                "holds": holds(speed, at_least=UPDATES),
+            }
+            for name, speed in speeds.items()
+        ),
         {
             "bar": "final loss, hogwild / one process",
             "at least": low,
@@ -208,9 +211,6 @@ def main() -> None:
         "bars": bars,
         "results": {
             "updates per second": {name: updates / float(np.median(own)) for name, own in times.items()},
-            "updates per second, hogwild with a prepared loader / independent processes": ratio(
-                independent(times), times[LOADED]
-            ).plain(),
             "independent again / independent (noise)": ratio(times[AGAIN], times[ALONE]).plain(),
             "blocks": len(times[OURS]),
             "losses, hogwild and one process": losses,

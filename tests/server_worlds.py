@@ -265,7 +265,8 @@ class World:
         shard = int(event.sender.split()[1].split(".")[0])
         gradient = self.pushed.get((loop.client.worker, reply.life, loop.process, shard, reply.number))
         self.statuses[f"{reply.status} {reply.reason}".strip()] += 1
-        if gradient is not None and (reply.status == "applied" or (reply.status == "duplicate" and gradient.fit)):
+        known = reply.status == "duplicate" and gradient is not None and gradient.fit and not self.setting.rule.closes
+        if gradient is not None and (reply.status == "applied" or known):
             self.acknowledged.add(gradient)
 
     def read(self, loop: Loop, work: Arrived) -> None:
@@ -305,7 +306,7 @@ class World:
                 store = self.stores[name]
                 assert (store.used, store.value, store.versions) == (primary.used, primary.value, primary.versions)
             lost = {g for g in self.acknowledged if g.shard == shard} - {*primary.used}
-            assert not lost or self.setting.rule.closes, f"acknowledged and lost: {lost}"
+            assert not lost, f"acknowledged and lost: {lost}"
         for name, store in self.stores.items():
             doubled = [gradient for gradient, times in Counter(store.used).items() if times > 1]
             assert not doubled, f"{name} has used twice: {doubled}"

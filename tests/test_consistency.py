@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -190,6 +192,15 @@ def test_bsp_lets_all_go_when_the_last_has_come() -> None:
     assert team.running == {0: 1, 1: 1, 2: 1}
 
 
+def test_a_copy_goes_its_own_way() -> None:
+    team = Team(BSP, 2)
+    team.finish(0)
+    copied = copy.deepcopy(team)
+    assert copied.finish(1) == [0, 1]
+    assert team.machine.clocks.of(1) == 0
+    assert team.finish(1) == [0, 1]
+
+
 def test_asp_holds_nobody_up() -> None:
     team = Team(ASP, 2)
     for step in range(1, 50):
@@ -250,6 +261,7 @@ def test_one_that_was_parked_left_and_came_again_is_not_let_go_too_early() -> No
     team.finish(0)
     team.finish(0)
     assert team.machine.clocks.of(0) == 2
+    assert len(team.machine._parked) == 1, "what it had asked for before it left is forgotten"
     assert set(team.finish(1)) == {0, 1}
     assert team.running == {0: 2, 1: 1}
 

@@ -403,7 +403,6 @@ def test_a_paced_run_takes_at_least_the_pace_of_all_steps(learn: Fit, tmp_path: 
     result = learn(task, "allreduce", workers=2, steps=8, target=1e9, disturb="worker *: pace 40ms")
     assert result.steps == 8
     assert result.seconds >= 8 * 0.04
-    assert result.seconds_by_kind["compute"] > 0.5 * result.seconds
     assert result.disturbances == {"asked": 2, "fired": 2}
 
 

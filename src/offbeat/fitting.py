@@ -204,21 +204,27 @@ def drive(job: Job, *, launcher: Launcher | None = None, watcher: Watcher | None
         collected = _Collected(watcher or _Nobody(), start, _Disturbed(job))
         collected.watcher.begin(job, folder)
         try:
-            with serving(job) as servers:
-                starter.run(
-                    [*_roles(job, folder, store.port, servers), *servers.roles(job, folder)],
-                    on_message=collected.message,
-                    on_tick=lambda: servers.tick(collected.watcher.tick),
-                    on_end=servers.ended,
-                )
-                collected.died = servers.died
-        except BaseException as error:
-            with suppress(OffbeatError):  # A disk that is full may be the very reason.
-                state = "failed" if isinstance(error, Exception) else "interrupted"
-                folder.write(state=state, **collected.disturbed.told())
-            raise
-        del store
+            _launch(starter, job, folder, store.port, collected)
+        finally:
+            del store  # Now, not when whoever catches an error lets go of its traceback.
         return _finish(job, folder, collected)
+
+
+def _launch(starter: Launcher, job: Job, folder: RunFolder, port: int, collected: _Collected) -> None:
+    try:
+        with serving(job) as servers:
+            starter.run(
+                [*_roles(job, folder, port, servers), *servers.roles(job, folder)],
+                on_message=collected.message,
+                on_tick=lambda: servers.tick(collected.watcher.tick),
+                on_end=servers.ended,
+            )
+            collected.died = servers.died
+    except BaseException as error:
+        with suppress(OffbeatError):  # A disk that is full may be the very reason.
+            state = "failed" if isinstance(error, Exception) else "interrupted"
+            folder.write(state=state, **collected.disturbed.told())
+        raise
 
 
 def _disturbed_as_asked(job: Job, sentences: tuple[str, ...]) -> Job:

@@ -315,8 +315,7 @@ class Team:
             # Here, not at the end: what the loop does after being cut short is no part of the run that may go on.
             self.checkpoint()
             return False
-        every = self.goal.checkpoint_every
-        if self._memory.due or (every and self.step and self.step % every == 0):
+        if self._memory.due or self._memory.every(self.goal.checkpoint_every, self.step):
             self.checkpoint()
         self.reports.tell(self._holdings.epoch)
         return True
@@ -365,8 +364,10 @@ class Team:
             return bool(self.group.sum(torch.tensor([float(has)]), "the end of the data").item() > 0)
 
     def passed_over(self) -> int:
-        """Steps that were made without this worker since it was last asked."""
-        return self.exchange.passed_over()
+        """Steps that were made without this worker since it was last asked; they count here too."""
+        missed = self.exchange.passed_over()
+        self.ledger.steps += missed
+        return missed
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

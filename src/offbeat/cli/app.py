@@ -13,6 +13,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from offbeat._version import __version__
+from offbeat.cli.bench_server import EPILOG as SERVER_EXAMPLES
+from offbeat.cli.bench_server import server
 from offbeat.errors import OffbeatError, UsageError, WorkerError
 
 app = typer.Typer(
@@ -303,6 +305,9 @@ def collectives(
     else:
         foretold.refuse("is for simulating: add --simulate, or leave it away")
         measured(ranks, size, sizes, real, output is Format.json)
+
+
+bench.command(no_args_is_help=True, epilog=SERVER_EXAMPLES)(server)
 
 
 keys = typer.Typer(

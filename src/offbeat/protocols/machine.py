@@ -18,8 +18,7 @@ Name = str
 """Who takes part: `worker 3`, `server 1.0` (shard 1, replica 0), `coordinator`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Payload:
+class Payload(Struct, frozen=True):
     """Numbers that travel with a message. Machines see how many bytes they are, and pass the handle on."""
 
     nbytes: int
@@ -29,8 +28,7 @@ class Payload:
 NOTHING = Payload(0)
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(Struct, frozen=True):
     """A message has come."""
 
     sender: Name
@@ -38,23 +36,20 @@ class Received:
     payload: Payload = NOTHING
 
 
-@dataclass(frozen=True, slots=True)
-class Timer:
+class Timer(Struct, frozen=True):
     """A time that was asked for by `SetTimer` has come."""
 
     token: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(Struct, frozen=True):
     """Work that was begun by `Start` is finished."""
 
     token: Any
     result: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(Struct, frozen=True):
     """Whoever started this process has seen it end: no guess, unlike silence."""
 
     name: Name
@@ -63,8 +58,7 @@ class Ended:
 Event = Received | Timer | Done | Ended
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(Struct, frozen=True):
     """Send a message. It may be lost, late, or come twice."""
 
     to: Name
@@ -72,16 +66,14 @@ class Send:
     payload: Payload = NOTHING
 
 
-@dataclass(frozen=True, slots=True)
-class SetTimer:
+class SetTimer(Struct, frozen=True):
     """Tell me after so many seconds. Setting the same token again replaces the earlier time."""
 
     after: float
     token: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(Struct, frozen=True):
     """Do this work, after all work begun before it; `Done(token)` follows if there is a token."""
 
     work: Any

@@ -72,7 +72,7 @@ class Share:
 
     @property
     def position(self) -> tuple[int, int]:
-        """This worker's place among the living, and how many they are."""
+        """Its place among the living, and how many they are."""
         if self.rank not in self.members:
             return self.rank, self.size
         return self.members.index(self.rank), len(self.members)

@@ -67,6 +67,10 @@ class Memory:
             affordable = self._cost < _SHARE * (time.monotonic() - self._since)
             self.due = self.due or self._group.gather([float(affordable)], "a report")[0].item() > 0
 
+    def every(self, steps: int | None, step: int) -> bool:
+        """Whether a checkpoint is due at this step, or was at one that was made without this worker."""
+        return steps is not None and step // steps > max(self._written_at, 0) // steps
+
     def save(self, step: int, at_end: bool, **notes: Any) -> None:
         """Write a checkpoint, with some notes, unless this step has one; all workers together."""
         if self._checkpoints is None or self._written_at == step:

@@ -124,8 +124,8 @@ class Served(Exchange):
 
     @property
     def lockstep(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Only under `asp` does nobody ever wait for anybody."""
-        return self.rule.bound is not None
+        """Under `asp` nobody waits for anybody, and where the slow are given up on, they need not come."""
+        return self.rule.bound is not None and not self.rule.closes
 
     # -- taking part -------------------------------------------------------------------------------------------------
 

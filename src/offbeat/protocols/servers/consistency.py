@@ -83,13 +83,11 @@ class Rule(Struct, frozen=True):
 class Clocks:
     """Finished steps of each live worker, and the smallest of them, which is kept rather than looked for."""
 
-    __slots__ = ("_clocks", "_counts", "get", "minimum")
+    __slots__ = ("_clocks", "_counts", "minimum")
 
     def __init__(self, workers: Iterable[int], clock: int = 0) -> None:
         self._clocks = dict.fromkeys(workers, clock)
         self._counts = {clock: len(self._clocks)} if self._clocks else {}
-        self.get: Callable[[int], int | None] = self._clocks.get
-        """Steps that a worker has finished; None if it is not alive."""
         self.minimum = clock
         """The smallest clock; while nobody is alive, what it was last."""
 
@@ -107,6 +105,10 @@ class Clocks:
     def of(self, worker: int) -> int:
         """Steps that a live worker has finished."""
         return self._clocks[worker]
+
+    def get(self, worker: int) -> int | None:
+        """Steps that a worker has finished; None if it is not alive."""
+        return self._clocks.get(worker)
 
     def tick(self, worker: int, to: int | None = None) -> bool:
         """A worker has finished its next step, or all up to `to`. True if the minimum moved.
@@ -191,6 +193,11 @@ class Parked(Generic[Item]):
             released += self._waiting.pop(heappop(self._needs))
         return released
 
+    def forget(self, unwanted: Callable[[Item], bool]) -> None:
+        """Drop what nobody waits for any more, such as the requests of a worker that has ended."""
+        for needed, waiting in self._waiting.items():
+            self._waiting[needed] = [item for item in waiting if not unwanted(item)]
+
 
 class Finished(Struct):
     """A worker has finished `clock` steps, and asks to start the next."""
@@ -264,7 +271,7 @@ class PaceMachine:
         if known is None:
             return ()
         if clock <= known:
-            return self._admit([worker])
+            return self._again(worker)
         if self._closes:
             return self._closing(worker, clock)
         moved = clocks.tick(worker, clock)
@@ -300,24 +307,25 @@ class PaceMachine:
             self._names[worker] = worker_name(worker)
             self._workers[self._names[worker]] = worker
             self.clocks.join(worker, self.step if self._closes else None)
-        return self._admit([worker])
+        return self._again(worker)
 
     def _left(self, worker: int) -> Sequence[Effect]:
         moved = self.clocks.leave(worker)
         if self._closes:
             self._answered.pop(worker, None)
             return self._close()
+        self._parked.forget(lambda one: one == worker)
         return self._admit(self._parked.release(self.clocks.minimum)) if moved else ()
 
+    def _again(self, worker: int) -> Sequence[Effect]:
+        """Answer what was asked before, or by who has just come; one that waits goes on waiting."""
+        clock = self.clocks.of(worker)
+        waits = worker in self._answered if self._closes else not self.rule.may_start(clock, self.clocks.minimum)
+        return () if waits else self._admit([worker])
+
     def _admit(self, workers: Iterable[int]) -> list[Effect]:
-        """Answers to those who are still here and, should they have gone and come in the meantime, may still start."""
-        names, clock_of, answered = self._names, self.clocks.get, self._answered
-        latest = math.inf if self._closes or self._bound is None else self.clocks.minimum + self._bound
-        return [
-            Send(names[worker], Admitted(worker, clock))
-            for worker in workers
-            if (clock := clock_of(worker)) is not None and clock <= latest and worker not in answered
-        ]
+        names, clock_of = self._names, self.clocks.of
+        return [Send(names[worker], Admitted(worker, clock_of(worker))) for worker in workers]
 
     def _timer(self) -> list[Effect]:
         return [] if self.rule.deadline is None else [SetTimer(self.rule.deadline, self.step)]

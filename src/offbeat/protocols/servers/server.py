@@ -12,7 +12,7 @@ until it knows that epoch's view, and if it is not in it, never again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from offbeat.protocols.machine import NOTHING, Done, Effect, Effects, Event, Name, Payload, Received, Timer
@@ -152,20 +152,18 @@ class ServerMachine:
 
     def begin(self, now: float) -> Sequence[Effect]:
         """Give the first sign of life."""
-        return self._collected(lambda: self._tick(now))
+        self._out = Effects()
+        self._tick(now)
+        return self._out.done
 
     def on(self, event: Event, now: float) -> Sequence[Effect]:
         """Take a message, a timer or the end of a work."""
-        return self._collected(lambda: self._on(event, now))
-
-    def _collected(self, act: Callable[[], None]) -> Sequence[Effect]:
         self._out = Effects()
-        act()
+        if not self._retired:
+            self._happen(event, now)
         return self._out.done
 
-    def _on(self, event: Event, now: float) -> None:
-        if self._retired:
-            return
+    def _happen(self, event: Event, now: float) -> None:
         match event:
             case Received():
                 self._received(event, now)
@@ -417,18 +415,21 @@ class ServerMachine:
     def _read(self, asks: list[tuple[Ask, PushReply | None]], *, fresh: bool = False) -> None:
         """Read once for all who are due, apart from those who have this version."""
         version, clock = self.shard.version, self.shard.minimum
-        values = [(ask, pushed) for ask, pushed in asks if isinstance(ask, Pull)]
-        for ask, pushed in values:
-            if ask.newer_than >= version:
+        values, states = _Reading(version, clock, []), _Reading(version, clock, [])
+        for ask, pushed in asks:
+            if isinstance(ask, Fetch):
+                states.asks.append((ask, pushed))
+            elif ask.newer_than < version:
+                values.asks.append((ask, pushed))
+            else:
                 self._out.send(worker_name(ask.worker), self._pull_reply(ask, version, clock, pushed, unchanged=True))
-        values = [(ask, pushed) for ask, pushed in values if ask.newer_than < version]
-        asking = {ask.worker for ask, _ in values}
-        others = tuple(worker for worker in self.shard.members if worker not in asking) if fresh else ()
-        if values or others:
-            self._begin_reading(_Reading(version, clock, [*values], others), state=False)
-        states = [(ask, pushed) for ask, pushed in asks if isinstance(ask, Fetch)]
-        if states:
-            self._begin_reading(_Reading(version, clock, [*states]), state=True)
+        if fresh:
+            asking = {ask.worker for ask, _ in values.asks}
+            values.fresh = tuple(worker for worker in self.shard.members if worker not in asking)
+        if values.asks or values.fresh:
+            self._begin_reading(values, state=False)
+        if states.asks:
+            self._begin_reading(states, state=True)
 
     def _begin_reading(self, reading: _Reading, *, state: bool) -> None:
         self._tokens += 1

@@ -337,8 +337,8 @@ class Endpoint(Generic[M]):
                     return False
                 socket.send(peer.identity, _MORE)
             for frame in frames[:-1]:
-                socket.send(frame, _MORE, copy=False)
-            socket.send(last, _NOBLOCK, copy=False)
+                socket.send(frame, _MORE, len(frame) < BULK)
+            socket.send(last, _NOBLOCK, len(last) < BULK)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -362,19 +362,23 @@ class Endpoint(Generic[M]):
     def _take(self, socket: zmq.Socket[bytes]) -> Incoming[M] | None:
         """One message from a socket; None if there is none, or none for the caller."""
         try:
+            if socket is self._router:
+                identity = socket.recv(_NOBLOCK)
+                peer = self._by_identity.get(identity, identity)
+            else:
+                peer = self._by_dealer[socket]
             frames = self._frames(socket)
         except zmq.Again:
             return None
-        identity = frames.pop(0) if socket is self._router else None
         try:
-            return self._accept(self._by_dealer[socket] if identity is None else self._sender(identity), frames)
+            return self._accept(peer, frames)
         except (FrameError, LendingError):
             self.refused += 1
             return None
 
     def _frames(self, socket: zmq.Socket[bytes]) -> list[Any]:
         """All frames of one message: small ones copied, which is quicker and aligns them; not more than may be."""
-        limit = self._codec.most_frames + 3
+        limit = self._codec.most_frames + 2
         frames: list[Any] = []
         more = True
         while more:
@@ -387,6 +391,7 @@ class Endpoint(Generic[M]):
     # --- what messages mean
 
     def _accept(self, peer: _Peer | bytes, frames: list[Any]) -> Incoming[M] | None:
+        """A message from a peer, or from a newcomer of this identity; None if it was meant for the endpoint itself."""
         message, payload = self._codec.decode(frames)
         peer = self._admitted(peer) if isinstance(peer, bytes) else peer
         if isinstance(message, Hello):
@@ -401,10 +406,6 @@ class Endpoint(Generic[M]):
         if peer.incarnation is None and not peer.asked:
             self._greet(peer, answer=True)
         return Incoming(peer.name, message, payload)
-
-    def _sender(self, identity: bytes) -> _Peer | bytes:
-        """Who connected with this identity; the identity itself if it is new."""
-        return self._by_identity.get(identity, identity)
 
     def _admitted(self, identity: bytes) -> _Peer:
         """A newcomer, whose first message was well-formed."""

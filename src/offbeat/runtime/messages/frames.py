@@ -33,6 +33,7 @@ BULK = 64 * 1024
 
 Buffer = NDArray[Any] | memoryview | bytes | bytearray
 Bytes = NDArray[np.uint8]
+Frame = bytes | memoryview
 
 # magic, checksum, version, kind, bytes of the note, frames of the payload, bytes of the payload
 _FIXED = struct.Struct("<4sIBBHIQ")
@@ -110,11 +111,12 @@ class Codec(Generic[M]):
         """The one frame of a greeting."""
         return _header(_HELLO, self._encoder.encode(hello))
 
-    def decode(self, frames: Sequence[Any]) -> tuple[M | Hello, Bytes | Reference | None]:
+    def decode(self, frames: Sequence[Frame]) -> tuple[M | Hello, Bytes | Reference | None]:
         """The message and its payload, read-only; raises `FrameError`, and nothing else, if they are malformed."""
         if not frames or len(frames) - 1 > self.most_frames:
             raise FrameError(f"{len(frames)} frames")
-        header, *chunks = map(memoryview, frames)
+        # Bytes are quicker to take apart than views, and all that is small comes as bytes.
+        header, *chunks = [frame if type(frame) is bytes else memoryview(frame) for frame in frames]
         kind, start, nbytes = self._checked(header, chunks)
         try:
             if kind == _HELLO:
@@ -135,19 +137,20 @@ class Codec(Generic[M]):
             raise UsageError(f"{type(message).__name__} is no message of this codec, which knows: {known}.")
         return self._encoder.encode(message)
 
-    def _checked(self, header: memoryview, chunks: list[memoryview]) -> tuple[int, int, int]:
+    def _checked(self, header: Frame, chunks: list[Frame]) -> tuple[int, int, int]:
         """Kind, where the message starts, and the payload's size, if the header agrees with itself and the chunks."""
-        if not _FIXED.size <= header.nbytes <= HEADER_LIMIT:
-            raise FrameError(f"a header of {header.nbytes:,} bytes")
+        size = len(header)
+        if not _FIXED.size <= size <= HEADER_LIMIT:
+            raise FrameError(f"a header of {size:,} bytes")
         magic, checksum, version, kind, note, count, nbytes = _FIXED.unpack_from(header)
         if magic != MAGIC or version != VERSION:
             raise FrameError(f"not of this protocol, or not of its version {VERSION}")
         start = _FIXED.size + note
-        if kind > _HELLO or start > header.nbytes or nbytes > self.payload_limit:
+        if kind > _HELLO or start > size or nbytes > self.payload_limit:
             raise FrameError("a header that contradicts itself")
         arrived = 0
         for chunk in chunks:
-            arrived += chunk.nbytes
+            arrived += len(chunk)
         if count != len(chunks) or arrived != (nbytes if kind == _FRAMES else 0):
             raise FrameError(f"{len(chunks)} frames of {arrived:,} bytes, not as the header says")
         if _checksum(header[_UNCHECKED:], chunks) != checksum:
@@ -176,33 +179,35 @@ def _header(kind: int, body: bytes, note: bytes = b"", nbytes: int = 0, chunks: 
     return MAGIC + _checksum(rest, chunks).to_bytes(4, "little") + rest
 
 
-def _checksum(rest: bytes | memoryview, chunks: Sequence[memoryview]) -> int:
+def _checksum(rest: Frame, chunks: Sequence[Frame]) -> int:
     """CRC-32 of the header and of each chunk, in order; of a large chunk it is that of its fold."""
     checksum = zlib.crc32(rest)
     for chunk in chunks:
-        checksum = zlib.crc32(chunk, checksum) if chunk.nbytes < BULK else _folded(chunk, checksum)
+        checksum = zlib.crc32(chunk, checksum) if len(chunk) < BULK else _folded(chunk, checksum)
     return checksum
 
 
-def _folded(chunk: memoryview, checksum: int) -> int:
+def _folded(chunk: Frame, checksum: int) -> int:
     """CRC-32 of the sum of a chunk's rows of 4 KiB, as words of 8 bytes, and of what is left: ten times as fast.
 
     A change within one row always changes the sum. What escapes are changes in several rows that cancel out.
     """
-    whole = chunk.nbytes // _ROW * _ROW
+    whole = len(chunk) // _ROW * _ROW
     rows = np.frombuffer(chunk, dtype="<u8", count=whole // 8).reshape(-1, _ROW // 8)
     return zlib.crc32(chunk[whole:], zlib.crc32(np.add.reduce(rows, axis=0), checksum))
 
 
-def _joined(chunks: Sequence[memoryview], nbytes: int) -> Bytes:
+def _joined(chunks: Sequence[Frame], nbytes: int) -> Bytes:
     """The chunks as one array: a view if there is one only, else a copy."""
     if len(chunks) == 1:
         array = np.frombuffer(chunks[0], dtype=np.uint8)
+        if type(chunks[0]) is bytes:
+            return array
     else:
         array = np.empty(nbytes, dtype=np.uint8)
         position = 0
         for chunk in chunks:
-            array[position : position + chunk.nbytes] = np.frombuffer(chunk, dtype=np.uint8)
-            position += chunk.nbytes
+            array[position : position + len(chunk)] = np.frombuffer(chunk, dtype=np.uint8)
+            position += len(chunk)
     array.flags.writeable = False
     return array

@@ -12,9 +12,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import torch
-from msgspec import Struct
 from numpy.typing import NDArray
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
@@ -41,7 +41,7 @@ KINDS: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.floa
 _MOST_SEEN = 64
 
 
-class Recipe(Struct, frozen=True, kw_only=True):
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """How a shard is updated; said once, by the worker that puts the first values there."""
 
     optimizer: str
@@ -169,7 +169,7 @@ class Numbers:
         tensors: dict[str, Tensor] = {"values": torch.from_numpy(self._values)}
         state = {} if self._optimizer is None else self._optimizer.state_dict()["state"]
         said = {
-            "recipe": _plain(cast("Recipe", self.recipe)),
+            "recipe": msgspec.to_builtins(self.recipe),
             "state": take_apart({str(k): v for k, v in state.items()}, "state", tensors),
         }
         written = np.frombuffer(save_tensors(tensors, {"said": json.dumps(said)}), dtype=np.uint8)
@@ -179,7 +179,7 @@ class Numbers:
         raw = written.tobytes()
         tensors = load_tensors(raw)
         said = json.loads(_metadata(raw)["said"])
-        recipe = _recipe(said["recipe"])
+        recipe = msgspec.convert(said["recipe"], Recipe)
         self._make(recipe, tensors["values"])
         if self._optimizer is not None and said["state"] is not None:
             state: Mapping[str, Any] = put_together(said["state"], tensors)
@@ -210,12 +210,12 @@ class Numbers:
                 members.append(member)
             groups.append({"params": members, **settings})
         if any(group["params"] for group in groups):
-            self._optimizer = OPTIMIZERS[recipe.optimizer](groups)
+            self._optimizer = cast("Any", OPTIMIZERS[recipe.optimizer])(groups)
 
 
 def first_state(recipe: Recipe, values: Tensor) -> NDArray[np.uint8]:
     """What a worker puts on a shard in the beginning, in the form in which states are fetched and put back."""
-    said = {"recipe": _plain(recipe), "state": None}
+    said = {"recipe": msgspec.to_builtins(recipe), "state": None}
     written = save_tensors({"values": values.detach().contiguous()}, {"said": json.dumps(said)})
     return np.frombuffer(written, dtype=np.uint8)
 
@@ -232,19 +232,6 @@ def _plain_value(value: Any) -> Any:
     if isinstance(value, Tensor):
         return float(value)
     return list(cast("Sequence[Any]", value)) if isinstance(value, tuple | list) else value
-
-
-def _plain(recipe: Recipe) -> dict[str, Any]:
-    return {name: getattr(recipe, name) for name in recipe.__struct_fields__}
-
-
-def _recipe(said: Mapping[str, Any]) -> Recipe:
-    ranges = tuple(tuple((int(low), int(high)) for low, high in group) for group in said["ranges"])
-    settings = tuple(
-        {name: tuple(value) if isinstance(value, list) else value for name, value in group.items()}
-        for group in said["settings"]
-    )
-    return Recipe(**{**said, "ranges": ranges, "settings": settings})
 
 
 def _metadata(raw: bytes) -> dict[str, str]:
