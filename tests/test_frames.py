@@ -158,7 +158,9 @@ def malformed() -> Iterator[tuple[str, list[bytes]]]:
     yield "a reference before its memory", [before]
 
 
-@pytest.mark.parametrize(("what", "frames"), list(malformed()), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("what", "frames"), list(malformed()), ids=lambda value: value if isinstance(value, str) else "-"
+)
 def test_malformed_frames_are_refused(what: str, frames: list[bytes]) -> None:
     with pytest.raises(FrameError):
         CODEC.decode(frames)

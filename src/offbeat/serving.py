@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
+from offbeat.errors import OffbeatError, RunError, WorkerError
 from offbeat.jobs import Job
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.runtime.launch import Outcome, Role
@@ -31,6 +32,7 @@ class Serving:
     def __init__(self, plan: Plan | None = None, coordination: Coordination | None = None) -> None:
         self.plan, self._coordination = plan, coordination
         self._working = 0 if plan is None else plan.workers
+        self._finished: set[str] = set()
 
     def roles(self, job: Job, folder: RunFolder) -> list[Role]:
         """A process for every replica of every shard."""
@@ -75,7 +77,10 @@ class Serving:
         role = outcome.role
         if role.kind == "worker":
             self._working -= 1
-            self._coordination.ended(worker_name(role.rank))
+            name = worker_name(role.rank)
+            if outcome.exit_code == 0 and name not in self.died:
+                self._finished.add(name)
+            self._coordination.ended(name)
         elif self._working:
             self._coordination.ended(server_name(*divmod(role.rank, plan.replicas + 1)))
 
@@ -84,7 +89,23 @@ class Serving:
         """Who has died on the way, in order."""
         if self._coordination is None:
             return []
-        return [name for change in self._coordination.changes for name in change.died]
+        died = [name for change in self._coordination.changes for name in change.died]
+        return [name for name in died if name not in self._finished]
+
+    def conclude(self) -> None:
+        """All workers have ended, none of them in failure: see that any of them has done the work."""
+        if self.plan is not None and not self._finished:
+            raise RunError(
+                f"all workers have died or were silent for longer than {self.plan.timing.silence:g} s, so nobody was "
+                f"left to finish the run. Go on from the last checkpoint with --resume; the workers' logs may say why."
+            )
+
+    def explained(self, error: OffbeatError) -> OffbeatError:
+        """The error of a run, or the reason for it if that is known here: parameters that are lost."""
+        lost = None if self._coordination is None else self._coordination.loss()
+        if lost is None or (isinstance(error, WorkerError) and error.remote_traceback):
+            return error
+        return RunError(f"{lost} {error}") if isinstance(error, WorkerError) else lost
 
 
 @contextmanager
@@ -94,12 +115,29 @@ def serving(job: Job) -> Generator[Serving]:
     if needs is None:
         yield Serving()
         return
+    from offbeat.protocols.servers.messages import Timing
     from offbeat.runtime.messages import private_directory
     from offbeat.runtime.servers.coordination import Coordination
     from offbeat.runtime.servers.plan import Plan
 
     shards, replicas, rule = needs
     with private_directory() as folder:
-        plan = Plan(workers=job.workers, shards=shards, replicas=replicas, rule=rule, folder=str(folder))
+        plan = Plan(
+            workers=job.workers,
+            shards=shards,
+            replicas=replicas,
+            rule=rule,
+            folder=str(folder),
+            # A process that ends is heard of at once; one that has much to read before it begins is not dead.
+            timing=Timing(startup=job.goal.timeout),
+        )
         with Coordination(plan) as coordination:
-            yield Serving(plan, coordination)
+            found = Serving(plan, coordination)
+            try:
+                yield found
+            except OffbeatError as error:
+                explained = found.explained(error)
+                if explained is error:
+                    raise
+                raise explained from error
+            found.conclude()

@@ -10,19 +10,30 @@ from offbeat.strategies._worker import Exchange, Exchanging, Pace, Timing
 from offbeat.strategies.accumulate import Accumulate
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.ddp import DDP
+from offbeat.strategies.downpour import Downpour
+from offbeat.strategies.elastic import Elastic
 from offbeat.strategies.hogwild import Hogwild
+from offbeat.strategies.server import ASP, BSP, SSP, Deadline, DropSlowest, Server
 from offbeat.strategies.single import Single
 
 __all__ = [
+    "ASP",
+    "BSP",
     "DDP",
+    "SSP",
     "Accumulate",
     "AllReduce",
     "Axis",
     "Combined",
+    "Deadline",
+    "Downpour",
+    "DropSlowest",
+    "Elastic",
     "Exchange",
     "Exchanging",
     "Hogwild",
     "Pace",
+    "Server",
     "Setting",
     "Single",
     "Strategy",

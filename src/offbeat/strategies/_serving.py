@@ -111,8 +111,8 @@ class Served(Exchange):
         self._models: list[nn.Module] = []
         self._begun = False
         self._missed = 0
-        self._slots: list[Tensor] = []
-        self._views: list[list[Tensor]] = []
+        self.slots: list[Tensor] = []
+        self.views: list[list[Tensor]] = []
         self._sent: list[int | None] = [None] * SLOTS
         self._turn = 0
         self._told: Settings = ()
@@ -179,8 +179,8 @@ class Served(Exchange):
         width = -(-row.count * row.values.element_size() // 64) * 64
         memory = Segment.create(width * SLOTS)
         self.client.lend(memory)
-        self._slots = [memory.tensor(width * slot, row.count, row.values.dtype) for slot in range(SLOTS)]
-        self._views = [row.views(slot) for slot in self._slots]
+        self.slots = [memory.tensor(width * slot, row.count, row.values.dtype) for slot in range(SLOTS)]
+        self.views = [row.views(slot) for slot in self.slots]
         self.client.takes = self._take
         self.put(self.first_states(row))
 
@@ -189,15 +189,21 @@ class Served(Exchange):
         return [first_state(self.recipe(row, k), row.shard(row.values, k)) for k in range(self.client.plan.shards)]
 
     def recipe(self, row: Row, shard: int) -> Recipe:
-        """How a shard is updated: by the user's own optimizer."""
+        """How a shard is updated."""
         optimizer = cast("Optimizer", self.optimizer)
+        name, settings = self.updater()
         return Recipe(
-            optimizer=type(optimizer).__name__,
+            optimizer=name,
             kind=row.kind,
             ranges=tuple(row.ranges(group["params"], shard) for group in optimizer.param_groups),
-            settings=settings_of(optimizer),
+            settings=settings,
             **self.tolerance(),
         )
+
+    def updater(self) -> tuple[str, tuple[dict[str, Any], ...]]:
+        """The optimizer that servers run, and what its groups are set to: by default the user's own."""
+        optimizer = cast("Optimizer", self.optimizer)
+        return type(optimizer).__name__, settings_of(optimizer)
 
     def tolerance(self) -> dict[str, Any]:
         """How servers bear delays; by default they do nothing about them."""
@@ -219,8 +225,12 @@ class Served(Exchange):
             self._taking(shard, values)
             return
         row = cast("Row", self.row)
-        place = row.shard(row.values, shard).numpy()
+        place = row.shard(self.landing(row), shard).numpy()
         np.copyto(place, values.view(place.dtype))
+
+    def landing(self, row: Row) -> Tensor:
+        """Where values that come from servers are put: they are the parameters."""
+        return row.values
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -262,19 +272,20 @@ class Served(Exchange):
     def gradient(self) -> int:
         """Put the gradients side by side into memory that servers can read; answers which slot."""
         row = cast("Row", self.row)
-        slot = self._free_slot()
+        slot = self.free_slot()
         gradients = [p.grad for p in row.parameters]
         if all(g is not None and not g.is_sparse for g in gradients):
-            torch._foreach_copy_(self._views[slot], cast("Any", gradients))  # pyright: ignore[reportPrivateUsage]
+            torch._foreach_copy_(self.views[slot], cast("Any", gradients))  # pyright: ignore[reportPrivateUsage]
         else:
-            for view, gradient in zip(self._views[slot], gradients, strict=True):
+            for view, gradient in zip(self.views[slot], gradients, strict=True):
                 if gradient is None:
                     view.zero_()
                 else:
                     view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
         return slot
 
-    def _free_slot(self) -> int:
+    def free_slot(self) -> int:
+        """Memory for what is to be pushed next, once what was pushed from it before is answered."""
         self._turn = (self._turn + 1) % SLOTS
         self.settle(self._turn)
         return self._turn
@@ -285,12 +296,17 @@ class Served(Exchange):
         if token is not None:
             self.heed(self._waited(token, "the answer to a push"))
 
+    def settle_all(self) -> None:
+        """Wait until all that was pushed is answered."""
+        for slot in range(SLOTS):
+            self.settle(slot)
+
     def push(self, slot: int | None, then_pull: bool, weight: float = 1.0) -> int:
         """Push what lies in a slot (None: nothing but a tick of the clock); answers the token of the pull."""
         row = cast("Row", self.row)
         empty = np.empty(0, np.uint8)
         parts = [
-            empty if slot is None else row.shard(self._slots[slot], k).numpy().view(np.uint8)
+            empty if slot is None else row.shard(self.slots[slot], k).numpy().view(np.uint8)
             for k in range(self.client.plan.shards)
         ]
         settings = self._settings()
@@ -312,7 +328,7 @@ class Served(Exchange):
                 for name, value in group.items()
                 if _is_number(value)
             }
-            for group in settings_of(self.optimizer)
+            for group in self.updater()[1]
         )
         if now == self._told:
             return ()
@@ -357,8 +373,7 @@ class Served(Exchange):
 
     def together(self) -> None:
         """All have pushed what they have; then all read the same."""
-        for slot in range(SLOTS):
-            self.settle(slot)
+        self.settle_all()
         self.group.barrier("all pushes being answered")
         self.refresh()
         self.group.barrier("all having read the same")
@@ -375,8 +390,7 @@ class Served(Exchange):
         """The state of all shards, kept by the one who leads."""
         if self.row is None:
             return {}
-        for slot in range(SLOTS):
-            self.settle(slot)
+        self.settle_all()
         self.group.barrier("all pushes being answered")
         states: dict[int, Tensor] = {}
         if self.group.leads:

@@ -91,48 +91,62 @@ def drive(
     as `Done(token, result)` if there is a token, after the other effects of the same event. While it works, nothing
     else happens: heartbeats must bear the longest piece of work.
     """
-    _Driver(machine, endpoint, work, clock, inbox or Inbox(endpoint)).run(until)
+    Driver(machine, endpoint, work, clock, inbox).run(until)
 
 
-class _Driver:
+class Driver:
+    """A machine, an endpoint and a clock, for those who want to drive a little at a time."""
+
     def __init__(
         self,
         machine: Machine,
         endpoint: Endpoint[Any],
         work: Callable[[Any, Any], Any],
-        clock: Callable[[], float],
-        inbox: Inbox,
+        clock: Callable[[], float] = time.monotonic,
+        inbox: Inbox | None = None,
     ) -> None:
         self._machine = machine
         self._endpoint = endpoint
         self._work = work
         self._clock = clock
-        self._inbox = inbox
+        self._inbox = inbox or Inbox(endpoint)
         self._timers = Timers()
         self._done: deque[Done] = deque()
 
     def run(self, until: Callable[[], bool]) -> None:
-        self._perform(self._machine.begin(self._clock()))
+        """As `drive` says."""
+        self.begin()
         while not until():
-            event = self._next()
-            if event is not None:
-                self._perform(self._machine.on(event, self._clock()))
+            self.turn(LONGEST_SLEEP)
 
-    def _next(self) -> Event | None:
+    def begin(self) -> None:
+        """Let the machine begin."""
+        self.perform(self._machine.begin(self._clock()))
+
+    def turn(self, longest: float) -> bool:
+        """Tell the machine of one thing that has happened; False if nothing did in so many seconds."""
+        event = self._next(longest)
+        if event is None:
+            return False
+        self.perform(self._machine.on(event, self._clock()))
+        return True
+
+    def _next(self, longest: float) -> Event | None:
         """What has happened: finished work, then other threads' events, then timers, then messages."""
         if self._done:
             return self._done.popleft()
         event = self._inbox.take() or self._timers.take(self._clock())
         if event is not None:
             return event
-        incoming = self._endpoint.receive(self._patience())
+        incoming = self._endpoint.receive(min(longest, self._patience()))
         return None if incoming is None else _received(incoming)
 
     def _patience(self) -> float:
         due = self._timers.due()
         return LONGEST_SLEEP if due is None else min(LONGEST_SLEEP, max(0.0, due - self._clock()))
 
-    def _perform(self, effects: Sequence[Effect]) -> None:
+    def perform(self, effects: Sequence[Effect]) -> None:
+        """Do what a machine says, in order."""
         for effect in effects:
             match effect:
                 case Send(to, message, payload):

@@ -1,23 +1,24 @@
 """A worker's line to the servers: asks for what the training loop needs, and stays alive while it computes.
 
-The machine is driven in a thread of its own, so that signs of life and answers to lost messages do not wait for a step
-to end. The loop asks with `push`, `pull`, `meet` and the like, and waits where it needs the answer.
+The loop asks with `push`, `pull`, `meet` and the like, and drives the machine itself while it waits for the answer: no
+thread stands between a request and its answer. While the loop computes, a thread looks in a few times a second, so that
+signs of life and what must be sent again do not wait for a step to end.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.errors import RunError, WaitError
-from offbeat.protocols.machine import Effect, Event, Payload
+from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.client import (
     Arrived,
     Asked,
@@ -41,32 +42,25 @@ from offbeat.protocols.servers.messages import (
     server_name,
     worker_name,
 )
-from offbeat.runtime.messages import Codec, Endpoint, Inbox, drive
+from offbeat.runtime.messages import Codec, Driver, Endpoint
 from offbeat.runtime.servers.plan import Plan
 from offbeat.runtime.shared.segment import Segment
 
 Bytes = NDArray[np.uint8]
+_SLICE = 0.5
+"""Seconds after which a wait looks whether there is still hope."""
+_LOOK_IN = 0.05
+"""Seconds between two looks while the loop computes."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """Something that the loop wants the machine to do."""
+class DeclaredDeadError(SystemExit):
+    """Ends a worker that was silent for so long that the others have gone on without it, and have its part of the data.
 
-    act: Callable[[float], Sequence[Effect]]
+    A request to end, and no failure: the run goes well without this process.
+    """
 
-
-class _Commanded:
-    """A client's machine that also takes what the loop asks for."""
-
-    def __init__(self, machine: ClientMachine) -> None:
-        self._machine = machine
-        self.name = machine.name
-
-    def begin(self, now: float) -> Sequence[Effect]:
-        return self._machine.begin(now)
-
-    def on(self, event: Event | _Call, now: float) -> Sequence[Effect]:
-        return event.act(now) if isinstance(event, _Call) else self._machine.on(event, now)
+    def __init__(self) -> None:
+        super().__init__(0)
 
 
 class Client:
@@ -89,21 +83,21 @@ class Client:
         self.fresh: dict[int, tuple[Fresh, Bytes]] = {}
         """The newest values that servers have sent unasked, by shard."""
         self.takes: Callable[[int, Bytes], None] = lambda _shard, _values: None
-        """What is done with values or states that were asked for; called in the client's thread, while the loop
-        waits."""
+        """What is done with values or states that were asked for, when they come."""
         self.bytes_received = 0
         self._results: dict[int, tuple[Any, ...] | Exception] = {}
-        self._broken: Exception | None = None
-        self._changed = threading.Condition()
-        self._over = False
+        self._broken: BaseException | None = None
+        self._lock = threading.RLock()
+        self._over = threading.Event()
         self._endpoint: Endpoint[Any] = Endpoint(worker_name(worker), Codec(Message))
         self._endpoint.connect(COORDINATOR, plan.address(COORDINATOR))
         for shard in range(plan.shards):
             for replica in range(plan.replicas + 1):
                 name = server_name(shard, replica)
                 self._endpoint.connect(name, plan.address(name))
-        self._inbox = Inbox(self._endpoint)
-        self._thread = threading.Thread(target=self._drive, name="offbeat client", daemon=True)
+        self._driver = Driver(self.machine, self._endpoint, self._told)
+        self._driver.begin()
+        self._thread = threading.Thread(target=self._look_in, name="offbeat client", daemon=True)
         self._thread.start()
 
     @property
@@ -113,11 +107,8 @@ class Client:
 
     def lend(self, segment: Segment) -> None:
         """Let servers of this host read this memory instead of sending them what lies there."""
-        self._ask(lambda _: self._lent(segment))
-
-    def _lent(self, segment: Segment) -> Sequence[Effect]:
-        self._endpoint.lend(segment)
-        return ()
+        with self._lock:
+            self._endpoint.lend(segment)
 
     # -- what the loop asks for --------------------------------------------------------------------------------------
 
@@ -158,59 +149,37 @@ class Client:
         return met.ranks, met.values
 
     def wait(self, token: int, what: str) -> tuple[Any, ...]:
-        """The answers to what was asked for under this token; in `what`, for the message if they do not come."""
-        with self._changed:
+        """The answers to what was asked for under this token; `what` is for the message if they do not come."""
+        with self._lock:
             while token not in self._results:
                 if self._broken is not None:
                     raise self._broken
-                self._changed.wait(1.0)
-                if not self._thread.is_alive() and token not in self._results and self._broken is None:
-                    raise RunError("the thread that speaks to the servers has ended")
+                self._driver.turn(_SLICE)
             found = self._results.pop(token)
         if isinstance(found, Exception):
             raise WaitError(f"worker {self.machine.worker} in {what}: {found}")
         return found
 
     def _asked(self, act: Callable[[float], Asked]) -> Asked:
-        found: list[Asked] = []
-
-        def ask(now: float) -> Sequence[Effect]:
-            found.append(act(now))
-            return found[0].effects
-
-        self._ask(ask)
-        return found[0]
-
-    def _ask(self, act: Callable[[float], Sequence[Effect]]) -> None:
-        """Let the client's thread do this, and return when it is done."""
-        done = threading.Event()
-        failure: list[BaseException] = []
-
-        def acting(now: float) -> Sequence[Effect]:
-            try:
-                return act(now)
-            except BaseException as error:
-                failure.append(error)
-                return ()
-            finally:
-                done.set()
-
-        call: Any = _Call(acting)
-        self._inbox.put(call)
-        while not done.wait(1.0):
+        with self._lock:
             if self._broken is not None:
                 raise self._broken
-        if failure:
-            raise failure[0]
+            asked = act(time.monotonic())
+            self._driver.perform(asked.effects)
+        return asked
 
-    # -- in the client's thread --------------------------------------------------------------------------------------
-
-    def _drive(self) -> None:
-        try:
-            machine: Any = _Commanded(self.machine)
-            drive(machine, self._endpoint, self._told, until=lambda: self._over, inbox=self._inbox)
-        except BaseException as error:
-            self._break(RunError(f"the line to the servers broke: {error!r}"))
+    def _look_in(self) -> None:
+        """In a thread: what happens while the loop computes."""
+        while not self._over.wait(_LOOK_IN):
+            if self._lock.acquire(blocking=False):
+                try:
+                    while self._driver.turn(0.0):
+                        pass
+                except Exception as error:
+                    self._break(RunError(f"the line to the servers broke: {error!r}"))
+                    return
+                finally:
+                    self._lock.release()
 
     def _told(self, notice: Any, _token: Any) -> None:
         match notice:
@@ -229,12 +198,7 @@ class Client:
             case Changed(view):
                 self.view = view
             case Departed(epoch):
-                self._break(
-                    RunError(
-                        f"worker {self.machine.worker} was silent for too long and was declared dead (epoch {epoch}); "
-                        f"the others have gone on without it"
-                    )
-                )
+                self._depart(epoch)
             case Lost(shard):
                 self._break(
                     RunError(f"server {shard} is gone, and with it the only copy of its part of the parameters")
@@ -248,23 +212,30 @@ class Client:
         return self.machine._timing.deadline  # pyright: ignore[reportPrivateUsage]
 
     def _settle(self, token: int, result: tuple[Any, ...] | Exception) -> None:
-        with self._changed:
-            self._results[token] = result
-            self._changed.notify_all()
+        self._results[token] = result
 
-    def _break(self, error: Exception) -> None:
-        with self._changed:
-            self._broken = self._broken or error
-            self._changed.notify_all()
+    def _depart(self, epoch: int) -> None:
+        if self._broken is None:
+            silence = self.plan.timing.silence
+            print(
+                f"{self.machine.name} gave no sign of life for {silence:g} s and was declared dead (epoch {epoch}). "
+                f"The others have gone on without it and have its part of the data; it ends here.",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._break(DeclaredDeadError())
+
+    def _break(self, error: BaseException) -> None:
+        self._broken = self._broken or error
 
     def close(self) -> None:
         """Say goodbye, so that nobody waits for this worker, and close the line."""
-        if self._thread.is_alive() and self._broken is None:
-            self._ask(lambda _: self.machine.leave())
-            deadline = time.monotonic() + 1.0
-            while self._thread.is_alive() and not self.machine.left and time.monotonic() < deadline:
-                time.sleep(0.005)
-        self._over = True
-        self._endpoint.wake()
+        self._over.set()
         self._thread.join(timeout=5.0)
-        self._endpoint.close()
+        with self._lock:
+            if self._broken is None:
+                self._driver.perform(self.machine.leave())
+                deadline = time.monotonic() + 1.0
+                while not self.machine.left and time.monotonic() < deadline:
+                    self._driver.turn(0.05)
+            self._endpoint.close()

@@ -47,12 +47,17 @@ class Coordination:
         """Raise if the run cannot go on: the parameters of a shard are lost, or the coordinator itself has failed."""
         if self._failure is not None:
             raise RunError(f"the coordinator of the run failed: {self._failure!r}") from self._failure
-        if self._lost:
-            shard = self._lost[0]
-            raise RunError(
-                f"server {shard} is gone, and with it the only copy of its part of the parameters. Go on from the last "
-                f"checkpoint with --resume, or keep a copy on another server: server(..., replicas=1)."
-            )
+        if (lost := self.loss()) is not None:
+            raise lost
+
+    def loss(self) -> RunError | None:
+        """What is to be said if the parameters of a shard are lost."""
+        if not self._lost:
+            return None
+        return RunError(
+            f"server {self._lost[0]} is gone, and with it the only copy of its part of the parameters. Go on from the "
+            f"last checkpoint with --resume, or keep a copy on another server: server(..., replicas=1)."
+        )
 
     def _drive(self) -> None:
         try:

@@ -64,9 +64,9 @@ class Numbers:
         self.recipe: Recipe | None = None
         self._values = np.empty(0, np.float32)
         self._sum = np.empty(0, np.float32)
+        self._empty = True
+        """Whether the sum is to be taken for zero, whatever lies there."""
         self._optimizer: Optimizer | None = None
-        self._parameters: list[Parameter] = []
-        self._gradients: list[Tensor] = []
         self._seen: OrderedDict[int, NDArray[Any]] = OrderedDict()
         self._segment: Segment | None = None
 
@@ -108,35 +108,55 @@ class Numbers:
     def _accumulate(self, payload: Payload, weight: float, start: int, stop: int) -> None:
         if payload.handle is None:
             return
-        part = self._sum[start : None if stop < 0 else stop]
-        if weight == 1.0:
-            np.add(part, self._view(payload), part)
+        part, numbers = self._sum[start : None if stop < 0 else stop], self._view(payload)
+        if self._empty and part.size == self._sum.size:
+            np.multiply(numbers, part.dtype.type(weight), part)
         else:
-            np.add(part, self._view(payload) * part.dtype.type(weight), part)
+            self._clear()
+            np.add(part, numbers if weight == 1.0 else numbers * part.dtype.type(weight), part)
+        self._empty = False
+
+    def _clear(self) -> None:
+        """Make the sum zero, if it still holds what is to be forgotten."""
+        if self._empty:
+            self._sum.fill(0)
 
     def _update(self, work: Update) -> None:
         self._apply_settings(work.settings)
         recipe = cast("Recipe", self.recipe)
-        rate = 1.0
-        if work.payload is not None:
-            self._accumulate(work.payload, 1.0, work.start, work.stop)
-            rate = work.scale
-            if recipe.staleness_scaling:
-                rate /= 1.0 + work.missed * work.scale
-            if recipe.delay_compensation:
-                self._compensate(work.version - 1 - work.missed, recipe.delay_compensation)
-        elif recipe.optimizer != ADD and work.scale != 1.0:
-            np.multiply(self._sum, self._sum.dtype.type(work.scale), self._sum)
-        if self._optimizer is None:
-            np.add(self._values, self._sum, self._values)
+        if recipe.optimizer == ADD:
+            self._add(work)
         else:
-            self._step(rate)
-        self._sum.fill(0)
+            self._step(self._gathered(work, recipe))
+        self._empty = True
         self.version = work.version
+
+    def _add(self, work: Update) -> None:
+        if work.payload is None:
+            self._clear()
+            np.add(self._values, self._sum, self._values)
+        elif work.payload.handle is not None:
+            part = self._values[work.start : None if work.stop < 0 else work.stop]
+            np.add(part, self._view(work.payload), part)
+
+    def _gathered(self, work: Update, recipe: Recipe) -> float:
+        """Put the gradient in its place; answers how much of its learning rate the step is to have."""
+        if work.payload is None:
+            self._clear()
+            if work.scale != 1.0:
+                np.multiply(self._sum, self._sum.dtype.type(work.scale), self._sum)
+            return 1.0
+        self._accumulate(work.payload, 1.0, work.start, work.stop)
+        self._clear()
+        if recipe.delay_compensation:
+            self._compensate(work.version - 1 - work.missed, recipe.delay_compensation)
+        return work.scale / (1.0 + work.missed * work.scale) if recipe.staleness_scaling else work.scale
 
     def _step(self, rate: float) -> None:
         """One step of the optimizer, with this much of its learning rate."""
-        optimizer = cast("Optimizer", self._optimizer)
+        optimizer = self._optimizer
+        if optimizer is None:
+            return  # A shard without a trained parameter.
         rates = [group["lr"] for group in optimizer.param_groups]
         for group, own in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = own * rate
@@ -198,7 +218,7 @@ class Numbers:
         shared.copy_(values)
         total = torch.zeros_like(shared)
         self._values, self._sum = shared.numpy(), total.numpy()
-        self._optimizer = None
+        self._optimizer, self._empty = None, True
         if recipe.optimizer == ADD:
             return
         groups: list[dict[str, Any]] = []

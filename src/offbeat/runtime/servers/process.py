@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from offbeat.protocols import disturbances
 from offbeat.protocols.machine import Effect, Event
 from offbeat.protocols.servers.messages import COORDINATOR, Message, server_name
-from offbeat.protocols.servers.server import ServerMachine
+from offbeat.protocols.servers.server import Inspect, ServerMachine
 from offbeat.runtime.allocation import keep_freed_memory
 from offbeat.runtime.disturb import Disturber
 from offbeat.runtime.launch import Control
@@ -35,6 +36,23 @@ class _Disturbed:
         return effects
 
 
+class _Noted:
+    """A server's numbers, and a note of each push that was refused."""
+
+    MOST = 20
+    """Notes that are kept; how many there were is counted by the shard."""
+
+    def __init__(self, machine: ServerMachine, numbers: Numbers) -> None:
+        self._machine, self._numbers = machine, numbers
+        self.refusals: list[dict[str, Any]] = []
+
+    def do(self, work: Any, token: Any) -> Any:
+        result = self._numbers.do(work, token)
+        if isinstance(work, Inspect) and result and len(self.refusals) < self.MOST:
+            self.refusals.append({"worker": work.worker, "step": self._machine.shard.minimum, "reason": result})
+        return result
+
+
 def serve(config: Mapping[str, Any], control: Control) -> None:
     """The entry of a server: its configuration is plain data from the launcher."""
     keep_freed_memory()
@@ -46,17 +64,23 @@ def serve(config: Mapping[str, Any], control: Control) -> None:
     # What is asked of server k is asked of the first that serves shard k.
     disturber = Disturber(asked if replica == 0 else [], "server", shard, int(config["seed"]), control.send)
     machine = ServerMachine(name, shard, plan.rule, plan.view, timing=plan.timing)
-    numbers = Numbers(endpoint.lend)
+    noted = _Noted(machine, Numbers(endpoint.lend))
     try:
         endpoint.connect(COORDINATOR, plan.address(COORDINATOR))
         for other in range(plan.replicas + 1):
             if other != replica:
                 endpoint.connect(server_name(shard, other), plan.address(server_name(shard, other)))
-        drive(_Disturbed(machine, disturber), endpoint, numbers.do, until=lambda: machine.retired)
+        drive(_Disturbed(machine, disturber), endpoint, noted.do, until=lambda: machine.retired)
+        print(
+            f"{name} gave no sign of life for {plan.timing.silence:g} s and was declared dead (epoch "
+            f"{machine.view.epoch} was its last): it serves nothing any more.",
+            file=sys.stderr,
+            flush=True,
+        )
     finally:
         with suppress(KeyboardInterrupt):
             if machine.serving:
-                control.send({"kind": "server", **account(shard, machine, endpoint)})
+                control.send({"kind": "server", **account(shard, machine, endpoint), "refusals": noted.refusals})
             disturber.close()
             endpoint.close()
 

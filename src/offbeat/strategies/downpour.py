@@ -1,0 +1,183 @@
+"""Workers push summed gradients to servers that run Adagrad, fetch parameters now and then, and wait for nobody.
+
+Between two fetches a worker goes on by itself: it steps with its own optimizer on its own copy of the parameters, and
+what it has pushed meanwhile it will see, along with what others have pushed, when it fetches.
+
+Dean et al., "Large Scale Distributed Deep Networks" (2012), section 4.1 and the algorithm of its appendix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from offbeat.errors import StrategyError
+from offbeat.protocols.servers.consistency import Rule
+from offbeat.runtime.group import Group
+from offbeat.runtime.servers.numbers import settings_of
+from offbeat.runtime.stopwatch import Stopwatch
+from offbeat.strategies._base import Traits, require
+from offbeat.strategies._serving import Row, Served
+from offbeat.strategies._worker import Exchange, Exchanging
+
+ADAGRAD: Final = optim.Adagrad.__name__
+"""What servers run, whatever the worker's own optimizer is."""
+_COMMON: Final = ("lr", "weight_decay", "maximize")
+"""What Adagrad takes over from an optimizer of another kind."""
+
+
+@dataclass(frozen=True)
+class Downpour(Exchanging):
+    """Workers push summed gradients to servers that run Adagrad, fetch now and then, and wait for nobody.
+
+    Each worker steps on its own copy of the parameters with its own optimizer. Every `push` steps it sends the sum of
+    its gradients since, every `fetch` steps it takes the servers' values in place of its own. Servers take the learning
+    rate from the worker's optimizer, over the number of workers.
+    """
+
+    push: int = 1
+    """Steps whose gradients are summed before they are pushed."""
+    fetch: int = 1
+    """Steps after which the servers' parameters are fetched."""
+    shards: int = 1
+    """Server processes that the parameters are divided over."""
+    replicas: int = 0
+    """Further copies of every shard: with one, any server may die and nothing is lost."""
+    warm: int = 0
+    """Steps in which only one worker trains, before the others join in with what it has learned."""
+
+    traits = Traits(elastic=True)
+    examples = ("downpour", "downpour(push=4, fetch=4)", "downpour(shards=2, replicas=1, warm=50)")
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that make no sense."""
+        super().__post_init__()
+        require(self.push >= 1, self, "push", self.push, "gradients are pushed every step or every few")
+        require(self.fetch >= 1, self, "fetch", self.fetch, "parameters are fetched every step or every few")
+        require(self.shards >= 1, self, "shards", self.shards, "there is at least one server")
+        require(self.replicas >= 0, self, "replicas", self.replicas, "a shard has 0 or more further copies")
+        require(self.warm >= 0, self, "warm", self.warm, "a warm start takes 0 or more steps")
+
+    def servers(self, workers: int) -> tuple[int, int, Rule]:
+        """Shards, further copies of each, and no bound on how far workers may be apart."""
+        del workers
+        return self.shards, self.replicas, Rule(None)
+
+    def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
+        """The worker's side."""
+        return _Raining(group, stopwatch, self)
+
+
+class _Raining(Served):
+    """Sums gradients, pushes the sum when it is due, and fetches when that is due."""
+
+    def __init__(self, group: Group, stopwatch: Stopwatch, settings: Downpour) -> None:
+        super().__init__(group, stopwatch, settings, Rule(None))
+        self._every_push, self._every_fetch, self._warm = settings.push, settings.fetch, settings.warm
+        self._steps = 0
+        self._filling: int | None = None
+
+    @property
+    def replicated(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Between fetches every worker has parameters and an optimizer's state of its own."""
+        return self._every_fetch == 1
+
+    @property
+    def lockstep(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Only during the warm start: one worker trains, and the others keep step with it."""
+        return self._steps < self._warm
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Any optimizer will do here, if it has a learning rate for the servers."""
+        if not all("lr" in group for group in optimizer.param_groups):
+            raise StrategyError(
+                f"downpour runs Adagrad on its servers with the learning rate of your optimizer, and "
+                f"{type(optimizer).__name__} has none (no `lr` in its groups). Use another, or allreduce."
+            )
+
+    def updater(self) -> tuple[str, tuple[dict[str, Any], ...]]:
+        """Adagrad: with all settings of the worker's own, if that is one; else with its rate and weight decay."""
+        optimizer = cast("Optimizer", self.optimizer)
+        settings = settings_of(optimizer)
+        if type(optimizer) is optim.Adagrad:
+            return ADAGRAD, settings
+        return ADAGRAD, tuple({name: group[name] for name in _COMMON if name in group} for group in settings)
+
+    def exchange(self) -> bool:
+        """Add up the gradient; no step is made here if its outcome would be replaced at once, or is not to be."""
+        self._steps += 1
+        trains = bool(self.examples) and (self._steps > self._warm or self.group.leads)
+        if trains:
+            self._accrue()
+        return not trains or self._every_fetch == 1
+
+    def _accrue(self) -> None:
+        if self._filling is None:
+            self._filling = self.gradient()
+            return
+        for view, parameter in zip(self.views[self._filling], cast("Row", self.row).parameters, strict=True):
+            if parameter.grad is not None:
+                view.add_(parameter.grad)
+
+    def stepped(self) -> None:
+        """Push and fetch what is due."""
+        fetches = self._steps % self._every_fetch == 0
+        if self._steps <= self._warm:
+            self._push_if_due(then_pull=False)
+            self._warm_up(fetches)
+        elif pull := self._push_if_due(then_pull=fetches):
+            self.arrive(pull)
+        elif fetches:
+            self.arrive(self.client.pull(self.clock, anew=True))
+
+    def _push_if_due(self, then_pull: bool) -> int:
+        """Answers the token of the pull that follows; 0 if none does."""
+        if self._steps % self._every_push:
+            return 0
+        slot, self._filling = self._filling, None
+        return self.push(slot, then_pull)
+
+    def _warm_up(self, fetches: bool) -> None:
+        """Keep step with the one who trains, and have what it has learned."""
+        self.settle_all()
+        self.group.barrier("a step of the warm start")
+        if fetches or not self.group.leads:
+            self.refresh()
+
+    @contextmanager
+    def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:
+        """Inside, every worker has what the servers have; steps made since the last fetch are there again afterwards."""
+        ahead = self._steps % self._every_fetch != 0
+        own = self.row.values.clone() if self.row is not None and ahead else None
+        with super().averaged(models):
+            try:
+                yield
+            finally:
+                self._put_back(own)
+
+    def _put_back(self, own: Tensor | None) -> None:
+        if own is not None:
+            cast("Row", self.row).values.copy_(own)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all shards, and the sum that is not pushed yet."""
+        state = super().state_dict()
+        accrued = None if self._filling is None else self.slots[self._filling].clone()
+        return state and {**state, "steps": self._steps, "accrued": accrued}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put the shards' state back; between fetches the parameters are this worker's own, which it has already."""
+        if self.row is None:
+            return
+        self._steps = int(state["steps"])
+        own = None if self._steps % self._every_fetch == 0 else self.row.values.clone()
+        super().load_state_dict(state)
+        self._put_back(own)
+        self._filling = None if state["accrued"] is None else self.free_slot()
+        if self._filling is not None:
+            self.slots[self._filling].copy_(state["accrued"])
