@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check chaos bench clean
 .DEFAULT_GOAL := demo
 
 # One stamp for the product and one for the tools around it, so that a demo need not wait for linters.
@@ -28,6 +28,9 @@ test: $(VENV)/.tools ## Everything: format, lint, types, import contract, all te
 check: $(VENV)/.tools ## What to run before a commit: format, lint, types, import contract, fast tests
 	@$(MAKE) --no-print-directory lint
 	@$(BIN)/pytest -n 2 --dist worksteal -q -m "not slow"
+
+chaos: $(VENV)/.tools ## A hundred random schedules of kills and stops, on real processes (about 4 minutes)
+	@$(BIN)/pytest -n 2 -q tests/chaos/random_faults.py
 
 .PHONY: lint
 lint: $(VENV)/.tools

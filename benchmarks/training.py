@@ -1,4 +1,4 @@
-"""Training steps of ours against stock DistributedDataParallel, interleaved in the same two processes.
+"""Training steps of ours against stock DistributedDataParallel, interleaved, each in two processes of its own.
 
 Claims, with 2 workers of 1 thread, against `ddp` (torch's DistributedDataParallel on Gloo with
 gradient_as_bucket_view, called as its users call it): a step of a 10-million-parameter MLP takes `allreduce` at most
@@ -6,9 +6,12 @@ gradient_as_bucket_view, called as its users call it): a step of a 10-million-pa
 with Adam; on the digits CNN and the text transformer neither is slower; and stock DistributedDataParallel is faster on
 our backend than on Gloo on all of them.
 
-Each block times every variant for some steps, in an order that rotates; a block's time is the slowest worker's. There
-are two copies of DDP: against each other they show the noise floor (where a model happens to lie in memory is worth a
-few percent), and their mean is what we are compared with. Parameters are compared before anything is timed.
+Each block times every variant for some steps, in an order that rotates; a block's time is the slowest worker's. All
+others sleep meanwhile. There are two copies of DDP: against each other they show the noise floor, and their mean is
+what we are compared with. Parameters are compared before anything is timed.
+
+DDP runs as its users run it, in plain processes. Ours keep freed memory (`runtime.allocation`), which spares them
+thousands of page faults a step; `ddp, memory kept` shows what DDP would gain by the same, and is no bar.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +31,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.functional import cross_entropy
@@ -34,6 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Optimizer
 
 from offbeat.benching import environment, holds, ratio
+from offbeat.runtime.allocation import keep_freed_memory
 from offbeat.runtime.group import Group
 from offbeat.runtime.launch import Control, Launcher, Role, serve_store, worker_environment
 from offbeat.runtime.place import where
@@ -44,9 +50,12 @@ from offbeat.tasks.text import Text
 
 RESULTS = Path(__file__).parent / "results"
 TIMEOUT = timedelta(seconds=120)
-DDP, AGAIN, STOCK, OURS, SHARDED = (
+WARM_UP = 2
+"""Blocks that do not count."""
+DDP, AGAIN, KEPT, STOCK, OURS, SHARDED = (
     "ddp",
     "ddp again",
+    "ddp, memory kept",
     "stock ddp on offbeat",
     "allreduce",
     "allreduce(shard=optimizer)",
@@ -112,114 +121,130 @@ WORKS: dict[str, Work] = {
 }
 
 
-def under(name: str, model: nn.Module, optimizer: Optimizer, batch: int, group: Group) -> nn.Module:
-    """The model to call, so that a step of it is a step of this variant."""
-    if name in (DDP, AGAIN, STOCK):
-        torch_group = dist.new_group(backend="offbeat", timeout=TIMEOUT) if name == STOCK else group.process_group
-        return DistributedDataParallel(model, process_group=torch_group, gradient_as_bucket_view=True)
+@contextmanager
+def team(name: str, work: Work, model: nn.Module, optimizer: Optimizer) -> Generator[tuple[nn.Module, Step]]:
+    """Join this variant's other process; the model to call so that a step of it is a step of this variant."""
+    place = where()
+    if name in (DDP, AGAIN, STOCK, KEPT):
+        if name == KEPT:
+            keep_freed_memory()
+        dist.init_process_group("offbeat" if name == STOCK else "gloo", timeout=TIMEOUT)
+        yield DistributedDataParallel(model, gradient_as_bucket_view=True), lambda: cast("None", dist.barrier())
+        dist.destroy_process_group()
+        return
+    group = Group(place, TIMEOUT, torch.device("cpu"))
     exchange = cast("Exchanging", parse(name)).connect(group, Stopwatch())
     exchange.adopt(model)
     exchange.attend(optimizer)
-    exchange.weigh(batch, batch * group.size)
+    exchange.weigh(work.batch, work.batch * group.size)
 
     def before(stepping: Optimizer, _args: Any, _kwargs: Any) -> None:
         exchange.stepping(stepping)
 
     optimizer.register_step_pre_hook(before)
-    return model
-
-
-def variant(name: str, work: Work, group: Group) -> tuple[nn.Module, Step]:
-    """A model of its own under this variant, and one training step of it."""
-    torch.manual_seed(0)
-    model = work.model()
-    optimizer = work.optimizer(model.parameters())
-    called = under(name, model, optimizer, work.batch, group)
-    inputs, target = work.draw(work.batch, torch.Generator().manual_seed(group.rank))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        work.loss(called(inputs), target).backward()
-        optimizer.step()
-
-    return model, step
-
-
-def verify(models: Mapping[str, nn.Module], steps: Mapping[str, Step]) -> float:
-    """All variants have the same parameters after three steps; answers how far apart they are."""
-    before = [parameter.detach().clone() for parameter in models[DDP].parameters()]
-    for _ in range(3):
-        for step in steps.values():
-            step()
-    furthest = 0.0
-    with torch.no_grad():
-        moved = max(float((p - old).abs().max()) for p, old in zip(models[DDP].parameters(), before, strict=True))
-        for model in models.values():
-            for mine, theirs in zip(model.parameters(), models[DDP].parameters(), strict=True):
-                furthest = max(furthest, float((mine - theirs).abs().max()))
-    assert moved > 1e-6, "three steps have changed nothing"
-    assert furthest < 1e-3 * moved, f"parameters differ by {furthest} after moving by {moved}"
-    return furthest / moved
-
-
-def worker(config: Mapping[str, Any], control: Control) -> None:
-    """One of the two processes."""
-    work = WORKS[config["work"]]
-    group = Group(where(), TIMEOUT, torch.device("cpu"))
-    made = {name: variant(name, work, group) for name in config["variants"]}
-    steps = {name: step for name, (_, step) in made.items()}
-    apart = verify({name: model for name, (model, _) in made.items()}, steps)
-    names = list(steps)
-    for block in range(-2, config["blocks"]):
-        turn = block % len(names)
-        for name in names[turn:] + names[:turn]:
-            seconds = timed(steps[name], work.steps, group)
-            if group.rank == 0 and block >= 0:
-                control.send({"variant": name, "seconds": seconds, "apart": apart})
+    yield model, group.barrier
+    exchange.close()
     group.close()
 
 
-def timed(step: Step, steps: int, group: Group) -> float:
-    """Seconds per step of the slowest worker."""
-    group.barrier()
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    elapsed = (time.perf_counter() - start) / steps
-    return float(group.gather([elapsed], "a block").max())
+def worker(config: Mapping[str, Any], control: Control) -> None:
+    """One of the two processes of a variant: it trains when it is its variant's turn, and sleeps otherwise."""
+    name, work, rank = config["variant"], WORKS[config["work"]], where().rank
+    torch.manual_seed(0)
+    model = work.model()
+    optimizer = work.optimizer(model.parameters())
+    inputs, target = work.draw(work.batch, torch.Generator().manual_seed(rank))
+    turns = dist.TCPStore("127.0.0.1", config["turns"], is_master=False, timeout=timedelta(seconds=900))
+    with team(name, work, model, optimizer) as (called, meet):
+
+        def step() -> None:
+            optimizer.zero_grad()
+            work.loss(called(inputs), target).backward()
+            optimizer.step()
+
+        for _ in range(3):
+            step()
+        if rank == 0:
+            trained = {str(i): p.detach().clone() for i, p in enumerate(model.parameters())}
+            save_file(trained, Path(config["folder"]) / f"{config['number']}.safetensors")
+        control.send({"ready": name})
+        for block, turn in enumerate(config["own turns"], -WARM_UP):
+            turns.wait([f"turn {turn}"])
+            meet()
+            start = time.perf_counter()
+            for _ in range(work.steps):
+                step()
+            elapsed = (time.perf_counter() - start) / work.steps
+            meet()
+            if block >= 0:
+                control.send({"variant": name, "block": block, "seconds": elapsed})
+            if turns.add(f"done {turn}", 1) == 2:
+                turns.set(f"turn {turn + 1}", "")
+
+
+def compared(folder: Path, count: int, work: Work) -> float:
+    """All variants have the same parameters after three steps; answers how far apart they are, of how far they went."""
+    torch.manual_seed(0)
+    before = [p.detach() for p in work.model().parameters()]
+    found = [load_file(folder / f"{number}.safetensors") for number in range(count)]
+    moved = max(float((found[0][str(i)] - old).abs().max()) for i, old in enumerate(before))
+    apart = max(float((own[key] - found[0][key]).abs().max()) for own in found for key in own)
+    assert moved > 1e-6, "three steps have changed nothing"
+    assert apart < 1e-3 * moved, f"parameters differ by {apart} after moving by {moved}"
+    return apart / moved
 
 
 def measured(name: str, variants: Sequence[str], blocks: int, launcher: Launcher) -> dict[str, Any]:
     """Block times of every variant, and how far apart their parameters were."""
-    times: dict[str, list[float]] = {variant: [] for variant in variants}
+    times: dict[str, dict[int, float]] = {variant: {} for variant in variants}
+    ready: list[str] = []
+    turns, count = serve_store(), len(variants)
     apart: list[float] = []
 
-    def heard(_: Role, message: Mapping[str, Any]) -> None:
-        times[message["variant"]].append(message["seconds"])
-        apart.append(message["apart"])
-
-    config = {"work": name, "variants": list(variants), "blocks": blocks}
-    store = serve_store()
     with tempfile.TemporaryDirectory() as folder:
+
+        def heard(_: Role, message: Mapping[str, Any]) -> None:
+            if "ready" in message:
+                ready.append(message["ready"])
+                if len(ready) == 2 * count:
+                    apart.append(compared(Path(folder), count, WORKS[name]))
+                    turns.set("turn 0", "")
+                return
+            known = times[message["variant"]]
+            known[message["block"]] = max(known.get(message["block"], 0.0), message["seconds"])
+
+        # In round r, the variant that comes at place k is number (r + k) of all, so that the order rotates.
+        rounds = range(blocks + WARM_UP)
+        stores = [serve_store() for _ in variants]
         roles = [
-            Role("worker", rank, f"{Path(__file__).stem}:worker", config, worker_environment(rank, 2, store.port),
-                 Path(folder) / f"{rank}.log", threads=1)
+            Role(
+                "worker", 2 * number + rank, f"{Path(__file__).stem}:worker",
+                {
+                    "work": name, "variant": variant, "number": number, "folder": folder, "turns": turns.port,
+                    "own turns": [r * count + (number - r) % count for r in rounds],
+                },
+                worker_environment(rank, 2, stores[number].port), Path(folder) / f"{number}-{rank}.log", threads=1,
+            )
+            for number, variant in enumerate(variants)
             for rank in range(2)
         ]  # fmt: skip
         launcher.run(roles, on_message=heard)
-    return judged(WORKS[name], times, max(apart))
+    by_block = {variant: [known[block] for block in range(blocks)] for variant, known in times.items()}
+    return judged(WORKS[name], by_block, max(apart))
 
 
 def judged(work: Work, times: Mapping[str, Sequence[float]], apart: float) -> dict[str, Any]:
     """Medians, ratios to the mean of both copies of ddp, and which bars hold."""
     both = [(a + b) / 2 for a, b in zip(times[DDP], times[AGAIN], strict=True)]
     ratios = {name: ratio(own, both) for name, own in times.items() if name in work.bars}
+    kept = {KEPT: ratio(times[KEPT], both).plain()} if KEPT in times else {}
     return {
         "milliseconds": {name: 1e3 * float(np.median(own)) for name, own in times.items()},
         "over ddp": {
             name: {**found.plain(), "bar": work.bars[name], "holds": holds(found, at_most=work.bars[name])}
             for name, found in ratios.items()
         },
+        **{f"{name} / ddp": found for name, found in kept.items()},
         "ddp again / ddp (noise)": ratio(times[AGAIN], times[DDP]).plain(),
         "blocks": len(both),
         "largest difference of parameters, of the largest change": apart,
@@ -254,7 +279,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=25)
     parser.add_argument("--only", default="", help="run what has this in its name")
-    parser.add_argument("--variants", nargs="*", default=[OURS, SHARDED, STOCK], help="beside both copies of ddp")
+    parser.add_argument("--variants", nargs="*", default=[OURS, SHARDED, STOCK, KEPT], help="beside both copies of ddp")
     parser.add_argument("--out", type=Path, default=RESULTS / "training.json")
     options = parser.parse_args()
     results: dict[str, Any] = {}

@@ -95,18 +95,21 @@ class Mesh(Strategy):
 
 def test_the_public_names_are_these() -> None:
     classes = {"Strategy", "Setting", "Traits", "Axis", "Combined"}
-    classes |= {"Single", "DDP", "AllReduce", "Hogwild", "Accumulate"}
+    classes |= {"Single", "DDP", "AllReduce", "Server", "Downpour", "Elastic", "Hogwild", "Accumulate"}
+    classes |= {"BSP", "SSP", "ASP", "DropSlowest", "Deadline"}
     classes |= {"Exchanging", "Exchange", "Timing", "Pace"}  # what a strategy of one's own is made of
     functions = {"combined", "parse", "expand", "available", "aliases", "describe", "overview"}
     assert set(offbeat.strategies.__all__) == classes | functions
 
 
 def test_the_strategies_and_their_aliases_are_these() -> None:
-    assert [cls.name for cls in BUILT_IN] == ["single", "ddp", "allreduce", "hogwild", "accumulate"]
+    served = ["server", "downpour", "elastic"]
+    assert [cls.name for cls in BUILT_IN] == ["single", "ddp", "allreduce", *served, "hogwild", "accumulate"]
     assert aliases() == {
         "sequential": "single",
         "gradient_accumulation": "accumulate",
         "zero1": "allreduce(shard=optimizer)",
+        "easgd": "elastic",
     }
 
 

@@ -87,6 +87,10 @@ class Result:
     optimizer_bytes: list[int] = field(default_factory=list)
     """How much optimizer state each worker holds, where it is divided."""
 
+    waits: list[float] = field(default_factory=list[float])
+    """Seconds that each worker has waited for others, in the order of their ranks."""
+    refusals: list[str] = field(default_factory=list[str])
+    """Why servers have refused pushes of worker 0, the first ones."""
     servers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """What each shard has to say: pushes by what became of them, staleness of reads, bytes by link."""
     died: list[str] = field(default_factory=list[str])
@@ -355,7 +359,6 @@ def _finish(job: Job, folder: RunFolder, collected: _Collected) -> Result:
     }
     if collected.servers:
         data["servers"] = [collected.servers[shard] for shard in sorted(collected.servers)]
-        data["staleness"] = data["servers"][0]["staleness"]
     result = Result.from_plain(data)
     state = "finished" if said else "finished without a team"
     folder.write(state=state, result=result.plain(), **collected.disturbed.told())

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from offbeat.errors import UsageError
+from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols.partition import mixed
 from offbeat.runtime import randomness
 from offbeat.runtime.assignment import ASSIGNED, Assignment
@@ -117,6 +117,7 @@ class Team:
         self._holdings = Holdings()
         self._watch = Watch(self.group, self._holdings, self.exchange, self.pace, self.ledger)
         self.reports = Reports(self.group, self.ledger, self.stopwatch, assignment.send)
+        self.reports.figures = self.exchange.figures
         self.reports.write_to(assignment.folder, goal.tensorboard)
         self._memory = self._open_memory()
         self._disturber = Disturber(goal.disturbances, "worker", self.rank, self.seed, assignment.send)
@@ -262,8 +263,7 @@ class Team:
         elif isinstance(thing, Stateful) and not isinstance(thing, Iterable):
             self._holdings.others.append(thing)
         elif isinstance(thing, Iterable):
-            share = Share(self.rank, self.size, self.seed, len(self._holdings.loaders))
-            self._shares.append(share)
+            share = self._share(split)
             loader = divide(cast("Iterable[Any]", thing), share, self, Parts.parse(self.goal.parts), split)
             self._holdings.loaders.append(loader)
             return loader
@@ -273,6 +273,19 @@ class Team:
                 f"has no state_dict(). Leave it out."
             )
         return thing
+
+    def _share(self, split: bool) -> Share:
+        """What of a training loader's batches falls to this worker."""
+        slices, number = self.exchange.slices(), len(self._holdings.loaders)
+        if slices is None:
+            self._shares.append(Share(self.rank, self.size, self.seed, number))
+            return self._shares[-1]
+        if not split:
+            raise StrategyError(
+                f"{self.strategy} decides which workers compute the same slice of a batch, so it must divide the "
+                f"loader itself. Leave out split=False, or use allreduce."
+            )
+        return Share(*slices, self.seed, number)
 
     def _stepped(self, *_: Any) -> None:
         """An optimizer has stepped: without loaders, that is where the next step begins."""
@@ -346,6 +359,10 @@ class Team:
             self.begin_step()
         else:
             self.reports.evaluated += batch.examples
+
+    def skipped(self, batch: Batch) -> None:
+        """A batch was learned without this worker: it counts all the same."""
+        self.ledger.samples += batch.total or 0
 
     def fetching(self, training: bool) -> None:
         """The loop waits for input."""

@@ -81,7 +81,7 @@ class Serving:
             if outcome.exit_code == 0 and name not in self.died:
                 self._finished.add(name)
             self._coordination.ended(name)
-        elif self._working:
+        elif self._working and not _was_asked_to_end(outcome):
             self._coordination.ended(server_name(*divmod(role.rank, plan.replicas + 1)))
 
     @property
@@ -101,11 +101,20 @@ class Serving:
             )
 
     def explained(self, error: OffbeatError) -> OffbeatError:
-        """The error of a run, or the reason for it if that is known here: parameters that are lost."""
+        """The error of a run, or what it comes from if that is known here: parameters that are lost."""
         lost = None if self._coordination is None else self._coordination.loss()
-        if lost is None or (isinstance(error, WorkerError) and error.remote_traceback):
+        if lost is None:
             return error
-        return RunError(f"{lost} {error}") if isinstance(error, WorkerError) else lost
+        if isinstance(error, WorkerError):
+            # Unless it has failed by itself, and says why.
+            gone = error.role == "server" and not error.remote_traceback
+            return RunError(f"{lost} {error}") if gone else error
+        # A worker that has heard of the loss raises just this; what is more special has other reasons.
+        return lost if type(error) is RunError else error
+
+
+def _was_asked_to_end(outcome: Outcome) -> bool:
+    return outcome.error is not None and outcome.error.type_name == KeyboardInterrupt.__name__
 
 
 @contextmanager

@@ -137,7 +137,15 @@ class Display:
         scores = [f"{name} {value:.4g}" for name, value in self._metrics.items()]
         return [
             part
-            for part in (f"step {far['step']}", epoch, loss, *scores, f"{speed:,.0f} examples/s" if speed else "")
+            for part in (
+                f"step {far['step']}",
+                epoch,
+                loss,
+                *scores,
+                f"{speed:,.0f} examples/s" if speed else "",
+                staleness_in_words(far.get("staleness", {})),
+                pushes_in_words(far.get("pushes", {}), trouble_only=True),
+            )
             if part
         ]
 
@@ -157,6 +165,19 @@ class Display:
         if goal is not None and goal.epochs and self._far.get("epoch"):
             return min(1.0, max(0, self._far["epoch"] - 1) / goal.epochs)
         return None
+
+
+def staleness_in_words(counts: Mapping[str, int]) -> str:
+    """`reads 0.8 steps old (most 3)`; nothing if all were fresh."""
+    total = sum(counts.values())
+    mean = sum(int(steps) * count for steps, count in counts.items()) / total if total else 0.0
+    return f"reads {mean:.2g} steps old (most {max(map(int, counts))})" if mean else ""
+
+
+def pushes_in_words(counts: Mapping[str, int], trouble_only: bool = False) -> str:
+    """`229 applied, 1 late`, largest first."""
+    ranked = sorted(counts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{count:,} {what}" for what, count in ranked if not (trouble_only and what == "applied"))
 
 
 def kinds_in_words(seconds: Mapping[str, float]) -> str:

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from offbeat.cli.display import Display, kinds_in_words
+from offbeat.cli.display import Display, kinds_in_words, pushes_in_words, staleness_in_words
 from offbeat.errors import OffbeatError, TaskError
 from offbeat.fitting import WARM, Result, drive
 from offbeat.jobs import Job, Script, earlier, target_of
@@ -101,6 +102,14 @@ def _print(result: Result, asked: Asked) -> None:
     console.print(f"  where the time went {kinds_in_words(result.seconds_by_kind)}")
     if result.workers > 1:
         console.print(f"  sent                {_megabytes(result.bytes_sent)} between {result.workers} workers")
+    if result.servers:
+        pushes: Counter[str] = Counter()
+        for shard in result.servers:
+            pushes.update(shard["pushes"])
+        stale = staleness_in_words(result.staleness)
+        console.print(f"  servers             pushes {pushes_in_words(pushes)}{f'; {stale}' if stale else ''}")
+    if result.died:
+        console.print(f"  died on the way     {', '.join(result.died)}")
     if result.disturbances.get("asked"):
         fired = f"{result.disturbances['fired']:,} fired, {result.disturbances['asked']:,} asked for"
         console.print(f"  disturbances        {fired}")

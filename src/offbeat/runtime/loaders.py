@@ -108,6 +108,10 @@ class Feed(Protocol):
         """Steps that were made without this worker since it was last asked: their batches are not its any more."""
         ...
 
+    def skipped(self, batch: Batch) -> None:
+        """A batch is left out, as its step was made without this worker."""
+        ...
+
     def ended(self) -> None:
         """The loop has left its training data, at the end or before it."""
         ...
@@ -185,6 +189,7 @@ class Loader:
             missed += self._feed.passed_over()
             if missed:
                 missed -= 1
+                self._feed.skipped(batch)
                 continue
             self._feed.given(batch, training=True)
             yield batch.content

@@ -37,6 +37,8 @@ class Reports:
         """Examples that this worker has read without gradients since the last report: its weight in the next."""
         self.last_loss: float | None = None
         """The loss of the latest step here, if the loop says it."""
+        self.figures: Callable[[], Mapping[str, Any]] = dict
+        """What the strategy has to say of this worker so far, for metrics and display."""
 
     def write_to(self, folder: Path | None, tensorboard: bool) -> None:
         """Worker 0 also writes metrics into the run's folder; should it die, the one who then leads does."""
@@ -84,8 +86,8 @@ class Reports:
         if self._metrics is None and self._open_metrics is not None:
             self._metrics = self._open_metrics()
         if self._metrics is not None:
-            line = {name: far[name] for name in ("step", "epoch", "samples", "seconds", "seconds_by_kind")}
-            self._metrics.append(line | dict(metrics))
+            told = ("step", "epoch", "samples", "seconds", "seconds_by_kind", *self.figures())
+            self._metrics.append({name: far[name] for name in told} | dict(metrics))
         self._send({"kind": "report", "metrics": dict(metrics), **far})
 
     def tell(self, epoch: int | None) -> None:
@@ -103,6 +105,7 @@ class Reports:
             "seconds": round(self._stopwatch.total(), 6),
             "seconds_by_kind": {kind: round(spent, 6) for kind, spent in self._stopwatch.seconds.items()},
             "loss": self.last_loss,
+            **self.figures(),
         }
 
     def conclude(self, payload: int, more: Mapping[str, Any]) -> None:
@@ -128,6 +131,7 @@ class Reports:
             "bytes_sent": int(rows[:, 0].sum()),
             "seconds_by_kind": by_kind,
             "overlapped_seconds": float(mean[3]),
+            "waits": rows[:, 4 + list(self._stopwatch.seconds).index("wait")].tolist(),
         }
 
 

@@ -9,6 +9,7 @@ from offbeat.strategies._registry import aliases, available
 from offbeat.strategies._worker import Exchange, Exchanging, Pace, Timing
 from offbeat.strategies.accumulate import Accumulate
 from offbeat.strategies.allreduce import AllReduce
+from offbeat.strategies.coded import Coded
 from offbeat.strategies.ddp import DDP
 from offbeat.strategies.downpour import Downpour
 from offbeat.strategies.elastic import Elastic
@@ -24,6 +25,7 @@ __all__ = [
     "Accumulate",
     "AllReduce",
     "Axis",
+    "Coded",
     "Combined",
     "Deadline",
     "Downpour",

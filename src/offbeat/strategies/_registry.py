@@ -17,6 +17,7 @@ from offbeat.strategies._base import Strategy, verify
 from offbeat.strategies._written import shown
 from offbeat.strategies.accumulate import Accumulate
 from offbeat.strategies.allreduce import AllReduce
+from offbeat.strategies.coded import Coded
 from offbeat.strategies.ddp import DDP
 from offbeat.strategies.downpour import Downpour
 from offbeat.strategies.elastic import Elastic
@@ -24,7 +25,17 @@ from offbeat.strategies.hogwild import Hogwild
 from offbeat.strategies.server import Server
 from offbeat.strategies.single import Single
 
-BUILT_IN: Final[tuple[type[Strategy], ...]] = (Single, DDP, AllReduce, Server, Downpour, Elastic, Hogwild, Accumulate)
+BUILT_IN: Final[tuple[type[Strategy], ...]] = (
+    Single,
+    DDP,
+    AllReduce,
+    Server,
+    Coded,
+    Downpour,
+    Elastic,
+    Hogwild,
+    Accumulate,
+)
 """What comes with offbeat, in the order it is listed."""
 
 GROUP: Final = "offbeat.strategies"

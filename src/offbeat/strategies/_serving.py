@@ -6,6 +6,7 @@ to step, its gradients are pushed instead, and the step itself is left to the se
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -121,6 +122,13 @@ class Served(Exchange):
         self._taking: Callable[[int, NDArray[np.uint8]], None] | None = None
         self.refused: list[str] = []
         """Why pushes of this worker were refused."""
+        self._sent_unasked: dict[int, tuple[int, int]] = {}
+        self.written: dict[int, int] = {}
+        """Version of each shard that has all this worker has pushed."""
+        self.pushes: Counter[str] = Counter()
+        """What became of this worker's pushes, on all shards."""
+        self.stale: Counter[int] = Counter()
+        """How many steps old what this worker read was: how often each, on all shards."""
 
     @property
     def lockstep(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -336,8 +344,26 @@ class Served(Exchange):
         return now
 
     def arrive(self, pull: int) -> None:
-        """Wait for values that were asked for."""
+        """Wait for values that were asked for; if a shard has gone on without this worker, for those that go with it."""
         self.heed(self._waited(pull, "a pull"))
+        while self.rule.closes and any(clock < self.clock for _, clock in self.client.machine.known.values()):
+            self.heed(self._waited(self.client.pull(self.clock), "a pull"))
+
+    def take_fresh(self) -> bool:
+        """Take what servers have sent unasked, if it is fresh enough for the next step and has this worker's pushes."""
+        shards = range(self.client.plan.shards)
+        found = [self.client.newest(shard) for shard in shards]
+        for shard, new in zip(shards, found, strict=True):
+            if new is not None:
+                self._take(shard, new[1])
+                self._sent_unasked[shard] = new[0].version, new[0].clock
+        needed = self.rule.needed(self.clock)
+        known = [self._sent_unasked.get(shard, (-1, -1)) for shard in shards]
+        if any(version < self.written.get(k, 0) or clock < needed for k, (version, clock) in enumerate(known)):
+            return False
+        for _, clock in known:
+            self.stale[max(0, self.clock - clock)] += 1
+        return True
 
     def _waited(self, token: int, what: str) -> tuple[Any, ...]:
         with self.stopwatch.spent_on("wait"):
@@ -345,10 +371,14 @@ class Served(Exchange):
 
     def heed(self, replies: Sequence[Any]) -> None:
         """What servers say of a push: it may have been refused, or its step was complete without it."""
-        for _, reply in replies:
+        for shard, reply in replies:
             pushed = reply.pushed if isinstance(reply, PullReply) else reply
+            if isinstance(reply, PullReply):
+                self.stale[max(0, self.clock - reply.clock)] += 1
             if not isinstance(pushed, PushReply):
                 continue
+            self.pushes[pushed.status] += 1
+            self.written[shard] = max(pushed.version, self.written.get(shard, 0))
             if pushed.status == "refused":
                 self.refused.append(pushed.reason)
             elif pushed.status == "late" and pushed.clock > self.clock:
@@ -381,6 +411,17 @@ class Served(Exchange):
     def payload(self) -> int:
         """What went to the servers, and came from them."""
         return self.client.bytes_sent + self.client.bytes_received
+
+    def figures(self) -> dict[str, Any]:
+        """Pushes of this worker by what became of them, and how stale its reads were."""
+        return {"pushes": dict(self.pushes), "staleness": {str(k): self.stale[k] for k in sorted(self.stale)}}
+
+    def staleness(self, steps: int) -> dict[str, int]:
+        """Reads of all workers by how many steps old they were, values that were kept and used again too."""
+        del steps
+        most = int(self.group.gather([float(max(self.stale, default=0))], "the end of the run").max())
+        rows = self.group.gather([float(self.stale[k]) for k in range(most + 1)], "the end of the run")
+        return {str(k): int(count) for k, count in enumerate(rows.sum(0).tolist()) if count}
 
     def notes(self) -> dict[str, Any]:
         """Why pushes were refused, if any were."""

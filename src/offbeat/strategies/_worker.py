@@ -52,6 +52,10 @@ class Exchange(ABC):
         """Steps that were made without this worker since it was last asked."""
         return 0
 
+    def slices(self) -> tuple[int, int] | None:
+        """Which slice of every batch is this worker's, of how many; None: the live workers have one each."""
+        return None
+
     @abstractmethod
     def install(self, model: nn.Module) -> None:
         """Put hooks on the model, so that backward ends with the strategy's gradients; not called when alone."""
@@ -92,6 +96,10 @@ class Exchange(ABC):
 
     def notes(self) -> dict[str, Any]:
         """More entries for the result; all workers are asked together."""
+        return {}
+
+    def figures(self) -> dict[str, Any]:
+        """What this worker has seen so far, for each line of the metrics and for the display; plain data."""
         return {}
 
     def staleness(self, steps: int) -> dict[str, int]:

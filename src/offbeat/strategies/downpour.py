@@ -151,7 +151,7 @@ class _Raining(Served):
 
     @contextmanager
     def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:
-        """Inside, every worker has what the servers have; steps made since the last fetch are there again afterwards."""
+        """Inside, every worker has what the servers have; afterwards, its own steps since the last fetch again."""
         ahead = self._steps % self._every_fetch != 0
         own = self.row.values.clone() if self.row is not None and ahead else None
         with super().averaged(models):
@@ -178,6 +178,8 @@ class _Raining(Served):
         own = None if self._steps % self._every_fetch == 0 else self.row.values.clone()
         super().load_state_dict(state)
         self._put_back(own)
-        self._filling = None if state["accrued"] is None else self.free_slot()
-        if self._filling is not None:
-            self.slots[self._filling].copy_(state["accrued"])
+        accrued: Tensor | None = state["accrued"]
+        self._filling = None
+        if accrued is not None:
+            self._filling = self.free_slot()
+            self.slots[self._filling].copy_(accrued)

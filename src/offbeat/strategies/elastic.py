@@ -42,7 +42,7 @@ class Elastic(Exchanging):
     """
 
     rho: float | None = None
-    """How strong the spring is: alpha is the learning rate times this. None: alpha is 0.9 over the number of workers."""
+    """How strong the spring is: alpha is the learning rate times this; if None, 0.9 over the number of workers."""
     period: int = 4
     """Steps between two exchanges with the centre."""
     shards: int = 1
@@ -116,7 +116,7 @@ class _Tied(Served):
 
     def updater(self) -> tuple[str, tuple[dict[str, Any], ...]]:
         """Servers add what is pushed to the centre."""
-        return ADD, tuple({} for _ in cast("Optimizer", self.optimizer).param_groups)
+        return ADD, ()
 
     def open(self, row: Row) -> None:
         """Put the centre on the servers, and start from it everywhere."""
@@ -145,7 +145,7 @@ class _Tied(Served):
     def _pull_the_centre(self) -> None:
         row = cast("Row", self.row)
         if self._asynchronous:
-            self.refresh()
+            self.arrive(self.client.pull(self.clock, anew=True))
         else:
             self._centre_has_come()
         slot = self.free_slot()

@@ -125,7 +125,7 @@ class Server(Exchanging):
     examples = (
         "server",
         "server(shards=2, consistency=ssp(3))",
-        "server(shards=2, replicas=1, consistency=bsp)",
+        "server(shards=2, replicas=1)",
         "server(consistency=asp, staleness_scaling=True)",
         "server(consistency=drop_slowest(1))",
         "server(consistency=deadline(0.5))",
@@ -183,12 +183,15 @@ class _Pushing(Served):
     def exchange(self) -> bool:
         """Push; and pull, unless what was read before is fresh enough for the next step."""
         slot = self.gradient() if self.examples else None
+        if self.rule.eager:
+            return self._exchange_eagerly(slot)
         due = not self._lazy or self._pulled < self.rule.needed(self.clock + 1)
         pull = self.push(slot, then_pull=due, weight=max(self.examples, 1e-9) if self.rule.aggregated else 1.0)
         if due:
             self.arrive(pull)
             self._pulled = min((clock for _, clock in self.client.machine.known.values()), default=0)
             return True
+        self.stale[self.clock - self._pulled] += 1
         if slot is None:
             return True
         # Read-my-writes: until values are read again, this worker's own updates are made here too.
@@ -197,6 +200,15 @@ class _Pushing(Served):
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] / len(self.group.members)
         return False
+
+    def _exchange_eagerly(self, slot: int | None) -> bool:
+        """Push, and take what servers have sent by themselves; ask only if that is not enough."""
+        self.push(slot, then_pull=False)
+        if slot is not None:
+            self.settle(slot)
+        if not self.take_fresh():
+            self.arrive(self.client.pull(self.clock, anew=True))
+        return True
 
     def stepped(self) -> None:
         """Undo what was changed for a step of one's own."""

@@ -35,6 +35,8 @@ class Rule(Struct, frozen=True):
     """Workers that a step does not wait for: it is complete with the first p - drop gradients."""
     deadline: float | None = None
     """Seconds after which a step is complete with the gradients that have come, if there is any."""
+    coded: int = 0
+    """Workers that a step can do without, as others compute the same (gradient coding): it loses nothing by it."""
 
     def __post_init__(self) -> None:
         """Refuse bounds that make no sense, and dropping where no step is waited for."""
@@ -44,11 +46,15 @@ class Rule(Struct, frozen=True):
             raise UsageError(f"drop_slowest({self.drop}) makes no sense: give the number of workers not waited for.")
         if self.deadline is not None and not 0 < self.deadline < math.inf:
             raise UsageError(f"deadline({self.deadline}) makes no sense: give a number of seconds above 0.")
+        if self.coded < 0:
+            raise UsageError(f"coded({self.coded}) makes no sense: give the number of workers not waited for.")
         if self.closes and self.bound != 0:
-            raise UsageError("drop_slowest and deadline close a step for all: they need a bound of 0 (bsp).")
+            raise UsageError("drop_slowest, deadline and coded close a step for all: they need a bound of 0 (bsp).")
 
     def __str__(self) -> str:
-        """The rule as it is written: `bsp`, `ssp(3, eager)`, `asp`, `drop_slowest(2)`, `deadline(0.5)`."""
+        """The rule as it is written: `bsp`, `ssp(3, eager)`, `asp`, `drop_slowest(2)`, `deadline(0.5)`, `coded(1)`."""
+        if self.coded:
+            return f"coded({self.coded})"
         if self.drop:
             return f"drop_slowest({self.drop})"
         if self.deadline is not None:
@@ -65,7 +71,7 @@ class Rule(Struct, frozen=True):
     @property
     def closes(self) -> bool:
         """A step may be complete before every worker has answered."""
-        return self.drop > 0 or self.deadline is not None
+        return self.drop > 0 or self.coded > 0 or self.deadline is not None
 
     def may_start(self, clock: int, minimum: int) -> bool:
         """Whether a worker that has finished `clock` steps may start another; `minimum` is the slowest's clock."""
@@ -77,7 +83,7 @@ class Rule(Struct, frozen=True):
 
     def enough(self, workers: int) -> int:
         """Answers that complete a step of so many workers, deadline or not: at least one."""
-        return max(1, workers - self.drop)
+        return max(1, workers - self.drop - self.coded)
 
 
 class Clocks:

@@ -8,6 +8,9 @@ examples, and applied once, over the total weight of what came. A worker's step 
 are held, unanswered, until the last one has come. Under `ssp` and `asp` every push is applied as it comes, with weight
 1/p, so that p of them move the model as far as one synchronous step.
 
+Where steps are coded, answers are held until they are enough to have the sum of all workers' gradients from; then each
+is used by its coefficient in that sum, and those that are not needed are discarded.
+
 The staleness of a read at clock c is how far the slowest clock that is fully in it is behind: c - minimum, at least 0.
 A read is due once minimum >= c - s, so it sees all updates of clocks up to c - s (exclusive, as clocks count finished
 steps), and its staleness is at most s.
@@ -19,6 +22,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from offbeat.errors import UsageError
+from offbeat.protocols.coding import Matrix, fractional_repetition
 from offbeat.protocols.machine import NOTHING, Payload
 from offbeat.protocols.servers.consistency import Clocks, Parked, Rule
 from offbeat.protocols.servers.messages import (
@@ -132,6 +137,7 @@ class Shard:
         self.staleness: Counter[int] = Counter()
         """Reads by how stale they were."""
         self._members = view.members
+        self._code = fractional_repetition(len(self._members), rule.coded) if rule.coded else None
         self._clocks = Clocks(self._members)
         self._next = dict.fromkeys(self._members, 0)
         self._held: dict[int, list[_Part]] = {}
@@ -273,18 +279,50 @@ class Shard:
             self._settle(push, part.payload, outcome, "refused", reason)
         else:
             self._held.setdefault(push.worker, []).append(part)
-            if push.last:
+            if push.last and self._code is not None:
+                self._clocks.tick(push.worker, push.clock + 1)
+            elif push.last:
                 self._sum_up(push, self._held.pop(push.worker), outcome)
 
-    def _sum_up(self, last: Push, parts: list[_Part], outcome: Outcome) -> None:
+    def _whole(self) -> dict[int, list[_Part]]:
+        """Answers to a coded step that are complete and fit to be used, by worker."""
+        held = self._held.items()
+        return {w: parts for w, parts in held if parts[-1].push.last and not any(part.unfit for part in parts)}
+
+    def _coefficients(self) -> Matrix | None:
+        """How much of each worker's answer to a coded step goes into the sum; None if there are not enough of them."""
+        whole = self._whole()
+        if self._code is None or len(whole) * (self._code.tolerated + 1) < self._code.workers:
+            return None
+        try:
+            return self._code.decode(whole)
+        except UsageError:
+            return None
+
+    def _combine(self, outcome: Outcome) -> None:
+        """A coded step is complete: use what has come, each by its coefficient."""
+        coefficients, whole = self._coefficients(), self._whole()
+        for worker, parts in [entry for entry in self._held.items() if entry[1][-1].push.last]:
+            del self._held[worker]
+            factor = 1.0 if coefficients is None else float(coefficients[worker])
+            if worker not in whole or (coefficients is not None and factor):
+                self._sum_up(parts[-1].push, parts, outcome, factor)
+                continue
+            for part in parts:
+                if coefficients is None:
+                    self._settle(part.push, part.payload, outcome, "refused", "too many workers are gone for its code")
+                else:
+                    self._settle(part.push, part.payload, outcome, "late")
+
+    def _sum_up(self, last: Push, parts: list[_Part], outcome: Outcome, factor: float = 1.0) -> None:
         """A worker's step is whole. If any part is unfit none is used; but it is done, and nobody waits for it."""
         unfit = next((part.unfit for part in parts if part.unfit), "")
         for part in parts:
             if part.payload.nbytes and not unfit:
-                outcome.works.append(Accumulate(part.payload, last.weight, part.push.start, part.push.stop))
+                outcome.works.append(Accumulate(part.payload, factor * last.weight, part.push.start, part.push.stop))
             self._settle(part.push, part.payload, outcome, "refused" if unfit else "applied", unfit)
         if not unfit:
-            self._weight += last.weight
+            self._weight += factor * last.weight
             self._settings = last.settings or self._settings
         self._clocks.tick(last.worker, last.clock + 1)
 
@@ -326,6 +364,8 @@ class Shard:
 
     def _complete_steps(self, outcome: Outcome) -> None:
         while self._is_complete():
+            if self._code is not None:
+                self._combine(outcome)
             if self._weight > 0:
                 self.version += 1
                 outcome.works.append(Update(self.version, 1 / self._weight, self._settings))
@@ -342,6 +382,8 @@ class Shard:
             return True
         if not self.rule.closes:
             return False
+        if self._code is not None:
+            return self._coefficients() is not None
         done = sum(self._clocks.of(worker) > self._completed for worker in self._clocks.workers)
         return done >= (1 if self._overdue else self.rule.enough(len(self._clocks)))
 

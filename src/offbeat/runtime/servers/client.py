@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.errors import RunError, WaitError
+from offbeat.errors import RunError, StrategyError, WaitError
 from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.client import (
     Arrived,
@@ -68,6 +69,7 @@ class Client:
 
     def __init__(self, plan: Plan, worker: int, seconds: float) -> None:
         self.plan = plan
+        _come_once(plan, worker)
         timing = plan.timing
         patient = Timing(
             heartbeat=timing.heartbeat,
@@ -168,6 +170,13 @@ class Client:
             self._driver.perform(asked.effects)
         return asked
 
+    def newest(self, shard: int) -> tuple[Fresh, Bytes] | None:
+        """Values of a shard that its server has sent unasked, if any have come since the last call."""
+        with self._lock:
+            while self._driver.turn(0.0):
+                pass
+            return self.fresh.pop(shard, None)
+
     def _look_in(self) -> None:
         """In a thread: what happens while the loop computes."""
         while not self._over.wait(_LOOK_IN):
@@ -239,3 +248,14 @@ class Client:
                 while not self.machine.left and time.monotonic() < deadline:
                     self._driver.turn(0.05)
             self._endpoint.close()
+
+
+def _come_once(plan: Plan, worker: int) -> None:
+    """Refuse one who has left and comes again: nobody waits for it any more."""
+    try:
+        (Path(plan.folder) / f"came-{worker}").touch(exist_ok=False)
+    except FileExistsError:
+        raise StrategyError(
+            f"worker {worker} joins for the second time, but servers serve one team in a run. Train everything in one "
+            f"offbeat.init(), in runs of their own, or with allreduce."
+        ) from None

@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import Any
 
 from offbeat.protocols import disturbances
-from offbeat.protocols.machine import Effect, Event
-from offbeat.protocols.servers.messages import COORDINATOR, Message, server_name
+from offbeat.protocols.machine import Effect, Event, Payload, Received
+from offbeat.protocols.servers.messages import COORDINATOR, Load, Message, server_name
 from offbeat.protocols.servers.server import Inspect, ServerMachine
 from offbeat.runtime.allocation import keep_freed_memory
 from offbeat.runtime.disturb import Disturber
@@ -19,36 +19,35 @@ from offbeat.runtime.servers.numbers import Numbers
 from offbeat.runtime.servers.plan import Plan
 
 
-class _Disturbed:
-    """A server's machine, with its minimum clock as the step at which what `--disturb` asks for happens."""
+class _Watched:
+    """A server's machine and its numbers, with what is to happen to them at which step, and notes of what was refused.
 
-    def __init__(self, machine: ServerMachine, disturber: Disturber) -> None:
-        self._machine, self._disturber = machine, disturber
+    A server's step, for what `--disturb` asks for, is its minimum clock.
+    """
+
+    MOST = 20
+    """Refusals that are noted; how many there were is counted by the shard."""
+
+    def __init__(self, machine: ServerMachine, numbers: Numbers, disturber: Disturber) -> None:
+        self._machine, self._numbers, self._disturber = machine, numbers, disturber
         self.name = machine.name
+        self.refusals: list[dict[str, Any]] = []
+        self._state: Payload | None = None
 
     def begin(self, now: float) -> Sequence[Effect]:
         return self._machine.begin(now)
 
     def on(self, event: Event, now: float) -> Sequence[Effect]:
+        if isinstance(event, Received) and isinstance(event.message, Load):
+            self._state = event.payload  # A state is looked at like a push, but never refused.
         effects = self._machine.on(event, now)
         if self._disturber.active and self._machine.serving:
             self._disturber.step(self._machine.shard.minimum)
         return effects
 
-
-class _Noted:
-    """A server's numbers, and a note of each push that was refused."""
-
-    MOST = 20
-    """Notes that are kept; how many there were is counted by the shard."""
-
-    def __init__(self, machine: ServerMachine, numbers: Numbers) -> None:
-        self._machine, self._numbers = machine, numbers
-        self.refusals: list[dict[str, Any]] = []
-
     def do(self, work: Any, token: Any) -> Any:
         result = self._numbers.do(work, token)
-        if isinstance(work, Inspect) and result and len(self.refusals) < self.MOST:
+        if isinstance(work, Inspect) and result and work.payload is not self._state and len(self.refusals) < self.MOST:
             self.refusals.append({"worker": work.worker, "step": self._machine.shard.minimum, "reason": result})
         return result
 
@@ -64,13 +63,13 @@ def serve(config: Mapping[str, Any], control: Control) -> None:
     # What is asked of server k is asked of the first that serves shard k.
     disturber = Disturber(asked if replica == 0 else [], "server", shard, int(config["seed"]), control.send)
     machine = ServerMachine(name, shard, plan.rule, plan.view, timing=plan.timing)
-    noted = _Noted(machine, Numbers(endpoint.lend))
+    watched = _Watched(machine, Numbers(endpoint.lend), disturber)
     try:
         endpoint.connect(COORDINATOR, plan.address(COORDINATOR))
         for other in range(plan.replicas + 1):
             if other != replica:
                 endpoint.connect(server_name(shard, other), plan.address(server_name(shard, other)))
-        drive(_Disturbed(machine, disturber), endpoint, noted.do, until=lambda: machine.retired)
+        drive(watched, endpoint, watched.do, until=lambda: machine.retired)
         print(
             f"{name} gave no sign of life for {plan.timing.silence:g} s and was declared dead (epoch "
             f"{machine.view.epoch} was its last): it serves nothing any more.",
@@ -80,7 +79,7 @@ def serve(config: Mapping[str, Any], control: Control) -> None:
     finally:
         with suppress(KeyboardInterrupt):
             if machine.serving:
-                control.send({"kind": "server", **account(shard, machine, endpoint), "refusals": noted.refusals})
+                control.send({"kind": "server", **account(shard, machine, endpoint), "refusals": watched.refusals})
             disturber.close()
             endpoint.close()
 

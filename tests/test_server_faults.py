@@ -1,0 +1,262 @@
+"""Workers and servers that die, stop or speak nonsense, on real processes: the run goes on, or says what was lost."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cli_support import write
+from fault_runs import (
+    STEPS,
+    STEPS_OF_AN_EPOCH,
+    Blow,
+    Schedule,
+    applied,
+    assert_nothing_is_left,
+    parameters,
+    random_schedule,
+    struck,
+    survive,
+)
+from fit_tasks import Watched
+from offbeat.errors import RunError, StrategyError
+from offbeat.fitting import Result, drive, fit
+from offbeat.jobs import Job, Script
+from offbeat.runtime.goal import Goal
+from offbeat.runtime.launch import Launcher
+
+Fit = Callable[..., Result]
+RULES = ("bsp", "ssp(2)", "asp")
+
+
+@pytest.fixture
+def learn(launcher: Launcher, tmp_path: Path) -> Fit:
+    """Fit a small curve on three workers; each run notes what it sees in a folder of its own."""
+    count = iter(range(100))
+
+    def run(strategy: str, **options: Any) -> Result:
+        folder = tmp_path / f"run-{next(count)}"
+        folder.mkdir()
+        task = Watched(str(folder), examples=48, batch=6)
+        known = {"workers": 3, "steps": 24, "seed": 5, "target": 1e9, "out": tmp_path / "runs", "timeout": 60.0}
+        result = fit(task, strategy, launcher=launcher, **(known | options))
+        assert_nothing_is_left(result.run)
+        return result
+
+    return run
+
+
+def equal(one: Result, other: Result, tolerance: float = 1e-6) -> None:
+    """Fail unless two runs have left the same parameters."""
+    ours, theirs = parameters(one), parameters(other)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def log_of(result: Result, name: str) -> str:
+    return (result.run / "logs" / f"{name}.log").read_text()
+
+
+# -- workers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize("rule", RULES)
+def test_the_others_go_on_when_a_worker_is_killed(launcher: Launcher, tmp_path: Path, rule: str, worker: int) -> None:
+    step = random.Random(f"{rule} {worker}").randint(0, STEPS - STEPS_OF_AN_EPOCH - 1)
+    disturb = [f"worker {worker}: kill at step {step}"]
+    schedule = Schedule(f"server(consistency={rule})", 3, disturb, killed={worker: step}, aggregated=rule == "bsp")
+    result = survive(schedule, launcher, tmp_path)
+    assert result.died == [f"worker {worker}"]
+    assert result.test_score == pytest.approx(result.score)
+
+
+@pytest.mark.slow
+def test_two_of_three_may_die(launcher: Launcher, tmp_path: Path) -> None:
+    disturb = ["worker 0: kill at step 3", "worker 1: kill at step 17"]
+    result = survive(Schedule("server(shards=2)", 3, disturb, killed={0: 3, 1: 17}), launcher, tmp_path)
+    assert result.died == ["worker 0", "worker 1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+def test_a_worker_that_was_silent_too_long_leaves_and_the_run_goes_well(
+    launcher: Launcher, tmp_path: Path, rule: str
+) -> None:
+    schedule = Schedule(
+        f"server(consistency={rule})",
+        3,
+        ["worker 0: stop 2500ms at step 9"],
+        killed={0: 9},
+        aggregated=rule == "bsp",
+    )
+    result = survive(schedule, launcher, tmp_path)
+    assert result.died == ["worker 0"]
+    assert "worker 0 gave no sign of life for 1.5 s and was declared dead" in log_of(result, "worker-0")
+    assert "Traceback" not in log_of(result, "worker-0")
+
+
+@pytest.mark.slow
+def test_a_short_stop_is_no_death(learn: Fit) -> None:
+    plain = learn("server(shards=2)")
+    stopped = learn("server(shards=2)", disturb=["worker 1: stop 400ms at step 5", "server 0: stop 400ms at step 9"])
+    assert (stopped.died, stopped.disturbances) == ([], {"asked": 2, "fired": 2})
+    equal(stopped, plain)
+
+
+@pytest.mark.slow
+def test_a_run_that_nobody_finishes_has_not_gone_well(learn: Fit, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"all workers have died or were silent for longer than 1\.5 s"):
+        learn("server", disturb=["worker 0: kill at step 3", "worker 1: stop 2s at step 4"], workers=2)
+    told = json.loads((tmp_path / "runs" / "latest" / "run.json").read_text())
+    assert (told["state"], told["disturbances"]["fired"]) == ("failed", 2)
+
+
+# -- servers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", [0, 1])
+def test_a_killed_server_loses_no_acknowledged_push_and_applies_none_twice(learn: Fit, shard: int) -> None:
+    plain = learn("server(shards=2, replicas=1)")
+    step = random.Random(shard).randint(0, 20)
+    killed = learn("server(shards=2, replicas=1)", disturb=f"server {shard}: kill at step {step}")
+    assert killed.disturbances == {"asked": 1, "fired": 1}
+    assert killed.died == [f"server {shard}.0"]
+    assert killed.servers[shard]["served_by"] == f"server {shard}.1"
+    assert [applied(account) for account in killed.servers] == [3 * 24, 3 * 24]
+    assert [account["version"] for account in killed.servers] == [24, 24]
+    equal(killed, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replica", [0, 1, 2])
+def test_any_replica_may_be_killed_at_any_moment(launcher: Launcher, tmp_path: Path, replica: int) -> None:
+    blow = Blow(f"server-{replica}", rank=1, lines=6, seconds=random.Random(replica).random() * 0.02)
+    schedule = Schedule("server(replicas=2, consistency=asp)", 2, ["worker *: pace 20ms"], blow, aggregated=False)
+    result = survive(schedule, launcher, tmp_path)
+    assert result.died == [f"server 0.{replica}"]
+    assert applied(result.servers[0]) == 2 * STEPS
+
+
+@pytest.mark.slow
+def test_two_copies_may_die_if_there_is_a_third(learn: Fit, tmp_path: Path) -> None:
+    plain = learn("server(replicas=2)", workers=2)
+    blow = Blow("server-1", rank=0, lines=3 * 15, seconds=0.0)
+    with struck(blow, tmp_path / "run-1", tmp_path / "runs"):
+        killed = learn("server(replicas=2)", workers=2, disturb=["server 0: kill at step 6", "worker *: pace 20ms"])
+    assert sorted(killed.died) == ["server 0.0", "server 0.1"]
+    assert applied(killed.servers[0]) == 2 * 24
+    equal(killed, plain)
+
+
+@pytest.mark.slow
+def test_a_server_that_was_stopped_and_goes_on_is_fenced(learn: Fit) -> None:
+    plain = learn("server(shards=2, replicas=1)", workers=2, steps=130)
+    sentences = ["worker *: pace 40ms", "server 0: stop 5s at step 5"]
+    fenced = learn("server(shards=2, replicas=1)", workers=2, steps=130, disturb=sentences)
+    assert fenced.disturbances == {"asked": 3, "fired": 3}
+    assert fenced.died == ["server 0.0"]
+    # It has gone on while the others still trained, and found that nobody needs it.
+    assert "server 0.0 gave no sign of life for 1.5 s and was declared dead" in log_of(fenced, "server-0")
+    assert [applied(account) for account in fenced.servers] == [2 * 130, 2 * 130]
+    equal(fenced, plain)
+
+
+@pytest.mark.slow
+def test_without_a_copy_the_run_says_what_is_lost_and_is_resumed_from_its_checkpoint(
+    launcher: Launcher, learn: Fit, tmp_path: Path
+) -> None:
+    plain = learn("server(shards=2)")
+    with pytest.raises(RunError, match="server 1 is gone, and with it the only copy") as lost:
+        learn("server(shards=2)", checkpoint_every=5, disturb="server 1: kill at step 13")
+    assert "--resume" in str(lost.value)
+    assert "replicas=1" in str(lost.value)
+    run = (tmp_path / "runs" / "latest").resolve()
+    assert_nothing_is_left(run)
+    told = json.loads((run / "run.json").read_text())
+    assert (told["state"], told["disturbances"]["fired"]) == ("failed", 1)
+    resumed = fit(Watched(str(tmp_path / "run-1"), examples=48, batch=6), resume=run, launcher=launcher)
+    assert (resumed.steps, resumed.died, resumed.run) == (24, [], run)
+    equal(resumed, plain)
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+NOT_A_NUMBER = """\
+import torch, offbeat
+
+torch.manual_seed(1)
+with offbeat.init(check_finite=False) as team:
+    model = torch.nn.Linear(3, 1)
+    model, optimizer = team.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for step in range(8):
+        optimizer.zero_grad()
+        model(torch.ones(4, 3)).sum().backward()
+        if team.rank == 1 and step == 4:
+            model.weight.grad[0, 2] = float("nan")
+        optimizer.step()
+    with team.averaged(model):
+        assert all(bool(p.isfinite().all()) for p in model.parameters())
+        team.report(bias=float(model.bias))
+"""
+
+
+@pytest.mark.parametrize("rule", ["bsp", "asp"])
+def test_a_push_with_nan_is_refused_named_and_counted(launcher: Launcher, tmp_path: Path, rule: str) -> None:
+    script = write(tmp_path / "loop.py", NOT_A_NUMBER)
+    goal = Goal(strategy=f"server(consistency={rule})", timeout=60.0)
+    result = drive(Job(Script(str(script)), goal, 2, 1, tmp_path / "runs"), launcher=launcher)
+    (server,) = result.servers
+    assert (server["pushes"]["refused"], applied(server)) == (1, 2 * 8 - 1)
+    (refusal,) = server["refusals"]
+    assert refusal["worker"] == 1
+    assert refusal["reason"] == "1 of 4 numbers are NaN or inf"
+    assert result.steps == 8
+    assert result.died == []
+
+
+TWO_TEAMS = """\
+import torch, offbeat
+
+for _ in range(2):
+    with offbeat.init() as team:
+        model = torch.nn.Linear(1, 1)
+        model, optimizer = team.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+"""
+
+
+def test_a_second_team_in_one_run_is_refused_with_the_reason(launcher: Launcher, tmp_path: Path) -> None:
+    script = write(tmp_path / "loop.py", TWO_TEAMS)
+    with pytest.raises(StrategyError, match="servers serve one team in a run"):
+        drive(Job(Script(str(script)), Goal(strategy="server"), 2, 1, tmp_path / "runs"), launcher=launcher)
+
+
+def test_a_script_that_trains_nothing_has_no_dead(launcher: Launcher, tmp_path: Path) -> None:
+    script = write(tmp_path / "idle.py", "print('nothing to do')\n")
+    result = drive(Job(Script(str(script)), Goal(strategy="server"), 2, 1, tmp_path / "runs"), launcher=launcher)
+    assert (result.steps, result.died) == (0, [])
+
+
+# -- all of it at random -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_random_faults_lose_double_and_leave_nothing(launcher: Launcher, tmp_path: Path, seed: int) -> None:
+    survive(random_schedule(seed), launcher, tmp_path)
+
+
+def test_ten_schedules_have_faults_of_every_kind() -> None:
+    said = " ".join(" ".join(random_schedule(seed).disturb) for seed in range(10))
+    assert all(word in said for word in ("worker 0: ", "server 0: kill", ": stop 200ms", ": stop 2s", "worker 1: kill"))
