@@ -1,8 +1,9 @@
-"""Strategies on parameter servers: Downpour, with Adagrad on them, and elastic averaging, with a centre on them."""
+"""Strategies on parameter servers: Downpour, elastic averaging, gradient coding."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +17,19 @@ from torch import nn
 
 import offbeat
 from cli_support import write
-from offbeat.errors import StrategyError, WorkerError
+from offbeat.errors import RunError, StrategyError, WorkerError
 from offbeat.fitting import Result
+from offbeat.protocols.machine import Payload
+from offbeat.protocols.servers.consistency import Rule
+from offbeat.protocols.servers.messages import ClusterView, Push, Refused
+from offbeat.protocols.servers.shard import Accumulate, Discard, Outcome, Shard, Update
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.records import MODEL_FILE
 from offbeat.runtime.stopwatch import Stopwatch
-from offbeat.strategies import Downpour, Elastic, Traits, parse
+from offbeat.strategies import Coded, Downpour, Elastic, Traits, parse
 from offbeat.strategies.elastic import MOVING_RATE
 from offbeat.tasks.digits import Digits
+from offbeat.testing import plain_loop
 from offbeat.testing._tasks import Curve
 from own_scripts.running import run_script
 
@@ -124,6 +130,10 @@ SCRIPT = """
         model, optimizer, batches = team.prepare(*plain())
         for batch in batches:
             optimizer.step(lambda: gradients(model, optimizer, batch))
+
+
+    def a_loader_of_its_own(team):
+        team.prepare(*plain(), split=False)
 
 
     with offbeat.init() as team:
@@ -324,7 +334,66 @@ def test_what_the_springs_of_asynchronous_workers_give_the_centre_they_take_from
     assert result.servers[0]["pushes"]["applied"] == 2 * 5 + 1, "five of each worker, and the first values"
 
 
-# -- both ------------------------------------------------------------------------------------------------------------
+# -- gradient coding -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "disturb"),
+    [
+        ("coded", "worker 1: pace 40ms"),
+        ("coded(s=3, shards=2)", "any worker: pause 30ms with probability 0.3"),
+        ("coded", "worker 2: kill at step 5"),
+    ],
+)
+def test_coded_steps_are_exact_however_slow_some_workers_are(
+    launcher: Launcher, tmp_path: Path, strategy: str, disturb: str
+) -> None:
+    options: dict[str, Any] = {"out": tmp_path / "runs", "launcher": launcher, "disturb": disturb}
+    result = offbeat.fit(Curve(str(tmp_path), batch=37), strategy, workers=4, epochs=20, **options)
+    found, expected = load_file(result.run / MODEL_FILE), plain_loop(20, 37)
+    assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in expected)
+    assert (result.steps, result.samples) == (20, 20 * 37)
+    assert result.servers[0]["pushes"]["late"] > 0, "answers that were not waited for"
+    assert result.disturbances["fired"] >= 1
+
+
+@pytest.mark.slow
+def test_a_coded_run_ends_when_nobody_is_left_for_a_slice(launcher: Launcher, tmp_path: Path) -> None:
+    sentences = ("worker 1: kill at step 4", "worker 3: kill at step 4", "worker *: pace 20ms")
+    with pytest.raises((RunError, WorkerError), match="all 2 workers that compute slice 1 of every batch are gone"):
+        offbeat.fit(
+            Curve(str(tmp_path)), "coded", workers=4, epochs=50, out=tmp_path / "runs", launcher=launcher,
+            disturb=sentences,
+        )  # fmt: skip
+
+
+def test_a_shard_holds_coded_answers_until_they_are_enough_and_discards_the_rest() -> None:
+    shard = Shard(Rule(0, coded=1), ClusterView.of(4, 1, 0))
+    payloads = [Payload(8, f"gradient {worker}") for worker in range(4)]
+
+    def push(worker: int, clock: int = 0, reason: str = "") -> Outcome:
+        message = Push(worker=worker, life=0, number=clock, clock=clock, weight=2.0)
+        return shard.apply(Refused(message, reason) if reason else message, payloads[worker])
+
+    assert push(0) == push(2) == Outcome(), "both have computed the same slice"
+    assert shard.holds(0, 0)
+    done = push(1)
+    assert done.works[:2] == [Accumulate(payloads[0], 2.0, 0, -1), Discard(payloads[2])]
+    assert done.works[2:] == [Accumulate(payloads[1], 2.0, 0, -1), Update(1, 1 / 4.0, ())]
+    assert [(answer.worker, answer.status) for answer in done.answers] == [(0, "applied"), (2, "late"), (1, "applied")]
+    assert shard.minimum == 1
+    assert [answer.status for answer in push(3).answers] == ["late"]
+    # What is unfit is of no use, so the other answer for that slice is waited for.
+    push(0, 1, reason="NaN")
+    push(1, 1)
+    assert shard.minimum == 1
+    done = push(2, 1)
+    assert shard.minimum == 2
+    assert Counter(answer.status for answer in done.answers) == {"refused": 1, "applied": 2}
+
+
+# -- all -------------------------------------------------------------------------------------------------------------
 
 BOTH = ["downpour(push=2, fetch=3)", "elastic(period=2)"]
 
@@ -386,7 +455,8 @@ def test_the_others_go_on_when_a_worker_dies(launcher: Launcher, tmp_path: Path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy", ["downpour", "downpour(push=4, fetch=4, warm=20)", "elastic", "elastic(period=8, asynchronous=False)"]
+    "strategy",
+    ["downpour", "downpour(push=4, fetch=4, warm=20)", "elastic", "elastic(period=8, asynchronous=False)", "coded"],
 )
 def test_digits_are_learned(launcher: Launcher, tmp_path: Path, strategy: str) -> None:
     result = offbeat.fit(Digits(), strategy, workers=2, out=tmp_path, launcher=launcher)
@@ -413,6 +483,9 @@ def test_digits_are_learned(launcher: Launcher, tmp_path: Path, strategy: str) -
         ("elastic(period=0)", "period is 0, but exchanges are at least 1 step apart"),
         ("easgd(shards=0)", "shards is 0"),
         ("easgd(replicas=-1)", "replicas is -1"),
+        ("coded(s=0)", "s is 0, but at least one worker is not waited for"),
+        ("coded(shards=0)", "shards is 0"),
+        ("coded(replicas=-1)", "replicas is -1"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(text: str, words: str) -> None:
@@ -428,6 +501,7 @@ def test_numbers_that_make_no_sense_are_refused(text: str, words: str) -> None:
         ("elastic(rho=6.0, asynchronous=False)", "steps", "is 0.6, and 2 workers at once would .* rho below 5"),
         ("elastic", "a_closure", r"elastic cannot be used with optimizer.step\(closure\)"),
         ("downpour", "a_closure", r"downpour cannot be used with optimizer.step\(closure\)"),
+        ("coded", "a_loader_of_its_own", "coded decides which workers compute the same slice .* Leave out split=False"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_the_loop(
@@ -437,13 +511,20 @@ def test_what_cannot_be_done_is_refused_in_the_loop(
         run(launcher, tmp_path, case, strategy, 2)
 
 
-@pytest.mark.parametrize("strategy", [Downpour(), Elastic()], ids=str)
+@pytest.mark.parametrize(("workers", "words"), [(3, "3 workers cannot be cut into 2 equal groups"), (1, "tolerate 1")])
+def test_workers_that_cannot_be_cut_into_groups_are_refused(workers: int, words: str) -> None:
+    with pytest.raises(StrategyError, match=words):
+        Coded().check(workers)
+
+
+@pytest.mark.parametrize("strategy", [Downpour(), Elastic(), Coded()], ids=str)
 def test_workers_without_servers_are_refused(strategy: Any) -> None:
     alone: Any = SimpleNamespace(size=1, rank=0)
     with pytest.raises(StrategyError, match="needs server processes beside the workers"):
         strategy.connect(alone, Stopwatch())
 
 
-def test_they_promise_to_outlive_their_workers_and_nothing_else() -> None:
+def test_they_promise_to_outlive_their_workers_and_coded_to_be_exact() -> None:
+    assert parse("coded").traits == Traits(exact=True, elastic=True)
     assert parse("downpour").traits == parse("easgd(asynchronous=False)").traits == Traits(elastic=True)
     assert parse("easgd(2.0, 8)") == Elastic(rho=2.0, period=8)

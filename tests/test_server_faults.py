@@ -44,7 +44,14 @@ def learn(launcher: Launcher, tmp_path: Path) -> Fit:
         folder = tmp_path / f"run-{next(count)}"
         folder.mkdir()
         task = Watched(str(folder), examples=48, batch=6)
-        known = {"workers": 3, "steps": 24, "seed": 5, "target": 1e9, "out": tmp_path / "runs", "timeout": 60.0}
+        known: dict[str, Any] = {
+            "workers": 3,
+            "steps": 24,
+            "seed": 5,
+            "target": 1e9,
+            "out": tmp_path / "runs",
+            "timeout": 60.0,
+        }
         result = fit(task, strategy, launcher=launcher, **(known | options))
         assert_nothing_is_left(result.run)
         return result

@@ -95,7 +95,7 @@ class Mesh(Strategy):
 
 def test_the_public_names_are_these() -> None:
     classes = {"Strategy", "Setting", "Traits", "Axis", "Combined"}
-    classes |= {"Single", "DDP", "AllReduce", "Server", "Downpour", "Elastic", "Hogwild", "Accumulate"}
+    classes |= {"Single", "DDP", "AllReduce", "Server", "Coded", "Downpour", "Elastic", "Hogwild", "Accumulate"}
     classes |= {"BSP", "SSP", "ASP", "DropSlowest", "Deadline"}
     classes |= {"Exchanging", "Exchange", "Timing", "Pace"}  # what a strategy of one's own is made of
     functions = {"combined", "parse", "expand", "available", "aliases", "describe", "overview"}
@@ -103,7 +103,7 @@ def test_the_public_names_are_these() -> None:
 
 
 def test_the_strategies_and_their_aliases_are_these() -> None:
-    served = ["server", "downpour", "elastic"]
+    served = ["server", "coded", "downpour", "elastic"]
     assert [cls.name for cls in BUILT_IN] == ["single", "ddp", "allreduce", *served, "hogwild", "accumulate"]
     assert aliases() == {
         "sequential": "single",

@@ -52,8 +52,8 @@ def measured(launcher: Launcher, disturbance: str, rule: str) -> Run:
         "rule": rule,
         "seconds per step": WORKERS / sum(STEPS / end for end in ends),
         "waiting": waited / sum(ends),
-        "staleness": result.servers[0]["staleness"],
-        "discarded": pushes.get("late", 0),
+        "staleness": result.staleness,
+        "late": pushes.get("late", 0),
         "used": pushes["applied"] - 1,  # The first values were put there in the same way.
         "accuracy": result.score,
         "disturbances": result.disturbances,
@@ -78,7 +78,7 @@ def draw(runs: list[Run], path: Path) -> None:
                 axes.broken_barh([(began, stop)], (rank - 0.4, 0.8), color=COLORS["paused"])
                 axes.broken_barh([(ready, done - ready)], (rank - 0.4, 0.8), color=COLORS["waiting"])
                 axes.plot([done, done], [rank - 0.4, rank + 0.4], color="white", lw=1)
-        axes.set_ylabel(run["rule"], rotation=0, ha="right", va="center", labelpad=48, fontsize=11, weight="bold")
+        axes.set_title(run["rule"], loc="left", fontsize=11, weight="bold")
         axes.set_yticks(range(WORKERS), [f"worker {rank}" for rank in range(WORKERS)], fontsize=8)
         axes.set_ylim(WORKERS - 0.5, -0.5)
         axes.set_xlim(0, WINDOW)
@@ -87,7 +87,7 @@ def draw(runs: list[Run], path: Path) -> None:
     rows[-1].set_xlabel("seconds; a white line ends a step")
     handles = [Patch(color=color, label=name) for name, color in COLORS.items()]
     handles = handles if runs[0]["disturbance"] == "pauses" else [handles[0], handles[2]]
-    rows[0].legend(handles=handles, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    rows[0].legend(handles=handles, ncols=3, loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -95,17 +95,17 @@ def draw(runs: list[Run], path: Path) -> None:
 
 def table(runs: list[Run]) -> str:
     """What came of the runs under one disturbance, as the page shows it."""
-    head = "| consistency | time per step | over bsp | waiting | staleness, mean and most | discarded | accuracy |"
+    head = "| consistency | time per step | over bsp | waiting | staleness, mean and most | used | accuracy |"
     rows = [head, "|---|---|---|---|---|---|---|"]
     base = runs[0]["seconds per step"]
     for run in runs:
         steps = {int(age): count for age, count in run["staleness"].items()}
         mean = sum(age * count for age, count in steps.items()) / sum(steps.values())
-        lost = run["discarded"] / (run["discarded"] + run["used"])
+        used = run["used"] / (WORKERS * STEPS)
         took = run["seconds per step"]
         rows.append(
             f"| `{run['rule']}` | {1e3 * took:.0f} ms | {took / base:.2f} | {run['waiting']:.0%} | {mean:.1f}, "
-            f"{max(steps)} | {lost:.0%} | {run['accuracy']:.3f} |"
+            f"{max(steps)} | {used:.0%} | {run['accuracy']:.3f} |"
         )
     return "\n".join(rows)
 
@@ -113,9 +113,9 @@ def table(runs: list[Run]) -> str:
 def filled(page: str, runs: list[Run]) -> str:
     """The page with the tables of these runs."""
     for name in DISTURBANCES:
-        mark = re.compile(rf"(<!-- table: {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
+        mark = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         made = table([run for run in runs if run["disturbance"] == name])
-        page = mark.sub(lambda found, made=made: found[1] + made + found[2], page)
+        page = mark.sub(lambda found, made=made: f"{found[1]}{made}\n{found[2]}", page)
     return page
 
 

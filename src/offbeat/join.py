@@ -381,9 +381,8 @@ class Team:
             return bool(self.group.sum(torch.tensor([float(has)]), "the end of the data").item() > 0)
 
     def passed_over(self) -> int:
-        """Steps that were made without this worker since it was last asked; they count here too."""
-        missed = self.exchange.passed_over()
-        self.ledger.steps += missed
+        """Steps that were made without this worker since it was last asked."""
+        missed, self._watch.missed = self._watch.missed, 0
         return missed
 
     # -- the end -----------------------------------------------------------------------------------------------------

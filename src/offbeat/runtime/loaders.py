@@ -134,6 +134,7 @@ class Loader:
     def __init__(self, original: Iterable[Any], source: Source, feed: Feed, place: Share) -> None:
         self._original, self._source, self._feed, self._place = original, source, feed, place
         self._looks = 0
+        self._missed = 0
         self.epoch = 0
         """Training epochs begun."""
         self.batches = 0
@@ -183,19 +184,19 @@ class Loader:
 
     def _handed_out(self, skip: int) -> Iterator[Any]:
         stream = self._source.batches(self.epoch, skip, mixed(self._place.seed, self._place.loader, 0))
-        missed = 0
         for batch in stream if self._source.knows_end else self._together(stream):
             self.batches += 1
-            missed += self._feed.passed_over()
-            if missed:
-                missed -= 1
+            if self._missed:
+                self._missed -= 1
                 self._feed.skipped(batch)
-                continue
-            self._feed.given(batch, training=True)
-            yield batch.content
-            self._feed.fetching(training=True)
+            else:
+                self._feed.given(batch, training=True)
+                yield batch.content
+                self._feed.fetching(training=True)
+                self._missed = self._feed.passed_over()
             self.complete = batch.last
-            if not self._feed.asked(self):
+            # Before a boundary this worker is where the others are.
+            if not self._missed and not self._feed.asked(self):
                 return
         if self.batches == 0:
             raise DataError(

@@ -28,6 +28,8 @@ class Watch:
         self._checked: dict[int, int] = {}
         self.examples = 1.0
         """How many examples the current batch has here: the weight of a closure's loss."""
+        self.missed = 0
+        """Steps that were made without this worker, and whose batches it has not left out yet."""
 
     def guard(self, model: nn.Module) -> None:
         """Watch one small gradient of the model: a loss that is not finite shows in all of them."""
@@ -53,7 +55,10 @@ class Watch:
 
         def after(*_: Any) -> None:
             if first and self._pace.updating:
-                self._ledger.steps += 1
+                # Counted at once, so that this worker knows where the others are before it does anything else.
+                missed = self._exchange.passed_over()
+                self._ledger.steps += 1 + missed
+                self.missed += missed
 
         def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
             closure = closure_of(args, kwargs)

@@ -128,6 +128,7 @@ class Engine:
     ) -> Iterator[Action]:
         """Everything that is to be done, in order: functions and what they are given."""
         rank, last, turns = self._room.rank, len(stages), len(slots[0])
+        here_again = results_stay(stages)
         for iteration in range(len(pieces) + last):
             for phase in range(max(0, iteration - len(pieces) + 1), min(iteration, last) + 1):
                 given, result = pieces[iteration - phase]
@@ -135,8 +136,14 @@ class Engine:
                 mine = slots[phase][turn][rank] if phase < last else None
                 if phase:
                     yield self._take, ()
-                    here = slots[phase - 1][turn]
-                    yield from self._consume(stages[phase - 1], here, given, result, width, ways, mine)
+                    if phase == 2 and here_again:
+                        there = slots[0][turn]
+                        here: Sequence[Array] = [there[_host(source)] for source in range(len(there))]
+                    else:
+                        here = slots[phase - 1][turn]
+                    following = None if here_again else mine
+                    stay = here_again and phase == 1
+                    yield from self._consume(stages[phase - 1], here, given, result, width, ways, following, stay)
                 elif mine is not None:
                     put = ways.weigh or np.copyto
                     for block in stages[0].publish:
@@ -159,23 +166,29 @@ class Engine:
         width: int,
         ways: Ways,
         following: Array | None,
+        stay: bool,
     ) -> Iterator[Action]:
-        """Reduce and copy what a stage has brought; what was reduced goes on into the slot of the following one."""
+        """Reduce and copy what a stage has brought. What was reduced goes on into the slot of the following one.
+
+        Or it stays in the slot of one who has brought a part of it (`stay`), where nobody else reads that part, and the
+        others find it: so it takes no further room in the caches.
+        """
         me = self._room.rank
         for block, ranks in stage.reduce:
             out = result[block]
             rows = [_part(slots[rank], block, width, out) for rank in ranks]
-            scratch = out
+            target = rows[ranks.index(_host(me))] if stay else out
+            scratch = target
             if me in ranks and block not in stage.publish:
                 # Mine is not in my slot, which nobody reads: room for it, or for a sum that may not overwrite it yet.
                 position = ranks.index(me)
                 if ways.blend is not None and len(ranks) == 2:
-                    yield ways.blend(rows[1 - position], given[block], out), ()
+                    yield ways.blend(rows[1 - position], given[block], target), ()
                     rows = []
                 elif ways.weigh is not None:
                     yield ways.weigh, (rows[position], given[block])
                 else:
-                    scratch = rows[position] if position > 1 else out
+                    scratch = target if stay or position <= 1 else rows[position]
                     rows[position] = given[block]
             if rows:
                 yield from reductions(rows, scratch, ways)
@@ -187,32 +200,46 @@ class Engine:
             row = result[place]
             yield np.copyto, (row, _part(slots[source], block, width, row))
 
-    def run_live(
-        self,
-        stages: Sequence[Stage],
-        rows: Sequence[Array],
-        ways: Ways,
-    ) -> None:
-        """The same with no slots: `rows` are every rank's own numbers, which lie in shared memory already."""
+    def run_live(self, stages: Sequence[Stage], rows: Sequence[Array], ways: Ways) -> None:
+        """The same with no slots: `rows` are every rank's own numbers, which lie in shared memory already.
+
+        What a later stage copies from here to a peer is written there at once, while it is still in the cache: a peer's
+        part of a block is read by nobody but who reduces it.
+        """
         room = self._room
         me, mine = room.rank, rows[room.rank]
         blocks = even_blocks(len(mine), room.size)
         step = max(1, LIVE // mine.itemsize)
         scratch = np.empty(min(step, len(mine)), mine.dtype) if me > 1 else None
+        room.sync()
+        fused = len(stages) == 2 and not stages[0].copy and not stages[1].reduce
         for stage in stages:
-            room.sync()
             for block, ranks in stage.reduce:
                 for start, stop in _steps(*blocks[block], step):
                     out = mine[start:stop]
                     target = out if scratch is None else scratch[: stop - start]
                     for act, arguments in reductions([rows[rank][start:stop] for rank in ranks], target, ways):
                         act(*arguments)
-                    if target is not out:
-                        np.copyto(out, target)
+                    for row in rows if fused else [mine]:
+                        if row is not mine or target is not out:
+                            np.copyto(row[start:stop], target)
+            if fused:
+                break
+            room.sync()
             for source, block, _ in stage.copy:
                 for start, stop in _steps(*blocks[block], step):
                     np.copyto(mine[start:stop], rows[source][start:stop])
-        room.sync()  # Only now nobody reads mine any more.
+        room.sync()  # Only now nobody reads or writes mine any more.
+
+
+def results_stay(stages: Sequence[Stage]) -> bool:
+    """Whether what is reduced is only copied afterwards: then it can stay where it was reduced."""
+    return len(stages) == 2 and bool(stages[0].reduce) and not stages[0].copy and not stages[1].reduce
+
+
+def _host(owner: int) -> int:
+    """In whose slot a rank leaves what it has reduced: the first other's, whose part comes first or second in a sum."""
+    return 0 if owner else 1
 
 
 def reductions(rows: Sequence[Array], out: Array, ways: Ways) -> list[Action]:

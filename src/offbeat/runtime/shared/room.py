@@ -2,7 +2,8 @@
 
 Everything moves in stages: a rank writes its slot, signals all others, takes a signal from each of them, and reads
 their slots. It may write that slot again when it has taken the signals of the stage after the next: by then everybody
-has read it. So two slots in turn are enough for single stages, and four for stages that overlap in a pipeline.
+has read it. So two slots in turn are enough for single stages, and five for stages that overlap in a pipeline, in which
+what was reduced may stay in the slots that were read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SMALL = 1 << 17
 """Bytes of a slot for single stages."""
 CHUNK = 1 << 20
 """Bytes of a slot of the ring: small enough for the caches, large enough that the interpreter does not matter."""
-DEPTH = 4
+DEPTH = 5
 """Slots of the ring, which overlapping stages go round."""
 PHASES = 2
 """Stages that overlap in one operation: what is brought, and what came of it."""
