@@ -250,3 +250,7 @@ def launch_and_wait(folder: Path, entry: str, grace: str) -> None:
 
 if __name__ == "__main__":
     launch_and_wait(Path(sys.argv[1]), *sys.argv[2:])
+
+
+def await_file(config: Config, control: Control) -> None:
+    wait_for(config["path"])

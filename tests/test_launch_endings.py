@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
@@ -352,3 +353,35 @@ def test_a_killed_launcher_leaves_no_process_no_port_and_no_shared_memory(tmp_pa
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port)).close()
         assert set(Path("/dev/shm").iterdir()) <= shared
+
+
+# Roles that serve, and roles that may die.
+
+
+def test_who_serves_is_ended_when_the_others_are_done(launcher: Launcher, role: MakeRole, tmp_path: Path) -> None:
+    server = dataclasses.replace(role(0, "sleep_well", kind="server"), serves=True)
+    ended: list[str] = []
+    outcomes, _ = run(launcher, server, role(0, "greet"), on_end=lambda outcome: ended.append(str(outcome.role)))
+    assert ended == ["worker 0", "server 0"]
+    assert [outcome.exit_code for outcome in outcomes if not outcome.role.serves] == [0]
+
+
+def test_a_run_goes_on_without_an_expendable_role(launcher: Launcher, role: MakeRole, tmp_path: Path) -> None:
+    killed = tmp_path / "killed"
+    dying = dataclasses.replace(role(0, "kill_oneself"), expendable=True)
+    staying = dataclasses.replace(role(1, "await_file", path=str(killed)), expendable=True)
+    outcomes, _ = run(launcher, dying, staying, on_end=lambda outcome: killed.touch())
+    assert [(outcome.exit_code, outcome.signal) for outcome in outcomes] == [(None, signal.SIGKILL), (0, None)]
+
+
+def test_a_run_in_which_all_have_died_has_failed(launcher: Launcher, role: MakeRole) -> None:
+    dying = [dataclasses.replace(role(rank, "kill_oneself"), expendable=True) for rank in range(2)]
+    server = dataclasses.replace(role(0, "sleep_well", kind="server"), serves=True, expendable=True)
+    with pytest.raises(WorkerError, match="was ended by SIGKILL"):
+        run(launcher, server, *dying)
+
+
+def test_an_expendable_role_that_raises_fails_the_run(launcher: Launcher, role: MakeRole) -> None:
+    failing = dataclasses.replace(role(0, "fail", raises="ValueError", text="bad digit"), expendable=True)
+    with pytest.raises(WorkerError, match="worker 0 failed with ValueError: bad digit"):
+        run(launcher, failing, role(1, "sleep_well"))

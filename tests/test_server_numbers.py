@@ -1,0 +1,148 @@
+"""What a server does to its numbers: sums, steps of torch's own optimizers, corrections for delay, states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, optim
+from torch.nn import Parameter
+
+from offbeat.protocols.machine import Payload
+from offbeat.protocols.servers.server import Inspect, Read
+from offbeat.protocols.servers.shard import Accumulate, Discard, Restore, Update
+from offbeat.runtime.servers.numbers import ADD, OPTIMIZERS, Numbers, Recipe, first_state, settings_of
+
+
+def payload(*numbers: float, kind: Any = np.float32) -> Payload:
+    raw = np.array(numbers, dtype=kind).view(np.uint8)
+    raw.flags.writeable = False  # As it comes from another process.
+    return Payload(raw.nbytes, raw)
+
+
+def made(recipe: Recipe, values: Tensor) -> Numbers:
+    numbers = Numbers(lambda _segment: None)
+    state = first_state(recipe, values)
+    numbers.do(Restore(Payload(state.nbytes, state), 0))
+    return numbers
+
+
+def held(numbers: Numbers) -> Tensor:
+    return torch.from_numpy(numbers.do(Read()).handle.copy())
+
+
+def sgd(rate: float = 0.5, **more: Any) -> Recipe:
+    optimizer = optim.SGD([Parameter(torch.zeros(4))], lr=rate)
+    return Recipe(optimizer="SGD", ranges=(((0, 4),),), settings=settings_of(optimizer), **more)
+
+
+def test_gradients_of_a_step_are_summed_by_their_weights_and_applied_once() -> None:
+    numbers = made(sgd(), torch.ones(4))
+    for _ in range(2):  # The second time the sum must begin with nothing.
+        before = held(numbers)
+        numbers.do(Accumulate(payload(1, 2, 3, 4), 3.0, 0, -1))
+        numbers.do(Accumulate(payload(5, 6, 7, 8), 1.0, 0, -1))
+        assert torch.equal(held(numbers), before), "a sum that is not complete is not applied"
+        numbers.do(Update(numbers.version + 1, 0.25, ()))
+        mean = (3 * torch.tensor([1.0, 2, 3, 4]) + torch.tensor([5.0, 6, 7, 8])) / 4
+        torch.testing.assert_close(held(numbers), before - 0.5 * mean)
+    assert numbers.version == 2
+
+
+def test_parts_of_a_step_come_one_by_one() -> None:
+    numbers = made(sgd(1.0), torch.zeros(4))
+    numbers.do(Accumulate(payload(1, 2), 1.0, 0, 2))
+    numbers.do(Accumulate(payload(3), 1.0, 3, 4))
+    numbers.do(Update(1, 1.0, ()))
+    assert held(numbers).tolist() == [-1.0, -2.0, 0.0, -3.0]
+    numbers.do(Update(2, 1.0, (), 1, 3, payload(5, 6)))
+    assert held(numbers).tolist() == [-1.0, -7.0, -6.0, -3.0]
+
+
+def test_a_push_that_is_applied_alone_moves_by_its_share() -> None:
+    numbers = made(sgd(), torch.zeros(4))
+    numbers.do(Update(1, 0.25, (), payload=payload(4, 4, 4, 4)))
+    assert held(numbers).tolist() == [-0.5] * 4
+
+
+def test_what_is_discarded_changes_nothing() -> None:
+    numbers = made(sgd(), torch.ones(4))
+    numbers.do(Discard(payload(1, 1, 1, 1)))
+    numbers.do(Update(1, 1.0, ()))
+    assert held(numbers).tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_does_on_a_slice_what_it_does_on_the_whole(name: str) -> None:
+    whole = [Parameter(torch.linspace(-1, 1, 5)), Parameter(torch.linspace(1, 2, 3))]
+    settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.01} | ({"momentum": 0.9} if name == "SGD" else {})
+    own = OPTIMIZERS[name]([{"params": [whole[0]]}, {"params": [whole[1]], "lr": 0.01}], **settings)  # type: ignore
+    recipe = Recipe(optimizer=name, ranges=(((0, 3),), ((3, 5),)), settings=settings_of(own))
+    numbers = made(recipe, torch.cat([whole[0].data[2:], whole[1].data[:2]]))
+    for step in range(4):
+        if step == 2:  # A schedule changes the learning rate.
+            for group in own.param_groups:
+                group["lr"] *= 0.5
+        changed = tuple({"lr": float(group["lr"])} for group in own.param_groups) if step == 2 else ()
+        gradient = torch.randn(8, generator=torch.Generator().manual_seed(step))
+        whole[0].grad, whole[1].grad = gradient[:5].clone(), gradient[5:].clone()
+        own.step()
+        numbers.do(Update(step + 1, 1.0, changed, payload=payload(*gradient[2:7].tolist())))
+    torch.testing.assert_close(held(numbers), torch.cat([whole[0].data[2:], whole[1].data[:2]]))
+
+
+def test_a_state_that_is_fetched_and_put_back_goes_on_to_the_same_bits() -> None:
+    optimizer = optim.Adam([Parameter(torch.zeros(4))], lr=0.1)
+    recipe = Recipe(optimizer="Adam", ranges=(((0, 4),),), settings=settings_of(optimizer))
+    one = made(recipe, torch.ones(4))
+    one.do(Update(1, 1.0, (), payload=payload(1, -2, 3, -4)))
+    state = one.do(Read(state=True))
+    other = Numbers(lambda _segment: None)
+    other.do(Restore(state, 1))
+    for numbers in (one, other):
+        numbers.do(Update(2, 1.0, (), payload=payload(4, 3, 2, 1)))
+    assert torch.equal(held(one), held(other))
+
+
+def test_sums_of_statistics_are_added_whatever_their_scale() -> None:
+    numbers = made(Recipe(optimizer=ADD, kind="float64"), torch.zeros(2, dtype=torch.float64))
+    numbers.do(Update(1, 0.5, (), payload=payload(1, 2, kind=np.float64)))
+    numbers.do(Accumulate(payload(10, 20, kind=np.float64), 1.0, 0, -1))
+    numbers.do(Accumulate(payload(1, 1, kind=np.float64), 1.0, 0, -1))
+    numbers.do(Update(2, 0.5, ()))
+    assert held(numbers).tolist() == [12.0, 23.0]
+
+
+def test_the_more_a_gradient_has_missed_the_shorter_its_step() -> None:
+    numbers = made(sgd(1.0, staleness_scaling=True), torch.zeros(4))
+    numbers.do(Update(1, 0.5, (), payload=payload(1, 1, 1, 1), missed=2))
+    assert held(numbers).tolist() == [-0.5 / (1 + 2 * 0.5)] * 4
+
+
+def test_a_late_gradient_is_corrected_by_how_far_the_values_have_moved() -> None:
+    numbers = made(sgd(1.0, delay_compensation=0.5), torch.zeros(4))
+    numbers.do(Read())  # Somebody reads version 0.
+    numbers.do(Update(1, 1.0, (), payload=payload(2, 2, 2, 2)))
+    numbers.do(Update(2, 1.0, (), payload=payload(1, -1, 3, 0), missed=1))
+    gradient, moved = torch.tensor([1.0, -1, 3, 0]), torch.full((4,), -2.0)
+    expected = moved - (gradient + 0.5 * gradient * gradient * moved)
+    torch.testing.assert_close(held(numbers), expected)
+
+
+@pytest.mark.parametrize(
+    ("brought", "why"),
+    [
+        (payload(1, float("nan"), 3, 4), "1 of 4 numbers are NaN or inf"),
+        (payload(1, float("inf"), float("-inf"), 4), "2 of 4"),
+        (payload(3e38, 3e38, 3e38, 3e38), ""),
+        (payload(*[1.0] * 5), "20 bytes for a shard of 16"),
+        (Payload(3, np.zeros(3, np.uint8)), "3 bytes"),
+        (payload(1, 2), ""),
+        (Payload(0), ""),
+    ],
+)
+def test_what_is_not_fit_is_found_at_the_door(brought: Payload, why: str) -> None:
+    said = made(sgd(), torch.zeros(4)).do(Inspect(brought, 0))
+    assert said == "" if not why else why in said
