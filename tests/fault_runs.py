@@ -101,7 +101,7 @@ def parameters(result: Result) -> dict[str, Tensor]:
 
 def applied(account: dict[str, Any]) -> int:
     """Pushes that a shard has applied; the state that was put there in the beginning was answered as one, too."""
-    return account["pushes"]["applied"] - 1
+    return account["pushes"]["applied"]
 
 
 # -- processes of a run ------------------------------------------------------------------------------------------------

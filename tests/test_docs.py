@@ -54,6 +54,13 @@ def test_the_readme_quotes_the_startup_benchmark() -> None:
         assert f"{results[name]:.2f} s" in readme, name
 
 
+def test_the_page_on_consistency_tells_what_its_runs_came_to() -> None:
+    filled = runpy.run_path(str(ROOT / "docs/pictures/consistency.py"))["filled"]
+    page = (ROOT / "docs/consistency.md").read_text()
+    assert page == filled(page, json.loads((ROOT / "docs/pictures/consistency.json").read_text()))
+    assert page.count("| `ssp(3)` | ") == 2
+
+
 def documented_commands(text: str) -> list[str]:
     """Lines with a command of ours in shell blocks of a page, or in the docstring of an example."""
     text = text.replace("\\\n", " ")

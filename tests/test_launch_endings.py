@@ -370,7 +370,7 @@ def test_a_run_goes_on_without_an_expendable_role(launcher: Launcher, role: Make
     killed = tmp_path / "killed"
     dying = dataclasses.replace(role(0, "kill_oneself"), expendable=True)
     staying = dataclasses.replace(role(1, "await_file", path=str(killed)), expendable=True)
-    outcomes, _ = run(launcher, dying, staying, on_end=lambda outcome: killed.touch())
+    outcomes, _ = run(launcher, dying, staying, on_end=lambda _: killed.touch())
     assert [(outcome.exit_code, outcome.signal) for outcome in outcomes] == [(None, signal.SIGKILL), (0, None)]
 
 

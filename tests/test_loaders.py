@@ -49,6 +49,9 @@ class Feed:
     given_out: list[Batch] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     """How many batches this worker itself had, epoch by epoch."""
+    left_out: list[Batch] = field(default_factory=list)
+    missed: int = 0
+    """Steps that are made without this worker while it does its next."""
     endings: int = 0
     looked: int = 0
     _mine: int = 0
@@ -71,6 +74,13 @@ class Feed:
         self._calls += 1
         self._mine += has
         return has if self.rounds is None else self._calls <= self.rounds
+
+    def passed_over(self) -> int:
+        missed, self.missed = self.missed, 0
+        return missed
+
+    def skipped(self, batch: Batch) -> None:
+        self.left_out.append(batch)
 
     def ended(self) -> None:
         self.endings += 1
@@ -424,6 +434,19 @@ def test_a_team_that_says_stop_ends_the_epoch_there() -> None:
     assert len(list(loader)) == 2
     assert not loader.complete
     assert list(loader) == []
+
+
+def test_batches_that_were_learned_without_this_worker_are_left_out() -> None:
+    feed = Feed()
+    loader = divide(DataLoader(Pairs(), 4), Share(0, 2, 5, 0), feed, Parts())
+    whole = [rows(content) for content in loader]
+    seen: list[Any] = []
+    for number, content in enumerate(loader):
+        seen.append(rows(content))
+        feed.missed = 2 if number == 0 else 0
+    assert seen == [whole[0], *whole[3:]]
+    assert [rows(batch.content) for batch in feed.left_out] == whole[1:3]
+    assert loader.batches == len(whole), "it stands where the others stand"
 
 
 def test_skewed_parts_give_every_example_once_and_each_worker_its_own() -> None:

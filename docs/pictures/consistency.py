@@ -31,7 +31,7 @@ DISTURBANCES = {
     "slow": ("worker *: pace 40ms", "worker 0: pace 120ms"),
 }
 DRAWN = {"pauses": ("bsp", "ssp(3)", "asp"), "slow": ("bsp", "ssp(3)", "asp", "drop_slowest(1)")}
-COLORS = {"computing": "#22c55e", "paused": "#64748b", "waiting": "#ef4444"}
+COLORS = {"computing": "#22c55e", "paused": "#64748b", "push, pull and wait": "#ef4444"}
 Run = dict[str, Any]
 
 
@@ -54,7 +54,7 @@ def measured(launcher: Launcher, disturbance: str, rule: str) -> Run:
         "waiting": waited / sum(ends),
         "staleness": result.staleness,
         "late": pushes.get("late", 0),
-        "used": pushes["applied"] - 1,  # The first values were put there in the same way.
+        "used": pushes["applied"],
         "accuracy": result.score,
         "disturbances": result.disturbances,
         "lanes": [[row for row in lane if row[1] < WINDOW] for lane in shown],
@@ -76,7 +76,7 @@ def draw(runs: list[Run], path: Path) -> None:
                 stop = paused(run, rank, step)
                 axes.broken_barh([(began, ready - began)], (rank - 0.4, 0.8), color=COLORS["computing"])
                 axes.broken_barh([(began, stop)], (rank - 0.4, 0.8), color=COLORS["paused"])
-                axes.broken_barh([(ready, done - ready)], (rank - 0.4, 0.8), color=COLORS["waiting"])
+                axes.broken_barh([(ready, done - ready)], (rank - 0.4, 0.8), color=COLORS["push, pull and wait"])
                 axes.plot([done, done], [rank - 0.4, rank + 0.4], color="white", lw=1)
         axes.set_title(run["rule"], loc="left", fontsize=11, weight="bold")
         axes.set_yticks(range(WORKERS), [f"worker {rank}" for rank in range(WORKERS)], fontsize=8)
@@ -104,8 +104,8 @@ def table(runs: list[Run]) -> str:
         used = run["used"] / (WORKERS * STEPS)
         took = run["seconds per step"]
         rows.append(
-            f"| `{run['rule']}` | {1e3 * took:.0f} ms | {took / base:.2f} | {run['waiting']:.0%} | {mean:.1f}, "
-            f"{max(steps)} | {used:.0%} | {run['accuracy']:.3f} |"
+            f"| `{run['rule']}` | {1e3 * took:.0f} ms | {took / base:.2f} | {100 * run['waiting']:.0f} % | {mean:.1f}, "
+            f"{max(steps)} | {100 * used:.0f} % | {run['accuracy']:.3f} |"
         )
     return "\n".join(rows)
 

@@ -217,10 +217,16 @@ def drive(job: Job, *, launcher: Launcher | None = None, watcher: Watcher | None
 def _launch(starter: Launcher, job: Job, folder: RunFolder, port: int, collected: _Collected) -> None:
     try:
         with serving(job) as servers:
+
+            def tick() -> None:
+                servers.tick(collected.watcher.tick)
+                for role in servers.condemned(time.monotonic()):
+                    starter.kill(role)
+
             starter.run(
                 [*_roles(job, folder, port, servers), *servers.roles(job, folder)],
                 on_message=collected.message,
-                on_tick=lambda: servers.tick(collected.watcher.tick),
+                on_tick=tick,
                 on_end=servers.ended,
             )
             collected.died = servers.died

@@ -26,11 +26,16 @@ def servers_of(job: Job) -> tuple[int, int, Rule] | None:
     return cast("Exchanging", combined(parse(job.goal.strategy)).exchange).servers(job.workers)
 
 
+PATIENCE = 15.0
+"""Seconds that one who was declared dead has to notice and end by itself."""
+
+
 class Serving:
     """The servers of one run, and their coordinator; of most runs there are none."""
 
     def __init__(self, plan: Plan | None = None, coordination: Coordination | None = None) -> None:
         self.plan, self._coordination = plan, coordination
+        self._declared: dict[str, float] = {}
         self._working = 0 if plan is None else plan.workers
         self._finished: set[str] = set()
 
@@ -66,6 +71,18 @@ class Serving:
         watcher()
         if self._coordination is not None and self._working:
             self._coordination.check()
+
+    def condemned(self, now: float) -> list[str]:
+        """Roles that were declared dead long ago and have not ended: whoever is stopped for good is not waited for."""
+        plan = self.plan
+        if plan is None:
+            return []
+        for name in self.died:
+            self._declared.setdefault(name, now)
+        overdue = [name for name, since in self._declared.items() if now - since > PATIENCE]
+        for name in overdue:
+            self._declared[name] = float("inf")
+        return [_role_of(name, plan) for name in overdue]
 
     def ended(self, outcome: Outcome) -> None:
         """A process of the run has ended."""
@@ -111,6 +128,15 @@ class Serving:
             return RunError(f"{lost} {error}") if gone else error
         # A worker that has heard of the loss raises just this; what is more special has other reasons.
         return lost if type(error) is RunError else error
+
+
+def _role_of(name: str, plan: Plan) -> str:
+    """What the launcher calls somebody."""
+    kind, _, number = name.partition(" ")
+    if kind == "worker":
+        return name
+    shard, replica = (int(part) for part in number.split("."))
+    return f"{kind} {shard * (plan.replicas + 1) + replica}"
 
 
 def _was_asked_to_end(outcome: Outcome) -> bool:

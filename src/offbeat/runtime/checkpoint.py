@@ -28,6 +28,7 @@ FORMAT = 1
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 _MANIFEST = "manifest.json"
 _SHARED = "shared.safetensors"
+_OWN = "worker-"
 
 
 class Checkpoints:
@@ -40,29 +41,34 @@ class Checkpoints:
 
     def save(self, step: int, shared: Mapping[str, Any], own: Mapping[str, Any], summary: Mapping[str, Any]) -> Path:
         """Write what worker 0 says is shared and what is each worker's own; all workers call this together."""
+        leader = self._group.leader()
+        leads = leader == self._group.rank
         final = self._place(step)
         draft = self.folder / f".draft-{step:09d}"
-        failure = ""
-        try:
-            if self._group.leads:
+
+        def begin() -> None:
+            if leads:
                 _sweep(self.folder)
                 draft.mkdir(parents=True)
-        except OSError as error:
-            failure = _reason(error, draft)
-        self._agree(failure)
-        try:
-            if self._group.leads:
+
+        def write() -> None:
+            if leads:
                 _write_state(draft / _SHARED, shared)
             _write_state(draft / _file_of(self._group.rank), own)
-        except (OSError, SafetensorError, CheckpointError) as error:
-            failure = _reason(error, draft)
-        self._agree(failure)
-        try:
-            if self._group.leads:
+
+        def publish() -> None:
+            if leads:
                 self._publish(draft, final, step, summary)
-        except OSError as error:
-            failure = _reason(error, draft)
-        self._agree(failure)
+
+        for act in (begin, write, publish):
+            failure = ""
+            try:
+                act()
+            except (OSError, SafetensorError, CheckpointError) as error:
+                failure = _reason(error, draft)
+            self._agree(failure)
+            if leader not in self._group.present:
+                break  # It has died: this one is given up, and the one before is still the newest.
         return final
 
     def _place(self, step: int) -> Path:
@@ -113,7 +119,17 @@ class Checkpoints:
                     f"Resume with the same {key}, or start a new run without --resume."
                 )
         shared = _read_state(path / _SHARED, manifest)
-        return shared, _read_state(path / _file_of(self._group.rank), manifest), manifest["summary"]
+        return shared, self._own_state(path, manifest), manifest["summary"]
+
+    def _own_state(self, path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+        """The state of this worker; one that had died before takes another's, but draws its own random numbers."""
+        name = _file_of(self._group.rank)
+        others = sorted(file for file in manifest["files"] if file.startswith(_OWN))
+        if name in manifest["files"] or self._group.rank >= manifest["workers"] or not others:
+            return _read_state(path / name, manifest)
+        own = _read_state(path / others[0], manifest)
+        own.get("things", {}).pop("random", None)
+        return own
 
 
 def newest(folder: Path) -> Path | None:
@@ -171,7 +187,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _file_of(rank: int) -> str:
-    return f"worker-{rank}.safetensors"
+    return f"{_OWN}{rank}.safetensors"
 
 
 def _write_state(path: Path, state: Mapping[str, Any]) -> None:

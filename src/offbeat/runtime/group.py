@@ -125,6 +125,15 @@ class Group:
         return tuple(range(self.size))
 
     @property
+    def present(self) -> tuple[int, ...]:
+        """Who took part in the last exchange."""
+        return self.members
+
+    def leader(self) -> int:
+        """The rank of the one who does what only one does, agreed by all; all workers call this together."""
+        return 0
+
+    @property
     def leads(self) -> bool:
         """Whether this worker does what only one does: writes, tells, concludes."""
         return self.rank == 0

@@ -120,7 +120,8 @@ class Memory:
         held.load_trainable(own["trainable"])
         held.load_others(shared["others"])
         for name, thing in self._own.items():
-            thing.load_state_dict(own["things"][name])
+            if name in own["things"]:
+                thing.load_state_dict(own["things"][name])
         self._written_at = own["notes"]["step"]
 
 

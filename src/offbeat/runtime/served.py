@@ -32,6 +32,7 @@ class ServedGroup(Group):
         self.rank, self.size = place.rank, place.size
         self.client = Client(plan, place.rank, timeout.total_seconds())
         self._meetings = 0
+        self._present = self.members
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -43,9 +44,19 @@ class ServedGroup(Group):
         """Whether this worker does what only one does; when worker 0 has died, the next one."""
         return self.rank == min(self.members, default=self.rank)
 
+    @property
+    def present(self) -> tuple[int, ...]:
+        """Who came to the last meeting: the same answer for all who did."""
+        return self._present
+
+    def leader(self) -> int:
+        """The first of those who are there; all live workers call this together."""
+        return self._meet([], "agreeing on who leads")[0][0]
+
     def _meet(self, values: Sequence[float], what: str) -> tuple[tuple[int, ...], Tensor]:
         self._meetings += 1
         ranks, rows = self.client.meet(f"{what} ({self._meetings})", values)
+        self._present = ranks
         width = max(map(len, rows), default=0)
         table = torch.zeros(len(rows), width, dtype=torch.float64)
         for row, brought in zip(table, rows, strict=True):

@@ -344,7 +344,7 @@ class Served(Exchange):
         return now
 
     def arrive(self, pull: int) -> None:
-        """Wait for values that were asked for; if a shard has gone on without this worker, for those that go with it."""
+        """Wait for values that were asked for; if a shard has gone on without this worker, for its newer ones."""
         self.heed(self._waited(pull, "a pull"))
         while self.rule.closes and any(clock < self.clock for _, clock in self.client.machine.known.values()):
             self.heed(self._waited(self.client.pull(self.clock), "a pull"))

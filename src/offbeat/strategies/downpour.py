@@ -148,6 +148,7 @@ class _Raining(Served):
         self.group.barrier("a step of the warm start")
         if fetches or not self.group.leads:
             self.refresh()
+        self.group.barrier("all having what the warm start has learned")
 
     @contextmanager
     def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:

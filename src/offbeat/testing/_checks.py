@@ -179,7 +179,7 @@ def wrong_parameters_are_refused_before_any_process_starts(bench: Bench) -> None
 def a_loss_that_is_not_finite_stops_the_run(bench: Bench) -> None:
     """NaN on one worker: the run stops and says where; the last checkpoint stays."""
     try:
-        bench.fit("nan", epochs=4, fault="nan", fault_rank=0, fault_step=8, batch=8, examples=16, checkpoint_every=2)
+        bench.fit("nan", epochs=40, fault="nan", fault_rank=0, fault_step=8, batch=8, examples=16, checkpoint_every=2)
     except NonFiniteError as error:
         _in("worker 0", str(error), "the message")
         _in("step", str(error), "the message")

@@ -124,7 +124,11 @@ class CoordinatorMachine:
         self._out.timer(self._timing.heartbeat, TICK)
         self._begun += asleep
         self._heard = {name: heard + asleep for name, heard in self._heard.items()}
-        self._bury([name for name in self._members() if self._is_silent(name, now)])
+        silent = [name for name in self._members() if self._is_silent(name, now)]
+        if all(worker_name(worker) in silent for worker in self.view.workers):
+            # Without them nobody could go on; they may have been stopped together, and come back.
+            silent = [name for name in silent if name in self.view.servers]
+        self._bury(silent)
 
     def _is_silent(self, name: Name, now: float) -> bool:
         if name not in self._heard:

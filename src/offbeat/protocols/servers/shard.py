@@ -251,7 +251,8 @@ class Shard:
 
     def _settle(self, push: Push | Load, payload: Payload, outcome: Outcome, status: Status, reason: str = "") -> None:
         """Answer a push; unless it was applied, leave it unused."""
-        self.counts[status] += 1
+        if isinstance(push, Push):
+            self.counts[status] += 1
         if status != "applied" and payload.nbytes:
             outcome.works.append(Discard(payload))
         then_pull, step = (push.then_pull, push.clock) if isinstance(push, Push) else (0, 0)

@@ -29,6 +29,7 @@ class Launcher:
         self._preload = tuple(preload)
         self._link: Link | None = None
         self._running = False
+        self._run: Run | None = None
 
     def start(self) -> None:
         """Spawn the fork server, if there is none; returns at once, while its imports go on."""
@@ -66,11 +67,17 @@ class Launcher:
             self.start()
             assert self._link is not None  # noqa: S101 (start made it)
             with Interrupts() as interrupts:
-                return Run(self._link, on_message, on_tick, grace, interrupts, on_end).go(roles)
+                self._run = Run(self._link, on_message, on_tick, grace, interrupts, on_end)
+                return self._run.go(roles)
         finally:
-            self._running = False
+            self._running, self._run = False, None
             if self._link is not None and not self._link.is_usable:
                 self.close()
+
+    def kill(self, role: str) -> None:
+        """End the process of a role of the run under way, such as `worker 2`; for its callbacks."""
+        if self._run is not None:
+            self._run.kill(role)
 
     def close(self) -> None:
         """End the fork server; the launcher can be started again."""

@@ -159,6 +159,12 @@ class Run:
     def _all_forked(self) -> bool:
         return all(child.pid is not None for child in self._children.values())
 
+    def kill(self, role: str) -> None:
+        """End this role's process now, if it lives."""
+        for child in self._living():
+            if str(child.role) == role:
+                self._link.send(Signal(child.order.id, signal.SIGKILL))
+
     # Going on.
 
     def _is_decided(self) -> bool:
