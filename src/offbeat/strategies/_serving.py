@@ -377,11 +377,11 @@ class Served(Exchange):
                 self.stale[max(0, self.clock - reply.clock)] += 1
             if not isinstance(pushed, PushReply):
                 continue
-            self.pushes[pushed.status] += 1
+            if pushed is reply:  # A pull's answer may say it too.
+                self.pushes[pushed.status] += 1
+                self.refused += [pushed.reason] if pushed.status == "refused" else []
             self.written[shard] = max(pushed.version, self.written.get(shard, 0))
-            if pushed.status == "refused":
-                self.refused.append(pushed.reason)
-            elif pushed.status == "late" and pushed.clock > self.clock:
+            if pushed.status == "late" and pushed.clock > self.clock:
                 self._missed += pushed.clock - self.clock
                 self.clock = pushed.clock
 
