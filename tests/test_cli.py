@@ -22,6 +22,7 @@ from offbeat.cli.app import app
 from offbeat.fitting import Result
 from offbeat.runtime.goal import Goal
 from offbeat.runtime.launch import Launcher
+from offbeat.strategies import available
 from offbeat.tasks.digits import Digits
 
 COMMANDS = ["run", "doctor", "strategies", "check", "bench", "keys"]
@@ -97,7 +98,7 @@ def test_the_commands_and_their_options_are_these() -> None:
     assert options_of("doctor") == {"--format"}
     assert options_of("strategies") == {"--format"}
     assert options_of("check") == {"--workers", "-w", "--format"}
-    assert list(typer.main.get_command(app).commands["bench"].commands) == ["collectives"]  # pyright: ignore[reportAttributeAccessIssue]
+    assert list(typer.main.get_command(app).commands["bench"].commands) == ["collectives", "server"]  # pyright: ignore[reportAttributeAccessIssue]
     assert options_of("bench", "collectives") == BENCH_OPTIONS
 
 
@@ -176,7 +177,7 @@ def test_the_strategies_are_listed(offbeat_: Offbeat) -> None:
     for piece in ("single", "ddp", "allreduce", "accumulate", "sequential = single", "deterministic"):
         assert piece in said.out
     listed = json.loads(offbeat_("strategies", "--format", "json").out)
-    assert [entry["name"] for entry in listed] == ["single", "ddp", "allreduce", "accumulate"]
+    assert [entry["name"] for entry in listed] == list(available())
 
 
 def test_one_strategy_is_explained(offbeat_: Offbeat) -> None:

@@ -122,6 +122,8 @@ class Driver:
     def begin(self) -> None:
         """Let the machine begin."""
         self.perform(self._machine.begin(self._clock()))
+        while self._done:
+            self.perform(self._machine.on(self._done.popleft(), self._clock()))
 
     def turn(self, longest: float) -> bool:
         """Tell the machine of one thing that has happened; False if nothing did in so many seconds."""
@@ -129,12 +131,12 @@ class Driver:
         if event is None:
             return False
         self.perform(self._machine.on(event, self._clock()))
+        while self._done:
+            self.perform(self._machine.on(self._done.popleft(), self._clock()))
         return True
 
     def _next(self, longest: float) -> Event | None:
-        """What has happened: finished work, then other threads' events, then timers, then messages."""
-        if self._done:
-            return self._done.popleft()
+        """What has happened: other threads' events, then timers, then messages."""
         event = self._inbox.take() or self._timers.take(self._clock())
         if event is not None:
             return event

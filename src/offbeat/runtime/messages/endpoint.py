@@ -236,20 +236,22 @@ class Endpoint(Generic[M]):
             if to in self.traffic or len(self.traffic) < MOST_PEERS:
                 self.traffic.setdefault(to, Traffic()).dropped += 1
             return False
-        flat = None if payload is None else as_bytes(payload)
-        reference = None if flat is None or not peer.shares else self._loans.reference(flat)
+        reference = None if payload is None or not peer.shares else self._loans.reference(payload)
+        nbytes = 0
         if reference is None:
+            flat = None if payload is None else as_bytes(payload)
+            nbytes = 0 if flat is None else flat.nbytes
             frames = self._codec.encode(message, flat)
         else:
+            nbytes = reference.nbytes
             frames = [self._codec.encode_reference(message, reference)]
         traffic = peer.traffic
         if not self._put(peer, frames):
             traffic.dropped += 1
             return False
         traffic.sent += 1
-        if flat is not None:
-            traffic.bytes_sent += flat.nbytes
-            traffic.bytes_lent += 0 if reference is None else flat.nbytes
+        traffic.bytes_sent += nbytes
+        traffic.bytes_lent += 0 if reference is None else nbytes
         return True
 
     def receive(self, timeout: float | None) -> Incoming[M] | None:

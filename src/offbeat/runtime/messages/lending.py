@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from offbeat.errors import OffbeatError, UsageError
-from offbeat.runtime.messages.frames import Bytes, Reference
+from offbeat.runtime.messages.frames import Buffer, Bytes, Reference
 
 if TYPE_CHECKING:
     from offbeat.runtime.shared.segment import Segment
@@ -57,14 +57,16 @@ class Loans:
         """Lend it no longer."""
         self._loans = [loan for loan in self._loans if loan.segment is not segment]
 
-    def reference(self, payload: memoryview) -> Reference | None:
+    def reference(self, payload: Buffer) -> Reference | None:
         """How to refer to a payload, if all of it lies in lent memory."""
-        if not self._loans or not payload.nbytes:
+        if not self._loans:
             return None
-        start: int = np.frombuffer(payload, dtype=np.uint8).__array_interface__["data"][0]
-        for loan in self._loans:
-            if loan.start <= start and start + payload.nbytes <= loan.stop:
-                return Reference(loan.ticket, loan.serial, start - loan.start, payload.nbytes)
+        array = payload if isinstance(payload, np.ndarray) else np.frombuffer(payload, dtype=np.uint8)
+        start, nbytes = int(array.__array_interface__["data"][0]), array.nbytes
+        if nbytes and array.flags.c_contiguous:
+            for loan in self._loans:
+                if loan.start <= start and start + nbytes <= loan.stop:
+                    return Reference(loan.ticket, loan.serial, start - loan.start, nbytes)
         return None
 
 
