@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from offbeat.runtime.allocation import give_back_excess
+
 PROGRAM = """
 import resource, sys
 import torch
@@ -38,8 +40,13 @@ def faults(what: str, **environment: str) -> tuple[str, int]:
 def test_memory_that_was_freed_is_there_at_once() -> None:
     said, few = faults("keep")
     assert said == "True"
-    _, many = faults("leave")
+    _, many = faults("leave", MALLOC_MMAP_THRESHOLD_="131072")  # As it is by default before a first piece is freed.
     assert few * 10 < many, f"{few} page faults with kept memory, {many} without"
+
+
+def test_what_is_kept_in_excess_is_given_back() -> None:
+    assert give_back_excess(most=0) in (True, False)
+    assert not give_back_excess(most=1 << 50)
 
 
 @pytest.mark.slow

@@ -24,13 +24,12 @@ WORLDS = [
     ("allreduce(auto)", 2),
     ("server(shards=2, replicas=1)", 3),
     ("server(consistency=ssp(2))", 2),
-    ("server(consistency=asp)", 3),
     ("downpour(push=2, fetch=3, shards=2, warm=4)", 3),
     ("elastic(period=2, asynchronous=False)", 3),
-    ("elastic(shards=2, replicas=1)", 2),
     ("hogwild", 3),
-    ("hogwild + accumulate(3)", 2),
 ]
+INTERRUPTED = [world for world in WORLDS[: len(EXCHANGES)] if world[0] not in ("coded", "downpour", "elastic")]
+"""Strategies on servers end as `server` does."""
 
 
 @pytest.mark.parametrize(
@@ -39,8 +38,8 @@ WORLDS = [
         pytest.param(text, workers, check, id=f"{text.replace(' ', '')}-{workers}-{check.name.replace(' ', '_')}")
         for text, workers in WORLDS
         for check in checks_for(parse(text))
-        # A real command costs seconds, and how it ends is the exchange's business: once for each is enough.
-        if not check.name.startswith("Ctrl-C") or (text, workers) in WORLDS[: len(EXCHANGES)]
+        # A real command costs seconds, and how it ends is the exchange's business: once for each kind is enough.
+        if not check.name.startswith("Ctrl-C") or (text, workers) in INTERRUPTED
     ],
 )
 def test_the_contract_is_kept(strategy: str, workers: int, check: Check, launcher: Launcher) -> None:

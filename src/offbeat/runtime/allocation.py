@@ -31,3 +31,26 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_FROM_HEAP)) and bool(mallopt(_TRIM_THRESHOLD, _NEVER))
+
+
+class _Info(ctypes.Structure):
+    """What glibc's `mallinfo2` tells."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "free", "keep")
+    )
+
+
+def give_back_excess(most: int = 512 << 20) -> bool:
+    """If more than so many bytes are kept free, give them back to the system; answers whether they were.
+
+    Aligned pieces that were freed do not always fit the same request again (glibc before 2.38), so that what is kept
+    would grow from step to step.
+    """
+    library = ctypes.CDLL(None)
+    inform = getattr(library, "mallinfo2", None)
+    if inform is None:
+        return False
+    inform.restype = _Info
+    return inform().free > most and bool(library.malloc_trim(ctypes.c_size_t(0)))

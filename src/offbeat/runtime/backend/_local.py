@@ -15,6 +15,7 @@ from torch import Tensor
 from offbeat.protocols.collectives import Collective
 from offbeat.protocols.collectives import algorithm as algorithm_of
 from offbeat.protocols.schedule import View
+from offbeat.runtime.allocation import give_back_excess
 from offbeat.runtime.backend._marks import CollectiveError, count_of, in_words, mark
 from offbeat.runtime.shared.engine import Blocks, Engine, Piece
 from offbeat.runtime.shared.kernels import OPERATIONS, Array, Ways, as_words, row_at, ways_of, words_of
@@ -24,6 +25,8 @@ from offbeat.runtime.shared.segment import Segment
 
 _SUM = dist.ReduceOp.SUM
 _MOST_PLANS = 512
+_LOOK_AT_MEMORY = 64
+"""Large operations between two looks at how much memory this process keeps free."""
 LIVE_ROOT = 1
 """Told in the mark of an all-reduce in place, so that it is not mistaken for one that copies."""
 OPERATIONS_BY_NUMBER = {int(operation): operation for operation in OPERATIONS}
@@ -57,6 +60,7 @@ class Local:
         self._live: dict[int, tuple[Segment, int]] = {}
         (one_shot,) = self._program(Collective.ALL_REDUCE, "one_shot")
         self._order = one_shot.reduce[0][1]
+        self._large = 0
         self.sharing = False
         """Whether any tensor lies in shared memory, so that it is worth asking which."""
 
@@ -157,6 +161,9 @@ class Local:
         weight: float | None,
     ) -> None:
         """Run on memory where it lies; what was worked out for the same places before is done again."""
+        self._large += 1
+        if self._large % _LOOK_AT_MEMORY == 0:
+            give_back_excess()
         base = self.room.enter(number)
         check = partial(self._check, base, number)
         self.room.start_over()
