@@ -14,6 +14,7 @@ the two against each other show the noise.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import multiprocessing
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -106,11 +108,15 @@ def plain(given: Floats, taken: Floats) -> tuple[Trip, Callable[[], None]]:
     return trip, end
 
 
+def the_peer() -> Any:
+    """Ray, which need not be installed."""
+    return importlib.import_module("ray")
+
+
 def by_ray(given: Floats, taken: Floats, at_once: bool) -> tuple[Trip, Callable[[], None]]:
     """A Ray actor: tensors by its two verbs, or NumPy arrays in one call, which is the fastest it can do."""
-    import ray
+    ray = the_peer()
 
-    @ray.remote
     class Server:
         def __init__(self, count: int) -> None:
             self.values = torch.zeros(count)
@@ -126,17 +132,17 @@ def by_ray(given: Floats, taken: Floats, at_once: bool) -> tuple[Trip, Callable[
             np.add(own, numbers, own)
             return own
 
-    server: Any = Server.remote(given.size)  # pyright: ignore
+    server = ray.remote(Server).remote(given.size)
     tensor = torch.from_numpy(given)
 
     def twice() -> None:
         ray.get(server.push.remote(tensor))
-        np.copyto(taken, cast("Any", ray.get(server.pull.remote())).numpy())
+        np.copyto(taken, ray.get(server.pull.remote()).numpy())
 
     def once() -> None:
         np.copyto(taken, ray.get(server.push_and_pull.remote(given)))
 
-    return once if at_once else twice, lambda: ray.kill(server)
+    return once if at_once else twice, partial(ray.kill, server)
 
 
 def worker(config: Mapping[str, Any], control: Control) -> None:
@@ -148,9 +154,7 @@ def worker(config: Mapping[str, Any], control: Control) -> None:
     ways[OURS] = ours(plan, given, taken[OURS])
     ways[PLAIN] = plain(given, taken[PLAIN])
     if config["ray"]:
-        import ray
-
-        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        the_peer().init(num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
         ways[RAY] = by_ray(given, taken[RAY], at_once=False)
         ways[RAY_ONCE] = by_ray(given, taken[RAY_ONCE], at_once=True)
     for name, (trip, _) in ways.items():
