@@ -36,6 +36,7 @@ from offbeat.runtime.place import Place, where
 from offbeat.runtime.reports import Reports
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies import Strategy, combined, parse
+from offbeat.strategies._compressing import Compressing
 from offbeat.strategies._watch import Watch
 from offbeat.strategies._worker import EveryBatch, Exchanging, Timing
 
@@ -110,6 +111,7 @@ class Team:
         self.stopwatch = Stopwatch()
         self.ledger = Ledger(Target.parse(goal.target) if goal.target else None)
         self.exchange = cast("Exchanging", self.strategy.exchange).connect(self.group, self.stopwatch)
+        self.exchange.compressions = cast("tuple[Compressing, ...]", self.strategy.compressions)
         when = cast("Timing | None", self.strategy.when)
         self.pace = when.pace(self.exchange) if when else EveryBatch(self.exchange)
         self.seed = self._agreed_seed()

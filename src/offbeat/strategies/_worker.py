@@ -21,6 +21,7 @@ from offbeat.protocols.servers.consistency import Rule
 from offbeat.runtime.group import Group
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._base import Axis, Strategy
+from offbeat.strategies._compressing import Compressing
 
 
 class Exchange(ABC):
@@ -38,6 +39,8 @@ class Exchange(ABC):
         self.stopwatch = stopwatch
         self.weight_in_backward = 1.0
         """The factor that a gradient has already been given when backward finishes it."""
+        self.compressions: Sequence[Compressing] = ()
+        """What is done to what is sent, in this order; set before anything is adopted."""
 
     def adopt(self, model: nn.Module) -> None:
         """Take part in training this model: start from worker 0's state, then install what the strategy needs."""
@@ -84,6 +87,10 @@ class Exchange(ABC):
     def total(self, statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Statistics summed over the workers, for tasks that are no gradient descent."""
         return self.group.sums(statistics, "the sum of statistics")
+
+    def mean(self, row: Tensor, what: str) -> None:
+        """Replace a row by its mean over the workers: how parameters, or how they have changed, are averaged."""
+        self.group.sum(row, what).div_(self.group.size)
 
     def payload(self) -> int:
         """Bytes this worker has sent outside of `group`, which counts its own."""
@@ -185,6 +192,8 @@ class Exchanging(Strategy):
     """A strategy on the exchange axis."""
 
     axis: ClassVar[Axis] = Axis.EXCHANGE
+    carries: ClassVar[bool] = False
+    """Whether what it sends can be compressed: its exchange heeds `compressions`."""
 
     def servers(self, workers: int) -> tuple[int, int, Rule] | None:
         """How many servers it needs beside the workers, how many further copies of each, and by which rule; or None."""
