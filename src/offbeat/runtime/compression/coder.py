@@ -19,7 +19,7 @@ class Link(Protocol):
 
     @property
     def rank(self) -> int:
-        """This worker."""
+        """The number of this worker."""
         ...
 
     @property
