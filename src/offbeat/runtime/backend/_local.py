@@ -131,7 +131,7 @@ class Local:
             return [piece for row in rows for piece in _pieces(row, row, width, size)]
 
         number = mark("all_reduce", dtype, sum(tensor.numel() for tensor in tensors), operation)
-        self._in_place(stages, tensors, pieces, width, number, ways_of(operation, dtype, size, weight), weight)
+        self._in_place(stages, tensors, pieces, width, number, ways_of(operation, dtype, size, weight))
 
     def sum_own_blocks(self, tensors: Sequence[Tensor], weight: float) -> None:
         """Sum contiguous tensors, but each rank only its block of each, in place, as `even_blocks` cuts them."""
@@ -148,7 +148,7 @@ class Local:
             return found
 
         number = mark("reduce_scatter", dtype, sum(tensor.numel() for tensor in tensors), _SUM)
-        self._in_place(stages, tensors, pieces, width, number, ways_of(_SUM, dtype, size, weight), weight)
+        self._in_place(stages, tensors, pieces, width, number, ways_of(_SUM, dtype, size, weight))
 
     def _in_place(
         self,
@@ -158,24 +158,20 @@ class Local:
         width: int,
         number: int,
         ways: Ways,
-        weight: float | None,
     ) -> None:
-        """Run on memory where it lies; what was worked out for the same places before is done again."""
+        """Run on memory where it lies."""
         self._large += 1
         if self._large % _LOOK_AT_MEMORY == 0:
             give_back_excess()
         base = self.room.enter(number)
         check = partial(self._check, base, number)
-        self.room.start_over()
-        check()
-        places = tuple((tensor.data_ptr(), tensor.numel()) for tensor in tensors)
-        key = (number, weight, len(stages), places)
-        if self._quietly(self._engine.replay, key, check):
-            return
         words = words_of(tensors[0].dtype)
-        found = pieces([row_at(address, count, words) for address, count in places])
+        found = pieces([row_at(tensor.data_ptr(), tensor.numel(), words) for tensor in tensors])
         if found:
-            self._quietly(self._engine.run, stages, found, width, words, check, ways, key)
+            self._quietly(self._engine.run, stages, found, width, words, check, ways)
+        else:
+            self.room.sync()
+            check()
 
     def _run(
         self,

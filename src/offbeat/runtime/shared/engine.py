@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ from offbeat.runtime.shared.kernels import Array, Ways
 from offbeat.runtime.shared.programs import Stage, even_blocks
 from offbeat.runtime.shared.room import CHUNK, DEPTH, PHASES, SMALL, Room
 
-_MOST_SCRIPTS, _MOST_SEEN = 32, 256
 LIVE = 1 << 18
 """Bytes that are reduced at once where nothing is copied."""
 Blocks = Sequence[Any]
@@ -30,8 +29,6 @@ class Engine:
         self._room = room
         self._rings: dict[Any, list[Slots]] = {}
         self._smalls: dict[Any, Slots] = {}
-        self._scripts: dict[Any, tuple[list[Action], int]] = {}
-        self._seen: dict[Any, None] = {}
         self._take = room.take
 
     def width(self, blocks: int, itemsize: int, small: bool = False) -> int:
@@ -66,14 +63,13 @@ class Engine:
         words: Any,
         check: Callable[[], None],
         ways: Ways,
-        key: Hashable = None,
     ) -> None:
         """Take every piece (what this rank brings, and where results go, by block) through all stages, overlapping.
 
         All ranks have the same number of pieces. While one piece is being published, the one before is reduced and the
         one before that copied out: nobody waits for what was only just asked for. `check` is called when everybody has
-        come. What is done for a `key` (which must tell all else, addresses included) is worked out only once; such an
-        operation begins with the first slot.
+        come. Nothing is kept of the pieces: small things that outlive an operation would lie between the gradients in
+        the heap, whose memory would then not fit the next step's (decision 9).
         """
         room = self._room
         if len(pieces) == 1 and len(stages) == 1 and self._fits(pieces[0], width):
@@ -84,37 +80,11 @@ class Engine:
                 check()
             first, slots, turns = room.round, self._ring(words), DEPTH
             room.round += len(pieces)
-        script: Iterable[Action] = self._script(stages, pieces, width, slots, first % turns, ways)
-        if key is not None and self._seen_before(key):
-            script = list(script)
-            self._scripts[key] = (script, len(pieces))
-        self._play(script, check)
-
-    def _seen_before(self, key: Hashable) -> bool:
-        """Whether it is worth keeping: places in memory that do not come again would only burden the collector."""
-        if key in self._seen:
-            return True
-        for kept, most in ((self._seen, _MOST_SEEN), (self._scripts, _MOST_SCRIPTS)):
-            if len(kept) >= most:
-                kept.pop(next(iter(kept)))
-        self._seen[key] = None
-        return False
-
-    def replay(self, key: Hashable, check: Callable[[], None]) -> bool:
-        """Do what was worked out for this key, if it was."""
-        found = self._scripts.get(key)
-        if found is None:
-            return False
-        self._room.round += found[1]
-        self._play(found[0], check)
-        return True
-
-    def _play(self, script: Iterable[Action], check: Callable[[], None]) -> None:
-        first = True
-        for act, arguments in script:
+        waiting = True
+        for act, arguments in self._script(stages, pieces, width, slots, first % turns, ways):
             act(*arguments)
-            if first and act == self._take:
-                first = False
+            if waiting and act == self._take:
+                waiting = False
                 check()
 
     def _script(

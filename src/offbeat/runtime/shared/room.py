@@ -161,11 +161,6 @@ class Room:
         self._late_since = None
         self._waiter.wait(acquire, peer)
 
-    def start_over(self) -> None:
-        """When all have come, nobody reads any slot: begin with the first again, so that the same is done with each."""
-        self.sync()
-        self.round = 0
-
     def waited(self) -> float:
         """Seconds since the signal that is waited for was asked for."""
         return 0.0 if self._late_since is None else time.monotonic() - self._late_since
