@@ -358,6 +358,22 @@ def test_coded_steps_are_exact_however_slow_some_workers_are(
 
 
 @pytest.mark.slow
+def test_microbatches_are_pushed_one_by_one_where_a_step_has_a_deadline(launcher: Launcher, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"out": tmp_path / "runs", "launcher": launcher, "workers": 2, "epochs": 4}
+    patient = offbeat.fit(Curve(str(tmp_path)), "server(consistency=deadline(60)) + accumulate(3)", **options)
+    summed = offbeat.fit(Curve(str(tmp_path)), "allreduce + accumulate(3)", **options)
+    found, expected = load_file(patient.run / MODEL_FILE), load_file(summed.run / MODEL_FILE)
+    assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in expected)
+    assert patient.steps == summed.steps
+    assert patient.servers[0]["pushes"]["applied"] > 2 * patient.steps, "more than one push in a step"
+    slow = "worker 1: pace 100ms"
+    hasty = "server(consistency=deadline(0.02)) + accumulate(3)"
+    late = offbeat.fit(Curve(str(tmp_path)), hasty, disturb=slow, **options)
+    assert late.servers[0]["pushes"]["late"] > 0
+    assert late.steps == summed.steps
+
+
+@pytest.mark.slow
 def test_a_coded_run_ends_when_nobody_is_left_for_a_slice(launcher: Launcher, tmp_path: Path) -> None:
     options: dict[str, Any] = {"out": tmp_path / "runs", "launcher": launcher}
     options["disturb"] = ("worker 1: kill at step 4", "worker 3: kill at step 4", "worker *: pace 20ms")

@@ -115,6 +115,28 @@ def test_drop_slowest_completes_a_step_with_the_first_and_discards_the_late():
     assert numbered.push(0, 1).moved
 
 
+def test_microbatches_that_came_before_the_deadline_count_by_their_weight_and_the_rest_is_late():
+    numbered = Numbered(Rule(0, deadline=1.0), 2)
+    for _ in range(3):
+        part = numbered.push(0, 0, weight=2.0, last=False, counts=True)
+        assert (kinds(part), statuses(part)) == ([Accumulate], ["applied"])
+    early = numbered.push(1, 0, weight=4.0, last=False, counts=True)
+    assert not early.moved, "nobody has done the step, and its time is not over"
+    closed = numbered.apply(Deadline(0))
+    assert closed.works == [Update(1, 1 / 10, ())]
+    assert numbered.store.value == pytest.approx((3 * 2 * 6 + 4 * 9) / 10)
+    assert statuses(numbered.push(0, 0, weight=2.0)) == ["late"]
+    assert statuses(numbered.push(1, 0, weight=4.0, last=False, counts=True)) == ["late"]
+    assert numbered.shard.counts == {"applied": 4, "late": 2}
+
+
+def test_an_unfit_microbatch_spoils_no_other():
+    numbered = Numbered(Rule(0, deadline=1.0), 1)
+    numbered.push(0, 0, weight=1.0, last=False, counts=True)
+    assert statuses(numbered.push(0, 0, weight=1.0, last=False, counts=True, unfit="NaN")) == ["refused"]
+    assert numbered.push(0, 0, weight=3.0).works[-1] == Update(1, 1 / 4, ())
+
+
 def test_a_deadline_completes_a_step_with_whatever_has_come():
     numbered = Numbered(Rule(0, deadline=1.0), 3)
     numbered.push(2, 0, weight=5.0)

@@ -20,7 +20,7 @@ from offbeat.jobs import Job, Script, earlier, named, plain_target, resolve, sho
 from offbeat.protocols.disturbances import asked, check
 from offbeat.runtime.assignment import ASSIGNED
 from offbeat.runtime.goal import Goal
-from offbeat.runtime.launch import PRELOAD, Launcher, Role, serve_store, threads_for, worker_environment
+from offbeat.runtime.launch import PRELOAD, Launcher, Outcome, Role, serve_store, threads_for, worker_environment
 from offbeat.runtime.records import RunFolder, environment
 from offbeat.serving import Serving, servers_of, serving
 from offbeat.strategies import Strategy
@@ -95,6 +95,8 @@ class Result:
     """What each shard has to say: pushes by what became of them, staleness of reads, bytes by link."""
     died: list[str] = field(default_factory=list[str])
     """Workers and servers that died on the way, where the run went on without them."""
+    joined: list[str] = field(default_factory=list[str])
+    """Workers that joined on the way, in place of others."""
 
     def plain(self) -> dict[str, Any]:
         """As JSON data."""
@@ -151,6 +153,7 @@ def fit(
     resume: str | Path | None = None,
     checkpoint_every: int | None = None,
     timeout: float = 600.0,
+    replace: int = 0,
     disturb: str | Sequence[str] = (),
     launcher: Launcher | None = None,
     watcher: Watcher | None = None,
@@ -158,7 +161,8 @@ def fit(
     """Learn a task under a strategy on so many workers, and answer what came of it.
 
     `task` is an instance, or its name as on the command line (`offbeat.tasks.digits`). Everything else has a default:
-    one worker, or, with `resume`, as many as before. `disturb` asks for faults, a sentence each.
+    one worker, or, with `resume`, as many as before. `disturb` asks for faults, a sentence each; `replace` is how many
+    workers that have died are replaced by new ones.
     A launcher that is handed in is used and left open, so that several runs share one fork server.
     """
     goal = Goal(
@@ -171,6 +175,7 @@ def fit(
         timeout=timeout,
         checkpoint_every=checkpoint_every,
         parts=parts,
+        replace=replace,
         disturb=(disturb,) if isinstance(disturb, str) else tuple(disturb),
     )
     where = None if resume is None else Path(resume)
@@ -223,13 +228,19 @@ def _launch(starter: Launcher, job: Job, folder: RunFolder, port: int, collected
                 for role in servers.condemned(time.monotonic()):
                     starter.kill(role)
 
+            def ended(outcome: Outcome) -> None:
+                servers.ended(outcome)
+                new = servers.replacement(outcome, job.goal.replace)
+                if new is not None:
+                    starter.add(new)
+
             starter.run(
                 [*_roles(job, folder, port, servers), *servers.roles(job, folder)],
                 on_message=collected.message,
                 on_tick=tick,
-                on_end=servers.ended,
+                on_end=ended,
             )
-            collected.died = servers.died
+            collected.died, collected.joined = servers.died, servers.joined
     except BaseException as error:
         with suppress(OffbeatError):  # A disk that is full may be the very reason.
             state = "failed" if isinstance(error, Exception) else "interrupted"
@@ -309,6 +320,7 @@ class _Collected:
         self.result: dict[str, Any] | None = None
         self.servers: dict[int, dict[str, Any]] = {}
         self.died: list[str] = []
+        self.joined: list[str] = []
         self._ready: set[int] = set()
 
     def message(self, role: Role, message: Mapping[str, Any]) -> None:
@@ -362,6 +374,7 @@ def _finish(job: Job, folder: RunFolder, collected: _Collected) -> Result:
         "disturbances": collected.disturbed.counts(),
         **(said or {}),
         "died": collected.died,
+        "joined": collected.joined,
     }
     if collected.servers:
         data["servers"] = [collected.servers[shard] for shard in sorted(collected.servers)]

@@ -104,10 +104,20 @@ def resolve(job: Job) -> Job:
         raise UsageError("--tensorboard needs TensorBoard: pip install 'offbeat[tensorboard]'.")
     strategy = combined(parse(_default_strategy(job.workers) if goal.strategy is None else goal.strategy))
     strategy.check(job.workers)
+    if goal.replace and not strategy.traits.elastic:
+        raise StrategyError(
+            f"--replace {goal.replace}: under {strategy.exchange} no worker can join a run that has begun. Leave it "
+            f"out, or use a strategy with servers, such as server."
+        )
     changes: dict[str, Any] = {"strategy": str(strategy)}
     if isinstance(job.what, Reference):
         task = job.what.build()
         changes |= _from_task(task, goal)
+        if isinstance(task, IterativeTask) and goal.replace:
+            raise StrategyError(
+                f"--replace {goal.replace}: a worker of {type(task).__name__} keeps its part of the data and what it "
+                f"has last told of it, so another cannot take its place. Leave it out."
+            )
         if isinstance(task, IterativeTask) and strategy.when is not None:
             raise StrategyError(
                 f"{strategy.when} cannot be used with {type(task).__name__}: it has no gradients to accumulate, "

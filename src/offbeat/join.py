@@ -105,7 +105,7 @@ class Team:
         if goal.seed is not None:
             randomness.seed_everything(goal.seed)
         self._assignment = assignment
-        self._stopping = self._started = self._closed = False
+        self._stopping = self._started = self._closed = self._admitting = False
         self._shares: list[Share] = []
         self.group = _group_for(assignment, place, timedelta(seconds=goal.timeout), self.device)
         self.stopwatch = Stopwatch()
@@ -122,7 +122,9 @@ class Team:
         self.reports.figures = self.exchange.figures
         self.reports.write_to(assignment.folder, goal.tensorboard)
         self._memory = self._open_memory()
-        self._disturber = Disturber(goal.disturbances, "worker", self.rank, self.seed, assignment.send)
+        self._disturber = Disturber(
+            goal.disturbances, "worker", self.rank, self.seed, assignment.send, assignment.joins
+        )
         self._step_hooks: list[RemovableHandle] = []
 
     def _open_memory(self) -> Memory:
@@ -131,9 +133,14 @@ class Team:
         memory.keep(exchange=self.exchange, pace=self.pace, ledger=self.ledger)
         # Random state comes last, so that nothing that is put back before it can draw from it.
         memory.keep(stopwatch=self.stopwatch, group=self.group, random=randomness.Generators())
-        if self._assignment.resume:
+        if self._assignment.resume and not self._assignment.joins:
             self.seed = memory.recall()["seed"]
         return memory
+
+    def _join(self) -> None:
+        """Be let in by the others, who have begun, and go on from the checkpoint that they have written for this."""
+        self.group.knock()
+        self.seed = self._memory.recall()["seed"]
 
     # -- what a loop calls -------------------------------------------------------------------------------------------
 
@@ -145,6 +152,8 @@ class Team:
         """
         if not things:
             raise UsageError("prepare() was given nothing. Give it the model, the optimizer and the training loader.")
+        if self.group.outside and not self._memory.resuming:
+            self._join()
         before = len(self._holdings.models), len(self._holdings.optimizers)
         prepared = [self._adopted(thing, split) for thing in things]
         self._memory.give_back(*before, *(() if self._started else ("ledger", "stopwatch")))
@@ -183,6 +192,7 @@ class Team:
         self.reports.record(mean, self._holdings.epoch)
         done = self.ledger.reached or self.exhausted
         self._stopping = bool(self.group.gather([float(done)], "a report").max() > 0)
+        self._admitting = self.group.awaited
         if self.goal.checkpoint_every is None:
             self._memory.consider()
         if self._memory.due and not self._holdings.loaders:
@@ -330,8 +340,13 @@ class Team:
             # Here, not at the end: what the loop does after being cut short is no part of the run that may go on.
             self.checkpoint()
             return False
-        if self._memory.due or self._memory.every(self.goal.checkpoint_every, self.step):
+        if self._admitting or self._memory.due or self._memory.every(self.goal.checkpoint_every, self.step):
             self.checkpoint()
+        if self._admitting:
+            self._admitting = False
+            with self.stopwatch.spent_on("wait"):
+                self.group.admit()
+            self._redivide()
         self.reports.tell(self._holdings.epoch)
         return True
 
@@ -349,6 +364,8 @@ class Team:
         if self._memory.resuming:
             self._memory.go_back()
             self.reports.go_back()
+            if self.group.outside:
+                self.group.come_in()
 
     def given(self, batch: Batch, training: bool) -> None:
         """A batch goes to the loop."""
@@ -383,9 +400,10 @@ class Team:
             return bool(self.group.sum(torch.tensor([float(has)]), "the end of the data").item() > 0)
 
     def passed_over(self) -> int:
-        """Steps that were made without this worker since it was last asked."""
+        """Batches that were learned without this worker since it was last asked."""
         missed, self._watch.missed = self._watch.missed, 0
-        return missed
+        when = cast("Timing | None", self.strategy.when)
+        return missed * (when.batches_per_update() if when else 1)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -438,4 +456,4 @@ def _group_for(assignment: Assignment, place: Place, timeout: timedelta, device:
         return Group(place, timeout, device)
     from offbeat.runtime.served import ServedGroup
 
-    return ServedGroup(place, timeout, assignment.servers)
+    return ServedGroup(place, timeout, assignment.servers, assignment.joins)

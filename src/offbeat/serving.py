@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
@@ -37,6 +38,7 @@ class Serving:
         self.plan, self._coordination = plan, coordination
         self._declared: dict[str, float] = {}
         self._working = 0 if plan is None else plan.workers
+        self._replaced = 0
         self._finished: set[str] = set()
 
     def roles(self, job: Job, folder: RunFolder) -> list[Role]:
@@ -95,11 +97,28 @@ class Serving:
         if role.kind == "worker":
             self._working -= 1
             name = worker_name(role.rank)
+            self._declared[name] = float("inf")
             if outcome.exit_code == 0 and name not in self.died:
                 self._finished.add(name)
             self._coordination.ended(name)
         elif self._working and not _was_asked_to_end(outcome):
             self._coordination.ended(server_name(*divmod(role.rank, plan.replicas + 1)))
+
+    def replacement(self, outcome: Outcome, most: int) -> Role | None:
+        """A new worker for one that has died, if there are to be so many and others work on, who can let it in."""
+        role = outcome.role
+        gone = outcome.signal is not None or (outcome.exit_code == 0 and str(role) in self.died)
+        if self.plan is None or role.kind != "worker" or not gone or not self._working or self._replaced >= most:
+            return None
+        self._replaced += 1
+        self._working += 1
+        return dataclasses.replace(role, config={**role.config, "joins": True})
+
+    @property
+    def joined(self) -> list[str]:
+        """Who has joined on the way, in order."""
+        changes = () if self._coordination is None else self._coordination.changes
+        return [f"worker {number}" for change in changes for number in change.joined]
 
     @property
     def died(self) -> list[str]:

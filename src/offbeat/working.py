@@ -39,6 +39,7 @@ def work(config: Mapping[str, Any], control: Control) -> None:
         goal=Goal.from_plain(config["goal"]),
         folder=Path(config["folder"]),
         resume=config["resume"],
+        joins=config.get("joins", False),
         identity=config["identity"],
         send=control.send,
         servers=Plan.from_plain(config["servers"]) if config.get("servers") else None,

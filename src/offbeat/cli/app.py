@@ -63,6 +63,13 @@ Backend = Annotated[
         "shared-memory backend in its place.",
     ),
 ]
+Replace = Annotated[
+    int,
+    typer.Option(
+        help="Workers that have died and are replaced by new ones, which join at the next evaluation; for strategies "
+        "with servers."
+    ),
+]
 Disturb = Annotated[
     list[str] | None,
     typer.Option(
@@ -146,6 +153,7 @@ def run(
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also write TensorBoard files into the run folder.")
     ] = False,
+    replace: Replace = 0,
     disturb: Disturb = None,
     output: FormatOption = Format.text,
 ) -> None:
@@ -165,6 +173,7 @@ def run(
         "checkpoint_every": checkpoint_every,
         "parts": parts,
         "tensorboard": tensorboard,
+        "replace": replace,
         "disturb": tuple(disturb or ()),
     }
     run_job(asked, goal)

@@ -110,6 +110,8 @@ def _print(result: Result, asked: Asked) -> None:
         console.print(f"  servers             pushes {pushes_in_words(pushes)}{f'; {stale}' if stale else ''}")
     if result.died:
         console.print(f"  died on the way     {', '.join(result.died)}")
+    if result.joined:
+        console.print(f"  joined on the way   {', '.join(result.joined)}")
     if result.disturbances.get("asked"):
         fired = f"{result.disturbances['fired']:,} fired, {result.disturbances['asked']:,} asked for"
         console.print(f"  disturbances        {fired}")

@@ -28,6 +28,8 @@ class Assignment:
     """The run's folder; None leaves nothing behind."""
     resume: bool = False
     """Whether to go on from the folder's newest checkpoint."""
+    joins: bool = False
+    """Whether the others have begun without this worker, which joins them."""
     identity: Mapping[str, Any] = field(default_factory=dict)
     """What a checkpoint must agree with to be resumed from."""
     send: Callable[[Mapping[str, Any]], None] = _to_nobody

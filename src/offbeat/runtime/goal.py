@@ -86,6 +86,8 @@ class Goal:
     """Whether a NaN or infinite gradient stops the run."""
     tensorboard: bool = False
     """Whether metrics also go to TensorBoard files in the run folder."""
+    replace: int = 0
+    """How many workers that have died are replaced by new ones, where the strategy lets workers join."""
     disturb: tuple[str, ...] = ()
     """Faults that are to happen, a sentence each."""
 
@@ -95,6 +97,8 @@ class Goal:
             if value is not None and (not isinstance(value, int) or value < 1):
                 option = f"--{name.replace('_', '-')} {value!r}"
                 raise UsageError(f"{option} makes no sense: it must be a whole number, 1 or more.")
+        if type(self.replace) is not int or self.replace < 0:
+            raise UsageError(f"--replace {self.replace!r} makes no sense: it is a number of workers, 0 or more.")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise UsageError(f"--seed {self.seed} makes no sense: it must fit into 64 bits.")
         if not 0 < self.timeout < float("inf"):

@@ -45,6 +45,8 @@ class Group:
         self.size = place.size
         self.timeout = timeout
         self.one_host = place.local_size == place.size
+        self.outside = False
+        """Whether this worker is on its way into a run that the others have begun: it agrees on things with itself."""
         self._sent = [0]
         self._lanes = [0]
         self._lane = 0
@@ -128,6 +130,20 @@ class Group:
     def present(self) -> tuple[int, ...]:
         """Who took part in the last exchange."""
         return self.members
+
+    @property
+    def awaited(self) -> bool:
+        """Whether anybody waits to join."""
+        return False
+
+    def knock(self) -> None:
+        """Wait until the others let this worker in."""
+
+    def come_in(self) -> None:
+        """Meet the others from now on: this worker is where they are."""
+
+    def admit(self) -> None:
+        """Let in those who wait to join; all workers call this together."""
 
     def leader(self) -> int:
         """The rank of the one who does what only one does, agreed by all; all workers call this together."""

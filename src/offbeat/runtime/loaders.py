@@ -105,7 +105,7 @@ class Feed(Protocol):
         ...
 
     def passed_over(self) -> int:
-        """Steps that were made without this worker since it was last asked: their batches are not its any more."""
+        """Batches that were learned without this worker since it was last asked: they are not its any more."""
         ...
 
     def skipped(self, batch: Batch) -> None:

@@ -20,6 +20,7 @@ from offbeat.runtime.place import Place
 from offbeat.runtime.servers.client import Client
 from offbeat.runtime.servers.plan import Plan
 
+_WELCOME = "new workers being there"
 _AT_ONCE = 4096
 """Numbers that one worker brings to one meeting; the header of a message has room for some thousands."""
 
@@ -27,11 +28,15 @@ _AT_ONCE = 4096
 class ServedGroup(Group):
     """The live workers of a run with servers."""
 
-    def __init__(self, place: Place, timeout: timedelta, plan: Plan) -> None:
+    def __init__(self, place: Place, timeout: timedelta, plan: Plan, joins: bool = False) -> None:
         super().__init__(dataclasses.replace(place, rank=0, size=1, local_size=1), timeout, torch.device("cpu"))
         self.rank, self.size = place.rank, place.size
-        self.client = Client(plan, place.rank, timeout.total_seconds())
+        self.client = Client(plan, place.rank, timeout.total_seconds(), joins)
+        self.outside = joins
+        self.clock = 0
+        """The clock from which servers wait for this worker, if it has joined later."""
         self._meetings = 0
+        self._waiting: tuple[int, ...] = ()
         self._present = self.members
 
     @property
@@ -42,21 +47,48 @@ class ServedGroup(Group):
     @property
     def leads(self) -> bool:
         """Whether this worker does what only one does; when worker 0 has died, the next one."""
-        return self.rank == min(self.members, default=self.rank)
+        return not self.outside and self.rank == min(self.members, default=self.rank)
 
     @property
     def present(self) -> tuple[int, ...]:
         """Who came to the last meeting: the same answer for all who did."""
         return self._present
 
+    @property
+    def awaited(self) -> bool:
+        """Whether anybody waited to join at the last meeting: the same answer for all who were there."""
+        return bool(self._waiting)
+
+    def admit(self) -> None:
+        """Let in those who wait. All live workers call this between two steps, and have just written a checkpoint.
+
+        From there the new ones go on: they come to the second meeting when they are where the others are.
+        """
+        self._meetings += 1
+        self.client.meet(f"letting others in ({self._meetings})", [float(self._meetings)], admits=True)
+        self.barrier(_WELCOME)
+
+    def knock(self) -> None:
+        """Wait to be let in: the newest checkpoint is then what this worker goes on from."""
+        joined = self.client.join()
+        self.clock, self._meetings = joined.clock, int(joined.told[0])
+
+    def come_in(self) -> None:
+        """From now on this worker meets the others."""
+        self.outside = False
+        self.barrier(_WELCOME)
+
     def leader(self) -> int:
         """The first of those who are there; all live workers call this together."""
         return self._meet([], "agreeing on who leads")[0][0]
 
     def _meet(self, values: Sequence[float], what: str) -> tuple[tuple[int, ...], Tensor]:
+        if self.outside:
+            return (self.rank,), torch.tensor([list(values)], dtype=torch.float64)
         self._meetings += 1
-        ranks, rows = self.client.meet(f"{what} ({self._meetings})", values)
-        self._present = ranks
+        met = self.client.meet(f"{what} ({self._meetings})", values)
+        ranks, rows = met.ranks, met.values
+        self._present, self._waiting = ranks, met.waiting
         width = max(map(len, rows), default=0)
         table = torch.zeros(len(rows), width, dtype=torch.float64)
         for row, brought in zip(table, rows, strict=True):

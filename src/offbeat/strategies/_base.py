@@ -51,12 +51,15 @@ class Traits:
     """No worker holds the whole model, so the task must say how to take it apart."""
 
     def __and__(self, other: Traits) -> Traits:
-        """The traits of a sum: a promise needs both sides; a model that one side splits is split."""
+        """The traits of a sum, the exchange first: a promise needs both sides; a model that one side splits is split.
+
+        Who may leave and join is the exchange's affair alone.
+        """
         return Traits(
             synchronous=self.synchronous and other.synchronous,
             exact=self.exact and other.exact,
             deterministic=self.deterministic and other.deterministic,
-            elastic=self.elastic and other.elastic,
+            elastic=self.elastic,
             splits_model=self.splits_model or other.splits_model,
         )
 

@@ -309,6 +309,12 @@ class Served(Exchange):
         for slot in range(SLOTS):
             self.settle(slot)
 
+    def push_microbatch(self, slot: int, weight: float) -> None:
+        """Push what lies in a slot as a part of a step that counts by itself; the step goes on."""
+        row = cast("Row", self.row)
+        parts = [row.shard(self.slots[slot], k).numpy().view(np.uint8) for k in range(self.client.plan.shards)]
+        self._sent[slot], _ = self.client.push(parts, self.clock, weight, self._settings(), False, microbatch=True)
+
     def push(self, slot: int | None, then_pull: bool, weight: float = 1.0) -> int:
         """Push what lies in a slot (None: nothing but a tick of the clock); answers the token of the pull."""
         row = cast("Row", self.row)
@@ -381,7 +387,8 @@ class Served(Exchange):
                 self.pushes[pushed.status] += 1
                 self.refused += [pushed.reason] if pushed.status == "refused" else []
             self.written[shard] = max(pushed.version, self.written.get(shard, 0))
-            if pushed.status == "late" and pushed.clock > self.clock:
+            # A step that was closed without this worker is given up when its last microbatch is done.
+            if pushed.status == "late" and pushed.clock > self.clock and not self.within_step:
                 self._missed += pushed.clock - self.clock
                 self.clock = pushed.clock
 
@@ -448,6 +455,10 @@ class Served(Exchange):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put the shards' state back, and go on from that clock."""
         if self.row is None:
+            return
+        if self.group.outside:
+            self.clock = self.served.clock  # Servers have newer values than the checkpoint.
+            self.refresh()
             return
         self.clock = int(state["clock"])
         states = [shard.numpy() for shard in state["shards"]]

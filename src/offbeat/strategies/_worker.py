@@ -39,8 +39,15 @@ class Exchange(ABC):
         self.stopwatch = stopwatch
         self.weight_in_backward = 1.0
         """The factor that a gradient has already been given when backward finishes it."""
+        self.within_step = False
+        """Whether the coming batch is a microbatch of a step that goes on after it; set where `takes_microbatches`."""
         self.compressions: Sequence[Compressing] = ()
         """What is done to what is sent, in this order; set before anything is adopted."""
+
+    @property
+    def takes_microbatches(self) -> bool:
+        """Whether it sends the gradient of each of several batches at once, rather than their sum with the last."""
+        return False
 
     def adopt(self, model: nn.Module) -> None:
         """Take part in training this model: start from worker 0's state, then install what the strategy needs."""

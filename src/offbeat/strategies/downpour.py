@@ -179,7 +179,8 @@ class _Raining(Served):
         own = None if self._steps % self._every_fetch == 0 else self.row.values.clone()
         super().load_state_dict(state)
         self._put_back(own)
-        accrued: Tensor | None = state["accrued"]
+        # What another has not pushed yet it pushes itself.
+        accrued: Tensor | None = None if self.group.outside else state["accrued"]
         self._filling = None
         if accrued is not None:
             self._filling = self.free_slot()

@@ -72,9 +72,14 @@ class DropSlowest(Setting):
 
 @dataclass(frozen=True)
 class Deadline(Setting):
-    """As bsp, but a step waits no longer than this: it is made of what has come."""
+    """As bsp, but a step waits no longer than this: it is made of what has come.
+
+    With `accumulate(k)` each of the k batches of a step is pushed as soon as it is computed, and what a slow worker has
+    done of them by the deadline counts by its examples.
+    """
 
     seconds: float
+    """From when the first gradient of the step has come."""
 
     name = "deadline"
 
@@ -129,6 +134,7 @@ class Server(Exchanging):
         "server(consistency=asp, staleness_scaling=True)",
         "server(consistency=drop_slowest(1))",
         "server(consistency=deadline(0.5))",
+        "server(consistency=deadline(0.5)) + accumulate(4)",
     )
 
     def __post_init__(self) -> None:
@@ -180,9 +186,18 @@ class _Pushing(Served):
             "delay_compensation": settings.delay_compensation,
         }
 
+    @property
+    def takes_microbatches(self) -> bool:
+        """Where a step ends at a deadline, what a worker has done of it by then counts."""
+        return self.rule.deadline is not None
+
     def exchange(self) -> bool:
         """Push; and pull, unless what was read before is fresh enough for the next step."""
         slot = self.gradient() if self.examples else None
+        if self.within_step:
+            if slot is not None:
+                self.push_microbatch(slot, self.examples)
+            return True
         if self.rule.eager:
             return self._exchange_eagerly(slot)
         due = not self._lazy or self._pulled < self.rule.needed(self.clock + 1)

@@ -118,6 +118,8 @@ class Joined:
     """The worker takes part, from this clock on."""
 
     clock: int
+    told: tuple[float, ...] = ()
+    """What was brought to the meeting that let it in."""
 
 
 Notice = Arrived | Completed | Failed | Refreshed | Changed | Departed | Joined | Lost
@@ -174,6 +176,8 @@ class ClientMachine:
         self._life = view.life(worker) or 0
         self._state: _State = "gone" if view.life(worker) is None else "member"
         self._entered: dict[int, int] = {}
+        self._patient = False
+        self._told: tuple[float, ...] = ()
         self._tokens = _ENTERING
         self._numbers = 0
         self._pushes = [0] * len(view.primaries)
@@ -216,11 +220,13 @@ class ClientMachine:
         weight: float = 1.0,
         settings: Settings = (),
         final: bool = True,
+        counts: bool = False,
         then_pull: bool = False,
     ) -> Asked:
         """Push parts of a step's gradient. With the `final` ones the step is done, on all shards.
 
-        Under a rule that aggregates, earlier parts are answered along with the final ones. `then_pull`, with the final
+        Under a rule that aggregates, earlier parts are answered along with the final ones, unless each `counts` by
+        itself, with its own weight. `then_pull`, with the final
         ones, asks every shard at once for the values of the next step, under a token of its own.
         """
         token, pull = self._begin(), self._new_token() if final and then_pull else 0
@@ -241,6 +247,7 @@ class ClientMachine:
                     start=part.start,
                     stop=part.stop,
                     last=last,
+                    counts=counts,
                     settings=settings,
                     version=self.known.get(shard, (0, 0))[0],
                     then_pull=self._expect_pull(pull, shard, clock + 1, now) if last and pull else 0,
@@ -289,17 +296,19 @@ class ClientMachine:
             self._request(token, state.shard, message, state.payload, now)
         return self._asked(token)
 
-    def meet(self, what: str, values: tuple[float, ...], now: float) -> Asked:
-        """Come to a meeting of all live workers; `what` must be new in this run."""
+    def meet(self, what: str, values: tuple[float, ...], now: float, admits: bool = False) -> Asked:
+        """Come to a meeting of all live workers; `what` must be new in this run. It may let in those who wait."""
         token = self._begin()
-        message = Meet(worker=self.worker, life=self._life, number=self._next_number(), what=what, values=values)
+        message = Meet(
+            worker=self.worker, life=self._life, number=self._next_number(), what=what, values=values, admits=admits
+        )
         self._request(token, -1, message, NOTHING, now)
         return self._asked(token)
 
-    def join(self) -> Sequence[Effect]:
-        """Ask to take part, as a new process or again after `Departed`."""
+    def join(self, patient: bool = False) -> Sequence[Effect]:
+        """Ask to take part, as a new process or again after `Departed`: at once, or when the others hold a meeting."""
         self._out = Effects()
-        self._state = "joining"
+        self._state, self._patient = "joining", patient
         self._sign_of_life()
         return self._out.done
 
@@ -364,7 +373,7 @@ class ClientMachine:
         if self._state in ("member", "entering"):
             self._out.send(self._coordinator, Heartbeat(self.view.epoch))
         elif self._state == "joining":
-            self._out.send(self._coordinator, Hello(self.worker, self._process))
+            self._out.send(self._coordinator, Hello(self.worker, self._process, self._patient))
         elif self._state == "leaving":
             self._out.send(self._coordinator, Leave(self.worker, self._life))
 
@@ -509,6 +518,7 @@ class ClientMachine:
         self._out.start(Changed(self.view))
         if self._state == "joining":
             if life is not None and message.process == self._process:
+                self._told = message.told
                 self._enter(life, now)
         elif self._state == "leaving" and life != self._life:
             self._state = "left"
@@ -531,7 +541,7 @@ class ClientMachine:
         self.known.clear()
 
     def _depart(self, epoch: int) -> None:
-        if self._state in ("member", "entering"):
+        if self._state in ("member", "entering") or (self._state == "joining" and self._patient):
             self._state = "gone"
             self._forget_all()
             self._out.start(Departed(epoch))
@@ -563,7 +573,7 @@ class ClientMachine:
             self._ask_to_enter(other, clock, now)
         if not behind:
             self._state = "member"
-            self._out.start(Joined(clock))
+            self._out.start(Joined(clock, self._told))
 
 
 def _key(message: Request | Meet | Reply | Met, shard: int) -> tuple[str, int, int]:

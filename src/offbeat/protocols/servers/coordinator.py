@@ -7,7 +7,7 @@ in its sign of life that it has not heard.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from msgspec import structs
@@ -50,6 +50,8 @@ class _Meeting:
     waiting: dict[int, Meet] = field(default_factory=dict[int, Meet])
     """Whom to answer."""
     over: bool = False
+    joining: tuple[int, ...] = ()
+    """Workers that waited to join when all had come."""
 
 
 class CoordinatorMachine:
@@ -60,6 +62,9 @@ class CoordinatorMachine:
         self.view = view
         self.lost: tuple[int, ...] = ()
         """Shards that have no replica left."""
+        self.waiting: dict[int, int] = {}
+        """Workers that wait to be let in, and their processes."""
+        self._told: dict[int, tuple[float, ...]] = {}
         self._timing = timing or Timing()
         self._lives = view.members
         self._processes: dict[int, int] = {}
@@ -83,6 +88,7 @@ class CoordinatorMachine:
             case Received():
                 self._received(event, now)
             case Ended():
+                self.waiting = {who: process for who, process in self.waiting.items() if worker_name(who) != event.name}
                 self._bury([event.name])
             case Timer():
                 self._tick(now)
@@ -165,8 +171,10 @@ class CoordinatorMachine:
         for name in (*self.view.servers, *map(worker_name, workers)):
             self._out.send(name, Viewed(self.view))
         self._out.start(Changed(self.view, news.died, news.joined, news.left))
+        self._turn_away()
         for what in list(self._meetings):
-            self._conclude(what)
+            if what in self._meetings:
+                self._conclude(what)
 
     def _announce_lost(self, lost: Sequence[int]) -> None:
         self.lost += tuple(lost)
@@ -179,11 +187,35 @@ class CoordinatorMachine:
         """Let a worker in, in a new life unless it is in already; the process before it, if it lives, is out."""
         worker = message.worker
         if worker not in self.view.workers or self._processes.get(worker, 0) != message.process:
-            self._processes[worker] = message.process
-            self._lives[worker] = self._lives.get(worker, -1) + 1
-            self._change(sorted({*self.view.workers, worker}), Changed(self.view, joined=(worker,)))
+            if message.patient:
+                self.waiting[worker] = message.process
+                self._turn_away()
+                return
+            self._let_in({worker: message.process})
         self._heard[sender] = now
-        self._out.send(sender, Viewed(self.view, message.process))
+        self._out.send(sender, Viewed(self.view, message.process, self._told.get(worker, ())))
+
+    def _let_in(self, processes: Mapping[int, int]) -> None:
+        for worker, process in processes.items():
+            self._processes[worker] = process
+            self._lives[worker] = self._lives.get(worker, -1) + 1
+        self._change(sorted({*self.view.workers, *processes}), Changed(self.view, joined=tuple(processes)))
+
+    def _turn_away(self) -> None:
+        """Nobody is left who could let anybody in: those who wait need not wait."""
+        if not self.view.workers:
+            for worker in self.waiting:
+                self._out.send(worker_name(worker), Gone(self.view.epoch))
+            self.waiting.clear()
+
+    def _admit(self, told: tuple[float, ...]) -> None:
+        """Let in all who wait. Whoever has not heard of it asks again."""
+        processes, self.waiting = self.waiting, {}
+        if processes:
+            self._told |= dict.fromkeys(processes, told)
+            self._let_in(processes)
+            for worker, process in processes.items():
+                self._out.send(worker_name(worker), Viewed(self.view, process, told))
 
     def _leave(self, sender: Name, message: Leave) -> None:
         if self.view.life(message.worker) == message.life:
@@ -209,13 +241,18 @@ class CoordinatorMachine:
         meeting = self._meetings[what]
         if not meeting.over and not all(worker in meeting.values for worker in self.view.workers):
             return
-        meeting.over = True
+        if not meeting.over:
+            meeting.over, meeting.joining = True, tuple(sorted(self.waiting))
         ranks = tuple(sorted(meeting.values))
         values = tuple(meeting.values[rank] for rank in ranks)
-        for worker, asked in meeting.waiting.items():
-            met = Met(life=asked.life, number=asked.number, what=what, ranks=ranks, values=values)
+        answered, meeting.waiting = meeting.waiting, {}
+        for worker, asked in answered.items():
+            met = Met(
+                life=asked.life, number=asked.number, what=what, ranks=ranks, values=values, waiting=meeting.joining
+            )
             self._out.send(worker_name(worker), met)
-        meeting.waiting.clear()
+        if any(asked.admits for asked in answered.values()):
+            self._admit(values[0])
         over = [name for name, meeting in self._meetings.items() if meeting.over]
         for name in over[: max(0, len(over) - REMEMBERED)]:
-            del self._meetings[name]
+            self._meetings.pop(name, None)

@@ -92,6 +92,8 @@ class Push(Struct, frozen=True, tag=True, kw_only=True):
     """Where the part ends; -1: at the shard's end. An empty part only lets the clock tick."""
     last: bool = True
     """The step's last part for this shard: with it the worker's clock ticks."""
+    counts: bool = False
+    """It counts by itself, by its own weight, whether the step's other parts come or not: a microbatch."""
     settings: Settings = ()
     version: int = 0
     """Version of the values it was computed from."""
@@ -261,6 +263,8 @@ class Hello(Struct, frozen=True, tag=True):
     worker: int
     process: int
     """Tells a process from the one that had this worker's number before."""
+    patient: bool = False
+    """It waits until the others hold a meeting that admits; else it is let in at once."""
 
 
 class Leave(Struct, frozen=True, tag=True):
@@ -282,6 +286,8 @@ class Viewed(Struct, frozen=True, tag=True):
     view: ClusterView
     process: int = -1
     """The process that it lets in, if it answers a `Hello`."""
+    told: tuple[float, ...] = ()
+    """What was brought to the meeting that let it in."""
 
 
 class Lost(Struct, frozen=True, tag=True):
@@ -299,6 +305,8 @@ class Meet(Struct, frozen=True, tag=True, kw_only=True):
     what: str
     """Which meeting, such as `epoch 3`: never the same twice in a run."""
     values: tuple[float, ...] = ()
+    admits: bool = False
+    """When all have come, those who wait to join are let in."""
 
 
 class Met(Struct, frozen=True, tag=True, kw_only=True):
@@ -311,6 +319,8 @@ class Met(Struct, frozen=True, tag=True, kw_only=True):
     """Who came, in order; one who died after coming is among them."""
     values: tuple[tuple[float, ...], ...]
     """What each brought, in that order."""
+    waiting: tuple[int, ...] = ()
+    """Workers that waited to join when all had come: the same for all who hear of this meeting."""
 
 
 Request = Push | Pull | Fetch | Load | Enter

@@ -5,7 +5,8 @@ the senders are told, and which reads have become due. Every replica of a shard 
 
 Under a rule that aggregates (`bsp`, `drop_slowest`, `deadline`) a step's gradients are summed, each weighted by its
 examples, and applied once, over the total weight of what came. A worker's step counts whole or not at all: parts of it
-are held, unanswered, until the last one has come. Under `ssp` and `asp` every push is applied as it comes, with weight
+are held, unanswered, until the last one has come; unless they say that they count by themselves, as microbatches do
+whose worker may not come to its last one in time. Under `ssp` and `asp` every push is applied as it comes, with weight
 1/p, so that p of them move the model as far as one synchronous step.
 
 Where steps are coded, answers are held until they are enough to have the sum of all workers' gradients from; then each
@@ -278,6 +279,8 @@ class Shard:
         elif push.clock > self._completed:
             reason = f"it is for step {push.clock} while step {self._completed} is open: pull before pushing on"
             self._settle(push, part.payload, outcome, "refused", reason)
+        elif push.counts and not push.last:
+            self._add([part], push, outcome)
         else:
             self._held.setdefault(push.worker, []).append(part)
             if push.last and self._code is not None:
@@ -316,7 +319,12 @@ class Shard:
                     self._settle(part.push, part.payload, outcome, "late")
 
     def _sum_up(self, last: Push, parts: list[_Part], outcome: Outcome, factor: float = 1.0) -> None:
-        """A worker's step is whole. If any part is unfit none is used; but it is done, and nobody waits for it."""
+        """A worker's step is whole: it is done, and nobody waits for it."""
+        self._add(parts, last, outcome, factor)
+        self._clocks.tick(last.worker, last.clock + 1)
+
+    def _add(self, parts: list[_Part], last: Push, outcome: Outcome, factor: float = 1.0) -> None:
+        """Parts that belong together join the sum; if any of them is unfit, none is used."""
         unfit = next((part.unfit for part in parts if part.unfit), "")
         for part in parts:
             if part.payload.nbytes and not unfit:
@@ -325,7 +333,6 @@ class Shard:
         if not unfit:
             self._weight += factor * last.weight
             self._settings = last.settings or self._settings
-        self._clocks.tick(last.worker, last.clock + 1)
 
     def _load(self, load: Load, payload: Payload, outcome: Outcome) -> None:
         if not self._meet(load, payload, outcome):
@@ -386,7 +393,9 @@ class Shard:
         if self._code is not None:
             return self._coefficients() is not None
         done = sum(self._clocks.of(worker) > self._completed for worker in self._clocks.workers)
-        return done >= (1 if self._overdue else self.rule.enough(len(self._clocks)))
+        if self._overdue:
+            return done > 0 or self._weight > 0
+        return done >= self.rule.enough(len(self._clocks))
 
     def _give_up_on_the_slow(self, outcome: Outcome) -> None:
         for worker in self._clocks.workers:

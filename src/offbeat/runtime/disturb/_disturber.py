@@ -19,10 +19,20 @@ class Disturber:
     """Lives in the process that is to be disturbed, and is told when its steps begin.
 
     `tell` gets `{"kind": "disturbed", "number": sentence}` for each firing, before it where nothing could be said
-    afterwards. To be made on the main thread: the guard ends with the thread that started it.
+    afterwards. To be made on the main thread: the guard ends with the thread that started it. A process that has
+    `joined` in place of another is not killed as that one was.
     """
 
-    def __init__(self, disturbances: Sequence[Disturbance], role: str, rank: int, seed: int, tell: Tell) -> None:
+    def __init__(
+        self,
+        disturbances: Sequence[Disturbance],
+        role: str,
+        rank: int,
+        seed: int,
+        tell: Tell,
+        joined: bool = False,
+    ) -> None:
+        self._joined = joined
         self._plan = Plan(disturbances, role, rank, seed)
         self._tell = tell
         self._next: int | None = None
@@ -62,6 +72,8 @@ class Disturber:
             self._guard.begin()
 
     def _fire(self, sentence: int, action: Kill | Pause) -> None:
+        if self._joined and isinstance(action, Kill):
+            return
         self._count(sentence)
         if isinstance(action, Kill):
             print(f"disturbed: {self._plan.disturbances[sentence].text}", file=sys.stderr, flush=True)

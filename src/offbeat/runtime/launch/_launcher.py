@@ -79,6 +79,12 @@ class Launcher:
         if self._run is not None:
             self._run.kill(role)
 
+    def add(self, role: Role) -> None:
+        """Start one more role in the run under way, in place of one that has ended; for its callbacks."""
+        if self._run is None:
+            raise UsageError(f"{role} cannot be added: this launcher is running nothing.")
+        self._run.add(role)
+
     def close(self) -> None:
         """End the fork server; the launcher can be started again."""
         link, self._link = self._link, None

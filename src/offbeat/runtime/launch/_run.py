@@ -96,16 +96,17 @@ class Run:
         self._killed = False
         self._drained = False
         self._problem: BaseException | None = None  # what went wrong while ending
+        self._held = contextlib.ExitStack()
         self._selector = selectors.DefaultSelector()
         self._selector.register(link.channel, selectors.EVENT_READ, None)
 
     def go(self, roles: Sequence[Role]) -> list[Outcome]:
         """Run the roles to their end."""
-        with contextlib.closing(self._selector), contextlib.ExitStack() as held:
+        with contextlib.closing(self._selector), self._held:
             orders = [order_for(number, role) for number, role in enumerate(roles)]
             try:
                 self._await_server()
-                self._fork(roles, orders, held)
+                self._fork(roles, orders)
                 self._turn_until(self._is_decided)
             except ServerGoneError:
                 self._link.is_usable = False  # Ending says how that came.
@@ -138,23 +139,36 @@ class Run:
                 f"The fork server did not import {', '.join(self._link.preload)} within {PRELOAD_DEADLINE:g} s."
             )
 
-    def _fork(self, roles: Sequence[Role], orders: Sequence[Fork], held: contextlib.ExitStack) -> None:
+    def _fork(self, roles: Sequence[Role], orders: Sequence[Fork]) -> None:
         with contextlib.ExitStack() as passed:
             logs = [_open_log(role, passed) for role in roles]
             for role, order, log in zip(roles, orders, logs, strict=True):
                 if self._interrupts.count:
                     return
-                ours, theirs = socket.socketpair()
-                passed.enter_context(theirs)
-                child = Child(role, order, Channel(ours, FromChild, str(role)))
-                held.callback(child.channel.close)
-                self._children[order.id] = child
-                self._selector.register(child.channel, selectors.EVENT_READ, child)
-                self._link.send(order, (theirs.fileno(), log))
+                self._order(role, order, log)
         self._turn_until(lambda: self._all_forked() or self._is_decided(), FORK_DEADLINE)
         if not self._all_forked() and not self._is_decided():
             missing = ", ".join(str(child.role) for child in self._children.values() if child.pid is None)
             raise WaitError(f"The fork server did not start {missing} within {FORK_DEADLINE:g} s.")
+
+    def _order(self, role: Role, order: Fork, log: int) -> None:
+        """Have one role forked; that it was is heard later."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            child = Child(role, order, Channel(ours, FromChild, str(role)))
+            self._held.callback(child.channel.close)
+            self._children[order.id] = child
+            self._selector.register(child.channel, selectors.EVENT_READ, child)
+            self._link.send(order, (theirs.fileno(), log))
+
+    def add(self, role: Role) -> None:
+        """Start one more role, unless the run is ending."""
+        if self._asked_at is None:
+            if any(str(child.role) == str(role) for child in self._living()):
+                raise UsageError(f"{role} is running: another can take its place only when it has ended.")
+            order = order_for(len(self._children), role)
+            with contextlib.ExitStack() as passed:
+                self._order(role, order, _open_log(role, passed))
 
     def _all_forked(self) -> bool:
         return all(child.pid is not None for child in self._children.values())

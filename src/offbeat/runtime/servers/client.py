@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from offbeat.errors import RunError, StrategyError, WaitError
@@ -28,6 +29,7 @@ from offbeat.protocols.servers.client import (
     Completed,
     Departed,
     Failed,
+    Joined,
     Part,
     Refreshed,
 )
@@ -67,9 +69,9 @@ class DeclaredDeadError(SystemExit):
 class Client:
     """What a worker asks of the servers and the coordinator of its run."""
 
-    def __init__(self, plan: Plan, worker: int, seconds: float) -> None:
+    def __init__(self, plan: Plan, worker: int, seconds: float, joins: bool = False) -> None:
         self.plan = plan
-        _come_once(plan, worker)
+        _come_once(plan, f"{worker}-{os.getpid()}" if joins else str(worker))
         timing = plan.timing
         patient = Timing(
             heartbeat=timing.heartbeat,
@@ -79,14 +81,18 @@ class Client:
             longest_resend=timing.longest_resend,
             deadline=seconds,
         )
-        self.machine = ClientMachine(worker, plan.view, process=os.getpid(), timing=patient)
-        self.view: ClusterView = plan.view
+        view = plan.view
+        if joins:
+            view = structs.replace(view, workers=tuple(other for other in view.workers if other != worker))
+        self.machine = ClientMachine(worker, view, process=os.getpid(), timing=patient)
+        self.view: ClusterView = view
         """Who takes part, as far as is known here."""
         self.fresh: dict[int, tuple[Fresh, Bytes]] = {}
         """The newest values that servers have sent unasked, by shard."""
         self.takes: Callable[[int, Bytes], None] = lambda _shard, _values: None
         """What is done with values or states that were asked for, when they come."""
         self.bytes_received = 0
+        self._joined: Joined | None = None
         self._results: dict[int, tuple[Any, ...] | Exception] = {}
         self._broken: BaseException | None = None
         self._lock = threading.RLock()
@@ -115,16 +121,32 @@ class Client:
     # -- what the loop asks for --------------------------------------------------------------------------------------
 
     def push(
-        self, parts: Sequence[Bytes], clock: int, weight: float, settings: Settings, then_pull: bool
+        self,
+        parts: Sequence[Bytes],
+        clock: int,
+        weight: float,
+        settings: Settings,
+        then_pull: bool,
+        microbatch: bool = False,
     ) -> tuple[int, int]:
-        """Push a gradient, a part for each shard (an empty one only lets the clock tick). Answers two tokens."""
+        """Push a gradient, a part for each shard (an empty one only lets the clock tick). Answers two tokens.
+
+        One of a microbatch counts by itself, and the step goes on.
+        """
         given = [
             Part(shard, Payload(part.nbytes, part)) if part.nbytes else Part(shard, Payload(0), 0, 0)
             for shard, part in enumerate(parts)
         ]
         asked = self._asked(
             lambda now: self.machine.push(
-                given, now, clock=clock, weight=weight, settings=settings, then_pull=then_pull
+                given,
+                now,
+                clock=clock,
+                weight=weight,
+                settings=settings,
+                final=not microbatch,
+                counts=microbatch,
+                then_pull=then_pull,
             )
         )
         return asked.token, asked.pull
@@ -142,13 +164,26 @@ class Client:
         given = [Part(shard, Payload(state.nbytes, state)) for shard, state in enumerate(states)]
         return self._asked(lambda now: self.machine.load(given, now, version=version, clock=clock)).token
 
-    def meet(self, what: str, values: Sequence[float]) -> tuple[tuple[int, ...], tuple[tuple[float, ...], ...]]:
-        """Wait until all live workers have come to this meeting; answers who, and what each brought."""
-        token = self._asked(lambda now: self.machine.meet(what, tuple(values), now)).token
+    def meet(self, what: str, values: Sequence[float], admits: bool = False) -> Met:
+        """Wait until all live workers have come to this meeting: who came, what each brought, and who waits to join.
+
+        If it `admits`, those who wait are then let in.
+        """
+        token = self._asked(lambda now: self.machine.meet(what, tuple(values), now, admits)).token
         ((_, met),) = self.wait(token, what)
         if not isinstance(met, Met):
             raise RunError(f"a meeting was answered with {met!r}")
-        return met.ranks, met.values
+        return met
+
+    def join(self) -> Joined:
+        """Wait until the others let this worker in; if the run ends before they do, this process does too."""
+        with self._lock:
+            self._driver.perform(self.machine.join(patient=True))
+            while self._joined is None:
+                if self._broken is not None:
+                    raise self._broken
+                self._driver.turn(_SLICE)
+        return self._joined
 
     def wait(self, token: int, what: str) -> tuple[Any, ...]:
         """The answers to what was asked for under this token; `what` is for the message if they do not come."""
@@ -206,6 +241,8 @@ class Client:
                     self.fresh[shard] = (fresh, payload.handle)
             case Changed(view):
                 self.view = view
+            case Joined():
+                self._joined = notice
             case Departed(epoch):
                 self._depart(epoch)
             case Lost(shard):
@@ -250,7 +287,7 @@ class Client:
             self._endpoint.close()
 
 
-def _come_once(plan: Plan, worker: int) -> None:
+def _come_once(plan: Plan, worker: str) -> None:
     """Refuse one who has left and comes again: nobody waits for it any more."""
     try:
         (Path(plan.folder) / f"came-{worker}").touch(exist_ok=False)
