@@ -95,7 +95,7 @@ def worker(make: Make, rank: int, size: int, epochs: int = 2, **kwargs: Any) -> 
     """What one worker gets in each epoch."""
     seed_everything(1000 + rank)  # Workers' own random state differs, as it does in a team.
     feed = Feed(rounds=kwargs.pop("rounds", None))
-    loader = divide(make(), Share(rank, size, 5, 0), feed, kwargs.pop("parts", Parts()), **kwargs)
+    loader = divide(make(), [Share(rank, size, 5, 0)], feed, kwargs.pop("parts", Parts()), **kwargs)
     got: Epochs = []
     for _ in range(epochs):
         start = len(feed.given_out)
@@ -285,7 +285,7 @@ def test_every_epoch_is_reshuffled_by_the_seed(kind: str) -> None:
 def test_loaders_of_one_run_shuffle_differently() -> None:
     feeds = [Feed(), Feed()]
     for number, feed in enumerate(feeds):
-        list(divide(DataLoader(Pairs(), 4, shuffle=True), Share(0, 1, 5, number), feed, Parts()))
+        list(divide(DataLoader(Pairs(), 4, shuffle=True), [Share(0, 1, 5, number)], feed, Parts()))
     assert len({str([rows(batch.content) for batch in feed.given_out]) for feed in feeds}) == 2
 
 
@@ -357,7 +357,7 @@ def test_an_evaluation_has_no_phantoms_and_its_union_is_exact(kind: str) -> None
         found: list[Any] = []
         for rank in range(size):
             feed = Feed()
-            loader = divide(KINDS[kind](), Share(rank, size, 5, 0), feed, Parts())
+            loader = divide(KINDS[kind](), [Share(rank, size, 5, 0)], feed, Parts())
             with torch.no_grad():
                 found += [row for content in loader for row in rows(content)]
             assert all(batch.examples for batch in feed.given_out)
@@ -370,7 +370,7 @@ def test_an_evaluation_has_no_phantoms_and_its_union_is_exact(kind: str) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_iterating_does_not_disturb_the_processs_random_state(kind: str) -> None:
-    loader = divide(KINDS[kind](), Share(1, 2, 5, 0), Feed(rounds=30), Parts())
+    loader = divide(KINDS[kind](), [Share(1, 2, 5, 0)], Feed(rounds=30), Parts())
     seed_everything(77)
     before = repr(capture())
     for _ in loader:
@@ -385,7 +385,7 @@ def test_iterating_does_not_disturb_the_processs_random_state(kind: str) -> None
 
 def test_attributes_and_length_are_those_of_the_users_loader() -> None:
     mine = DataLoader(Pairs(), 4, shuffle=True)
-    loader = divide(mine, Share(0, 2, 5, 0), Feed(), Parts())
+    loader = divide(mine, [Share(0, 2, 5, 0)], Feed(), Parts())
     assert len(loader) == 6
     assert loader.dataset is mine.dataset
     assert loader.sampler is mine.sampler
@@ -393,7 +393,7 @@ def test_attributes_and_length_are_those_of_the_users_loader() -> None:
     with pytest.raises(AttributeError):
         _ = loader.no_such_thing
     with pytest.raises(TypeError):
-        len(divide(Batches(), Share(0, 2, 5, 0), Feed(), Parts()))
+        len(divide(Batches(), [Share(0, 2, 5, 0)], Feed(), Parts()))
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
@@ -405,7 +405,7 @@ def test_after_breaking_out_the_next_loop_begins_a_new_epoch(num_workers: int, p
 
     (_, expected), _ = worker(make, 0, 2)
     feed = Feed()
-    loader = divide(make(), Share(0, 2, 5, 0), feed, Parts())
+    loader = divide(make(), [Share(0, 2, 5, 0)], feed, Parts())
     for number, _ in enumerate(loader):
         if number == 2:
             break
@@ -419,7 +419,7 @@ def test_nested_and_zipped_loops_keep_their_data_apart(kind: str) -> None:
     make = PROCESSES["shuffled"] if kind == "processes" else KINDS[kind]
     (first, second), _ = worker(make, 0, 2)
     feed = Feed()
-    loader = divide(make(), Share(0, 2, 5, 0), feed, Parts())
+    loader = divide(make(), [Share(0, 2, 5, 0)], feed, Parts())
     pairs = [(rows(one), rows(two)) for one, two in zip(loader, loader, strict=True)]
     assert [one for one, _ in pairs] == [rows(batch.content) for batch in first]
     assert [two for _, two in pairs] == [rows(batch.content) for batch in second]
@@ -430,7 +430,7 @@ def test_nested_and_zipped_loops_keep_their_data_apart(kind: str) -> None:
 
 def test_a_team_that_says_stop_ends_the_epoch_there() -> None:
     feed = Feed(limit=2)
-    loader = divide(DataLoader(Pairs(), 4), Share(0, 2, 5, 0), feed, Parts())
+    loader = divide(DataLoader(Pairs(), 4), [Share(0, 2, 5, 0)], feed, Parts())
     assert len(list(loader)) == 2
     assert not loader.complete
     assert list(loader) == []
@@ -438,7 +438,7 @@ def test_a_team_that_says_stop_ends_the_epoch_there() -> None:
 
 def test_batches_that_were_learned_without_this_worker_are_left_out() -> None:
     feed = Feed()
-    loader = divide(DataLoader(Pairs(), 4), Share(0, 2, 5, 0), feed, Parts())
+    loader = divide(DataLoader(Pairs(), 4), [Share(0, 2, 5, 0)], feed, Parts())
     whole = [rows(content) for content in loader]
     seen: list[Any] = []
     for number, content in enumerate(loader):
@@ -469,7 +469,9 @@ def test_the_users_own_dataset_is_what_a_loading_process_shows() -> None:
         info.dataset.begun = number  # type: ignore[attr-defined]
 
     for dataset in (Stream(), Pairs()):
-        loader = divide(DataLoader(dataset, 4, num_workers=1, worker_init_fn=begin), Share(0, 1, 5, 0), Feed(), Parts())
+        loader = divide(
+            DataLoader(dataset, 4, num_workers=1, worker_init_fn=begin), [Share(0, 1, 5, 0)], Feed(), Parts()
+        )
         assert len(list(loader)) == 6
 
 
@@ -492,7 +494,7 @@ def test_a_resumed_loader_goes_on_with_exactly_the_rest(kind: str) -> None:
     """A run of three epochs is left at batch 2 of the second; a fresh loader fast-forwards and goes on."""
 
     def start(feed: Feed) -> Loader:
-        return divide(RESUMED[kind](), Share(1, 2, 5, 0), feed, Parts(), split=kind != "whole")
+        return divide(RESUMED[kind](), [Share(1, 2, 5, 0)], feed, Parts(), split=kind != "whole")
 
     loader, rest, feed, state = start(Feed()), [], Feed(), {}
     for epoch in range(1, 4):
@@ -510,12 +512,12 @@ def test_a_resumed_loader_goes_on_with_exactly_the_rest(kind: str) -> None:
 
 
 def test_a_checkpoint_at_the_end_of_an_epoch_goes_on_with_the_next() -> None:
-    loader = divide(_given_generator(), Share(0, 2, 5, 0), Feed(), Parts())
+    loader = divide(_given_generator(), [Share(0, 2, 5, 0)], Feed(), Parts())
     list(loader)
     states = loader.state_dict(at_end=True), loader.state_dict()
     expected = [rows(content) for content in loader]
     for state in states:
-        fresh = divide(_given_generator(), Share(0, 2, 5, 0), Feed(), Parts())
+        fresh = divide(_given_generator(), [Share(0, 2, 5, 0)], Feed(), Parts())
         fresh.load_state_dict(state)
         assert list(fresh) == []
         assert [rows(content) for content in fresh] == expected

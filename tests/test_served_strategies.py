@@ -343,6 +343,8 @@ def test_what_the_springs_of_asynchronous_workers_give_the_centre_they_take_from
         ("coded", "worker 1: pace 40ms"),
         ("coded(s=3, shards=2)", "any worker: pause 30ms with probability 0.3"),
         ("coded", "worker 2: kill at step 5"),
+        ("coded(code=cyclic)", "worker 1: pace 40ms"),
+        ("coded(s=2, code=cyclic, shards=2)", "worker 2: kill at step 5"),
     ],
 )
 def test_coded_steps_are_exact_however_slow_some_workers_are(

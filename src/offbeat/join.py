@@ -38,7 +38,7 @@ from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies import Strategy, combined, parse
 from offbeat.strategies._compressing import Compressing
 from offbeat.strategies._watch import Watch
-from offbeat.strategies._worker import EveryBatch, Exchanging, Timing
+from offbeat.strategies._worker import EveryBatch, Exchanging, Microbatches, Timing
 
 
 def init(
@@ -113,7 +113,11 @@ class Team:
         self.exchange = cast("Exchanging", self.strategy.exchange).connect(self.group, self.stopwatch)
         self.exchange.compressions = cast("tuple[Compressing, ...]", self.strategy.compressions)
         when = cast("Timing | None", self.strategy.when)
-        self.pace = when.pace(self.exchange) if when else EveryBatch(self.exchange)
+        slices = self.exchange.slices()
+        several = len(slices[0]) if slices else 1
+        single = Microbatches(self.exchange, several) if several > 1 else EveryBatch(self.exchange)
+        self.pace = when.pace(self.exchange) if when else single
+        self._batches_per_step = when.batches_per_update() if when else several
         self.seed = self._agreed_seed()
         """What fixes the order of the data; the same on all workers."""
         self._holdings = Holdings()
@@ -214,7 +218,7 @@ class Team:
         """A loader for evaluation, divided over the workers; it plays no part in checkpoints."""
         share = Share(self.rank, self.size, self.seed, -1)
         self._shares.append(share)
-        return divide(loader, share, self, Parts())
+        return divide(loader, [share], self, Parts())
 
     def checkpoint(self, at_end: bool = False) -> None:
         """Write a checkpoint now; all workers call this between two steps. Training loaders do it by themselves."""
@@ -275,8 +279,8 @@ class Team:
         elif isinstance(thing, Stateful) and not isinstance(thing, Iterable):
             self._holdings.others.append(thing)
         elif isinstance(thing, Iterable):
-            share = self._share(split)
-            loader = divide(cast("Iterable[Any]", thing), share, self, Parts.parse(self.goal.parts), split)
+            shares = self._shares_of_batches(split)
+            loader = divide(cast("Iterable[Any]", thing), shares, self, Parts.parse(self.goal.parts), split)
             self._holdings.loaders.append(loader)
             return loader
         else:
@@ -286,18 +290,18 @@ class Team:
             )
         return thing
 
-    def _share(self, split: bool) -> Share:
+    def _shares_of_batches(self, split: bool) -> list[Share]:
         """What of a training loader's batches falls to this worker."""
         slices, number = self.exchange.slices(), len(self._holdings.loaders)
         if slices is None:
             self._shares.append(Share(self.rank, self.size, self.seed, number))
-            return self._shares[-1]
+            return self._shares[-1:]
         if not split:
             raise StrategyError(
                 f"{self.strategy} decides which workers compute the same slice of a batch, so it must divide the "
                 f"loader itself. Leave out split=False, or use allreduce."
             )
-        return Share(*slices, self.seed, number)
+        return [Share(slice_, slices[1], self.seed, number) for slice_ in slices[0]]
 
     def _stepped(self, *_: Any) -> None:
         """An optimizer has stepped: without loaders, that is where the next step begins."""
@@ -402,8 +406,7 @@ class Team:
     def passed_over(self) -> int:
         """Batches that were learned without this worker since it was last asked."""
         missed, self._watch.missed = self._watch.missed, 0
-        when = cast("Timing | None", self.strategy.when)
-        return missed * (when.batches_per_update() if when else 1)
+        return missed * self._batches_per_step
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

@@ -116,6 +116,11 @@ def cyclic_repetition(workers: int, tolerated: int, seed: int = 0) -> Code:
     return code
 
 
+def code_for(workers: int, tolerated: int, cyclic: bool) -> Code:
+    """The code that workers and servers of one run agree on."""
+    return (cyclic_repetition if cyclic else fractional_repetition)(workers, tolerated)
+
+
 def _check(workers: int, tolerated: int) -> None:
     if not 0 <= tolerated < workers:
         raise StrategyError(

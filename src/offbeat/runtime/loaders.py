@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -243,10 +243,13 @@ class Loader:
             self.resume_at = (int(state["epoch"]), int(state["batches"]))
 
 
-def divide(loader: Iterable[Any], place: Share, feed: Feed, parts: Parts, split: bool = True) -> Loader:
-    """The loader, divided over the workers; `split=False` if each worker's loader is its own part already."""
-    source = _source_for(loader, place, parts, split)
-    return Loader(loader, source, feed, place)
+def divide(loader: Iterable[Any], shares: Sequence[Share], feed: Feed, parts: Parts, split: bool = True) -> Loader:
+    """The loader, divided over the workers; `split=False` if each worker's loader is its own part already.
+
+    A worker with several shares gets its slices of every batch one after the other.
+    """
+    sources = [_source_for(loader, share, parts, split) for share in shares]
+    return Loader(loader, sources[0] if len(sources) == 1 else InTurn(sources), feed, shares[0])
 
 
 def _source_for(loader: Iterable[Any], place: Share, parts: Parts, split: bool) -> Source:
@@ -397,6 +400,27 @@ class Whole(Source):
         """The batches as they are."""
         for content in islice(_lent(self._loader, mixed(seed, epoch, self._place.rank)), skip, None):
             yield Batch(content, examples_in(content) or 1, None)
+
+
+class InTurn(Source):
+    """Several slices of every batch, one after the other."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+        self.knows_end = sources[0].knows_end
+
+    def batches(self, epoch: int, skip: int, seed: int) -> Iterator[Batch]:
+        """The slices of each batch. What all workers have together counts with the last of them."""
+        whole, rest = divmod(skip, len(self._sources))
+        streams = [source.batches(epoch, whole, seed) for source in self._sources]
+        slices = (piece for batch in zip(*streams, strict=True) for piece in self._of_one(batch))
+        yield from islice(slices, rest, None)
+
+    def _of_one(self, batch: tuple[Batch, ...]) -> Iterator[Batch]:
+        *first, last = batch
+        for piece in first:
+            yield Batch(piece.content, piece.examples, 0)
+        yield last
 
 
 def _lent(things: Iterable[Any], seed: int) -> Iterator[Any]:

@@ -62,8 +62,11 @@ class Exchange(ABC):
         """Steps that were made without this worker since it was last asked."""
         return 0
 
-    def slices(self) -> tuple[int, int] | None:
-        """Which slice of every batch is this worker's, of how many; None: the live workers have one each."""
+    def slices(self) -> tuple[Sequence[int], int] | None:
+        """Which slices of every batch are this worker's, of how many; None: the live workers have one each.
+
+        Of several, the loop gets each as a batch of its own, and the step ends with the last.
+        """
         return None
 
     @abstractmethod
@@ -162,6 +165,39 @@ class Pace(ABC):
 
     def close(self) -> None:  # noqa: B027 - most have put nothing on
         """Take off what `adopt` and `watch` have put on."""
+
+
+class Microbatches(Pace):
+    """Batches of a step whose gradients are not summed here: the exchange sees each of them, and ends the step."""
+
+    def __init__(self, exchange: Exchange, steps: int) -> None:
+        self._exchange, self._steps = exchange, steps
+        self._batches = 0
+
+    def adopt(self, model: nn.Module) -> None:
+        """Nothing to do."""
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Nothing to do: where gradients are sent, optimizers do not step here."""
+
+    def begin(self, examples: int, total: int | None, last: bool) -> None:
+        """Count the batch, and tell the exchange what it weighs and whether the step ends with it."""
+        self._batches = 1 if self.updating else self._batches + 1
+        self._exchange.within_step = not last and self._batches < self._steps
+        self._exchange.weigh(examples, total)
+
+    @property
+    def updating(self) -> bool:
+        """Whether this batch completes the step."""
+        return not self._exchange.within_step
+
+    def state_dict(self) -> dict[str, Any]:
+        """A step may be half done at a checkpoint."""
+        return {"batches": self._batches, "within": self._exchange.within_step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with it."""
+        self._batches, self._exchange.within_step = state["batches"], state["within"]
 
 
 class EveryBatch(Pace):

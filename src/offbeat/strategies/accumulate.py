@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import RunError, StrategyError
 from offbeat.strategies._base import Traits, require
-from offbeat.strategies._worker import Exchange, Pace, Timing, closure_of
+from offbeat.strategies._worker import Exchange, Microbatches, Pace, Timing, closure_of
 
 
 @dataclass(frozen=True)
@@ -41,44 +41,11 @@ class Accumulate(Timing):
 
     def pace(self, exchange: Exchange) -> Pace:
         """The worker's side: gradients are kept aside until enough are there, or are sent one by one."""
-        return (_Sending if exchange.takes_microbatches else _Accumulating)(exchange, self.steps)
+        return (Microbatches if exchange.takes_microbatches else _Accumulating)(exchange, self.steps)
 
     def batches_per_update(self) -> int:
         """As many as are accumulated."""
         return self.steps
-
-
-class _Sending(Pace):
-    """Batches of a step whose gradients are not summed here: the exchange sends each of them, and ends the step."""
-
-    def __init__(self, exchange: Exchange, steps: int) -> None:
-        self._exchange, self._steps = exchange, steps
-        self._batches = 0
-
-    def adopt(self, model: nn.Module) -> None:
-        """Nothing to do."""
-
-    def watch(self, optimizer: Optimizer) -> None:
-        """Nothing to do: where gradients are sent, optimizers do not step here."""
-
-    def begin(self, examples: int, total: int | None, last: bool) -> None:
-        """Count the batch, and tell the exchange what it weighs and whether the step ends with it."""
-        self._batches = 1 if self.updating else self._batches + 1
-        self._exchange.within_step = not last and self._batches < self._steps
-        self._exchange.weigh(examples, total)
-
-    @property
-    def updating(self) -> bool:
-        """Whether this batch completes the step."""
-        return not self._exchange.within_step
-
-    def state_dict(self) -> dict[str, Any]:
-        """A step may be half done at a checkpoint."""
-        return {"batches": self._batches, "within": self._exchange.within_step}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with it."""
-        self._batches, self._exchange.within_step = state["batches"], state["within"]
 
 
 class _Accumulating(Pace):

@@ -1,23 +1,32 @@
 """Every slice of a batch is computed by several workers, so that steps are exact without waiting for the slowest.
 
-The workers are s + 1 copies of a plain division: each batch is cut into p / (s + 1) slices, and s + 1 workers compute
-each of them. A step is complete as soon as every slice has been answered once, which any p - s workers see to.
+*Fractional* repetition: the workers are s + 1 copies of a plain division. Each batch is cut into p / (s + 1) slices,
+and s + 1 workers compute each of them. A step is complete as soon as every slice has been answered once, which any
+p - s workers see to. All coefficients are 0 or 1, so that a worker's gradient is that of a mean over its slice, as any
+loop computes it.
 
-Tandon, Lei, Dimakis and Karampatziakis, "Gradient Coding: Avoiding Stragglers in Distributed Learning" (2017), section
-3: fractional repetition. All coefficients of this code are 0 or 1, so that a worker's gradient is that of a mean over
-its slice, as any loop computes it. Cyclic codes need the gradients of several parts apart.
+*Cyclic* repetition: each batch is cut into p slices, and worker k computes slices k to k + s. It sends one combination
+of their gradients, and from any p - s of these the servers have the sum of all. The loop gets the slices as batches of
+their own; its optimizer steps with the last.
+
+Tandon, Lei, Dimakis and Karampatziakis, "Gradient Coding: Avoiding Stragglers in Distributed Learning" (2017), sections
+3 and 4.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from offbeat.errors import RunError
-from offbeat.protocols.coding import fractional_repetition
+import torch
+
+from offbeat.errors import RunError, StrategyError
+from offbeat.protocols.coding import code_for
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.runtime.group import Group
 from offbeat.runtime.stopwatch import Stopwatch
-from offbeat.strategies._base import Traits, require
+from offbeat.strategies._base import Axis, Strategy, Traits, require
 from offbeat.strategies._serving import Served
 from offbeat.strategies._worker import Exchange, Exchanging
 
@@ -32,14 +41,16 @@ class Coded(Exchanging):
     """
 
     s: int = 1
-    """Workers that no step waits for; s + 1 must divide the number of workers."""
+    """Workers that no step waits for."""
+    code: Literal["fractional", "cyclic"] = "fractional"
+    """Who computes what: whole copies of a division, for which s + 1 must divide the workers, or overlapping slices."""
     shards: int = 1
     """Server processes that the parameters are divided over."""
     replicas: int = 0
     """Further copies of every shard: with one, any server may die and nothing is lost."""
 
     traits = Traits(exact=True, elastic=True)
-    examples = ("coded", "coded(s=2, shards=2)")
+    examples = ("coded", "coded(s=2, shards=2)", "coded(s=1, code=cyclic)")
 
     def __post_init__(self) -> None:
         """Refuse numbers that make no sense."""
@@ -49,31 +60,91 @@ class Coded(Exchanging):
         require(self.replicas >= 0, self, "replicas", self.replicas, "a shard has 0 or more further copies")
 
     def check(self, workers: int) -> None:
-        """Refuse numbers of workers that cannot be cut into groups of s + 1."""
+        """Refuse numbers of workers that there is no such code for."""
         super().check(workers)
-        fractional_repetition(workers, self.s)
+        code_for(workers, self.s, self.code == "cyclic")
+
+    def refuses(self, other: Strategy) -> str | None:
+        """A cyclic step has several batches already."""
+        if other.axis is Axis.WHEN and self.code == "cyclic":
+            return "the loop gets the slices of a cyclic step as batches of their own, and the step ends with the last"
+        return None
+
+    @property
+    def rule(self) -> Rule:
+        """How servers take the answers."""
+        return Rule(0, coded=self.s, cyclic=self.code == "cyclic")
 
     def servers(self, workers: int) -> tuple[int, int, Rule]:
         """Shards, further copies of each, and how many answers a step can do without."""
         del workers
-        return self.shards, self.replicas, Rule(0, coded=self.s)
+        return self.shards, self.replicas, self.rule
 
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
         """The worker's side."""
-        return _Repeating(group, stopwatch, self)
+        return (_Combining if self.code == "cyclic" else _Repeating)(group, stopwatch, self)
+
+
+class _Combining(Served):
+    """Pushes a combination of the gradients of the slices that it computes, as shares of the mean over all examples."""
+
+    def __init__(self, group: Group, stopwatch: Stopwatch, settings: Coded) -> None:
+        super().__init__(group, stopwatch, settings, settings.rule)
+        code = code_for(group.size, settings.s, cyclic=True)
+        self._parts = [(k + group.rank) % group.size for k in range(settings.s + 1)]
+        self._coefficients = [float(code.matrix[group.rank, part]) for part in self._parts]
+        self._needed = group.size - settings.s
+        self._sum = torch.empty(0)
+        self._done = 0
+        self._total: int | None = None
+
+    def slices(self) -> tuple[Sequence[int], int]:
+        """As many as there are workers; this one's and the following."""
+        return self._parts, self.group.size
+
+    def weigh(self, examples: int, total: int | None) -> None:
+        """How many examples the slice has; with the last one, how many the whole batch has."""
+        super().weigh(examples, total)
+        self._total = total
+
+    def exchange(self) -> bool:
+        """Take the slice into the combination; with the last one push it, and pull."""
+        slot = self.gradient()
+        if not self._done:
+            self._sum = torch.zeros_like(self.slots[slot])
+        if self.examples:
+            self._sum.add_(self.slots[slot], alpha=self._coefficients[self._done] * self.examples)
+        self._done += 1
+        if self.within_step:
+            return True
+        if self._total is None:
+            raise StrategyError(
+                f"{self.strategy} must know how many examples a batch has over all workers, which nobody knows of a "
+                f"stream beforehand. Use a dataset with a length, or code=fractional."
+            )
+        self._done = 0
+        if len(self.group.members) < self._needed:
+            raise RunError(
+                f"{self.group.size - len(self.group.members)} workers are gone, and {self.strategy} cannot have the "
+                f"exact gradient from fewer than {self._needed}. Go on from the last checkpoint with --resume; a "
+                f"larger s outlives more workers."
+            )
+        torch.div(self._sum, max(self._total, 1), out=self.slots[slot])
+        self.arrive(self.push(slot, then_pull=True))
+        return True
 
 
 class _Repeating(Served):
     """Pushes the gradient of a slice that others compute too."""
 
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: Coded) -> None:
-        super().__init__(group, stopwatch, settings, Rule(0, coded=settings.s))
+        super().__init__(group, stopwatch, settings, settings.rule)
         self._copies = settings.s + 1
 
-    def slices(self) -> tuple[int, int]:
+    def slices(self) -> tuple[Sequence[int], int]:
         """The workers whose ranks leave the same remainder have the same slice, whoever of them is alive."""
         count = self.group.size // self._copies
-        return self.group.rank % count, count
+        return [self.group.rank % count], count
 
     def exchange(self) -> bool:
         """Push, and pull what the first answers for all slices have made of the parameters."""

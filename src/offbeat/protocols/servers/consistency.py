@@ -37,6 +37,8 @@ class Rule(Struct, frozen=True):
     """Seconds after which a step is complete with the gradients that have come, if there is any."""
     coded: int = 0
     """Workers that a step can do without, as others compute the same (gradient coding): it loses nothing by it."""
+    cyclic: bool = False
+    """Of the two codes the one that repeats parts cyclically."""
 
     def __post_init__(self) -> None:
         """Refuse bounds that make no sense, and dropping where no step is waited for."""
@@ -54,7 +56,7 @@ class Rule(Struct, frozen=True):
     def __str__(self) -> str:
         """The rule as it is written: `bsp`, `ssp(3, eager)`, `asp`, `drop_slowest(2)`, `deadline(0.5)`, `coded(1)`."""
         if self.coded:
-            return f"coded({self.coded})"
+            return f"coded({self.coded}{', cyclic' if self.cyclic else ''})"
         if self.drop:
             return f"drop_slowest({self.drop})"
         if self.deadline is not None:

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from offbeat.errors import UsageError
-from offbeat.protocols.coding import Matrix, fractional_repetition
+from offbeat.protocols.coding import Matrix, code_for
 from offbeat.protocols.machine import NOTHING, Payload
 from offbeat.protocols.servers.consistency import Clocks, Parked, Rule
 from offbeat.protocols.servers.messages import (
@@ -138,7 +138,7 @@ class Shard:
         self.staleness: Counter[int] = Counter()
         """Reads by how stale they were."""
         self._members = view.members
-        self._code = fractional_repetition(len(self._members), rule.coded) if rule.coded else None
+        self._code = code_for(len(self._members), rule.coded, rule.cyclic) if rule.coded else None
         self._clocks = Clocks(self._members)
         self._next = dict.fromkeys(self._members, 0)
         self._held: dict[int, list[_Part]] = {}
@@ -374,6 +374,8 @@ class Shard:
         while self._is_complete():
             if self._code is not None:
                 self._combine(outcome)
+                if self.rule.cyclic and self._weight:
+                    self._weight = 1.0  # Answers are shares of the mean over all examples; coefficients are not.
             if self._weight > 0:
                 self.version += 1
                 outcome.works.append(Update(self.version, 1 / self._weight, self._settings))
