@@ -34,6 +34,7 @@ RUN_OPTIONS = {
     "--strategy", "-s", "--workers", "-w", "--target", "-t", "--epochs", "--steps", "--seed", "--device",
     "--backend", "--threads",
     "--parts", "--out", "-o", "--resume", "--checkpoint-every", "--timeout", "--port", "--tensorboard", "--disturb",
+    "--replace",
     "--format",
 }  # fmt: skip
 EXPORTS = [
@@ -71,6 +72,7 @@ RESULT = [
     "refusals",
     "servers",
     "died",
+    "joined",
 ]  # fmt: skip
 KINDS = ["input", "compute", "communicate", "wait", "evaluate", "other"]
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import random
 import stat
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -278,3 +281,22 @@ def test_the_command_makes_shows_and_allows_keys(
         assert said.err.startswith("error: ")
     for word in ("new", "show", "allow"):
         assert f"Example: offbeat keys {word}" in offbeat("keys", word, "--help").out
+
+
+def test_the_folder_that_a_killed_process_has_left_is_removed_by_the_next_one() -> None:
+    code = """
+import os, signal
+from offbeat.runtime.messages import private_directory
+with private_directory() as folder:
+    print(folder, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    environment = {**os.environ, "TMPDIR": tempfile.gettempdir()}
+    command = [sys.executable, "-c", code]
+    told = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    left = Path(told.stdout.strip())
+    assert left.is_dir()
+    with private_directory() as own, private_directory() as another:
+        assert not left.exists()
+        assert own.is_dir()
+        assert another.is_dir(), "a living process keeps its folders"

@@ -5,25 +5,39 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import shutil
 import stat
 import tempfile
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from offbeat.errors import UsageError
 
 PRIVATE = "ipc://*"
 """Bind to this for a socket in a folder of the endpoint's own, which is removed with it."""
+_PREFIX = "offbeat-sockets-"
 _LONGEST_PATH = 107
 _TCP = re.compile(r"tcp://(?P<host>[^;/]+):(?P<port>\d+|\*)")
 
 
 @contextmanager
 def private_directory() -> Generator[Path]:
-    """A folder that only this user can enter, for the sockets of one run; gone afterwards with all that is in it."""
-    with tempfile.TemporaryDirectory(prefix="offbeat-") as made:
+    """A folder that only this user can enter, for the sockets of one run; gone afterwards with all that is in it.
+
+    What a process that was killed has left of this kind is removed on this occasion.
+    """
+    _sweep(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-") as made:
         yield Path(made)
+
+
+def _sweep(folder: Path) -> None:
+    for left in folder.glob(f"{_PREFIX}*-*"):
+        process = left.name.removeprefix(_PREFIX).partition("-")[0]
+        with suppress(OSError):
+            if process.isdigit() and left.stat().st_uid == os.getuid() and not Path(f"/proc/{process}").exists():
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def address_in(directory: Path, name: str) -> str:
