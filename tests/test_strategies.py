@@ -341,7 +341,7 @@ def test_only_strategies_are_added() -> None:
 def test_a_sum_promises_what_all_of_its_parts_promise() -> None:
     assert (DDP() + Accumulate(2)).traits == Traits(synchronous=True, exact=True, deterministic=True)
     assert (DDP() + Sign()).traits == Traits(synchronous=True, deterministic=True)
-    assert (Push() + Accumulate(2)).traits == Traits(synchronous=True, exact=True)
+    assert (Push() + Accumulate(2)).traits == Traits(synchronous=True, exact=True, elastic=True)
     assert (DDP() + TopK(0.1)).traits == Traits()
 
 

@@ -50,7 +50,7 @@ class Coded(Exchanging):
     """Further copies of every shard: with one, any server may die and nothing is lost."""
 
     traits = Traits(exact=True, elastic=True)
-    examples = ("coded", "coded(s=2, shards=2)", "coded(s=1, code=cyclic)")
+    examples = ("coded", "coded(s=2, shards=2)", "coded(code=cyclic)")
 
     def __post_init__(self) -> None:
         """Refuse numbers that make no sense."""
