@@ -13,6 +13,7 @@ from typing import Any, cast
 from offbeat.errors import CheckpointError, StrategyError, TaskError, UsageError
 from offbeat.runtime.checkpoint import newest
 from offbeat.runtime.goal import Goal, Target
+from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.records import RunFolder
 from offbeat.strategies import combined, parse
 from offbeat.task import AnyTask, IterativeTask, Reference, Task
@@ -46,7 +47,9 @@ class Job:
     resume: Path | None = None
     """The folder of an earlier run to go on with."""
     port: int = 0
-    """The loopback port to meet at; 0 is any that is free."""
+    """The port to meet at; 0 is any that is free."""
+    hosts: Hosts | None = None
+    """Where the processes live; None: all on this machine."""
 
 
 def target_of(text: str, arguments: tuple[str, ...]) -> Script | Reference:
@@ -104,6 +107,8 @@ def resolve(job: Job) -> Job:
         raise UsageError("--tensorboard needs TensorBoard: pip install 'offbeat[tensorboard]'.")
     strategy = combined(parse(_default_strategy(job.workers) if goal.strategy is None else goal.strategy))
     strategy.check(job.workers)
+    if job.hosts is not None:
+        strategy.check_hosts(len(set(job.hosts.of_workers())))
     changes: dict[str, Any] = {"strategy": str(strategy)}
     if isinstance(job.what, Reference):
         task = job.what.build()
@@ -127,6 +132,11 @@ def _check_numbers(job: Job) -> None:
             raise UsageError(f"--{name} {value!r} makes no sense: it must be a whole number, 1 or more.")
     if not 0 <= job.port < 1 << 16:
         raise UsageError(f"--port {job.port} makes no sense: ports go up to 65535, and 0 takes one that is free.")
+    if job.hosts is not None and job.workers != job.hosts.workers:
+        raise UsageError(
+            f"the hosts have {job.hosts.workers} workers together, but --workers says {job.workers}. Leave --workers "
+            f"out, or say how many each host has."
+        )
 
 
 def _from_task(task: AnyTask, goal: Goal) -> dict[str, Any]:
@@ -162,7 +172,9 @@ def _as_before(job: Job) -> Job:
             f"{folder.path} was run with {before['workers']} workers, not {job.workers}. Resume with as many."
         )
     goal = Goal.from_plain(was | told | _budget(told))
-    return dataclasses.replace(job, goal=goal, threads=before["threads"] if job.threads is None else job.threads)
+    hosts = Hosts.from_plain(before["hosts"]) if job.hosts is None and before.get("hosts") else job.hosts
+    threads = before["threads"] if job.threads is None else job.threads
+    return dataclasses.replace(job, goal=goal, threads=threads, hosts=hosts)
 
 
 def earlier(run: Path) -> dict[str, Any]:

@@ -71,6 +71,16 @@ Disturb = Annotated[
         "step 50[/bold]; may be given several times.",
     ),
 ]
+HostFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--hosts",
+        metavar="FILE",
+        help="Hosts to put the workers on: a TOML file with a [bold]\\[\\[host]][/bold] for each: its name, its "
+        "workers, and the rate of its link, e.g. [bold]100Mbit[/bold]. They are network namespaces of this machine, "
+        "which needs root. See docs/hosts.md.",
+    ),
+]
 LargestSize = Annotated[
     str | None,
     typer.Option(
@@ -116,6 +126,7 @@ def run(
             "--workers", "-w", help="Processes that train. Default: 1; with a strategy that exchanges, one per core."
         ),
     ] = None,
+    hosts: HostFile = None,
     target: Annotated[
         str | None,
         typer.Option(
@@ -142,7 +153,7 @@ def run(
         int | None, typer.Option(help="Steps between checkpoints. Default: at evaluations, at most 5 % of the time.")
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that any wait for another worker may take.")] = 600.0,
-    port: Annotated[int, typer.Option(help="Loopback port to meet at; 0 takes a free one.")] = 0,
+    port: Annotated[int, typer.Option(help="Port to meet at; 0 takes a free one.")] = 0,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also write TensorBoard files into the run folder.")
     ] = False,
@@ -152,7 +163,7 @@ def run(
     """Train a script or a task on some workers, and say what came of it."""
     from offbeat.cli.run import Asked, run_job
 
-    asked = Asked(what, tuple(arguments or ()), workers, threads, out, resume, port, output is Format.json)
+    asked = Asked(what, tuple(arguments or ()), workers, threads, out, resume, port, output is Format.json, hosts)
     goal: dict[str, Any] = {
         "strategy": strategy,
         "target": target,

@@ -12,6 +12,12 @@ from offbeat.errors import UsageError
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
+    from offbeat.runtime.hosts import Seat
+
+
+EVERYWHERE = "0.0.0.0"  # noqa: S104 (of a network that only this run is in)
+"""All addresses that this process has in the network where it listens."""
+
 
 def threads_for(workers: int) -> int:
     """How many threads each of some workers should compute with, so that together they fill the cores."""
@@ -27,7 +33,8 @@ def free_port(host: str = "127.0.0.1") -> int:
 def serve_store(port: int = 0, host: str = "127.0.0.1") -> TCPStore:
     """A store for workers to meet at, served by this process until it is dropped; port 0 takes a free one.
 
-    It listens on `host` alone, while a TCPStore left to itself listens on every interface.
+    It listens on `host` alone, while a TCPStore left to itself listens on every interface. `EVERYWHERE` is for networks
+    that have been made for one run.
     """
     from torch.distributed import TCPStore
 
@@ -39,7 +46,7 @@ def serve_store(port: int = 0, host: str = "127.0.0.1") -> TCPStore:
             "using it: choose another port, or 0 for any that is free."
         ) from error
     return TCPStore(
-        host,
+        "127.0.0.1" if host == EVERYWHERE else host,
         listener.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
@@ -47,15 +54,17 @@ def serve_store(port: int = 0, host: str = "127.0.0.1") -> TCPStore:
     )
 
 
-def worker_environment(rank: int, size: int, port: int, host: str = "127.0.0.1") -> dict[str, str]:
-    """What torchrun would set for a worker on this machine, so that stock scripts join through `env://`."""
+def worker_environment(
+    rank: int, size: int, port: int, host: str = "127.0.0.1", seat: Seat | None = None
+) -> dict[str, str]:
+    """What torchrun would set for a worker, so that stock scripts join through `env://`; no seat: on this machine."""
     environment = {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(size),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
+        "LOCAL_RANK": str(rank if seat is None else seat.local_rank),
+        "LOCAL_WORLD_SIZE": str(size if seat is None else seat.local_size),
+        "GROUP_RANK": str(0 if seat is None else seat.number),
+        "GROUP_WORLD_SIZE": str(1 if seat is None else seat.hosts),
         "ROLE_NAME": "default",
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": str(size),
@@ -67,7 +76,9 @@ def worker_environment(rank: int, size: int, port: int, host: str = "127.0.0.1")
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": "offbeat",
     }
-    if _is_loopback(host):
+    if seat is not None:
+        environment["GLOO_SOCKET_IFNAME"] = seat.host.interface
+    elif _is_loopback(host):
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     return environment
 
