@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from offbeat.errors import CheckpointError, OffbeatError, TaskError, UsageError
-from offbeat.jobs import Job, Script, earlier, named, plain_target, resolve, short_name, target_of
+from offbeat.jobs import Job, Script, agreed_workers, earlier, named, plain_target, resolve, short_name, target_of
 from offbeat.protocols.disturbances import asked, check
 from offbeat.runtime.assignment import ASSIGNED
 from offbeat.runtime.goal import Goal
@@ -183,8 +183,7 @@ def fit(
     )
     where = None if resume is None else Path(resume)
     wanted = Hosts.read(Path(hosts)) if isinstance(hosts, str | Path) else hosts
-    known: int = wanted.workers if wanted is not None else 1 if where is None else earlier(where)["workers"]
-    count = known if workers is None else workers
+    count = agreed_workers(wanted, workers, 1 if where is None else earlier(where)["workers"])
     job = Job(_reference(task), goal, count, threads, Path(out), where, hosts=wanted)
     return drive(job, launcher=launcher, watcher=watcher)
 

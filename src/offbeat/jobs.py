@@ -122,6 +122,18 @@ def resolve(job: Job) -> Job:
     return dataclasses.replace(job, goal=dataclasses.replace(goal, **changes))
 
 
+def agreed_workers(hosts: Hosts | None, wanted: int | None, default: int) -> int:
+    """How many workers there are: as many as the hosts have, who else was asked must say the same."""
+    if hosts is None:
+        return default if wanted is None else wanted
+    if wanted not in (None, hosts.workers):
+        raise UsageError(
+            f"the hosts have {hosts.workers} workers together, but --workers says {wanted}. Leave --workers out, or "
+            f"say how many each host has."
+        )
+    return hosts.workers
+
+
 def _default_strategy(workers: int) -> str:
     return "single" if workers == 1 else "allreduce"
 
@@ -132,11 +144,7 @@ def _check_numbers(job: Job) -> None:
             raise UsageError(f"--{name} {value!r} makes no sense: it must be a whole number, 1 or more.")
     if not 0 <= job.port < 1 << 16:
         raise UsageError(f"--port {job.port} makes no sense: ports go up to 65535, and 0 takes one that is free.")
-    if job.hosts is not None and job.workers != job.hosts.workers:
-        raise UsageError(
-            f"the hosts have {job.hosts.workers} workers together, but --workers says {job.workers}. Leave --workers "
-            f"out, or say how many each host has."
-        )
+    agreed_workers(job.hosts, job.workers, job.workers)
 
 
 def _from_task(task: AnyTask, goal: Goal) -> dict[str, Any]:

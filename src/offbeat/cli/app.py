@@ -209,13 +209,16 @@ def check(
     strategy: Annotated[
         str, typer.Argument(help="A strategy, e.g. [bold]mine.py:Push(0.5)[/bold] or [bold]allreduce[/bold].")
     ],
-    workers: Annotated[int, typer.Option("--workers", "-w", help="Workers to check it with.")] = 2,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-w", help="Workers to check it with. Default: 2, or the hosts'.")
+    ] = None,
+    hosts: HostFile = None,
     output: FormatOption = Format.text,
 ) -> None:
     """Run the contract suite on a strategy: see whether it keeps what its traits promise."""
     from offbeat.cli.check import check_strategy
 
-    check_strategy(strategy, workers, as_json=output is Format.json)
+    check_strategy(strategy, workers, hosts, as_json=output is Format.json)
 
 
 bench = typer.Typer(

@@ -19,7 +19,7 @@ from rich.markup import escape
 from offbeat.cli.display import Display, kinds_in_words, pushes_in_words, staleness_in_words
 from offbeat.errors import OffbeatError, TaskError
 from offbeat.fitting import WARM, Result, drive
-from offbeat.jobs import Job, Script, earlier, target_of
+from offbeat.jobs import Job, Script, agreed_workers, earlier, target_of
 from offbeat.runtime.goal import Goal
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.launch import Launcher
@@ -68,9 +68,8 @@ def _job(asked: Asked, goal: Goal) -> Job:
     else:
         what = target_of(asked.what, asked.arguments)
     hosts = None if asked.hosts is None else Hosts.read(asked.hosts)
-    workers = asked.workers
-    if workers is None:
-        workers = hosts.workers if hosts is not None else _default_workers(goal.strategy, asked.resume)
+    default = 1 if hosts is not None else _default_workers(goal.strategy, asked.resume)
+    workers = agreed_workers(hosts, asked.workers, default)
     return Job(what, goal, workers, asked.threads, asked.out, asked.resume, asked.port, hosts)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 
-from offbeat.runtime.hosts._namespaces import namespaces, why_not
+from offbeat.runtime.hosts._namespaces import abandoned, existing, made_here, namespaces, sweep, why_not
 from offbeat.runtime.hosts._placed import Placed, PlacedHost, Seat
 from offbeat.runtime.hosts._wanted import Host, Hosts
 
@@ -23,4 +23,17 @@ def placed(hosts: Hosts) -> AbstractContextManager[Placed]:
     return _KINDS[hosts.kind](hosts)
 
 
-__all__ = ["Host", "Hosts", "Placed", "PlacedHost", "Seat", "namespaces", "placed", "why_not"]
+__all__ = [
+    "Host",
+    "Hosts",
+    "Placed",
+    "PlacedHost",
+    "Seat",
+    "abandoned",
+    "existing",
+    "made_here",
+    "namespaces",
+    "placed",
+    "sweep",
+    "why_not",
+]

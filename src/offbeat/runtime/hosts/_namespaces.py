@@ -45,7 +45,7 @@ def namespaces(hosts: Hosts) -> Generator[Placed]:
     if (reason := _lacking()) is not None:
         raise UsageError(f"network namespaces cannot be made here: {reason}")
     sweep()
-    prefix = f"offbeat-{os.getpid()}-{_began(os.getpid())}-{secrets.token_hex(4)}"
+    prefix = f"{_owner()}-{secrets.token_hex(4)}"
     try:
         yield _made(hosts, prefix)
     finally:
@@ -69,7 +69,7 @@ def _lacking() -> str | None:
 
 
 def _failing() -> str | None:
-    trial = f"offbeat-{os.getpid()}-{_began(os.getpid())}-{secrets.token_hex(4)}.trial"
+    trial = f"{_owner()}-{secrets.token_hex(4)}.trial"
     try:
         _run("ip", "netns", "add", trial)
         _run("ip", "-n", trial, "link", "add", "name", "h0", "type", "veth", "peer", "name", "h1")
@@ -85,6 +85,11 @@ def _failing() -> str | None:
 def existing() -> list[str]:
     """The names of all namespaces on this machine that runs have made."""
     return sorted(entry.name for entry in NAMED.iterdir() if _MINE.fullmatch(entry.name)) if NAMED.is_dir() else []
+
+
+def made_here(name: str) -> bool:
+    """Whether this process made the namespace."""
+    return name.startswith(f"{_owner()}-")
 
 
 def abandoned(name: str) -> bool:
@@ -164,6 +169,11 @@ def _run(*words: str) -> None:
     if done.returncode:
         said = (done.stderr or done.stdout).strip() or f"code {done.returncode}"
         raise RunError(f"`{' '.join(words)}` failed: {said}.")
+
+
+def _owner() -> str:
+    """How the names of all namespaces begin that this process makes."""
+    return f"offbeat-{os.getpid()}-{_began(os.getpid())}"
 
 
 def _began(process: int) -> int | None:
