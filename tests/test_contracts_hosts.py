@@ -28,7 +28,7 @@ DEMANDS = {
         "exact: statistics are summed",
     ),
 }
-"""What differs between hosts, and the rest is what `test_contracts` sees on one: all of it is `offbeat check --hosts`."""
+"""What differs between hosts; the rest is seen on one by `test_contracts`, and all by `offbeat check --hosts`."""
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,16 @@ def test_namespaces_appear_with_their_rates_and_vanish(networks: None) -> None:
     assert mine() == before
 
 
+def test_whoever_may_not_make_namespaces_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with pytest.raises(UsageError, match="needs root, and this is user 1000"), namespaces(Hosts.alike(2)):
+        pass
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UsageError, match=r"no command ip or tc\. Install iproute2"), namespaces(Hosts.alike(2)):
+        pass
+
+
 def test_namespaces_vanish_when_the_body_fails(networks: None) -> None:
     before = mine()
     with pytest.raises(KeyboardInterrupt), namespaces(Hosts.alike(2)):

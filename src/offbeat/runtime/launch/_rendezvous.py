@@ -5,6 +5,8 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from offbeat.errors import UsageError
@@ -45,13 +47,28 @@ def serve_store(port: int = 0, host: str = "127.0.0.1") -> TCPStore:
             f"The store cannot listen on port {port} of {host}: {error.strerror}. Another run or program may be "
             "using it: choose another port, or 0 for any that is free."
         ) from error
-    return TCPStore(
-        "127.0.0.1" if host == EVERYWHERE else host,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    own = host == EVERYWHERE
+    # Torch looks up a name for the address, and complains on standard error that there is nobody to ask.
+    with _silenced() if own else nullcontext():
+        return TCPStore(
+            "127.0.0.1" if own else host,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+@contextmanager
+def _silenced() -> Generator[None]:
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def worker_environment(
