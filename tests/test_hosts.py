@@ -56,6 +56,14 @@ def test_a_file_says_who_is_where_and_what_links_carry(tmp_path: Path) -> None:
     assert read(tmp_path, hosts.text()) == hosts == Hosts.from_plain(json.loads(json.dumps(hosts.plain())))
 
 
+def test_the_file_in_the_docs_is_one(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "hosts.md").read_text()
+    hosts = read(tmp_path, page.partition("```toml\n")[2].partition("```")[0])
+    assert [(host.name, host.workers, host.servers, host.rate) for host in hosts.hosts] == [
+        ("a", 1, 0, "100Mbit"), ("b", 1, 0, "100Mbit"), ("c", 2, 1, "1Gbit"),
+    ]  # fmt: skip
+
+
 def test_servers_take_turns_so_that_copies_are_on_different_hosts() -> None:
     assert Hosts.alike(3).of_servers(5) == (0, 1, 2, 0, 1)
     shares = Hosts((Host("a", servers=2), Host("b"), Host("c", workers=0, servers=1)))
