@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.fitting import WARM
+from offbeat.runtime.hosts import existing, made_here, why_not
 from offbeat.runtime.launch import Launcher
 
 DEADLINE = 90.0
@@ -61,3 +62,21 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = DEADLI
         if time.monotonic() > deadline:
             pytest.fail(f"waited {seconds:g} s in vain for {what}")
         time.sleep(0.02)
+
+
+@pytest.fixture
+def networks() -> Iterator[None]:
+    """For tests that make hosts: skips where that cannot be, but not on a machine that is there to test it."""
+    reason = why_not()
+    if reason is not None:
+        if os.environ.get("CI"):
+            pytest.fail(f"hosts cannot be made on the machine that tests them: {reason}")
+        pytest.skip(f"hosts cannot be made here: {reason}")
+    before = mine()
+    yield
+    assert mine() <= before
+
+
+def mine() -> set[str]:
+    """The namespaces that this process has made and not removed."""
+    return {name for name in existing() if made_here(name)}

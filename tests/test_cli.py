@@ -32,14 +32,14 @@ BENCH_OPTIONS = {
 }  # fmt: skip
 RUN_OPTIONS = {
     "--strategy", "-s", "--workers", "-w", "--target", "-t", "--epochs", "--steps", "--seed", "--device",
-    "--backend", "--threads",
+    "--backend", "--threads", "--hosts",
     "--parts", "--out", "-o", "--resume", "--checkpoint-every", "--timeout", "--port", "--tensorboard", "--disturb",
     "--replace",
     "--format",
 }  # fmt: skip
 EXPORTS = [
-    "Data", "IterativeTask", "OffbeatError", "Result", "Strategy", "Task", "Team", "__version__", "accuracy", "fit",
-    "init", "parse",
+    "Data", "Host", "Hosts", "IterativeTask", "OffbeatError", "Result", "Strategy", "Task", "Team", "__version__",
+    "accuracy", "fit", "init", "parse",
 ]  # fmt: skip
 RESULT = [
     "strategy",
@@ -71,6 +71,7 @@ RESULT = [
     "waits",
     "refusals",
     "servers",
+    "hosts",
     "died",
     "joined",
 ]  # fmt: skip
@@ -99,7 +100,7 @@ def test_the_commands_and_their_options_are_these() -> None:
     assert options_of("run") == RUN_OPTIONS
     assert options_of("doctor") == {"--format"}
     assert options_of("strategies") == {"--format"}
-    assert options_of("check") == {"--workers", "-w", "--format"}
+    assert options_of("check") == {"--workers", "-w", "--hosts", "--format"}
     assert list(typer.main.get_command(app).commands["bench"].commands) == ["collectives", "server"]  # pyright: ignore[reportAttributeAccessIssue]
     assert options_of("bench", "collectives") == BENCH_OPTIONS
 

@@ -15,11 +15,14 @@ if TYPE_CHECKING:
     from offbeat.errors import OffbeatError
     from offbeat.fitting import Result, fit
     from offbeat.join import Team, init
+    from offbeat.runtime.hosts import Host, Hosts
     from offbeat.strategies import Strategy, parse
     from offbeat.task import Data, IterativeTask, Task, accuracy
 
 _WHERE = {
     "Data": "offbeat.task",
+    "Host": "offbeat.runtime.hosts",
+    "Hosts": "offbeat.runtime.hosts",
     "IterativeTask": "offbeat.task",
     "OffbeatError": "offbeat.errors",
     "Result": "offbeat.fitting",
@@ -34,6 +37,8 @@ _WHERE = {
 
 __all__ = [
     "Data",
+    "Host",
+    "Hosts",
     "IterativeTask",
     "OffbeatError",
     "Result",

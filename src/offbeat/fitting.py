@@ -13,18 +13,31 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from offbeat.errors import CheckpointError, OffbeatError, TaskError, UsageError
-from offbeat.jobs import Job, Script, earlier, named, plain_target, resolve, short_name, target_of
+from offbeat.jobs import Job, Script, agreed_workers, earlier, named, plain_target, resolve, short_name, target_of
 from offbeat.protocols.disturbances import asked, check
 from offbeat.runtime.assignment import ASSIGNED
 from offbeat.runtime.goal import Goal
-from offbeat.runtime.launch import PRELOAD, Launcher, Outcome, Role, serve_store, threads_for, worker_environment
+from offbeat.runtime.hosts import Hosts, Placed, placed
+from offbeat.runtime.launch import (
+    EVERYWHERE,
+    PRELOAD,
+    Launcher,
+    Outcome,
+    Role,
+    serve_store,
+    threads_for,
+    worker_environment,
+)
 from offbeat.runtime.records import RunFolder, environment
 from offbeat.serving import Serving, servers_of, serving
 from offbeat.strategies import Strategy
 from offbeat.task import AnyTask, Reference, reference_to
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 WARM = (*PRELOAD, "torch._dynamo", "offbeat.working", "offbeat.runtime.servers.process", "offbeat.runtime.served")
 """What the fork server imports, so that a worker has everything there (torch's optimizers import _dynamo)."""
@@ -93,6 +106,8 @@ class Result:
     """Why servers have refused pushes of worker 0, the first ones."""
     servers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """What each shard has to say: pushes by what became of them, staleness of reads, bytes by link."""
+    hosts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """The hosts of the run: name, kind, address, rate, and the numbers of the workers and server processes there."""
     died: list[str] = field(default_factory=list[str])
     """Workers and servers that died on the way, where the run went on without them."""
     joined: list[str] = field(default_factory=list[str])
@@ -142,6 +157,7 @@ def fit(
     strategy: str | Strategy | None = None,
     *,
     workers: int | None = None,
+    hosts: Hosts | str | Path | None = None,
     target: float | None = None,
     epochs: int | None = None,
     steps: int | None = None,
@@ -161,8 +177,9 @@ def fit(
     """Learn a task under a strategy on so many workers, and answer what came of it.
 
     `task` is an instance, or its name as on the command line (`offbeat.tasks.digits`). Everything else has a default:
-    one worker, or, with `resume`, as many as before. `disturb` asks for faults, a sentence each; `replace` is how many
-    workers that have died are replaced by new ones.
+    one worker; with `hosts`, given as such or as the path of a file, as many as those have; with `resume`, as many as
+    before. `disturb` asks for faults, a sentence each; `replace` is how many workers that have died are replaced by new
+    ones.
     A launcher that is handed in is used and left open, so that several runs share one fork server.
     """
     goal = Goal(
@@ -179,8 +196,9 @@ def fit(
         disturb=(disturb,) if isinstance(disturb, str) else tuple(disturb),
     )
     where = None if resume is None else Path(resume)
-    known: int = 1 if where is None else earlier(where)["workers"]
-    job = Job(_reference(task), goal, known if workers is None else workers, threads, Path(out), where)
+    wanted = Hosts.read(Path(hosts)) if isinstance(hosts, str | Path) else hosts
+    count = agreed_workers(wanted, workers, 1 if where is None else earlier(where)["workers"])
+    job = Job(_reference(task), goal, count, threads, Path(out), where, hosts=wanted)
     return drive(job, launcher=launcher, watcher=watcher)
 
 
@@ -208,20 +226,32 @@ def drive(job: Job, *, launcher: Launcher | None = None, watcher: Watcher | None
     with nullcontext(launcher) if launcher else Launcher(WARM) as starter:
         starter.start()
         job = _disturbed_as_asked(resolve(job), job.goal.disturb)
-        store = serve_store(job.port)  # Before the folder: a port that is taken leaves no traces.
-        folder = _folder_for(job)
-        collected = _Collected(watcher or _Nobody(), start, _Disturbed(job))
-        collected.watcher.begin(job, folder)
-        try:
-            _launch(starter, job, folder, store.port, collected)
-        finally:
-            del store  # Now, not when whoever catches an error lets go of its traceback.
+        with nullcontext() if job.hosts is None else placed(job.hosts) as there:
+            # Before the folder: a port that is taken leaves no traces.
+            store = _store(job, there)
+            folder = _folder_for(job)
+            collected = _Collected(watcher or _Nobody(), start, _Disturbed(job))
+            collected.watcher.begin(job, folder)
+            try:
+                _launch(starter, job, folder, store.port, collected, there)
+            finally:
+                del store  # Now, not when whoever catches an error lets go of its traceback.
         return _finish(job, folder, collected)
 
 
-def _launch(starter: Launcher, job: Job, folder: RunFolder, port: int, collected: _Collected) -> None:
+def _store(job: Job, there: Placed | None) -> TCPStore:
+    """Where the workers meet: on loopback, or where only the hosts of the run can reach it."""
+    if there is None:
+        return serve_store(job.port)
+    with there.inside():
+        return serve_store(job.port, EVERYWHERE)
+
+
+def _launch(
+    starter: Launcher, job: Job, folder: RunFolder, port: int, collected: _Collected, there: Placed | None
+) -> None:
     try:
-        with serving(job) as servers:
+        with serving(job, there) as servers:
 
             def tick() -> None:
                 servers.tick(collected.watcher.tick)
@@ -235,12 +265,15 @@ def _launch(starter: Launcher, job: Job, folder: RunFolder, port: int, collected
                     starter.add(new)
 
             starter.run(
-                [*_roles(job, folder, port, servers), *servers.roles(job, folder)],
+                [*_roles(job, folder, port, servers, there), *servers.roles(job, folder)],
                 on_message=collected.message,
                 on_tick=tick,
                 on_end=ended,
             )
             collected.died, collected.joined = servers.died, servers.joined
+            if there is not None:
+                plan = servers.plan
+                collected.hosts = there.plain(0 if plan is None else plan.shards * (plan.replicas + 1))
     except BaseException as error:
         with suppress(OffbeatError):  # A disk that is full may be the very reason.
             state = "failed" if isinstance(error, Exception) else "interrupted"
@@ -272,6 +305,7 @@ def _folder_for(job: Job) -> RunFolder:
         "goal": job.goal.plain(),
         "workers": job.workers,
         "threads": job.threads or threads_for(job.workers),
+        "hosts": None if job.hosts is None else job.hosts.plain(),
     }
     if job.resume:
         known = earlier(folder.path)["what"]
@@ -284,7 +318,7 @@ def _folder_for(job: Job) -> RunFolder:
     return folder
 
 
-def _roles(job: Job, folder: RunFolder, port: int, servers: Serving) -> list[Role]:
+def _roles(job: Job, folder: RunFolder, port: int, servers: Serving, there: Placed | None) -> list[Role]:
     target = plain_target(job.what)
     config = {
         "servers": None if servers.plan is None else servers.plan.plain(),
@@ -294,18 +328,21 @@ def _roles(job: Job, folder: RunFolder, port: int, servers: Serving) -> list[Rol
         "identity": {"task": json.dumps(target, sort_keys=True)},
         **target,
     }
+    seats = [None if there is None else there.seat(rank) for rank in range(job.workers)]
+    address = "127.0.0.1" if there is None else there.address
     return [
         Role(
             kind="worker",
             rank=rank,
             entry="offbeat.working:work",
             config=config,
-            environment=worker_environment(rank, job.workers, port),
+            environment=worker_environment(rank, job.workers, port, address, seat),
             log=folder.log("worker", rank),
             threads=job.threads or threads_for(job.workers),
             expendable=servers.plan is not None,
+            network=None if seat is None else seat.host.network,
         )
-        for rank in range(job.workers)
+        for rank, seat in enumerate(seats)
     ]
 
 
@@ -321,6 +358,7 @@ class _Collected:
         self.servers: dict[int, dict[str, Any]] = {}
         self.died: list[str] = []
         self.joined: list[str] = []
+        self.hosts: list[dict[str, Any]] = []
         self._ready: set[int] = set()
 
     def message(self, role: Role, message: Mapping[str, Any]) -> None:
@@ -375,6 +413,7 @@ def _finish(job: Job, folder: RunFolder, collected: _Collected) -> Result:
         **(said or {}),
         "died": collected.died,
         "joined": collected.joined,
+        "hosts": collected.hosts,
     }
     if collected.servers:
         data["servers"] = [collected.servers[shard] for shard in sorted(collected.servers)]

@@ -13,6 +13,7 @@ from typing import Any, cast
 from offbeat.errors import CheckpointError, StrategyError, TaskError, UsageError
 from offbeat.runtime.checkpoint import newest
 from offbeat.runtime.goal import Goal, Target
+from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.records import RunFolder
 from offbeat.strategies import combined, parse
 from offbeat.task import AnyTask, IterativeTask, Reference, Task
@@ -46,7 +47,9 @@ class Job:
     resume: Path | None = None
     """The folder of an earlier run to go on with."""
     port: int = 0
-    """The loopback port to meet at; 0 is any that is free."""
+    """The port to meet at; 0 is any that is free."""
+    hosts: Hosts | None = None
+    """Where the processes live; None: all on this machine."""
 
 
 def target_of(text: str, arguments: tuple[str, ...]) -> Script | Reference:
@@ -109,6 +112,8 @@ def resolve(job: Job) -> Job:
             f"--replace {goal.replace}: under {strategy.exchange} no worker can join a run that has begun. Leave it "
             f"out, or use a strategy with servers, such as server."
         )
+    if job.hosts is not None:
+        strategy.check_hosts(len(set(job.hosts.of_workers())))
     changes: dict[str, Any] = {"strategy": str(strategy)}
     if isinstance(job.what, Reference):
         task = job.what.build()
@@ -127,6 +132,18 @@ def resolve(job: Job) -> Job:
     return dataclasses.replace(job, goal=dataclasses.replace(goal, **changes))
 
 
+def agreed_workers(hosts: Hosts | None, wanted: int | None, default: int) -> int:
+    """How many workers there are: as many as the hosts have, who else was asked must say the same."""
+    if hosts is None:
+        return default if wanted is None else wanted
+    if wanted not in (None, hosts.workers):
+        raise UsageError(
+            f"the hosts have {hosts.workers} workers together, but --workers says {wanted}. Leave --workers out, or "
+            f"say how many each host has."
+        )
+    return hosts.workers
+
+
 def _default_strategy(workers: int) -> str:
     return "single" if workers == 1 else "allreduce"
 
@@ -137,6 +154,7 @@ def _check_numbers(job: Job) -> None:
             raise UsageError(f"--{name} {value!r} makes no sense: it must be a whole number, 1 or more.")
     if not 0 <= job.port < 1 << 16:
         raise UsageError(f"--port {job.port} makes no sense: ports go up to 65535, and 0 takes one that is free.")
+    agreed_workers(job.hosts, job.workers, job.workers)
 
 
 def _from_task(task: AnyTask, goal: Goal) -> dict[str, Any]:
@@ -172,7 +190,9 @@ def _as_before(job: Job) -> Job:
             f"{folder.path} was run with {before['workers']} workers, not {job.workers}. Resume with as many."
         )
     goal = Goal.from_plain(was | told | _budget(told))
-    return dataclasses.replace(job, goal=goal, threads=before["threads"] if job.threads is None else job.threads)
+    hosts = Hosts.from_plain(before["hosts"]) if job.hosts is None and before.get("hosts") else job.hosts
+    threads = before["threads"] if job.threads is None else job.threads
+    return dataclasses.replace(job, goal=goal, threads=threads, hosts=hosts)
 
 
 def earlier(run: Path) -> dict[str, Any]:

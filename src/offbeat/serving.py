@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
+
+import msgspec
 
 from offbeat.errors import OffbeatError, RunError, WorkerError
 from offbeat.jobs import Job
 from offbeat.protocols.servers.consistency import Rule
+from offbeat.runtime.hosts import Placed
 from offbeat.runtime.launch import Outcome, Role
 from offbeat.runtime.records import RunFolder
 from offbeat.strategies import combined, parse
@@ -34,8 +38,10 @@ PATIENCE = 15.0
 class Serving:
     """The servers of one run, and their coordinator; of most runs there are none."""
 
-    def __init__(self, plan: Plan | None = None, coordination: Coordination | None = None) -> None:
-        self.plan, self._coordination = plan, coordination
+    def __init__(
+        self, plan: Plan | None = None, coordination: Coordination | None = None, placed: Placed | None = None
+    ) -> None:
+        self.plan, self._coordination, self._placed = plan, coordination, placed
         self._declared: dict[str, float] = {}
         self._working = 0 if plan is None else plan.workers
         self._replaced = 0
@@ -63,10 +69,17 @@ class Serving:
                 threads=1,
                 serves=True,
                 expendable=True,
+                network=home,
             )
-            for shard in range(plan.shards)
-            for replica in range(plan.replicas + 1)
+            for (shard, replica), home in zip(_replicas(plan), self._homes(plan), strict=True)
         ]
+
+    def _homes(self, plan: Plan) -> list[Path | None]:
+        """The network that each server is on."""
+        count = plan.shards * (plan.replicas + 1)
+        if self._placed is None:
+            return [None] * count
+        return [self._placed.hosts[number].network for number in self._placed.wanted.of_servers(count)]
 
     def tick(self, watcher: Callable[[], None]) -> None:
         """Ten times a second: tell the watcher, and see whether the run can go on."""
@@ -149,6 +162,10 @@ class Serving:
         return lost if type(error) is RunError else error
 
 
+def _replicas(plan: Plan) -> list[tuple[int, int]]:
+    return [(shard, replica) for shard in range(plan.shards) for replica in range(plan.replicas + 1)]
+
+
 def _role_of(name: str, plan: Plan) -> str:
     """What the launcher calls somebody."""
     kind, _, number = name.partition(" ")
@@ -163,13 +180,13 @@ def _was_asked_to_end(outcome: Outcome) -> bool:
 
 
 @contextmanager
-def serving(job: Job) -> Generator[Serving]:
+def serving(job: Job, placed: Placed | None = None) -> Generator[Serving]:
     """The coordinator of the job's servers, if it has any, while the run lasts."""
     needs = servers_of(job)
     if needs is None:
         yield Serving()
         return
-    from offbeat.protocols.servers.messages import Timing
+    from offbeat.protocols.servers.messages import COORDINATOR, Timing
     from offbeat.runtime.messages import private_directory
     from offbeat.runtime.servers.coordination import Coordination
     from offbeat.runtime.servers.plan import Plan
@@ -185,8 +202,12 @@ def serving(job: Job) -> Generator[Serving]:
             # A process that ends is heard of at once; one that has much to read before it begins is not dead.
             timing=Timing(startup=job.goal.timeout),
         )
-        with Coordination(plan) as coordination:
-            found = Serving(plan, coordination)
+        plan = plan if placed is None else spread(plan, placed)
+        with nullcontext() if placed is None else placed.inside():
+            coordination = Coordination(plan)
+        plan = msgspec.structs.replace(plan, addresses=plan.addresses | {COORDINATOR: coordination.address})
+        with coordination:
+            found = Serving(plan, coordination, placed)
             try:
                 yield found
             except OffbeatError as error:
@@ -195,3 +216,30 @@ def serving(job: Job) -> Generator[Serving]:
                     raise
                 raise explained from error
             found.conclude()
+
+
+FIRST_PORT = 20_000
+"""Of the servers: below those that systems give out by themselves, so that none is taken on a host of our own."""
+SLACK = 2.0
+"""How much longer than by its rate alone a link may take."""
+SILENCE = 3.0
+"""Seconds without a sign of life between hosts: it may stand in a queue behind numbers."""
+
+
+def spread(plan: Plan, placed: Placed) -> Plan:
+    """The plan for several hosts: addresses there, keys that were made for this run, and patience for slow links."""
+    from offbeat.protocols.servers.messages import COORDINATOR, server_name
+    from offbeat.runtime.messages import Keys
+
+    replicas = _replicas(plan)
+    addresses = {COORDINATOR: f"tcp://{placed.address}:*"}
+    for number, (replica, home) in enumerate(zip(replicas, placed.wanted.of_servers(len(replicas)), strict=True)):
+        addresses[server_name(*replica)] = f"tcp://{placed.hosts[home].address}:{FIRST_PORT + number}"
+    rate = placed.wanted.slowest
+    # A worker's link takes its part for every shard; a server's, everybody's part and what it sends to its copies.
+    shared = plan.shards + plan.workers * (plan.replicas + 1)
+    timing = msgspec.structs.replace(
+        plan.timing, silence=SILENCE, per_byte=0.0 if rate is None else SLACK * shared / rate
+    )
+    keys = Keys.generate()
+    return msgspec.structs.replace(plan, addresses=addresses, pair=(keys.public, keys.secret), timing=timing)

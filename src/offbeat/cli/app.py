@@ -78,6 +78,16 @@ Disturb = Annotated[
         "step 50[/bold]; may be given several times.",
     ),
 ]
+HostFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--hosts",
+        metavar="FILE",
+        help="Hosts to put the workers on: a TOML file with a [bold]\\[\\[host]][/bold] for each: its name, its "
+        "workers, and the rate of its link, e.g. [bold]100Mbit[/bold]. They are network namespaces of this machine, "
+        "which needs root. See docs/hosts.md.",
+    ),
+]
 LargestSize = Annotated[
     str | None,
     typer.Option(
@@ -123,6 +133,7 @@ def run(
             "--workers", "-w", help="Processes that train. Default: 1; with a strategy that exchanges, one per core."
         ),
     ] = None,
+    hosts: HostFile = None,
     target: Annotated[
         str | None,
         typer.Option(
@@ -149,7 +160,7 @@ def run(
         int | None, typer.Option(help="Steps between checkpoints. Default: at evaluations, at most 5 % of the time.")
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that any wait for another worker may take.")] = 600.0,
-    port: Annotated[int, typer.Option(help="Loopback port to meet at; 0 takes a free one.")] = 0,
+    port: Annotated[int, typer.Option(help="Port to meet at; 0 takes a free one.")] = 0,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also write TensorBoard files into the run folder.")
     ] = False,
@@ -160,7 +171,7 @@ def run(
     """Train a script or a task on some workers, and say what came of it."""
     from offbeat.cli.run import Asked, run_job
 
-    asked = Asked(what, tuple(arguments or ()), workers, threads, out, resume, port, output is Format.json)
+    asked = Asked(what, tuple(arguments or ()), workers, threads, out, resume, port, output is Format.json, hosts)
     goal: dict[str, Any] = {
         "strategy": strategy,
         "target": target,
@@ -207,13 +218,16 @@ def check(
     strategy: Annotated[
         str, typer.Argument(help="A strategy, e.g. [bold]mine.py:Push(0.5)[/bold] or [bold]allreduce[/bold].")
     ],
-    workers: Annotated[int, typer.Option("--workers", "-w", help="Workers to check it with.")] = 2,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-w", help="Workers to check it with. Default: 2, or the hosts'.")
+    ] = None,
+    hosts: HostFile = None,
     output: FormatOption = Format.text,
 ) -> None:
     """Run the contract suite on a strategy: see whether it keeps what its traits promise."""
     from offbeat.cli.check import check_strategy
 
-    check_strategy(strategy, workers, as_json=output is Format.json)
+    check_strategy(strategy, workers, hosts, as_json=output is Format.json)
 
 
 bench = typer.Typer(

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from rich.markup import escape
 from offbeat.cli.display import Display, kinds_in_words, pushes_in_words, staleness_in_words
 from offbeat.errors import OffbeatError, TaskError
 from offbeat.fitting import WARM, Result, drive
-from offbeat.jobs import Job, Script, earlier, target_of
+from offbeat.jobs import Job, Script, agreed_workers, earlier, target_of
 from offbeat.runtime.goal import Goal
+from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.launch import Launcher
 from offbeat.strategies import combined, parse
 from offbeat.task import Reference
@@ -37,6 +39,7 @@ class Asked:
     resume: Path | None
     port: int
     as_json: bool
+    hosts: Path | None = None
 
 
 def run_job(asked: Asked, goal: dict[str, Any]) -> None:
@@ -64,8 +67,10 @@ def _job(asked: Asked, goal: Goal) -> Job:
         what: Script | Reference = _what_was_run(asked.resume)
     else:
         what = target_of(asked.what, asked.arguments)
-    workers = asked.workers if asked.workers is not None else _default_workers(goal.strategy, asked.resume)
-    return Job(what, goal, workers, asked.threads, asked.out, asked.resume, asked.port)
+    hosts = None if asked.hosts is None else Hosts.read(asked.hosts)
+    default = 1 if hosts is not None else _default_workers(goal.strategy, asked.resume)
+    workers = agreed_workers(hosts, asked.workers, default)
+    return Job(what, goal, workers, asked.threads, asked.out, asked.resume, asked.port, hosts)
 
 
 def _what_was_run(folder: Path) -> Script | Reference:
@@ -108,6 +113,8 @@ def _print(result: Result, asked: Asked) -> None:
             pushes.update(shard["pushes"])
         stale = staleness_in_words(result.staleness)
         console.print(f"  servers             pushes {pushes_in_words(pushes)}{f'; {stale}' if stale else ''}")
+    if result.hosts:
+        console.print(f"  hosts               {_hosts_in_words(result.hosts)}", markup=False)
     if result.died:
         console.print(f"  died on the way     {', '.join(result.died)}")
     if result.joined:
@@ -120,6 +127,17 @@ def _print(result: Result, asked: Asked) -> None:
     console.print()
     for line in _next_steps(result, asked):
         console.print(line, style="dim", markup=False)
+
+
+def _hosts_in_words(hosts: Sequence[Mapping[str, Any]]) -> str:
+    """Who was where: `a (10.77.0.2, 100Mbit): workers 0 1, server 0`."""
+    said: list[str] = []
+    for host in hosts:
+        rate = f", {host['rate']}" if host["rate"] else ""
+        numbers = {what: " ".join(map(str, host[f"{what}s"])) for what in ("worker", "server")}
+        here = [f"{what}{'s' if ' ' in known else ''} {known}" for what, known in numbers.items() if known]
+        said.append(f"{host['name']} ({host['address']}{rate}): {', '.join(here) or 'nobody'}")
+    return "; ".join(said)
 
 
 def _headline(result: Result) -> str:

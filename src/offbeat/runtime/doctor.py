@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from offbeat.errors import OffbeatError
 from offbeat.runtime.group import Group
+from offbeat.runtime.hosts import why_not
 from offbeat.runtime.launch import Control, Launcher, Role, serve_store, worker_environment
 from offbeat.runtime.place import where
 from offbeat.runtime.records import environment
@@ -54,6 +55,7 @@ def facts() -> dict[str, Any]:
         "memory_gib": _memory(),
         "shared_memory_gib": _gib(shutil.disk_usage("/dev/shm").free) if Path("/dev/shm").exists() else None,  # noqa: S108
         "temporary_disk_gib": _gib(shutil.disk_usage(tempfile.gettempdir()).free),
+        "hosts": {"namespaces": why_not() or "can be made"},
         "limits": {"open_files": list(files), "processes": list(processes)},
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }

@@ -31,6 +31,7 @@ class ServedGroup(Group):
     def __init__(self, place: Place, timeout: timedelta, plan: Plan, joins: bool = False) -> None:
         super().__init__(dataclasses.replace(place, rank=0, size=1, local_size=1), timeout, torch.device("cpu"))
         self.rank, self.size = place.rank, place.size
+        self.one_host = place.local_size == place.size
         self.client = Client(plan, place.rank, timeout.total_seconds(), joins)
         self.outside = joins
         self.clock = 0

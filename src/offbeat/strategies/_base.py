@@ -101,6 +101,9 @@ class Strategy(Written):
         if workers < 1:
             raise StrategyError(f"{self} cannot run with {workers} workers. Ask for one or more.")
 
+    def check_hosts(self, hosts: int) -> None:
+        """Refuse to be spread over so many hosts, if it cannot be."""
+
     def refuses(self, other: Strategy) -> str | None:
         """Why it cannot stand in a sum with this other part; None if it can. Both sides are asked."""
         del other
@@ -151,6 +154,11 @@ class Combined(Strategy):
         """Refuse a number of workers that one of its parts cannot run with."""
         for part in self.parts():
             part.check(workers)
+
+    def check_hosts(self, hosts: int) -> None:
+        """Refuse hosts that one of its parts cannot be spread over."""
+        for part in self.parts():
+            part.check_hosts(hosts)
 
     def __eq__(self, other: object) -> bool:
         # `accumulate(2)` alone means `allreduce + accumulate(2)`, so the two are equal; and so are `ddp` and the

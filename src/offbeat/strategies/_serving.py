@@ -187,6 +187,7 @@ class Served(Exchange):
         width = -(-row.count * row.values.element_size() // 64) * 64
         memory = Segment.create(width * SLOTS)
         self.client.lend(memory)
+        self.client.expect(max(row.shard(row.values, k).nbytes for k in range(self.client.plan.shards)))
         self.slots = [memory.tensor(width * slot, row.count, row.values.dtype) for slot in range(SLOTS)]
         self.views = [row.views(slot) for slot in self.slots]
         self.client.takes = self._take

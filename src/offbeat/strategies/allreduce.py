@@ -91,6 +91,14 @@ class AllReduce(Exchanging):
                 f"has nothing to do. Leave one of them out."
             )
 
+    def check_hosts(self, hosts: int) -> None:
+        """Refuse algorithms that read others' memory."""
+        if hosts > 1 and self.algorithm in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT):
+            raise StrategyError(
+                f"{self} reads the other workers' memory, and {hosts} hosts share none. Leave the algorithm out, or "
+                f"name one over messages, such as ring."
+            )
+
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
         """The worker's side: sums on every model."""
         kind = _Sharding if self.shard == "optimizer" else _AllReducing

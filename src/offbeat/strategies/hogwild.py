@@ -52,6 +52,14 @@ class Hogwild(Exchanging):
     traits = Traits()
     examples = ("hogwild", "hogwild + accumulate(4)")
 
+    def check_hosts(self, hosts: int) -> None:
+        """Refuse several hosts."""
+        if hosts > 1:
+            raise StrategyError(
+                f"hogwild keeps the parameters in memory that all workers share, and {hosts} hosts share none. Put all "
+                f"workers on one host, or take one that sends messages: downpour (as free of waiting) or allreduce."
+            )
+
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
         """The worker's side: parameters in shared memory, and steps that are weighed."""
         if group.size > 1 and not group.shares_memory:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from offbeat.errors import NonFiniteError, StrategyError, UsageError, WorkerError
 from offbeat.fitting import Result, fit
 from offbeat.runtime.checkpoint import newest
+from offbeat.runtime.hosts import Hosts, abandoned, existing, made_here
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.records import MODEL_FILE
 from offbeat.strategies import Combined, Strategy, Traits, combined
@@ -47,11 +48,15 @@ class Bench:
     workers: int
     launcher: Launcher
     folder: Path
+    hosts: Hosts | None = None
+    """Where all of the workers live; None: on this machine."""
 
     def fit(self, where: str, **options: Any) -> Result:
         """Learn the contract's curve; `Curve`'s own arguments are told apart by their names."""
         task, folder = self.task(where, options)
         known: dict[str, Any] = {"workers": self.workers, "out": folder / "runs", "launcher": self.launcher}
+        if options.get("workers", self.workers) == self.workers:
+            known["hosts"] = self.hosts
         return fit(task, options.pop("strategy", self.strategy), **(known | options))
 
     def task(self, where: str, options: dict[str, Any]) -> tuple[Curve, Path]:
@@ -80,10 +85,10 @@ def checks_for(strategy: Strategy) -> list[Check]:
 
 
 @contextmanager
-def bench(strategy: Strategy, workers: int, launcher: Launcher) -> Generator[Bench]:
+def bench(strategy: Strategy, workers: int, launcher: Launcher, hosts: Hosts | None = None) -> Generator[Bench]:
     """A place for one check, with nothing in it."""
     with tempfile.TemporaryDirectory(prefix="offbeat-check-") as folder:
-        yield Bench(combined(strategy), workers, launcher, Path(folder))
+        yield Bench(combined(strategy), workers, launcher, Path(folder), hosts)
 
 
 # -- demanded of all -------------------------------------------------------------------------------------------------
@@ -140,6 +145,9 @@ def ctrl_c_leaves_nothing(bench: Bench) -> None:
     before = traces()
     task, folder = bench.task("interrupted", {"pause": 0.05})
     command = [sys.executable, "-m", "offbeat", "run", "offbeat.testing._tasks:Curve", "--workers", str(bench.workers)]
+    if bench.hosts is not None:
+        (folder / "hosts.toml").write_text(bench.hosts.text())
+        command += ["--hosts", str(folder / "hosts.toml")]
     command += ["--strategy", str(bench.strategy), "--epochs", "10000", "--out", str(folder / "runs")]
     command += ["--", "--folder", task.folder, "--pause", "0.05"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder) as process:
@@ -241,7 +249,7 @@ def statistics_are_summed_over_workers(bench: Bench) -> None:
     """Expectation-maximization on several workers equals one."""
     options: dict[str, Any] = {"steps": 5, "launcher": bench.launcher, "out": bench.folder / "em", "target": 1e9}
     one = _trained(fit(Mixture(), "single", workers=1, **options))
-    many = _trained(fit(Mixture(), bench.strategy.exchange, workers=bench.workers, **options))
+    many = _trained(fit(Mixture(), bench.strategy.exchange, workers=bench.workers, hosts=bench.hosts, **options))
     _close(many, one, "EM over workers against one")
 
 
@@ -300,7 +308,7 @@ def plain_loop(steps: int, examples: int) -> dict[str, Tensor]:
 
 
 def traces() -> set[str]:
-    """What a run could leave: shared-memory segments of this user, and ports that this process listens on.
+    """What a run could leave: shared memory of this user, ports that this process listens on, hosts of nobody else.
 
     A port of another process is left with that process; what else this machine does is none of a check's business.
     """
@@ -313,7 +321,7 @@ def traces() -> set[str]:
             words = line.split()
             if words[3] == _LISTENING and words[9] in mine:
                 found.add(f"listening {words[1]}")
-    return found
+    return found | {f"network namespace {name}" for name in existing() if made_here(name) or abandoned(name)}
 
 
 _LISTENING = "0A"

@@ -180,6 +180,7 @@ class ClientMachine:
         self._told: tuple[float, ...] = ()
         self._tokens = _ENTERING
         self._numbers = 0
+        self._largest = 0
         self._pushes = [0] * len(view.primaries)
         self._open: dict[tuple[str, int, int], _Open] = {}
         self._waits: dict[int, _Wait] = {}
@@ -402,6 +403,10 @@ class ClientMachine:
         self._pushes[shard] += 1
         return self._pushes[shard] - 1
 
+    def expect(self, nbytes: int) -> None:
+        """Payloads of so many bytes are to be borne with."""
+        self._largest = max(self._largest, nbytes)
+
     def _next_number(self) -> int:
         self._numbers += 1
         return self._numbers
@@ -424,7 +429,8 @@ class ClientMachine:
         return message.number
 
     def _enlist(self, token: int, shard: int, message: Request | Meet, payload: Payload, now: float) -> None:
-        patience = self._timing.resend
+        self.expect(payload.nbytes)
+        patience = self._timing.patience(self._largest)
         key = _key(message, shard)
         self._open[key] = _Open(token, shard, message, payload, now, now + patience, patience)
         if token in self._waits:
@@ -443,7 +449,7 @@ class ClientMachine:
             self._out.send(addressee, message, payload)
 
     def _again(self, request: _Open, now: float) -> None:
-        request.patience = min(2 * request.patience, self._timing.longest_resend)
+        request.patience = min(2 * request.patience, self._timing.longest_patience(self._largest))
         request.again_at = now + request.patience
         message = request.message
         if isinstance(message, Push):
@@ -475,6 +481,7 @@ class ClientMachine:
         if isinstance(reply, PullReply):
             reply = self._newest(shard, reply)
         if isinstance(reply, PullReply | Fetched):
+            self.expect(payload.nbytes)
             self._out.start(Arrived(request.token, shard, reply, payload))
         self._finish(request, reply)
 
@@ -528,7 +535,7 @@ class ClientMachine:
                 return
             for request in self._open.values():
                 if request.shard >= 0 and self.view.primaries[request.shard] != before.primaries[request.shard]:
-                    request.patience = self._timing.resend / 2
+                    request.patience = self._timing.patience(self._largest) / 2
                     self._again(request, now)
 
     def _is_news(self, message: Viewed) -> bool:

@@ -359,5 +359,15 @@ class Timing(Struct, frozen=True, kw_only=True):
     resend: float = 0.5
     """Until what is unanswered is sent again; twice as long each time after that."""
     longest_resend: float = 2.0
+    per_byte: float = 0.0
+    """More patience for every byte of the largest payload: how long links, with all that shares them, take for one."""
     deadline: float = 120.0
     """Until a request is given up, naming who was waited for."""
+
+    def patience(self, nbytes: int) -> float:
+        """Until what is unanswered is sent again, where payloads have so many bytes."""
+        return self.resend + self.per_byte * nbytes
+
+    def longest_patience(self, nbytes: int) -> float:
+        """The same, after many times."""
+        return self.longest_resend + 2 * self.per_byte * nbytes

@@ -132,6 +132,7 @@ class ServerMachine:
         self._stash: list[Received] = []
         self._readings: dict[int, _Reading] = {}
         self._tokens = 0
+        self._largest = 0
         self._timed_step = -1
         self._out = Effects()
 
@@ -202,7 +203,7 @@ class ServerMachine:
         self._out.timer(self._timing.heartbeat, TICK)
         self._sign_of_life()
         if self.serving:
-            for backup, index in self._feed.overdue(self._timing.resend, now):
+            for backup, index in self._feed.overdue(self._timing.patience(self._largest), now):
                 self._send_entry(backup, index)
 
     def _sign_of_life(self) -> None:
@@ -259,6 +260,7 @@ class ServerMachine:
     def _append(self, entry: Entry, payload: Payload, now: float) -> None:
         if isinstance(entry, Members):
             self._enrolled = entry.view.members
+        self._largest = max(self._largest, payload.nbytes)
         self._log.append(entry, payload)
         self._advance(now)
 

@@ -3,10 +3,11 @@
 from offbeat.runtime.launch._control import Control
 from offbeat.runtime.launch._launcher import GRACE, PRELOAD, Launcher
 from offbeat.runtime.launch._logs import LogFollower, last_lines
-from offbeat.runtime.launch._rendezvous import free_port, serve_store, threads_for, worker_environment
+from offbeat.runtime.launch._rendezvous import EVERYWHERE, free_port, serve_store, threads_for, worker_environment
 from offbeat.runtime.launch._roles import Outcome, RemoteError, Role
 
 __all__ = [
+    "EVERYWHERE",
     "GRACE",
     "PRELOAD",
     "Control",

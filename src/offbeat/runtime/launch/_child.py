@@ -22,11 +22,13 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NoReturn
 
 from offbeat.runtime.launch._control import Control
 from offbeat.runtime.launch._messages import Fork
 from offbeat.runtime.launch._report import describe
+from offbeat.runtime.networks import enter
 
 EXIT_SECONDS = 5.0
 """How long exit handlers may take after a success."""
@@ -111,6 +113,8 @@ def _reset_signals() -> None:
 
 
 def _settle_in(order: Fork) -> None:
+    if order.network is not None:
+        enter(Path(order.network))
     gc.enable()
     os.chdir(order.directory)
     for name in set(os.environ) - set(order.environment):

@@ -46,6 +46,7 @@ class Fork(msgspec.Struct, tag=True, frozen=True):
     directory: str
     path: list[str]
     threads: int | None
+    network: str | None = None
 
 
 class Signal(msgspec.Struct, tag=True, frozen=True):

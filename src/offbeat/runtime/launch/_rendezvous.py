@@ -5,12 +5,20 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from offbeat.errors import UsageError
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
+
+    from offbeat.runtime.hosts import Seat
+
+
+EVERYWHERE = "0.0.0.0"  # noqa: S104 (of a network that only this run is in)
+"""All addresses that this process has in the network where it listens."""
 
 
 def threads_for(workers: int) -> int:
@@ -27,7 +35,8 @@ def free_port(host: str = "127.0.0.1") -> int:
 def serve_store(port: int = 0, host: str = "127.0.0.1") -> TCPStore:
     """A store for workers to meet at, served by this process until it is dropped; port 0 takes a free one.
 
-    It listens on `host` alone, while a TCPStore left to itself listens on every interface.
+    It listens on `host` alone, while a TCPStore left to itself listens on every interface. `EVERYWHERE` is for networks
+    that have been made for one run.
     """
     from torch.distributed import TCPStore
 
@@ -38,24 +47,41 @@ def serve_store(port: int = 0, host: str = "127.0.0.1") -> TCPStore:
             f"The store cannot listen on port {port} of {host}: {error.strerror}. Another run or program may be "
             "using it: choose another port, or 0 for any that is free."
         ) from error
-    return TCPStore(
-        host,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    own = host == EVERYWHERE
+    # Torch looks up a name for the address, and complains on standard error that there is nobody to ask.
+    with _silenced() if own else nullcontext():
+        return TCPStore(
+            "127.0.0.1" if own else host,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
 
 
-def worker_environment(rank: int, size: int, port: int, host: str = "127.0.0.1") -> dict[str, str]:
-    """What torchrun would set for a worker on this machine, so that stock scripts join through `env://`."""
+@contextmanager
+def _silenced() -> Generator[None]:
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def worker_environment(
+    rank: int, size: int, port: int, host: str = "127.0.0.1", seat: Seat | None = None
+) -> dict[str, str]:
+    """What torchrun would set for a worker, so that stock scripts join through `env://`; no seat: on this machine."""
     environment = {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(size),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
+        "LOCAL_RANK": str(rank if seat is None else seat.local_rank),
+        "LOCAL_WORLD_SIZE": str(size if seat is None else seat.local_size),
+        "GROUP_RANK": str(0 if seat is None else seat.number),
+        "GROUP_WORLD_SIZE": str(1 if seat is None else seat.hosts),
         "ROLE_NAME": "default",
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": str(size),
@@ -67,7 +93,9 @@ def worker_environment(rank: int, size: int, port: int, host: str = "127.0.0.1")
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": "offbeat",
     }
-    if _is_loopback(host):
+    if seat is not None:
+        environment["GLOO_SOCKET_IFNAME"] = seat.host.interface
+    elif _is_loopback(host):
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     return environment
 

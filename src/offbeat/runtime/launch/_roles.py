@@ -32,6 +32,8 @@ class Role:
     """Whether it is there for the others: when all others have ended, it is ended too."""
     expendable: bool = False
     """Whether the run goes on if a signal ends it; `on_end` hears of it."""
+    network: Path | None = None
+    """The network of the host that it lives on, entered before anything else; None: the launcher's."""
 
     def __post_init__(self) -> None:
         module, colon, function = self.entry.partition(":")

@@ -364,6 +364,7 @@ def order_for(number: int, role: Role) -> Fork:
         directory=str(Path.cwd()),
         path=[entry or str(Path.cwd()) for entry in sys.path],
         threads=role.threads,
+        network=None if role.network is None else str(role.network),
     )
     try:
         frame(order)

@@ -79,6 +79,7 @@ class Client:
             startup=timing.startup,
             resend=timing.resend,
             longest_resend=timing.longest_resend,
+            per_byte=timing.per_byte,
             deadline=seconds,
         )
         view = plan.view
@@ -97,7 +98,7 @@ class Client:
         self._broken: BaseException | None = None
         self._lock = threading.RLock()
         self._over = threading.Event()
-        self._endpoint: Endpoint[Any] = Endpoint(worker_name(worker), Codec(Message))
+        self._endpoint: Endpoint[Any] = Endpoint(worker_name(worker), Codec(Message), keys=plan.keys)
         self._endpoint.connect(COORDINATOR, plan.address(COORDINATOR))
         for shard in range(plan.shards):
             for replica in range(plan.replicas + 1):
@@ -117,6 +118,11 @@ class Client:
         """Let servers of this host read this memory instead of sending them what lies there."""
         with self._lock:
             self._endpoint.lend(segment)
+
+    def expect(self, nbytes: int) -> None:
+        """Payloads of so many bytes are going to come: on a slow link, asking again too soon would double them."""
+        with self._lock:
+            self.machine.expect(nbytes)
 
     # -- what the loop asks for --------------------------------------------------------------------------------------
 

@@ -25,9 +25,16 @@ class Coordination:
         self._lost: list[int] = []
         self._over = False
         self._failure: BaseException | None = None
-        self._endpoint: Endpoint[Any] = Endpoint(COORDINATOR, Codec(Message), bind=plan.address(COORDINATOR))
+        self._endpoint: Endpoint[Any] = Endpoint(
+            COORDINATOR, Codec(Message), bind=plan.address(COORDINATOR), keys=plan.keys
+        )
         self._inbox = Inbox(self._endpoint)
         self._thread = threading.Thread(target=self._drive, name="offbeat coordinator", daemon=True)
+
+    @property
+    def address(self) -> str:
+        """Where it is found; the port that it was given, if any was wanted."""
+        return self._endpoint.address or self._plan.address(COORDINATOR)
 
     def __enter__(self) -> Coordination:
         self._thread.start()

@@ -11,7 +11,7 @@ import msgspec
 from offbeat.protocols.machine import Name
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import ClusterView, Timing
-from offbeat.runtime.messages import address_in
+from offbeat.runtime.messages import Keys, address_in
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +24,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     """A private folder with everybody's sockets."""
     timing: Timing = msgspec.field(default_factory=Timing)
+    addresses: dict[Name, str] = {}
+    """Where those who bind are found, in a run over several hosts; by default they are in the folder."""
+    pair: tuple[str, str] | None = None
+    """The public and the secret key of this run, which everybody in it has; none is needed in a private folder."""
+
+    def __repr__(self) -> str:
+        return f"Plan({self.workers} workers, {self.shards} shards, {self.replicas} further copies, {self.rule})"
+
+    @property
+    def keys(self) -> Keys | None:
+        """What lets the processes of this run in, and nobody else."""
+        return None if self.pair is None else Keys(*self.pair)
 
     @property
     def view(self) -> ClusterView:
@@ -32,7 +44,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def address(self, name: Name) -> str:
         """Where somebody is found."""
-        return address_in(Path(self.folder), name)
+        return self.addresses.get(name) or address_in(Path(self.folder), name)
 
     def plain(self) -> dict[str, Any]:
         """As JSON data."""

@@ -58,7 +58,7 @@ def serve(config: Mapping[str, Any], control: Control) -> None:
     plan = Plan.from_plain(config["plan"])
     shard, replica = int(config["shard"]), int(config["replica"])
     name = server_name(shard, replica)
-    endpoint: Endpoint[Any] = Endpoint(name, Codec(Message), bind=plan.address(name))
+    endpoint: Endpoint[Any] = Endpoint(name, Codec(Message), bind=plan.address(name), keys=plan.keys)
     asked = [disturbances.parse(sentence) for sentence in config["disturb"]]
     # What is asked of server k is asked of the first that serves shard k.
     disturber = Disturber(asked if replica == 0 else [], "server", shard, int(config["seed"]), control.send)

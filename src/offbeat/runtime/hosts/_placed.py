@@ -1,0 +1,84 @@
+"""Hosts that are there: where each is found, and how a process comes to be on it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offbeat.runtime.hosts._wanted import Host, Hosts
+from offbeat.runtime.networks import inside
+
+
+@dataclass(frozen=True)
+class PlacedHost:
+    """A host that is there."""
+
+    host: Host
+    """What was wanted."""
+    address: str
+    """Where its processes are reached by the others."""
+    interface: str
+    """The network interface that has this address there."""
+    network: Path
+    """What a process enters to be on it: the `network` of a role, or `runtime.networks.enter`."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A process's place on its host, as torchrun would count it."""
+
+    host: PlacedHost
+    """The host."""
+    number: int
+    """The host's number."""
+    hosts: int
+    """How many hosts there are."""
+    local_rank: int
+    """This worker's number on its host."""
+    local_size: int
+    """Workers on its host."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The hosts of a run, while they are there."""
+
+    wanted: Hosts
+    """What was asked for."""
+    hosts: tuple[PlacedHost, ...]
+    """The hosts, in the same order."""
+    address: str
+    """Where the process that made them is reached from them, by what it has opened `inside`."""
+    network: Path
+    """What `inside` enters."""
+
+    @contextmanager
+    def inside(self) -> Generator[None]:
+        """What this thread opens in the body is reachable from the hosts, at `address`, and from nowhere else."""
+        with inside(self.network):
+            yield
+
+    def seat(self, worker: int) -> Seat:
+        """Where a worker sits."""
+        homes = self.wanted.of_workers()
+        number = homes[worker]
+        first = homes.index(number)
+        return Seat(self.hosts[number], number, len(self.hosts), worker - first, homes.count(number))
+
+    def plain(self, servers: int = 0) -> list[dict[str, Any]]:
+        """The hosts with their addresses, and the numbers of the workers and servers on each, as JSON data."""
+        workers, serving = self.wanted.of_workers(), self.wanted.of_servers(servers)
+        return [
+            {
+                "name": there.host.name,
+                "kind": there.host.kind,
+                "address": there.address,
+                "rate": there.host.rate,
+                "workers": [rank for rank, home in enumerate(workers) if home == number],
+                "servers": [rank for rank, home in enumerate(serving) if home == number],
+            }
+            for number, there in enumerate(self.hosts)
+        ]
