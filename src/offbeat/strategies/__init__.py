@@ -14,6 +14,7 @@ from offbeat.strategies.ddp import DDP
 from offbeat.strategies.downpour import Downpour
 from offbeat.strategies.elastic import Elastic
 from offbeat.strategies.hogwild import Hogwild
+from offbeat.strategies.local import Local, Nesterov, OuterSGD
 from offbeat.strategies.server import ASP, BSP, SSP, Deadline, DropSlowest, Server
 from offbeat.strategies.single import Single
 
@@ -34,6 +35,9 @@ __all__ = [
     "Exchange",
     "Exchanging",
     "Hogwild",
+    "Local",
+    "Nesterov",
+    "OuterSGD",
     "Pace",
     "Server",
     "Setting",

@@ -22,6 +22,7 @@ from offbeat.strategies.ddp import DDP
 from offbeat.strategies.downpour import Downpour
 from offbeat.strategies.elastic import Elastic
 from offbeat.strategies.hogwild import Hogwild
+from offbeat.strategies.local import Local
 from offbeat.strategies.server import Server
 from offbeat.strategies.single import Single
 
@@ -35,6 +36,7 @@ BUILT_IN: Final[tuple[type[Strategy], ...]] = (
     Elastic,
     Hogwild,
     Accumulate,
+    Local,
 )
 """What comes with offbeat, in the order it is listed."""
 
