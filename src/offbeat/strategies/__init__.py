@@ -13,6 +13,7 @@ from offbeat.strategies.coded import Coded
 from offbeat.strategies.ddp import DDP
 from offbeat.strategies.downpour import Downpour
 from offbeat.strategies.elastic import Elastic
+from offbeat.strategies.gossip import Gossip, Random
 from offbeat.strategies.hogwild import Hogwild
 from offbeat.strategies.local import Local, Nesterov, OuterSGD
 from offbeat.strategies.server import ASP, BSP, SSP, Deadline, DropSlowest, Server
@@ -34,11 +35,13 @@ __all__ = [
     "Elastic",
     "Exchange",
     "Exchanging",
+    "Gossip",
     "Hogwild",
     "Local",
     "Nesterov",
     "OuterSGD",
     "Pace",
+    "Random",
     "Server",
     "Setting",
     "Single",

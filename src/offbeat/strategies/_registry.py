@@ -21,6 +21,7 @@ from offbeat.strategies.coded import Coded
 from offbeat.strategies.ddp import DDP
 from offbeat.strategies.downpour import Downpour
 from offbeat.strategies.elastic import Elastic
+from offbeat.strategies.gossip import Gossip
 from offbeat.strategies.hogwild import Hogwild
 from offbeat.strategies.local import Local
 from offbeat.strategies.server import Server
@@ -35,6 +36,7 @@ BUILT_IN: Final[tuple[type[Strategy], ...]] = (
     Downpour,
     Elastic,
     Hogwild,
+    Gossip,
     Accumulate,
     Local,
 )
