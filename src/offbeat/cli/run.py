@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from offbeat.cli.display import Display, kinds_in_words, pushes_in_words, staleness_in_words
+from offbeat.cli.display import Display, gossip_in_words, kinds_in_words, pushes_in_words, staleness_in_words
 from offbeat.errors import OffbeatError, TaskError
 from offbeat.fitting import WARM, Result, drive
 from offbeat.jobs import Job, Script, earlier, target_of
@@ -108,6 +108,8 @@ def _print(result: Result, asked: Asked) -> None:
             pushes.update(shard["pushes"])
         stale = staleness_in_words(result.staleness)
         console.print(f"  servers             pushes {pushes_in_words(pushes)}{f'; {stale}' if stale else ''}")
+    if result.gossip:
+        console.print(f"  gossip              {gossip_in_words(result.gossip)}")
     if result.died:
         console.print(f"  died on the way     {', '.join(result.died)}")
     if result.disturbances.get("asked"):

@@ -7,24 +7,39 @@ from dataclasses import replace
 
 import numpy as np
 
-from offbeat.protocols.schedule import FloatArray, Layout, Op, Round, Schedule, Stream, View, entries
+from offbeat.errors import UsageError
+from offbeat.protocols.schedule import FloatArray, IntArray, Layout, Op, Round, Schedule, Stream, View, entries
 
 
 def mix(matrix: FloatArray) -> Schedule:
-    """Everybody hears its neighbours and takes the mean of all by the matrix's weights: one hop."""
-    target, source = np.nonzero(matrix * (1 - np.eye(len(matrix))))
-    weight = matrix[target, source]
+    """Everybody hears its neighbours and takes the mean of all by the matrix's weights: one hop.
+
+    Neighbours at one distance go together, so that every port is used by one message at a time.
+    """
+    size = len(matrix)
+    ranks = np.arange(size)
     own = np.diag(matrix).copy()
+    heard: list[tuple[IntArray, IntArray]] = []
+    for shift in range(1, size):
+        target = np.flatnonzero(matrix[ranks, (ranks + shift) % size])
+        if len(target):
+            heard.append(((target + shift) % size, target))
 
     def rounds(view: View, layout: Layout) -> Iterator[Round]:
-        brought = entries(Op.SEND, source, target, 0, layout.count, ())
-        yield brought
-        ranks = np.arange(view.size)
-        scaled = entries(Op.SCALE, ranks, ranks, 0, layout.count, (0,))
-        yield replace(scaled, weight=own[: len(scaled.source)])
-        yield brought.used(Op.REDUCE, (1,), weight[: len(brought.source)])
+        if view.size != size:
+            raise UsageError(f"the matrix mixes {size} workers, and there are {view.size}")
+        brought = [entries(Op.SEND, source, target, 0, layout.count, ()) for source, target in heard]
+        yield from brought
+        yield _weighed(entries(Op.SCALE, ranks, ranks, 0, layout.count, tuple(range(len(heard)))), own)
+        for number, (one, (source, target)) in enumerate(zip(brought, heard, strict=True), len(heard)):
+            yield _weighed(one.used(Op.REDUCE, (number,)), matrix[target, source])
 
     return rounds
+
+
+def _weighed(one: Round, weight: FloatArray) -> Round:
+    """With these weights; a row of no elements has no entries, and so none."""
+    return replace(one, weight=weight[: len(one.source)])
 
 
 def steps(seconds: Sequence[Sequence[float]], exchange: Callable[[int], Schedule | None]) -> Schedule:

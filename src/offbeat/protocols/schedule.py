@@ -148,10 +148,9 @@ class Round:
         """Elements that each entry moves."""
         return self.stop - self.start
 
-    def used(self, op: Op, after: tuple[int, ...], weight: FloatArray | None = None) -> Round:
+    def used(self, op: Op, after: tuple[int, ...]) -> Round:
         """The round that uses what this one brings: the same entries under another operation."""
-        places = self.source, self.target, self.start, self.stop, self.place
-        return Round(op, *places, after, self.stream, weight=weight)
+        return Round(op, self.source, self.target, self.start, self.stop, self.place, after, self.stream)
 
 
 Schedule = Callable[[View, Layout], Iterator[Round]]
