@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +16,15 @@ import numpy as np
 import pytest
 import torch
 
+from cli_support import write
+from conftest import DEADLINE, clean_environment
 from offbeat.cli.display import gossip_in_words
 from offbeat.errors import StrategyError
 from offbeat.fitting import fit
+from offbeat.protocols.gossip import STEPPED, Gossiper, Meet, Message, Read
+from offbeat.protocols.machine import Done, Effect, Event, Payload, SetTimer, Timer
 from offbeat.runtime.launch import Launcher
+from offbeat.runtime.messages import Codec, Endpoint, address_in, drive, private_directory
 from offbeat.strategies import Gossip, Local, Random, Traits, parse
 from own_scripts.running import Matrix, left, run_script
 from test_own_resume import compare
@@ -35,6 +46,8 @@ def test_it_is_written_as_text_and_reads_back() -> None:
     assert str(Gossip(Random(3))) == "gossip(random(3))"
     assert parse("gossip(random(3, seed=2)) + local(4)").parts() == (Gossip(Random(3, 2)), Local(4))
     assert parse("gossip(torus)").traits == Traits(deterministic=True)
+    assert parse("gossip(ring, asynchronous=True)") == Gossip(asynchronous=True)
+    assert Gossip(asynchronous=True).traits == Traits()
 
 
 @pytest.mark.parametrize(
@@ -132,3 +145,128 @@ def test_parts_of_different_lengths_finish(launcher: Launcher, tmp_path: Path) -
     case, goal = "parts_of_different_lengths", {"strategy": "gossip(ring)", "timeout": 30.0}
     run_script(launcher, tmp_path, "parted.py", tmp_path / "left", case, workers=2, **goal)
     assert [one["facts"]["steps"] for one in left(tmp_path / "left" / case, 2)] == [7, 7]
+
+
+# --- without a beat
+
+
+@pytest.mark.slow
+def test_pairs_that_meet_without_a_beat_keep_the_mean_and_come_together(launcher: Launcher, tmp_path: Path) -> None:
+    goal: dict[str, Any] = {"strategy": "gossip(complete, asynchronous=True)", "timeout": 30.0}
+    run_script(launcher, tmp_path, "parted.py", tmp_path / "left", "talking", workers=3, **goal)
+    facts = [one["facts"] for one in left(tmp_path / "left" / "talking", 3)]
+    start = torch.stack([one["start"] for one in facts])
+    for one in facts:
+        torch.testing.assert_close(one["mean"], start.mean(dim=0), rtol=0, atol=1e-9)
+    own = torch.stack([one["own"] for one in facts])
+    apart = float((own - own.mean(dim=0)).norm() / (start - start.mean(dim=0)).norm())
+    assert apart < 0.1
+    assert facts[0]["notes"] == facts[1]["notes"]
+    assert facts[0]["notes"]["gossip"]["pairs"] > 20
+    assert all(one["sent"] > 20 * own[0].numel() * 8 for one in facts)
+
+
+@pytest.mark.slow
+def test_a_task_learns_without_a_beat_and_goes_on_from_a_checkpoint(launcher: Launcher, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"workers": 2, "launcher": launcher, "out": tmp_path / "runs"}
+    cut = fit("offbeat.tasks.digits", "gossip(asynchronous=True)", steps=20, **options)
+    result = fit("offbeat.tasks.digits", resume=cut.run, steps=1000, **options)
+    assert result.reached_target is True
+    assert result.steps > 20
+    assert result.gossip["pairs"] > 0
+
+
+@pytest.mark.slow
+def test_models_of_several_kinds_are_refused_without_a_beat(launcher: Launcher, tmp_path: Path) -> None:
+    script = write(
+        tmp_path / "kinds.py",
+        """
+        import torch
+        from torch import nn
+        import offbeat
+
+        with offbeat.init() as team:
+            model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+            team.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        """,
+    )
+    with pytest.raises(StrategyError, match="these models have float32, float64"):
+        run_script(launcher, tmp_path, str(script), workers=2, strategy="gossip(asynchronous=True)")
+
+
+VICTIM = """
+    import sys
+    from pathlib import Path
+    sys.path.insert(0, sys.argv[2])
+    from test_gossip import talk
+    talk(Path(sys.argv[1]), 2, lambda worker: False)
+"""
+
+
+class Talker:
+    """A machine on a real socket, whose worker steps as fast as it can."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        others = [f"worker {k}" for k in range(3) if k != rank]
+        self.machine = Gossiper(f"worker {rank}", others, seed=rank, patience=0.05)
+        self.name, self.others, self.folder = self.machine.name, others, folder
+        self.row = np.full(1000, float(rank))
+
+    def begin(self, now: float) -> Sequence[Effect]:
+        return [SetTimer(0.001, "step")]
+
+    def on(self, event: Event, now: float) -> Sequence[Effect]:
+        if event == Timer("step"):
+            return [SetTimer(0.001, "step"), *self.machine.on(Done(STEPPED), now)]
+        return self.machine.on(event, now)
+
+    def work(self, item: Any, token: Any) -> Payload:
+        match item:
+            case Read():
+                return Payload(8000, self.row.copy())
+            case Meet(row):
+                move = (np.frombuffer(row.handle) - self.row) / 2
+                self.row = self.row + move
+                return Payload(8000, move)
+            case _:
+                self.row = self.row - np.frombuffer(item.by.handle)
+        return Payload(0)
+
+
+def talk(folder: Path, rank: int, until: Callable[[Talker], bool]) -> Talker:
+    talker = Talker(folder, rank)
+    with Endpoint[Any](talker.name, Codec(Message), bind=address_in(folder, talker.name)) as endpoint:
+        for other in talker.others:
+            endpoint.connect(other, address_in(folder, other))
+        drive(talker, endpoint, talker.work, until=lambda: until(talker))
+    return talker
+
+
+@pytest.mark.slow
+def test_the_living_go_on_when_a_neighbour_is_killed(tmp_path: Path) -> None:
+    """Two machines here, one in another process, which dies in the middle of things; nobody tells the others."""
+    script = write(tmp_path / "victim.py", VICTIM)
+    deadline = time.monotonic() + DEADLINE
+    with private_directory() as folder, ThreadPoolExecutor() as threads:
+        command = [sys.executable, str(script), str(folder), str(Path(__file__).parent)]
+        killed: list[int] = []
+        since: dict[str, int] = {}
+        done: set[str] = set()
+        with subprocess.Popen(command, env=clean_environment()) as victim:
+
+            def until(talker: Talker) -> bool:
+                assert time.monotonic() < deadline, "waited in vain"
+                machine = talker.machine
+                if not killed and machine.granted > 20 and "worker 2" in machine._decided:
+                    killed.append(machine.met)
+                    victim.send_signal(signal.SIGKILL)
+                if killed and victim.poll() is not None:
+                    since.setdefault(talker.name, machine.met)
+                    if machine.met > since[talker.name] + 50:
+                        done.add(talker.name)
+                return len(done) == 2
+
+            first, second = threads.map(lambda rank: talk(folder, rank, until), range(2))
+    assert killed
+    assert first.machine.overdue + second.machine.overdue >= 1
+    assert abs(first.row - second.row).max() < 0.5

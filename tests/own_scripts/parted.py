@@ -135,5 +135,27 @@ def at_different_points(team: Team, facts: Facts) -> Models:
     return {"model": model}
 
 
+def talking(team: Team, facts: Facts) -> Models:
+    """Everybody starts somewhere else, and one is slow; until all have met often enough, nobody learns anything."""
+    model = network().double()
+    model, optimizer = team.prepare(model, SGD(model.parameters(), lr=0.0))
+    chance = torch.Generator().manual_seed(100 + team.rank)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=chance, dtype=parameter.dtype))
+    facts["start"] = flat(model)
+    x, y = examples(8).tensors
+    for _ in range(40 if team.rank == 0 else 400):
+        step(model, optimizer, (x.double(), y))
+        time.sleep(0.02 if team.rank == 0 else 0.002)
+    with team.averaged(model):
+        facts["mean"] = flat(model)
+    facts["own"] = flat(model)
+    team.checkpoint()
+    facts["notes"] = team.exchange.notes()
+    facts["sent"] = team.exchange.payload()
+    return {"model": model}
+
+
 if __name__ == "__main__":
     run_cases({name: case for name, case in globals().items() if callable(case)})

@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols.mixing import mix
@@ -27,8 +24,10 @@ from offbeat.runtime.execute import programs
 from offbeat.runtime.group import Group
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._base import Setting, Traits, require
-from offbeat.strategies._rows import Idle, Rows, averaged_parameters, parameters_of, still_fits
-from offbeat.strategies._worker import Exchange, Exchanging, averaged_buffers, closure_of
+from offbeat.strategies._pairing import Pairing
+from offbeat.strategies._parted import Parted
+from offbeat.strategies._rows import Rows, parameters_of, still_fits
+from offbeat.strategies._worker import Exchange, Exchanging
 
 
 @dataclass(frozen=True)
@@ -57,12 +56,24 @@ class Gossip(Exchanging):
 
     topology: Shape | Random = Shape.RING
     """Who mixes with whom: ring, torus, exponential, complete, or random(d)."""
+    asynchronous: bool = False
+    """Whether a worker averages with one random neighbour at a time, when both can, instead of all after each step."""
 
-    traits = Traits(deterministic=True)
+    @property
+    def traits(self) -> Traits:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The same bits in every run, where all mix after the same step; who comes first is chance elsewhere."""
+        return Traits(deterministic=not self.asynchronous)
+
     parting = True
     mixes = True
     aliases: ClassVar = {"dpsgd": "gossip"}
-    examples = ("gossip(ring)", "gossip(exponential)", "gossip(random(3))", "gossip(torus) + local(4)")
+    examples = (
+        "gossip(ring)",
+        "gossip(exponential)",
+        "gossip(random(3))",
+        "gossip(torus) + local(4)",
+        "gossip(asynchronous=True)",
+    )
 
     def check(self, workers: int) -> None:
         """Refuse a number of workers that the graph cannot have."""
@@ -80,84 +91,21 @@ class Gossip(Exchanging):
 
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
         """The worker's side."""
-        return _Mixing(group, stopwatch, self)
-
-
-class Parted(Exchange):
-    """What exchanges have in common whose workers step by themselves on models of their own."""
-
-    replicated = False
-    mixes = True
-
-    def __init__(self, group: Group, stopwatch: Stopwatch, settings: Gossip) -> None:
-        super().__init__(group, stopwatch)
-        self.settings = settings
-        self.mixing = settings.mixing(group.size)
-        self.held = False
-        self.distance: float | None = None
-        """Of the replicas to their mean, when it was last measured: the root of the mean square."""
-        self._examples: int | None = None
-        self._idle = Idle()
-        self._handles: list[RemovableHandle] = []
-        self._optimizers = 0
-
-    def install(self, model: nn.Module) -> None:
-        """Gradients stay local, so nothing hooks them."""
-
-    def weigh(self, examples: int, total: int | None) -> None:
-        """A worker without examples does not step."""
-        del total
-        self._examples = examples
-
-    def suspend(self, held: bool) -> None:
-        """While held, models stay apart."""
-        self.held = held
-
-    def attend(self, optimizer: Optimizer) -> None:
-        """Mix after its steps."""
-        if self.group.size > 1:
-            number, self._optimizers = self._optimizers, self._optimizers + 1
-            self._handles.append(optimizer.register_step_pre_hook(self._before))
-            self._handles.append(optimizer.register_step_post_hook(partial(self._after, number)))
-
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if closure_of(args, kwargs) is not None:
-            raise StrategyError(f"{self.settings.name} cannot be used with optimizer.step(closure). Use allreduce.")
-        if self._examples == 0:
-            self._idle.hide(optimizer)
-
-    def _after(self, number: int, optimizer: Optimizer, *_: Any) -> None:
-        self._idle.restore()
-        if not self.held:
-            self.stepped(number, optimizer)
-
-    def stepped(self, number: int, optimizer: Optimizer) -> None:
-        """An optimizer has stepped, and its parameters are to be mixed."""
-        raise NotImplementedError
-
-    @contextmanager
-    def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:
-        """Inside, all workers hold the mean of the replicas, whose distance to it is measured on the way."""
-        with averaged_buffers(models, self.group), averaged_parameters(models, self.group) as distances:
-            if self.group.size > 1:
-                self.distance = float(np.sqrt(np.mean(np.square(distances))))
-            yield
-
-    def figures(self) -> dict[str, Any]:
-        """How far apart the replicas were at the last evaluation."""
-        return {} if self.distance is None else {"distance": self.distance}
-
-    def close(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
+        if self.asynchronous and group.size > 1:
+            if not group.one_host:
+                raise StrategyError(
+                    f"{self} averages in pairs over sockets of one host, and these workers live on several. Leave out "
+                    f"asynchronous=True, or start all workers on one host."
+                )
+            return Pairing(group, stopwatch, str(self), self.mixing(group.size))
+        return _Mixing(group, stopwatch, str(self), self.mixing(group.size))
 
 
 class _Mixing(Parted):
     """All mix after the same step, by the schedule of the graph."""
 
-    def __init__(self, group: Group, stopwatch: Stopwatch, settings: Gossip) -> None:
-        super().__init__(group, stopwatch, settings)
+    def __init__(self, group: Group, stopwatch: Stopwatch, strategy: str, mixing: Mixing) -> None:
+        super().__init__(group, stopwatch, strategy, mixing)
         self._schedules = [mix(matrix) for matrix in self.mixing.matrices]
         self._compiled = programs()
         self._scratch: dict[Any, Tensor] = {}
@@ -170,7 +118,7 @@ class _Mixing(Parted):
         if number not in self._rows:
             self._rows[number] = Rows(parameters_of(optimizer))
         rows = self._rows[number]
-        still_fits(rows, optimizer, str(self.settings))
+        still_fits(rows, optimizer, self.strategy)
         turn = self._mixed.get(number, 0)
         with self.stopwatch.spent_on("communicate"):
             flat = rows.read()
@@ -212,8 +160,7 @@ class _Mixing(Parted):
     def notes(self) -> dict[str, Any]:
         """What the graph promises, and what was measured at the last evaluation."""
         found = None if self._measured is None else self._measured[1] / self._measured[0]
-        predicted = {"spectral_gap": self.mixing.gap, "rate": self.mixing.rate, "usual_rate": self.mixing.usual_rate}
-        return {"gossip": {**predicted, "measured_rate": found, "distance": self.distance}}
+        return {"gossip": {**super().notes()["gossip"], "measured_rate": found}}
 
     def state_dict(self) -> dict[str, Any]:
         """How often each optimizer's parameters were mixed: where in its turn the graph is."""
