@@ -67,6 +67,7 @@ RESULT = [
     "disturbances",
     "choices",
     "optimizer_bytes",
+    "gossip",
     "waits",
     "refusals",
     "servers",

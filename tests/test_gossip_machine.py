@@ -158,7 +158,8 @@ networks = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@pytest.mark.slow
+@settings(deadline=None, max_examples=30)
 @given(st.integers(0, 10_000), st.sampled_from(list(Shape)), networks, faults)
 def test_losses_delays_stops_and_partitions_cost_only_time(
     seed: int, shape: Shape, network: Network, faults: list[Fault]
@@ -176,7 +177,8 @@ def test_losses_delays_stops_and_partitions_cost_only_time(
     assert world.apart() < 0.1 * apart + 1e-9
 
 
-@settings(deadline=None, max_examples=25)
+@pytest.mark.slow
+@settings(deadline=None, max_examples=20)
 @given(
     st.integers(0, 10_000),
     networks,

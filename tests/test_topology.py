@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import networkx as nx
 import numpy as np
@@ -150,6 +152,15 @@ def test_models_that_lie_apart_at_random_come_together_at_the_usual_rate() -> No
     left = made.at(0) @ start
     found = np.linalg.norm(left - left.mean(axis=0)) / np.linalg.norm(start - start.mean(axis=0))
     assert found == pytest.approx(made.usual_rate, rel=0.01)
+
+
+def test_the_page_tells_the_rates_of_the_graphs() -> None:
+    page = (Path(__file__).parents[1] / "docs/gossip.md").read_text()
+    rows = dict(re.findall(r"^\| `([a-z()0-9]+)` \| [^|]* \| (.*) \|$", page, re.MULTILINE))
+    kinds = {**{shape.value: shape for shape in Shape}, "random(3)": RandomRegular(3)}
+    assert set(rows) == set(kinds)
+    for name, kind in kinds.items():
+        assert rows[name].split(" | ") == [f"{mixing(kind, size).rate:.2f}" for size in (4, 8, 16, 32)], name
 
 
 # --- schedules

@@ -68,7 +68,7 @@ class Gossip(Exchanging):
     mixes = True
     aliases: ClassVar = {"dpsgd": "gossip"}
     examples = (
-        "gossip(ring)",
+        "gossip",
         "gossip(exponential)",
         "gossip(random(3))",
         "gossip(torus) + local(4)",

@@ -87,7 +87,7 @@ class Local(Timing):
 
     traits = Traits(synchronous=True, deterministic=True)
     aliases: ClassVar = {"diloco": "local(500, outer=nesterov(0.7, 0.9))"}
-    examples = ("local(8)", "local(8, after=1000)", "local(50, outer=nesterov(0.7, 0.9))", "gossip(ring) + local(4)")
+    examples = ("local(8)", "local(8, after=1000)", "local(50, outer=nesterov)", "gossip + local(4)")
 
     def __post_init__(self) -> None:
         """Refuse numbers that make no sense."""
