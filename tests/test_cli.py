@@ -68,6 +68,7 @@ RESULT = [
     "disturbances",
     "choices",
     "optimizer_bytes",
+    "gossip",
     "waits",
     "refusals",
     "servers",

@@ -96,6 +96,7 @@ class Mesh(Strategy):
 def test_the_public_names_are_these() -> None:
     classes = {"Strategy", "Setting", "Traits", "Axis", "Combined"}
     classes |= {"Single", "DDP", "AllReduce", "Server", "Coded", "Downpour", "Elastic", "Hogwild", "Accumulate"}
+    classes |= {"Gossip", "Random", "Local", "Nesterov", "OuterSGD"}
     classes |= {"BSP", "SSP", "ASP", "DropSlowest", "Deadline"}
     classes |= {"Exchanging", "Exchange", "Timing", "Pace"}  # what a strategy of one's own is made of
     functions = {"combined", "parse", "expand", "available", "aliases", "describe", "overview"}
@@ -104,12 +105,23 @@ def test_the_public_names_are_these() -> None:
 
 def test_the_strategies_and_their_aliases_are_these() -> None:
     served = ["server", "coded", "downpour", "elastic"]
-    assert [cls.name for cls in BUILT_IN] == ["single", "ddp", "allreduce", *served, "hogwild", "accumulate"]
+    assert [cls.name for cls in BUILT_IN] == [
+        "single",
+        "ddp",
+        "allreduce",
+        *served,
+        "hogwild",
+        "gossip",
+        "accumulate",
+        "local",
+    ]
     assert aliases() == {
         "sequential": "single",
         "gradient_accumulation": "accumulate",
         "zero1": "allreduce(shard=optimizer)",
         "easgd": "elastic",
+        "dpsgd": "gossip",
+        "diloco": "local(500, outer=nesterov(0.7, 0.9))",
     }
 
 

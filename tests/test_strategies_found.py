@@ -225,7 +225,7 @@ def test_traits_that_hang_on_the_arguments_are_described_with_the_defaults(tmp_p
 
 def test_describing_an_unknown_name_lists_the_nearest() -> None:
     with pytest.raises(StrategyError, match="Did you mean 'ddp'"):
-        describe("dpd")
+        describe("dpp")
 
 
 @pytest.mark.parametrize("cls", BUILT_IN)

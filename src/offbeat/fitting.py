@@ -99,6 +99,8 @@ class Result:
     """What the strategy chose by measuring, against which others, in seconds; see `allreduce(auto)`."""
     optimizer_bytes: list[int] = field(default_factory=list)
     """How much optimizer state each worker holds, where it is divided."""
+    gossip: dict[str, Any] = field(default_factory=dict[str, Any])
+    """How fast replicas should come together by their graph, and how fast they did; see `gossip`."""
 
     waits: list[float] = field(default_factory=list[float])
     """Seconds that each worker has waited for others, in the order of their ranks."""

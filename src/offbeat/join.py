@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -133,7 +133,8 @@ class Team:
 
     def _open_memory(self) -> Memory:
         identity = dict(self._assignment.identity) | {"strategy": str(self.strategy), "workers": self.size}
-        memory = open_memory(self._assignment.folder, self.group, identity, self._holdings, self.exchange.replicated)
+        replicated = self.exchange.replicated and self.pace.replicated
+        memory = open_memory(self._assignment.folder, self.group, identity, self._holdings, replicated)
         memory.keep(exchange=self.exchange, pace=self.pace, ledger=self.ledger)
         # Random state comes last, so that nothing that is put back before it can draw from it.
         memory.keep(stopwatch=self.stopwatch, group=self.group, random=randomness.Generators())
@@ -206,9 +207,12 @@ class Team:
     @contextmanager
     def averaged(self, *models: nn.Module) -> Generator[None]:
         """Inside, every worker holds the same model, the mean of the replicas: evaluate there."""
-        with self.stopwatch.spent_on("evaluate"), self.exchange.averaged(list(models) or self._holdings.models):
+        with self.stopwatch.spent_on("evaluate"), self._averaged(list(models)):
             self._redivide()
             yield
+
+    def _averaged(self, models: list[nn.Module]) -> AbstractContextManager[None]:
+        return self.pace.averaged(models or self._holdings.models, self.exchange)
 
     def mean(self, **values: float) -> dict[str, float]:
         """Values averaged over the workers, as `report` does, without recording them."""
@@ -400,6 +404,8 @@ class Team:
         """Whether any worker still has data; where workers do not wait for each other, whether this one has."""
         if self.size == 1 or not self.exchange.lockstep:
             return has
+        if not self.pace.meeting:
+            return True  # Who has none left keeps the others company until they meet.
         with self.stopwatch.spent_on("communicate"):
             return bool(self.group.sum(torch.tensor([float(has)]), "the end of the data").item() > 0)
 

@@ -145,6 +145,7 @@ class Display:
                 f"{speed:,.0f} examples/s" if speed else "",
                 staleness_in_words(far.get("staleness", {})),
                 pushes_in_words(far.get("pushes", {}), trouble_only=True),
+                f"replicas {far['distance']:.2g} apart" if far.get("distance") else "",
             )
             if part
         ]
@@ -172,6 +173,14 @@ def staleness_in_words(counts: Mapping[str, int]) -> str:
     total = sum(counts.values())
     mean = sum(int(steps) * count for steps, count in counts.items()) / total if total else 0.0
     return f"reads {mean:.2g} steps old (most {max(map(int, counts))})" if mean else ""
+
+
+def gossip_in_words(gossip: Mapping[str, Any]) -> str:
+    """What the graph promises of the replicas' coming together, and what was measured."""
+    said = f"spectral gap {gossip['spectral_gap']:.3g}: a step leaves at most {gossip['rate']:.3g} of the distance"
+    if gossip.get("measured_rate") is not None:
+        said += f"; measured {gossip['measured_rate']:.3g}, expected of random ones {gossip['usual_rate']:.3g}"
+    return said
 
 
 def pushes_in_words(counts: Mapping[str, int], trouble_only: bool = False) -> str:

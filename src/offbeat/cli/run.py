@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from offbeat.cli.display import Display, kinds_in_words, pushes_in_words, staleness_in_words
+from offbeat.cli.display import Display, gossip_in_words, kinds_in_words, pushes_in_words, staleness_in_words
 from offbeat.errors import OffbeatError, TaskError
 from offbeat.fitting import WARM, Result, drive
 from offbeat.jobs import Job, Script, agreed_workers, earlier, target_of
@@ -115,6 +115,8 @@ def _print(result: Result, asked: Asked) -> None:
         console.print(f"  servers             pushes {pushes_in_words(pushes)}{f'; {stale}' if stale else ''}")
     if result.hosts:
         console.print(f"  hosts               {_hosts_in_words(result.hosts)}", markup=False)
+    if result.gossip:
+        console.print(f"  gossip              {gossip_in_words(result.gossip)}")
     if result.died:
         console.print(f"  died on the way     {', '.join(result.died)}")
     if result.joined:

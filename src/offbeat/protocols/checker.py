@@ -14,16 +14,19 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.errors import ScheduleError
 from offbeat.protocols.collectives import Algorithm, Collective
-from offbeat.protocols.schedule import IntArray, Layout, Op, Round, Schedule, View
+from offbeat.protocols.schedule import FloatArray, IntArray, Layout, Op, Round, Schedule, View
 
 Bits = NDArray[np.uint64]
 Flags = NDArray[np.bool_]
+Counts = NDArray[Any]
+"""Whole numbers, or, where there are weights, numbers."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,18 @@ def check(algorithm: Algorithm | tuple[Schedule, Collective], view: View, layout
     return Report(**vars(cost(rounds, view, layout)), lingering=walk.lingering)
 
 
+def check_mixing(schedule: Schedule, matrix: FloatArray, view: View, layout: Layout) -> Report:
+    """Prove that a schedule leaves rank i with the sum over j of `matrix[i, j]` times what rank j had."""
+    rounds = list(schedule(view, layout))
+    for number, one in enumerate(rounds):
+        _check_form(number, one, view, layout)
+    walk = _Walk(rounds, Collective.ALL_REDUCE, view, layout)
+    for number, one in enumerate(rounds):
+        walk.take(number, one)
+    walk.conclude_mixed(matrix)
+    return Report(**vars(cost(rounds, view, layout)), lingering=walk.lingering)
+
+
 def _check_form(number: int, one: Round, view: View, layout: Layout) -> None:
     where = f"round {number} ({one.op})"
     for earlier in one.after:
@@ -104,6 +119,10 @@ def _check_form(number: int, one: Round, view: View, layout: Layout) -> None:
             f"{where} moves [{one.start[entry]}, {one.stop[entry]}) to {one.place[entry]} at rank {one.target[entry]}, "
             f"which is no range inside the buffer of {layout.count}"
         )
+    if one.weight is not None and (one.op not in (Op.REDUCE, Op.SCALE) or len(one.weight) != len(one.source)):
+        raise ScheduleError(f"{where} has {len(one.weight)} weights: a REDUCE or SCALE may have one for each entry")
+    if one.op is Op.SCALE and (one.weight is None or bool((one.source != one.target).any())):
+        raise ScheduleError(f"{where} multiplies what a rank has by a weight, so it needs weights and no other rank")
     if one.op is Op.FETCH:
         hosts = view.hosts
         for entry in np.flatnonzero(hosts[one.source] != hosts[one.target]):
@@ -154,8 +173,8 @@ def _carried(one: Round, cuts: IntArray) -> IntArray:
 class _Memory:
     """One buffer per rank: what is in each piece, and who has read and written it."""
 
-    def __init__(self, size: int, pieces: int, words: int) -> None:
-        self.counts = np.zeros((size, pieces, size + 1), dtype=np.int32)
+    def __init__(self, size: int, pieces: int, words: int, kind: type[np.int32 | np.float64]) -> None:
+        self.counts: Counts = np.zeros((size, pieces, size + 1), dtype=kind)
         self.origin = np.zeros((size, pieces), dtype=np.int64)
         self.origin[:] = np.arange(pieces)
         self.read: Bits = np.zeros((size, pieces, words), dtype=np.uint64)
@@ -170,12 +189,13 @@ class _Walk:
         self.pieces = _Pieces.of(rounds, view, layout)
         self.words = -(-len(rounds) * view.size // 64) + 1
         count = len(self.pieces.cuts) - 1
-        self.live, self.published = (_Memory(view.size, count, self.words) for _ in range(2))
+        kind = np.int32 if all(one.weight is None for one in rounds) else np.float64
+        self.live, self.published = (_Memory(view.size, count, self.words, kind) for _ in range(2))
         self.is_published = np.zeros((view.size, count), dtype=np.bool_)
         self.block = np.searchsorted(layout.blocks(view.size), self.pieces.cuts[:-1], side="right") - 1
         self._begin(collective)
         self.done: list[Bits] = []
-        self.brought: dict[int, tuple[NDArray[np.int32], IntArray]] = {}
+        self.brought: dict[int, tuple[Counts, IntArray]] = {}
         self.inbox: defaultdict[tuple[int, ...], deque[tuple[int, int, int]]] = defaultdict(deque)
         self.live_reads: list[tuple[IntArray, IntArray]] = []
         self.known: Bits = np.zeros((view.size, self.words), dtype=np.uint64)
@@ -211,6 +231,8 @@ class _Walk:
             own = (one.source == one.target) & (one.op is Op.COPY)
             self._publish(one, np.flatnonzero(own))
             self._use(one, np.flatnonzero(~own))
+        elif one.op is Op.SCALE and one.weight is not None:
+            self._scale(one, one.weight)
         done = self.known.copy()
         if one.op in (Op.SEND, Op.FETCH):
             np.bitwise_or.at(done, one.target, self.known[one.source])
@@ -248,7 +270,7 @@ class _Walk:
         copied = self.is_published[source, piece] & fetches
         known = self.known[source] | self.known[target] if fetches else self.known[source]
         actor = target if fetches else source
-        counts = np.empty((len(entry), self.size + 1), dtype=np.int32)
+        counts = np.empty((len(entry), self.size + 1), dtype=self.live.counts.dtype)
         origin = np.empty(len(entry), dtype=np.int64)
         for memory, chosen in ((self.live, np.flatnonzero(~copied)), (self.published, np.flatnonzero(copied))):
             if len(chosen):
@@ -287,7 +309,8 @@ class _Walk:
                     f"rank {rank[at]} in round {self.number} adds what belongs to "
                     f"{self.pieces.named(int(origin[at]))} to {self.pieces.named(int(piece[at]))}"
                 )
-            np.add.at(self.live.counts, (rank, piece), counts)
+            weighed = counts if one.weight is None else counts * one.weight[chosen][entry][:, None]
+            np.add.at(self.live.counts, (rank, piece), weighed)
             return
         for at in np.flatnonzero(np.bincount(rank * len(self.block) + piece) > 1):
             raise ScheduleError(
@@ -298,7 +321,13 @@ class _Walk:
         self.live.counts[rank, piece] = counts
         self.live.origin[rank, piece] = origin
 
-    def _taken(self, one: Round, chosen: IntArray) -> tuple[NDArray[np.int32], IntArray]:
+    def _scale(self, one: Round, weight: FloatArray) -> None:
+        entry, piece = self.pieces.expand(one.start, one.stop)
+        rank = one.target[entry]
+        self._note(self.live, rank, piece, rank, self.known[rank], write=True)
+        np.multiply.at(self.live.counts, (rank, piece), weight[entry][:, None])
+
+    def _taken(self, one: Round, chosen: IntArray) -> tuple[Counts, IntArray]:
         """The messages that entries use up, as one array."""
         taken: list[tuple[int, int, int]] = []
         for key in _keys(one, chosen):
@@ -332,14 +361,29 @@ class _Walk:
                 return True
         return False
 
-    def conclude(self, collective: Collective) -> None:
-        """Compare the end with the promise."""
+    def conclude_mixed(self, matrix: FloatArray) -> None:
+        """Compare the end with a mixing matrix."""
+        self._all_used()
+        expected = matrix[:, None, :]
+        wrong = np.abs(self.live.counts[..., : self.size] - expected) > 1e-12
+        for rank, piece, contributor in np.argwhere(wrong)[:1]:
+            raise ScheduleError(
+                f"rank {rank} ends with {self.pieces.named(piece)} holding "
+                f"{self.live.counts[rank, piece, contributor]} times the contribution of rank {contributor} "
+                f"instead of {matrix[rank, contributor]}"
+            )
+
+    def _all_used(self) -> None:
         for key, left in self.inbox.items():
             if left:
                 raise ScheduleError(
                     f"[{key[2]}, {key[3]}) from rank {key[0]} reaches rank {key[1]} in round {left[0][0]} and is never "
                     f"used"
                 )
+
+    def conclude(self, collective: Collective) -> None:
+        """Compare the end with the promise."""
+        self._all_used()
         expected, origin, matters = self._promise(collective)
         counts = np.minimum(self.live.counts, 1) if collective is Collective.BARRIER else self.live.counts
         wrong = matters[..., None] & (counts != expected)

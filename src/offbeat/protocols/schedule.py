@@ -14,6 +14,9 @@ All transfers of a round read what was there when the round began. A rank begins
 its parts of the rounds in `after`; a part that is empty is done when it begins. A sender and a receiver must both have
 begun, a reader only needs the source to have finished the rounds in `after`, or with none, to have come at all.
 
+Entries may have weights: a `REDUCE` then adds what came times its weight, and a `SCALE`, which needs no message,
+multiplies a range by it. So mixing with neighbours is a schedule, too.
+
 Several entries may reduce into one range of a target: they do so in their order. `REDUCE` has the buffer on the left
 and the message on the right, except where two ranks exchange the same range in one round: there the lower rank's is on
 the left, so that both get the same bits.
@@ -33,6 +36,7 @@ from numpy.typing import ArrayLike, NDArray
 from offbeat.errors import UsageError
 
 IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
 
 
 class Op(StrEnum):
@@ -46,6 +50,8 @@ class Op(StrEnum):
     """The target combines what came from the source with what it has."""
     COPY = "copy"
     """The target puts what came from the source in its place; from itself to itself, it publishes."""
+    SCALE = "scale"
+    """The target multiplies what it has by a weight; source equals target."""
     COMPUTE = "compute"
     """Work that moves no data; source equals target."""
 
@@ -134,6 +140,8 @@ class Round:
     stream: Stream = Stream.COMMUNICATE
     seconds: float = 0.0
     """How long a COMPUTE takes; other rounds take what their bytes cost."""
+    weight: FloatArray | None = None
+    """By what each entry of a REDUCE or SCALE multiplies; None: by 1."""
 
     @property
     def lengths(self) -> IntArray:

@@ -80,9 +80,20 @@ class Combine:
     at: int
     received_first: bool
     """Whether what was received stands on the left."""
+    weight: float | None = None
+    """By what the received is multiplied before it is added; None: any operation, on what was received."""
 
 
-Step: TypeAlias = Send | Receive | Wait | SetAside | Put | Combine
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Multiply a range of the buffer."""
+
+    start: int
+    stop: int
+    weight: float
+
+
+Step: TypeAlias = Send | Receive | Wait | SetAside | Put | Combine | Scale
 
 
 @dataclass(frozen=True)
@@ -96,6 +107,11 @@ class Program:
     scratch: int
     """Elements of the scratch."""
     steps: tuple[Step, ...]
+
+    @property
+    def sent(self) -> int:
+        """Elements that this rank sends to others."""
+        return sum(step.stop - step.start for step in self.steps if isinstance(step, Send))
 
 
 Compiler = Callable[[Schedule, View, Layout, int], Program]
@@ -125,13 +141,14 @@ def compile_schedule(schedule: Schedule, view: View, layout: Layout, rank: int) 
 class _Part:
     """One entry of a round, as its source or its target sees it."""
 
-    kind: str  # send, receive, aside (to itself), copy, reduce
+    kind: str  # send, receive, aside (to itself), copy, reduce, scale
     peer: int
     start: int
     stop: int
     key: tuple[int, ...]
     position: int
     received_first: bool = False
+    weight: float | None = None
     direct: bool = False
     at: int = -1
     """Where in the scratch it begins."""
@@ -149,6 +166,7 @@ class _Own:
     op: Op
     after: tuple[int, ...]
     table: IntArray
+    weights: Sequence[float | None]
 
     def parts(self, position: int, rank: int) -> Iterable[_Part]:
         """The rank's entries; what it sends stands before what it receives."""
@@ -165,12 +183,17 @@ class _Own:
                     key = (source, target, start, stop, place)
                     yield _Part("receive", source, place, place + stop - start, key, position)
             return
+        if self.op is Op.SCALE:
+            for (source, _, start, stop, place), weight in zip(rows, self.weights, strict=True):
+                key = (source, source, start, stop, place)
+                yield _Part("scale", source, start, stop, key, position, weight=weight)
+            return
         mirrored = {(target, source, start, stop, place) for source, target, start, stop, place in rows}
-        for source, target, start, stop, place in rows:
+        for (source, target, start, stop, place), weight in zip(rows, self.weights, strict=True):
             if target == rank:
                 key = (source, target, start, stop, place)
-                first = self.op is Op.REDUCE and source < target and key in mirrored
-                yield _Part(self.op.value, source, place, place + stop - start, key, position, received_first=first)
+                first = self.op is Op.REDUCE and source < target and key in mirrored and weight is None
+                yield _Part(self.op.value, source, place, place + stop - start, key, position, first, weight)
 
 
 def _own(one: Round, number: int, rank: int) -> _Own:
@@ -181,7 +204,8 @@ def _own(one: Round, number: int, rank: int) -> _Own:
         )
     mine = np.flatnonzero((one.source == rank) | (one.target == rank)) if one.op is not Op.COMPUTE else []
     table = np.stack([one.source, one.target, one.start, one.stop, one.place], axis=1)[mine]
-    return _Own(number, one.op, one.after, table)
+    weights = [None] * len(table) if one.weight is None else one.weight[mine].tolist()
+    return _Own(number, one.op, one.after, table, weights)
 
 
 def _ordered(rounds: Sequence[_Own]) -> Iterable[_Own]:
@@ -212,7 +236,7 @@ def _match(parts: list[_Part]) -> None:
     for part in parts:
         if part.kind in ("receive", "aside"):
             inbox[part.key].append(part)
-        elif part.kind != "send":
+        elif part.kind not in ("send", "scale"):
             if not inbox[part.key]:
                 raise UsageError(
                     f"the schedule uses [{part.start}, {part.stop}) from rank {part.peer} before it was sent"
@@ -279,6 +303,9 @@ class _Writer:
             self.steps.append(SetAside(part.start, part.stop, part.at))
         elif part.kind == "receive":
             self._receive(part)
+        elif part.kind == "scale":
+            self._settle(part.start, part.stop, writes=True)
+            self.steps.append(Scale(part.start, part.stop, 1.0 if part.weight is None else part.weight))
         elif part.brought is not None and not part.brought.direct:
             self._use(part, part.brought)
 
@@ -296,7 +323,7 @@ class _Writer:
         if brought.flight is not None:
             self._wait(brought.flight)
         if part.kind == "reduce":
-            self.steps.append(Combine(part.start, part.stop, brought.at, part.received_first))
+            self.steps.append(Combine(part.start, part.stop, brought.at, part.received_first, part.weight))
         else:
             self.steps.append(Put(part.start, part.stop, brought.at))
         self.scratch.free(brought.at, part.stop - part.start)
@@ -374,9 +401,14 @@ def _go(
                 works.append(group.send([buffer[start:stop]], peer, tag))
             case Receive(peer, start, stop, in_scratch):
                 works.append(group.recv([(scratch if in_scratch else buffer)[start:stop]], peer, tag))
-            case Combine(start, stop, at, received_first):
+            case Combine(start, stop, at, received_first, weight):
                 mine, came = buffer[start:stop], scratch[at : at + stop - start]
+                if weight is not None:
+                    mine.add_(came, alpha=weight)
+                    continue
                 combine(*((came, mine) if received_first else (mine, came)), out=mine)
+            case Scale(start, stop, weight):
+                buffer[start:stop].mul_(weight)
             case SetAside(start, stop, at):
                 scratch[at : at + stop - start].copy_(buffer[start:stop])
             case Put(start, stop, at):

@@ -19,8 +19,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions
 
 from offbeat.errors import RunError, UsageError, WaitError
+from offbeat.protocols.schedule import View
 from offbeat.runtime.backend import OffbeatGroup
 from offbeat.runtime.choices import Sums
+from offbeat.runtime.execute import Program, run
 from offbeat.runtime.place import Place
 
 _WAITED_FOR = AllreduceOptions()
@@ -56,6 +58,7 @@ class Group:
         self._owns_default = False
         self._opened: list[Any] = []
         self._process_group: Any = None
+        self._view: View | None = None
         self.sums_by: Sums | None = None
         """The algorithm that was chosen; None: the process group's own."""
         self._backend = "offbeat" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
@@ -185,6 +188,30 @@ class Group:
             self._process_group.at_once(act, what, tensors)
         except RuntimeError as error:
             raise self.explained(error, what, self._calls) from error
+
+    @property
+    def view(self) -> View:
+        """Who takes part in schedules, and on which host each lives, as far as it is known."""
+        if self._view is None:
+            group = self._process_group
+            hosts = group.hosts.of if isinstance(group, OffbeatGroup) else None
+            self._view = View.of(self.size, hosts)
+        return self._view
+
+    def run(self, program: Program, row: Tensor, scratch: Tensor, what: str) -> None:
+        """Do this worker's part of a schedule over single messages, in place; every worker calls this with its own."""
+        self.bytes_sent += program.sent * row.element_size()
+
+        def do(messages: Any) -> None:
+            run(program, row, messages, scratch=scratch)
+
+        def act(group: Any) -> Any:
+            if isinstance(group, OffbeatGroup):
+                return group.later(lambda: do(group.messages), what, [row])
+            do(group)
+            return _DONE
+
+        self._started(act, what).wait()
 
     def start_sum(self, tensor: Tensor, what: str) -> Pending:
         """Begin to replace `tensor`, on every worker, by its sum over the workers."""

@@ -3,6 +3,7 @@
 from offbeat.simulate.fit import Cost, Regimes, cost_of, fit_link, fit_regimes
 from offbeat.simulate.league import Comparison, Crossover, compare_collectives
 from offbeat.simulate.network import Link, Network, Ports
+from offbeat.simulate.parting import gossip_step_time, local_step_time
 from offbeat.simulate.schedules import Trace, finish_times, trace
 
 __all__ = [
@@ -19,5 +20,7 @@ __all__ = [
     "finish_times",
     "fit_link",
     "fit_regimes",
+    "gossip_step_time",
+    "local_step_time",
     "trace",
 ]

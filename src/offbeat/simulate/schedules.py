@@ -3,9 +3,9 @@
 The rounds are executed as `protocols.schedule` says, for all ranks at once. A rank begins its part of a round when it
 has done its parts of the rounds in `after`; where it has no part in one of those, it counts as done when it could have
 begun. A `SEND` starts when both sides have begun and takes the hop's time of both. A `FETCH` starts when the reader has
-begun and the source has finished the rounds in `after`; it takes time of the reader alone. `REDUCE` and `COPY` take
-`gamma` and `copy` per byte of the target's processor, which does one thing at a time in each stream; so does what a
-rank brings to itself, which passes no port.
+begun and the source has finished the rounds in `after`; it takes time of the reader alone. `REDUCE` and `SCALE` take
+`gamma` and `COPY` takes `copy` per byte of the target's processor, which does one thing at a time in each stream; so
+does what a rank brings to itself, which passes no port.
 """
 
 from __future__ import annotations
@@ -250,4 +250,4 @@ class Clockwork:
 
 
 def _handling(link: Link, op: Op) -> float:
-    return link.gamma if op is Op.REDUCE else link.copy
+    return link.gamma if op in (Op.REDUCE, Op.SCALE) else link.copy

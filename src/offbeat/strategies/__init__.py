@@ -13,7 +13,9 @@ from offbeat.strategies.coded import Coded
 from offbeat.strategies.ddp import DDP
 from offbeat.strategies.downpour import Downpour
 from offbeat.strategies.elastic import Elastic
+from offbeat.strategies.gossip import Gossip, Random
 from offbeat.strategies.hogwild import Hogwild
+from offbeat.strategies.local import Local, Nesterov, OuterSGD
 from offbeat.strategies.server import ASP, BSP, SSP, Deadline, DropSlowest, Server
 from offbeat.strategies.single import Single
 
@@ -33,8 +35,13 @@ __all__ = [
     "Elastic",
     "Exchange",
     "Exchanging",
+    "Gossip",
     "Hogwild",
+    "Local",
+    "Nesterov",
+    "OuterSGD",
     "Pace",
+    "Random",
     "Server",
     "Setting",
     "Single",

@@ -21,7 +21,9 @@ from offbeat.strategies.coded import Coded
 from offbeat.strategies.ddp import DDP
 from offbeat.strategies.downpour import Downpour
 from offbeat.strategies.elastic import Elastic
+from offbeat.strategies.gossip import Gossip
 from offbeat.strategies.hogwild import Hogwild
+from offbeat.strategies.local import Local
 from offbeat.strategies.server import Server
 from offbeat.strategies.single import Single
 
@@ -34,7 +36,9 @@ BUILT_IN: Final[tuple[type[Strategy], ...]] = (
     Downpour,
     Elastic,
     Hogwild,
+    Gossip,
     Accumulate,
+    Local,
 )
 """What comes with offbeat, in the order it is listed."""
 

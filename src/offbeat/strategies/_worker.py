@@ -33,6 +33,8 @@ class Exchange(ABC):
     """Whether a gradient that backward itself did not reach is exchanged too, if it is there when backward ends."""
     lockstep: ClassVar[bool] = True
     """Whether workers meet in every step, so that one whose data has ended must keep the others company."""
+    mixes: ClassVar[bool] = False
+    """Whether it mixes models after a step, instead of exchanging gradients before it."""
 
     def __init__(self, group: Group, stopwatch: Stopwatch) -> None:
         self.group = group
@@ -138,6 +140,20 @@ class Exchange(ABC):
 class Pace(ABC):
     """One worker's side of a `when`: decides for each batch whether its gradients are exchanged and applied now."""
 
+    replicated: ClassVar[bool] = True
+    """Whether replicas stay equal where the exchange keeps them so."""
+
+    @property
+    def meeting(self) -> bool:
+        """Whether workers meet in the coming batch; in others, nobody asks whether the rest still has data."""
+        return True
+
+    @contextmanager
+    def averaged(self, models: Sequence[nn.Module], exchange: Exchange) -> Generator[None]:
+        """Around an evaluation: inside, all workers hold the same models, as the exchange makes them."""
+        with exchange.averaged(models):
+            yield
+
     @abstractmethod
     def adopt(self, model: nn.Module) -> None:
         """Take part in training this model; called before the exchange adopts it."""
@@ -237,6 +253,10 @@ class Exchanging(Strategy):
     axis: ClassVar[Axis] = Axis.EXCHANGE
     carries: ClassVar[bool] = False
     """Whether what it sends can be compressed: its exchange heeds `compressions`."""
+    parting: ClassVar[bool] = False
+    """Whether its workers may step by themselves for a while, as `local` lets them."""
+    mixes: ClassVar[bool] = False
+    """Whether it mixes models after a step, instead of exchanging gradients before it."""
 
     def servers(self, workers: int) -> tuple[int, int, Rule] | None:
         """How many servers it needs beside the workers, how many further copies of each, and by which rule; or None."""

@@ -72,6 +72,11 @@ class AllReduce(Exchanging):
         settled = self.algorithm is not Algorithm.AUTO or self.deterministic
         return Traits(synchronous=True, exact=True, deterministic=settled)
 
+    @property
+    def parting(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Workers may step by themselves, if each has the whole optimizer."""
+        return self.shard == "nothing"
+
     aliases = MappingProxyType({"zero1": "allreduce(shard=optimizer)"})
     examples = (
         "allreduce",
@@ -111,6 +116,7 @@ class _AllReducing(Exchange):
         self._settings = settings
         self._choices: list[Sums] = []
         self._known: set[int] = set()
+        self._held = False
         self._sums: list[GradientBuckets | GradientSums] = []
         self._sparse: list[_SparseSums] = []
 
@@ -124,6 +130,7 @@ class _AllReducing(Exchange):
         # backward pass comes to something else instead: each model has a lane, so that nothing is mistaken for another.
         lane = self.group.lane()
         sums = self._summed([p for p in new if id(p) not in sparse], lane)
+        sums.suspended = self._held
         self._sums.append(sums)
         if sparse:
             alike = [p for p in new if id(p) in sparse]
@@ -146,6 +153,7 @@ class _AllReducing(Exchange):
 
     def suspend(self, held: bool) -> None:
         """While held, hooks let gradients pass."""
+        self._held = held
         for sums in self._sums:
             sums.suspended = held
 

@@ -19,6 +19,7 @@ class Single(Exchanging):
     """One worker, the plain loop; the yardstick for all others."""
 
     traits = Traits(synchronous=True, exact=True, deterministic=True)
+    parting = True
     aliases: ClassVar = {"sequential": "single"}
     examples = ("single", "single + accumulate(4)")
 

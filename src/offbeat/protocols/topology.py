@@ -1,0 +1,183 @@
+"""Who mixes with whom, by which weights, and how fast all come to agree.
+
+A step of gossip replaces the workers' models x by W x, where W is doubly stochastic: its rows sum to 1, so that models
+that are equal stay so, and its columns do, so that the mean of all models stays what it is. How fast the models'
+distance to their mean shrinks is read off W: by its second largest singular value in each step, in the worst case.
+
+Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?" (2017); Xiao and Boyd, "Fast linear
+iterations for distributed averaging" (2004), for Metropolis weights; Ying et al., "Exponential Graph is Provably
+Efficient for Decentralized Deep Training" (2021), for the graph that varies with time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from offbeat.errors import UsageError
+from offbeat.protocols.schedule import FloatArray, IntArray
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+TRIES: Final = 100
+"""Random graphs that are drawn until one is connected; almost every one is, from three neighbours on."""
+
+
+class Shape(StrEnum):
+    """Graphs that follow from the number of workers alone."""
+
+    RING = "ring"
+    """Two neighbours each."""
+    TORUS = "torus"
+    """A grid whose ends meet: four neighbours each, fewer where it is thin."""
+    EXPONENTIAL = "exponential"
+    """Those at distance 1, 2, 4 and so on; in each step one of these distances, in turn."""
+    COMPLETE = "complete"
+    """Everybody with everybody."""
+
+
+@dataclass(frozen=True)
+class RandomRegular:
+    """A random graph in which everybody has the same number of neighbours."""
+
+    degree: int
+    seed: int = 0
+
+
+Kind = Shape | RandomRegular
+
+
+def graph(kind: Kind, size: int) -> nx.Graph[int]:
+    """The undirected graph of so many workers; with a kind that cannot be, a UsageError that says why."""
+    import networkx as nx  # Here, as strategies that need no graph should not wait for it.
+
+    if isinstance(kind, RandomRegular):
+        return _random(kind, size)
+    if size == 1:
+        return nx.empty_graph(1)
+    if kind is Shape.COMPLETE:
+        return nx.complete_graph(size)
+    if kind is Shape.TORUS:
+        return _torus(size)
+    made = nx.empty_graph(size)
+    hops = [1] if kind is Shape.RING else distances(size)
+    made.add_edges_from((rank, (rank + hop) % size) for hop in hops for rank in range(size))
+    return made
+
+
+def distances(size: int) -> list[int]:
+    """How far the exponential graph reaches in each step of a turn: 1, 2, 4 up to half of the workers or more."""
+    return [2**k for k in range(max(1, math.ceil(math.log2(size))))] if size > 1 else []
+
+
+def _torus(size: int) -> nx.Graph[int]:
+    import networkx as nx
+
+    rows = max(rows for rows in range(1, math.isqrt(size) + 1) if size % rows == 0)
+    if rows == 1 and size > 3:
+        raise UsageError(
+            f"{size} is a prime number, so {size} workers stand in no grid but a single line, whose torus is a ring. "
+            f"Write ring, or ask for another number of workers, such as {size + 1}."
+        )
+    grid = nx.grid_2d_graph(rows, size // rows, periodic=True)
+    made = nx.convert_node_labels_to_integers(grid, ordering="sorted")
+    made.remove_edges_from(list(nx.selfloop_edges(made)))
+    return made
+
+
+def _random(kind: RandomRegular, size: int) -> nx.Graph[int]:
+    import networkx as nx
+
+    degree = kind.degree
+    if size == 1:
+        return nx.empty_graph(1)
+    if not (1 <= degree < size and degree * size % 2 == 0 and (degree > 1 or size == 2)):
+        raise UsageError(
+            f"no connected graph of {size} workers gives each {degree} neighbours: it takes 2 or more, fewer than "
+            f"there are workers, and an even product of both."
+        )
+    for attempt in range(TRIES):
+        made = nx.random_regular_graph(degree, size, seed=kind.seed * TRIES + attempt)
+        if nx.is_connected(made):
+            return nx.convert_node_labels_to_integers(made, ordering="sorted")
+    raise UsageError(
+        f"none of {TRIES} random graphs with {degree} neighbours for each of {size} workers was connected. Take more "
+        f"neighbours, or another seed."
+    )
+
+
+def metropolis(of: nx.Graph[int]) -> FloatArray:
+    """Weights that every worker can tell from its own and its neighbours' degrees: doubly stochastic and symmetric."""
+    size = of.number_of_nodes()
+    weights = np.zeros((size, size))
+    degrees: Any = dict(of.degree())
+    for one, other in of.edges():
+        weights[one, other] = weights[other, one] = 1 / (1 + max(degrees[one], degrees[other]))
+    weights[np.diag_indices(size)] = 1 - weights.sum(axis=1)
+    return weights
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """The mixing matrices of the steps, in turn."""
+
+    matrices: tuple[FloatArray, ...]
+
+    @property
+    def size(self) -> int:
+        """How many workers mix."""
+        return len(self.matrices[0])
+
+    def at(self, step: int) -> FloatArray:
+        """The matrix of a step, counted from 0."""
+        return self.matrices[step % len(self.matrices)]
+
+    def product(self, steps: int) -> FloatArray:
+        """What so many steps do together."""
+        made = np.eye(self.size)
+        for step in range(steps):
+            made = self.at(step) @ made
+        return made
+
+    @cached_property
+    def rate(self) -> float:
+        """By what the distance to the mean is multiplied with each step, at worst: the predicted rate of consensus."""
+        turn = len(self.matrices)
+        apart = self.product(turn) - 1 / self.size
+        largest = float(np.linalg.norm(apart, 2)) if self.size > 1 else 0.0
+        # What should be 0 is a rounding error, of which a root would make something.
+        return 0.0 if largest < 1e-12 else largest ** (1 / turn)
+
+    @property
+    def gap(self) -> float:
+        """The spectral gap: 1 less the rate; 1 means that all agree after one turn."""
+        return 1 - self.rate
+
+    @cached_property
+    def usual_rate(self) -> float:
+        """By what one step multiplies the distance if the models lie apart at random, in the mean over the turn."""
+        if self.size == 1:
+            return 0.0
+        squares = [(float((matrix**2).sum()) - 1) / (self.size - 1) for matrix in self.matrices]
+        return math.sqrt(max(0.0, sum(squares) / len(squares)))
+
+    def neighbours(self, rank: int) -> IntArray:
+        """Whom a worker hears in some step."""
+        heard = np.any([matrix[rank] != 0 for matrix in self.matrices], axis=0)
+        heard[rank] = False
+        return np.flatnonzero(heard).astype(np.int64)
+
+
+def mixing(kind: Kind, size: int) -> Mixing:
+    """Metropolis weights on the graph; for the exponential one, halves with one other at a time."""
+    if kind is not Shape.EXPONENTIAL or size == 1:
+        return Mixing((metropolis(graph(kind, size)),))
+    own = np.eye(size)
+    # In the step of distance h, worker i hears i - h, and i + h hears it.
+    return Mixing(tuple((own + np.roll(own, hop, axis=0)) / 2 for hop in distances(size)))

@@ -1,0 +1,183 @@
+"""One worker's side of gossip without a beat: a thread averages its row with neighbours' while the worker computes.
+
+The row is apart from the parameters: the thread changes it whenever a pair averages, and the worker, after each step,
+adds what it has learned and takes what came of it. So nobody computes on parameters that are half changed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from offbeat.errors import RunError, WaitError
+from offbeat.protocols.gossip import GO_ON, PAUSE, STEPPED, Gossiper, Meet, Message, Move, Read
+from offbeat.protocols.machine import NOTHING, Done, Payload
+from offbeat.runtime.group import Group
+from offbeat.runtime.messages import Codec, Endpoint, Inbox, address_in, drive, private_directory
+
+_LONGEST: Final = 512
+"""Bytes of a path."""
+
+
+def worker_name(rank: int) -> str:
+    """Who a worker is to its neighbours."""
+    return f"worker {rank}"
+
+
+class Chat:
+    """A worker's row, and the thread that keeps it in talk with its neighbours; all workers make theirs together."""
+
+    def __init__(self, group: Group, neighbours: Sequence[int], row: Tensor, seed: int) -> None:
+        self._group = group
+        self._neighbours = [worker_name(rank) for rank in neighbours]
+        self.machine = Gossiper(worker_name(group.rank), self._neighbours, seed)
+        self._row = row.clone()
+        self._seen = row.clone()
+        self._numbers: NDArray[Any] = self._row.numpy()
+        self._lock = threading.Lock()
+        self._open, self._meet, self._over = (threading.Event() for _ in range(3))
+        self._inbox: Inbox | None = None
+        self._endpoint: Endpoint[Any] | None = None
+        self._failure: BaseException | None = None
+        self._folder = ""
+        self._thread = threading.Thread(target=self._talk, name="offbeat gossip", daemon=True)
+        self._introduce()
+
+    # -- meeting -----------------------------------------------------------------------------------------------------
+
+    def _introduce(self) -> None:
+        """Find the neighbours. Once all are connected the sockets' folder goes, so that it cannot stay behind."""
+        with ExitStack() as stack:
+            made = str(stack.enter_context(private_directory())) if self._group.rank == 0 else ""
+            raw = made.encode().ljust(_LONGEST, b"\0")
+            told = self._group.share(torch.frombuffer(bytearray(raw), dtype=torch.uint8), "the meeting of neighbours")
+            self._folder = bytes(told.tolist()).rstrip(b"\0").decode()
+            self._thread.start()
+            self._until(self._open.is_set, "its own socket")
+            self._group.barrier("the meeting of neighbours")
+            self._meet.set()
+            self._until(self._connected, "its neighbours")
+            self._group.barrier("the meeting of neighbours")
+
+    def _connected(self) -> bool:
+        endpoint = self._endpoint
+        return endpoint is not None and all(endpoint.shares_memory_with(name) for name in self._neighbours)
+
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + self._group.timeout.total_seconds()
+        while not condition():
+            self.check()
+            if time.monotonic() > deadline:
+                raise WaitError(
+                    f"worker {self._group.rank} waited {self._group.timeout.total_seconds():g} s for {what}. Look at "
+                    f"the logs of its neighbours: {', '.join(self._neighbours)}."
+                )
+            time.sleep(0.001)
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _talk(self) -> None:
+        try:
+            address = address_in(Path(self._folder), self.machine.name)
+            with Endpoint[Any](self.machine.name, Codec(Message), bind=address) as endpoint:
+                self._endpoint, self._inbox = endpoint, Inbox(endpoint)
+                self._open.set()
+                self._meet.wait()
+                for name in self._neighbours if not self._over.is_set() else ():
+                    endpoint.connect(name, address_in(Path(self._folder), name))
+                drive(self.machine, endpoint, self._work, self._over.is_set, inbox=self._inbox)
+        except BaseException as error:
+            self._failure = error
+            self._open.set()
+
+    def _work(self, item: Any, token: Any) -> Any:
+        """What the machine asks for. Rows that are sent are copies: they stay as they are until they are answered."""
+        del token
+        with self._lock:
+            match item:
+                case Read():
+                    return _payload(self._numbers.copy())
+                case Meet(row):
+                    move = (self._of(row) - self._numbers) / 2
+                    self._numbers += move
+                    return _payload(move)
+                case Move(by):
+                    self._numbers -= self._of(by)
+                case _:
+                    pass
+        return NOTHING
+
+    def _of(self, payload: Payload) -> NDArray[Any]:
+        """What a neighbour has sent, as numbers."""
+        if payload.nbytes != self._numbers.nbytes:
+            raise RunError(
+                f"{self.machine.name} was sent {payload.nbytes:,} bytes by a neighbour, and its model has "
+                f"{self._numbers.nbytes:,}. All workers must train the same model."
+            )
+        return np.frombuffer(payload.handle, dtype=self._numbers.dtype)
+
+    # -- the worker --------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise what has gone wrong in the thread."""
+        if self._failure is not None:
+            raise RunError(f"gossip of {self.machine.name} has failed: {self._failure}") from self._failure
+
+    def exchange(self, row: Tensor) -> None:
+        """Add what the worker has learned, and replace the row by what came of it and of its neighbours."""
+        self.check()
+        with self._lock:
+            self._row.add_(row).sub_(self._seen)
+            row.copy_(self._row)
+        self._seen.copy_(row)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Of rows and moves, to neighbours."""
+        endpoint = self._endpoint
+        return 0 if endpoint is None else sum(traffic.bytes_sent for traffic in list(endpoint.traffic.values()))
+
+    def stepped(self) -> None:
+        """There is something to tell the neighbours."""
+        self._tell(STEPPED)
+
+    def start_from(self, row: Tensor) -> None:
+        """Forget the row, and start from this one."""
+        with self._lock:
+            self._row.copy_(row)
+            self._seen.copy_(row)
+
+    def pause(self) -> None:
+        """Return when no worker asks any more and every move that was granted is made; all workers call this."""
+        self._tell(PAUSE)
+        self._until(lambda: self.machine.at_rest, "the answers of its neighbours")
+        self._group.barrier("the rest of gossip")
+
+    def go_on(self) -> None:
+        """The pause is over for this worker."""
+        self._tell(GO_ON)
+
+    def _tell(self, word: str) -> None:
+        if self._inbox is not None:
+            self._inbox.put(Done(word))
+
+    def close(self) -> None:
+        """End the thread."""
+        self._over.set()
+        self._meet.set()
+        if self._endpoint is not None:
+            self._endpoint.wake()
+        self._thread.join()
+
+
+def _payload(numbers: NDArray[Any]) -> Payload:
+    return Payload(numbers.nbytes, numbers)

@@ -1,0 +1,111 @@
+"""The parameters of an optimizer as flat rows, for strategies that average models instead of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from offbeat.errors import StrategyError
+from offbeat.runtime.group import Group
+
+
+class Rows:
+    """Some tensors side by side, in one row for each kind of number: almost always one."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.tensors = [t for t in {id(t): t for t in tensors}.values() if t.numel() and _is_averaged(t)]
+        kinds = sorted({(t.dtype, t.device) for t in self.tensors}, key=str)
+        self._alike = [[t for t in self.tensors if (t.dtype, t.device) == kind] for kind in kinds]
+
+    def read(self, into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """What the tensors hold; `into` are rows to use again."""
+        made: list[Tensor] = []
+        with torch.no_grad():
+            for number, alike in enumerate(self._alike):
+                flat = [t.detach().reshape(-1) for t in alike]
+                made.append(torch.cat(flat) if into is None else torch.cat(flat, out=into[number]))
+        return made
+
+    def write(self, rows: Sequence[Tensor]) -> None:
+        """Give the tensors what these rows hold."""
+        with torch.no_grad():
+            for alike, row in zip(self._alike, rows, strict=True):
+                pieces = row.split([t.numel() for t in alike])
+                for tensor, piece in zip(alike, pieces, strict=True):
+                    tensor.copy_(piece.view(tensor.shape))
+
+
+def _is_averaged(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def parameters_of(optimizer: Optimizer) -> list[Parameter]:
+    """All that an optimizer updates, in its order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def still_fits(rows: Rows, optimizer: Optimizer, strategy: str) -> None:
+    """Refuse parameters that an optimizer was given after its rows were laid out."""
+    if len(Rows(parameters_of(optimizer)).tensors) != len(rows.tensors):
+        raise StrategyError(
+            f"{type(optimizer).__name__} was given more parameters after its first step, which {strategy} cannot "
+            f"average any more. Give it all parameters before training begins, frozen if need be, or use allreduce."
+        )
+
+
+class Idle:
+    """Keeps a worker without examples from stepping: it keeps the others company, and changes nothing."""
+
+    def __init__(self) -> None:
+        self._hidden: list[tuple[Parameter, Tensor]] = []
+
+    def hide(self, optimizer: Optimizer) -> None:
+        """Before its step: the optimizer finds no gradients."""
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is not None:
+                self._hidden.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def restore(self) -> None:
+        """After it: they are there again."""
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden.clear()
+
+
+@contextmanager
+def averaged_parameters(models: Sequence[nn.Module], group: Group, weight: float = 1.0) -> Generator[list[float]]:
+    """Inside, every worker holds the mean of the replicas by their weights; afterwards its own again.
+
+    Gives every worker's distance to that mean. If all weights are 0, all count alike.
+    """
+    rows = Rows(p for model in models for p in model.parameters())
+    if group.size == 1 or not rows.tensors:
+        yield [0.0] * group.size
+        return
+    own = rows.read()
+    total = float(group.gather([weight], "the mean of models").sum())
+    share = weight / total if total else 1 / group.size
+    means = [row * share for row in own]
+    for row in means:
+        group.sum(row, "the mean of models")
+    apart = sum(float((row - mean).abs().double().square().sum()) for row, mean in zip(own, means, strict=True))
+    distances = group.gather([apart**0.5], "the distance of models")[:, 0].tolist()
+    rows.write(means)
+    try:
+        yield distances
+    finally:
+        rows.write(own)
+
+
+def state_tensors(optimizer: Optimizer, parameter: Parameter) -> list[tuple[str, Tensor]]:
+    """What an optimizer remembers of a parameter number by number: momentum, moments; by name."""
+    state: dict[str, Any] = optimizer.state.get(parameter, {})
+    held = [(name, value) for name, value in sorted(state.items()) if isinstance(value, Tensor)]
+    return [(name, value) for name, value in held if value.shape == parameter.shape and _is_averaged(value)]

@@ -1,0 +1,171 @@
+"""No centre: every worker steps, then mixes its model with those of its neighbours on a sparse graph.
+
+Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms? A Case Study for Decentralized Parallel
+Stochastic Gradient Descent" (2017), algorithm 1, with the step before the mixing. Asynchronously: Lian et al.,
+"Asynchronous Decentralized Parallel Stochastic Gradient Descent" (2018).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from offbeat.errors import StrategyError, UsageError
+from offbeat.protocols.mixing import mix
+from offbeat.protocols.schedule import Layout
+from offbeat.protocols.topology import Mixing, RandomRegular, Shape, mixing
+from offbeat.runtime.execute import programs
+from offbeat.runtime.group import Group
+from offbeat.runtime.stopwatch import Stopwatch
+from offbeat.strategies._base import Setting, Traits, require
+from offbeat.strategies._pairing import Pairing
+from offbeat.strategies._parted import Parted
+from offbeat.strategies._rows import Rows, parameters_of, still_fits
+from offbeat.strategies._worker import Exchange, Exchanging
+
+
+@dataclass(frozen=True)
+class Random(Setting):
+    """A connected random graph in which everybody has the same number of neighbours."""
+
+    degree: int
+    """Neighbours of each worker."""
+    seed: int = 0
+    """Which of these graphs."""
+
+    def __post_init__(self) -> None:
+        """Refuse a graph without edges."""
+        super().__post_init__()
+        require(self.degree >= 1, self, "degree", self.degree, "who has no neighbour never agrees with anybody")
+        require(self.seed >= 0, self, "seed", self.seed, "seeds are counted from 0")
+
+
+@dataclass(frozen=True)
+class Gossip(Exchanging):
+    """No centre: every worker steps by itself, then mixes its model with those of its neighbours on a graph.
+
+    A worker takes the mean of its own and its neighbours' models by weights that are the same both ways (Metropolis),
+    so that the mean of all models is kept. Evaluations see the mean of all, and that is the model which a run leaves.
+    """
+
+    topology: Shape | Random = Shape.RING
+    """Who mixes with whom: ring, torus, exponential, complete, or random(d)."""
+    asynchronous: bool = False
+    """Whether a worker averages with one random neighbour at a time, when both can, instead of all after each step."""
+
+    @property
+    def traits(self) -> Traits:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The same bits in every run, where all mix after the same step; who comes first is chance elsewhere."""
+        return Traits(deterministic=not self.asynchronous)
+
+    parting = True
+    mixes = True
+    aliases: ClassVar = {"dpsgd": "gossip"}
+    examples = (
+        "gossip",
+        "gossip(exponential)",
+        "gossip(random(3))",
+        "gossip(torus) + local(4)",
+        "gossip(asynchronous=True)",
+    )
+
+    def check(self, workers: int) -> None:
+        """Refuse a number of workers that the graph cannot have."""
+        super().check(workers)
+        self.mixing(workers)
+
+    def mixing(self, workers: int) -> Mixing:
+        """By which weights so many workers mix, in each step."""
+        shape = self.topology
+        kind = RandomRegular(shape.degree, shape.seed) if isinstance(shape, Random) else shape
+        try:
+            return mixing(kind, workers)
+        except UsageError as error:
+            raise StrategyError(f"{self}: {error}") from error
+
+    def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
+        """The worker's side."""
+        if self.asynchronous and group.size > 1:
+            if not group.one_host:
+                raise StrategyError(
+                    f"{self} averages in pairs over sockets of one host, and these workers live on several. Leave out "
+                    f"asynchronous=True, or start all workers on one host."
+                )
+            return Pairing(group, stopwatch, str(self), self.mixing(group.size))
+        return _Mixing(group, stopwatch, str(self), self.mixing(group.size))
+
+
+class _Mixing(Parted):
+    """All mix after the same step, by the schedule of the graph."""
+
+    def __init__(self, group: Group, stopwatch: Stopwatch, strategy: str, mixing: Mixing) -> None:
+        super().__init__(group, stopwatch, strategy, mixing)
+        self._schedules = [mix(matrix) for matrix in self.mixing.matrices]
+        self._compiled = programs()
+        self._scratch: dict[Any, Tensor] = {}
+        self._rows: dict[int, Rows] = {}
+        self._mixed: dict[int, int] = {}
+        self._measured: tuple[float, float] | None = None
+
+    def stepped(self, number: int, optimizer: Optimizer) -> None:
+        """Everybody's row goes to its neighbours, and each takes the weighted mean of what has come."""
+        if number not in self._rows:
+            self._rows[number] = Rows(parameters_of(optimizer))
+        rows = self._rows[number]
+        still_fits(rows, optimizer, self.strategy)
+        turn = self._mixed.get(number, 0)
+        with self.stopwatch.spent_on("communicate"):
+            flat = rows.read()
+            for row in flat:
+                self._mix(row, turn)
+            rows.write(flat)
+        self._mixed[number] = turn + 1
+
+    def _mix(self, row: Tensor, turn: int) -> None:
+        real = torch.view_as_real(row).view(-1) if row.is_complex() else row
+        schedule = self._schedules[turn % len(self._schedules)]
+        layout = Layout(real.numel(), real.element_size())
+        program = self._compiled(schedule, self.group.view, layout, self.group.rank)
+        kind = (real.dtype, real.device)
+        held = self._scratch.get(kind)
+        if held is None or held.numel() < program.scratch:
+            held = self._scratch[kind] = real.new_empty(program.scratch)
+        self.group.run(program, real, held, "mixing with neighbours")
+
+    @contextmanager
+    def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:
+        """Also mixes a copy once more, to see by how much that brings the replicas together."""
+        rows = Rows(p for model in models for p in model.parameters())
+        own = rows.read() if self.group.size > 1 else []
+        with super().averaged(models):
+            self._measure(own, rows)
+            yield
+
+    def _measure(self, own: list[Tensor], rows: Rows) -> None:
+        if not own or not self.distance:
+            return
+        turn = self._mixed.get(0, 0)
+        for row in own:
+            self._mix(row, turn)
+        apart = sum(float((a - b).abs().double().square().sum()) for a, b in zip(own, rows.read(), strict=True))
+        left = self.group.gather([apart], "the distance of models")[:, 0].mean()
+        self._measured = self.distance, float(left.sqrt())
+
+    def notes(self) -> dict[str, Any]:
+        """What the graph promises, and what was measured at the last evaluation."""
+        found = None if self._measured is None else self._measured[1] / self._measured[0]
+        return {"gossip": {**super().notes()["gossip"], "measured_rate": found}}
+
+    def state_dict(self) -> dict[str, Any]:
+        """How often each optimizer's parameters were mixed: where in its turn the graph is."""
+        return {"mixed": [self._mixed.get(number, 0) for number in range(self._optimizers)]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on in the turn."""
+        self._mixed = {number: int(count) for number, count in enumerate(state["mixed"])}
