@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from random import Random
 
 from hypothesis import strategies as st
 
@@ -33,29 +34,35 @@ def played(processes: int, tape: list[int]) -> Computation:
             history.append(Event(Kind.ENTER, time=now, call=meeting[who]))
             inside.add(who)
             entered.add(who)
-        elif choice % 4 == 0:
+        elif choice % 8 == 0:
             history.append(Event(Kind.LOCAL, f"work {now}", now))
-        elif choice % 4 == 1 and processes > 1:
-            sent += 1
-            target = (who + 1 + choice // 4 % (processes - 1)) % processes
-            history.append(Event(Kind.SEND, time=now, message=sent, peer=names[target]))
-            pending.append((target, sent))
-        elif choice % 4 == 2 and (mine := [entry for entry in pending if entry[0] == who]):
-            entry = mine[choice // 4 % len(mine)]
+        elif choice % 8 > 3 and (mine := [entry for entry in pending if entry[0] == who]):
+            entry = mine[choice // 8 % len(mine)]
             pending.remove(entry)
             history.append(Event(Kind.RECEIVE, time=now, message=entry[1]))
-        elif choice % 4 == 3 and not meeting:
-            operation = COLLECTIVES[choice // 4 % 4]
-            root = names[choice // 16 % processes] if operation in ("broadcast", "reduce") else None
+        elif choice % 8 == 1 and not meeting:
+            operation = COLLECTIVES[choice // 8 % 4]
+            root = names[choice // 32 % processes] if operation in ("broadcast", "reduce") else None
             call = Call("world", sequence := sequence + 1, tuple(names), operation, root=root)
             meeting, entered = dict.fromkeys(range(processes), call), set()
+        elif processes > 1:
+            sent += 1
+            target = (who + 1 + choice // 8 % (processes - 1)) % processes
+            history.append(Event(Kind.SEND, time=now, message=sent, peer=names[target]))
+            pending.append((target, sent))
     return computation(histories)
 
 
 def computations(processes: int = 4, events: int = 24) -> st.SearchStrategy[Computation]:
-    """Runs of up to so many processes and events."""
-    tapes = st.lists(st.integers(0, 999), max_size=events)
-    return st.builds(played, st.integers(1, processes), tapes)
+    """Runs of two or more, up to so many processes and events."""
+
+    def run(seed: int) -> Computation:
+        random = Random(seed)
+        length = random.randint(events // 2, events)
+        return played(random.randint(2, processes), [random.randrange(10_000) for _ in range(length)])
+
+    # Drawn by hypothesis number by number, most runs would have hardly an event.
+    return st.integers(0, 2**32).map(run)
 
 
 def places(run: Computation) -> list[Place]:
