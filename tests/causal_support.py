@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from itertools import product
 from random import Random
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from offbeat.protocols.causality.cuts import Cut
 from offbeat.protocols.causality.histories import Call, Computation, Edge, Event, Kind, Place, computation
 
+many = settings(deadline=None)
+few = settings(deadline=None, max_examples=40)
 COLLECTIVES = ("barrier", "all_reduce", "broadcast", "reduce")
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import chain, combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from causal_support import computations
+from causal_support import computations, many
 from offbeat.errors import UsageError
 from offbeat.protocols.causality.cuts import latest_consistent
 from offbeat.protocols.causality.deadlock import Deadlock, Wait, deadlock, natural, waits
@@ -53,7 +53,7 @@ def stuck(found: list[Wait], ended: frozenset[str]) -> frozenset[str]:
     return judged.stuck if judged else frozenset()
 
 
-@settings(max_examples=150)
+@many
 @given(some_waits(), st.frozensets(st.sampled_from(NAMES), max_size=1))
 def test_stuck_are_those_that_no_schedule_releases(found: list[Wait], ended: frozenset[str]) -> None:
     waiting = {wait.process for wait in found} - ended
@@ -65,7 +65,7 @@ def holds_alone(found: list[Wait], names: frozenset[str], ended: frozenset[str])
     return bool(names) and stuck([wait for wait in found if wait.process in names], ended) == names
 
 
-@settings(max_examples=150)
+@many
 @given(some_waits(), st.frozensets(st.sampled_from(NAMES), max_size=1))
 def test_nobody_in_a_knot_can_be_left_out(found: list[Wait], ended: frozenset[str]) -> None:
     judged = deadlock(found, ended)
@@ -84,7 +84,7 @@ def test_nobody_in_a_knot_can_be_left_out(found: list[Wait], ended: frozenset[st
     assert not stuck(repaired, ended)
 
 
-@settings(max_examples=150)
+@many
 @given(some_waits(5, only_all=True), st.frozensets(st.sampled_from(NAMES), max_size=1))
 def test_where_all_are_waited_for_the_knot_is_the_smallest(found: list[Wait], ended: frozenset[str]) -> None:
     judged = deadlock(found, ended)
@@ -162,6 +162,7 @@ def test_names_are_counted_as_people_count() -> None:
     assert natural(["worker 10", "worker 2", "server 1"]) == ["server 1", "worker 2", "worker 10"]
 
 
+@many
 @given(computations(3, 14))
 def test_a_run_that_goes_on_is_in_no_deadlock_at_any_consistent_cut(run: Computation) -> None:
     # A collective that the run's end cut short is still entered by whoever has not: they run.
@@ -257,6 +258,7 @@ def test_a_different_order_is_told_as_such() -> None:
     assert "the same calls in a different order" in str(mismatches(computation(histories))[0])
 
 
+@many
 @given(computations(4, 24))
 def test_matching_calls_are_no_mismatch(run: Computation) -> None:
     assert mismatches(run) == []
