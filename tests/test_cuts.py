@@ -45,7 +45,7 @@ def test_a_cut_is_consistent_if_and_only_if_no_cause_is_missing(run: Computation
         assert (wrong is None) == closed(run, cut)
         if wrong is not None:
             cause, effect = wrong.edge
-            assert wrong.edge in run.edges
+            assert wrong.edge in list(run.edges)
             assert cause.number > cut[cause.process]
             assert effect.number <= cut[effect.process]
 

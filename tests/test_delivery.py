@@ -82,7 +82,7 @@ class World:
 
     def _happen(self, place: Place) -> None:
         process, number = place
-        self._own[process] = lamport(self._own[process], *(self._lamports[c] for c in self.run.causes.get(place, ())))
+        self._own[process] = lamport(self._own[process], *(self._lamports[c] for c in self.run.causes(place)))
         self._lamports[place], self._done[process] = self._own[process], number
         message: Report | Dropped = Report(number, self.now, self._own[process], self.run.vector(place), place)
         if place in self._drops:

@@ -100,7 +100,9 @@ def arrivals(computation: Computation) -> list[Arrival]:
         event = computation.event(place)
         if event.kind is Kind.ENTER and event.call is not None:
             entries[event.call.group, event.call.sequence].append(place)
-    return [_arrival(computation, *key, places) for key, places in entries.items() if len(places) > 1]
+    exits = [_last_exits(history) for history in computation.histories]
+    causes = _Causes(computation)
+    return [_arrival(computation, causes, exits, *key, places) for key, places in entries.items() if len(places) > 1]
 
 
 def critical_path(computation: Computation, until: Place | None = None) -> list[Piece]:
@@ -111,112 +113,146 @@ def critical_path(computation: Computation, until: Place | None = None) -> list[
     if not computation.order:
         return []
     place = until or max(computation.order, key=lambda place: (computation.event(place).time, place))
+    causes = _Causes(computation)
     path: list[Piece] = []
-    while before := _waited_for(computation, place):
+    while before := causes.of(place):
         cause = max(before, key=lambda place: (computation.event(place).time, place))
-        path.append(Piece(cause, place, _kinds(computation, cause, place)))
+        path.append(Piece(cause, place, _kinds(computation, causes, cause, place)))
         place = cause
     return path[::-1]
 
 
+class _Causes:
+    """What each event waited for: the one before it in its process, and the latest of the causes in each join."""
+
+    def __init__(self, computation: Computation) -> None:
+        self._computation = computation
+        self._latest: dict[int, Place] = {}
+
+    def of(self, place: Place) -> list[Place]:
+        """What an event waited for."""
+        before = [Place(place.process, place.number - 1)] if place.number > 1 else []
+        return before + self.elsewhere(place)
+
+    def elsewhere(self, place: Place) -> list[Place]:
+        """What it waited for in other processes."""
+        found: list[Place] = []
+        for join in self._computation.joins_to.get(place, ()):
+            if id(join) not in self._latest:
+                self._latest[id(join)] = max(
+                    join.causes, key=lambda cause: (self._computation.event(cause).time, cause)
+                )
+            if self._latest[id(join)].process != place.process:
+                found.append(self._latest[id(join)])
+        return found
+
+
 def replayed(computation: Computation, saved: Mapping[Place, float]) -> tuple[FloatArray, ...]:
     """For each process the times of its events, if so many seconds had been saved just before some of them."""
+    causes = _Causes(computation)
     times = [np.zeros(length) for length in computation.lengths]
+    joined: dict[int, float] = {}
     for place in computation.order:
-        event = computation.event(place)
-        before = _waited_for(computation, place)
-        took = event.time - max((computation.event(cause).time for cause in before), default=0.0)
-        starts = max((float(times[i][k - 1]) for i, k in before), default=0.0)
-        times[place.process][place.number - 1] = starts + took - saved.get(place, 0.0)
+        starts = [float(times[place.process][place.number - 2])] if place.number > 1 else []
+        for join in computation.joins_to.get(place, ()):
+            if id(join) not in joined:
+                joined[id(join)] = max(float(times[i][k - 1]) for i, k in join.causes)
+            starts.append(joined[id(join)])
+        took = computation.event(place).time - _latest(computation, causes, place)
+        times[place.process][place.number - 1] = max(starts, default=0.0) + took - saved.get(place, 0.0)
     return tuple(times)
 
 
 def without_lateness(computation: Computation, process: Name, late: Sequence[Arrival] | None = None) -> Forecast:
     """What the run would have taken if a process had never been later than the others are on average."""
     index = computation.index(process)
+    causes = _Causes(computation)
     saved: dict[Place, float] = {}
     removed = defaultdict[str, float](float)
     for arrival in arrivals(computation) if late is None else late:
         window = [Place(index, number) for number in range(max(arrival.since, 1), arrival.entry.number + 1)]
         excess = arrival.lateness - sum(saved.get(place, 0.0) for place in window)
         if arrival.last == process and excess > 0:
-            _save(computation, window, excess, saved)
+            _save(computation, causes, window, excess, saved)
             positive = {kind: seconds for kind, seconds in arrival.by_kind.items() if seconds > 0}
             for kind, seconds in positive.items():
                 removed[kind] += excess * seconds / sum(positive.values())
     return Forecast(process, _duration(_times(computation)), _duration(replayed(computation, saved)), dict(removed))
 
 
-def _arrival(computation: Computation, group: str, sequence: int, places: Sequence[Place]) -> Arrival:
+def _arrival(
+    computation: Computation,
+    causes: _Causes,
+    exits: Sequence[Sequence[int]],
+    group: str,
+    sequence: int,
+    places: Sequence[Place],
+) -> Arrival:
     last = max(places, key=lambda place: (computation.event(place).time, place))
     others = [place for place in places if place != last]
     time = computation.event(last).time
-    since = _last_exit(computation, last)
-    began = NETWORK if all(_last_exit(computation, place) for place in places) else START
-    spent, *usual = (_spent(computation, place, began) for place in (last, *others))
+    since = {place: exits[place.process][place.number] for place in places}
+    began = NETWORK if all(since.values()) else START
+    spent, *usual = (_spent(computation, causes, place, since[place], began) for place in (last, *others))
     kinds = dict.fromkeys(kind for one in (spent, *usual) for kind in one)
     return Arrival(
         group,
         sequence,
         computation.processes[last.process],
         last,
-        since,
+        since[last],
         time - fmean(computation.event(place).time for place in others),
         {kind: spent.get(kind, 0.0) - fmean(one.get(kind, 0.0) for one in usual) for kind in kinds},
         sum(time - computation.event(place).time for place in others),
     )
 
 
-def _last_exit(computation: Computation, entry: Place) -> int:
-    """The number of the last exit before this event in its process, or 0."""
-    history = computation.histories[entry.process][: entry.number - 1]
-    return next((k for k in range(len(history), 0, -1) if history[k - 1].kind is Kind.EXIT), 0)
+def _last_exits(history: Sequence[Event]) -> list[int]:
+    """For each event, the number of the last exit up to it, or 0; entry 0 is for before all of them."""
+    exits = [0]
+    for number, event in enumerate(history, 1):
+        exits.append(number if event.kind is Kind.EXIT else exits[-1])
+    return exits
 
 
-def _spent(computation: Computation, entry: Place, began: str) -> Mapping[str, float]:
+def _spent(computation: Computation, causes: _Causes, entry: Place, since: int, began: str) -> Mapping[str, float]:
     """What the time of an entry is made of: when the collective before was left, and what was done since, by kind."""
-    since = max(_last_exit(computation, entry), 1)
+    since = max(since, 1)
     total = defaultdict[str, float](float, {began: computation.event(Place(entry.process, since)).time})
     for number in range(since + 1, entry.number + 1):
-        for kind, seconds in _kinds(
-            computation, Place(entry.process, number - 1), Place(entry.process, number)
-        ).items():
+        before, place = Place(entry.process, number - 1), Place(entry.process, number)
+        for kind, seconds in _kinds(computation, causes, before, place).items():
             total[kind] += seconds
     return total
 
 
-def _kinds(computation: Computation, cause: Place, effect: Place) -> Mapping[str, float]:
+def _kinds(computation: Computation, causes: _Causes, cause: Place, effect: Place) -> Mapping[str, float]:
     """What the time between two events was spent on."""
     event = computation.event(effect)
     seconds = event.time - computation.event(cause).time
     if cause.process != effect.process:
         return {NETWORK: seconds}
-    waited = _waited(computation, effect, event, computation.event(cause).time)
+    sent = [computation.event(other).time for other in causes.elsewhere(effect)]
+    waited = 0.0 if event.spent or not sent else max(0.0, min(max(sent), event.time) - computation.event(cause).time)
     rest = seconds - waited - sum(event.spent.values())
     kinds = {**event.spent, **({WAIT: waited} if waited else {})}
     left = NETWORK if event.kind in (Kind.EXIT, Kind.RECEIVE) else OTHER
     return {**kinds, left: kinds.get(left, 0.0) + rest}
 
 
-def _waited(computation: Computation, place: Place, event: Event, since: float) -> float:
-    """How long somebody else had not yet sent what this event needed; nothing if the event itself says what it did."""
-    if event.spent:
-        return 0.0
-    sent = max((computation.event(cause).time for cause in computation.causes.get(place, ())), default=since)
-    return max(0.0, min(sent, event.time) - since)
+def _latest(computation: Computation, causes: _Causes, place: Place) -> float:
+    """When the last of what an event waited for was there."""
+    return max((computation.event(cause).time for cause in causes.of(place)), default=0.0)
 
 
-def _waited_for(computation: Computation, place: Place) -> tuple[Place, ...]:
-    before = (Place(place.process, place.number - 1),) if place.number > 1 else ()
-    return (*before, *computation.causes.get(place, ()))
-
-
-def _save(computation: Computation, window: Iterable[Place], excess: float, saved: dict[Place, float]) -> None:
+def _save(
+    computation: Computation, causes: _Causes, window: Iterable[Place], excess: float, saved: dict[Place, float]
+) -> None:
     """Take so many seconds off some events, the longest first, none below 0."""
     durations: dict[Place, float] = {}
     for place in window:
-        before = [computation.event(cause).time for cause in _waited_for(computation, place)]
-        durations[place] = computation.event(place).time - max(before) - saved.get(place, 0.0) if before else 0.0
+        took = computation.event(place).time - _latest(computation, causes, place)
+        durations[place] = took - saved.get(place, 0.0) if causes.of(place) else 0.0
     for place in sorted(durations, key=lambda place: -durations[place]):
         taken = min(max(durations[place], 0.0), excess)
         saved[place] = saved.get(place, 0.0) + taken

@@ -35,10 +35,13 @@ def violation(computation: Computation, cut: Sequence[int]) -> Violation | None:
     check(computation, cut)
     if is_consistent(computation, cut):
         return None
-    edge = min(
-        (edge for edge in computation.edges if _holds(cut, edge.effect) and not _holds(cut, edge.cause)),
-        key=lambda edge: (edge.effect.number, edge),
+    wrong = (
+        Edge(cause, effect)
+        for join in computation.joins
+        for effect in [effect for effect in join.effects if _holds(cut, effect)][:1]
+        for cause in [cause for cause in join.causes if not _holds(cut, cause)][:1]
     )
+    edge = min(wrong, key=lambda edge: (edge.effect.number, edge))
     effect, cause = computation.tell(edge.effect), computation.tell(edge.cause)
     return Violation(edge, f"{effect} is in the cut, but its cause is not: {cause}.")
 

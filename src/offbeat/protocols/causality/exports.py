@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from offbeat.protocols.causality.histories import Computation, Event, Kind, Place
+from offbeat.protocols.causality.histories import Computation, Edge, Event, Kind, Place
 
 _MICRO = 1e6
 
@@ -15,7 +15,8 @@ _MICRO = 1e6
 def perfetto(computation: Computation) -> dict[str, Any]:
     """A trace for ui.perfetto.dev or chrome://tracing, to be written as JSON.
 
-    Each process has a track of events, and beside it its stays in collectives, which may overlap; each edge is a flow.
+    Each process has a track of events, and beside it its stays in collectives, which may overlap. A flow leads to each
+    effect from the last of its causes: what it really waited for.
     """
     start = min((event.time for history in computation.histories for event in history), default=0.0)
     records = [*_names(computation)]
@@ -23,7 +24,7 @@ def perfetto(computation: Computation) -> dict[str, Any]:
         records += _slice(computation, place, start)
     for process in range(computation.size):
         records += _stays(computation, process, start)
-    for number, (cause, effect) in enumerate(computation.edges):
+    for number, (cause, effect) in enumerate(_flows(computation)):
         flow = {"cat": "cause", "name": "cause", "id": number}
         records.append({"ph": "s", **flow, **_where(computation, cause, start)})
         records.append({"ph": "f", "bp": "e", **flow, **_where(computation, effect, start)})
@@ -40,9 +41,15 @@ def json_lines(computation: Computation) -> Iterator[str]:
             **{key: value for key, value in known.items() if value not in (None, "", [], {})},
             "lamport": int(computation.lamports[place.process][place.number]),
             "vector": computation.vector(place),
-            "causes": [[computation.processes[i], number] for i, number in computation.causes.get(place, ())],
+            "causes": [[computation.processes[i], number] for i, number in computation.causes(place)],
         }
         yield msgspec.json.encode(entries).decode()
+
+
+def _flows(computation: Computation) -> Iterator[Edge]:
+    for join in computation.joins:
+        last = max(join.causes, key=lambda cause: (computation.event(cause).time, cause))
+        yield from (Edge(last, effect) for effect in join.effects if effect.process != last.process)
 
 
 def _names(computation: Computation) -> Iterator[Mapping[str, Any]]:

@@ -3,6 +3,8 @@
 A *history* is the events of one process in their order. A *computation* is a history for each process, and edges from
 causes to effects between them: from a message's sending to its receipt, and from entries into a collective to those
 exits that need them. An event *happened before* another if a way leads from it to the other along histories and edges.
+Edges are kept as *joins*, from each of some causes to each of some effects: an all-reduce of p members has p * (p - 1)
+edges, and is one join.
 
 An event is named by its `Place`: which process, and which of its events, counted from 1, as vector clocks count.
 """
@@ -10,11 +12,12 @@ An event is named by its `Place`: which process, and which of its events, counte
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, NamedTuple
+from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 from msgspec import Struct
@@ -114,17 +117,24 @@ class Edge(NamedTuple):
     effect: Place
 
 
+class Join(NamedTuple):
+    """Causes and effects: each effect needed every cause."""
+
+    causes: tuple[Place, ...]
+    effects: tuple[Place, ...]
+
+
 @dataclass(frozen=True)
 class Computation:
     """Histories of some processes, and which events of others caused which."""
 
     processes: tuple[Name, ...]
     histories: tuple[tuple[Event, ...], ...]
-    edges: tuple[Edge, ...]
+    joins: tuple[Join, ...]
 
     def __post_init__(self) -> None:
-        """Refuse edges that lead out of the histories."""
-        for end in (end for edge in self.edges for end in edge):
+        """Refuse joins that lead out of the histories."""
+        for end in (end for join in self.joins for ends in join for end in ends):
             if not 0 <= end.process < len(self.processes) or not 0 < end.number <= len(self.histories[end.process]):
                 raise UsageError(f"there is no event {end}: give edges between events of the histories only.")
 
@@ -154,21 +164,37 @@ class Computation:
         what = event.what or (str(event.call) if event.call else "")
         return f"{self.processes[place.process]}'s event {place.number} ({event.kind}{f': {what}' if what else ''})"
 
+    @property
+    def edges(self) -> Iterator[Edge]:
+        """From each cause to each effect in another process. There may be very many of them: think of the joins."""
+        for join in self.joins:
+            for cause, effect in product(*join):
+                if cause.process != effect.process:
+                    yield Edge(cause, effect)
+
     @cached_property
-    def causes(self) -> Mapping[Place, tuple[Place, ...]]:
-        """The direct causes of each event in other processes; events without any are left out."""
-        found = defaultdict[Place, list[Place]](list)
-        for cause, effect in self.edges:
-            found[effect].append(cause)
-        return {effect: tuple(places) for effect, places in found.items()}
+    def joins_to(self) -> Mapping[Place, Sequence[Join]]:
+        """The joins that each event is an effect in; events without any are left out."""
+        found = defaultdict[Place, list[Join]](list)
+        for join in self.joins:
+            for effect in join.effects:
+                found[effect].append(join)
+        return dict(found)
+
+    def causes(self, place: Place) -> list[Place]:
+        """The direct causes of an event in other processes."""
+        causes = (cause for join in self.joins_to.get(place, ()) for cause in join.causes)
+        return [cause for cause in causes if cause.process != place.process]
 
     @cached_property
     def order(self) -> tuple[Place, ...]:
         """All events, causes before effects; refused if some event would have caused itself."""
-        effects = defaultdict[Place, list[Place]](list)
-        missing = {effect: len(causes) for effect, causes in self.causes.items()}
-        for cause, effect in self.edges:
-            effects[cause].append(effect)
+        joins_from = defaultdict[Place, list[int]](list)
+        for number, join in enumerate(self.joins):
+            for cause in join.causes:
+                joins_from[cause].append(number)
+        open_causes = [len(join.causes) for join in self.joins]
+        open_joins = {effect: len(joins) for effect, joins in self.joins_to.items()}
         done = [0] * self.size
         ready = list(range(self.size))[::-1]
         order: list[Place] = []
@@ -176,31 +202,44 @@ class Computation:
             process = ready.pop()
             while done[process] < len(self.histories[process]):
                 place = Place(process, done[process] + 1)
-                if missing.get(place, 0):
+                if open_joins.get(place, 0):
                     break
                 done[process] += 1
                 order.append(place)
-                for effect in effects[place]:
-                    missing[effect] -= 1
-                    if not missing[effect] and done[effect.process] == effect.number - 1:
-                        ready.append(effect.process)
+                for number in joins_from.get(place, ()):
+                    open_causes[number] -= 1
+                    if not open_causes[number]:
+                        ready += self._ready(self.joins[number], open_joins, done)
         if len(order) < sum(self.lengths):
-            stuck = next(i for i in range(self.size) if done[i] < len(self.histories[i]))
-            raise UsageError(
-                f"{self.tell(Place(stuck, done[stuck] + 1))} would have to happen before itself, by way of its causes: "
-                f"no run of processes is like that. Look at which messages and collectives are taken to be the same."
-            )
+            self._refuse_cycle(done)
         return tuple(order)
+
+    def _ready(self, join: Join, open_joins: dict[Place, int], done: Sequence[int]) -> Iterator[int]:
+        """The processes that go on now that all causes of a join are there."""
+        for effect in join.effects:
+            open_joins[effect] -= 1
+            if not open_joins[effect] and done[effect.process] == effect.number - 1:
+                yield effect.process
+
+    def _refuse_cycle(self, done: Sequence[int]) -> None:
+        stuck = next(i for i in range(self.size) if done[i] < len(self.histories[i]))
+        raise UsageError(
+            f"{self.tell(Place(stuck, done[stuck] + 1))} would have to happen before itself, by way of its causes: "
+            f"no run of processes is like that. Look at which messages and collectives are taken to be the same."
+        )
 
     @cached_property
     def clocks(self) -> tuple[IntArray, ...]:
         """For each process its vector clocks: row k is that of event k; row 0, of no event, is all zero."""
         clocks = [np.zeros((length + 1, self.size), np.int64) for length in self.lengths]
+        joined: dict[int, IntArray] = {}
         for place in self.order:
             row = clocks[place.process][place.number]
             row[:] = clocks[place.process][place.number - 1]
-            for cause in self.causes.get(place, ()):
-                np.maximum(row, clocks[cause.process][cause.number], out=row)
+            for join in self.joins_to.get(place, ()):
+                if id(join) not in joined:
+                    joined[id(join)] = np.max([clocks[cause.process][cause.number] for cause in join.causes], axis=0)
+                np.maximum(row, joined[id(join)], out=row)
             row[place.process] = place.number
         return tuple(clocks)
 
@@ -208,9 +247,14 @@ class Computation:
     def lamports(self) -> tuple[IntArray, ...]:
         """For each process its Lamport clocks: entry k is that of event k; entry 0 is 0."""
         clocks = [np.zeros(length + 1, np.int64) for length in self.lengths]
-        for process, number in self.order:
-            heard = [clocks[i][k] for i, k in self.causes.get(Place(process, number), ())]
-            clocks[process][number] = max(clocks[process][number - 1], *heard, 0) + 1
+        joined: dict[int, int] = {}
+        for place in self.order:
+            highest = int(clocks[place.process][place.number - 1])
+            for join in self.joins_to.get(place, ()):
+                if id(join) not in joined:
+                    joined[id(join)] = max(int(clocks[cause.process][cause.number]) for cause in join.causes)
+                highest = max(highest, joined[id(join)])
+            clocks[place.process][place.number] = highest + 1
         return tuple(clocks)
 
     def vector(self, place: Place) -> tuple[int, ...]:
@@ -227,7 +271,7 @@ class Computation:
         while todo:
             place = todo.pop()
             before = [Place(place.process, place.number - 1)] if place.number > 1 else []
-            for cause in (*before, *self.causes.get(place, ())):
+            for cause in (*before, *self.causes(place)):
                 if cause == one:
                     return True
                 if cause not in seen:
@@ -236,26 +280,27 @@ class Computation:
         return False
 
 
-def computation(histories: Mapping[Name, Sequence[Event]], edges: Iterable[Edge] = ()) -> Computation:
+def computation(histories: Mapping[Name, Sequence[Event]], edges: Iterable[Edge | Join] = ()) -> Computation:
     """Histories, joined by what their events say: messages by their name, collectives by group and sequence.
 
     A receipt without its sending is refused, for then the order is unknown; a message that is still under way is not.
     Of a collective that not everybody has entered, those exits that are there need only the entries that are there.
     """
     processes = tuple(histories)
-    found = [*edges, *_messages(processes, histories), *_collectives(processes, histories)]
-    return Computation(processes, tuple(map(tuple, histories.values())), tuple(sorted(set(found))))
+    given = (edge if isinstance(edge, Join) else Join((edge.cause,), (edge.effect,)) for edge in edges)
+    joins = (*given, *_messages(processes, histories), *_collectives(processes, histories))
+    return Computation(processes, tuple(map(tuple, histories.values())), joins)
 
 
-def _places(histories: Mapping[Name, Sequence[Event]], kind: Kind) -> Iterable[tuple[Place, Event]]:
+def _places(histories: Mapping[Name, Sequence[Event]], kind: Kind) -> Iterator[tuple[Place, Event]]:
     for process, history in enumerate(histories.values()):
         for number, event in enumerate(history, 1):
             if event.kind is kind:
                 yield Place(process, number), event
 
 
-def _messages(processes: Sequence[Name], histories: Mapping[Name, Sequence[Event]]) -> Iterable[Edge]:
-    sent: dict[Any, Place] = {}
+def _messages(processes: Sequence[Name], histories: Mapping[Name, Sequence[Event]]) -> Iterator[Join]:
+    sent: dict[Hashable, Place] = {}
     for place, event in _places(histories, Kind.SEND):
         if event.message is not None and sent.setdefault(event.message, place) != place:
             raise UsageError(
@@ -268,18 +313,23 @@ def _messages(processes: Sequence[Name], histories: Mapping[Name, Sequence[Event
                 f"event {place.number} of {processes[place.process]} receives message {event.message!r}, which nobody "
                 f"sent: the order is not known without it. Give the sender's history, too, or leave this event out."
             )
-        if sent[event.message].process != place.process:
-            yield Edge(sent[event.message], place)
+        yield Join((sent[event.message],), (place,))
 
 
-def _collectives(processes: Sequence[Name], histories: Mapping[Name, Sequence[Event]]) -> Iterable[Edge]:
-    entries: dict[tuple[str, int], dict[Name, Place]] = defaultdict(dict)
+def _collectives(processes: Sequence[Name], histories: Mapping[Name, Sequence[Event]]) -> Iterator[Join]:
+    entries = defaultdict[tuple[str, int], dict[Name, Place]](dict)
+    exits = defaultdict[tuple[str, int, frozenset[Name]], list[Place]](list)
     for place, event in _places(histories, Kind.ENTER):
         if event.call is not None:
             entries[event.call.group, event.call.sequence][processes[place.process]] = place
     for place, event in _places(histories, Kind.EXIT):
-        if event.call is None:
-            continue
-        entered = entries[event.call.group, event.call.sequence]
-        for member in event.call.needs(processes[place.process]) & entered.keys():
-            yield Edge(entered[member], place)
+        if event.call is not None:
+            member = processes[place.process]
+            # Where everybody needs all others, its own entry is before it anyway: so all exits need the same.
+            needed = event.call.needs(member) if event.call.root else frozenset(event.call.members)
+            exits[event.call.group, event.call.sequence, needed].append(place)
+    for (group, sequence, needed), places in exits.items():
+        entered = entries.get((group, sequence), {})
+        causes = tuple(sorted(entered[member] for member in needed & entered.keys()))
+        if causes:
+            yield Join(causes, tuple(places))

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 from msgspec import Struct
 
 from offbeat.errors import UsageError
-from offbeat.protocols.causality.histories import Computation, Edge, Event, Place, computation
+from offbeat.protocols.causality.histories import Computation, Event, Join, Place, computation
 from offbeat.protocols.machine import Name
 
 PATTERN: Final = r"(?<host>\S*) (?<clock>{.*})\n(?<event>.*)"
@@ -70,8 +70,12 @@ def parse(text: str, pattern: str = PATTERN) -> Log:
         entries.sort(key=lambda entry: entry.clock[host])
         _check_count(host, entries)
     hosts = list(histories)
-    edges = [edge for host in hosts for edge in _news(hosts, histories, host)]
-    run = computation({host: [entry.event for entry in entries] for host, entries in histories.items()}, edges)
+    effects = defaultdict[tuple[Place, ...], list[Place]](list)
+    for host in hosts:
+        for causes, effect in _news(hosts, histories, host):
+            effects[causes].append(effect)
+    joins = [Join(causes, tuple(places)) for causes, places in effects.items()]
+    run = computation({host: [entry.event for entry in entries] for host, entries in histories.items()}, joins)
     return Log(run, tuple(sorted(_completed(run, histories))))
 
 
@@ -155,20 +159,27 @@ def _check_count(host: Name, entries: Sequence[_Entry]) -> None:
             )
 
 
-def _news(hosts: Sequence[Name], histories: Mapping[Name, Sequence[_Entry]], host: Name) -> Iterator[Edge]:
-    """From the latest events of others that a clock knows of to the event that knew of them first."""
+def _news(
+    hosts: Sequence[Name], histories: Mapping[Name, Sequence[_Entry]], host: Name
+) -> Iterator[tuple[tuple[Place, ...], Place]]:
+    """The latest events of others that a clock knows of, and the event that knew of them first.
+
+    The host's own event before it is among them: so all exits from a collective have the same causes, and are a join.
+    """
     known: dict[Name, int] = {}
+    index = {name: i for i, name in enumerate(hosts)}
     for number, entry in enumerate(histories[host], 1):
-        for other, count in entry.clock.items():
-            if other == host or count <= known.get(other, 0):
-                continue
+        news = {other: count for other, count in entry.clock.items() if other != host and count > known.get(other, 0)}
+        for other, count in news.items():
             if count > len(histories.get(other, ())):
                 raise UsageError(
                     f"the clock in line {entry.line} of the log knows of event {count} of {other!r}, of which the log "
                     f"has {len(histories.get(other, ()))}: give the whole log."
                 )
-            known[other] = count
-            yield Edge(Place(hosts.index(other), count), Place(hosts.index(host), number))
+        if news:
+            known |= news
+            own = {host: number - 1} if number > 1 else {}
+            yield tuple(sorted(Place(index[name], k) for name, k in (news | own).items())), Place(index[host], number)
 
 
 def _completed(run: Computation, histories: Mapping[Name, Sequence[_Entry]]) -> Iterator[int]:
