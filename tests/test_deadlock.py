@@ -188,6 +188,22 @@ def test_a_message_under_way_is_no_deadlock() -> None:
     assert deadlock(waits(crossed(True), (2, 1))) is None
 
 
+def test_a_message_that_was_received_ends_no_later_wait() -> None:
+    histories = {
+        "a": [Event(Kind.SEND, message="m", peer="b"), Event(Kind.AWAIT, "recv 1", sources=frozenset("b"))],
+        "b": [Event(Kind.RECEIVE, message="m"), Event(Kind.AWAIT, "recv 2", sources=frozenset("a"))],
+    }
+    assert str(deadlock(waits(computation(histories), (2, 2)))) == "a waits for b in recv 1; b waits for a in recv 2."
+
+
+def test_a_message_with_another_mark_ends_no_wait() -> None:
+    histories = {
+        "a": [Event(Kind.SEND, message="m", peer="b", tag="x"), Event(Kind.AWAIT, "recv 1", sources=frozenset("b"))],
+        "b": [Event(Kind.AWAIT, "recv 2", sources=frozenset("a"), tag="y")],
+    }
+    assert deadlock(waits(computation(histories), (2, 1))) is not None
+
+
 def test_what_was_heard_in_a_wrong_order_is_no_phantom() -> None:
     """Client and server take turns. Heard so far: the answer's receipt and the next wait, but not the server's part."""
     histories = {

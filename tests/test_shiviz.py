@@ -62,6 +62,11 @@ def test_a_log_may_have_any_pattern_its_own_lines_in_any_order_and_fields_of_its
     assert parse(f"{pattern}\n{text}").computation == run
 
 
+def test_a_collective_is_read_back_as_one_join() -> None:
+    run = exported()
+    assert len(parse(write(run)).computation.joins) == len(run.joins) == 1
+
+
 def test_clocks_that_leave_out_what_follows_are_completed_and_told() -> None:
     text = 'a {"a": 1}\nx\nb {"b": 1, "a": 1}\ny\nc {"c": 1, "b": 1}\nz\nb {"b": 2}\nw\n'
     log = parse(text)

@@ -158,8 +158,11 @@ def _intervals(states: Sequence[bool]) -> list[_Interval]:
 
 
 def _begins_before(computation: Computation, early: int, one: _Interval, late: int, other: _Interval) -> bool:
-    """Whether the event that begins one interval happened before the one that ends the other."""
-    if one.first == 0 or other.over > computation.lengths[late]:
+    """Whether the event that begins one interval happened before the one that ends the other, if any does.
+
+    What begins with event 0, before all events, begins before any of them.
+    """
+    if other.over > computation.lengths[late]:
         return True
     return computation.happened_before(Place(early, one.first), Place(late, other.over))
 

@@ -69,13 +69,10 @@ class Matching:
             del self._calls[key]
 
     def _made_elsewhere(self, process: Name, call: Call) -> bool:
-        """Whether a process has made this very call under another number."""
+        """Whether a process has made this very call, under another number then."""
         return any(
-            key[0] == call.group
-            and key[1] != call.sequence
-            and process in calls
-            and not differences(calls[process], call)
-            for key, calls in self._calls.items()
+            group == call.group and process in calls and not differences(calls[process], call)
+            for (group, _), calls in self._calls.items()
         )
 
 
