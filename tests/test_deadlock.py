@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from itertools import chain, combinations
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -104,6 +106,13 @@ def test_a_cycle_is_told_in_words() -> None:
         "worker 0 waits for worker 2 in barrier #12; worker 2 waits for worker 0 in all_reduce #57. "
         "Held up by this: worker 3."
     )
+
+
+def test_the_page_on_cause_and_effect_says_what_its_example_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs/causality.md").read_text()
+    (example,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    exec(compile(example, "causality.md", "exec"), {})  # noqa: S102 - our own page
+    assert capsys.readouterr().out == example.splitlines()[-1].removeprefix("# ") + "\n"
 
 
 def test_an_orphan_is_told_in_words() -> None:
