@@ -1,0 +1,271 @@
+"""Who was late, why, and what a run would take without it: times along the order of cause and effect.
+
+A collective makes everybody equally slow, so durations name nobody. Arrivals do: whoever enters last has held the
+others up. How late it was is exact arithmetic, not a guess: entries come at the time of leaving the collective before,
+plus what was spent since, so
+
+    lateness = entry of the last - mean entry of the others
+             = sum over kinds of (what the last spent on it - what the others spent, on average)
+
+where having left the collective before later than the others is of the kind `network`.
+
+**What if.** Each event comes a while after the latest of what it had to wait for: the event before it in its process,
+and its causes. Times are recomputed with these whiles, some of them shortened. What others waited shrinks by itself,
+and whoever is last then is waited for instead.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Final, NamedTuple
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from offbeat.errors import UsageError
+from offbeat.protocols.causality.histories import Computation, Event, Kind, Place
+from offbeat.protocols.machine import Name
+
+FloatArray = NDArray[np.float64]
+
+NETWORK: Final = "network"
+WAIT: Final = "wait"
+"""For somebody else's message that had not been sent yet."""
+START: Final = "start"
+"""Having begun later than the others, with no collective before."""
+OTHER: Final = "other"
+"""What no event says anything about."""
+
+
+class Arrival(Struct, frozen=True):
+    """Who was last in a collective, and what it cost the others."""
+
+    group: str
+    sequence: int
+    last: Name
+    entry: Place
+    """Its event."""
+    since: int
+    """The number of its event where the comparison begins: where it left a collective before; 0: at its beginning."""
+    lateness: float
+    """Seconds after the others, on average."""
+    by_kind: Mapping[str, float]
+    """What these seconds are made of; they add up to it. Less than 0: it was faster in this."""
+    lost: float
+    """Seconds that all the others together waited for it."""
+
+    @property
+    def kind(self) -> str:
+        """What made it late, mostly."""
+        return max(self.by_kind, key=self.by_kind.__getitem__)
+
+    def __str__(self) -> str:
+        """In words: `worker 1 was last in #7 of group world, 0.2 s late, mostly input; the others lost 0.6 s`."""
+        return (
+            f"{self.last} was last in #{self.sequence} of group {self.group}, {self.lateness:.3g} s late, mostly "
+            f"{self.kind}; the others lost {self.lost:.3g} s"
+        )
+
+
+class Piece(NamedTuple):
+    """One stretch of a critical path: from what was waited for to what came of it."""
+
+    cause: Place
+    effect: Place
+    by_kind: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return sum(self.by_kind.values())
+
+
+class Forecast(Struct, frozen=True):
+    """What a run took, and what it would have taken without a process's lateness."""
+
+    process: Name
+    seconds: float
+    without: float
+    removed: Mapping[str, float]
+    """Lateness that was taken out, by kind."""
+
+
+def arrivals(computation: Computation) -> list[Arrival]:
+    """The last to arrive in each collective that at least two have entered, in an order that the run may have had."""
+    entries = defaultdict[tuple[str, int], list[Place]](list)
+    for place in computation.order:
+        event = computation.event(place)
+        if event.kind is Kind.ENTER and event.call is not None:
+            entries[event.call.group, event.call.sequence].append(place)
+    exits = [_last_exits(history) for history in computation.histories]
+    causes = _Causes(computation)
+    return [_arrival(computation, causes, exits, *key, places) for key, places in entries.items() if len(places) > 1]
+
+
+def critical_path(computation: Computation, until: Place | None = None) -> list[Piece]:
+    """What the time until an event was spent on, first things first: whatever is shortened here shortens the whole.
+
+    Goes back from the event, by default the last of all, always to what it had to wait for longest.
+    """
+    if not computation.order:
+        return []
+    place = until or max(computation.order, key=lambda place: (computation.event(place).time, place))
+    causes = _Causes(computation)
+    path: list[Piece] = []
+    while before := causes.of(place):
+        cause = max(before, key=lambda place: (computation.event(place).time, place))
+        path.append(Piece(cause, place, _kinds(computation, causes, cause, place)))
+        place = cause
+    return path[::-1]
+
+
+class _Causes:
+    """What each event waited for: the one before it in its process, and the latest of the causes in each join."""
+
+    def __init__(self, computation: Computation) -> None:
+        self._computation = computation
+        self._latest: dict[int, Place] = {}
+
+    def of(self, place: Place) -> list[Place]:
+        """What an event waited for."""
+        before = [Place(place.process, place.number - 1)] if place.number > 1 else []
+        return before + self.elsewhere(place)
+
+    def elsewhere(self, place: Place) -> list[Place]:
+        """What it waited for in other processes."""
+        found: list[Place] = []
+        for join in self._computation.joins_to.get(place, ()):
+            if id(join) not in self._latest:
+                self._latest[id(join)] = max(
+                    join.causes, key=lambda cause: (self._computation.event(cause).time, cause)
+                )
+            if self._latest[id(join)].process != place.process:
+                found.append(self._latest[id(join)])
+        return found
+
+
+def replayed(computation: Computation, saved: Mapping[Place, float]) -> tuple[FloatArray, ...]:
+    """For each process the times of its events, if so many seconds had been saved just before some of them."""
+    causes = _Causes(computation)
+    times = [np.zeros(length) for length in computation.lengths]
+    joined: dict[int, float] = {}
+    for place in computation.order:
+        starts = [float(times[place.process][place.number - 2])] if place.number > 1 else []
+        for join in computation.joins_to.get(place, ()):
+            if id(join) not in joined:
+                joined[id(join)] = max(float(times[i][k - 1]) for i, k in join.causes)
+            starts.append(joined[id(join)])
+        took = computation.event(place).time - _latest(computation, causes, place)
+        times[place.process][place.number - 1] = max(starts, default=0.0) + took - saved.get(place, 0.0)
+    return tuple(times)
+
+
+def without_lateness(computation: Computation, process: Name, late: Sequence[Arrival] | None = None) -> Forecast:
+    """What the run would have taken if a process had never been later than the others are on average."""
+    index = computation.index(process)
+    causes = _Causes(computation)
+    saved: dict[Place, float] = {}
+    removed = defaultdict[str, float](float)
+    for arrival in arrivals(computation) if late is None else late:
+        window = [Place(index, number) for number in range(max(arrival.since, 1), arrival.entry.number + 1)]
+        excess = arrival.lateness - sum(saved.get(place, 0.0) for place in window)
+        if arrival.last == process and excess > 0:
+            _save(computation, causes, window, excess, saved)
+            positive = {kind: seconds for kind, seconds in arrival.by_kind.items() if seconds > 0}
+            for kind, seconds in positive.items():
+                removed[kind] += excess * seconds / sum(positive.values())
+    return Forecast(process, _duration(_times(computation)), _duration(replayed(computation, saved)), dict(removed))
+
+
+def _arrival(
+    computation: Computation,
+    causes: _Causes,
+    exits: Sequence[Sequence[int]],
+    group: str,
+    sequence: int,
+    places: Sequence[Place],
+) -> Arrival:
+    last = max(places, key=lambda place: (computation.event(place).time, place))
+    others = [place for place in places if place != last]
+    time = computation.event(last).time
+    since = {place: exits[place.process][place.number] for place in places}
+    began = NETWORK if all(since.values()) else START
+    spent, *usual = (_spent(computation, causes, place, since[place], began) for place in (last, *others))
+    kinds = dict.fromkeys(kind for one in (spent, *usual) for kind in one)
+    return Arrival(
+        group,
+        sequence,
+        computation.processes[last.process],
+        last,
+        since[last],
+        time - fmean(computation.event(place).time for place in others),
+        {kind: spent.get(kind, 0.0) - fmean(one.get(kind, 0.0) for one in usual) for kind in kinds},
+        sum(time - computation.event(place).time for place in others),
+    )
+
+
+def _last_exits(history: Sequence[Event]) -> list[int]:
+    """For each event, the number of the last exit up to it, or 0; entry 0 is for before all of them."""
+    exits = [0]
+    for number, event in enumerate(history, 1):
+        exits.append(number if event.kind is Kind.EXIT else exits[-1])
+    return exits
+
+
+def _spent(computation: Computation, causes: _Causes, entry: Place, since: int, began: str) -> Mapping[str, float]:
+    """What the time of an entry is made of: when the collective before was left, and what was done since, by kind."""
+    since = max(since, 1)
+    total = defaultdict[str, float](float, {began: computation.event(Place(entry.process, since)).time})
+    for number in range(since + 1, entry.number + 1):
+        before, place = Place(entry.process, number - 1), Place(entry.process, number)
+        for kind, seconds in _kinds(computation, causes, before, place).items():
+            total[kind] += seconds
+    return total
+
+
+def _kinds(computation: Computation, causes: _Causes, cause: Place, effect: Place) -> Mapping[str, float]:
+    """What the time between two events was spent on."""
+    event = computation.event(effect)
+    seconds = event.time - computation.event(cause).time
+    if cause.process != effect.process:
+        return {NETWORK: seconds}
+    sent = [computation.event(other).time for other in causes.elsewhere(effect)]
+    waited = 0.0 if event.spent or not sent else max(0.0, min(max(sent), event.time) - computation.event(cause).time)
+    rest = seconds - waited - sum(event.spent.values())
+    kinds = {**event.spent, **({WAIT: waited} if waited else {})}
+    left = NETWORK if event.kind in (Kind.EXIT, Kind.RECEIVE) else OTHER
+    return {**kinds, left: kinds.get(left, 0.0) + rest}
+
+
+def _latest(computation: Computation, causes: _Causes, place: Place) -> float:
+    """When the last of what an event waited for was there."""
+    return max((computation.event(cause).time for cause in causes.of(place)), default=0.0)
+
+
+def _save(
+    computation: Computation, causes: _Causes, window: Iterable[Place], excess: float, saved: dict[Place, float]
+) -> None:
+    """Take so many seconds off some events, the longest first, none below 0."""
+    durations: dict[Place, float] = {}
+    for place in window:
+        took = computation.event(place).time - _latest(computation, causes, place)
+        durations[place] = took - saved.get(place, 0.0) if causes.of(place) else 0.0
+    for place in sorted(durations, key=lambda place: -durations[place]):
+        taken = min(max(durations[place], 0.0), excess)
+        saved[place] = saved.get(place, 0.0) + taken
+        excess -= taken
+
+
+def _times(computation: Computation) -> tuple[FloatArray, ...]:
+    return tuple(np.array([event.time for event in history]) for history in computation.histories)
+
+
+def _duration(times: Sequence[FloatArray]) -> float:
+    """From the first event of all to the last."""
+    some = [one for one in times if one.size]
+    if not some:
+        raise UsageError("without events there is no time to forecast: give the histories of a run.")
+    return float(max(one.max() for one in some) - min(one.min() for one in some))

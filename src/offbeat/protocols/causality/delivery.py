@@ -1,0 +1,372 @@
+"""How a monitor puts what it hears into an order that the run can have had: four machines.
+
+Reports of events come from many processes, late, doubled and overtaken. Arrival order proves nothing. These machines
+hold reports back until their turn has come; what is delivered is the work of a `Start`.
+
+| machine | delivers a report once | needs |
+|---|---|---|
+| `ByNumber` | those with lower numbers of its process have been | nothing; orders each history, no more |
+| `ByTime` | it is delta seconds old; then in order of time | clocks that agree, and no delay above delta |
+| `ByLamport` | everybody has been heard from with a clock as high | an answer to `Probe` from who is silent |
+| `ByVector` | nothing that it depends on is missing | a vector clock in each report |
+
+None of them is held up for ever by one process. Events that were never reported are told by `Dropped`. Of a process
+that has ended, reports under way are waited for some seconds of grace; then what is missing is given up. A report that
+comes when something that should follow it has been delivered is delivered as `Late`: nothing is lost, and nobody takes
+it for being in order. The same report is delivered once. Strangers are not listened to: when somebody joins, a new
+machine goes on with the new list of processes.
+
+Babaoglu and Marzullo, "Consistent Global States of Distributed Systems" (1993), section 5.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
+from typing import Any
+
+from msgspec import Struct
+
+from offbeat.errors import UsageError
+from offbeat.protocols.machine import Effect, Ended, Event, Name, Received, Send, SetTimer, Start, Timer
+
+MONITOR: Name = "monitor"
+
+
+class Report(Struct, frozen=True):
+    """An event, as the process that it happened in tells it."""
+
+    number: int
+    """Which of the process's reported events it is, from 1."""
+    time: float = 0.0
+    """When it happened, on a clock that agrees with the monitor's; `ByTime` goes by it."""
+    lamport: int = 0
+    """Its Lamport clock; `ByLamport` goes by it."""
+    vector: tuple[int, ...] = ()
+    """Its vector clock, which counts reported events; `ByVector` goes by it."""
+    event: Any = None
+
+
+class Dropped(Struct, frozen=True):
+    """A process says that these events of its own will never be reported."""
+
+    first: int
+    last: int
+
+
+class Probe(Struct, frozen=True):
+    """The monitor asks a silent process for its clock. It counts as a message: the answer's clock is higher."""
+
+    lamport: int
+
+
+class Alive(Struct, frozen=True):
+    """The answer: the process's Lamport clock now, after as many reports."""
+
+    lamport: int
+    reported: int
+
+
+class Delivery(Struct, frozen=True):
+    """A report in its place in the order."""
+
+    process: Name
+    report: Report
+
+
+class Late(Struct, frozen=True):
+    """A report that has come after something that should have followed it."""
+
+    process: Name
+    report: Report
+
+
+class _Ripe(Struct, frozen=True):
+    """Time to deliver all that happened until then."""
+
+    time: float
+
+
+class _Line:
+    """What has come of one process, in order of its numbers."""
+
+    def __init__(self, name: Name) -> None:
+        self.name = name
+        self.next = 1
+        """The lowest number that has neither been delivered nor given up."""
+        self.gone = False
+        """It has ended, and nothing more is waited for."""
+        self._held: dict[int, Report] = {}
+        self._dropped: list[range] = []
+        self._given_up: list[range] = []
+        self._late: set[int] = set()
+
+    def take(self, report: Report) -> bool:
+        """Keep a report until its turn; False if that is over."""
+        if report.number >= self.next:
+            self._held.setdefault(report.number, report)
+            return True
+        return False
+
+    def is_new(self, number: int) -> bool:
+        """Whether a number that was given up has come after all, for the first time."""
+        if number in self._late or not any(number in given_up for given_up in self._given_up):
+            return False
+        self._late.add(number)
+        return True
+
+    def overtaken(self, report: Report) -> Iterator[Report]:
+        """A report, and what is held before it, whose turn in the order of all processes is over."""
+        self._held[report.number] = report
+        held = sorted(number for number in self._held if number <= report.number)
+        self.give_up(report.number + 1)
+        self._late.update(held)
+        yield from (self._held.pop(number) for number in held)
+
+    def drop(self, dropped: Dropped) -> None:
+        """These numbers will never come."""
+        self._dropped.append(range(dropped.first, dropped.last + 1))
+        self._pass_dropped()
+
+    def head(self) -> Report | None:
+        """The report whose turn it is among those of this process."""
+        if self.gone and self._held and self.next not in self._held:
+            self.give_up(min(self._held))
+        return self._held.get(self.next)
+
+    def pop(self) -> Report:
+        """Take that report away."""
+        report = self._held.pop(self.next)
+        self.next += 1
+        self._pass_dropped()
+        return report
+
+    def give_up(self, below: int) -> None:
+        """Wait no more for the numbers below this one."""
+        if below > self.next:
+            self._given_up.append(range(self.next, below))
+            self.next = below
+
+    def _pass_dropped(self) -> None:
+        while passed := next((dropped for dropped in self._dropped if self.next in dropped), None):
+            self.next = passed.stop
+        self._dropped = [dropped for dropped in self._dropped if dropped.stop > self.next]
+
+
+class _Deliverer(ABC):
+    """What all four have in common: a line for each process, duplicates, and processes that have ended."""
+
+    def __init__(self, processes: Sequence[Name], grace: float, name: Name = MONITOR) -> None:
+        if len(set(processes)) != len(processes) or not processes:
+            raise UsageError(f"reports of {list(processes)} cannot be told apart: give each process one name.")
+        if grace < 0:
+            raise UsageError(f"a grace of {grace} seconds makes no sense: give 0 or more.")
+        self.name = name
+        self._grace = grace
+        self._lines = {process: _Line(process) for process in processes}
+
+    def begin(self, now: float) -> Sequence[Effect]:
+        """Nothing, until something is heard."""
+        del now
+        return []
+
+    def on(self, event: Event, now: float) -> Sequence[Effect]:
+        """What can be delivered now, in order, and what has to be asked for."""
+        effects: list[Effect] = []
+        match event:
+            case Received(sender=sender, message=Report() as report) if sender in self._lines:
+                effects += self._take(self._lines[sender], report, now)
+            case Received(sender=sender, message=Dropped() as dropped) if sender in self._lines:
+                self._lines[sender].drop(dropped)
+            case Received(sender=sender, message=Alive() as alive) if sender in self._lines:
+                self._heard(self._lines[sender], alive)
+            case Ended(name=name) if name in self._lines:
+                effects.append(SetTimer(self._grace, Ended(name)))
+            case Timer(token=Ended(name=name)):
+                self._lines[name].gone = True
+            case _:
+                pass
+        return [*effects, *self._released(event, now)]
+
+    def _take(self, line: _Line, report: Report, now: float) -> Iterator[Effect]:
+        del now
+        if not line.take(report) and line.is_new(report.number):
+            yield Start(Late(line.name, report))
+
+    def _heard(self, line: _Line, alive: Alive) -> None:
+        """A process has answered with its clock."""
+        del line, alive
+
+    @abstractmethod
+    def _released(self, event: Event, now: float) -> Iterator[Effect]:
+        """What can be delivered after this."""
+
+    def _deliver(self, line: _Line) -> Start:
+        return Start(Delivery(line.name, line.pop()))
+
+
+class ByNumber(_Deliverer):
+    """First in, first out for each process, by its numbers. Of the order between processes it says nothing."""
+
+    def __init__(self, processes: Sequence[Name], grace: float = 1.0) -> None:
+        super().__init__(processes, grace)
+
+    def _released(self, event: Event, now: float) -> Iterator[Effect]:
+        del event, now
+        for line in self._lines.values():
+            while line.head() is not None:
+                yield self._deliver(line)
+
+
+class ByTime(_Deliverer):
+    """By the clock on the wall: held back until nothing that is older can still be under way.
+
+    Right if the clocks agree so well that causes have earlier times than effects, and if no report takes longer than
+    delta. It waits for no numbers, so nobody's end holds it up.
+    """
+
+    def __init__(self, processes: Sequence[Name], delta: float) -> None:
+        super().__init__(processes, 0.0)
+        if delta < 0:
+            raise UsageError(f"a bound of {delta} seconds on delays makes no sense: give 0 or more.")
+        self._delta = delta
+        self._seen = {process: _Seen() for process in processes}
+        self._order = {process: i for i, process in enumerate(processes)}
+        self._held: list[tuple[float, int, int, int, Name, Report]] = []
+        self._last = (float("-inf"), 0, 0, 0)
+
+    def _take(self, line: _Line, report: Report, now: float) -> Iterator[Effect]:
+        if not self._seen[line.name].add(report.number):
+            return
+        key = (report.time, report.lamport, self._order[line.name], report.number)
+        if key < self._last:
+            yield Start(Late(line.name, report))
+            return
+        heappush(self._held, (*key, line.name, report))
+        # The timer says which time it is for: the sum of two roundings need not be the time that was meant.
+        yield SetTimer(max(0.0, report.time + self._delta - now), _Ripe(report.time))
+
+    def _released(self, event: Event, now: float) -> Iterator[Effect]:
+        token = event.token if isinstance(event, Timer) else None
+        ripe = token.time if isinstance(token, _Ripe) else now - self._delta
+        while self._held and self._held[0][0] <= ripe:
+            *key, name, report = heappop(self._held)
+            self._last = (key[0], key[1], key[2], key[3])
+            yield Start(Delivery(name, report))
+
+
+class _Seen:
+    """Which numbers have come, kept as how many in a row and those beyond."""
+
+    def __init__(self) -> None:
+        self._all_below = 1
+        self._beyond: set[int] = set()
+
+    def add(self, number: int) -> bool:
+        """Whether this one is new."""
+        if number < self._all_below or number in self._beyond:
+            return False
+        self._beyond.add(number)
+        while self._all_below in self._beyond:
+            self._beyond.remove(self._all_below)
+            self._all_below += 1
+        return True
+
+
+class ByLamport(_Deliverer):
+    """By Lamport clock, equals by process: held back until nobody can report a lower one any more.
+
+    Reports of a process are taken in the order of their numbers, so that having heard of a clock means that all lower
+    ones are here. Who is silent for `patience` seconds while something is held back is sent a `Probe`.
+    """
+
+    def __init__(self, processes: Sequence[Name], patience: float = 0.2, grace: float = 1.0) -> None:
+        super().__init__(processes, grace)
+        if patience <= 0:
+            raise UsageError(f"a patience of {patience} seconds makes no sense: give more than 0.")
+        self._patience = patience
+        self._order = {process: i for i, process in enumerate(processes)}
+        self._clocks = dict.fromkeys(processes, 0)
+        self._answers = dict.fromkeys(processes, Alive(0, 0))
+        self._ready: list[tuple[int, int, Name, Report]] = []
+        self._last = (0, 0)
+        self._probing = False
+
+    def _take(self, line: _Line, report: Report, now: float) -> Iterator[Effect]:
+        # Only a process that was no longer waited for can come with a clock that is too low.
+        if report.number >= line.next and (report.lamport, self._order[line.name]) < self._last:
+            yield from (Start(Late(line.name, late)) for late in line.overtaken(report))
+        else:
+            yield from super()._take(line, report, now)
+
+    def _heard(self, line: _Line, alive: Alive) -> None:
+        self._answers[line.name] = max(alive, self._answers[line.name], key=lambda answer: answer.lamport)
+
+    def _released(self, event: Event, now: float) -> Iterator[Effect]:
+        del now
+        for line in self._lines.values():
+            self._advance(line)
+        while self._ready and not self._silent():
+            clock, order, name, report = heappop(self._ready)
+            self._last = (clock, order)
+            yield Start(Delivery(name, report))
+        if isinstance(event, Timer) and isinstance(event.token, Probe):
+            self._probing = False
+            yield from (Send(name, Probe(self._ready[0][0])) for name in self._silent())
+        if self._ready and not self._probing:
+            self._probing = True
+            yield SetTimer(self._patience, Probe(0))
+
+    def _advance(self, line: _Line) -> None:
+        """Put a process's reports that are next in its history among those that may be delivered."""
+        while line.head() is not None:
+            report = line.pop()
+            self._clocks[line.name] = report.lamport
+            heappush(self._ready, (report.lamport, self._order[line.name], line.name, report))
+        answer = self._answers[line.name]
+        if line.next > answer.reported:
+            self._clocks[line.name] = max(self._clocks[line.name], answer.lamport)
+
+    def _silent(self) -> list[Name]:
+        """Who may still report a clock as low as the lowest one that is held back."""
+        if not self._ready:
+            return []
+        lowest = self._ready[0][0]
+        return [name for name, line in self._lines.items() if not line.gone and self._clocks[name] < lowest]
+
+
+class ByVector(_Deliverer):
+    """By vector clock: held back until everything that happened before it has been delivered. Nobody is probed."""
+
+    def __init__(self, processes: Sequence[Name], grace: float = 1.0) -> None:
+        super().__init__(processes, grace)
+        self._all = list(self._lines.values())
+
+    def _take(self, line: _Line, report: Report, now: float) -> Iterator[Effect]:
+        if len(report.vector) != len(self._all) or report.vector[self._all.index(line)] != report.number:
+            raise UsageError(
+                f"report {report.number} of {line.name} has the vector clock {report.vector}: it must have an entry "
+                f"for each of the {len(self._all)} processes, and its own must be the report's number."
+            )
+        return super()._take(line, report, now)
+
+    def _released(self, event: Event, now: float) -> Iterator[Effect]:
+        del event, now
+        found = True
+        while found:
+            found = False
+            for line in self._all:
+                while (report := line.head()) is not None and self._has_all_causes(line, report):
+                    found = True
+                    for other, known in zip(self._all, report.vector, strict=True):
+                        if other is not line:
+                            other.give_up(known + 1)
+                    yield self._deliver(line)
+
+    def _has_all_causes(self, line: _Line, report: Report) -> bool:
+        """Whether nothing that it depends on is still to come: it has been delivered, or its process is gone."""
+        return all(
+            other is line or known < other.next or (other.gone and (other.head() is None or known < other.next))
+            for other, known in zip(self._all, report.vector, strict=True)
+        )

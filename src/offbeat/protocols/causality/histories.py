@@ -1,0 +1,335 @@
+"""Histories and computations: what each process did, in order, and what of it caused what elsewhere.
+
+A *history* is the events of one process in their order. A *computation* is a history for each process, and edges from
+causes to effects between them: from a message's sending to its receipt, and from entries into a collective to those
+exits that need them. An event *happened before* another if a way leads from it to the other along histories and edges.
+Edges are kept as *joins*, from each of some causes to each of some effects: an all-reduce of p members has p * (p - 1)
+edges, and is one join.
+
+An event is named by its `Place`: which process, and which of its events, counted from 1, as vector clocks count.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from offbeat.errors import UsageError, did_you_mean
+from offbeat.protocols.machine import Name
+
+IntArray = NDArray[np.int64]
+
+
+class Kind(StrEnum):
+    """What sort of event it is."""
+
+    LOCAL = "local"
+    SEND = "send"
+    AWAIT = "await"
+    """From here on the process waits for a message."""
+    RECEIVE = "receive"
+    ENTER = "enter"
+    """From here on the process waits in a collective."""
+    EXIT = "exit"
+
+
+class Call(Struct, frozen=True):
+    """One collective, as one of its members calls it."""
+
+    group: str
+    """Which group it is on; within one, calls are counted."""
+    sequence: int
+    """Which call on this group it is, counted by each member for itself."""
+    members: tuple[Name, ...]
+    operation: str = "barrier"
+    shape: tuple[int, ...] | None = None
+    """Of what this member gives; None where members may differ."""
+    dtype: str | None = None
+    reduce: str | None = None
+    """How values are put together: `sum`, `max` …"""
+    root: Name | None = None
+    """Who gives or gets all, where one does."""
+    caller: str | None = None
+    """Where in the program: `train.py:88`."""
+
+    def needs(self, member: Name) -> frozenset[Name]:
+        """Which other members must have entered before this one can leave."""
+        if self.root is None:
+            return frozenset(self.members) - {member}
+        if self.operation in ("broadcast", "scatter"):
+            return frozenset({self.root} - {member})
+        return frozenset(self.members) - {member} if member == self.root else frozenset()
+
+    def __str__(self) -> str:
+        """The call as a person says it: `all_reduce #57 (sum of float32 x 4 x 8) of group world, called at a.py:8`."""
+        sizes = " x ".join(f"{size:,}" for size in self.shape or ())
+        value = " x ".join(part for part in (self.dtype, sizes) if part)
+        details = " of ".join(part for part in (self.reduce, value) if part)
+        details += f"{', ' if details else ''}root {self.root}" if self.root else ""
+        where = f", called at {self.caller}" if self.caller else ""
+        return f"{self.operation} #{self.sequence}{f' ({details})' if details else ''} of group {self.group}{where}"
+
+
+class Event(Struct, frozen=True):
+    """Something that a process did."""
+
+    kind: Kind = Kind.LOCAL
+    what: str = ""
+    """In words."""
+    time: float = 0.0
+    """When, in seconds, on a clock that all processes share as well as they can. No order is concluded from it."""
+    spent: Mapping[str, float] = {}
+    """Seconds since the event before it, by kind: input, compute, network … What is left out is `other`."""
+    message: Hashable = None
+    """Which message was sent or received: the same on both sides, and no other message's."""
+    peer: Name | None = None
+    """To whom it was sent."""
+    tag: Hashable = None
+    """What a message is marked with; of a wait: only messages so marked end it, None: any."""
+    sources: frozenset[Name] = frozenset()
+    """From whom a message is awaited; any one of them will do."""
+    call: Call | None = None
+    """The collective that was entered or left."""
+    labels: Mapping[str, str] = {}
+    """Whatever else is known about it."""
+
+
+class Place(NamedTuple):
+    """Where an event stands: which process, and which of its events, from 1."""
+
+    process: int
+    number: int
+
+
+class Edge(NamedTuple):
+    """A cause in one process and its effect in another."""
+
+    cause: Place
+    effect: Place
+
+
+class Join(NamedTuple):
+    """Causes and effects: each effect needed every cause."""
+
+    causes: tuple[Place, ...]
+    effects: tuple[Place, ...]
+
+
+@dataclass(frozen=True)
+class Computation:
+    """Histories of some processes, and which events of others caused which."""
+
+    processes: tuple[Name, ...]
+    histories: tuple[tuple[Event, ...], ...]
+    joins: tuple[Join, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse joins that lead out of the histories."""
+        for end in (end for join in self.joins for ends in join for end in ends):
+            if not 0 <= end.process < len(self.processes) or not 0 < end.number <= len(self.histories[end.process]):
+                raise UsageError(f"there is no event {end}: give edges between events of the histories only.")
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        return len(self.processes)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """How many events each process has: the cut that holds everything."""
+        return tuple(map(len, self.histories))
+
+    def index(self, process: Name) -> int:
+        """Which of the processes has this name."""
+        if process not in self.processes:
+            raise UsageError(f"no process {process!r} in this computation.{did_you_mean(process, self.processes)}")
+        return self.processes.index(process)
+
+    def event(self, place: Place) -> Event:
+        """What happened there."""
+        return self.histories[place.process][place.number - 1]
+
+    def tell(self, place: Place) -> str:
+        """An event in words: `worker 1's event 3 (receive: gradients)`."""
+        event = self.event(place)
+        what = event.what or (str(event.call) if event.call else "")
+        return f"{self.processes[place.process]}'s event {place.number} ({event.kind}{f': {what}' if what else ''})"
+
+    @property
+    def edges(self) -> Iterator[Edge]:
+        """From each cause to each effect in another process. There may be very many of them: think of the joins."""
+        for join in self.joins:
+            for cause, effect in product(*join):
+                if cause.process != effect.process:
+                    yield Edge(cause, effect)
+
+    @cached_property
+    def joins_to(self) -> Mapping[Place, Sequence[Join]]:
+        """The joins that each event is an effect in; events without any are left out."""
+        found = defaultdict[Place, list[Join]](list)
+        for join in self.joins:
+            for effect in join.effects:
+                found[effect].append(join)
+        return dict(found)
+
+    def causes(self, place: Place) -> list[Place]:
+        """The direct causes of an event in other processes."""
+        causes = (cause for join in self.joins_to.get(place, ()) for cause in join.causes)
+        return [cause for cause in causes if cause.process != place.process]
+
+    @cached_property
+    def order(self) -> tuple[Place, ...]:
+        """All events, causes before effects; refused if some event would have caused itself."""
+        joins_from = defaultdict[Place, list[int]](list)
+        for number, join in enumerate(self.joins):
+            for cause in join.causes:
+                joins_from[cause].append(number)
+        open_causes = [len(join.causes) for join in self.joins]
+        open_joins = {effect: len(joins) for effect, joins in self.joins_to.items()}
+        done = [0] * self.size
+        ready = list(range(self.size))[::-1]
+        order: list[Place] = []
+        while ready:
+            process = ready.pop()
+            while done[process] < len(self.histories[process]):
+                place = Place(process, done[process] + 1)
+                if open_joins.get(place, 0):
+                    break
+                done[process] += 1
+                order.append(place)
+                for number in joins_from.get(place, ()):
+                    open_causes[number] -= 1
+                    if not open_causes[number]:
+                        ready += self._ready(self.joins[number], open_joins, done)
+        if len(order) < sum(self.lengths):
+            self._refuse_cycle(done)
+        return tuple(order)
+
+    def _ready(self, join: Join, open_joins: dict[Place, int], done: Sequence[int]) -> Iterator[int]:
+        """The processes that go on now that all causes of a join are there."""
+        for effect in join.effects:
+            open_joins[effect] -= 1
+            if not open_joins[effect] and done[effect.process] == effect.number - 1:
+                yield effect.process
+
+    def _refuse_cycle(self, done: Sequence[int]) -> None:
+        stuck = next(i for i in range(self.size) if done[i] < len(self.histories[i]))
+        raise UsageError(
+            f"{self.tell(Place(stuck, done[stuck] + 1))} would have to happen before itself, by way of its causes: "
+            f"no run of processes is like that. Look at which messages and collectives are taken to be the same."
+        )
+
+    @cached_property
+    def clocks(self) -> tuple[IntArray, ...]:
+        """For each process its vector clocks: row k is that of event k; row 0, of no event, is all zero."""
+        clocks = [np.zeros((length + 1, self.size), np.int64) for length in self.lengths]
+        joined: dict[int, IntArray] = {}
+        for place in self.order:
+            row = clocks[place.process][place.number]
+            row[:] = clocks[place.process][place.number - 1]
+            for join in self.joins_to.get(place, ()):
+                if id(join) not in joined:
+                    joined[id(join)] = np.max([clocks[cause.process][cause.number] for cause in join.causes], axis=0)
+                np.maximum(row, joined[id(join)], out=row)
+            row[place.process] = place.number
+        return tuple(clocks)
+
+    @cached_property
+    def lamports(self) -> tuple[IntArray, ...]:
+        """For each process its Lamport clocks: entry k is that of event k; entry 0 is 0."""
+        clocks = [np.zeros(length + 1, np.int64) for length in self.lengths]
+        joined: dict[int, int] = {}
+        for place in self.order:
+            highest = int(clocks[place.process][place.number - 1])
+            for join in self.joins_to.get(place, ()):
+                if id(join) not in joined:
+                    joined[id(join)] = max(int(clocks[cause.process][cause.number]) for cause in join.causes)
+                highest = max(highest, joined[id(join)])
+            clocks[place.process][place.number] = highest + 1
+        return tuple(clocks)
+
+    def vector(self, place: Place) -> tuple[int, ...]:
+        """The vector clock of an event."""
+        return tuple(self.clocks[place.process][place.number].tolist())
+
+    def happened_before(self, one: Place, other: Place) -> bool:
+        """Whether one event can have caused the other: by vector clocks, in constant time."""
+        return one != other and bool(self.clocks[other.process][other.number, one.process] >= one.number)
+
+    def reaches(self, one: Place, other: Place) -> bool:
+        """The same by its definition: whether a way leads from one event to the other."""
+        todo, seen = [other], {other}
+        while todo:
+            place = todo.pop()
+            before = [Place(place.process, place.number - 1)] if place.number > 1 else []
+            for cause in (*before, *self.causes(place)):
+                if cause == one:
+                    return True
+                if cause not in seen:
+                    seen.add(cause)
+                    todo.append(cause)
+        return False
+
+
+def computation(histories: Mapping[Name, Sequence[Event]], edges: Iterable[Edge | Join] = ()) -> Computation:
+    """Histories, joined by what their events say: messages by their name, collectives by group and sequence.
+
+    A receipt without its sending is refused, for then the order is unknown; a message that is still under way is not.
+    Of a collective that not everybody has entered, those exits that are there need only the entries that are there.
+    """
+    processes = tuple(histories)
+    given = (edge if isinstance(edge, Join) else Join((edge.cause,), (edge.effect,)) for edge in edges)
+    joins = (*given, *_messages(processes, histories), *_collectives(processes, histories))
+    return Computation(processes, tuple(map(tuple, histories.values())), joins)
+
+
+def _places(histories: Mapping[Name, Sequence[Event]], kind: Kind) -> Iterator[tuple[Place, Event]]:
+    for process, history in enumerate(histories.values()):
+        for number, event in enumerate(history, 1):
+            if event.kind is kind:
+                yield Place(process, number), event
+
+
+def _messages(processes: Sequence[Name], histories: Mapping[Name, Sequence[Event]]) -> Iterator[Join]:
+    sent: dict[Hashable, Place] = {}
+    for place, event in _places(histories, Kind.SEND):
+        if event.message is not None and sent.setdefault(event.message, place) != place:
+            raise UsageError(
+                f"message {event.message!r} is sent twice, by {processes[sent[event.message].process]} and by "
+                f"{processes[place.process]}: which of them is received cannot be told. Number messages."
+            )
+    for place, event in _places(histories, Kind.RECEIVE):
+        if event.message not in sent:
+            raise UsageError(
+                f"event {place.number} of {processes[place.process]} receives message {event.message!r}, which nobody "
+                f"sent: the order is not known without it. Give the sender's history, too, or leave this event out."
+            )
+        yield Join((sent[event.message],), (place,))
+
+
+def _collectives(processes: Sequence[Name], histories: Mapping[Name, Sequence[Event]]) -> Iterator[Join]:
+    entries = defaultdict[tuple[str, int], dict[Name, Place]](dict)
+    exits = defaultdict[tuple[str, int, frozenset[Name]], list[Place]](list)
+    for place, event in _places(histories, Kind.ENTER):
+        if event.call is not None:
+            entries[event.call.group, event.call.sequence][processes[place.process]] = place
+    for place, event in _places(histories, Kind.EXIT):
+        if event.call is not None:
+            member = processes[place.process]
+            # Where everybody needs all others, its own entry is before it anyway: so all exits need the same.
+            needed = event.call.needs(member) if event.call.root else frozenset(event.call.members)
+            exits[event.call.group, event.call.sequence, needed].append(place)
+    for (group, sequence, needed), places in exits.items():
+        entered = entries.get((group, sequence), {})
+        causes = tuple(sorted(entered[member] for member in needed & entered.keys()))
+        if causes:
+            yield Join(causes, tuple(places))
