@@ -67,6 +67,7 @@ RESULT = [
     "disturbances",
     "choices",
     "optimizer_bytes",
+    "compression",
     "waits",
     "refusals",
     "servers",

@@ -104,7 +104,7 @@ def test_the_public_names_are_these() -> None:
 
 def test_the_strategies_and_their_aliases_are_these() -> None:
     served = ["server", "coded", "downpour", "elastic"]
-    assert [cls.name for cls in BUILT_IN] == ["single", "ddp", "allreduce", *served, "hogwild", "accumulate"]
+    assert [cls.name for cls in BUILT_IN] == ["single", "ddp", "allreduce", *served, "hogwild", "accumulate", *compressors]
     assert aliases() == {
         "sequential": "single",
         "gradient_accumulation": "accumulate",

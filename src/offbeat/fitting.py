@@ -86,6 +86,8 @@ class Result:
     """What the strategy chose by measuring, against which others, in seconds; see `allreduce(auto)`."""
     optimizer_bytes: list[int] = field(default_factory=list)
     """How much optimizer state each worker holds, where it is divided."""
+    compression: dict[str, float] = field(default_factory=dict)
+    """What compressing has cost and saved worker 0, over all of its sums: bytes before and after, seconds for both."""
 
     waits: list[float] = field(default_factory=list[float])
     """Seconds that each worker has waited for others, in the order of their ranks."""

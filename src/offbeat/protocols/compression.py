@@ -132,7 +132,7 @@ class Threshold(Format, frozen=True, tag="threshold"):
 class RandomK(Format, frozen=True, tag="randomk"):
     """Numbers at random places that all workers draw alike, so that no index travels."""
 
-    fraction: float = 0.01
+    fraction: float = 0.25
 
     def way(self, inner: Format | None = None) -> Way:
         """As their values are summed."""

@@ -114,7 +114,8 @@ def fields_of(cls: type[Written]) -> tuple[Field, ...]:
             f"The types of {where}'s fields cannot be resolved: {error}. Import what they name at the top level "
             f"of its file, not under TYPE_CHECKING."
         ) from error
-    fields = [field for field in dataclasses.fields(cls) if field.init]
+    # Those that need their keyword come last, as in the constructor, wherever a base has declared them.
+    fields = sorted((field for field in dataclasses.fields(cls) if field.init), key=lambda field: bool(field.kw_only))
     for field in fields:
         if field.name in _reserved(cls):
             raise StrategyError(f"{where} has a field {field.name!r}, a name that all of its kind use. Rename it.")

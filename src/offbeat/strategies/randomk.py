@@ -17,11 +17,11 @@ class RandomK(Compressing):
     steps is right, but a step is far off. (Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", 2018.)
     """
 
-    fraction: float = 0.01
+    fraction: float = 0.25
     """Of the numbers, those that are sent."""
 
     selects = True
-    examples = ("randomk(0.01)", "randomk(0.01) + half")
+    examples = ("randomk(0.25)", "randomk(0.25) + half")
 
     def __post_init__(self) -> None:
         """Refuse to send nothing."""

@@ -122,6 +122,8 @@ class Server(Exchanging):
     delay_compensation: float = 0.0
     """Under ssp and asp: correct a gradient by this times its square times how far the parameters have moved since."""
 
+    carries = True
+    sends_letters = True
     examples = (
         "server",
         "server(shards=2, consistency=ssp(3))",
@@ -129,6 +131,7 @@ class Server(Exchanging):
         "server(consistency=asp, staleness_scaling=True)",
         "server(consistency=drop_slowest(1))",
         "server(consistency=deadline(0.5))",
+        "server(shards=2, consistency=ssp(3)) + topk(0.01)",
     )
 
     def __post_init__(self) -> None:
