@@ -97,19 +97,30 @@ def test_the_public_names_are_these() -> None:
     classes = {"Strategy", "Setting", "Traits", "Axis", "Combined"}
     classes |= {"Single", "DDP", "AllReduce", "Server", "Coded", "Downpour", "Elastic", "Hogwild", "Accumulate"}
     classes |= {"BSP", "SSP", "ASP", "DropSlowest", "Deadline"}
-    classes |= {"Exchanging", "Exchange", "Timing", "Pace"}  # what a strategy of one's own is made of
+    classes |= {"Half", "BFloat", "Quantize", "Sign", "TopK", "Threshold", "RandomK", "LowRank"}
+    classes |= {"Exchanging", "Exchange", "Timing", "Pace", "Compressing"}  # what a strategy of one's own is made of
     functions = {"combined", "parse", "expand", "available", "aliases", "describe", "overview"}
     assert set(offbeat.strategies.__all__) == classes | functions
 
 
 def test_the_strategies_and_their_aliases_are_these() -> None:
     served = ["server", "coded", "downpour", "elastic"]
-    assert [cls.name for cls in BUILT_IN] == ["single", "ddp", "allreduce", *served, "hogwild", "accumulate", *compressors]
+    compressors = ["half", "bfloat", "quantize", "sign", "topk", "threshold", "randomk", "lowrank"]
+    assert [cls.name for cls in BUILT_IN] == [
+        "single",
+        "ddp",
+        "allreduce",
+        *served,
+        "hogwild",
+        "accumulate",
+        *compressors,
+    ]
     assert aliases() == {
         "sequential": "single",
         "gradient_accumulation": "accumulate",
         "zero1": "allreduce(shard=optimizer)",
         "easgd": "elastic",
+        "powersgd": "lowrank",
     }
 
 

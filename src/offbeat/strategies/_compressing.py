@@ -18,6 +18,7 @@ class Compressing(Strategy):
     """A strategy on the compression axis."""
 
     axis: ClassVar[Axis] = Axis.COMPRESSION
+    first_alone: ClassVar[bool] = True
     selects: ClassVar[bool] = False
     """Whether it sends some of the numbers as they are, which a further compressor may then make smaller."""
     traits = Traits(synchronous=True, deterministic=True, elastic=True)

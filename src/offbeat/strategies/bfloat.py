@@ -18,7 +18,7 @@ class BFloat(Compressing):
     feedback: bool = field(default=False, kw_only=True)
     """Whether what rounding took is added to the next step's."""
 
-    examples = ("bfloat", "randomk(0.25) + bfloat")
+    examples = ("bfloat", "randomk(0.1) + bfloat")
 
     def format(self) -> compression.Format:
         """Two bytes for each number."""

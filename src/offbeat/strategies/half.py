@@ -19,7 +19,7 @@ class Half(Compressing):
     feedback: bool = field(default=False, kw_only=True)
     """Whether what rounding took is added to the next step's."""
 
-    examples = ("half", "topk(0.01) + half")
+    examples = ("half", "topk + half")
 
     def format(self) -> compression.Format:
         """Two bytes for each number."""

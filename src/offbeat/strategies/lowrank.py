@@ -23,7 +23,7 @@ class LowRank(Compressing):
 
     encodes_values = False
     aliases = MappingProxyType({"powersgd": "lowrank"})
-    examples = ("lowrank(4)", "powersgd(2)")
+    examples = ("lowrank", "lowrank(2)")
 
     def __post_init__(self) -> None:
         """Refuse a rank of nothing."""

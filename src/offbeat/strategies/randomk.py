@@ -21,7 +21,7 @@ class RandomK(Compressing):
     """Of the numbers, those that are sent."""
 
     selects = True
-    examples = ("randomk(0.25)", "randomk(0.25) + half")
+    examples = ("randomk", "randomk(0.1) + half")
 
     def __post_init__(self) -> None:
         """Refuse to send nothing."""

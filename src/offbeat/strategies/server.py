@@ -131,7 +131,7 @@ class Server(Exchanging):
         "server(consistency=asp, staleness_scaling=True)",
         "server(consistency=drop_slowest(1))",
         "server(consistency=deadline(0.5))",
-        "server(shards=2, consistency=ssp(3)) + topk(0.01)",
+        "server(shards=2, consistency=ssp(3)) + topk(0.05)",
     )
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ class Sign(Compressing):
     Karimireddy et al., "Error Feedback Fixes SignSGD" (2019); Seide et al., "1-Bit SGD" (2014).
     """
 
-    examples = ("sign", "topk(0.01) + sign")
+    examples = ("sign", "topk(0.05) + sign")
 
     def format(self) -> compression.Format:
         """A bit each."""

@@ -22,7 +22,7 @@ class Threshold(Compressing):
     """The magnitude, often called lambda."""
 
     selects = True
-    examples = ("threshold(0.001)", "threshold(0.01) + sign")
+    examples = ("threshold", "threshold(0.01) + sign")
 
     def __post_init__(self) -> None:
         """Refuse a magnitude that everything is beyond."""

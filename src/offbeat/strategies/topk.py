@@ -21,7 +21,7 @@ class TopK(Compressing):
     """Of the numbers, those that are sent."""
 
     selects = True
-    examples = ("topk(0.01)", "topk(0.01) + quantize(8)", "topk(0.001, feedback=False)")
+    examples = ("topk", "topk(0.05) + quantize", "topk(0.001, feedback=False)")
 
     def __post_init__(self) -> None:
         """Refuse to send nothing."""
