@@ -139,10 +139,17 @@ def test_halves_round_to_the_nearest() -> None:
     assert torch.equal(read(coder(BFloat()), coder(BFloat()).encode(row), 1000), row.bfloat16().float())
 
 
-def test_a_sum_beyond_half_precision_is_refused_and_bfloat_has_it() -> None:
-    rows = [torch.tensor([60_000.0]), torch.tensor([60_000.0])]
+@pytest.mark.parametrize("value", [60_000.0, -60_000.0, float("nan"), float("-inf")])
+def test_a_sum_beyond_half_precision_is_refused(value: float) -> None:
+    rows = [torch.tensor([1.0, value, -1.0]), torch.tensor([0.0, value, 0.0])]
     with pytest.raises(NonFiniteError, match="ends at 65,504"):
         summed([Feedback(coder(Half()), on=False) for _ in rows], rows)
+
+
+def test_bfloat_has_the_range_of_float32_and_half_its_own() -> None:
+    limit = [torch.tensor([32_752.0, -32_752.0])] * 2
+    assert summed([Feedback(coder(Half()), on=False) for _ in limit], limit)[0].tolist() == [65_504, -65_504]
+    rows = [torch.tensor([60_000.0]), torch.tensor([60_000.0])]
     (found, _) = summed([Feedback(coder(BFloat()), on=False) for _ in rows], rows)
     assert float(found) == pytest.approx(120_000, rel=0.01)
 

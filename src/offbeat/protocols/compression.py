@@ -41,7 +41,7 @@ class Format(Struct, frozen=True, tag=True):
     fixed: ClassVar[bool] = True
     """Whether the number of bytes depends on nothing but the row's length; else the most there can be is told."""
     exchanges: ClassVar[int] = 1
-    """Exchanges that wait for each other in one sum."""
+    """Exchanges that wait for each other in one sum; long rows of halves are summed piece by piece."""
 
     def way(self, inner: Format | None = None) -> Way:
         """How it is summed."""

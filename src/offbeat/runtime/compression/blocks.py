@@ -49,6 +49,18 @@ class Blocks(Coder):
             self.read(scales, codes, values)
             piece.add_(values[:, : piece.shape[1]], alpha=weight)
 
+    def put(self, letter: Tensor, out: Tensor) -> None:
+        """Codes times scales, written where they belong."""
+        expect(letter, self._length(out.numel()))
+        for piece, scales, codes in self._pieces(out, letter):
+            columns = codes.shape[1] * 8 // self.bits
+            if columns == piece.shape[1]:
+                self.read(scales, codes, piece)
+            else:
+                values = torch.empty(1, columns, dtype=out.dtype)
+                self.read(scales, codes, values)
+                piece.copy_(values[:, : piece.shape[1]])
+
     def _length(self, count: int) -> int:
         return blocks_of(count) * SCALE_BYTES + -(-count * self.bits // 8)
 

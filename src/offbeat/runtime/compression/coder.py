@@ -16,8 +16,9 @@ from torch import Tensor
 
 from offbeat.errors import RunError
 
-PIECE = 1 << 16
-"""Numbers that are worked on at once, so that what is between two operations stays in the cache."""
+PIECE = 1 << 18
+"""Numbers that are worked on at once: few enough that what is between two operations stays in a cache, and enough that
+starting an operation costs nothing beside it."""
 
 
 class Link(Protocol):
@@ -56,6 +57,10 @@ class Coder(ABC):
     def add(self, letter: Tensor, out: Tensor, weight: float = 1.0) -> None:
         """Add what a letter says, times a weight, to `out`; refuse a letter that does not fit it with a RunError."""
 
+    def put(self, letter: Tensor, out: Tensor) -> None:
+        """Replace `out` by what a letter says."""
+        self.add(letter, out.zero_())
+
     def sum(self, row: Tensor, total: Tensor, link: Link) -> None:
         """Write the sum of what all workers say into `total`, and leave in `row` what was left unsaid.
 
@@ -65,9 +70,9 @@ class Coder(ABC):
         letter = self.encode(row)
         if row is not total:
             self.add(letter, row, -1.0)
-        letters = link.gather(letter, self.fixed)
-        total.zero_()
-        for other in letters:
+        first, *others = link.gather(letter, self.fixed)
+        self.put(first, total)
+        for other in others:
             self.add(other, total)
 
     def state_dict(self) -> dict[str, Any]:

@@ -166,8 +166,8 @@ def _fallen_back(row: NDArray[Any], kept: int) -> Indices:
 def _beyond(row: NDArray[Any], magnitude: float, also_equal: bool) -> Indices:
     """Indices of all that are not below a magnitude (or not even equal to it), piece by piece; NaN is never below."""
     below = np.less if also_equal else np.less_equal
-    size = 4 * PIECE
-    held, small = np.empty(min(size, len(row)), row.dtype), np.empty(min(size, len(row)), np.bool_)
+    size = min(PIECE, max(1, len(row)))
+    held, small = np.empty(size, row.dtype), np.empty(size, np.bool_)
     bound = row.dtype.type(magnitude)
     found: list[Indices] = []
     for start in range(0, len(row), size):
