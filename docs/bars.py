@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PROGRAMS = ("collectives", "training", "stress", "servers", "staleness", "hogwild", "simulated_servers")
+PROGRAMS = ("collectives", "training", "stress", "servers", "staleness", "hogwild", "simulated_servers", "compressors")
 HEAD = """# Bars
 
 What was to be reached, and what was measured. A bar holds if the better end of the interval reaches it and the median

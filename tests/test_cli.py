@@ -69,6 +69,8 @@ RESULT = [
     "choices",
     "optimizer_bytes",
     "gossip",
+    "compression",
+    "pays",
     "waits",
     "refusals",
     "servers",

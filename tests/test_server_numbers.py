@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, optim
 from torch.nn import Parameter
 
+from offbeat.protocols.compression import Format, Half, Quantize, RandomK, Threshold, TopK
 from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.server import Inspect, Read
 from offbeat.protocols.servers.shard import Accumulate, Discard, Restore, Update
+from offbeat.runtime.compression import Coder, build
 from offbeat.runtime.servers.numbers import ADD, OPTIMIZERS, Numbers, Recipe, first_state, settings_of
 
 
@@ -146,3 +148,55 @@ def test_a_late_gradient_is_corrected_by_how_far_the_values_have_moved() -> None
 def test_what_is_not_fit_is_found_at_the_door(brought: Payload, why: str) -> None:
     said = made(sgd(), torch.zeros(4)).do(Inspect(brought, 0))
     assert said == "" if not why else why in said
+
+
+# --- letters
+
+
+def letter(row: Tensor, *forms: Format) -> Payload:
+    coder: Coder | None = None
+    for form in reversed(forms):
+        coder = build(form, seed=7, inner=coder)
+    assert coder is not None
+    raw = coder.encode(row).numpy()
+    raw.flags.writeable = False  # As it comes from another process.
+    return Payload(raw.nbytes, raw)
+
+
+@pytest.mark.parametrize(
+    "forms", [(Half(),), (TopK(0.5),), (RandomK(0.5),), (TopK(0.5), Quantize(8)), (Threshold(2.5),)]
+)
+def test_letters_are_read_before_they_are_used(forms: tuple[Format, ...]) -> None:
+    row = torch.tensor([1.0, -4.0, 3.0, 2.0])
+    numbers = made(sgd(1.0, coders=forms, seed=7), torch.zeros(4))
+    sent = letter(row, *forms)
+    said = torch.zeros(4)
+    inner = None
+    for form in reversed(forms):
+        inner = build(form, seed=7, inner=inner)
+    assert inner is not None
+    inner.add(torch.from_numpy(np.array(sent.handle)), said)
+    assert said.any()
+    assert numbers.do(Inspect(sent, 0)) == ""
+    numbers.do(Accumulate(sent, 2.0, 0, -1))
+    numbers.do(Update(1, 0.5, ()))
+    torch.testing.assert_close(held(numbers), -said)
+    numbers.do(Update(2, 1.0, (), 0, -1, sent))
+    torch.testing.assert_close(held(numbers), -2 * said)
+    again = numbers.do(Read(state=True))
+    copy = Numbers(lambda _segment: None)
+    copy.do(Restore(Payload(again.nbytes, again.handle), 2))
+    assert copy.do(Inspect(sent, 0)) == "", "a copy of the shard reads letters, too"
+
+
+def test_letters_that_do_not_fit_or_say_nan_are_refused_at_the_door() -> None:
+    numbers = made(sgd(coders=(TopK(0.5),)), torch.zeros(4))
+    row = torch.tensor([1.0, -4.0, 3.0, 2.0])
+    good = letter(row, TopK(0.5))
+    assert "7 bytes came where one of 8" in numbers.do(Inspect(Payload(15, good.handle[:15]), 0))
+    assert "2 bytes came where one of 8" in numbers.do(Inspect(Payload(2, good.handle[:2]), 0))
+    astray = np.array(good.handle)
+    astray.view(np.int32)[1] = 4
+    assert "do not fit a row of 4" in numbers.do(Inspect(Payload(16, astray), 0))
+    row[0] = float("nan")
+    assert "NaN" in numbers.do(Inspect(letter(row, TopK(0.5)), 0))

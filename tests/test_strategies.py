@@ -98,13 +98,15 @@ def test_the_public_names_are_these() -> None:
     classes |= {"Single", "DDP", "AllReduce", "Server", "Coded", "Downpour", "Elastic", "Hogwild", "Accumulate"}
     classes |= {"Gossip", "Random", "Local", "Nesterov", "OuterSGD"}
     classes |= {"BSP", "SSP", "ASP", "DropSlowest", "Deadline"}
-    classes |= {"Exchanging", "Exchange", "Timing", "Pace"}  # what a strategy of one's own is made of
+    classes |= {"Half", "BFloat", "Quantize", "Sign", "TopK", "Threshold", "RandomK", "LowRank"}
+    classes |= {"Exchanging", "Exchange", "Timing", "Pace", "Compressing"}  # what a strategy of one's own is made of
     functions = {"combined", "parse", "expand", "available", "aliases", "describe", "overview"}
     assert set(offbeat.strategies.__all__) == classes | functions
 
 
 def test_the_strategies_and_their_aliases_are_these() -> None:
     served = ["server", "coded", "downpour", "elastic"]
+    compressors = ["half", "bfloat", "quantize", "sign", "topk", "threshold", "randomk", "lowrank"]
     assert [cls.name for cls in BUILT_IN] == [
         "single",
         "ddp",
@@ -114,6 +116,7 @@ def test_the_strategies_and_their_aliases_are_these() -> None:
         "gossip",
         "accumulate",
         "local",
+        *compressors,
     ]
     assert aliases() == {
         "sequential": "single",
@@ -122,6 +125,7 @@ def test_the_strategies_and_their_aliases_are_these() -> None:
         "easgd": "elastic",
         "dpsgd": "gossip",
         "diloco": "local(500, outer=nesterov(0.7, 0.9))",
+        "powersgd": "lowrank",
     }
 
 

@@ -62,7 +62,7 @@ class Push(Strategy):
 
 
 @dataclass(frozen=True)
-class Sign(Strategy):
+class Signs(Strategy):
     """Keeps the signs."""
 
     axis = Axis.COMPRESSION
@@ -121,11 +121,11 @@ def test_a_broken_package_is_reported_when_asked_for_and_disturbs_nobody_else(
         absent="offbeat_test_absent:Push",
         odd="math:pi",
         misnamed=f"{__name__}:Push",
-        twice=[f"{__name__}:Push", f"{__name__}:Sign"],
-        sign=[f"{__name__}:Sign", f"{__name__}:Sign"],
+        twice=[f"{__name__}:Push", f"{__name__}:Signs"],
+        signs=[f"{__name__}:Signs", f"{__name__}:Signs"],
     )
-    assert list(available()) == [*(cls.name for cls in BUILT_IN), "sign"]
-    assert parse("ddp + sign") == DDP() + Sign()
+    assert list(available()) == [*(cls.name for cls in BUILT_IN), "signs"]
+    assert parse("ddp + signs") == DDP() + Signs()
     assert len(overview()) == len(BUILT_IN) + 1
     for name, message in {
         "broken": "RuntimeError: no licence",

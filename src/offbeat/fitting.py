@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from offbeat.errors import CheckpointError, OffbeatError, TaskError, UsageError
 from offbeat.jobs import Job, Script, agreed_workers, earlier, named, plain_target, resolve, short_name, target_of
+from offbeat.paying import verdict
 from offbeat.protocols.disturbances import asked, check
 from offbeat.runtime.assignment import ASSIGNED
 from offbeat.runtime.goal import Goal
@@ -101,6 +102,10 @@ class Result:
     """How much optimizer state each worker holds, where it is divided."""
     gossip: dict[str, Any] = field(default_factory=dict[str, Any])
     """How fast replicas should come together by their graph, and how fast they did; see `gossip`."""
+    compression: dict[str, float] = field(default_factory=dict)
+    """What compressing has cost and saved worker 0, over all of its sums: bytes before and after, seconds for both."""
+    pays: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Whether compression pays: both sides of time per step times steps to the target, and the verdict in words."""
 
     waits: list[float] = field(default_factory=list[float])
     """Seconds that each worker has waited for others, in the order of their ranks."""
@@ -419,6 +424,7 @@ def _finish(job: Job, folder: RunFolder, collected: _Collected) -> Result:
     }
     if collected.servers:
         data["servers"] = [collected.servers[shard] for shard in sorted(collected.servers)]
+    data["pays"] = verdict(data, folder.read()["config"], folder.path.parent) if said else {}
     result = Result.from_plain(data)
     state = "finished" if said else "finished without a team"
     folder.write(state=state, result=result.plain(), **collected.disturbed.told())

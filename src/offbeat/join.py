@@ -126,6 +126,7 @@ class Team:
         self.reports.figures = self.exchange.figures
         self.reports.write_to(assignment.folder, goal.tensorboard)
         self._memory = self._open_memory()
+        self.exchange.seed = self.seed
         self._disturber = Disturber(
             goal.disturbances, "worker", self.rank, self.seed, assignment.send, assignment.joins
         )

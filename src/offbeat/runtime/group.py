@@ -273,6 +273,23 @@ class Group:
         table[self.rank] = torch.tensor(values, dtype=torch.float64)
         return self.sum(table, what)
 
+    def letters(self, letter: Tensor, fixed: bool, what: str) -> list[Tensor]:
+        """A row of bytes from every worker, by rank; `fixed` if all are of one length."""
+        if self.size == 1:
+            return [letter]
+        lengths = [letter.numel()] * self.size
+        if not fixed:
+            lengths = [int(length) for length in self.gather([float(letter.numel())], what)[:, 0]]
+        longest = max(lengths)
+        # Gloo gathers rows of one length only.
+        sizes = lengths if self.shares_memory else [longest] * self.size
+        given = torch.nn.functional.pad(letter, (0, sizes[self.rank] - letter.numel()))
+        self.bytes_sent += given.numel() * (self.size - 1)
+        outputs = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        if longest:
+            self._started(lambda group: group.allgather([outputs], [given]), what).wait()
+        return [output[:length] for output, length in zip(outputs, lengths, strict=True)]
+
     def barrier(self, what: str = "a barrier") -> None:
         """Return when every worker has called this."""
         self.sum(torch.zeros(1), what)

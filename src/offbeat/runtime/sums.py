@@ -133,7 +133,7 @@ class GradientSums:
             pack.hand_out()
         large = [self.parameters[i] for i in members if self.parameters[i].numel() > SMALL_GRADIENT]
         for dtype in dict.fromkeys(p.dtype for p in large):
-            self._exchange_large([_gradient_of(p) for p in large if p.dtype == dtype], weight)
+            self._exchange_large([gradient_of(p) for p in large if p.dtype == dtype], weight)
 
     def _exchange_large(self, gradients: Sequence[Tensor], weight: float) -> None:
         """Where they lie; a gradient that does not lie in a row is copied into one and back."""
@@ -164,7 +164,7 @@ class GradientSums:
         return found
 
 
-def _gradient_of(parameter: Parameter) -> Tensor:
+def gradient_of(parameter: Parameter) -> Tensor:
     """Its gradient, without a graph behind it; zeros if it was used by others only."""
     gradient = parameter.grad
     if gradient is None:

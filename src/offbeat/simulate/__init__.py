@@ -1,5 +1,6 @@
 """The same protocols in virtual time: when is each rank done, which algorithm is best where, and what a link costs."""
 
+from offbeat.simulate.compressed import compressed_sum_time
 from offbeat.simulate.fit import Cost, Regimes, cost_of, fit_link, fit_regimes
 from offbeat.simulate.league import Comparison, Crossover, compare_collectives
 from offbeat.simulate.network import Link, Network, Ports
@@ -16,6 +17,7 @@ __all__ = [
     "Regimes",
     "Trace",
     "compare_collectives",
+    "compressed_sum_time",
     "cost_of",
     "finish_times",
     "fit_link",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -109,6 +109,11 @@ class Strategy(Written):
         del other
         return None
 
+    def follows(self, earlier: Sequence[Strategy]) -> str | None:
+        """Why it, a compression, cannot be applied to what earlier ones leave; None if it can."""
+        del earlier
+        return None
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Combined(Strategy):
@@ -136,6 +141,12 @@ class Combined(Strategy):
             reason = one.refuses(other) or other.refuses(one)
             if reason:
                 raise StrategyError(f"{one} and {other} cannot go together: {reason.rstrip('.')}.")
+        for number, compression in enumerate(self.compressions[1:], 1):
+            reason = compression.follows(self.compressions[:number])
+            if reason:
+                raise StrategyError(
+                    f"{compression} cannot follow {self.compressions[number - 1]}: {reason.rstrip('.')}."
+                )
 
     @property
     def traits(self) -> Traits:  # pyright: ignore[reportIncompatibleVariableOverride]  # a sum's depend on its parts

@@ -17,15 +17,23 @@ from offbeat.strategies._base import Strategy, verify
 from offbeat.strategies._written import shown
 from offbeat.strategies.accumulate import Accumulate
 from offbeat.strategies.allreduce import AllReduce
+from offbeat.strategies.bfloat import BFloat
 from offbeat.strategies.coded import Coded
 from offbeat.strategies.ddp import DDP
 from offbeat.strategies.downpour import Downpour
 from offbeat.strategies.elastic import Elastic
 from offbeat.strategies.gossip import Gossip
+from offbeat.strategies.half import Half
 from offbeat.strategies.hogwild import Hogwild
 from offbeat.strategies.local import Local
+from offbeat.strategies.lowrank import LowRank
+from offbeat.strategies.quantize import Quantize
+from offbeat.strategies.randomk import RandomK
 from offbeat.strategies.server import Server
+from offbeat.strategies.sign import Sign
 from offbeat.strategies.single import Single
+from offbeat.strategies.threshold import Threshold
+from offbeat.strategies.topk import TopK
 
 BUILT_IN: Final[tuple[type[Strategy], ...]] = (
     Single,
@@ -39,6 +47,14 @@ BUILT_IN: Final[tuple[type[Strategy], ...]] = (
     Gossip,
     Accumulate,
     Local,
+    Half,
+    BFloat,
+    Quantize,
+    Sign,
+    TopK,
+    Threshold,
+    RandomK,
+    LowRank,
 )
 """What comes with offbeat, in the order it is listed."""
 

@@ -22,6 +22,8 @@ class Rows:
         self.tensors = [t for t in {id(t): t for t in tensors}.values() if t.numel() and _is_averaged(t)]
         kinds = sorted({(t.dtype, t.device) for t in self.tensors}, key=str)
         self._alike = [[t for t in self.tensors if (t.dtype, t.device) == kind] for kind in kinds]
+        self.shapes = [[tuple(t.shape) for t in alike] for alike in self._alike]
+        """Of the tensors in each row."""
 
     def read(self, into: Sequence[Tensor] | None = None) -> list[Tensor]:
         """What the tensors hold; `into` are rows to use again."""

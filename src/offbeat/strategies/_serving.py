@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -19,14 +20,18 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
+from offbeat.protocols.compression import AnyFormat
+from offbeat.protocols.partition import mixed
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import PullReply, PushReply, Settings
+from offbeat.runtime.compression import Feedback
 from offbeat.runtime.group import Group
 from offbeat.runtime.served import ServedGroup
 from offbeat.runtime.servers.client import Client
 from offbeat.runtime.servers.numbers import KINDS, OPTIMIZERS, Recipe, first_state, settings_of
 from offbeat.runtime.shared.segment import Segment
 from offbeat.runtime.stopwatch import Stopwatch
+from offbeat.strategies._compressing import compressor
 from offbeat.strategies._worker import Exchange, averaged_buffers, closure_of
 
 SLOTS = 2
@@ -117,6 +122,7 @@ class Served(Exchange):
         self._sent: list[int | None] = [None] * SLOTS
         self._turn = 0
         self._told: Settings = ()
+        self._letters: list[Feedback] = []
         self._hidden: list[list[Any]] = []
         self._handles: list[Any] = []
         self._taking: Callable[[int, NDArray[np.uint8]], None] | None = None
@@ -191,6 +197,11 @@ class Served(Exchange):
         self.slots = [memory.tensor(width * slot, row.count, row.values.dtype) for slot in range(SLOTS)]
         self.views = [row.views(slot) for slot in self.slots]
         self.client.takes = self._take
+        if self.optimizer is not None and self.compressions:
+            shards = range(self.client.plan.shards)
+            sizes = [row.bounds[k + 1] - row.bounds[k] for k in shards]
+            made = partial(compressor, self.compressions, rank=self.group.rank)
+            self._letters = [made([(sizes[k],)], seed=mixed(self.seed, k)) for k in shards]
         self.put(self.first_states(row))
 
     def first_states(self, row: Row) -> list[NDArray[np.uint8]]:
@@ -206,8 +217,20 @@ class Served(Exchange):
             kind=row.kind,
             ranges=tuple(row.ranges(group["params"], shard) for group in optimizer.param_groups),
             settings=settings,
+            coders=self._formats(),
+            seed=mixed(self.seed, shard),
             **self.tolerance(),
         )
+
+    def _formats(self) -> tuple[AnyFormat, ...]:
+        """How pushes are compressed, as servers are told."""
+        formats = tuple(compression.format() for compression in self.compressions)
+        if any(form is None for form in formats):
+            raise StrategyError(
+                f"servers must be told how to read letters, and one of {', '.join(map(str, self.compressions))} has no "
+                f"`format()`. Use allreduce, whose workers have its coder."
+            )
+        return cast("tuple[AnyFormat, ...]", formats)
 
     def updater(self) -> tuple[str, tuple[dict[str, Any], ...]]:
         """The optimizer that servers run, and what its groups are set to: by default the user's own."""
@@ -312,18 +335,13 @@ class Served(Exchange):
 
     def push_microbatch(self, slot: int, weight: float) -> None:
         """Push what lies in a slot as a part of a step that counts by itself; the step goes on."""
-        row = cast("Row", self.row)
-        parts = [row.shard(self.slots[slot], k).numpy().view(np.uint8) for k in range(self.client.plan.shards)]
+        parts = [self._part(slot, k) for k in range(self.client.plan.shards)]
         self._sent[slot], _ = self.client.push(parts, self.clock, weight, self._settings(), False, microbatch=True)
 
     def push(self, slot: int | None, then_pull: bool, weight: float = 1.0) -> int:
         """Push what lies in a slot (None: nothing but a tick of the clock); answers the token of the pull."""
-        row = cast("Row", self.row)
         empty = np.empty(0, np.uint8)
-        parts = [
-            empty if slot is None else row.shard(self.slots[slot], k).numpy().view(np.uint8)
-            for k in range(self.client.plan.shards)
-        ]
+        parts = [empty if slot is None else self._part(slot, k) for k in range(self.client.plan.shards)]
         settings = self._settings()
         token, pull = self.client.push(parts, self.clock, weight, settings, then_pull)
         self.clock += 1
@@ -332,6 +350,18 @@ class Served(Exchange):
         else:
             self._sent[slot] = token
         return pull
+
+    def _part(self, slot: int, shard: int) -> NDArray[np.uint8]:
+        """What a shard's server is sent of a slot: numbers, or the letter that is left of them, in their place."""
+        values = cast("Row", self.row).shard(self.slots[slot], shard)
+        raw = values.numpy().view(np.uint8)
+        if not self._letters or not raw.size:
+            return raw
+        letter = self._letters[shard].encode(values).numpy()
+        if letter.size > raw.size:
+            return letter
+        raw[: letter.size] = letter
+        return raw[: letter.size]
 
     def _settings(self) -> Settings:
         """What the optimizer's groups are set to, if that has changed."""
@@ -436,7 +466,7 @@ class Served(Exchange):
         return {"refusals": self.refused[:20]} if self.refused else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all shards, kept by the one who leads."""
+        """The state of all shards, kept by the one who leads; what this worker owes them is its own."""
         if self.row is None:
             return {}
         self.settle_all()
@@ -451,7 +481,8 @@ class Served(Exchange):
             self.client.wait(self.client.fetch(), "fetching the servers' state")
             self._taking = None
         self.group.barrier("the servers' state being fetched")
-        return {"clock": self.clock, "shards": [states[k] for k in sorted(states)]}
+        owed = [feedback.state_dict() for feedback in self._letters]
+        return {"clock": self.clock, "shards": [states[k] for k in sorted(states)], "letters": owed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put the shards' state back, and go on from that clock."""
@@ -463,6 +494,8 @@ class Served(Exchange):
             return
         self.clock = int(state["clock"])
         states = [shard.numpy() for shard in state["shards"]]
+        for feedback, own in zip(self._letters, state["letters"], strict=True):
+            feedback.load_state_dict(own)
         self.put(states, self.clock, self.clock)
 
     def close(self) -> None:

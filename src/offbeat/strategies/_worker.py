@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
+from offbeat.protocols.compression import Shapes
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.runtime.group import Group
 from offbeat.runtime.stopwatch import Stopwatch
@@ -45,6 +46,8 @@ class Exchange(ABC):
         """Whether the coming batch is a microbatch of a step that goes on after it; set where `takes_microbatches`."""
         self.compressions: Sequence[Compressing] = ()
         """What is done to what is sent, in this order; set before anything is adopted."""
+        self.seed = 0
+        """What its chance comes from, the same on all workers; set before anything is adopted."""
 
     @property
     def takes_microbatches(self) -> bool:
@@ -100,8 +103,12 @@ class Exchange(ABC):
         """Statistics summed over the workers, for tasks that are no gradient descent."""
         return self.group.sums(statistics, "the sum of statistics")
 
-    def mean(self, row: Tensor, what: str) -> None:
-        """Replace a row by its mean over the workers: how parameters, or how they have changed, are averaged."""
+    def mean(self, row: Tensor, what: str, shapes: Shapes = ()) -> None:
+        """Replace a row by its mean over the workers: how parameters, or how they have changed, are averaged.
+
+        Compressed as the strategy says; `shapes` are those of the tensors in the row, for compressors that need them.
+        """
+        del shapes
         self.group.sum(row, what).div_(self.group.size)
 
     def payload(self) -> int:
@@ -257,6 +264,8 @@ class Exchanging(Strategy):
     """Whether its workers may step by themselves for a while, as `local` lets them."""
     mixes: ClassVar[bool] = False
     """Whether it mixes models after a step, instead of exchanging gradients before it."""
+    sends_letters: ClassVar[bool] = False
+    """Whether each letter goes to one receiver, where nothing can be summed on the way."""
 
     def servers(self, workers: int) -> tuple[int, int, Rule] | None:
         """How many servers it needs beside the workers, how many further copies of each, and by which rule; or None."""

@@ -29,6 +29,8 @@ class Written:
 
     name: ClassVar[str]
     """How it is called in text; the class's name in lower case if none is given."""
+    first_alone: ClassVar[bool] = False
+    """Whether its first argument explains itself without its keyword, as in `topk(0.1)`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -114,7 +116,8 @@ def fields_of(cls: type[Written]) -> tuple[Field, ...]:
             f"The types of {where}'s fields cannot be resolved: {error}. Import what they name at the top level "
             f"of its file, not under TYPE_CHECKING."
         ) from error
-    fields = [field for field in dataclasses.fields(cls) if field.init]
+    # Those that need their keyword come last, as in the constructor, wherever a base has declared them.
+    fields = sorted((field for field in dataclasses.fields(cls) if field.init), key=lambda field: bool(field.kw_only))
     for field in fields:
         if field.name in _reserved(cls):
             raise StrategyError(f"{where} has a field {field.name!r}, a name that all of its kind use. Rename it.")
@@ -137,7 +140,7 @@ def spell_call(head: str, value: Written) -> str:
             positional = False
             continue
         # `allreduce(ring)` and `local(8)` explain themselves; `server(2)` does not.
-        clear = field.required or (index == 0 and isinstance(given, (str, Setting)))
+        clear = field.required or (index == 0 and (value.first_alone or isinstance(given, (str, Setting))))
         positional = positional and clear and not field.keyword_only
         text = spell_value(given)
         written.append(text if positional else f"{field.name}={text}")

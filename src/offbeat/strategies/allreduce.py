@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -14,12 +15,17 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
+from offbeat.protocols.compression import Shapes
+from offbeat.protocols.partition import mixed
 from offbeat.runtime.buckets import GradientBuckets, hook
 from offbeat.runtime.choices import Sums, stored_choices
+from offbeat.runtime.compression import Feedback, GroupLink
+from offbeat.runtime.compression.sums import CompressedSums
 from offbeat.runtime.group import Group
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.runtime.sums import GradientSums
-from offbeat.strategies._base import Traits, require
+from offbeat.strategies._base import Axis, Strategy, Traits, require
+from offbeat.strategies._compressing import compressor
 from offbeat.strategies._sharding import ShardedSteps, Shards
 from offbeat.strategies._worker import Exchange, Exchanging
 
@@ -77,6 +83,7 @@ class AllReduce(Exchanging):
         """Workers may step by themselves, if each has the whole optimizer."""
         return self.shard == "nothing"
 
+    carries = True
     aliases = MappingProxyType({"zero1": "allreduce(shard=optimizer)"})
     examples = (
         "allreduce",
@@ -104,6 +111,16 @@ class AllReduce(Exchanging):
                 f"name one over messages, such as ring."
             )
 
+    def refuses(self, other: Strategy) -> str | None:
+        """Compressions, where sums are made in a way of their own."""
+        if other.axis is not Axis.COMPRESSION:
+            return None
+        if self.shard != "nothing":
+            return f"shard={self.shard} sums slices of gradients, and a compressor sees them whole"
+        if self.algorithm is not Algorithm.NATIVE:
+            return f"a compressor decides how its letters are summed, so algorithm={self.algorithm} has nothing to do"
+        return None
+
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
         """The worker's side: sums on every model."""
         kind = _Sharding if self.shard == "optimizer" else _AllReducing
@@ -119,6 +136,8 @@ class _AllReducing(Exchange):
         self._held = False
         self._sums: list[GradientBuckets | GradientSums] = []
         self._sparse: list[_SparseSums] = []
+        self._means: dict[str, Feedback] = {}
+        self._states_of_means: dict[str, Any] = {}
 
     def install(self, model: nn.Module) -> None:
         """Sums of dense gradients; sparse ones are summed one by one after them, as sparse ones."""
@@ -138,11 +157,33 @@ class _AllReducing(Exchange):
 
     def _summed(self, dense: Sequence[Parameter], lane: Group) -> GradientBuckets | GradientSums:
         settings = self._settings
+        if self.compressions:
+            return CompressedSums(dense, lane, self.stopwatch, partial(self._compressor, len(self._sums)))
         if settings.algorithm is not Algorithm.NATIVE:
             self._choices.append(lane.sum_by(settings.algorithm, stored_choices() if settings.deterministic else None))
         elif lane.shares_memory:
             return GradientSums(dense, lane, self.stopwatch)
         return GradientBuckets(dense, lane, self.stopwatch, int(settings.bucket * _MIB))
+
+    def _compressor(self, model: int, shapes: Shapes, number: int) -> Feedback:
+        """For one row of a model's gradients, or (model -1) for one kind of mean."""
+        return compressor(self.compressions, shapes, mixed(self.seed, model, number), self.group.rank)
+
+    def mean(self, row: Tensor, what: str, shapes: Shapes = ()) -> None:
+        """The mean of what each worker's letter says; what it leaves out is owed to the next mean of the same name."""
+        if not self.compressions or self.group.size == 1:
+            super().mean(row, what)
+            return
+        name = f"{what}, {row.numel()} numbers"
+        if name not in self._means:
+            self._means[name] = self._compressor(-1, shapes or [(row.numel(),)], len(self._means))
+            if name in self._states_of_means:
+                self._means[name].load_state_dict(self._states_of_means.pop(name))
+        narrow = row.dtype not in (torch.float32, torch.float64)
+        held = row.float() if narrow else row
+        self._means[name].sum(held.div_(self.group.size), GroupLink(self.group, what))
+        if narrow:
+            row.copy_(held)
 
     def weigh(self, examples: int, total: int | None) -> None:
         """Gradients count by the examples behind them."""
@@ -162,6 +203,7 @@ class _AllReducing(Exchange):
         return {
             "orders": [sums.state() for sums in self._sums],
             "choices": [choice.choices for choice in self._choices],
+            "means": {name: feedback.state_dict() for name, feedback in self._means.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -170,12 +212,21 @@ class _AllReducing(Exchange):
             choice.choices = dict(chosen)
         for sums, order in zip(self._sums, state["orders"], strict=True):
             sums.load(order)
+        self._means.clear()
+        self._states_of_means = dict(state["means"])
 
     def notes(self) -> dict[str, Any]:
-        """What was chosen, by size, against which others, with the slowest worker's seconds."""
+        """What was chosen, by size, against which others, with the slowest worker's seconds; what compression did."""
+        if self.compressions:
+            return {"compression": self._compression()}
         if self._settings.algorithm is not Algorithm.AUTO:
             return {}
         return {"choices": {"all_reduce": [choice.choices for choice in self._choices]}}
+
+    def _compression(self) -> dict[str, float]:
+        """Bytes of gradients and of what was left of them, and seconds of this worker for both, over all sums."""
+        accounts = [sums.account for sums in self._sums if isinstance(sums, CompressedSums)]
+        return {name: sum(account[name] for account in accounts) for name in (accounts[0] if accounts else ())}
 
     def close(self) -> None:
         """Take the hooks off."""

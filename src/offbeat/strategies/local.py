@@ -301,9 +301,9 @@ class _Way:
     def average(self, weight: float, exchange: Exchange) -> None:
         """Let all agree again: the common point moves by the mean of all ways, and everybody goes there."""
         ways = self.rows.read()
-        for row, common in zip(ways, self._common, strict=True):
+        for row, common, shapes in zip(ways, self._common, self.rows.shapes, strict=True):
             row.sub_(common).mul_(weight)
-            exchange.mean(row, "the mean of models")
+            exchange.mean(row, "the mean of models", shapes)
             if self._outer is None:
                 common.add_(row)
             else:
@@ -331,9 +331,9 @@ class _Way:
             brought += [tensor for _, tensor in one] or [torch.zeros_like(parameter) for _ in range(int(count))]
         states = Rows(brought)
         rows = states.read()
-        for row in rows:
+        for row, shapes in zip(rows, states.shapes, strict=True):
             row.mul_(weight)
-            exchange.mean(row, "the mean of optimizer states")
+            exchange.mean(row, "the mean of optimizer states", shapes)
         states.write(rows)
 
     def _forget(self) -> None:

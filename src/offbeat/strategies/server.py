@@ -127,6 +127,8 @@ class Server(Exchanging):
     delay_compensation: float = 0.0
     """Under ssp and asp: correct a gradient by this times its square times how far the parameters have moved since."""
 
+    carries = True
+    sends_letters = True
     examples = (
         "server",
         "server(shards=2, consistency=ssp(3))",
@@ -135,6 +137,7 @@ class Server(Exchanging):
         "server(consistency=drop_slowest(1))",
         "server(consistency=deadline(0.5))",
         "server(consistency=deadline(0.5)) + accumulate(4)",
+        "server(shards=2, consistency=ssp(3)) + topk(0.05)",
     )
 
     def __post_init__(self) -> None:

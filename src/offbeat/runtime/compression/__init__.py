@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from offbeat.runtime.compression.coder import Coder, Feedback, Link
+from offbeat.runtime.compression.build import build
+from offbeat.runtime.compression.coder import Coder, Feedback, Link, Plain
+from offbeat.runtime.compression.link import GroupLink
 
-__all__ = ["Coder", "Feedback", "Link"]
+__all__ = ["Coder", "Feedback", "GroupLink", "Link", "Plain", "build"]

@@ -7,11 +7,18 @@ Coders whose letters can be summed on the way do so in `sum`; the others have ev
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from offbeat.errors import RunError
+
+PIECE = 1 << 18
+"""Numbers that are worked on at once: few enough that what is between two operations stays in a cache, and enough that
+starting an operation costs nothing beside it."""
 
 
 class Link(Protocol):
@@ -47,21 +54,26 @@ class Coder(ABC):
         """The row as a letter: a row of bytes. The row is left as it is."""
 
     @abstractmethod
-    def add(self, letter: Tensor, out: Tensor) -> None:
-        """Add what a letter says to `out`; refuse a letter that does not fit it with a RunError."""
+    def add(self, letter: Tensor, out: Tensor, weight: float = 1.0) -> None:
+        """Add what a letter says, times a weight, to `out`; refuse a letter that does not fit it with a RunError."""
 
-    def sum(self, row: Tensor, link: Link) -> Tensor:
-        """Replace the row by the sum of what all workers' letters say; answers what this worker's own letter said.
+    def put(self, letter: Tensor, out: Tensor) -> None:
+        """Replace `out` by what a letter says."""
+        self.add(letter, out.zero_())
 
-        Letters are added by rank, so that the sum is the same on all workers.
+    def sum(self, row: Tensor, total: Tensor, link: Link) -> None:
+        """Write the sum of what all workers say into `total`, and leave in `row` what was left unsaid.
+
+        The two may be the same row: then only the sum is of interest. Letters are added by rank, so that the sum is the
+        same on all workers.
         """
         letter = self.encode(row)
-        said = torch.zeros_like(row)
-        self.add(letter, said)
-        row.zero_()
-        for other in link.gather(letter, self.fixed):
-            self.add(other, row)
-        return said
+        if row is not total:
+            self.add(letter, row, -1.0)
+        first, *others = link.gather(letter, self.fixed)
+        self.put(first, total)
+        for other in others:
+            self.add(other, total)
 
     def state_dict(self) -> dict[str, Any]:
         """What must be remembered to go on to the same bits after a resume."""
@@ -70,6 +82,26 @@ class Coder(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from such a state."""
         del state
+
+
+class Plain(Coder):
+    """Numbers as they are: what sparse coders do with the values that they keep, if nothing else is said."""
+
+    def encode(self, row: Tensor) -> Tensor:
+        """The bytes of the numbers."""
+        return row.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+    def add(self, letter: Tensor, out: Tensor, weight: float = 1.0) -> None:
+        """Add the numbers."""
+        expect(letter, out.numel() * out.element_size())
+        out.add_(numbers(letter, out.dtype), alpha=weight)
+
+    def sum(self, row: Tensor, total: Tensor, link: Link) -> None:
+        """Everything is said."""
+        if row is not total:
+            total.copy_(row)
+            row.zero_()
+        link.sum(total)
 
 
 class Feedback:
@@ -83,29 +115,43 @@ class Feedback:
         self._on = on
         self._owed: Tensor | None = None
 
-    def sum(self, row: Tensor, link: Link) -> None:
-        """Replace the row by the workers' sum, and remember what of this worker's is missing in it."""
-        whole = self._with_debt(row)
-        said = self.coder.sum(row, link)
-        if whole is not None:
-            self._owed = whole.sub_(said)
+    @property
+    def owed(self) -> Tensor | None:
+        """What this worker has not said yet; None before the first row, and where nobody keeps it."""
+        return self._owed
+
+    def sum(self, row: Tensor, link: Link, idle: Sequence[slice] = ()) -> None:
+        """Replace the row by the workers' sum, and remember what of this worker's is missing in it.
+
+        What is owed in the `idle` parts of the row stays owed: nobody would use it now.
+        """
+        if not self._on:
+            self.coder.sum(row, row, link)
+            return
+        owed = self._grown(row, idle)
+        kept = [(part, owed[part].clone()) for part in idle]
+        for part in idle:
+            owed[part].zero_()
+        self.coder.sum(owed, row, link)
+        for part, value in kept:
+            owed[part].copy_(value)
 
     def encode(self, row: Tensor) -> Tensor:
-        """A letter for one receiver, such as a server; the row is left with what the letter leaves out."""
-        whole = self._with_debt(row)
-        letter = self.coder.encode(row)
-        if whole is not None:
-            said = torch.zeros_like(row)
-            self.coder.add(letter, said)
-            self._owed = whole.sub_(said)
+        """A letter for one receiver, such as a server."""
+        if not self._on:
+            return self.coder.encode(row)
+        owed = self._grown(row)
+        letter = self.coder.encode(owed)
+        self.coder.add(letter, owed, -1.0)
         return letter
 
-    def _with_debt(self, row: Tensor) -> Tensor | None:
-        if not self._on:
-            return None
-        if self._owed is not None:
-            row.add_(self._owed)
-        return row.clone()
+    def _grown(self, row: Tensor, idle: Sequence[slice] = ()) -> Tensor:
+        """What is owed with the new row."""
+        if self._owed is None:
+            self._owed = torch.zeros_like(row)
+        for part in idle:
+            row[part].zero_()
+        return self._owed.add_(row)
 
     def state_dict(self) -> dict[str, Any]:
         """What is owed, and what the coder remembers."""
@@ -113,5 +159,26 @@ class Feedback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from such a state."""
-        self._owed = state["owed"]
+        owed = state["owed"]
+        self._owed = None if owed is None else owed.clone()
         self.coder.load_state_dict(state["coder"])
+
+
+def expect(letter: Tensor, length: int) -> None:
+    """Refuse a letter of another length: it comes from a wire."""
+    if letter.dtype != torch.uint8 or letter.dim() != 1 or letter.numel() != length:
+        raise RunError(
+            f"a letter of {letter.numel():,} bytes came where one of {length:,} was due. Do all processes run the same "
+            f"strategy on the same model?"
+        )
+
+
+def numbers(letter: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bytes of a letter, or of a part of it, as numbers; copied where they lie askew."""
+    askew = letter.storage_offset() % dtype.itemsize
+    return (letter.clone() if askew else letter).view(dtype)
+
+
+def row_of(values: NDArray[Any]) -> Tensor:
+    """Numbers as a row of torch's own; numpy gives rows of one number a stride that torch does not take for a row."""
+    return torch.empty(len(values), dtype=torch.from_numpy(values).dtype).copy_(torch.from_numpy(values))

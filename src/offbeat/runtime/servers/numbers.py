@@ -24,10 +24,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from offbeat.errors import RunError
+from offbeat.protocols.compression import AnyFormat
 from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.messages import Settings
 from offbeat.protocols.servers.server import Inspect, Read
 from offbeat.protocols.servers.shard import Accumulate, Discard, Restore, Update
+from offbeat.runtime.compression import Coder, build
 from offbeat.runtime.shared.segment import Segment
 from offbeat.runtime.trees import put_together, take_apart
 
@@ -54,6 +56,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """For each parameter group, what its optimizer is given: learning rate, momentum and the like."""
     staleness_scaling: bool = False
     delay_compensation: float = 0.0
+    coders: tuple[AnyFormat, ...] = ()
+    """How pushes are compressed, each on what the one before has kept; none: they are the numbers themselves."""
+    seed: int = 0
+    """What the workers' chance comes from, where a coder uses it."""
 
 
 class Numbers:
@@ -68,6 +74,7 @@ class Numbers:
         self._empty = True
         """Whether the sum is to be taken for zero, whatever lies there."""
         self._optimizer: Optimizer | None = None
+        self._coder: Coder | None = None
         self._seen: OrderedDict[int, NDArray[Any]] = OrderedDict()
         self._segment: Segment | None = None
 
@@ -93,14 +100,22 @@ class Numbers:
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def _view(self, payload: Payload) -> NDArray[Any]:
-        return cast("NDArray[Any]", payload.handle).view(self._values.dtype)
+        if self._coder is None:
+            return cast("NDArray[Any]", payload.handle).view(self._values.dtype)
+        said = torch.zeros(self._values.size, dtype=torch.from_numpy(self._values).dtype)
+        # A copy, because what another process has lent cannot be written, and torch has no such rows.
+        self._coder.add(torch.from_numpy(np.array(payload.handle)), said)
+        return said.numpy()
 
     def _unfit(self, payload: Payload) -> str:
         if payload.handle is None:
             return ""
-        if payload.nbytes % self._values.itemsize or payload.nbytes > self._values.nbytes:
+        if self._coder is None and (payload.nbytes % self._values.itemsize or payload.nbytes > self._values.nbytes):
             return f"{payload.nbytes:,} bytes for a shard of {self._values.nbytes:,}"
-        numbers = self._view(payload)
+        try:
+            numbers = self._view(payload)
+        except RunError as error:
+            return str(error)
         # The sum of their squares is the quickest look at all of them. It may overflow: only then each is looked at.
         with np.errstate(over="ignore", invalid="ignore"):
             fit = math.isfinite(np.dot(numbers, numbers)) or np.isfinite(numbers).all()
@@ -219,7 +234,9 @@ class Numbers:
         shared.copy_(values)
         total = torch.zeros_like(shared)
         self._values, self._sum = shared.numpy(), total.numpy()
-        self._optimizer, self._empty = None, True
+        self._optimizer, self._empty, self._coder = None, True, None
+        for form in reversed(recipe.coders):
+            self._coder = build(form, seed=recipe.seed, inner=self._coder)
         if recipe.optimizer == ADD:
             return
         groups: list[dict[str, Any]] = []

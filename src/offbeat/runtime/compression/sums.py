@@ -1,0 +1,153 @@
+"""Gradients that are summed compressed, when backward is over.
+
+All dense gradients of a model lie side by side in a row, weighted by examples. What its compressor leaves of the row
+travels, and the sum of what all workers have said is handed back. Half-precision gradients lie there as float32,
+complex ones as pairs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from offbeat.errors import RunError
+from offbeat.protocols.compression import Shapes
+from offbeat.runtime.compression.coder import Feedback
+from offbeat.runtime.compression.link import GroupLink
+from offbeat.runtime.group import Group
+from offbeat.runtime.stopwatch import Stopwatch
+from offbeat.runtime.sums import GradientSums, gradient_of
+
+PROBED = 2
+"""After so many sums a dense one is made to compare with: by then everything is warm."""
+PROBES, CHEAP = 6, 0.1
+"""Dense sums that are made where one takes less than so many seconds; elsewhere one is enough, and dear enough."""
+
+
+class CompressedSums(GradientSums):
+    """The gradients of one model, replaced after every backward pass by what is left of their weighted mean."""
+
+    def __init__(
+        self,
+        parameters: Iterable[Parameter],
+        group: Group,
+        stopwatch: Stopwatch,
+        compressor: Callable[[Shapes, int], Feedback],
+    ) -> None:
+        super().__init__(parameters, group, stopwatch)
+        kinds = sorted({_kind(p) for p in self.parameters}, key=str)
+        chosen = [[i for i, p in enumerate(self.parameters) if _kind(p) == kind] for kind in kinds]
+        self._rows = [_Row(self.parameters, members, compressor, n) for n, members in enumerate(chosen)]
+        names: list[str] = ["sums", "dense_bytes", "letter_bytes", "coding_seconds", "sending_seconds"]
+        self.account: dict[str, float] = dict.fromkeys([*names, "probes", "dense_seconds", "probing_seconds"], 0.0)
+        """What compression has cost and saved here so far, and what dense sums took that were made to compare."""
+
+    def state(self) -> list[Any]:
+        """What is owed, and what coders remember."""
+        return [row.feedback.state_dict() for row in self._rows]
+
+    def load(self, state: Sequence[Any]) -> None:
+        """Go on from such a state."""
+        if len(state) != len(self._rows):
+            raise RunError("this checkpoint was written by another strategy or model; resume it with that one")
+        for row, own in zip(self._rows, state, strict=True):
+            row.feedback.load_state_dict(own)
+
+    def _exchange(self, numbers: Any) -> None:
+        used = self._header.used(numbers) > 0
+        weight = self._header.examples / max(float(numbers[0]), 1e-30)
+        for row in self._rows:
+            members = used[row.members]
+            if not members.any():
+                continue
+            row.fill(weight)
+            if row.sums == PROBED:
+                self._probe(row.flat)
+            row.sums += 1
+            link, start = GroupLink(self._group, "the sum of compressed gradients"), time.perf_counter()
+            row.feedback.sum(row.flat, link, row.idle(members))
+            self._note(row.flat, link, time.perf_counter() - start)
+            row.hand_out(members)
+
+    def _probe(self, flat: Tensor) -> None:
+        """Sum the same numbers as they are, and see what that takes: often where it is cheap, else once."""
+        start, sent = time.perf_counter(), self._group.bytes_sent
+        for number in range(PROBES):
+            trial = flat.clone()
+            self._group.barrier("a dense sum, to compare with")
+            begun = time.perf_counter()
+            self._group.sum(trial, "a dense sum, to compare with")
+            took = float(self._group.gather([time.perf_counter() - begun], "a dense sum, to compare with").max())
+            if number or took > CHEAP:  # The first of several warms up.
+                self.account["probes"] += 1
+                self.account["dense_seconds"] += took
+            if took > CHEAP:
+                break
+        self._group.bytes_sent = sent
+        self.account["probing_seconds"] += time.perf_counter() - start
+
+    def _note(self, flat: Tensor, link: GroupLink, seconds: float) -> None:
+        account = self.account
+        account["sums"] += 1
+        account["dense_bytes"] += flat.numel() * flat.element_size()
+        account["letter_bytes"] += link.nbytes
+        account["coding_seconds"] += seconds - link.seconds
+        account["sending_seconds"] += link.seconds
+
+
+class _Row:
+    """Gradients of one kind, side by side."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        members: Sequence[int],
+        compressor: Callable[[Shapes, int], Feedback],
+        number: int,
+    ) -> None:
+        self.members = np.array(members)
+        self.parameters = [parameters[i] for i in members]
+        shapes = [tuple(_real(p.detach()).shape) for p in self.parameters]
+        sizes = [int(np.prod(shape)) for shape in shapes]
+        self._bounds = np.cumsum([0, *sizes]).tolist()
+        self.flat = torch.zeros(sum(sizes), dtype=_kind(self.parameters[0]))
+        self._views = [piece.view(shape) for piece, shape in zip(self.flat.split(sizes), shapes, strict=True)]
+        self.feedback = compressor(shapes, number)
+        self.sums = 0
+        """How many were made."""
+
+    def fill(self, weight: float) -> None:
+        """Put this worker's gradients there, weighted; zeros where it has none."""
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad is not view:
+                view.copy_(_real(gradient_of(parameter)))
+        self.flat.mul_(weight)
+
+    def idle(self, used: Any) -> list[slice]:
+        """The parts of parameters that nobody has used."""
+        bounds = zip(self._bounds, self._bounds[1:], strict=False)
+        return [slice(low, high) for (low, high), here in zip(bounds, used, strict=True) if not here]
+
+    def hand_out(self, used: Any) -> None:
+        """The mean, to all parameters that somebody has used."""
+        for parameter, view, here in zip(self.parameters, self._views, used, strict=True):
+            if here and parameter.grad is not view:
+                whole = torch.view_as_complex(view) if parameter.is_complex() else view
+                parameter.grad = whole.to(parameter.device, parameter.dtype)
+
+
+def _kind(parameter: Parameter) -> torch.dtype:
+    """The numbers that a row of such gradients has."""
+    return torch.float64 if parameter.dtype in (torch.float64, torch.complex128) else torch.float32
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

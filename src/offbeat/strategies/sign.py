@@ -1,0 +1,22 @@
+"""One bit for each number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offbeat.protocols import compression
+from offbeat.strategies._compressing import Compressing
+
+
+@dataclass(frozen=True)
+class Sign(Compressing):
+    """One bit for each number, its sign, times the mean magnitude of every 2,048 of them.
+
+    Karimireddy et al., "Error Feedback Fixes SignSGD" (2019); Seide et al., "1-Bit SGD" (2014).
+    """
+
+    examples = ("sign", "topk(0.05) + sign")
+
+    def format(self) -> compression.Format:
+        """A bit each."""
+        return compression.Sign()
