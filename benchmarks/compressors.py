@@ -139,7 +139,7 @@ class Hook:
         )
         self._parallel = DistributedDataParallel(self.model, bucket_cap_mb=10_000)
         # Torch looks at the types that a hook declares, and knows no strings.
-        self._parallel.register_comm_hook(state, lambda state, bucket: self._timed(state, bucket))
+        self._parallel.register_comm_hook(state, lambda state, bucket: self._timed(state, bucket))  # pyright: ignore[reportUnknownLambdaType]
         for _ in range(4):  # The first passes are not compressed, and the second cuts the buckets anew.
             self.sum(gradients_of([tuple(p.shape) for p in self.model.parameters()], 1))
 

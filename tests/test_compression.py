@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import offbeat
 from compression_support import summed
@@ -15,6 +16,7 @@ from offbeat.errors import StrategyError
 from offbeat.protocols.compression import kept_of
 from offbeat.protocols.partition import mixed
 from offbeat.runtime.launch import Launcher, Role, serve_store, worker_environment
+from offbeat.runtime.records import MODEL_FILE
 from offbeat.strategies import Axis, available, combined, parse
 from offbeat.strategies._compressing import Compressing, compressor
 from offbeat.tasks.digits import Digits
@@ -81,6 +83,16 @@ def test_who_remembers_what_was_left_out() -> None:
     assert owing == {"quantize", "sign", "topk", "threshold", "randomk", "lowrank"}
     assert not compressions("quantize(2, stochastic=True)")[0].owes
     assert compressions("half(feedback=True)")[0].owes
+
+
+def test_workers_round_apart_and_draw_alike() -> None:
+    row = torch.linspace(-1, 1, 500)
+
+    def letters(text: str) -> list[torch.Tensor]:
+        return [compressor(compressions(text), [(500,)], SEED, rank).encode(row) for rank in range(2)]
+
+    assert not torch.equal(*letters("quantize(4, stochastic=True)"))
+    assert torch.equal(*letters("randomk(0.1)"))
 
 
 # --- allreduce
@@ -200,3 +212,18 @@ def test_servers_learn_from_letters(strategy: str, launcher: Launcher, tmp_path:
         link["received"] for shard in result.servers for name, link in shard["links"].items() if "worker" in name
     )
     assert pushed < 0.25 * result.steps * result.workers * numbers * 4, "pushes are letters"
+
+
+@pytest.mark.slow
+def test_what_is_owed_to_servers_outlives_a_resume(launcher: Launcher, tmp_path: Path) -> None:
+    """With one worker pushes come in one order, so that bits can be compared."""
+
+    def model(result: offbeat.Result) -> dict[str, torch.Tensor]:
+        return load_file(Path(result.run) / MODEL_FILE)
+
+    once: dict[str, Any] = {"workers": 1, "checkpoint_every": 100}
+    whole = model(learned(launcher, tmp_path / "whole", "server + topk(0.05)", steps=9, **once))
+    cut = learned(launcher, tmp_path / "cut", "server + topk(0.05)", steps=5, **once)
+    assert not all(torch.equal(whole[name], value) for name, value in model(cut).items())
+    resumed = model(learned(launcher, tmp_path / "cut", "server + topk(0.05)", steps=9, resume=cut.run, **once))
+    assert all(torch.equal(whole[name], value) for name, value in resumed.items())

@@ -64,13 +64,9 @@ def _words(strategy: str, plain: str, step: float | None, steps: float | None, d
         return f"{name}: what a dense step takes here was not measured. Run {plain} beside it, with the same target."
     if steps is None:
         missing = f"a dense run that reaches the target, of {plain}" if data.get("target") else "a target"
-        return (
-            f"{name}: step {step:.2f}x of a dense one here; whether it needs more steps is unknown without {missing}."
-        )
+        return f"{name}: step {step:.2f}x of a dense one here; steps to the target are unknown without {missing}."
     if step * steps < 1:
-        return (
-            f"{name} pays here: step {step:.2f}x, {steps:.2f}x the steps, {step * steps:.2f}x the time to the target."
-        )
+        return f"{name} pays here: step {step:.2f}x, {steps:.2f}x the steps, {step * steps:.2f}x the time to target."
     but = "but " if step < 1 else "and "
     return f"{name} does not pay here: step {step:.2f}x, {but}{steps:.2f}x the steps."
 
