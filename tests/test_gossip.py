@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from offbeat.protocols.machine import Done, Effect, Event, Payload, SetTimer, Ti
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.messages import Codec, Endpoint, address_in, drive, private_directory
 from offbeat.strategies import Gossip, Local, Random, Traits, parse
+from offbeat.tasks.digits import Digits
 from own_scripts.running import Matrix, left, run_script
 from test_own_resume import compare
 
@@ -270,3 +272,42 @@ def test_the_living_go_on_when_a_neighbour_is_killed(tmp_path: Path) -> None:
     assert killed
     assert first.machine.overdue + second.machine.overdue >= 1
     assert abs(first.row - second.row).max() < 0.5
+
+
+@pytest.mark.slow
+def test_letters_keep_the_mean_and_bring_models_together(parted: Matrix) -> None:
+    facts = facts_of(parted, "at_different_points", "gossip(ring, gamma=0.4) + quantize(8)", 4)
+    found = [torch.stack([one["after"][step] for one in facts]).numpy() for step in range(9)]
+    mean = found[0].mean(axis=0)
+    for models in found:
+        np.testing.assert_allclose(models.mean(axis=0), mean, rtol=0, atol=1e-9)
+    # Eight bits say almost everything: what is mixed are nearly the models themselves.
+    exact = (1 - 0.4) * np.eye(4) + 0.4 * Gossip().mixing(4).matrices[0]
+    for before, after in itertools.pairwise(found):
+        np.testing.assert_allclose(after, exact @ before, rtol=0, atol=0.05)
+    distances = [float(np.linalg.norm(models - mean)) for models in found]
+    assert distances[-1] < 0.2 * distances[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compressor", ["threshold(0.001)", "randomk", "topk(0.05) + half"])
+def test_digits_are_learned_by_letters_to_neighbours(launcher: Launcher, tmp_path: Path, compressor: str) -> None:
+    options: dict[str, Any] = {"out": tmp_path, "launcher": launcher, "seed": 1}
+    result = fit(Digits(), f"gossip + {compressor}", workers=3, **options)
+    assert result.reached_target
+    plain = 4 * sum(p.numel() for p in Digits().model().parameters()) * 2 * 3 * result.steps
+    assert result.bytes_sent < 0.9 * plain
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        ("gossip(exponential) + topk", "neighbours change in every step"),
+        ("gossip(asynchronous=True) + half", "pairs that meet by chance"),
+        ("gossip + lowrank", "lowrank"),
+        ("gossip(gamma=0.0) + half", "gamma"),
+    ],
+)
+def test_letters_that_gossip_cannot_carry_are_refused(strategy: str, words: str) -> None:
+    with pytest.raises(StrategyError, match=words):
+        parse(strategy)

@@ -290,6 +290,34 @@ class Group:
             self._started(lambda group: group.allgather([outputs], [given]), what).wait()
         return [output[:length] for output, length in zip(outputs, lengths, strict=True)]
 
+    def trade(self, letter: Tensor, others: Sequence[int], fixed: bool, what: str) -> list[Tensor]:
+        """A row of bytes to each of these workers, and one from each; `fixed` if all are of one length."""
+        lengths = [letter.numel()] * len(others)
+        if not fixed:
+            length = torch.tensor([letter.numel()])
+            lengths = [
+                int(told) for told in self._trade(length, [torch.zeros_like(length) for _ in others], others, what)
+            ]
+        came = [torch.empty(length, dtype=torch.uint8) for length in lengths]
+        self.bytes_sent += letter.numel() * len(others)
+        return self._trade(letter, came, others, what)
+
+    def _trade(self, given: Tensor, came: list[Tensor], others: Sequence[int], what: str) -> list[Tensor]:
+        def do(messages: Any) -> None:
+            works = [messages.recv([row], other, 0) for other, row in zip(others, came, strict=True) if row.numel()]
+            works += [messages.send([given], other, 0) for other in others if given.numel()]
+            for work in works:
+                work.wait()
+
+        def act(group: Any) -> Any:
+            if isinstance(group, OffbeatGroup):
+                return group.later(lambda: do(group.messages), what, [given, *came])
+            do(group)
+            return _DONE
+
+        self._started(act, what).wait()
+        return came
+
     def barrier(self, what: str = "a barrier") -> None:
         """Return when every worker has called this."""
         self.sum(torch.zeros(1), what)

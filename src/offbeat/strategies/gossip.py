@@ -12,18 +12,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols.mixing import mix
+from offbeat.protocols.partition import mixed
 from offbeat.protocols.schedule import Layout
 from offbeat.protocols.topology import Mixing, RandomRegular, Shape, mixing
 from offbeat.runtime.execute import programs
 from offbeat.runtime.group import Group
 from offbeat.runtime.stopwatch import Stopwatch
-from offbeat.strategies._base import Setting, Traits, require
+from offbeat.strategies._base import Axis, Setting, Strategy, Traits, require
+from offbeat.strategies._compressing import compressor
+from offbeat.strategies._estimating import Estimates
 from offbeat.strategies._pairing import Pairing
 from offbeat.strategies._parted import Parted
 from offbeat.strategies._rows import Rows, parameters_of, still_fits
@@ -58,6 +62,8 @@ class Gossip(Exchanging):
     """Who mixes with whom: ring, torus, exponential, complete, or random(d)."""
     asynchronous: bool = False
     """Whether a worker averages with one random neighbour at a time, when both can, instead of all after each step."""
+    gamma: float = 0.2
+    """With a compressor: how far a worker moves towards what it thinks of its neighbours; less for coarser ones."""
 
     @property
     def traits(self) -> Traits:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -66,6 +72,8 @@ class Gossip(Exchanging):
 
     parting = True
     mixes = True
+    carries = True
+    sends_letters = True
     aliases: ClassVar = {"dpsgd": "gossip"}
     examples = (
         "gossip",
@@ -73,7 +81,25 @@ class Gossip(Exchanging):
         "gossip(random(3))",
         "gossip(torus) + local(4)",
         "gossip(asynchronous=True)",
+        "gossip(ring) + quantize(4)",
     )
+
+    def __post_init__(self) -> None:
+        """Refuse a move that overshoots, or none."""
+        super().__post_init__()
+        require(0 < self.gamma <= 1, self, "gamma", self.gamma, "a worker moves by more than nothing, and not too far")
+
+    def refuses(self, other: Strategy) -> str | None:
+        """Compressors, where neighbours change: estimates are kept of the same ones."""
+        if other.axis is not Axis.COMPRESSION:
+            return None
+        if self.asynchronous:
+            return "pairs that meet by chance keep no estimates of each other, which letters need"
+        if self.topology is Shape.EXPONENTIAL:
+            return (
+                "on the exponential graph neighbours change in every step, and letters need estimates of the same ones"
+            )
+        return None
 
     def check(self, workers: int) -> None:
         """Refuse a number of workers that the graph cannot have."""
@@ -98,20 +124,48 @@ class Gossip(Exchanging):
                     f"asynchronous=True, or start all workers on one host."
                 )
             return Pairing(group, stopwatch, str(self), self.mixing(group.size))
-        return _Mixing(group, stopwatch, str(self), self.mixing(group.size))
+        return _Mixing(group, stopwatch, str(self), self.mixing(group.size), self.gamma)
 
 
 class _Mixing(Parted):
     """All mix after the same step, by the schedule of the graph."""
 
-    def __init__(self, group: Group, stopwatch: Stopwatch, strategy: str, mixing: Mixing) -> None:
+    def __init__(self, group: Group, stopwatch: Stopwatch, strategy: str, mixing: Mixing, gamma: float) -> None:
         super().__init__(group, stopwatch, strategy, mixing)
+        self._gamma = gamma
+        self._attended: list[Optimizer] = []
+        self._estimates: list[list[Estimates]] = []
         self._schedules = [mix(matrix) for matrix in self.mixing.matrices]
         self._compiled = programs()
         self._scratch: dict[Any, Tensor] = {}
         self._rows: dict[int, Rows] = {}
         self._mixed: dict[int, int] = {}
         self._measured: tuple[float, float] | None = None
+
+    def attend(self, optimizer: Optimizer) -> None:
+        """Mix after its steps."""
+        super().attend(optimizer)
+        self._attended.append(optimizer)
+
+    def begin(self) -> None:
+        """All models are equal still: that is what workers know of each other."""
+        if self.compressions and self.group.size > 1:
+            self._estimates = [self._first_estimates(number, one) for number, one in enumerate(self._attended)]
+
+    def _first_estimates(self, number: int, optimizer: Optimizer) -> list[Estimates]:
+        rows, (matrix,) = Rows(parameters_of(optimizer)), self.mixing.matrices
+        rank = self.group.rank
+        weights = {int(k): float(matrix[rank, k]) for k in np.flatnonzero(matrix[rank]) if k != rank}
+        made: list[Estimates] = []
+        for place, (row, shapes) in enumerate(zip(rows.read(), rows.shapes, strict=True)):
+            if row.dtype not in (torch.float32, torch.float64):
+                raise StrategyError(
+                    f"{self.strategy} with a compressor mixes rows of float32 or float64, and this model has "
+                    f"{row.dtype}. Leave the compressor out."
+                )
+            coder = compressor(self.compressions, shapes, mixed(self.seed, number, place), rank).coder
+            made.append(Estimates(row, weights, coder, self._gamma))
+        return made
 
     def stepped(self, number: int, optimizer: Optimizer) -> None:
         """Everybody's row goes to its neighbours, and each takes the weighted mean of what has come."""
@@ -122,8 +176,11 @@ class _Mixing(Parted):
         turn = self._mixed.get(number, 0)
         with self.stopwatch.spent_on("communicate"):
             flat = rows.read()
-            for row in flat:
-                self._mix(row, turn)
+            for place, row in enumerate(flat):
+                if self.compressions:
+                    self._estimates[number][place].mix(row, self.group)
+                else:
+                    self._mix(row, turn)
             rows.write(flat)
         self._mixed[number] = turn + 1
 
@@ -148,7 +205,7 @@ class _Mixing(Parted):
             yield
 
     def _measure(self, own: list[Tensor], rows: Rows) -> None:
-        if not own or not self.distance:
+        if not own or not self.distance or self.compressions:
             return
         turn = self._mixed.get(0, 0)
         for row in own:
@@ -163,9 +220,13 @@ class _Mixing(Parted):
         return {"gossip": {**super().notes()["gossip"], "measured_rate": found}}
 
     def state_dict(self) -> dict[str, Any]:
-        """How often each optimizer's parameters were mixed: where in its turn the graph is."""
-        return {"mixed": [self._mixed.get(number, 0) for number in range(self._optimizers)]}
+        """How often each optimizer's parameters were mixed, where in its turn the graph is, and what is known."""
+        known = [[estimates.state_dict() for estimates in rows] for rows in self._estimates]
+        return {"mixed": [self._mixed.get(number, 0) for number in range(self._optimizers)], "known": known}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on in the turn."""
         self._mixed = {number: int(count) for number, count in enumerate(state["mixed"])}
+        for rows, known in zip(self._estimates, state["known"], strict=True):
+            for estimates, one in zip(rows, known, strict=True):
+                estimates.load_state_dict(one)
