@@ -49,7 +49,7 @@ from offbeat.tasks.mnist import Mnist
 
 RESULTS = Path(__file__).parent / "results"
 WORKERS, RATE_TEXT, RATE = 4, "100Mbit", 100e6 / 8
-BATCH, PERIOD, WARM_UP = 16, 16, 1
+BATCH, PERIOD, WARM_UP = 16, 16, 2
 TIMEOUT = timedelta(seconds=300)
 ALONE, DENSE, AGAIN, LOCAL = "computing", "allreduce", "allreduce + topk(0.01) again", f"allreduce + local({PERIOD})"
 COMPRESSORS = (
