@@ -115,5 +115,5 @@ def _loaders() -> list[tuple[Any, str]]:
 def test_skewed_parts_are_refused_where_they_could_not_keep_to_the_users_loader(number: int) -> None:
     loader, reason = _loaders()[number]
     with pytest.raises(DataError, match=reason):
-        divide(loader, Share(0, 2, 5, 0), NOBODY, Parts(0.5))
-    divide(loader, Share(0, 2, 5, 0), NOBODY, Parts())
+        divide(loader, [Share(0, 2, 5, 0)], NOBODY, Parts(0.5))
+    divide(loader, [Share(0, 2, 5, 0)], NOBODY, Parts())

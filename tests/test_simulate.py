@@ -261,6 +261,17 @@ def worlds(draw: st.DrawFn) -> tuple[View, list[Round], list[float]]:
     return View.of(size, hosts), rounds, arrivals
 
 
+def test_work_that_takes_no_time_holds_no_processor_up() -> None:
+    """Where a round has work of both kinds: what is free must not make later work wait for its turn."""
+    network = Network(between=Link(0, 0), inside=Link(0, 1, 1, 1))
+    first = entries(Op.SEND, [0], [1], [0], [1], ())
+    mixed = entries(Op.REDUCE, [2, 0], [1, 0], [0, 0], [1, 1], (0,))
+    own = entries(Op.SEND, [1], [1], [0], [1], ())
+    view, rounds = View.of(3, [0, 0, 1]), [first, mixed, own]
+    expected = slowly(rounds, view, Layout(10), network, [0.0] * 3)
+    assert finish_times(rounds, view, Layout(10), network).tolist() == expected == [8.0, 4.0, 0.0]
+
+
 @given(worlds(), networks)
 @settings(max_examples=120, deadline=None)
 def test_all_ranks_at_once_end_as_entry_by_entry(

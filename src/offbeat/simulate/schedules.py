@@ -203,8 +203,11 @@ class Clockwork:
 
     def _busy(self, target: IntArray, duration: Times, stream: Stream, begun: Times) -> Times:
         """Work of the targets' processors; what takes no time is not even queued."""
-        if not duration.any():
+        working = duration.any(axis=1)
+        if not working.any():
             return begun
+        if not working.all():
+            target, duration = target[working], duration[working]
         targets = Places(target, self._size)
         begin = self._processors[stream].serve(targets, at(begun, targets), duration)
         return raised(begun, targets, begin + duration)
