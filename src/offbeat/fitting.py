@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from offbeat.errors import CheckpointError, OffbeatError, OutputError, RunError, TaskError, UsageError, VerdictError
+from offbeat.errors import CheckpointError, OutputError, RunError, TaskError, UsageError, VerdictError
 from offbeat.jobs import Job, Script, agreed_workers, earlier, named, plain_target, resolve, short_name, target_of
 from offbeat.monitor import Verdict, Watch
 from offbeat.protocols.disturbances import asked, check
@@ -144,7 +144,7 @@ class Watcher(Protocol):
         ...
 
     def verdict(self, verdict: Verdict) -> None:
-        """The monitor has found something that may still become better by itself."""
+        """The monitor has found something; if it can never become better, the run is about to be ended."""
         ...
 
 
@@ -304,10 +304,10 @@ def _look(watch: Watch | None, folder: RunFolder, watcher: Watcher) -> None:
     found = None if watch is None else watch.look()
     if found is None:
         return
+    watcher.verdict(found)  # At once: ending the workers takes a while.
     if found.final:
-        raise VerdictError(str(found), kind=found.kind, verdict=found.plain())
+        raise VerdictError(found.headline, kind=found.kind, verdict=found.plain())
     folder.write(verdict=found.plain())
-    watcher.verdict(found)
 
 
 def _conclude(watch: Watch, folder: RunFolder, error: BaseException) -> None:
@@ -319,7 +319,7 @@ def _conclude(watch: Watch, folder: RunFolder, error: BaseException) -> None:
     if found is not None:
         folder.write(verdict=found.plain())
         if says_more and isinstance(error, RunError):
-            raise VerdictError(str(found), kind=found.kind, verdict=found.plain()) from error
+            raise VerdictError(found.headline, kind=found.kind, verdict=found.plain()) from error
 
 
 def _disturbed_as_asked(job: Job, sentences: tuple[str, ...]) -> Job:

@@ -15,10 +15,12 @@ from offbeat.runtime.stamps import Mark, Stamp
 
 LATEST: Final = 8192
 """How many of each worker's events are looked at: the last ones."""
-OFTEN: Final = 0.5
-"""A straggler is last in more than this share of all collectives …"""
-MUCH: Final = 0.1
-"""… and costs at least this share of the time."""
+OFTEN: Final = 0.75
+"""A straggler is last in at least this share of all collectives …"""
+MUCH: Final = 0.2
+"""… and costs at least this share of the time …"""
+ENOUGH: Final = 10
+"""… in at least as many collectives."""
 
 
 class Blame(Struct, frozen=True):
@@ -39,13 +41,15 @@ class Blame(Struct, frozen=True):
     @property
     def straggler(self) -> bool:
         """Whether the run would be notably faster without its lateness."""
-        return self.last > OFTEN * self.collectives and self.without < (1 - MUCH) * self.seconds
+        often = self.collectives >= ENOUGH and self.last >= OFTEN * self.collectives
+        return often and self.without <= (1 - MUCH) * self.seconds
 
     def __str__(self) -> str:
         """In words."""
         return (
             f"{self.worker} was last in {self.last:,} of {self.collectives:,} collectives; the others lost "
-            f"{self.lost:.3g} s to it. Without it a step would take {self.without:.3g} s instead of {self.seconds:.3g} s."
+            f"{self.lost:.3g} s to it. Without that a step would take {self.without:.3g} s instead of "
+            f"{self.seconds:.3g} s."
         )
 
     def plain(self) -> dict[str, Any]:
@@ -55,7 +59,7 @@ class Blame(Struct, frozen=True):
 
 def blame(stamps: Mapping[int, Sequence[Stamp]]) -> list[Blame]:
     """What each worker has cost the others, the most costly first; nothing if they have met nowhere."""
-    recent = {rank: some[-LATEST:] for rank, some in stamps.items()}
+    recent = {rank: _stepping(some[-LATEST:]) for rank, some in stamps.items()}
     history = history_of(recent)
     late = arrivals(history)
     if not late:
@@ -68,6 +72,12 @@ def blame(stamps: Mapping[int, Sequence[Stamp]]) -> list[Blame]:
         lost = sum(arrival.lost for arrival in own)
         found.append(Blame(name, len(own), len(late), lost, forecast.seconds / steps, forecast.without / steps))
     return sorted(found, key=lambda one: -one.lost)
+
+
+def _stepping(stamps: Sequence[Stamp]) -> Sequence[Stamp]:
+    """From the first step on: that one worker was ready before another is nobody's fault."""
+    first = next((number for number, stamp in enumerate(stamps) if stamp.mark is Mark.STEP), 0)
+    return stamps[first:]
 
 
 def history_of(stamps: Mapping[int, Sequence[Stamp]]) -> Computation:

@@ -1,4 +1,4 @@
-"""Judges a run by its events as they come: who waits for whom, and can that ever end?
+"""Judges a run by its events as they come: who waits for whom, and whether that can ever end.
 
 A judgement is about a moment. Files are read one after the other, so what they say together need never have been true
 together. `moved` says whose events have changed since the last look: if those who are said to be stuck have not moved
@@ -147,7 +147,7 @@ class Judge:
         for rank, opened in self._open.items():
             for one in () if rank in moved or rank in self.ended else opened.values():
                 missing = {worker_name(other) for other in self._needed(rank, one)}
-                # What is not waited for here may be waited for inside torch; it hangs for certain if somebody has ended.
+                # Torch may wait inside for what nobody waits for here; if somebody has ended, it hangs for certain.
                 if missing and (one.waited or missing & set(ended)):
                     found.append(Wait.on_all(worker_name(rank), missing, _in_words(one)))
         return found
@@ -185,4 +185,3 @@ def how_it_ended(exit_code: int | None, signal: int | None) -> str:
     if signal is not None:
         return f"was ended by signal {signal}"
     return "has ended its program" if exit_code == 0 else f"has ended with exit code {exit_code}"
-

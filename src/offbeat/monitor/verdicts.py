@@ -36,9 +36,14 @@ class Verdict(Struct, frozen=True):
         """Whether it can never become better by itself."""
         return self.kind != SILENT
 
+    @property
+    def headline(self) -> str:
+        """The verdict without stacks."""
+        return f"{self.kind}: {self.message}"
+
     def __str__(self) -> str:
         """The verdict, then the stacks of those that are missing."""
-        told = [f"{self.kind}: {self.message}"]
+        told = [self.headline]
         told += [f"What {who} was doing:\n{stack.rstrip()}" for who, stack in self.stacks.items()]
         return "\n".join(told)
 

@@ -119,9 +119,7 @@ class Stamps:
         key = (self._group, what, other, tag, file, line)
         return self._done(Mark.START, key, about, self._channels[what, other, tag], act)
 
-    def _done(
-        self, begin: Mark, key: Any, about: Callable[[], About], sequence: int, act: Callable[[], Any]
-    ) -> Any:
+    def _done(self, begin: Mark, key: Any, about: Callable[[], About], sequence: int, act: Callable[[], Any]) -> Any:
         recorder = self._recorder
         recorder.look()
         name = recorder.name(key, about)
@@ -316,9 +314,19 @@ class _Noted:
 class StampedOffbeat(OffbeatGroup):
     """Our group, written down."""
 
-    def __init__(self, recorder: Recorder, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self.stamps = Stamps(recorder, _readable(self._label), self._names)
+    def __init__(
+        self,
+        recorder: Recorder,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        names: Sequence[int],
+        label: str,
+        host: str | None,
+    ) -> None:
+        super().__init__(store, rank, size, timeout, names, label, host)
+        self.stamps = Stamps(recorder, _readable(label), tuple(names) or tuple(range(size)))
 
     def at_once(self, act: Callable[[Any], None], what: str, tensors: Sequence[Tensor] = ()) -> None:
         """What our own algorithms do in shared memory is an exchange, too."""
@@ -365,7 +373,7 @@ def _readable(name: str) -> str:
 
 def caller() -> tuple[str, int]:
     """The file and line of the program, beneath torch and offbeat, that asks."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(_OURS):
