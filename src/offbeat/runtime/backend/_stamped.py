@@ -25,6 +25,13 @@ from offbeat.runtime.stamps import About, Mark, Recorder
 
 _ProcessGroup: Any = dist.ProcessGroup
 _Gloo: Any = dist.ProcessGroupGloo
+_OPTIONS: frozenset[type[Any]] = frozenset(
+    kind
+    for name, kind in vars(torch._C._distributed_c10d).items()
+    if name.endswith("Options") and hasattr(kind, "asyncOp")
+)
+# Looking a member of an enumeration up takes a third as long as writing an event.
+_ENTER, _START, _EXIT = Mark.ENTER, Mark.START, Mark.EXIT
 _OURS = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[2]) + os.sep, "<frozen")
 
 
@@ -37,15 +44,16 @@ class _Shape(NamedTuple):
     rooted: bool = False
     gloo: str | None = None
     """What Gloo's own class calls it, if otherwise."""
+    reduces: bool = False
     blocks: bool = False
     """Whether the call itself waits, where no options say so."""
 
 
 _COLLECTIVES = {
-    "allreduce": _Shape("all_reduce"),
-    "allreduce_coalesced": _Shape("all_reduce_coalesced"),
+    "allreduce": _Shape("all_reduce", reduces=True),
+    "allreduce_coalesced": _Shape("all_reduce_coalesced", reduces=True),
     "broadcast": _Shape("broadcast", rooted=True),
-    "reduce": _Shape("reduce", rooted=True),
+    "reduce": _Shape("reduce", rooted=True, reduces=True),
     "allgather": _Shape("all_gather", None),
     "allgather_coalesced": _Shape("all_gather_coalesced", None),
     "all_gather_single": _Shape("all_gather_into_tensor", 1, gloo="_allgather_base"),
@@ -54,11 +62,13 @@ _COLLECTIVES = {
     "allgather_into_tensor_coalesced": _Shape("all_gather_coalesced", None),
     "gather": _Shape("gather", None, rooted=True),
     "scatter": _Shape("scatter", None, rooted=True),
-    "reduce_scatter": _Shape("reduce_scatter", None),
-    "reduce_scatter_single": _Shape("reduce_scatter_tensor", 1, gloo="_reduce_scatter_base"),
-    "_reduce_scatter_base": _Shape("reduce_scatter_tensor", 1),
-    "reduce_scatter_single_coalesced": _Shape("reduce_scatter_coalesced", None, gloo="reduce_scatter_tensor_coalesced"),
-    "reduce_scatter_tensor_coalesced": _Shape("reduce_scatter_coalesced", None),
+    "reduce_scatter": _Shape("reduce_scatter", None, reduces=True),
+    "reduce_scatter_single": _Shape("reduce_scatter_tensor", 1, gloo="_reduce_scatter_base", reduces=True),
+    "_reduce_scatter_base": _Shape("reduce_scatter_tensor", 1, reduces=True),
+    "reduce_scatter_single_coalesced": _Shape(
+        "reduce_scatter_coalesced", None, gloo="reduce_scatter_tensor_coalesced", reduces=True
+    ),
+    "reduce_scatter_tensor_coalesced": _Shape("reduce_scatter_coalesced", None, reduces=True),
     "alltoall": _Shape("all_to_all", None),
     "all_to_all_single": _Shape("all_to_all_single", None, gloo="alltoall_base"),
     "alltoall_base": _Shape("all_to_all_single", None),
@@ -80,14 +90,15 @@ class Stamps:
 
     def collective(self, shape: _Shape, act: Callable[..., Any], args: Sequence[Any], more: dict[str, Any]) -> Any:
         """Do it, and say so before and after."""
-        options = next((one for one in (*args, *more.values()) if hasattr(one, "asyncOp")), None)
-        given = args[shape.given] if shape.given is not None and len(args) > shape.given else None
-        tensors: Sequence[Tensor] = [given] if isinstance(given, Tensor) else given or ()
-        elements = sum(tensor.numel() for tensor in tensors) if tensors else None
-        dtype = tensors[0].dtype if tensors else None
-        reduce = getattr(options, "reduceOp", None)
-        how = None if reduce is None else int(reduce.op)
-        root = getattr(options, "rootRank", None) if shape.rooted else None
+        options = args[-1] if args and type(args[-1]) in _OPTIONS else more.get("opts")
+        elements = dtype = None
+        if shape.given is not None and len(args) > shape.given:
+            given = args[shape.given]
+            tensors: Sequence[Tensor] = given if type(given) is list else [given]
+            elements = tensors[0].numel() if len(tensors) == 1 else sum(tensor.numel() for tensor in tensors)
+            dtype = tensors[0].dtype if tensors else None
+        how = options.reduceOp.op if shape.reduces and options is not None else None
+        root = options.rootRank if shape.rooted and options is not None else None
         file, line = caller()
         key = (self._group, shape.operation, elements, dtype, how, root, file, line)
 
@@ -98,14 +109,14 @@ class Stamps:
                 len(self._members) if self._members == tuple(range(len(self._members))) else self._members,
                 elements,
                 None if dtype is None else str(dtype).removeprefix("torch."),
-                None if reduce is None else str(reduce.op).rpartition(".")[2].lower(),
+                None if how is None else str(how).rpartition(".")[2].lower(),
                 None if root is None or not 0 <= root < len(self._members) else self._members[root],
                 caller=_place(file, line),
             )
 
         self._calls += 1
         waited = shape.blocks if options is None else not options.asyncOp
-        return self._done(Mark.ENTER if waited else Mark.START, key, about, self._calls, lambda: act(*args, **more))
+        return self._done(_ENTER if waited else _START, key, about, self._calls, lambda: act(*args, **more))
 
     def message(self, what: str, act: Callable[[], Any], peer: int, tag: int) -> Any:
         """Send or receive, and say so before and after; nobody is -1."""
@@ -117,7 +128,7 @@ class Stamps:
 
         self._channels[what, other, tag] += 1
         key = (self._group, what, other, tag, file, line)
-        return self._done(Mark.START, key, about, self._channels[what, other, tag], act)
+        return self._done(_START, key, about, self._channels[what, other, tag], act)
 
     def _done(self, begin: Mark, key: Any, about: Callable[[], About], sequence: int, act: Callable[[], Any]) -> Any:
         recorder = self._recorder
@@ -130,9 +141,9 @@ class Stamps:
             recorder.stamp(Mark.FAIL, name, sequence)
             raise
         if work is None or work.is_completed():
-            recorder.stamp(Mark.EXIT, name, sequence)
+            recorder.stamp(_EXIT, name, sequence)
             return work
-        return StampedWork(work, recorder, name, sequence, begin is Mark.ENTER)
+        return StampedWork(work, recorder, name, sequence, begin is _ENTER)
 
 
 class StampedWork(dist._Work):  # pyright: ignore[reportPrivateUsage]
