@@ -58,6 +58,14 @@ def test_an_operation_that_torch_waits_for_inside_is_told_when_the_other_has_end
     assert verdict.message.endswith("worker 1 has ended its program.")
 
 
+def test_a_wait_that_failed_holds_until_the_worker_goes_on() -> None:
+    failed = [at(Mark.ENTER, WORLD, 3), at(Mark.FAIL, WORLD, 3)]
+    verdict = fed(failed, [at(Mark.END, None)]).final()
+    assert verdict is not None
+    assert verdict.kind == "ended"
+    assert fed([*failed, at(Mark.STEP, None)], [at(Mark.END, None)]).final() is None
+
+
 def test_nobody_waits_for_others_in_a_broadcast_that_it_is_the_root_of() -> None:
     shared = About("world", "broadcast", 2, 4, "float32", root=0)
     assert fed([at(Mark.ENTER, shared)], [at(Mark.END, None)]).final() is None

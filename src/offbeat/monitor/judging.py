@@ -32,6 +32,8 @@ class _Open(NamedTuple):
     since: float
     waited: bool
     """Whether the worker does nothing else until it ends."""
+    failed: bool = False
+    """Whether the wait has ended with an error, which the program may yet go on from."""
 
 
 def call_of(about: About, sequence: int) -> Call:
@@ -69,6 +71,8 @@ class Judge:
     def feed(self, rank: int, stamps: Iterable[Stamp]) -> None:
         """What a worker has done since the last look."""
         for stamp in stamps:
+            if stamp.mark not in (Mark.EXIT, Mark.FAIL):
+                self._went_on(rank)
             if stamp.mark is Mark.END:
                 self.ended.setdefault(rank, "has ended its program")
             elif stamp.about is not None:
@@ -82,10 +86,16 @@ class Judge:
             now.pop(key, None)
         elif stamp.mark in (Mark.WAIT, Mark.FAIL):
             since = now[key].since if key in now else stamp.time
-            now[key] = _Open(about, stamp.sequence, since, waited=True)
+            now[key] = _Open(about, stamp.sequence, since, True, stamp.mark is Mark.FAIL)
         else:
             now[key] = _Open(about, stamp.sequence, stamp.time, stamp.mark is Mark.ENTER)
             self._begin(rank, stamp.sequence, about)
+
+    def _went_on(self, rank: int) -> None:
+        """A worker that does something new has got over what failed."""
+        opened = self._open[rank]
+        for key in [key for key, one in opened.items() if one.failed]:
+            del opened[key]
 
     def _begin(self, rank: int, sequence: int, about: About) -> None:
         if about.peer is not None:

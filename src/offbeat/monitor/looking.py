@@ -26,7 +26,7 @@ ANSWER: Final = 0.5
 _EVERYBODYS: Final = (
     "<frozen runpy>",
     "/offbeat/runtime/launch/",
-    "/offbeat/runtime/backend/_stamped.py",
+    "/offbeat/runtime/backend/_stamp",
     "/c10d_logger.py",
     " in _run_script",
     " in _work",
