@@ -25,7 +25,7 @@ from offbeat.runtime.launch import Launcher
 from offbeat.strategies import available
 from offbeat.tasks.digits import Digits
 
-COMMANDS = ["run", "doctor", "strategies", "check", "bench", "keys"]
+COMMANDS = ["run", "explain", "doctor", "strategies", "check", "bench", "keys"]
 BENCH_OPTIONS = {
     "--ranks", "-r", "--size", "--sizes", "--simulate", "--network", "--inside", "--hosts", "--per-host", "--ports",
     "--collective", "--peers", "--blocks", "--out", "-o", "--picture", "--format",
@@ -34,7 +34,7 @@ RUN_OPTIONS = {
     "--strategy", "-s", "--workers", "-w", "--target", "-t", "--epochs", "--steps", "--seed", "--device",
     "--backend", "--threads", "--hosts",
     "--parts", "--out", "-o", "--resume", "--checkpoint-every", "--timeout", "--port", "--tensorboard", "--disturb",
-    "--replace",
+    "--replace", "--watch",
     "--format",
 }  # fmt: skip
 EXPORTS = [
@@ -101,6 +101,7 @@ def options_of(*path: str) -> set[str]:
 def test_the_commands_and_their_options_are_these() -> None:
     assert list(typer.main.get_command(app).commands) == COMMANDS  # pyright: ignore[reportAttributeAccessIssue]
     assert options_of("run") == RUN_OPTIONS
+    assert options_of("explain") == {"--format"}
     assert options_of("doctor") == {"--format"}
     assert options_of("strategies") == {"--format"}
     assert options_of("check") == {"--workers", "-w", "--hosts", "--format"}

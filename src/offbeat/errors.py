@@ -11,6 +11,7 @@ Each message says what was wrong (with the offending value), why it matters, and
     ├── RunError                   a run was started and could not go on
     │   ├── WorkerError            a process raised or was killed; carries role, rank and traceback
     │   ├── WaitError              a wait passed its deadline; names who was waited for
+    │   ├── VerdictError           a run that is watched can never go on; carries the kind of verdict
     │   └── NonFiniteError         a loss or gradient became NaN or infinite
     ├── CheckpointError            a checkpoint is missing, damaged, or of another run
     └── OutputError                a run folder that cannot be written
@@ -18,7 +19,7 @@ Each message says what was wrong (with the offending value), why it matters, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
 
@@ -62,6 +63,15 @@ class WorkerError(RunError):
 
 class WaitError(RunError):
     """A wait passed its deadline; the message names who was waited for."""
+
+
+class VerdictError(RunError):
+    """Who waits for whom in a run that can never go on."""
+
+    def __init__(self, message: str, *, kind: str, verdict: Mapping[str, object]) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.verdict = verdict
 
 
 class NonFiniteError(RunError):

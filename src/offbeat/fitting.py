@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from offbeat.errors import CheckpointError, OffbeatError, TaskError, UsageError
+from offbeat.errors import CheckpointError, OutputError, RunError, TaskError, UsageError, VerdictError
 from offbeat.jobs import Job, Script, agreed_workers, earlier, named, plain_target, resolve, short_name, target_of
+from offbeat.monitor import Verdict, Watch
 from offbeat.paying import verdict
 from offbeat.protocols.disturbances import asked, check
 from offbeat.runtime.assignment import ASSIGNED
@@ -147,6 +148,10 @@ class Watcher(Protocol):
         """About ten times a second."""
         ...
 
+    def verdict(self, verdict: Verdict) -> None:
+        """The monitor has found something; if it can never become better, the run is about to be ended."""
+        ...
+
 
 class _Nobody:
     def begin(self, job: Job, folder: RunFolder) -> None:
@@ -156,6 +161,9 @@ class _Nobody:
         """Not shown."""
 
     def tick(self) -> None:
+        """Not shown."""
+
+    def verdict(self, verdict: Verdict) -> None:
         """Not shown."""
 
 
@@ -178,6 +186,7 @@ def fit(
     timeout: float = 600.0,
     replace: int = 0,
     disturb: str | Sequence[str] = (),
+    watch: bool = False,
     launcher: Launcher | None = None,
     watcher: Watcher | None = None,
 ) -> Result:
@@ -186,7 +195,7 @@ def fit(
     `task` is an instance, or its name as on the command line (`offbeat.tasks.digits`). Everything else has a default:
     one worker; with `hosts`, given as such or as the path of a file, as many as those have; with `resume`, as many as
     before. `disturb` asks for faults, a sentence each; `replace` is how many workers that have died are replaced by new
-    ones.
+    ones. `watch` has the workers' events written down and judged as they come.
     A launcher that is handed in is used and left open, so that several runs share one fork server.
     """
     goal = Goal(
@@ -201,6 +210,7 @@ def fit(
         parts=parts,
         replace=replace,
         disturb=(disturb,) if isinstance(disturb, str) else tuple(disturb),
+        watch=watch,
     )
     where = None if resume is None else Path(resume)
     wanted = Hosts.read(Path(hosts)) if isinstance(hosts, str | Path) else hosts
@@ -257,16 +267,20 @@ def _store(job: Job, there: Placed | None) -> TCPStore:
 def _launch(
     starter: Launcher, job: Job, folder: RunFolder, port: int, collected: _Collected, there: Placed | None
 ) -> None:
+    watch = Watch(folder.path, job.workers) if job.goal.watch else None
     try:
         with serving(job, there) as servers:
 
             def tick() -> None:
                 servers.tick(collected.watcher.tick)
+                _look(watch, folder, collected.watcher)
                 for role in servers.condemned(time.monotonic()):
                     starter.kill(role)
 
             def ended(outcome: Outcome) -> None:
                 servers.ended(outcome)
+                if watch is not None:
+                    watch.ended(outcome)
                 new = servers.replacement(outcome, job.goal.replace)
                 if new is not None:
                     starter.add(new)
@@ -282,10 +296,35 @@ def _launch(
                 plan = servers.plan
                 collected.hosts = there.plain(0 if plan is None else plan.shards * (plan.replicas + 1))
     except BaseException as error:
-        with suppress(OffbeatError):  # A disk that is full may be the very reason.
+        with suppress(OutputError, CheckpointError):  # A disk that is full may be the very reason.
             state = "failed" if isinstance(error, Exception) else "interrupted"
             folder.write(state=state, **collected.disturbed.told())
+            if watch is not None:
+                _conclude(watch, folder, error)
         raise
+
+
+def _look(watch: Watch | None, folder: RunFolder, watcher: Watcher) -> None:
+    """End a run that can never go on; say of one that may."""
+    found = None if watch is None else watch.look()
+    if found is None:
+        return
+    watcher.verdict(found)  # At once: ending the workers takes a while.
+    if found.final:
+        raise VerdictError(found.headline, kind=found.kind, verdict=found.plain())
+    folder.write(verdict=found.plain())
+
+
+def _conclude(watch: Watch, folder: RunFolder, error: BaseException) -> None:
+    """Keep the verdict on a run that has failed; raise it if the failure only followed from it."""
+    if isinstance(error, VerdictError):
+        folder.write(verdict=error.verdict)
+        return
+    found, says_more = watch.after_failure()
+    if found is not None:
+        folder.write(verdict=found.plain())
+        if says_more and isinstance(error, RunError):
+            raise VerdictError(found.headline, kind=found.kind, verdict=found.plain()) from error
 
 
 def _disturbed_as_asked(job: Job, sentences: tuple[str, ...]) -> Job:
@@ -427,5 +466,7 @@ def _finish(job: Job, folder: RunFolder, collected: _Collected) -> Result:
     data["pays"] = verdict(data, folder.read()["config"], folder.path.parent) if said else {}
     result = Result.from_plain(data)
     state = "finished" if said else "finished without a team"
-    folder.write(state=state, result=result.plain(), **collected.disturbed.told())
+    # Whoever was missing for long has come after all.
+    healthy = {"verdict": None} if job.goal.watch else {}
+    folder.write(state=state, result=result.plain(), **collected.disturbed.told(), **healthy)
     return result

@@ -30,6 +30,7 @@ from offbeat.runtime.place import where
 from offbeat.runtime.randomness import seed_everything
 from offbeat.runtime.records import MODEL_FILE
 from offbeat.runtime.servers.plan import Plan
+from offbeat.runtime.watched import written_down
 from offbeat.task import Data, IterativeTask, Reference, Task
 
 
@@ -45,8 +46,16 @@ def work(config: Mapping[str, Any], control: Control) -> None:
         servers=Plan.from_plain(config["servers"]) if config.get("servers") else None,
     )
     ASSIGNED.set(assignment)
-    if assignment.goal.backend == "offbeat":
-        stand_in_for_gloo()
+    if assignment.goal.watch:
+        with written_down(Path(config["folder"]), where().rank, assignment.goal.backend == "offbeat"):
+            _work(config, assignment)
+    else:
+        if assignment.goal.backend == "offbeat":
+            stand_in_for_gloo()
+        _work(config, assignment)
+
+
+def _work(config: Mapping[str, Any], assignment: Assignment) -> None:
     if config.get("script"):
         if assignment.goal.seed is not None:
             seed_everything(assignment.goal.seed)  # A model may be made before the script calls init().

@@ -15,7 +15,7 @@ import typer
 from offbeat._version import __version__
 from offbeat.cli.bench_server import EPILOG as SERVER_EXAMPLES
 from offbeat.cli.bench_server import server
-from offbeat.errors import OffbeatError, UsageError, WorkerError
+from offbeat.errors import OffbeatError, UsageError, VerdictError, WorkerError
 
 app = typer.Typer(
     name="offbeat",
@@ -86,6 +86,15 @@ HostFile = Annotated[
         help="Hosts to put the workers on: a TOML file with a [bold]\\[\\[host]][/bold] for each: its name, its "
         "workers, and the rate of its link, e.g. [bold]100Mbit[/bold]. They are network namespaces of this machine, "
         "which needs root. See docs/hosts.md.",
+    ),
+]
+Watching = Annotated[
+    bool,
+    typer.Option(
+        "--watch",
+        help="Write down who waits for whom. A run that can never go on is ended with the reason and an exit code of "
+        "its own: 10 a deadlock, 11 different calls, 12 somebody waits for a worker that has ended. See `offbeat "
+        "explain`.",
     ),
 ]
 LargestSize = Annotated[
@@ -166,6 +175,7 @@ def run(
     ] = False,
     replace: Replace = 0,
     disturb: Disturb = None,
+    watch: Watching = False,
     output: FormatOption = Format.text,
 ) -> None:
     """Train a script or a task on some workers, and say what came of it."""
@@ -186,8 +196,30 @@ def run(
         "tensorboard": tensorboard,
         "replace": replace,
         "disturb": tuple(disturb or ()),
+        "watch": watch,
     }
     run_job(asked, goal)
+
+
+@app.command(
+    no_args_is_help=True,
+    epilog="Examples: offbeat run train.py --workers 2 --watch, then offbeat explain runs/latest [dim]|[/dim] "
+    "offbeat explain runs/latest --format json",
+)
+def explain(
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The folder of a run that was made with [bold]--watch[/bold].")
+    ],
+    output: FormatOption = Format.text,
+) -> None:
+    """Say who waited for whom in a run, and who held the others up.
+
+    Exit codes: 0 nobody waited in vain, 10 a deadlock, 11 different calls, 12 somebody waited for a worker that had
+    ended, 13 a worker had been missing for long.
+    """
+    from offbeat.cli.explain import explain_run
+
+    explain_run(folder, as_json=output is Format.json)
 
 
 @app.command(epilog="Example: offbeat doctor --format json > report.json")
@@ -385,12 +417,20 @@ def main() -> NoReturn:
         if isinstance(error, WorkerError) and error.remote_traceback:
             typer.echo(f"In {error.role} {error.rank}:\n{error.remote_traceback.rstrip()}", err=True)
         _complain(str(error))
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+        sys.exit(_exit_code(error))
     except Exception as error:
         _usage_or_raise(error)
     if code == INTERRUPTED:
         _complain("interrupted; all processes were ended.")
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _exit_code(error: OffbeatError) -> int:
+    if isinstance(error, VerdictError):
+        from offbeat.monitor import EXIT_CODES
+
+        return EXIT_CODES[error.kind]
+    return 2 if isinstance(error, UsageError) else 1
 
 
 def _usage_or_raise(error: Exception) -> NoReturn:

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.jobs import Job, Script
+from offbeat.monitor import Verdict
 from offbeat.runtime.checkpoint import newest
 from offbeat.runtime.launch import LogFollower, Role
 from offbeat.runtime.records import RunFolder
@@ -93,6 +94,11 @@ class Display:
             self._live.update(self._panel())
         elif time.monotonic() - self._last_line > _LINE_EVERY:
             self._line()
+
+    def verdict(self, verdict: Verdict) -> None:
+        """Say what may be wrong, also to those who read the result as JSON: this is stderr."""
+        console = self._console if self._live is None else self._live.console
+        console.print(str(verdict), soft_wrap=True, markup=False)
 
     def say_how_to_resume(self) -> None:
         """After a failure: what is kept, and how to go on from it."""

@@ -90,6 +90,8 @@ class Goal:
     """How many workers that have died are replaced by new ones, where the strategy lets workers join."""
     disturb: tuple[str, ...] = ()
     """Faults that are to happen, a sentence each."""
+    watch: bool = False
+    """Whether events are written down, and looked at for whoever waits in vain."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "steps", "checkpoint_every"):

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import AllreduceOptions
 
 from offbeat.errors import RunError, UsageError, WaitError
 from offbeat.protocols.schedule import View
-from offbeat.runtime.backend import OffbeatGroup
+from offbeat.runtime.backend import OffbeatGroup, open_group
 from offbeat.runtime.choices import Sums
 from offbeat.runtime.execute import Program, run
 from offbeat.runtime.place import Place
@@ -95,7 +95,8 @@ class Group:
         if self._backend == "offbeat":
             # Unknown to torch, so that a script may destroy torch's groups while the team goes on.
             meeting = dist.PrefixStore(f"offbeat/group/{self._number}/{self._lanes[0]}", self._store)
-            opened: Any = OffbeatGroup(meeting, self.rank, self.size, self.timeout)
+            label = f"team {self._number}.{self._lanes[0]}"
+            opened: Any = open_group(meeting, self.rank, self.size, self.timeout, label=label)
         else:
             opened = dist.new_group(backend=self._backend, timeout=self.timeout)
         self._opened.append(opened)

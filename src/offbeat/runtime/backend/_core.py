@@ -31,9 +31,9 @@ _Record: Any = torch._C._profiler._RecordFunctionFast  # pyright: ignore[reportP
 profiling = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 # A forked child must not tear down its parent's groups: Gloo would wait for threads that the child does not have. So
 # those that are alive, or not yet collected, when a process forks are kept in the child for ever.
-_ALIVE: weakref.WeakSet[Any] = weakref.WeakSet()
+ALIVE: weakref.WeakSet[Any] = weakref.WeakSet()
 _INHERITED: list[Any] = []
-os.register_at_fork(after_in_child=lambda: _INHERITED.extend(_ALIVE))
+os.register_at_fork(after_in_child=lambda: _INHERITED.extend(ALIVE))
 
 
 class Core(_ProcessGroup):
@@ -50,7 +50,7 @@ class Core(_ProcessGroup):
         host: str | None = None,
     ) -> None:
         super().__init__(rank, size)
-        _ALIVE.add(self)
+        ALIVE.add(self)
         self._rank, self._size, self._store = rank, size, store
         self._label, self._timeout = label, timeout
         self._names = tuple(names) or tuple(range(size))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+if TYPE_CHECKING:
+    from offbeat.runtime.backend._group import OffbeatGroup
 
 NAME = "offbeat"
 
@@ -28,11 +33,30 @@ def register() -> None:
 
 
 def _create(told: Any, given: Any) -> Any:
-    from offbeat.runtime.backend._group import OffbeatGroup
-
     host = given.host if isinstance(given, Options) else None
     names = list(told.global_ranks_in_group)
-    return OffbeatGroup(told.store, told.group_rank, told.group_size, told.timeout, names, told.group_id, host)
+    return open_group(told.store, told.group_rank, told.group_size, told.timeout, names, told.group_id, host)
+
+
+def open_group(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    names: Sequence[int] = (),
+    label: str = "",
+    host: str | None = None,
+) -> OffbeatGroup:
+    """A group of ours; in a run that is watched, one that writes down what is asked of it."""
+    from offbeat.runtime.backend._group import OffbeatGroup
+    from offbeat.runtime.stamps import RECORDER
+
+    recorder = RECORDER.get()
+    if recorder is None:
+        return OffbeatGroup(store, rank, size, timeout, names, label, host)
+    from offbeat.runtime.backend._stamped import StampedOffbeat
+
+    return StampedOffbeat(recorder, store, rank, size, timeout, names, label, host)
 
 
 def _teach_monitored_barrier() -> None:

@@ -1,0 +1,33 @@
+"""The events of a run that is over, read from its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from offbeat.errors import UsageError
+from offbeat.runtime.stamps import FOLDER, Reader, Stamp
+
+
+class Recorded(Struct, frozen=True):
+    """What the workers of a run have written down."""
+
+    stamps: Mapping[int, Sequence[Stamp]]
+    """Each worker's events, in their order."""
+    dropped: int
+    """How many older ones were written over."""
+
+
+def recorded(folder: Path) -> Recorded:
+    """Read the events of a run; one that has none is refused with the way to get them."""
+    files = sorted((folder / FOLDER).glob("worker-*.events"))
+    if not files:
+        raise UsageError(
+            f"{folder} has no events, so nothing can be said about who waited for whom. Run it again with "
+            f"`offbeat run --watch`, which writes them down."
+        )
+    readers = [Reader(file) for file in files]
+    stamps = {reader.rank: reader.new() for reader in readers}
+    return Recorded(dict(sorted(stamps.items())), sum(reader.dropped for reader in readers))

@@ -1,0 +1,211 @@
+"""Writes down the calls on one process group: what is asked, where from, and when it is done."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+
+from offbeat.runtime.stamps import About, Mark, Recorder
+
+_OPTIONS: Final = frozenset[Any](
+    {
+        AllgatherOptions,
+        AllreduceCoalescedOptions,
+        AllreduceOptions,
+        AllToAllOptions,
+        BarrierOptions,
+        BroadcastOptions,
+        GatherOptions,
+        ReduceOptions,
+        ReduceScatterOptions,
+        ScatterOptions,
+    }
+)
+# Looking a member of an enumeration up takes a third as long as writing an event.
+_ENTER, _START, _EXIT = Mark.ENTER, Mark.START, Mark.EXIT
+_OURS = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[2]) + os.sep, "<frozen")
+
+
+class Shape(NamedTuple):
+    """How a method is to be described."""
+
+    operation: str
+    given: int | None = 0
+    """Which argument holds what this rank gives, if all ranks must give as much; None where they may differ."""
+    rooted: bool = False
+    gloo: str | None = None
+    """What Gloo's own class calls it, if otherwise."""
+    reduces: bool = False
+    blocks: bool = False
+    """Whether the call itself waits, where no options say so."""
+
+
+class Stamps:
+    """Counts the calls on one group and writes them down."""
+
+    def __init__(self, recorder: Recorder, name: str, members: Sequence[int]) -> None:
+        self._recorder = recorder
+        self._group = recorder.group(name)
+        self._members = tuple(members)
+        self._calls = 0
+        self._channels: Counter[tuple[str, int, int]] = Counter()
+
+    def collective(self, shape: Shape, act: Callable[..., Any], args: Sequence[Any], more: dict[str, Any]) -> Any:
+        """Do it, and say so before and after."""
+        options = args[-1] if args and type(args[-1]) in _OPTIONS else more.get("opts")
+        elements = dtype = None
+        if shape.given is not None and len(args) > shape.given:
+            given = args[shape.given]
+            tensors: Sequence[Tensor] = given if type(given) is list else [given]
+            elements = tensors[0].numel() if len(tensors) == 1 else sum(tensor.numel() for tensor in tensors)
+            dtype = tensors[0].dtype if tensors else None
+        how = options.reduceOp.op if shape.reduces and options is not None else None
+        root = options.rootRank if shape.rooted and options is not None else None
+        file, line = caller()
+        key = (self._group, shape.operation, elements, dtype, how, root, file, line)
+
+        def about() -> About:
+            return About(
+                self._group,
+                shape.operation,
+                len(self._members) if self._members == tuple(range(len(self._members))) else self._members,
+                elements,
+                None if dtype is None else str(dtype).removeprefix("torch."),
+                None if how is None else str(how).rpartition(".")[2].lower(),
+                None if root is None or not 0 <= root < len(self._members) else self._members[root],
+                caller=_place(file, line),
+            )
+
+        self._calls += 1
+        waited = shape.blocks if options is None else not options.asyncOp
+        return self._done(_ENTER if waited else _START, key, about, self._calls, lambda: act(*args, **more))
+
+    def message(self, what: str, act: Callable[[], Any], peer: int, tag: int) -> Any:
+        """Send or receive, and say so before and after; nobody is -1."""
+        other = self._members[peer] if 0 <= peer < len(self._members) else -1
+        file, line = caller()
+
+        def about() -> About:
+            return About(self._group, what, (), peer=other, tag=tag, caller=_place(file, line))
+
+        self._channels[what, other, tag] += 1
+        key = (self._group, what, other, tag, file, line)
+        return self._done(_START, key, about, self._channels[what, other, tag], act)
+
+    def _done(self, begin: Mark, key: Any, about: Callable[[], About], sequence: int, act: Callable[[], Any]) -> Any:
+        recorder = self._recorder
+        recorder.look()
+        name = recorder.name(key, about)
+        recorder.stamp(begin, name, sequence)
+        try:
+            work = act()
+        except BaseException:
+            recorder.stamp(Mark.FAIL, name, sequence)
+            raise
+        if work is None or work.is_completed():
+            recorder.stamp(_EXIT, name, sequence)
+            return work
+        return StampedWork(work, recorder, name, sequence, begin is _ENTER)
+
+
+class StampedWork(dist._Work):  # pyright: ignore[reportPrivateUsage]
+    """An operation under way, whose end is written down."""
+
+    def __init__(self, work: Any, recorder: Recorder, name: int, sequence: int, waiting: bool) -> None:
+        super().__init__()
+        self._work, self._recorder, self._name, self._sequence = work, recorder, name, sequence
+        self._waiting = waiting
+        self._future: Any = None
+        recorder.open.append(self)
+
+    def _over(self, mark: Mark) -> None:
+        if self in self._recorder.open:
+            self._recorder.open.remove(self)
+            self._recorder.stamp(mark, self._name, self._sequence)
+
+    def look(self) -> None:
+        """Write its end down if it has ended."""
+        # Gloo tells those who wait for its future a moment before it says so itself.
+        if self._work.is_completed() or (self._future is not None and self._future.done()):
+            self._over(Mark.EXIT)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for it, and say so."""
+        if not self._waiting:
+            self._waiting = True
+            self._recorder.stamp(Mark.WAIT, self._name, self._sequence)
+        try:
+            answer = self._work.wait() if timeout is None else self._work.wait(timeout)
+        except BaseException:
+            self._over(Mark.FAIL)
+            raise
+        self._over(Mark.EXIT)
+        return answer
+
+    def synchronize(self) -> None:
+        """The same as wait."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it is over, one way or the other."""
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        """Whether it is over and well."""
+        return self._work.is_success()
+
+    def exception(self) -> Any:
+        """What it failed of."""
+        return self._work.exception()
+
+    def result(self) -> Any:
+        """What came of it."""
+        return self._work.result()
+
+    def get_future(self) -> Any:
+        """Torch's own: what follows on it is not delayed."""
+        self._future = self._work.get_future()
+        return self._future
+
+    def _source_rank(self) -> int:
+        return self._work._source_rank()
+
+    def source_rank(self) -> int:
+        """From whom a message came."""
+        return self._work._source_rank()
+
+
+def caller() -> tuple[str, int]:
+    """The file and line of the program, beneath torch and offbeat, that asks."""
+    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_OURS):
+            return file, frame.f_lineno
+        frame = frame.f_back
+    return "", 0
+
+
+def _place(file: str, line: int) -> str | None:
+    return f"{Path(file).name[-120:]}:{line}" if file else None
