@@ -143,6 +143,31 @@ def test_gloo_under_the_backend_of_ours_is_watched_too(offbeat_: Offbeat, tmp_pa
     assert said.code == code, said.err
 
 
+CASES = """\
+from backend_cases import features, groups
+from backend_cases.running import BEYOND, PREFIX, World
+world = World("gloo")
+world.open()
+for module in (features, groups):
+    for name in [name for name in vars(module) if name.startswith(PREFIX) and not name.startswith(BEYOND)]:
+        vars(module)[name](world)
+        print("did", name)
+"""
+
+
+def test_what_torch_builds_on_gloo_runs_unchanged_under_watch(offbeat_: Offbeat, tmp_path: Path) -> None:
+    said = offbeat_("run", write(tmp_path / "cases.py", CASES), "--workers", "2", "--watch")
+    assert said.code == 0, said.err
+    assert said.out.count("did case_") > 20
+
+
+def test_a_group_may_be_destroyed_before_the_model_that_uses_it(offbeat_: Offbeat, tmp_path: Path) -> None:
+    program = BEGIN + DDP + "for _ in range(20):\n    step()\ndist.destroy_process_group()\n"
+    script = write(tmp_path / "alive.py", program)
+    for _ in range(3):
+        assert offbeat_("run", script, "--workers", "2", "--watch").code == 0
+
+
 def test_a_run_without_events_says_how_to_get_them(offbeat_: Offbeat, tmp_path: Path) -> None:
     assert offbeat_("run", write(tmp_path / "calm.py", "print('calm')\n"), "--workers", "1").code == 0
     said = offbeat_("explain", "runs/latest")

@@ -101,7 +101,8 @@ class Recorder:
         self.open: list[Any] = []
         """Operations that are under way and that nobody may ever wait for in Python: looked at now and then."""
         self.kept: list[Any] = []
-        """Groups that must not be let go while their threads may want Python's lock."""
+        """Groups that were shut down, until the next is made: if DDP's reducer were the last to let go of one, it would
+        join its threads with Python's lock held, which those may be waiting for."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("w+b") as file:

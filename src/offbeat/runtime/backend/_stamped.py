@@ -6,6 +6,7 @@ Nothing is added to what is exchanged.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -31,16 +32,14 @@ _COLLECTIVES = {
     "allgather_coalesced": Shape("all_gather_coalesced", None),
     "all_gather_single": Shape("all_gather_into_tensor", 1, gloo="_allgather_base"),
     "_allgather_base": Shape("all_gather_into_tensor", 1),
-    "all_gather_single_coalesced": Shape("all_gather_coalesced", None, gloo="allgather_into_tensor_coalesced"),
+    "all_gather_single_coalesced": Shape("all_gather_coalesced", None),
     "allgather_into_tensor_coalesced": Shape("all_gather_coalesced", None),
     "gather": Shape("gather", None, rooted=True),
     "scatter": Shape("scatter", None, rooted=True),
     "reduce_scatter": Shape("reduce_scatter", None, reduces=True),
     "reduce_scatter_single": Shape("reduce_scatter_tensor", 1, gloo="_reduce_scatter_base", reduces=True),
     "_reduce_scatter_base": Shape("reduce_scatter_tensor", 1, reduces=True),
-    "reduce_scatter_single_coalesced": Shape(
-        "reduce_scatter_coalesced", None, gloo="reduce_scatter_tensor_coalesced", reduces=True
-    ),
+    "reduce_scatter_single_coalesced": Shape("reduce_scatter_coalesced", None, reduces=True),
     "reduce_scatter_tensor_coalesced": Shape("reduce_scatter_coalesced", None, reduces=True),
     "alltoall": Shape("all_to_all", None),
     "all_to_all_single": Shape("all_to_all_single", None, gloo="alltoall_base"),
@@ -92,6 +91,9 @@ class _Gloos(_ProcessGroup):
         self._gloo: Any = _Gloo(store, rank, size, timeout)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        # A group of torch's own around the same Gloo, for what Gloo's class does not show in Python.
+        self.stock: Any = _ProcessGroup(rank, size)
+        self.stock._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """What was asked for."""
@@ -129,8 +131,10 @@ class _Gloos(_ProcessGroup):
 
 
 def _handed_on(method: str) -> Callable[..., Any]:
+    shown = hasattr(_Gloo, method)
+
     def call(self: Any, *args: Any, **more: Any) -> Any:
-        return getattr(self._gloo, method)(*args, **more)
+        return getattr(self._gloo if shown else self.stock, method)(*args, **more)
 
     call.__name__ = method
     return call
@@ -146,17 +150,21 @@ class _Noted:
     """What torch notes down about a Gloo group once it is made: who is in it, and its name."""
 
     def __init__(self, group: Any) -> None:
-        self._group = group
+        # Not the group itself: it should go, with its threads and sockets, as soon as it is let go.
+        self._group = weakref.ref(group)
         self.global_ranks_in_group: Any = ()
 
     @property
     def group_name(self) -> str:
         """What torch calls the group."""
-        return self._group.name
+        return self._found().name
 
     @group_name.setter
     def group_name(self, name: str) -> None:
-        self._group.named(name, self.global_ranks_in_group)
+        self._found().named(name, self.global_ranks_in_group)
+
+    def _found(self) -> Any:
+        return self._group()
 
 
 @_stamped
@@ -197,10 +205,10 @@ def stamped_gloo(recorder: Recorder, base: type[Any] = _Gloos) -> None:
         """Made as torch makes a Gloo group."""
 
         def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any = c10d.default_pg_timeout) -> None:
+            recorder.kept.clear()
             super().__init__(store, rank, size, timeout)
             self.named("unnamed", ())
             self.options = _Noted(self)
-            recorder.kept.append(self)
 
         name = ""
 
@@ -212,6 +220,11 @@ def stamped_gloo(recorder: Recorder, base: type[Any] = _Gloos) -> None:
         def getBackendName(self) -> str:  # noqa: N802 - torch's name
             """What was asked for."""
             return "gloo"
+
+        def shutdown(self) -> None:
+            """Leave the group."""
+            recorder.kept.append(self._gloo)
+            super().shutdown()
 
     c10d.ProcessGroupGloo = _stamped(StampedGloo)  # pyright: ignore[reportAttributeAccessIssue]
 
