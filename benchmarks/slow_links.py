@@ -57,7 +57,11 @@ COMPRESSORS = (
     *("randomk(0.01)", "lowrank(4)"),
 )
 VARIANTS = (ALONE, DENSE, *(f"allreduce + {name}" for name in COMPRESSORS), AGAIN, LOCAL)
-TARGET_VARIANTS = (DENSE, *(f"allreduce + {name}" for name in COMPRESSORS), LOCAL)
+TARGET_VARIANTS = (
+    DENSE,
+    *(f"allreduce + {name}" for name in ("quantize(8)", "sign", "topk(0.01)", "lowrank(4)")),
+    LOCAL,
+)
 THROTTLED = "allreduce + topk(0.01)"
 
 

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from cli_support import in_process, write
-from conftest import Cli
 from offbeat.errors import OffbeatError
 from offbeat.runtime.launch import Launcher
 from offbeat.strategies import Strategy, parse
-from offbeat.testing import CHECKS, _checks, bench, checks_for, nothing_left, traces
+from offbeat.testing import _checks, bench, checks_for, nothing_left, traces
 
 pytestmark = pytest.mark.slow
 
@@ -206,13 +205,6 @@ def test_the_command_says_what_fails(
     refused = offbeat("check", "mine.py:Nothing")
     assert (refused.code, refused.out) == (2, "")
     assert "Nothing" in refused.err
-
-
-def test_a_right_strategy_of_ones_own_keeps_the_whole_contract(cli: Cli, mine: Path) -> None:
-    done = cli("check", "mine.py:Right", "--format", "json")
-    answer = json.loads(done.stdout)
-    assert (done.returncode, answer["failed"]) == (0, []), done.stderr
-    assert list(answer["checks"]) == [check.name for check in CHECKS]
 
 
 def test_a_port_that_stays_open_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

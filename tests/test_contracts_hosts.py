@@ -18,9 +18,8 @@ DEMANDS = {
         "a killed worker is named",
         "exact: workers equal one process",
         "deterministic: a resumed run",
-        "synchronous: replicas are identical",
     ),
-    "ddp": ("success leaves nothing", "exact: workers equal one process", "synchronous: replicas are identical"),
+    "ddp": ("exact: workers equal one process",),
     "server": (
         "uneven parts finish",
         "a crash is named",

@@ -81,7 +81,7 @@ class Gossip(Exchanging):
         "gossip(random(3))",
         "gossip(torus) + local(4)",
         "gossip(asynchronous=True)",
-        "gossip(ring) + quantize(4)",
+        "gossip + quantize(4)",
     )
 
     def __post_init__(self) -> None:
