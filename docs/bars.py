@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PROGRAMS = ("collectives", "training", "stress", "servers", "staleness", "hogwild", "simulated_servers", "compressors")
+PROGRAMS = (
+    *("collectives", "training", "stress", "servers", "staleness", "hogwild", "simulated_servers"),
+    *("compressors", "slow_links"),
+)
 HEAD = """# Bars
 
 What was to be reached, and what was measured. A bar holds if the better end of the interval reaches it and the median
