@@ -14,17 +14,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("networks")]
 WORKERS = 4
 DEMANDS = {
     "allreduce": (
-        "uneven parts finish",
         "a killed worker is named",
         "exact: workers equal one process",
         "deterministic: a resumed run",
     ),
     "ddp": ("exact: workers equal one process",),
     "server": (
-        "uneven parts finish",
         "a crash is named",
         "exact: workers equal one process",
-        "exact: statistics are summed",
     ),
 }
 """What differs between hosts; the rest is seen on one by `test_contracts`, and all by `offbeat check --hosts`."""

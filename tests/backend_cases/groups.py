@@ -194,7 +194,10 @@ def case_the_world_ended_and_begun_again_leaves_nothing_open(world: World) -> No
         world.meet()
         counts.append(held())
         world.open()
-    assert counts[-1] == counts[1], f"open descriptors, threads and shared maps grew: {counts}"
+    # What was open when it had begun twice may still be closing: only more than that has grown.
+    most = [max(pair) for pair in zip(*counts[:3], strict=True)]
+    grown = any(now > before for now, before in zip(counts[-1], most, strict=True))
+    assert not grown, f"open descriptors, threads and shared maps grew: {counts}"
 
 
 def case_a_world_found_through_the_environment(world: World) -> None:
