@@ -23,8 +23,7 @@ INSTEAD = {
 """What is harder to keep the contract with than the defaults on two workers, which then follow."""
 WORLDS = [
     *(INSTEAD.get(name, (name, 2)) for name in EXCHANGES),
-    ("allreduce(shard=optimizer)", 3),
-    ("server(consistency=ssp(2))", 2),
+    ("allreduce(shard=optimizer)", 2),
     ("local(4)", 2),
     ("allreduce + accumulate(3) + topk(0.1) + quantize(4, stochastic=True)", 2),
 ]
