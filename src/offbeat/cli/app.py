@@ -63,6 +63,23 @@ Backend = Annotated[
         "shared-memory backend in its place.",
     ),
 ]
+What = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="TARGET",
+        help="A script ([bold]train.py[/bold], its arguments after [bold]--[/bold]) or a task "
+        "([bold]file.py:Class[/bold], or a module such "
+        "as [bold]offbeat.tasks.digits[/bold]). May be left out with --resume.",
+    ),
+]
+TargetScore = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        "-t",
+        help="Stop at this score: [bold]0.97[/bold]; for scripts [bold]accuracy=0.97[/bold] or [bold]loss<=0.1[/bold].",
+    ),
+]
 Replace = Annotated[
     int,
     typer.Option(
@@ -113,15 +130,7 @@ LargestSize = Annotated[
     "offbeat run --resume runs/latest --epochs 40",
 )
 def run(
-    what: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="TARGET",
-            help="A script ([bold]train.py[/bold], its arguments after [bold]--[/bold]) or a task "
-            "([bold]file.py:Class[/bold], or a module such "
-            "as [bold]offbeat.tasks.digits[/bold]). May be left out with --resume.",
-        ),
-    ] = None,
+    what: What = None,
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
@@ -143,15 +152,7 @@ def run(
         ),
     ] = None,
     hosts: HostFile = None,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            "--target",
-            "-t",
-            help="Stop at this score: [bold]0.97[/bold]; for scripts [bold]accuracy=0.97[/bold] or "
-            "[bold]loss<=0.1[/bold].",
-        ),
-    ] = None,
+    target: TargetScore = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the training data at most.")] = None,
     steps: Annotated[int | None, typer.Option(help="Updates at most.")] = None,
     seed: Annotated[
