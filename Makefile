@@ -11,7 +11,7 @@ $(VENV)/.product: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) (torch is large: the first time takes a minute or two) ..."
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "offbeat needs Python 3.11 or newer; set PYTHON=python3.11")'
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[watch,plan]"
 	@touch $@
 
 $(VENV)/.tools: $(VENV)/.product requirements-dev.txt
