@@ -73,10 +73,22 @@ def together(size: int, act: Callable[[ThreadLink], Any]) -> list[Any]:
 
 def summed(feedbacks: Sequence[Feedback], rows: Sequence[Tensor], idle: Sequence[slice] = ()) -> list[Tensor]:
     """The sum as each worker has it."""
+    return weighted_sum(feedbacks, rows, [1.0] * len(rows), idle)
+
+
+def weighted_sum(
+    feedbacks: Sequence[Feedback], rows: Sequence[Tensor], weights: Sequence[float], idle: Sequence[slice]
+) -> list[Tensor]:
+    """The same of weighted rows, rounded as often as a worker does: lowrank makes much of the last bit."""
 
     def act(link: ThreadLink) -> Tensor:
-        row = rows[link.rank].clone()
-        feedbacks[link.rank].sum(row, link, idle)
+        row, weight, feedback = rows[link.rank].clone(), weights[link.rank], feedbacks[link.rank]
+        if weight == 1.0:
+            feedback.sum(row, link, idle)
+            return row
+        if feedback.on:
+            feedback.owing(row).add_(row, alpha=weight)
+        feedback.settle(row.mul_(weight), link, idle)
         return row
 
     return together(len(rows), act)

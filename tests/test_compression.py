@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import offbeat
-from compression_support import summed
+from compression_support import weighted_sum
 from offbeat.errors import StrategyError
 from offbeat.protocols.compression import kept_of
 from offbeat.protocols.partition import mixed
@@ -137,10 +137,11 @@ def reference(text: str, workers: int) -> list[list[list[float] | None]]:
             gradients = own_gradients(step, rank)
             used = [was or g is not None for was, g in zip(used, gradients, strict=True)]
             filled = [torch.zeros(s) if g is None else g.reshape(-1) for g, s in zip(gradients, sizes, strict=True)]
-            rows.append(torch.cat(filled) * ((rank + 1) / total))
+            rows.append(torch.cat(filled))
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         idle = [slice(a, a + s) for a, s, u in zip(starts, sizes, used, strict=True) if not u]
-        pieces = summed(feedbacks, rows, idle)[0].split(sizes)
+        weights = [(rank + 1) / total for rank in range(workers)]
+        pieces = weighted_sum(feedbacks, rows, weights, idle)[0].split(sizes)
         found.append([piece.tolist() if u else None for piece, u in zip(pieces, used, strict=True)])
     return found
 

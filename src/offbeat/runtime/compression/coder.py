@@ -112,7 +112,7 @@ class Feedback:
 
     def __init__(self, coder: Coder, on: bool) -> None:
         self.coder = coder
-        self._on = on
+        self.on = on
         self._owed: Tensor | None = None
 
     @property
@@ -125,10 +125,18 @@ class Feedback:
 
         What is owed in the `idle` parts of the row stays owed: nobody would use it now.
         """
-        if not self._on:
+        for part in idle:
+            row[part].zero_()
+        if self.on:
+            self.owing(row).add_(row)
+        self.settle(row, link, idle)
+
+    def settle(self, row: Tensor, link: Link, idle: Sequence[slice] = ()) -> None:
+        """The same, of a row that has been added to what is owed already, or lies in `row` if nothing is ever owed."""
+        if not self.on:
             self.coder.sum(row, row, link)
             return
-        owed = self._grown(row, idle)
+        owed = self.owing(row)
         kept = [(part, owed[part].clone()) for part in idle]
         for part in idle:
             owed[part].zero_()
@@ -138,20 +146,18 @@ class Feedback:
 
     def encode(self, row: Tensor) -> Tensor:
         """A letter for one receiver, such as a server."""
-        if not self._on:
+        if not self.on:
             return self.coder.encode(row)
-        owed = self._grown(row)
+        owed = self.owing(row).add_(row)
         letter = self.coder.encode(owed)
         self.coder.add(letter, owed, -1.0)
         return letter
 
-    def _grown(self, row: Tensor, idle: Sequence[slice] = ()) -> Tensor:
-        """What is owed with the new row."""
+    def owing(self, row: Tensor) -> Tensor:
+        """What is owed to such a row, to be added to; zeros at first."""
         if self._owed is None:
             self._owed = torch.zeros_like(row)
-        for part in idle:
-            row[part].zero_()
-        return self._owed.add_(row)
+        return self._owed
 
     def state_dict(self) -> dict[str, Any]:
         """What is owed, and what the coder remembers."""

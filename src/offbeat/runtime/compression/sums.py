@@ -66,17 +66,17 @@ class CompressedSums(GradientSums):
             members = used[row.members]
             if not members.any():
                 continue
-            row.fill(weight)
             if row.sums == PROBED:
                 self._probe(row.flat)
             row.sums += 1
             link, start = GroupLink(self._group, "the sum of compressed gradients"), time.perf_counter()
-            row.feedback.sum(row.flat, link, row.idle(members))
+            row.fill(weight, members)
+            row.feedback.settle(row.flat, link, row.idle(members))
             self._note(row.flat, link, time.perf_counter() - start)
             row.hand_out(members)
 
     def _probe(self, flat: Tensor) -> None:
-        """Sum the same numbers as they are, and see what that takes: often where it is cheap, else once."""
+        """Sum as many numbers as they are, and see what that takes: often where it is cheap, else once."""
         start, sent = time.perf_counter(), self._group.bytes_sent
         for number in range(PROBES):
             trial = flat.clone()
@@ -122,14 +122,23 @@ class _Row:
         self.sums = 0
         """How many were made."""
 
-    def fill(self, weight: float) -> None:
-        """Put this worker's gradients there, weighted; zeros where it has none."""
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            if parameter.grad is None:
-                view.zero_()
-            elif parameter.grad is not view:
-                view.copy_(_real(gradient_of(parameter)))
-        self.flat.mul_(weight)
+    def fill(self, weight: float, used: Any) -> None:
+        """Add this worker's gradients, weighted, to what it owes; if nothing is ever owed, put them into the row.
+
+        One pass over memory: four workers on two cores wait for memory more than for anything else.
+        """
+        owed = self.feedback.owing(self.flat) if self.feedback.on else None
+        for parameter, view, low, here in zip(self.parameters, self._views, self._bounds, used, strict=False):
+            if not here or parameter.grad is None:
+                view.zero_() if owed is None else None
+                continue
+            gradient = _real(gradient_of(parameter)).to(view.device)
+            if owed is not None:
+                owed[low : low + view.numel()].view_as(view).add_(gradient, alpha=weight)
+            elif gradient.dtype == view.dtype:
+                torch.mul(gradient, weight, out=view)
+            else:
+                view.copy_(gradient).mul_(weight)
 
     def idle(self, used: Any) -> list[slice]:
         """The parts of parameters that nobody has used."""
