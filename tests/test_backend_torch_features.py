@@ -11,6 +11,6 @@ from offbeat.runtime.launch import Launcher
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-def test_what_torch_builds_on_a_backend_runs_unchanged(launcher: Launcher, tmp_path: Path, size: int) -> None:
-    digests_of(launcher, tmp_path, "features", size)
+@pytest.mark.parametrize("hosts", ["aaaa", "ab"])
+def test_what_torch_builds_on_a_backend_runs_unchanged(launcher: Launcher, tmp_path: Path, hosts: str) -> None:
+    digests_of(launcher, tmp_path, "features", len(hosts), hosts=hosts)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from offbeat.runtime.backend import _meeting
 from offbeat.runtime.launch import Control, Launcher, Role, serve_store, worker_environment
 
 BACKEND = os.environ.get("OFFBEAT_TESTED_BACKEND", "offbeat")
@@ -120,6 +121,8 @@ def run(config: Mapping[str, Any], control: Control) -> None:
     """One rank: all cases of a module, each with its verdict."""
     module = importlib.import_module(f"backend_cases.{config['module']}")
     world = World(config["backend"])
+    if hosts := config["hosts"]:
+        _meeting.host_identity = lambda: f"host {hosts[world.rank]}"  # Its own copy: the process ends with the test.
     world.open()
     for name in config["only"] or cases_of(config["module"]):
         error, digest = attempt(world, getattr(module, PREFIX + name))
@@ -169,8 +172,11 @@ def roles_for(folder: Path, port: int, size: int, entry: str, config: Mapping[st
     ]
 
 
-def digests_of(launcher: Launcher, folder: Path, module: str, size: int, *only: str) -> dict[str, str]:
-    """Run a module's cases on a team; fails with every rank's traceback of every case that did not go well."""
+def digests_of(launcher: Launcher, folder: Path, module: str, size: int, *only: str, hosts: str = "") -> dict[str, str]:
+    """Run a module's cases on a team; fails with every rank's traceback of every case that did not go well.
+
+    `hosts` has a letter for each rank: ranks with different ones take each other for being on different hosts.
+    """
     store = serve_store()
     verdicts: dict[str, dict[int, str]] = {}
     digests: dict[str, str] = {}
@@ -179,7 +185,9 @@ def digests_of(launcher: Launcher, folder: Path, module: str, size: int, *only: 
         verdicts.setdefault(message["case"], {})[message["rank"]] = message["error"]
         digests[message["case"]] = message["digest"]
 
-    launcher.run(roles_for(folder, store.port, size, ENTRY, {"module": module, "only": only}), on_message=note)
+    launcher.run(
+        roles_for(folder, store.port, size, ENTRY, {"module": module, "only": only, "hosts": hosts}), on_message=note
+    )
     assert verdicts, "no case was run"
     bad = [
         f"== {name}, rank {rank} of {size}\n{verdicts[name].get(rank, 'never told')}"

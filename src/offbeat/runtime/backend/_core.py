@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import AllreduceOptions
 
 from offbeat.runtime.allocation import keep_freed_memory
 from offbeat.runtime.backend._checks import in_place
+from offbeat.runtime.backend._far import Far
 from offbeat.runtime.backend._line import Finished, Line, Pending
 from offbeat.runtime.backend._local import Local
 from offbeat.runtime.backend._marks import CollectiveError, in_words, ranks_in_words, shapes
@@ -79,6 +80,13 @@ class Core(_ProcessGroup):
         self._all_reduce_small: Any = None if local is None else local.all_reduce_small
         several = room is not None and 1 < self.hosts.count < size
         self._spread = Spread(room, self.hosts, store, timeout) if room is not None and several else None
+        self._way: Any = self.local or self._far(dist.PrefixStore("far/", store))
+        """Who does collectives: shared memory, or Gloo where ranks share none."""
+
+    def _far(self, store: dist.Store) -> Far:
+        gloo = dist.ProcessGroupGloo(store, self._rank, self._size, self._timeout) if self._size > 1 else self._gloo
+        me: Any = weakref.ref(self)
+        return Far(gloo, self._spread, self._rank, self._size, lambda: me()._patience())
 
     # -- what went wrong, in words -----------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import (
 
 from offbeat.runtime.backend._checks import alike, cut, cuts_well, in_place, listed, operation_of, options, rows
 from offbeat.runtime.backend._core import DONE, Core, profiling
+from offbeat.runtime.backend._marks import CollectiveError
 
 _STRIDED = torch.strided
 _NOTHING: tuple[Tensor, ...] = ()
@@ -63,24 +64,20 @@ class OffbeatGroup(Core):
         if len(tensors) != 1 or tensors[0].layout is not _STRIDED or not tensors[0].is_cpu:
             return self._gloo.allreduce(tensors, opts)
         operation = operation_of(opts)
-        if self.local is None:
-            return self._all_reduce_between(tensors, operation, opts)
-        return self._do("all_reduce", lambda: self._all_reduce(tensors, operation), opts, tensors, tensors)
+        act = self._all_reduce_far if self.local is None else self._all_reduce
+        return self._do("all_reduce", lambda: act(tensors, operation), opts, tensors, tensors)
 
-    def _all_reduce_between(self, tensors: Sequence[Tensor], operation: Any, opts: Any) -> Any:
-        spread = self._spread
-        if spread is None:
-            return self._gloo.allreduce(tensors, opts)
-        act = partial(spread.all_reduce_all, tensors, operation)
-        return self._do("all_reduce", act, opts, tensors, tensors)
+    def _all_reduce_far(self, tensors: Sequence[Tensor], operation: Any) -> None:
+        with in_place(tensors) as held:
+            self._way.all_reduce(held, operation)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         """Combine several tensors of one kind over all ranks, in place."""
         opts, tensors = opts or AllreduceCoalescedOptions(), list(tensors)
-        if self.local is None or not tensors or not alike(tensors):
+        if not tensors or not alike(tensors):
             return self._gloo.allreduce_coalesced(tensors, opts)
-        operation = operation_of(opts)
-        return self._do("all_reduce", lambda: self._all_reduce_packed(tensors, operation), opts, tensors, tensors)
+        act = self._all_reduce_far if self.local is None else self._all_reduce_packed
+        return self._do("all_reduce", partial(act, tensors, operation_of(opts)), opts, tensors, tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None, root: int | None = None, timeout: Any = None) -> Any:
         """The root's tensor, on every rank, in place."""
@@ -88,13 +85,13 @@ class OffbeatGroup(Core):
             root = opts if isinstance(opts, int) else root
             tensors, opts = listed(tensors), options(BroadcastOptions(), None, None, timeout)
             opts.rootRank = root or 0
-        local, source = self.local, opts.rootRank
-        if local is None or len(tensors) != 1 or opts.rootTensor or not self._usual(source, tensors):
+        way, source = self._way, opts.rootRank
+        if len(tensors) != 1 or opts.rootTensor or not self._usual(source, tensors):
             return self._gloo.broadcast(tensors, opts)
 
         def act() -> None:
             with in_place(tensors) as (held,):
-                local.broadcast(held, source)
+                way.broadcast(held, source)
 
         return self._do("broadcast", act, opts, tensors, tensors)
 
@@ -106,13 +103,13 @@ class OffbeatGroup(Core):
             root = opts if isinstance(opts, int) else root
             tensors, opts = listed(tensors), options(ReduceOptions(), None, op, timeout)
             opts.rootRank = root or 0
-        local, source, operation = self.local, opts.rootRank, operation_of(opts)
-        if local is None or len(tensors) != 1 or opts.rootTensor or not self._usual(source, tensors):
+        way, source, operation = self._way, opts.rootRank, operation_of(opts)
+        if len(tensors) != 1 or opts.rootTensor or not self._usual(source, tensors):
             return self._gloo.reduce(tensors, opts)
 
         def act() -> None:
             with in_place(tensors) as (held,):
-                local.reduce(held, operation, source)
+                way.reduce(held, operation, source)
 
         return self._do("reduce", act, opts, tensors, tensors)
 
@@ -122,56 +119,56 @@ class OffbeatGroup(Core):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
         if not isinstance(opts, AllgatherOptions):
             opts = options(AllgatherOptions(), opts, None, timeout)
-        local = self.local
-        if local is None or not self._one_for_each(output_tensors, input_tensors, uneven=True):
+        way = self._way
+        if not self._one_for_each(output_tensors, input_tensors, uneven=True):
             return self._gloo.allgather(output_tensors, input_tensors, opts)
         outputs, given = output_tensors[0], input_tensors[0]
 
         def act() -> None:
             with in_place(outputs) as held:
-                local.all_gather(held, given.contiguous())
+                way.all_gather(held, given.contiguous())
 
         return self._do("all_gather", act, opts, input_tensors, outputs)
 
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Any:
         """Several all-gathers in one call; the result lists are by rank, then by tensor."""
         opts = opts or AllgatherOptions()
-        local = self.local
+        way = self._way
         columns = list(zip(*output_lists, strict=False)) if len({len(row) for row in output_lists}) == 1 else []
         fits = len(columns) == len(input_list) and all(
             self._one_for_each([column], [given]) for column, given in zip(columns, input_list, strict=True)
         )
-        if local is None or not fits or not input_list:
+        if not fits or not input_list:
             return self._gloo.allgather_coalesced(output_lists, input_list, opts)
 
         def act() -> None:
             for column, given in zip(columns, input_list, strict=True):
                 with in_place(column) as held:
-                    local.all_gather(held, given.contiguous())
+                    way.all_gather(held, given.contiguous())
 
         return self._do("all_gather", act, opts, input_list, [tensor for row in output_lists for tensor in row])
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002 - torch's name
         """Everybody's tensor, on every rank, one after the other in one tensor."""
         opts = opts or AllgatherOptions()
-        if self.local is None or not self._times([output], [input]):
+        if not self._times([output], [input]):
             return self._gloo._allgather_base(output, input, opts)
         return self._all_gather_singles([output], [input], opts, "all_gather_into_tensor")
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Several of them in one call."""
         opts = opts or AllgatherOptions()
-        if self.local is None or not self._times(outputs, inputs):
-            return self._gloo.allgather_into_tensor_coalesced(list(outputs), list(inputs), opts)
+        if not self._times(outputs, inputs):
+            raise self._unlike(outputs, inputs)
         return self._all_gather_singles(outputs, inputs, opts, "all_gather_into_tensor_coalesced")
 
     def _all_gather_singles(self, outputs: Any, inputs: Any, opts: Any, what: str) -> Any:
-        local: Any = self.local
+        way = self._way
 
         def act() -> None:
             for output, given in zip(outputs, inputs, strict=True):
                 with in_place([output]) as (held,):
-                    local.all_gather(rows(held, self._size), given.contiguous())
+                    way.all_gather(rows(held, self._size), given.contiguous())
 
         return self._do(what, act, opts, inputs, outputs)
 
@@ -185,15 +182,15 @@ class OffbeatGroup(Core):
             opts = options(GatherOptions(), None, None, timeout)
             opts.rootRank = root or 0
         opts = opts or GatherOptions()
-        local, source = self.local, opts.rootRank
-        if local is None or not self._at_root(source, output_tensors, input_tensors):
+        way, source = self._way, opts.rootRank
+        if not self._at_root(source, output_tensors, input_tensors):
             return self._gloo.gather(output_tensors, input_tensors, opts)
         outputs: Sequence[Tensor] = output_tensors[0] if self._rank == source else ()
         given = input_tensors[0]
 
         def act() -> None:
             with in_place(outputs) as held:
-                local.gather(held, given.contiguous(), source)
+                way.gather(held, given.contiguous(), source)
 
         return self._do("gather", act, opts, input_tensors, outputs)
 
@@ -207,14 +204,14 @@ class OffbeatGroup(Core):
             opts = options(ScatterOptions(), None, None, timeout)
             opts.rootRank = root or 0
         opts = opts or ScatterOptions()
-        local, source = self.local, opts.rootRank
-        if local is None or not self._at_root(source, input_tensors, output_tensors):
+        way, source = self._way, opts.rootRank
+        if not self._at_root(source, input_tensors, output_tensors):
             return self._gloo.scatter(output_tensors, input_tensors, opts)
         given: Sequence[Tensor] = input_tensors[0] if self._rank == source else ()
 
         def act() -> None:
             with in_place(output_tensors) as (held,):
-                local.scatter(held, [tensor.contiguous() for tensor in given], source)
+                way.scatter(held, [tensor.contiguous() for tensor in given], source)
 
         return self._do("scatter", act, opts, output_tensors, output_tensors)
 
@@ -226,53 +223,53 @@ class OffbeatGroup(Core):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
         if not isinstance(opts, ReduceScatterOptions):
             opts = options(ReduceScatterOptions(), opts, op, timeout)
-        local = self.local
-        if local is None or not self._one_for_each(input_tensors, output_tensors, uneven=True):
+        way = self._way
+        if not self._one_for_each(input_tensors, output_tensors, uneven=True):
             return self._gloo.reduce_scatter(output_tensors, input_tensors, opts)
         output, inputs, operation = output_tensors[0], input_tensors[0], operation_of(opts)
 
         def act() -> None:
             with in_place([output]) as (held,):
-                local.reduce_scatter(held, [tensor.contiguous() for tensor in inputs], operation)
+                way.reduce_scatter(held, [tensor.contiguous() for tensor in inputs], operation)
 
         return self._do("reduce_scatter", act, opts, inputs, output_tensors)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002 - torch's name
         """Rank r gets the r-th part of the combination of everybody's tensor."""
         opts = opts or ReduceScatterOptions()
-        if self.local is None or not self._times([input], [output]):
+        if not self._times([input], [output]):
             return self._gloo._reduce_scatter_base(output, input, opts)
         return self._reduce_scatter_singles([output], [input], opts, "reduce_scatter_tensor")
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Several of them in one call."""
         opts = opts or ReduceScatterOptions()
-        if self.local is None or not self._times(inputs, outputs):
-            return self._gloo.reduce_scatter_tensor_coalesced(list(outputs), list(inputs), opts)
+        if not self._times(inputs, outputs):
+            raise self._unlike(inputs, outputs)
         return self._reduce_scatter_singles(outputs, inputs, opts, "reduce_scatter_tensor_coalesced")
 
     def _reduce_scatter_singles(self, outputs: Any, inputs: Any, opts: Any, what: str) -> Any:
-        local: Any = self.local
+        way = self._way
         operation = operation_of(opts)
 
         def act() -> None:
             for output, given in zip(outputs, inputs, strict=True):
                 with in_place([output]) as (held,):
-                    local.reduce_scatter(held, rows(given.contiguous(), self._size), operation)
+                    way.reduce_scatter(held, rows(given.contiguous(), self._size), operation)
 
         return self._do(what, act, opts, inputs, outputs)
 
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
         """Tensor t of rank s becomes tensor s of rank t; sizes may differ."""
         opts = opts or AllToAllOptions()
-        local, size = self.local, self._size
+        way, size = self._way, self._size
         fits = len(output_tensors) == len(input_tensors) == size and alike([*output_tensors, *input_tensors])
-        if local is None or not fits:
+        if not fits:
             return self._gloo.alltoall(output_tensors, input_tensors, opts)
 
         def act() -> None:
             with in_place(output_tensors) as held:
-                local.all_to_all(held, [tensor.contiguous() for tensor in input_tensors])
+                way.all_to_all(held, [tensor.contiguous() for tensor in input_tensors])
 
         return self._do("all_to_all", act, opts, input_tensors, output_tensors)
 
@@ -286,15 +283,15 @@ class OffbeatGroup(Core):
     ) -> Any:
         """The same on parts of one tensor, cut along its first dimension."""
         opts = opts or AllToAllOptions()
-        local, size = self.local, self._size
+        way, size = self._way, self._size
         fits = cuts_well(output, output_splits, size) and cuts_well(input, input_splits, size)
-        if local is None or not fits or not alike([output, input]):
+        if not fits or not alike([output, input]):
             return self._gloo.alltoall_base(output, input, output_splits, input_splits, opts)
 
         def act() -> None:
             with in_place([output]) as (held,):
                 given = cut(input.contiguous(), input_splits, size)
-                local.all_to_all(cut(held, output_splits, size), given)
+                way.all_to_all(cut(held, output_splits, size), given)
 
         return self._do("all_to_all", act, opts, [input], [output])
 
@@ -302,9 +299,7 @@ class OffbeatGroup(Core):
         """Return when all ranks have come."""
         if not isinstance(opts, BarrierOptions):
             opts = options(BarrierOptions(), None, None, opts if timeout is None else timeout)
-        if self.local is None:
-            return self._gloo.barrier(opts)
-        return self._do("barrier", self.local.barrier, opts, _NOTHING, _NOTHING)
+        return self._do("barrier", self._way.barrier, opts, _NOTHING, _NOTHING)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -336,6 +331,15 @@ class OffbeatGroup(Core):
         return len(longer) == len(shorter) and all(
             alike([long, short]) and long.numel() == short.numel() * self._size
             for long, short in zip(longer, shorter, strict=True)
+        )
+
+    def _unlike(self, longer: Any, shorter: Any) -> CollectiveError:
+        sizes = ", ".join(
+            f"{list(one.shape)} for {list(other.shape)}" for one, other in zip(longer, shorter, strict=False)
+        )
+        return CollectiveError(
+            f"coalesced calls need a long tensor for each short one, {self._size} times its size, of its kind, on the "
+            f"CPU; given were {len(longer)} and {len(shorter)}: {sizes}"
         )
 
     # -- point to point, and what else Gloo does ---------------------------------------------------------------------
