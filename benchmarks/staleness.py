@@ -37,7 +37,7 @@ RULES = {"bsp": Rule(0), "ssp(3)": Rule(3)}
 PACED = "worker *: pace 40ms"
 TRANSIENT = (PACED, "any worker: pause 200ms with probability 0.15")
 ALWAYS_SLOW = (PACED, "worker 0: pace 80ms")
-RATES = (0.02, 0.03, 0.045)
+RATES = (0.01, 0.015, 0.02, 0.03)
 
 
 class Bench:
@@ -103,7 +103,7 @@ def best(by_rate: dict[str, Any]) -> tuple[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=15)
-    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--out", type=Path, default=RESULTS / "staleness.json")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, Launcher(WARM) as launcher:
