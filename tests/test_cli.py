@@ -37,6 +37,7 @@ RUN_OPTIONS = {
     "--replace", "--watch",
     "--format",
 }  # fmt: skip
+EXPLAIN_OPTIONS = {"--draw", "--window", "--cut", "--export", "--as", "--pattern", "--format"}
 EXPORTS = [
     "Data", "Host", "Hosts", "IterativeTask", "OffbeatError", "Result", "Strategy", "Task", "Team", "__version__",
     "accuracy", "fit", "init", "parse",
@@ -101,7 +102,7 @@ def options_of(*path: str) -> set[str]:
 def test_the_commands_and_their_options_are_these() -> None:
     assert list(typer.main.get_command(app).commands) == COMMANDS  # pyright: ignore[reportAttributeAccessIssue]
     assert options_of("run") == RUN_OPTIONS
-    assert options_of("explain") == {"--format"}
+    assert options_of("explain") == EXPLAIN_OPTIONS
     assert options_of("doctor") == {"--format"}
     assert options_of("strategies") == {"--format"}
     assert options_of("check") == {"--workers", "-w", "--hosts", "--format"}

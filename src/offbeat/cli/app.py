@@ -114,6 +114,35 @@ Watching = Annotated[
         "explain`.",
     ),
 ]
+DrawOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Draw the space-time diagram: .svg, or .png (which needs matplotlib)."),
+]
+WindowOption = Annotated[
+    str | None, typer.Option(metavar="FROM..TO", help="Draw this part of it only, e.g. [bold]3s..4s[/bold].")
+]
+CutOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="CUT",
+        help="Say whether a cut is consistent, and draw it: [bold]latest[/bold], [bold]3.5s[/bold], [bold]past worker "
+        "0:123[/bold] (all that can have caused this event), or [bold]worker 0:123, worker 1:120[/bold] (so many "
+        "events of each); may be given several times.",
+    ),
+]
+ExportOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write it for other tools: .shiviz, .perfetto or .jsonl.")
+]
+KindOption = Annotated[
+    str | None, typer.Option("--as", metavar="shiviz|perfetto|jsonl", help="Export as this, whatever the name says.")
+]
+PatternOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="REGEX",
+        help="How the events of a log are written, with groups (?<host>), (?<clock>) and (?<event>), as in ShiViz.",
+    ),
+]
 LargestSize = Annotated[
     str | None,
     typer.Option(
@@ -205,22 +234,36 @@ def run(
 @app.command(
     no_args_is_help=True,
     epilog="Examples: offbeat run train.py --workers 2 --watch, then offbeat explain runs/latest [dim]|[/dim] "
-    "offbeat explain runs/latest --format json",
+    "offbeat explain runs/latest --draw run.svg --window 3s..4s --cut latest [dim]|[/dim] "
+    "offbeat explain runs/latest --export run.perfetto [dim]|[/dim] offbeat explain other.log --cut 'a:3, b:4'",
 )
 def explain(
-    folder: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The folder of a run that was made with [bold]--watch[/bold].")
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|LOG",
+            help="The folder of a run that was made with [bold]--watch[/bold], or a log with vector clocks of any "
+            "program, as ShiViz and GoVector have them.",
+        ),
     ],
+    draw: DrawOption = None,
+    window: WindowOption = None,
+    cut: CutOption = None,
+    export: ExportOption = None,
+    kind: KindOption = None,
+    pattern: PatternOption = None,
     output: FormatOption = Format.text,
 ) -> None:
-    """Say who waited for whom in a run, and who held the others up.
+    """Say who waited for whom in a run, and who held the others up; draw it.
 
     Exit codes: 0 nobody waited in vain, 10 a deadlock, 11 different calls, 12 somebody waited for a worker that had
-    ended, 13 a worker had been missing for long.
+    ended, 13 a worker had been missing for long, 20 a cut that was asked about is not consistent.
     """
-    from offbeat.cli.explain import explain_run
+    from offbeat.cli.explain import explain
+    from offbeat.cli.wanted import Wanted
 
-    explain_run(folder, as_json=output is Format.json)
+    wanted = Wanted(draw, window, tuple(cut or ()), export, kind, pattern)
+    explain(path, wanted, as_json=output is Format.json)
 
 
 @app.command(epilog="Example: offbeat doctor --format json > report.json")

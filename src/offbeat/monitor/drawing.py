@@ -70,10 +70,10 @@ class _Sheet:
     def _heading(self) -> Iterator[Drawn]:
         lanes = self._lanes
         yield Text(_EDGE, 26, lanes.title or "Space-time diagram", "title")
-        length = f"{lanes.start:g} to {lanes.stop:g}" if lanes.axis == LOGICAL else _seconds(lanes.start, lanes.stop)
-        axis = "logical time" if lanes.axis == LOGICAL else "since the first event"
+        seconds = f"{_seconds(lanes.start, lanes.stop)} since the first event"
+        when = f"logical time {lanes.start:g} to {lanes.stop:g}" if lanes.axis == LOGICAL else seconds
         who = "1 process" if len(lanes.names) == 1 else f"{len(lanes.names)} processes"
-        yield Text(_EDGE, 44, f"{who}, {lanes.events:,} events, {length} {axis}", "words")
+        yield Text(_EDGE, 44, f"{who}, {lanes.events:,} events, {when}", "words")
         x = _EDGE
         for sample, words in self._legend():
             yield from _moved(sample, x, 52)

@@ -20,10 +20,15 @@ _SHARP: Final = 2
 """Pixels of a PNG for each pixel of the drawing."""
 
 
-def save(lanes: Lanes, path: Path) -> None:
-    """Write the picture of a diagram; the name's ending says as what."""
+def check_name(path: Path) -> None:
+    """Refuse a name whose ending does not say what kind of picture to make."""
     if path.suffix.lower() not in SUFFIXES:
         raise UsageError(f"{path} is no name for a picture.{did_you_mean(path.suffix, SUFFIXES)}")
+
+
+def save(lanes: Lanes, path: Path) -> None:
+    """Write the picture of a diagram; the name's ending says as what."""
+    check_name(path)
     picture = drawn(lanes)
     try:
         if path.suffix.lower() == ".png":

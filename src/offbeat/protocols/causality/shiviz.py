@@ -26,7 +26,15 @@ from offbeat.protocols.causality.histories import Computation, Event, Join, Plac
 from offbeat.protocols.machine import Name
 
 PATTERN: Final = r"(?<host>\S*) (?<clock>{.*})\n(?<event>.*)"
-"""What ShiViz takes if it is told nothing else."""
+"""What `write` writes, and GoVector by default."""
+PATTERNS: Final = (
+    PATTERN,
+    r"(?<event>.*)\n(?<host>\S*) (?<clock>{.*})",
+    r"^(?<host>\S+) (?<clock>{.*}) (?<event>.*)$",
+    r"(?<priority>[A-Z]+) (?<host>\S*) (?<clock>{.*})\n(?<event>.*)",
+    r"(?<timestamp>\d+) (?<host>\S*) (?<clock>{.*})\n(?<event>.*)",
+)
+"""What logs are often like; the second is what ShiViz takes if it is told nothing else."""
 
 
 class Log(NamedTuple):
@@ -53,19 +61,21 @@ def write(computation: Computation) -> str:
     return "".join(_written(computation, hosts, place) for place in computation.order)
 
 
-def parse(text: str, pattern: str = PATTERN) -> Log:
+def parse(text: str, pattern: str | None = None) -> Log:
     """The computation that a log tells of.
 
-    If the log begins with a line that is such an expression, that one is used, as in ShiViz. What does not fit is
-    refused with its line: text between the events, clocks that are none, a host's events that are not counted from 1
-    without a gap, clocks that know of events that are not in the log.
+    If the log begins with a line that is such an expression, that one is used, as in ShiViz; if no pattern is given,
+    the one of `PATTERNS` that fits most of the log. What does not fit is refused with its line: text between the
+    events, clocks that are none, a host's events that are not counted from 1 without a gap, clocks that know of events
+    that are not in the log.
     """
     expression, body, line = _heading(text, pattern)
     histories = defaultdict[Name, list[_Entry]](list)
     for entry in _entries(expression, body, line):
         histories[entry.host].append(entry)
     if not histories:
-        raise UsageError(f"no event in this log fits {pattern!r}: give the pattern that its events have.")
+        fits = "the patterns that logs often have" if pattern is None else repr(pattern)
+        raise UsageError(f"no event in this log fits {fits}: give the pattern that its events have.")
     for host, entries in histories.items():
         entries.sort(key=lambda entry: entry.clock[host])
         _check_count(host, entries)
@@ -101,12 +111,19 @@ def _written(computation: Computation, hosts: Sequence[Name], place: Place) -> s
     return f"{hosts[place.process]} {json.dumps(clock)}\n{text}\n"
 
 
-def _heading(text: str, pattern: str) -> tuple[re.Pattern[str], str, int]:
+def _heading(text: str, pattern: str | None) -> tuple[re.Pattern[str], str, int]:
     """The expression to use, the text to use it on, and the number of its first line."""
     first, _, rest = text.partition("\n")
     if "(?<host>" in first and "(?<clock>" in first:
         return compiled(first.strip()), rest, 2
-    return compiled(pattern), text, 1
+    if pattern is not None:
+        return compiled(pattern), text, 1
+    return max(map(compiled, PATTERNS), key=lambda one: _covered(one, text)), text, 1
+
+
+def _covered(expression: re.Pattern[str], text: str) -> int:
+    """How much of a text an expression fits."""
+    return sum(match.end() - match.start() for match in expression.finditer(text))
 
 
 def _entries(expression: re.Pattern[str], text: str, line: int) -> Iterator[_Entry]:
