@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from offbeat._version import __version__
+from offbeat.cli import alive
 from offbeat.cli.bench_server import EPILOG as SERVER_EXAMPLES
 from offbeat.cli.bench_server import server
 from offbeat.errors import OffbeatError, UsageError, VerdictError, WorkerError
@@ -448,6 +449,19 @@ def keys_allow(
     from offbeat.cli.keys import allow_key
 
     allow_key(file, public)
+
+
+app.command(rich_help_panel=MORE, epilog="Examples: offbeat ps [dim]|[/dim] offbeat ps --all --format json")(alive.ps)
+app.command(
+    rich_help_panel=MORE,
+    no_args_is_help=True,
+    epilog="Examples: offbeat stop runs/latest [dim]|[/dim] offbeat stop runs/latest --kill",
+)(alive.stop)
+app.command(
+    rich_help_panel=MORE,
+    no_args_is_help=True,
+    epilog="Examples: offbeat logs runs/latest --rank 3 [dim]|[/dim] offbeat logs runs/latest --server 0.1 --follow",
+)(alive.logs)
 
 
 def main() -> NoReturn:
