@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from statistics import median
@@ -91,14 +92,24 @@ def crossed(run: Computation, times: Times, label: str, cut: Cut) -> Line:
     """A cut as a line through all lanes, as straight as its events let it be."""
     wrong = violation(run, cut)
     rooms = [_room(times[process].tolist(), count) for process, count in enumerate(cut)]
-    middle = median([(low + high) / 2 for low, high in rooms]) if rooms else 0.0
+    middle = _middle(rooms)
     places = tuple(min(max(middle, low), high) for low, high in rooms)
     return Line(label, cut, places, wrong is None, "" if wrong is None else str(wrong))
 
 
 def _room(times: Sequence[float], count: int) -> tuple[float, float]:
-    """Between which times a line may cross a lane."""
-    low = times[count - 1] if count else (times[0] - 1.0 if times else 0.0)
-    high = times[count] if count < len(times) else low + 1.0
-    gap = _MARGIN * (high - low)
+    """Between which times a line may cross a lane: before its first event and behind its last, anywhere."""
+    low = times[count - 1] if count else -math.inf
+    high = times[count] if count < len(times) else math.inf
+    gap = _MARGIN * (high - low) if math.isfinite(high - low) else 0.0
     return low + gap, high - gap
+
+
+def _middle(rooms: Sequence[tuple[float, float]]) -> float:
+    """Where a line crosses most lanes, if it can."""
+    inner = [(low + high) / 2 for low, high in rooms if math.isfinite(high - low)]
+    if inner:
+        return median(inner)
+    lows = [low for low, _ in rooms if math.isfinite(low)]
+    highs = [high for _, high in rooms if math.isfinite(high)]
+    return max(lows) if lows else min(highs, default=0.0)

@@ -222,8 +222,8 @@ class _Bands:
             for lane, start in sorted(one.entries.items())
         ]
         members = [self._index[name] for name in one.call.members if name in self._index]
-        missing = tuple(lane for lane in members if lane not in one.entries)
-        last = None if missing or len(stays) < 2 else max(one.entries, key=one.entries.__getitem__)
+        missing = tuple(lane for lane in members if lane not in one.entries and lane not in one.lost)
+        last = None if missing or one.lost or len(stays) < 2 else max(one.entries, key=one.entries.__getitem__)
         return Band(str(one.call), tuple(stays), last, missing)
 
     def _merged(self, group: list[int]) -> Band:

@@ -41,16 +41,20 @@ class Meeting(Struct):
     entries: dict[int, float] = {}
     """When each process entered, by its number."""
     exits: dict[int, float] = {}
+    lost: set[int] = set()
+    """Processes that must have entered, since they have entered later ones, but whose entry was written over."""
 
     def ready(self, call: Call, process: int, names: Sequence[str]) -> float:
         """When the last had entered of those that a process needs before it can leave."""
         entered = {names[one]: time for one, time in self.entries.items()}
+        entered |= {names[one]: -math.inf for one in self.lost}
         return max((entered.get(name, math.inf) for name in call.needs(names[process])), default=-math.inf)
 
 
 def meetings(run: Computation, times: Times) -> dict[Key, Meeting]:
     """The collectives of a run."""
     found: dict[Key, Meeting] = {}
+    latest: dict[tuple[str, int], int] = {}
     for process, history in enumerate(run.histories):
         for event, time in zip(history, times[process].tolist(), strict=True):
             if event.call is None or event.kind not in (Kind.ENTER, Kind.EXIT):
@@ -60,6 +64,13 @@ def meetings(run: Computation, times: Times) -> dict[Key, Meeting]:
                 found[key] = Meeting(event.call)
             met = found[key].entries if event.kind is Kind.ENTER else found[key].exits
             met[process] = time
+            latest[key[0], process] = max(key[1], latest.get((key[0], process), 0))
+    numbers = {name: number for number, name in enumerate(run.processes)}
+    for (group, sequence), meeting in found.items():
+        members = {numbers[name] for name in meeting.call.members if name in numbers}
+        absent = members - meeting.entries.keys()
+        later = {one for one in absent if latest.get((group, one), 0) > sequence}
+        meeting.lost = later | (absent & meeting.exits.keys())
     return found
 
 
