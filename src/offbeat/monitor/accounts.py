@@ -101,7 +101,7 @@ def longest_chain(run: Computation) -> list[Place]:
     while clock(chain[-1]) > 1:
         place = chain[-1]
         before = [Place(place.process, place.number - 1)] if place.number > 1 else []
-        chain.append(next(one for one in (*before, *run.causes(place)) if clock(one) == clock(place) - 1))
+        chain.append(next(one for one in (*run.causes(place), *before) if clock(one) == clock(place) - 1))
     return chain[::-1]
 
 

@@ -236,10 +236,10 @@ def _look(kind: str) -> str:
 
 
 def _flag(kind: str, x: float, y: float, title: str = "") -> Shape:
-    """A triangle for what goes wrong, a square for an end, a diamond for what is kept."""
-    if kind == "end":
+    """A triangle for what goes wrong, a square for an end, a diamond for what is kept or agreed."""
+    if kind in ("end", "leave"):
         return Shape(((x - 3, y - 3), (x + 3, y - 3), (x + 3, y - 9), (x - 3, y - 9)), "ending", title=title)
-    if kind in ("checkpoint", "snapshot"):
+    if kind in ("checkpoint", "snapshot", "view"):
         return Shape(((x, y), (x - 5, y - 5), (x, y - 10), (x + 5, y - 5)), "kept", title=title)
     return Shape(((x, y), (x - 5, y - 9), (x + 5, y - 9)), "mark", title=title)
 

@@ -18,6 +18,10 @@ from offbeat.runtime.stamps import Stamp
 
 OTHER: Final = "other"
 """What of an event's time is said to be of no kind."""
+CALLED: Final[Mapping[str, str]] = {
+    "computing": COMPUTE, "exchanging": COMMUNICATE, "evaluating": "evaluate", "unknown": COMPUTE,
+}  # fmt: skip
+"""Kinds of time that are called otherwise where they are stamped."""
 EVENT: Final = "event"
 """The mark of what has no kind of its own."""
 
@@ -49,8 +53,15 @@ def logical(run: Computation) -> Times:
     return [clocks[1:].astype(float) for clocks in run.lamports]
 
 
-def pieces(history: Sequence[Event], times: Sequence[float], stretches: Sequence[Stretch], end: float) -> list[Piece]:
-    """The spans of a lane by seconds: what a process did itself, and over it where it was held up."""
+def pieces(
+    history: Sequence[Event], times: Sequence[float], stretches: Sequence[Stretch] | None, end: float
+) -> list[Piece]:
+    """The spans of a lane by seconds: what a process did itself, and over it where it was held up.
+
+    Of one of which that is not known, such as a server, there are none.
+    """
+    if stretches is None:
+        return []
     return list(_laid_over(_own(history, times), list(split(stretches, end))))
 
 
@@ -85,7 +96,7 @@ def _shares(spent: Mapping[str, float], start: float, stop: float) -> Iterator[t
     scale = min(1.0, (stop - start) / (sum(spent.values()) or 1.0))
     at = start
     for kind, length in spent.items():
-        yield kind, at, at + scale * length
+        yield CALLED.get(kind, kind), at, at + scale * length
         at += scale * length
     yield OTHER, min(at, stop), stop
 

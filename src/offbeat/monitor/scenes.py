@@ -50,7 +50,7 @@ class Scene:
         run: Computation,
         title: str = "",
         *,
-        stretches: Sequence[Sequence[Stretch]] | None = None,
+        stretches: Sequence[Sequence[Stretch] | None] | None = None,
         more_marks: Iterable[Mark] = (),
         notes: Iterable[str] = (),
     ) -> None:
@@ -103,9 +103,9 @@ class Scene:
             (*self.notes, *view.notes()),
         )
 
-    def _pieces(self, process: int, waits: Sequence[Stretch]) -> list[Piece]:
+    def _pieces(self, process: int, waits: Sequence[Stretch] | None) -> list[Piece]:
         if self.axis == LOGICAL:
-            return list(split(waits, self.stop))
+            return list(split(waits or (), self.stop))
         return pieces(self.run.histories[process], self.times[process].tolist(), waits, self.stop)
 
     def _spans(self, view: _View) -> Iterator[Span]:

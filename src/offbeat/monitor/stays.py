@@ -104,10 +104,13 @@ def _held(run: Computation, times: Times, met: Mapping[Key, Meeting], process: i
 
 def held_in(
     stamps: Mapping[int, Sequence[Stamp]], run: Computation, origin: float, met: Mapping[Key, Meeting]
-) -> list[list[Stretch]]:
-    """For each process when it was held up, by what it wrote down: not while an operation went on beside its work."""
+) -> list[list[Stretch] | None]:
+    """For each worker when it was held up, by what it wrote down: not while an operation went on beside its work.
+
+    None for other processes.
+    """
     begun = _begun(stamps, origin)
-    found: list[list[Stretch]] = [[] for _ in run.processes]
+    found: list[list[Stretch] | None] = [None] * run.size
     for rank, some in stamps.items():
         process = run.index(worker_name(rank))
         waits = _Waits(rank, process, run.processes, met, begun)
@@ -166,7 +169,7 @@ class _Waits:
         if about.peer is None:
             call = call_of(about, sequence)
             meeting = self._met.get((about.group, sequence))
-            ready = -math.inf if meeting is None else meeting.ready(call, self._process, self._names)
+            ready = math.inf if meeting is None else meeting.ready(call, self._process, self._names)
             return Stretch(start, stop, ready, call)
         who = worker_name(about.peer) if about.peer >= 0 else "anybody"
         ready = stop if about.peer < 0 else self._begun.get(_way(self._rank, about, sequence, True), math.inf)
