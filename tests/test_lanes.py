@@ -207,8 +207,8 @@ def test_messages_too_many_are_merged_too() -> None:
         "a": [Event(Kind.SEND, time=k, message=k) for k in range(1, 500)],
         "b": [Event(Kind.RECEIVE, time=k + 0.5, message=k) for k in range(1, 500)],
     }
-    lanes = Scene(computation(histories)).lanes(shapes=60)
-    assert len(lanes.arrows) <= 60
+    lanes = Scene(computation(histories)).lanes(shapes=120)
+    assert len(lanes.arrows) <= 120
     assert sum(arrow.count for arrow in lanes.arrows) == 499
 
 

@@ -92,7 +92,7 @@ class _Sheet:
             yield [Shape(((3, 0), (18, 0), (15, 11), (0, 11)), "band")], "collective"
         if lanes.arrows:
             yield [Shape(((0, 9), (18, 2)), "arrow", False, True)], "message"
-        for kind in dict.fromkeys(mark.kind for mark in lanes.marks):
+        for kind in dict.fromkeys(mark.kind for mark in lanes.marks if mark.count == 1 or mark.kind != "step"):
             if kind == "step":
                 yield [Shape(((9, 0), (9, 11)), "step", False)], kind
             elif lanes.axis != LOGICAL:
@@ -149,12 +149,20 @@ class _Sheet:
 
     def _bands(self) -> Iterator[Drawn]:
         for band in self._lanes.bands:
-            look = "band" if band.count == 1 else "bands"
+            if band.count > 1:
+                yield self._merged(band)
+                continue
             for one, other in pairwise(band.stays):
                 upper, lower = self._y(one.lane) + self._bar / 2, self._y(other.lane) - self._bar / 2
                 corners = ((one.start, upper), (one.stop, upper), (other.stop, lower), (other.start, lower))
-                yield Shape(tuple((self._kept(self._x(time)), y) for time, y in corners), look, title=band.label)
+                yield Shape(tuple((self._kept(self._x(time)), y) for time, y in corners), "band", title=band.label)
             yield from self._missing(band)
+
+    def _merged(self, band: Band) -> Drawn:
+        """Several collectives as one, behind all their lanes."""
+        first, last = band.stays[0], band.stays[-1]
+        left, top = self._kept(self._x(first.start)), self._y(first.lane)
+        return Rect(left, top, self._kept(self._x(first.stop)) - left, self._y(last.lane) - top, "bands", band.label)
 
     def _missing(self, band: Band) -> Iterator[Drawn]:
         """From the nearest who came to each who never did."""
@@ -168,10 +176,10 @@ class _Sheet:
         for span in self._lanes.spans:
             left, right = self._kept(self._x(span.start)), self._kept(self._x(span.stop))
             top, width = self._y(span.lane) - self._bar / 2, max(right - left, _LEAST)
+            title = _title(span) if span.label else ""
             for kind, share in (span.mix or {span.kind: 1.0}).items():
-                title = "" if span.kind == "compute" and not span.label else _title(span)
                 yield Rect(left, top, width, share * self._bar, _look(kind), title)
-                top += share * self._bar
+                top, title = top + share * self._bar, ""
             if span.open:
                 yield Rect(right - 3, self._y(span.lane) - self._bar / 2, 3, self._bar, "open", "has never ended")
             yield from self._span_words(span, max(left, self._left), min(right, self._right))
@@ -202,7 +210,8 @@ class _Sheet:
                 lanes[mark.lane].append(mark)
                 yield Dot(x, self._y(mark.lane), 4.5, "event", mark.label)
             elif mark.kind == "step":
-                yield Shape(((x, y - 4), (x, y + 4)), "step", False, title=mark.label)
+                if mark.count == 1:
+                    yield Shape(((x, y - 4), (x, y + 4)), "step", False)
             else:
                 yield _flag(mark.kind, x, y, mark.label)
         for some in lanes.values():
@@ -245,7 +254,7 @@ def _flag(kind: str, x: float, y: float, title: str = "") -> Shape:
 
 
 def _title(span: Span) -> str:
-    return f"{span.kind}, {_seconds(span.start, span.stop)}: {span.label}"
+    return f"{_seconds(span.start, span.stop)}, {span.label if span.mix else f'{span.kind}: {span.label}'}"
 
 
 def _seconds(start: float, stop: float) -> str:

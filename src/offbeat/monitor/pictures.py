@@ -98,7 +98,7 @@ def _element(shape: Drawn) -> str:
     name = _class(shape.look)
     if isinstance(shape, Text):
         look = LOOKS[shape.look]
-        bold = ' font-weight="600"' if look.bold else ""
+        bold = (' font-weight="600"' if look.bold else "") + (' paint-order="stroke"' if look.stroke else "")
         anchor = "" if shape.anchor == "start" else f' text-anchor="{shape.anchor}"'
         where = f'x="{_n(shape.x)}" y="{_n(shape.y)}" font-size="{_n(look.size)}"'
         return f'<text class="{name}" {where}{bold}{anchor}>{escape(shape.words)}</text>'
@@ -164,6 +164,7 @@ def _write_png(drawing: Drawing, path: Path) -> None:
 def _artists(shape: Drawn) -> Iterator[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Circle, Polygon, Rectangle
+    from matplotlib.patheffects import withStroke
     from matplotlib.text import Text as Words
 
     look = LOOKS[shape.look]
@@ -173,7 +174,8 @@ def _artists(shape: Drawn) -> Iterator[Any]:
         size = 0.72 * look.size
         yield Words(
             shape.x, shape.y, shape.words, color=look.fill, fontsize=size, ha=sides[shape.anchor], weight=weight,
-            parse_math=False,
+            parse_math=False, path_effects=[withStroke(linewidth=0.72 * look.width, foreground=look.stroke)]
+            if look.stroke else None,
         )  # fmt: skip
     elif isinstance(shape, Rect):
         yield Rectangle((shape.x, shape.y), shape.width, shape.height, **_filled(look))

@@ -38,8 +38,10 @@ from offbeat.runtime.stamps import Stamp
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-SHAPES: Final = 3000
+SHAPES: Final = 2000
 """About how many shapes of each sort a diagram has before they are merged."""
+_COARSE: Final = 100
+"""A lane is divided into at least so many columns."""
 
 
 class Scene:
@@ -86,7 +88,7 @@ class Scene:
         start, stop = window or (self.start, self.stop)
         if start > stop:
             raise UsageError(f"a window from {start:g} to {stop:g} ends before it begins: give the earlier time first.")
-        view = _View(start, stop, max(1, shapes // max(1, self.run.size)), shapes)
+        view = _View(start, stop, max(_COARSE, shapes // max(1, self.run.size)), shapes)
         return Lanes(
             self.title,
             self.axis,
@@ -137,9 +139,9 @@ class _View:
         """Which column of the drawing each time falls into."""
         return np.floor((times - self.start) / self.width).astype(np.int64)
 
-    def thinned(self, name: str, found: Ints, keys: Sequence[Ints]) -> list[list[int]]:
-        """What is drawn together: each by itself, or, if they are too many, all that have the same keys."""
-        if len(found) <= self.shapes:
+    def thinned(self, name: str, found: Ints, keys: Sequence[Ints], each: int = 1) -> list[list[int]]:
+        """What is drawn together: each by itself, or, if that were too many shapes, all that have the same keys."""
+        if len(found) * each <= self.shapes:
             return [[index] for index in found.tolist()]
         order = found[np.lexsort([key[found] for key in keys])]
         same = np.logical_and.reduce([key[order][1:] == key[order][:-1] for key in keys])
@@ -161,7 +163,7 @@ class _Lane:
         self._pieces = found
         self.starts = np.array([piece.start for piece in found])
         self.stops = np.array([piece.stop for piece in found])
-        self._spent = {kind: self._sums(kind) for kind in dict.fromkeys(piece.kind for piece in found)}
+        self._spent = {kind: self._sums(kind) for kind in sorted({piece.kind for piece in found})}
 
     def _sums(self, kind: str) -> Floats:
         """How much time of a kind there was before each span."""
@@ -209,7 +211,7 @@ class _Bands:
         long = self._stops - self._starts >= view.width
         # A long one is never merged: its own number is its column.
         column = np.where(long, -1 - np.arange(len(long)), view.column(self._starts))
-        for group in view.thinned("collectives", found, (self._members, column)):
+        for group in view.thinned("collectives", found, (self._members, column), max(1, len(self._index) - 1)):
             yield self._band(group[0]) if len(group) == 1 else self._merged(group)
 
     def _over(self, one: Meeting) -> float:

@@ -17,6 +17,7 @@ class Look(NamedTuple):
 
     fill: str | None = None
     stroke: str | None = None
+    """Around it; around letters, a halo."""
     width: float = 1.0
     opacity: float = 1.0
     dash: tuple[float, ...] = ()
@@ -120,9 +121,9 @@ LOOKS: Final[Mapping[str, Look]] = {
     "title": Look(INK, size=15.0, bold=True),
     "name": Look(INK, size=12.0),
     "words": Look(GREY, size=11.0),
-    "inside": Look(INK, size=10.0),
-    "cut words": Look(BLACK, size=11.0, bold=True),
-    "wrong cut words": Look(VERMILLION, size=11.0, bold=True),
+    "inside": Look(INK, "#ffffff", 2.5, size=10.0),
+    "cut words": Look(BLACK, "#ffffff", 2.5, size=11.0, bold=True),
+    "wrong cut words": Look(VERMILLION, "#ffffff", 2.5, size=11.0, bold=True),
 }
 """By name, as shapes refer to them."""
 

@@ -44,8 +44,13 @@ class Meeting(Struct):
     lost: set[int] = set()
     """Processes that must have entered, since they have entered later ones, but whose entry was written over."""
 
+    last: tuple[float, float] | None = None
+    """When the last and the one before it entered, once all have; those that are lost are not counted."""
+
     def ready(self, call: Call, process: int, names: Sequence[str]) -> float:
         """When the last had entered of those that a process needs before it can leave."""
+        if call.root is None and self.last is not None:
+            return self.last[self.entries.get(process) == self.last[0]]
         entered = {names[one]: time for one, time in self.entries.items()}
         entered |= {names[one]: -math.inf for one in self.lost}
         return max((entered.get(name, math.inf) for name in call.needs(names[process])), default=-math.inf)
@@ -71,6 +76,9 @@ def meetings(run: Computation, times: Times) -> dict[Key, Meeting]:
         absent = members - meeting.entries.keys()
         later = {one for one in absent if latest.get((group, one), 0) > sequence}
         meeting.lost = later | (absent & meeting.exits.keys())
+        if not absent - meeting.lost:
+            times = sorted([-math.inf, -math.inf, *meeting.entries.values()])
+            meeting.last = times[-1], times[-2]
     return found
 
 
