@@ -25,7 +25,7 @@ from offbeat.runtime.launch import Launcher
 from offbeat.strategies import available
 from offbeat.tasks.digits import Digits
 
-COMMANDS = ["run", "explain", "doctor", "strategies", "check", "bench", "keys", "ps", "stop", "logs"]
+COMMANDS = ["run", "explain", "doctor", "strategies", "check", "ps", "stop", "logs", "bench", "keys"]
 BENCH_OPTIONS = {
     "--ranks", "-r", "--size", "--sizes", "--simulate", "--network", "--inside", "--hosts", "--per-host", "--ports",
     "--collective", "--peers", "--blocks", "--out", "-o", "--picture", "--format",
@@ -37,7 +37,7 @@ RUN_OPTIONS = {
     "--replace", "--watch",
     "--format",
 }  # fmt: skip
-EXPLAIN_OPTIONS = {"--draw", "--window", "--cut", "--export", "--as", "--pattern", "--format"}
+EXPLAIN_OPTIONS = {"--draw", "--window", "--cut", "--export", "--as", "--pattern", "--execution", "--format"}
 EXPORTS = [
     "Data", "Host", "Hosts", "IterativeTask", "OffbeatError", "Result", "Strategy", "Task", "Team", "__version__",
     "accuracy", "fit", "init", "parse",

@@ -99,6 +99,29 @@ def test_a_log_of_any_form_is_read_by_its_pattern(offbeat_: Offbeat, tmp_path: P
     assert said.out.startswith("2 processes, 2 events, 1 messages.")
 
 
+SEVERAL = """\
+(?<host>\\S*) (?<clock>{.*})\\n(?<event>.*)
+^=== (?<trace>.*) ===$
+=== first ===
+a {"a": 1}
+alone
+=== second ===
+a {"a": 1}
+ask
+b {"b": 1, "a": 1}
+heard
+"""
+
+
+def test_of_several_executions_in_a_log_one_is_named(offbeat_: Offbeat, tmp_path: Path) -> None:
+    log = write(tmp_path / "a.log", SEVERAL)
+    assert "holds several executions: name one of first, second" in offbeat_("explain", log).err
+    assert "has no execution 'third'" in offbeat_("explain", log, "--execution", "third").err
+    assert offbeat_("explain", log, "--execution", "second").out.startswith("2 processes, 2 events, 1 messages.")
+    with pytest.raises(UsageError, match=r"the clock in line 9 of the log knows of event 4 of 'a'"):
+        parse(SEVERAL.replace('"b": 1, "a": 1', '"b": 1, "a": 4'), execution="second")
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [

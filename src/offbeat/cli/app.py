@@ -144,6 +144,9 @@ PatternOption = Annotated[
         help="How the events of a log are written, with groups (?<host>), (?<clock>) and (?<event>), as in ShiViz.",
     ),
 ]
+ExecutionOption = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Which execution, of a log that tells of several.")
+]
 LargestSize = Annotated[
     str | None,
     typer.Option(
@@ -253,6 +256,7 @@ def explain(
     export: ExportOption = None,
     kind: KindOption = None,
     pattern: PatternOption = None,
+    execution: ExecutionOption = None,
     output: FormatOption = Format.text,
 ) -> None:
     """Say who waited for whom in a run, and who held the others up; draw it.
@@ -263,7 +267,7 @@ def explain(
     from offbeat.cli.explain import explain
     from offbeat.cli.wanted import Wanted
 
-    wanted = Wanted(draw, window, tuple(cut or ()), export, kind, pattern)
+    wanted = Wanted(draw, window, tuple(cut or ()), export, kind, pattern, execution)
     explain(path, wanted, as_json=output is Format.json)
 
 

@@ -22,8 +22,9 @@ def explain(path: Path, wanted: Wanted, as_json: bool) -> None:
     """A run by its folder, or a log of any program by its file."""
     if path.is_file():
         explain_log(path, wanted, as_json)
-    elif wanted.pattern is not None:
-        raise UsageError(f"--pattern is for logs of other programs, and {path} is no file: give one, or leave it away.")
+    elif wanted.pattern is not None or wanted.execution is not None:
+        option = "--pattern" if wanted.pattern is not None else "--execution"
+        raise UsageError(f"{option} is for logs of other programs, and {path} is no file: give one, or leave it away.")
     else:
         explain_run(path, as_json, wanted)
 

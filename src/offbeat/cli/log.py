@@ -17,12 +17,12 @@ from offbeat.protocols.causality.shiviz import parse
 def explain_log(path: Path, wanted: Wanted, as_json: bool) -> None:
     """Print what a log says, and do what else is wanted with it."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read as a log: {error}. Give a text file with vector clocks.") from error
-    log = parse(text, wanted.pattern)
+    log = parse(text, wanted.pattern, wanted.execution)
     found = account(log)
-    done = wanted.done(Scene(log.computation, path.name))
+    done = wanted.done(Scene(log.computation, " ".join([path.name, *([wanted.execution] if wanted.execution else [])])))
     if as_json:
         print(json.dumps({"log": str(path), **found.plain(), **done.plain}))
     else:

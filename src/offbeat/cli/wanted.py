@@ -29,6 +29,8 @@ class Wanted:
     kind: str | None = None
     pattern: str | None = None
     """How the events of a log of another program are written."""
+    execution: str | None = None
+    """Which of several that such a log tells of."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, before anything is read."""

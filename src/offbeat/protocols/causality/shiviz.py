@@ -61,8 +61,8 @@ def write(computation: Computation) -> str:
     return "".join(_written(computation, hosts, place) for place in computation.order)
 
 
-def parse(text: str, pattern: str | None = None) -> Log:
-    """The computation that a log tells of.
+def parse(text: str, pattern: str | None = None, execution: str | None = None) -> Log:
+    """The computation that a log tells of; of several in one log, the one of this name.
 
     If the log begins with a line that is such an expression, that one is used, as in ShiViz; if no pattern is given,
     the one of `PATTERNS` that fits most of the log. What does not fit is refused with its line: text between the
@@ -70,6 +70,7 @@ def parse(text: str, pattern: str | None = None) -> Log:
     that are not in the log.
     """
     expression, body, line = _heading(text, pattern)
+    body, line = _execution(expression, body, line, execution)
     histories = defaultdict[Name, list[_Entry]](list)
     for entry in _entries(expression, body, line):
         histories[entry.host].append(entry)
@@ -91,10 +92,7 @@ def parse(text: str, pattern: str | None = None) -> Log:
 
 def compiled(pattern: str) -> re.Pattern[str]:
     """A pattern in the notation of ShiViz, which is JavaScript's, as one of Python's."""
-    try:
-        expression = re.compile(re.sub(r"\(\?<(?![=!])", "(?P<", pattern), re.MULTILINE)
-    except re.error as error:
-        raise UsageError(f"{pattern!r} is no regular expression: {error}.") from None
+    expression = _compiled(pattern)
     missing = {"host", "clock", "event"} - expression.groupindex.keys()
     if missing:
         raise UsageError(
@@ -102,6 +100,13 @@ def compiled(pattern: str) -> re.Pattern[str]:
             f"and (?<event>…)."
         )
     return expression
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(re.sub(r"\(\?<(?![=!])", "(?P<", pattern), re.MULTILINE)
+    except re.error as error:
+        raise UsageError(f"{pattern!r} is no regular expression: {error}.") from None
 
 
 def _written(computation: Computation, hosts: Sequence[Name], place: Place) -> str:
@@ -119,6 +124,37 @@ def _heading(text: str, pattern: str | None) -> tuple[re.Pattern[str], str, int]
     if pattern is not None:
         return compiled(pattern), text, 1
     return max(map(compiled, PATTERNS), key=lambda one: _covered(one, text)), text, 1
+
+
+def _execution(expression: re.Pattern[str], text: str, line: int, wanted: str | None) -> tuple[str, int]:
+    """The part of a log that tells of one execution, and the number of its first line.
+
+    As in ShiViz, the line below the expression may be one that fits what stands between executions; its group `trace`,
+    if it has one, names the execution that follows.
+    """
+    delimiter, _, rest = text.partition("\n")
+    if line == 1 or not delimiter.strip() or expression.match(text):
+        parts = {"1": (text, line)}
+    else:
+        parts = dict(_parts(_compiled(delimiter.strip()), rest, line + 1))
+    if wanted is None and len(parts) == 1:
+        return next(iter(parts.values()))
+    if wanted not in parts:
+        which = "holds several executions" if wanted is None else f"has no execution {wanted!r}"
+        raise UsageError(f"this log {which}: name one of {', '.join(parts)}.")
+    return parts[wanted]
+
+
+def _parts(delimiter: re.Pattern[str], text: str, line: int) -> Iterator[tuple[str, tuple[str, int]]]:
+    """Executions by name, those without events left out; without a name, by number."""
+    name, start, number = "", 0, 0
+    for match in (*delimiter.finditer(text), None):
+        part = text[start : len(text) if match is None else match.start()]
+        if part.strip():
+            number += 1
+            yield name or str(number), (part, line + text.count("\n", 0, start))
+        if match is not None:
+            name, start = match.groupdict(default="").get("trace", "").strip(), match.end()
 
 
 def _covered(expression: re.Pattern[str], text: str) -> int:
