@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from cli_support import Offbeat, in_process, write
 from offbeat.errors import UsageError
 from offbeat.monitor.accounts import account, longest_chain
 from offbeat.monitor.exporting import export, exported
+from offbeat.monitor.scenes import Scene
 from offbeat.protocols.causality.histories import Computation
 from offbeat.protocols.causality.shiviz import Log, parse
 from offbeat.runtime.launch import Launcher
@@ -68,7 +70,13 @@ def test_cuts_of_a_log_are_judged_drawn_and_exported(offbeat_: Offbeat, tmp_path
     assert not cut["consistent"]
     assert cut["words"].startswith("client's event 3 (local: heard the answer) is in the cut, but its cause is not")
     assert "heard the answer" in (tmp_path / "a.svg").read_text()
-    for name, kind in (("b.shiviz", None), ("b.perfetto", None), ("b.jsonl", None), ("b.txt", "jsonl")):
+    for name, kind in (
+        ("b.shiviz", None),
+        ("b.perfetto", None),
+        ("b.json", None),
+        ("b.jsonl", None),
+        ("b.txt", "jsonl"),
+    ):
         assert offbeat_("explain", log, "--export", name, *(["--as", kind] if kind else [])).code == 0
     assert (tmp_path / "b.txt").read_text() == (tmp_path / "b.jsonl").read_text()
     assert parse((tmp_path / "b.shiviz").read_text()).computation.lengths == (3, 3)
@@ -163,7 +171,65 @@ def test_pairs_and_chains_are_counted_rightly(run: Computation) -> None:
 
 
 def test_a_trace_of_a_log_without_times_has_logical_ones(tmp_path: Path) -> None:
-    trace = json.loads(exported(lines(2, 1, edges=[((0, 1), (1, 1))]), "perfetto"))["traceEvents"]
+    scene = Scene(lines(2, 1, edges=[((0, 1), (1, 1))]))
+    trace = json.loads(exported(scene, "trace"))["traceEvents"]
     assert {(one["pid"], one["ts"]) for one in trace if one["ph"] == "X"} == {(0, 0.0), (0, 1000.0), (1, 1000.0)}
     with pytest.raises(UsageError, match="nothing is exported as 'csv'"):
-        export(lines(1), tmp_path / "a.csv", "csv")
+        export(scene, tmp_path / "a.csv", "csv")
+
+
+Fields = list[tuple[int, int | bytes]]
+
+
+def decoded(text: bytes) -> Fields:
+    """The fields of a message in Protocol Buffers' encoding."""
+    at, found = 0, Fields()
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = text[at]
+            at += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    while at < len(text):
+        key = varint()
+        if key & 7 == 0:
+            found.append((key >> 3, varint()))
+        else:
+            length = 8 if key & 7 == 1 else varint()
+            value = text[at : at + length]
+            found.append((key >> 3, int.from_bytes(value, "little") if key & 7 == 1 else value))
+            at += length
+    return found
+
+
+@few
+@given(computations(4, 60))
+def test_a_trace_for_perfetto_has_tracks_that_nest_and_flows_that_lead_on(run: Computation) -> None:
+    scene = Scene(run)
+    packets = [dict(decoded(value)) for number, value in decoded(exported(scene, "perfetto")) if number == 1]  # type: ignore[arg-type]
+    tracks = [dict(decoded(one[60])) for one in packets if 60 in one]  # type: ignore[arg-type]
+    assert [one[2].decode() for one in tracks if 5 not in one] == list(run.processes)  # type: ignore[union-attr]
+    events = [(one[8], decoded(one[11])) for one in packets if 11 in one]  # type: ignore[arg-type]
+    assert [time for time, _ in events] == sorted(time for time, _ in events)  # type: ignore[type-var]
+    depth, begun, ended = defaultdict[int, int](int), dict[int, int](), dict[int, int]()
+    for time, fields in events:
+        known = dict(fields)
+        assert known[11] in {one[1] for one in tracks}
+        depth[known[11]] += {1: 1, 2: -1, 3: 0}[known[9]]  # type: ignore[index]
+        assert 0 <= depth[known[11]] <= 1  # type: ignore[index]
+        begun |= {value: time for number, value in fields if number == 47}  # type: ignore[misc]
+        ended |= {value: time for number, value in fields if number == 48}  # type: ignore[misc]
+    assert begun.keys() == ended.keys()
+    assert all(begun[flow] <= ended[flow] for flow in begun)
+    lanes = scene.lanes()
+    held = 0
+    for band in lanes.bands:
+        came = [stay.start for stay in band.stays if stay.lane == band.last]
+        held += sum(stay.lane != band.last and stay.stop >= came[0] for stay in band.stays) if came else 0
+    assert len(begun) == len(lanes.arrows) + held

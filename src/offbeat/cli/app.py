@@ -132,10 +132,11 @@ CutOption = Annotated[
     ),
 ]
 ExportOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write it for other tools: .shiviz, .perfetto or .jsonl.")
+    Path | None, typer.Option(metavar="FILE", help="Write it for other tools: .shiviz, .perfetto, .json or .jsonl.")
 ]
 KindOption = Annotated[
-    str | None, typer.Option("--as", metavar="shiviz|perfetto|jsonl", help="Export as this, whatever the name says.")
+    str | None,
+    typer.Option("--as", metavar="shiviz|perfetto|trace|jsonl", help="Export as this, whatever the name says."),
 ]
 PatternOption = Annotated[
     str | None,

@@ -64,8 +64,8 @@ class Wanted:
             told.lines += [f"Drawn: {self.draw}", *(f"  {note}" for note in lanes.notes)]
             told.plain["drawn"] = str(self.draw)
         if self.export is not None:
-            kind = export(scene.run, self.export, self.kind)
-            told.lines.append(f"Exported for {kind}: {self.export}" if kind != "jsonl" else f"Exported: {self.export}")
+            kind = export(scene, self.export, self.kind)
+            told.lines.append(f"Exported as {kind}: {self.export}")
             told.plain["exported"] = str(self.export)
         return told
 

@@ -1,4 +1,4 @@
-"""A run for other tools: a ShiViz log, a trace for Perfetto, lines of JSON."""
+"""A run for other tools: a ShiViz log, traces for Perfetto, lines of JSON."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Final
 from msgspec import structs
 
 from offbeat.errors import OutputError, UsageError, did_you_mean
+from offbeat.monitor.scenes import Scene
+from offbeat.monitor.tracks import track_events
 from offbeat.protocols.causality.exports import json_lines, perfetto
 from offbeat.protocols.causality.histories import Computation
 from offbeat.protocols.causality.shiviz import write
@@ -19,10 +21,13 @@ ENDINGS: Final[Mapping[str, str]] = {
     ".log": "shiviz",
     ".jsonl": "jsonl",
     ".perfetto": "perfetto",
-    ".json": "perfetto",
+    ".pftrace": "perfetto",
+    ".json": "trace",
 }
 """Which kind a name's ending stands for."""
-KINDS: Final = ("shiviz", "perfetto", "jsonl")
+KINDS: Final = ("shiviz", "perfetto", "trace", "jsonl")
+"""`perfetto` is its own format, `trace` the older one in JSON, which chrome://tracing reads, too."""
+_EVERYTHING: Final = 10**9
 
 
 def kind_of(path: Path, kind: str | None = None) -> str:
@@ -37,23 +42,27 @@ def kind_of(path: Path, kind: str | None = None) -> str:
     return found
 
 
-def export(run: Computation, path: Path, kind: str | None = None) -> str:
+def export(scene: Scene, path: Path, kind: str | None = None) -> str:
     """Write a run for another tool; answers as which kind."""
     found = kind_of(path, kind)
     try:
-        path.write_text(exported(run, found), encoding="utf-8")
+        path.write_bytes(exported(scene, found))
     except OSError as error:
         raise OutputError(f"{path} cannot be written: {error.strerror or error}. Give another place.") from error
     return found
 
 
-def exported(run: Computation, kind: str) -> str:
-    """The text of an export."""
+def exported(scene: Scene, kind: str) -> bytes:
+    """What an export holds."""
+    if kind == "perfetto":
+        return track_events(scene.lanes(shapes=_EVERYTHING))
     if kind == "shiviz":
-        return write(run)
-    if kind == "jsonl":
-        return "".join(f"{line}\n" for line in json_lines(run))
-    return json.dumps(perfetto(_timed(run))) + "\n"
+        text = write(scene.run)
+    elif kind == "jsonl":
+        text = "".join(f"{line}\n" for line in json_lines(scene.run))
+    else:
+        text = json.dumps(perfetto(_timed(scene.run))) + "\n"
+    return text.encode()
 
 
 def _timed(run: Computation) -> Computation:

@@ -77,8 +77,8 @@ def meetings(run: Computation, times: Times) -> dict[Key, Meeting]:
         later = {one for one in absent if latest.get((group, one), 0) > sequence}
         meeting.lost = later | (absent & meeting.exits.keys())
         if not absent - meeting.lost:
-            times = sorted([-math.inf, -math.inf, *meeting.entries.values()])
-            meeting.last = times[-1], times[-2]
+            entered = sorted([-math.inf, -math.inf, *meeting.entries.values()])
+            meeting.last = entered[-1], entered[-2]
     return found
 
 
