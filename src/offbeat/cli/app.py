@@ -263,9 +263,11 @@ def explain(
     """Say who waited for whom in a run, and who held the others up; draw it.
 
     Exit codes: 0 nobody waited in vain, 10 a deadlock, 11 different calls, 12 somebody waited for a worker that had
-    ended, 13 a worker had been missing for long, 20 a cut that was asked about is not consistent.
+    ended, 13 a worker had been missing for long.
+
+    With --cut: 20 if it is not consistent, and nothing else was wrong.
     """
-    from offbeat.cli.explain import explain
+    from offbeat.cli.pictured import explain
     from offbeat.cli.wanted import Wanted
 
     wanted = Wanted(draw, window, tuple(cut or ()), export, kind, pattern, execution)

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
 
-from offbeat.cli.log import explain_log
-from offbeat.cli.wanted import Done, Wanted
-from offbeat.errors import UsageError
 from offbeat.monitor import EXIT_CODES, Blame, Judge, Recorded, Verdict, blame, recorded
-from offbeat.monitor.scenes import Scene
 from offbeat.runtime.records import RunFolder
 
 
-def explain(path: Path, wanted: Wanted, as_json: bool) -> None:
-    """A run by its folder, or a log of any program by its file."""
-    if path.is_file():
-        explain_log(path, wanted, as_json)
-    elif wanted.pattern is not None or wanted.execution is not None:
-        option = "--pattern" if wanted.pattern is not None else "--execution"
-        raise UsageError(f"{option} is for logs of other programs, and {path} is no file: give one, or leave it away.")
-    else:
-        explain_run(path, as_json, wanted)
+def explain_run(path: Path, as_json: bool, more: Mapping[str, Any] | None = None) -> None:
+    """Print the verdict on a run, who waited for whom at its end, and what each worker cost the others.
 
-
-def explain_run(path: Path, as_json: bool, wanted: Wanted) -> None:
-    """Print the verdict on a run, who waited for whom at its end, and what each worker cost the others."""
+    `more` is added to what is printed as JSON.
+    """
     folder = RunFolder.open(path)
     events = recorded(folder.path)
     known = folder.read()
@@ -40,14 +29,11 @@ def explain_run(path: Path, as_json: bool, wanted: Wanted) -> None:
     verdict = _verdict(known, judge)
     waiting = [] if known.get("state", "").startswith("finished") else judge.waiting()
     blamed = blame(events.stamps)
-    done = wanted.done(Scene.of(events.stamps, folder.path.name, events.dropped)) if wanted.anything else Done()
     if as_json:
-        print(json.dumps(_plain(folder, known, verdict, waiting, blamed, events) | done.plain))
+        print(json.dumps(_plain(folder, known, verdict, waiting, blamed, events) | dict(more or {})))
     else:
         _print(verdict, waiting, blamed, events)
-        for line in done.lines:
-            typer.echo(line)
-    raise typer.Exit(done.code if verdict is None else EXIT_CODES[verdict.kind])
+    raise typer.Exit(0 if verdict is None else EXIT_CODES[verdict.kind])
 
 
 def _verdict(known: dict[str, Any], judge: Judge) -> Verdict | None:
