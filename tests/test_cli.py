@@ -25,7 +25,7 @@ from offbeat.runtime.launch import Launcher
 from offbeat.strategies import available
 from offbeat.tasks.digits import Digits
 
-COMMANDS = ["run", "explain", "doctor", "strategies", "check", "bench", "keys"]
+COMMANDS = ["run", "explain", "doctor", "strategies", "check", "ps", "stop", "logs", "bench", "keys"]
 BENCH_OPTIONS = {
     "--ranks", "-r", "--size", "--sizes", "--simulate", "--network", "--inside", "--hosts", "--per-host", "--ports",
     "--collective", "--peers", "--blocks", "--out", "-o", "--picture", "--format",
@@ -37,6 +37,7 @@ RUN_OPTIONS = {
     "--replace", "--watch",
     "--format",
 }  # fmt: skip
+EXPLAIN_OPTIONS = {"--draw", "--window", "--cut", "--export", "--as", "--pattern", "--execution", "--format"}
 EXPORTS = [
     "Data", "Host", "Hosts", "IterativeTask", "OffbeatError", "Result", "Strategy", "Task", "Team", "__version__",
     "accuracy", "fit", "init", "parse",
@@ -101,7 +102,10 @@ def options_of(*path: str) -> set[str]:
 def test_the_commands_and_their_options_are_these() -> None:
     assert list(typer.main.get_command(app).commands) == COMMANDS  # pyright: ignore[reportAttributeAccessIssue]
     assert options_of("run") == RUN_OPTIONS
-    assert options_of("explain") == {"--format"}
+    assert options_of("explain") == EXPLAIN_OPTIONS
+    assert options_of("ps") == {"--all", "-a", "--format"}
+    assert options_of("stop") == {"--kill", "--within", "--out", "-o"}
+    assert options_of("logs") == {"--rank", "-r", "--server", "--follow", "-f", "--out", "-o"}
     assert options_of("doctor") == {"--format"}
     assert options_of("strategies") == {"--format"}
     assert options_of("check") == {"--workers", "-w", "--hosts", "--format"}
@@ -302,7 +306,7 @@ def test_a_run_leaves_its_records(offbeat_: Offbeat, tmp_path: Path) -> None:
         "run.json", "metrics.jsonl", "logs", "checkpoint", "model.safetensors",
     }  # fmt: skip
     record = json.loads((run / "run.json").read_text())
-    assert set(record) == {"config", "environment", "state", "result"}
+    assert set(record) == {"config", "environment", "state", "process", "result"}
     assert record["state"] == "finished"
     assert record["config"]["workers"] == 2
     assert record["config"]["what"]["task"]["arguments"] == {"rate": 0.02}

@@ -112,7 +112,11 @@ def test_a_worker_that_is_slow_in_every_step_is_the_straggler(offbeat_: Offbeat,
     worst = told["blame"][0]
     assert worst["worker"] == "worker 1"
     assert worst["without"] < 0.7 * worst["seconds"]
-    assert "straggler: worker 1 was last in" in offbeat_("explain", "runs/latest").out
+    drawn = offbeat_("explain", "runs/latest", "--draw", "slow.svg", "--cut", "latest", "--export", "slow.shiviz")
+    assert "straggler: worker 1 was last in" in drawn.out
+    assert drawn.out.count("): consistent.") == 1
+    assert "called at slow.py" in (tmp_path / "slow.svg").read_text()
+    assert offbeat_("explain", "slow.shiviz").out.startswith("2 processes, ")
 
 
 def test_an_error_of_its_own_stays_the_reason(offbeat_: Offbeat, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from offbeat.errors import CheckpointError, OutputError, RunError, TaskError, UsageError, VerdictError
 from offbeat.jobs import Job, Script, agreed_workers, earlier, named, plain_target, resolve, short_name, target_of
 from offbeat.monitor import Verdict, Watch
@@ -33,6 +35,7 @@ from offbeat.runtime.launch import (
     threads_for,
     worker_environment,
 )
+from offbeat.runtime.processes import passport
 from offbeat.runtime.records import RunFolder, environment
 from offbeat.serving import Serving, servers_of, serving
 from offbeat.strategies import Strategy
@@ -360,7 +363,7 @@ def _folder_for(job: Job) -> RunFolder:
                 f"{folder.path} is a run of {named(known)}, not of {named(config['what'])}. Give the run of this "
                 f"task, or start a new one."
             )
-    folder.write(config=config, environment=environment(), state="running")
+    folder.write(config=config, environment=environment(), state="running", process=msgspec.to_builtins(passport()))
     return folder
 
 

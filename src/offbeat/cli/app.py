@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from offbeat._version import __version__
+from offbeat.cli import alive
 from offbeat.cli.bench_server import EPILOG as SERVER_EXAMPLES
 from offbeat.cli.bench_server import server
 from offbeat.errors import OffbeatError, UsageError, VerdictError, WorkerError
@@ -114,6 +115,39 @@ Watching = Annotated[
         "explain`.",
     ),
 ]
+DrawOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Draw the space-time diagram: .svg, or .png (which needs matplotlib)."),
+]
+WindowOption = Annotated[
+    str | None, typer.Option(metavar="FROM..TO", help="Draw this part of it only, e.g. [bold]3s..4s[/bold].")
+]
+CutOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="CUT",
+        help="Say whether a cut is consistent, and draw it: [bold]latest[/bold], [bold]3.5s[/bold], [bold]past worker "
+        "0:123[/bold] (all that can have caused this event), or [bold]worker 0:123, worker 1:120[/bold] (so many "
+        "events of each); may be given several times.",
+    ),
+]
+ExportOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write it for other tools: .shiviz, .perfetto, .json or .jsonl.")
+]
+KindOption = Annotated[
+    str | None,
+    typer.Option("--as", metavar="shiviz|perfetto|trace|jsonl", help="Export as this, whatever the name says."),
+]
+PatternOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="REGEX",
+        help="How the events of a log are written, with groups (?<host>), (?<clock>) and (?<event>), as in ShiViz.",
+    ),
+]
+ExecutionOption = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Which execution, of a log that tells of several.")
+]
 LargestSize = Annotated[
     str | None,
     typer.Option(
@@ -205,22 +239,39 @@ def run(
 @app.command(
     no_args_is_help=True,
     epilog="Examples: offbeat run train.py --workers 2 --watch, then offbeat explain runs/latest [dim]|[/dim] "
-    "offbeat explain runs/latest --format json",
+    "offbeat explain runs/latest --draw run.svg --window 3s..4s --cut latest [dim]|[/dim] "
+    "offbeat explain runs/latest --export run.perfetto [dim]|[/dim] offbeat explain other.log --cut 'a:3, b:4'",
 )
 def explain(
-    folder: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The folder of a run that was made with [bold]--watch[/bold].")
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|LOG",
+            help="The folder of a run that was made with [bold]--watch[/bold], or a log with vector clocks of any "
+            "program, as ShiViz and GoVector have them.",
+        ),
     ],
+    draw: DrawOption = None,
+    window: WindowOption = None,
+    cut: CutOption = None,
+    export: ExportOption = None,
+    kind: KindOption = None,
+    pattern: PatternOption = None,
+    execution: ExecutionOption = None,
     output: FormatOption = Format.text,
 ) -> None:
-    """Say who waited for whom in a run, and who held the others up.
+    """Say who waited for whom in a run, and who held the others up; draw it.
 
     Exit codes: 0 nobody waited in vain, 10 a deadlock, 11 different calls, 12 somebody waited for a worker that had
     ended, 13 a worker had been missing for long.
-    """
-    from offbeat.cli.explain import explain_run
 
-    explain_run(folder, as_json=output is Format.json)
+    With --cut: 20 if it is not consistent, and nothing else was wrong.
+    """
+    from offbeat.cli.pictured import explain
+    from offbeat.cli.wanted import Wanted
+
+    wanted = Wanted(draw, window, tuple(cut or ()), export, kind, pattern, execution)
+    explain(path, wanted, as_json=output is Format.json)
 
 
 @app.command(epilog="Example: offbeat doctor --format json > report.json")
@@ -405,6 +456,19 @@ def keys_allow(
     from offbeat.cli.keys import allow_key
 
     allow_key(file, public)
+
+
+app.command(rich_help_panel=MORE, epilog="Examples: offbeat ps [dim]|[/dim] offbeat ps --all --format json")(alive.ps)
+app.command(
+    rich_help_panel=MORE,
+    no_args_is_help=True,
+    epilog="Examples: offbeat stop runs/latest [dim]|[/dim] offbeat stop runs/latest --kill",
+)(alive.stop)
+app.command(
+    rich_help_panel=MORE,
+    no_args_is_help=True,
+    epilog="Examples: offbeat logs runs/latest --rank 3 [dim]|[/dim] offbeat logs runs/latest --server 0.1 --follow",
+)(alive.logs)
 
 
 def main() -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from offbeat.monitor import EXIT_CODES, Blame, Judge, Recorded, Verdict, blame, 
 from offbeat.runtime.records import RunFolder
 
 
-def explain_run(path: Path, as_json: bool) -> None:
-    """Print the verdict on a run, who waited for whom at its end, and what each worker cost the others."""
+def explain_run(path: Path, as_json: bool, more: Mapping[str, Any] | None = None) -> None:
+    """Print the verdict on a run, who waited for whom at its end, and what each worker cost the others.
+
+    `more` is added to what is printed as JSON.
+    """
     folder = RunFolder.open(path)
     events = recorded(folder.path)
     known = folder.read()
@@ -26,7 +30,7 @@ def explain_run(path: Path, as_json: bool) -> None:
     waiting = [] if known.get("state", "").startswith("finished") else judge.waiting()
     blamed = blame(events.stamps)
     if as_json:
-        print(json.dumps(_plain(folder, known, verdict, waiting, blamed, events)))
+        print(json.dumps(_plain(folder, known, verdict, waiting, blamed, events) | dict(more or {})))
     else:
         _print(verdict, waiting, blamed, events)
     raise typer.Exit(0 if verdict is None else EXIT_CODES[verdict.kind])

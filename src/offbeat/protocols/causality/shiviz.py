@@ -26,7 +26,15 @@ from offbeat.protocols.causality.histories import Computation, Event, Join, Plac
 from offbeat.protocols.machine import Name
 
 PATTERN: Final = r"(?<host>\S*) (?<clock>{.*})\n(?<event>.*)"
-"""What ShiViz takes if it is told nothing else."""
+"""What `write` writes, and GoVector by default."""
+PATTERNS: Final = (
+    PATTERN,
+    r"(?<event>.*)\n(?<host>\S*) (?<clock>{.*})",
+    r"^(?<host>\S+) (?<clock>{.*}) (?<event>.*)$",
+    r"(?<priority>[A-Z]+) (?<host>\S*) (?<clock>{.*})\n(?<event>.*)",
+    r"(?<timestamp>\d+) (?<host>\S*) (?<clock>{.*})\n(?<event>.*)",
+)
+"""What logs are often like; the second is what ShiViz takes if it is told nothing else."""
 
 
 class Log(NamedTuple):
@@ -53,19 +61,22 @@ def write(computation: Computation) -> str:
     return "".join(_written(computation, hosts, place) for place in computation.order)
 
 
-def parse(text: str, pattern: str = PATTERN) -> Log:
-    """The computation that a log tells of.
+def parse(text: str, pattern: str | None = None, execution: str | None = None) -> Log:
+    """The computation that a log tells of; of several in one log, the one of this name.
 
-    If the log begins with a line that is such an expression, that one is used, as in ShiViz. What does not fit is
-    refused with its line: text between the events, clocks that are none, a host's events that are not counted from 1
-    without a gap, clocks that know of events that are not in the log.
+    If the log begins with a line that is such an expression, that one is used, as in ShiViz; if no pattern is given,
+    the one of `PATTERNS` that fits most of the log. What does not fit is refused with its line: text between the
+    events, clocks that are none, a host's events that are not counted from 1 without a gap, clocks that know of events
+    that are not in the log.
     """
     expression, body, line = _heading(text, pattern)
+    body, line = _execution(expression, body, line, execution)
     histories = defaultdict[Name, list[_Entry]](list)
     for entry in _entries(expression, body, line):
         histories[entry.host].append(entry)
     if not histories:
-        raise UsageError(f"no event in this log fits {pattern!r}: give the pattern that its events have.")
+        fits = "the patterns that logs often have" if pattern is None else repr(pattern)
+        raise UsageError(f"no event in this log fits {fits}: give the pattern that its events have.")
     for host, entries in histories.items():
         entries.sort(key=lambda entry: entry.clock[host])
         _check_count(host, entries)
@@ -81,10 +92,7 @@ def parse(text: str, pattern: str = PATTERN) -> Log:
 
 def compiled(pattern: str) -> re.Pattern[str]:
     """A pattern in the notation of ShiViz, which is JavaScript's, as one of Python's."""
-    try:
-        expression = re.compile(re.sub(r"\(\?<(?![=!])", "(?P<", pattern), re.MULTILINE)
-    except re.error as error:
-        raise UsageError(f"{pattern!r} is no regular expression: {error}.") from None
+    expression = _compiled(pattern)
     missing = {"host", "clock", "event"} - expression.groupindex.keys()
     if missing:
         raise UsageError(
@@ -94,6 +102,13 @@ def compiled(pattern: str) -> re.Pattern[str]:
     return expression
 
 
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(re.sub(r"\(\?<(?![=!])", "(?P<", pattern), re.MULTILINE)
+    except re.error as error:
+        raise UsageError(f"{pattern!r} is no regular expression: {error}.") from None
+
+
 def _written(computation: Computation, hosts: Sequence[Name], place: Place) -> str:
     event = computation.event(place)
     clock = {hosts[i]: known for i, known in enumerate(computation.vector(place)) if known}
@@ -101,12 +116,50 @@ def _written(computation: Computation, hosts: Sequence[Name], place: Place) -> s
     return f"{hosts[place.process]} {json.dumps(clock)}\n{text}\n"
 
 
-def _heading(text: str, pattern: str) -> tuple[re.Pattern[str], str, int]:
+def _heading(text: str, pattern: str | None) -> tuple[re.Pattern[str], str, int]:
     """The expression to use, the text to use it on, and the number of its first line."""
     first, _, rest = text.partition("\n")
     if "(?<host>" in first and "(?<clock>" in first:
         return compiled(first.strip()), rest, 2
-    return compiled(pattern), text, 1
+    if pattern is not None:
+        return compiled(pattern), text, 1
+    return max(map(compiled, PATTERNS), key=lambda one: _covered(one, text)), text, 1
+
+
+def _execution(expression: re.Pattern[str], text: str, line: int, wanted: str | None) -> tuple[str, int]:
+    """The part of a log that tells of one execution, and the number of its first line.
+
+    As in ShiViz, the line below the expression may be one that fits what stands between executions; its group `trace`,
+    if it has one, names the execution that follows.
+    """
+    delimiter, _, rest = text.partition("\n")
+    if line == 1 or not delimiter.strip() or expression.match(text):
+        parts = {"1": (text, line)}
+    else:
+        parts = dict(_parts(_compiled(delimiter.strip()), rest, line + 1))
+    if wanted is None and len(parts) == 1:
+        return next(iter(parts.values()))
+    if wanted not in parts:
+        which = "holds several executions" if wanted is None else f"has no execution {wanted!r}"
+        raise UsageError(f"this log {which}: name one of {', '.join(parts)}.")
+    return parts[wanted]
+
+
+def _parts(delimiter: re.Pattern[str], text: str, line: int) -> Iterator[tuple[str, tuple[str, int]]]:
+    """Executions by name, those without events left out; without a name, by number."""
+    name, start, number = "", 0, 0
+    for match in (*delimiter.finditer(text), None):
+        part = text[start : len(text) if match is None else match.start()]
+        if part.strip():
+            number += 1
+            yield name or str(number), (part, line + text.count("\n", 0, start))
+        if match is not None:
+            name, start = match.groupdict(default="").get("trace", "").strip(), match.end()
+
+
+def _covered(expression: re.Pattern[str], text: str) -> int:
+    """How much of a text an expression fits."""
+    return sum(match.end() - match.start() for match in expression.finditer(text))
 
 
 def _entries(expression: re.Pattern[str], text: str, line: int) -> Iterator[_Entry]:

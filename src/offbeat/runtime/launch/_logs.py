@@ -10,11 +10,11 @@ _TAIL = 8192
 
 
 class LogFollower:
-    """Gives what is added to a log file, in whole lines; the file need not exist yet."""
+    """Gives what is added to a log file, in whole lines; the file need not exist yet. `whole`: what is there, too."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, whole: bool = False) -> None:
         self._path = path
-        self._position = path.stat().st_size if path.exists() else 0
+        self._position = path.stat().st_size if path.exists() and not whole else 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._unfinished = ""
 

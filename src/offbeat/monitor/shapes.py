@@ -1,0 +1,133 @@
+"""What pictures are made of: a few shapes in pixels, and how each sort of them looks.
+
+The colours are those of Okabe and Ito, which people with any kind of colour vision can tell apart; waiting is hatched,
+too, so that it is seen in black and white.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+Point = tuple[float, float]
+
+
+class Look(NamedTuple):
+    """How a sort of shape looks."""
+
+    fill: str | None = None
+    stroke: str | None = None
+    """Around it; around letters, a halo."""
+    width: float = 1.0
+    opacity: float = 1.0
+    dash: tuple[float, ...] = ()
+    hatch: str | None = None
+    """A colour to hatch the fill with."""
+    size: float = 11.0
+    """Of letters, in pixels."""
+    bold: bool = False
+
+
+class Rect(NamedTuple):
+    """A rectangle by its upper left corner."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    look: str
+    title: str = ""
+    """What is said when somebody points at it."""
+
+
+class Shape(NamedTuple):
+    """A polygon, or, if it is not closed, a line, which may have a head."""
+
+    points: tuple[Point, ...]
+    look: str
+    closed: bool = True
+    head: bool = False
+    title: str = ""
+
+
+class Dot(NamedTuple):
+    """A circle."""
+
+    x: float
+    y: float
+    radius: float
+    look: str
+    title: str = ""
+
+
+class Text(NamedTuple):
+    """Words, of which the anchor is at a point: their `start`, `middle` or `end`."""
+
+    x: float
+    y: float
+    words: str
+    look: str
+    anchor: str = "start"
+
+
+Drawn = Rect | Shape | Dot | Text
+
+
+class Drawing(NamedTuple):
+    """A whole picture: what is cut off at the edges of the plot, and what is around and above it."""
+
+    width: float
+    height: float
+    title: str
+    plot: Rect
+    inside: list[Drawn]
+    around: list[Drawn]
+
+
+BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE = (
+    "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7",
+)  # fmt: skip
+INK: Final = "#24292f"
+GREY: Final = "#6e7781"
+
+KINDS: Final[Mapping[str, Look]] = {
+    "compute": Look(SKY),
+    "wait": Look("#FBE7BF", hatch=ORANGE),
+    "communicate": Look(GREEN),
+    "input": Look(PURPLE),
+    "evaluate": Look(YELLOW),
+    "other": Look("#C9CED4"),
+}
+"""The kinds of time; any other looks like `other`."""
+LOOKS: Final[Mapping[str, Look]] = {
+    **KINDS,
+    "paper": Look("#ffffff"),
+    "lane": Look("#f1f3f5"),
+    "rail": Look(stroke="#adb5bd", width=1.5),
+    "grid": Look(stroke="#dfe3e8", width=1.0),
+    "band": Look(BLUE, BLUE, 0.6, 0.28),
+    "bands": Look(BLUE, None, 0.6, 0.14),
+    "missing": Look(stroke=VERMILLION, width=1.4, dash=(2.0, 3.0)),
+    "arrow": Look(INK, INK, 1.1, 0.85),
+    "step": Look(stroke=INK, width=1.2),
+    "mark": Look(VERMILLION, "#ffffff", 0.8),
+    "ending": Look(INK, "#ffffff", 0.8),
+    "kept": Look(BLUE, "#ffffff", 0.8),
+    "event": Look(BLUE, "#ffffff", 1.0),
+    "open": Look(VERMILLION),
+    "halo": Look(stroke="#ffffff", width=5.0, opacity=0.9),
+    "cut": Look(stroke=BLACK, width=2.0),
+    "wrong cut": Look(stroke=VERMILLION, width=2.2, dash=(7.0, 4.0)),
+    "title": Look(INK, size=15.0, bold=True),
+    "name": Look(INK, size=12.0),
+    "words": Look(GREY, size=11.0),
+    "inside": Look(INK, "#ffffff", 2.5, size=10.0),
+    "cut words": Look(BLACK, "#ffffff", 2.5, size=11.0, bold=True),
+    "wrong cut words": Look(VERMILLION, "#ffffff", 2.5, size=11.0, bold=True),
+}
+"""By name, as shapes refer to them."""
+
+
+def text_width(words: str, look: str) -> float:
+    """About how wide words are, in pixels."""
+    return 0.56 * LOOKS[look].size * len(words)
