@@ -1,7 +1,7 @@
 """How often the intervals of fitted laws hold the truth.
 
-Claim: of curves that follow a law with 3 % of noise, 90 % intervals hold the true f, sigma and kappa in at least 85 % of
-200 trials. Speed-ups on 1, 2, 4, 8 and 16 workers, three runs each; also where the truth lies at an end of its range
+Claim: of curves that follow a law with 3 % of noise, 90 % intervals hold the true f, sigma and kappa in at least 85 %
+of 200 trials. Speed-ups on 1, 2, 4, 8 and 16 workers, three runs each; also where the truth lies at an end of its range
 (nothing serial, no coherency), which is where intervals of this kind are at their weakest.
 """
 

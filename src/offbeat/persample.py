@@ -6,7 +6,7 @@ model for each example at hand, so it is for small models, now and then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.utils._pytree import tree_map  # pyright: ignore[reportPrivateUsage]
 from torch.utils.data import DataLoader, IterableDataset, Subset
 from torch.utils.hooks import RemovableHandle
 
@@ -83,8 +84,8 @@ class PerSample:
         for rate in (0.2, 0.5):
             with _dropout(self._model, rate):
                 found[f"dropout {rate:g}"] = self._compared(_unchanged, direction)
-        found[f"largest {_KEPT:.0%}"] = self._compared(_largest, direction)
-        found[f"random {_KEPT:.0%}"] = self._compared(_some, direction)
+        found[f"largest {100 * _KEPT:.0f} %"] = self._compared(_largest, direction)
+        found[f"random {100 * _KEPT:.0f} %"] = self._compared(_some, direction)
         return found
 
     def _compared(self, sparsify: Sparsify, direction: Tensor) -> Figures:
@@ -124,8 +125,7 @@ class PerSample:
 
         each = vmap(grad(loss), in_dims=(None, 0), randomness="different")
         for batch in self._part:
-            alone = torch.utils._pytree.tree_map(lambda one: one.unsqueeze(1), batch)  # pyright: ignore[reportPrivateUsage]
-            rows = each(named, alone)
+            rows = each(named, tree_map(_alone, batch))
             yield torch.cat([rows[name].flatten(1) for name in named], dim=1)
 
 
@@ -140,6 +140,11 @@ class _Loss(nn.Module):
     def forward(self, batch: Any) -> Tensor:
         """The loss on a batch."""
         return self._task.loss(self.model, batch)
+
+
+def _alone(rows: Tensor) -> Tensor:
+    """Every example as a batch of one."""
+    return rows.unsqueeze(1)
 
 
 def _refuse(model: nn.Module) -> None:
@@ -158,7 +163,7 @@ def _refuse(model: nn.Module) -> None:
 
 
 @contextmanager
-def _dropout(model: nn.Module, rate: float) -> Iterator[None]:
+def _dropout(model: nn.Module, rate: float) -> Generator[None]:
     layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)]
     chosen: Iterable[nn.Module] = layers[1:] or layers or [model]
 

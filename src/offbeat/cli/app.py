@@ -15,6 +15,7 @@ import typer
 from offbeat._version import __version__
 from offbeat.cli.bench_server import EPILOG as SERVER_EXAMPLES
 from offbeat.cli.bench_server import server
+from offbeat.cli.measuring import BATCH_EXAMPLES, SCALE_EXAMPLES, batch_size, scale
 from offbeat.errors import OffbeatError, UsageError, VerdictError, WorkerError
 
 app = typer.Typer(
@@ -405,6 +406,10 @@ def keys_allow(
     from offbeat.cli.keys import allow_key
 
     allow_key(file, public)
+
+
+app.command(rich_help_panel=MORE, no_args_is_help=True, epilog=SCALE_EXAMPLES)(scale)
+app.command("batch-size", rich_help_panel=MORE, no_args_is_help=True, epilog=BATCH_EXAMPLES)(batch_size)
 
 
 def main() -> NoReturn:

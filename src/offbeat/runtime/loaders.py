@@ -262,8 +262,8 @@ def _source_for(loader: Iterable[Any], place: Share, parts: Parts, split: bool) 
         return Whole(loader, place)
     if place.merge > 1 and not _is_indexed(loader):
         raise DataError(
-            f"weak scaling makes one batch of {place.merge}, but a {type(loader).__name__} that is no DataLoader over a "
-            f"map-style dataset hands out finished ones. Measure strong scaling, or give such a DataLoader."
+            f"weak scaling makes one batch of {place.merge}, but a {type(loader).__name__} that is no DataLoader over "
+            f"a map-style dataset hands out finished ones. Measure strong scaling, or give such a DataLoader."
         )
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return Cut(loader, place)
@@ -384,9 +384,7 @@ def _merged(batches: list[list[Any]], count: int) -> list[list[Any]]:
     """One batch of every so many."""
     if count == 1:
         return batches
-    return [
-        [index for batch in batches[at : at + count] for index in batch] for at in range(0, len(batches), count)
-    ]
+    return [[index for batch in batches[at : at + count] for index in batch] for at in range(0, len(batches), count)]
 
 
 class Streamed(Source):

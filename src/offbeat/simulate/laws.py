@@ -7,7 +7,7 @@ negative, with errors relative to what was measured, and what one worker does is
 An interval holds every value with which the law, its other parameters chosen as well as can be, misses the measured
 rates by not much more than it must: the sum of squares may grow by the factor 1 + t^2/(n - k), t from Student's
 distribution for n rates and k parameters. The values that a law allows together form a convex set, because what is
-asked of them is that a vector that is linear in them stays within an angle of another; so bounds are found by bisection.
+asked of them is that a vector that is linear in them stays within an angle of another; so bounds are bisected.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ def _allowed(
 ) -> Floats:
     """The best pair, and of a grid over both intervals those that miss by little enough."""
     top = min(kappas[1], 1.0)
-    sigma = np.linspace(*sigmas, _GRID)[:, np.newaxis, np.newaxis]
+    sigma = np.linspace(sigmas[0], sigmas[1], _GRID)[:, np.newaxis, np.newaxis]
     kappa = np.linspace(kappas[0], top, _GRID)[np.newaxis, :, np.newaxis]
     rows = y * (1 + sigma * (p - 1) + kappa * p * (p - 1))
     missed = len(p) - rows.sum(axis=2) ** 2 / np.square(rows).sum(axis=2)
