@@ -32,7 +32,7 @@ from offbeat.scaling._noise import by_samples, noise_of
 RESULTS = Path(__file__).parent / "results"
 STAGES = 3
 WITHIN = 0.15
-LENGTHS = {"digits": (360, 90, 4), "logistic": (240, 48, 8)}
+LENGTHS = {"digits": (360, 36, 4), "logistic": (240, 24, 8)}
 """Steps, passes over single examples, and how many times the task's batch."""
 
 
@@ -78,7 +78,7 @@ def summary(runs: list[list[dict[str, float]]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--seeds", type=int, default=5)
     asked = parser.parse_args()
     results: dict[str, Any] = {}
     bars: list[dict[str, Any]] = []

@@ -25,7 +25,7 @@ from offbeat.runtime.launch import Launcher
 from offbeat.strategies import available
 from offbeat.tasks.digits import Digits
 
-COMMANDS = ["run", "explain", "doctor", "strategies", "check", "bench", "keys", "scale", "batch-size"]
+COMMANDS = ["run", "explain", "doctor", "strategies", "check", "scale", "batch-size", "bench", "keys"]
 BENCH_OPTIONS = {
     "--ranks", "-r", "--size", "--sizes", "--simulate", "--network", "--inside", "--hosts", "--per-host", "--ports",
     "--collective", "--peers", "--blocks", "--out", "-o", "--picture", "--format",

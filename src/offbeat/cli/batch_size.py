@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from offbeat.cli.scale import show
+from offbeat.cli.scale import wide_console
 from offbeat.fitting import WARM
 from offbeat.runtime.launch import Launcher
 from offbeat.scaling import BatchSize, batch_size
@@ -56,13 +55,13 @@ def measure_batch_size(
 
 
 def _print(found: BatchSize) -> None:
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True, markup=False)
+    console = wide_console()
     of = "" if found.examples is None else f" of {found.examples:,}"
     console.print(
         f"{found.target}, measured over {found.steps:,} steps of {found.batch:,.0f}{of} examples on {found.workers} "
         f"workers"
     )
-    show(console, _table(found))
+    console.print(_table(found))
     last = found.stages[-1]
     share, batch = 1 / (1 + found.delta), found.largest(last)
     console.print(
@@ -78,7 +77,7 @@ def _print(found: BatchSize) -> None:
     if found.ways:
         console.print()
         console.print("Ways to raise diversity, at the end of the run, by gradients of single examples:")
-        show(console, _ways(found))
+        console.print(_ways(found))
     for warning in found.warnings:
         console.print(f"Mind: {warning}", style="yellow")
 

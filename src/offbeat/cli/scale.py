@@ -15,6 +15,9 @@ from offbeat.runtime.launch import Launcher
 from offbeat.scaling import Scaling, scale
 from offbeat.simulate.laws import Estimate
 
+_WIDE = 200
+"""Columns that a table may take: one that is too wide for the terminal is wrapped by it, rather than cut."""
+
 
 def scale_target(
     what: str,
@@ -54,6 +57,11 @@ def scale_target(
         _print(found)
 
 
+def wide_console() -> Console:
+    """Where results with wide tables are printed."""
+    return Console(file=sys.stdout, highlight=False, soft_wrap=True, markup=False, width=_WIDE)
+
+
 def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
@@ -62,31 +70,28 @@ def _numbers(text: str) -> list[int]:
 
 
 def _print(found: Scaling) -> None:
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True, markup=False)
+    console = wide_console()
     kind = "weak scaling: as large a batch for each worker" if found.weak else "strong scaling: one batch, divided"
     console.print(
         f"{found.strategy} on {found.target}, {kind}; runs of {found.steps:,} steps, {found.threads} thread(s) a "
         f"worker, {found.cores} cores; one worker runs {found.baseline}"
     )
-    show(console, _table(found))
+    console.print(_table(found))
     if found.amdahl is not None:
         law = found.amdahl
-        console.print(f"Amdahl   f = {law.f}: at most {law.limit} times as fast, half of it with {law.half} workers")
+        console.print(
+            f"Amdahl   f = {law.f}: at most {law.limit} times as fast (extrapolated), half of it with {law.half} "
+            f"workers ({found.kind(law.half.value)})"
+        )
     if found.gunther is not None:
         law = found.gunther
         console.print(
             f"Gunther  sigma = {law.sigma}, kappa = {law.kappa}: peak at {law.peak} workers, {law.peak_speedup} times "
-            f"as fast"
+            f"as fast ({found.kind(law.peak.value)})"
         )
-    console.print("Intervals hold 90 % of what the runs leave open.", style="dim")
+    console.print("Intervals are such that 90 of 100 hold the truth, if the law does.", style="dim")
     for warning in found.warnings:
         console.print(f"Mind: {warning}", style="yellow")
-
-
-def show(console: Console, table: Table) -> None:
-    """Print a table; one that is too wide for the terminal is wrapped by it, rather than cut."""
-    width = max(console.width, console.measure(table, options=console.options.update(width=10_000)).maximum)
-    console.print(table, width=width, crop=False)
 
 
 def _table(found: Scaling) -> Table:

@@ -166,7 +166,8 @@ def batch_size(
                 "--check goes over gradients of single examples, for which it must know the loss of one; a script's "
                 "loop does not say it. Leave --check out, or write the loop as a task."
             )
-        tell(f"a first run of {runs.what}, to see how long a step takes")
+        if steps is None:
+            tell(f"a first run of {runs.what}, to see how long a step takes")
         length = steps or runs.steps_for(seconds, workers, "allreduce", times)
         tell(f"{length:,} steps on {workers} workers")
         result = runs.once(workers, "allreduce", length, times, STAGES * _PASSES if check else 0)

@@ -173,7 +173,8 @@ def scale(
                 f"workers. Measure strong scaling: leave --weak out."
             )
         alone = _alone(asked)
-        tell(f"a first run of {runs.what}, to warm up")
+        if steps is None:
+            tell(f"a first run of {runs.what}, to see how long a step takes")
         length = steps or runs.steps_for(seconds, 1, alone)
         found = _measured(runs, counts, asked, alone, length, repeats, weak, tell)
         return _concluded(str(runs.what), asked, alone, weak, length, threads, found)
