@@ -454,6 +454,8 @@ class Team:
         finally:
             for hook in self._step_hooks:
                 hook.remove()
+            if self.gauge is not None:
+                self.gauge.close()
             self._watch.close()
             self.pace.close()
             self.exchange.close()
@@ -462,7 +464,6 @@ class Team:
     def _conclude(self) -> None:
         if self.gauge is not None:
             self.gauge.conclude(self.folder, self._holdings.examples)
-            self.gauge.close()
         more = {
             "strategy": str(self.strategy),
             "workers": self.size,

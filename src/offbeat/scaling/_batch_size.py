@@ -205,7 +205,7 @@ def _stages(noise: Noise, checks: Sequence[Mapping[str, Any]]) -> tuple[Stage, .
     first = 1
     for part in noise.stages(STAGES):
         last = first + len(part) - 1
-        inside = [one for one in checks if first <= one["step"] <= last]
+        inside = [one for one in checks if first <= one["step"] + 1 <= last]  # After a step: what the next one meets.
         checked = None
         if inside:
             spread, square = by_samples(inside)
