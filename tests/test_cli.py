@@ -25,7 +25,9 @@ from offbeat.runtime.launch import Launcher
 from offbeat.strategies import available
 from offbeat.tasks.digits import Digits
 
-COMMANDS = ["run", "explain", "doctor", "strategies", "check", "ps", "stop", "logs", "bench", "keys"]
+COMMANDS = [
+    "run", "explain", "doctor", "strategies", "check", "ps", "stop", "logs", "scale", "batch-size", "bench", "keys",
+]  # fmt: skip
 BENCH_OPTIONS = {
     "--ranks", "-r", "--size", "--sizes", "--simulate", "--network", "--inside", "--hosts", "--per-host", "--ports",
     "--collective", "--peers", "--blocks", "--out", "-o", "--picture", "--format",
@@ -39,8 +41,8 @@ RUN_OPTIONS = {
 }  # fmt: skip
 EXPLAIN_OPTIONS = {"--draw", "--window", "--cut", "--export", "--as", "--pattern", "--execution", "--format"}
 EXPORTS = [
-    "Data", "Host", "Hosts", "IterativeTask", "OffbeatError", "Result", "Strategy", "Task", "Team", "__version__",
-    "accuracy", "fit", "init", "parse",
+    "BatchSize", "Data", "Host", "Hosts", "IterativeTask", "OffbeatError", "Result", "Scaling", "Strategy", "Task",
+    "Team", "__version__", "accuracy", "batch_size", "fit", "init", "parse", "scale",
 ]  # fmt: skip
 RESULT = [
     "strategy",
@@ -111,11 +113,14 @@ def test_the_commands_and_their_options_are_these() -> None:
     assert options_of("check") == {"--workers", "-w", "--hosts", "--format"}
     assert list(typer.main.get_command(app).commands["bench"].commands) == ["collectives", "server"]  # pyright: ignore[reportAttributeAccessIssue]
     assert options_of("bench", "collectives") == BENCH_OPTIONS
+    measuring = {"--workers", "-w", "--steps", "--seconds", "--threads", "--seed", "--out", "-o", "--format"}
+    assert options_of("scale") == measuring | {"--strategy", "-s", "--weak", "--repeats"}
+    assert options_of("batch-size") == measuring | {"--times", "--delta", "--check"}
 
 
-def test_every_entry_of_a_goal_but_one_is_an_option() -> None:
+def test_every_entry_of_a_goal_is_an_option_or_for_commands_that_measure() -> None:
     names = {"--" + field.name.replace("_", "-") for field in fields(Goal)}
-    assert names - RUN_OPTIONS == {"--check-finite"}
+    assert names - RUN_OPTIONS == {"--check-finite", "--merge", "--gauge"}
 
 
 def test_the_exports_are_these_and_all_can_be_had() -> None:

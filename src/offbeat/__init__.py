@@ -16,40 +16,49 @@ if TYPE_CHECKING:
     from offbeat.fitting import Result, fit
     from offbeat.join import Team, init
     from offbeat.runtime.hosts import Host, Hosts
+    from offbeat.scaling import BatchSize, Scaling, batch_size, scale
     from offbeat.strategies import Strategy, parse
     from offbeat.task import Data, IterativeTask, Task, accuracy
 
 _WHERE = {
+    "BatchSize": "offbeat.scaling",
     "Data": "offbeat.task",
     "Host": "offbeat.runtime.hosts",
     "Hosts": "offbeat.runtime.hosts",
     "IterativeTask": "offbeat.task",
     "OffbeatError": "offbeat.errors",
     "Result": "offbeat.fitting",
+    "Scaling": "offbeat.scaling",
     "Strategy": "offbeat.strategies",
     "Task": "offbeat.task",
     "Team": "offbeat.join",
     "accuracy": "offbeat.task",
+    "batch_size": "offbeat.scaling",
     "fit": "offbeat.fitting",
     "init": "offbeat.join",
     "parse": "offbeat.strategies",
+    "scale": "offbeat.scaling",
 }
 
 __all__ = [
+    "BatchSize",
     "Data",
     "Host",
     "Hosts",
     "IterativeTask",
     "OffbeatError",
     "Result",
+    "Scaling",
     "Strategy",
     "Task",
     "Team",
     "__version__",
     "accuracy",
+    "batch_size",
     "fit",
     "init",
     "parse",
+    "scale",
 ]
 
 

@@ -25,6 +25,7 @@ from offbeat.protocols.partition import mixed
 from offbeat.runtime import randomness
 from offbeat.runtime.assignment import ASSIGNED, Assignment
 from offbeat.runtime.disturb import Disturber
+from offbeat.runtime.gauge import Gauge
 from offbeat.runtime.goal import Goal, Target
 from offbeat.runtime.group import Group
 from offbeat.runtime.holdings import Holdings, Stateful
@@ -131,6 +132,8 @@ class Team:
             goal.disturbances, "worker", self.rank, self.seed, assignment.send, assignment.joins
         )
         self._step_hooks: list[RemovableHandle] = []
+        self.gauge = None if goal.gauge is None else Gauge(self.group)
+        """Measures the noise in gradients, where that is asked for."""
 
     def _open_memory(self) -> Memory:
         identity = dict(self._assignment.identity) | {"strategy": str(self.strategy), "workers": self.size}
@@ -273,6 +276,8 @@ class Team:
             if self.goal.check_finite:
                 self._watch.guard(thing)
             self.pace.adopt(thing)
+            if self.gauge is not None:
+                self.gauge.watch(thing)
             self.exchange.adopt(thing)
         elif isinstance(thing, Optimizer):
             self._holdings.optimizers.append(thing)
@@ -299,14 +304,18 @@ class Team:
         """What of a training loader's batches falls to this worker."""
         slices, number = self.exchange.slices(), len(self._holdings.loaders)
         if slices is None:
-            self._shares.append(Share(self.rank, self.size, self.seed, number))
+            self._shares.append(self._share(self.rank, self.size, number))
             return self._shares[-1:]
         if not split:
             raise StrategyError(
                 f"{self.strategy} decides which workers compute the same slice of a batch, so it must divide the "
                 f"loader itself. Leave out split=False, or use allreduce."
             )
-        return [Share(slice_, slices[1], self.seed, number) for slice_ in slices[0]]
+        return [self._share(slice_, slices[1], number) for slice_ in slices[0]]
+
+    def _share(self, slice_: int, slices: int, number: int) -> Share:
+        afresh = self.gauge is not None  # Noise would look smaller where a batch is what was not seen for longest.
+        return Share(slice_, slices, self.seed, number, merge=self.goal.merge, afresh=afresh)
 
     def _stepped(self, *_: Any) -> None:
         """An optimizer has stepped: without loaders, that is where the next step begins."""
@@ -380,6 +389,8 @@ class Team:
         """A batch goes to the loop."""
         if training:
             self._watch.examples = float(batch.examples)
+            if self.gauge is not None:
+                self.gauge.begin(batch.examples, self.step)
             self.pace.begin(batch.examples, batch.total, batch.last)
             self.ledger.samples += batch.total or 0
             self.ledger.own_samples += batch.examples if batch.total is None else 0
@@ -443,12 +454,16 @@ class Team:
         finally:
             for hook in self._step_hooks:
                 hook.remove()
+            if self.gauge is not None:
+                self.gauge.close()
             self._watch.close()
             self.pace.close()
             self.exchange.close()
             self.group.close()
 
     def _conclude(self) -> None:
+        if self.gauge is not None:
+            self.gauge.conclude(self.folder, self._holdings.examples)
         more = {
             "strategy": str(self.strategy),
             "workers": self.size,

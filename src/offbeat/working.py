@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from offbeat.errors import DataError, NonFiniteError, OutputError, TaskError
 from offbeat.join import Team
+from offbeat.persample import Checks
 from offbeat.protocols.partition import share
 from offbeat.runtime.assignment import ASSIGNED, Assignment
 from offbeat.runtime.backend import stand_in_for_gloo
@@ -104,6 +105,7 @@ def train(task: Task, team: Team) -> None:
     score = _scorer(task, model, team)
     validate = score(data.validation)
     judged = -1
+    checks = Checks(task, model, team) if team.goal.gauge else None
     for _ in team.epochs(team.goal.epochs):
         for batch in batches:
             optimizer.zero_grad()
@@ -113,6 +115,8 @@ def train(task: Task, team: Team) -> None:
             optimizer.step()
             if schedule is not None and team.pace.updating:
                 schedule.step()
+            if checks is not None:
+                checks.stepped()
             due = task.evaluate_every and team.pace.updating and team.step % task.evaluate_every == 0
             if due:
                 judged = team.step

@@ -16,6 +16,7 @@ from offbeat._version import __version__
 from offbeat.cli import alive
 from offbeat.cli.bench_server import EPILOG as SERVER_EXAMPLES
 from offbeat.cli.bench_server import server
+from offbeat.cli.measuring import BATCH_EXAMPLES, SCALE_EXAMPLES, batch_size, scale
 from offbeat.errors import OffbeatError, UsageError, VerdictError, WorkerError
 
 app = typer.Typer(
@@ -469,6 +470,8 @@ app.command(
     no_args_is_help=True,
     epilog="Examples: offbeat logs runs/latest --rank 3 [dim]|[/dim] offbeat logs runs/latest --server 0.1 --follow",
 )(alive.logs)
+app.command(rich_help_panel=MORE, no_args_is_help=True, epilog=SCALE_EXAMPLES)(scale)
+app.command("batch-size", rich_help_panel=MORE, no_args_is_help=True, epilog=BATCH_EXAMPLES)(batch_size)
 
 
 def main() -> NoReturn:

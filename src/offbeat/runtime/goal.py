@@ -60,7 +60,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Goal:
-    """How far a run goes, and with what; every field is an option of `offbeat run`."""
+    """How far a run goes, and with what; what no option of `offbeat run` says is asked for by commands that measure."""
 
     strategy: str | None = None
     """How it is distributed; None: `single` alone, `allreduce` with others."""
@@ -92,9 +92,13 @@ class Goal:
     """Faults that are to happen, a sentence each."""
     watch: bool = False
     """Whether events are written down, and looked at for whoever waits in vain."""
+    merge: int = 1
+    """How many of the training loader's batches make one: weak scaling gives every worker a whole one."""
+    gauge: int | None = None
+    """If the noise in gradients is measured: how many passes over single examples check it; None: it is not."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "steps", "checkpoint_every"):
+        for name in ("epochs", "steps", "checkpoint_every", "merge"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 option = f"--{name.replace('_', '-')} {value!r}"

@@ -55,6 +55,14 @@ class Holdings:
         loader = self.trained_loader
         return None if loader is None else loader.epoch
 
+    @property
+    def examples(self) -> int | None:
+        """How many examples the training data has; None if only going through it would tell."""
+        try:
+            return len(cast("Any", self.trained_loader).dataset)
+        except (AttributeError, TypeError):
+            return None
+
     def replicas(self) -> dict[str, Any]:
         """Parameters and optimizer state."""
         return {

@@ -21,6 +21,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -69,6 +70,10 @@ class Share:
     """The loader's number in this run, so that two loaders shuffle differently."""
     members: tuple[int, ...] = ()
     """The workers that are alive, who share what the dead would have had; empty: all are."""
+    merge: int = 1
+    """How many of the loader's batches make one global batch."""
+    afresh: bool = False
+    """Whether every batch is drawn from all examples, whatever was seen before, instead of in passes over them."""
 
     @property
     def position(self) -> tuple[int, int]:
@@ -255,6 +260,11 @@ def divide(loader: Iterable[Any], shares: Sequence[Share], feed: Feed, parts: Pa
 def _source_for(loader: Iterable[Any], place: Share, parts: Parts, split: bool) -> Source:
     if not split or _already_divided(loader, place):
         return Whole(loader, place)
+    if place.merge > 1 and not _is_indexed(loader):
+        raise DataError(
+            f"weak scaling makes one batch of {place.merge}, but a {type(loader).__name__} that is no DataLoader over "
+            f"a map-style dataset hands out finished ones. Measure strong scaling, or give such a DataLoader."
+        )
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return Cut(loader, place)
     given = cast("DataLoader[Any]", loader)
@@ -267,6 +277,13 @@ def _source_for(loader: Iterable[Any], place: Share, parts: Parts, split: bool) 
             )
         return Cut(loader, place) if given.batch_size is None else Streamed(given, place)
     return Indexed(given, place, parts)
+
+
+def _is_indexed(loader: Iterable[Any]) -> bool:
+    """Whether a loader's batches are known as indices before they are loaded."""
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return False
+    return loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
 
 
 def _already_divided(loader: Iterable[Any], place: Share) -> bool:
@@ -282,7 +299,9 @@ class Indexed(Source):
         self._sampler = loader.batch_sampler
         self._dataset = loader.dataset
         self._parts = self._skewed(loader, parts)
-        self._global_batch = loader.batch_size or 0
+        self._global_batch = (loader.batch_size or 0) * place.merge
+        plain = loader.batch_size is not None and type(loader.sampler) in (RandomSampler, SequentialSampler)
+        self._afresh = place.afresh and plain
         self._tensors = _tensors_of(loader)
         self._elsewhere = loader.num_workers > 0
         self._following = _Following()
@@ -336,16 +355,22 @@ class Indexed(Source):
 
     def _from_sampler(self, epoch: int, seed: int) -> Iterator[tuple[list[Any], int, int]]:
         lent = Lent(mixed(seed, epoch))
+        drawn = self._drawn(np.random.default_rng(mixed(seed, epoch))) if self._afresh else iter
         with lent.use():
             stream = iter(cast("Iterable[list[Any]]", self._sampler))
         while True:
             with lent.use():
-                block = list(islice(stream, _AHEAD))
-            for whole in block:
+                block = list(islice(stream, _AHEAD * self._place.merge))
+            for whole in drawn(_merged(block, self._place.merge)):
                 part = list(mine(whole, *self._place.position))
                 yield part or list(whole[-1:]), len(part), len(whole)
-            if len(block) < _AHEAD:
+            if len(block) < _AHEAD * self._place.merge:
                 return
+
+    def _drawn(self, random: np.random.Generator) -> Callable[[list[list[Any]]], Iterator[list[Any]]]:
+        """In place of each batch, as many examples drawn from all of them."""
+        count = len(cast("Any", self._dataset))
+        return lambda batches: (random.choice(count, len(batch), replace=False).tolist() for batch in batches)
 
     def _from_parts(self, epoch: int, seed: int) -> Iterator[tuple[list[Any], int, int]]:
         parts = cast("list[Indices]", self._parts)
@@ -353,6 +378,13 @@ class Indexed(Source):
         for slices in batches_of_parts(parts, self._global_batch, seed, epoch):
             part = [index for rank in self._place.ranks for index in slices[rank].tolist()]
             yield part or stand_in, len(part), sum(len(piece) for piece in slices)
+
+
+def _merged(batches: list[list[Any]], count: int) -> list[list[Any]]:
+    """One batch of every so many."""
+    if count == 1:
+        return batches
+    return [[index for batch in batches[at : at + count] for index in batch] for at in range(0, len(batches), count)]
 
 
 class Streamed(Source):

@@ -80,7 +80,7 @@ def fit_regimes(
     table = np.asarray(costs, dtype=np.float64)
     columns = np.column_stack([table[:, 0], shares * table[:, 1:2], table[:, 2:]])
     weights = 1 / np.asarray(seconds, dtype=np.float64)
-    found = _not_negative(columns * weights[:, np.newaxis])
+    found = not_negative(columns * weights[:, np.newaxis])
     alpha, *betas, gamma, copy = (float(value) for value in found)
     return Regimes(alpha, tuple(betas), gamma, copy, knots)
 
@@ -91,7 +91,7 @@ def _shares(size: int, knots: Sequence[int]) -> NDArray[np.float64]:
     return np.diff(edges) / size
 
 
-def _not_negative(columns: NDArray[np.float64]) -> NDArray[np.float64]:
+def not_negative(columns: NDArray[np.float64]) -> NDArray[np.float64]:
     """The x >= 0 that brings columns @ x nearest to ones, with as few columns as that takes.
 
     All sets of columns are tried, the smallest first: there are few, and no iteration can fail to end.

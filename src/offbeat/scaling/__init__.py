@@ -1,0 +1,20 @@
+"""How far more workers carry, and how large a batch may be: short runs, measured, and what follows from them."""
+
+from offbeat.scaling._batch_size import BatchSize, Stage, Way, batch_size
+from offbeat.scaling._noise import Noise, largest_batch, noise_of, worth
+from offbeat.scaling._scale import Foretold, Point, Scaling, scale
+
+__all__ = [
+    "BatchSize",
+    "Foretold",
+    "Noise",
+    "Point",
+    "Scaling",
+    "Stage",
+    "Way",
+    "batch_size",
+    "largest_batch",
+    "noise_of",
+    "scale",
+    "worth",
+]

@@ -1,0 +1,107 @@
+"""What short runs that measure have in common: what is run, and how many steps fill the time that was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from offbeat.errors import UsageError
+from offbeat.fitting import WARM, Result, drive
+from offbeat.jobs import Job, Script, target_of
+from offbeat.runtime.goal import Goal
+from offbeat.runtime.launch import Launcher
+from offbeat.task import AnyTask, IterativeTask, Reference, reference_to
+
+FIRST_STEPS = 20
+"""Steps of the first run, which warms up and tells how long a step takes."""
+FEWEST_STEPS = 30
+_BUSY = ("input", "compute", "communicate", "wait")
+"""Kinds of time that steps take; evaluations, checkpoints and reports are not among them."""
+_NEVER = "score=1e300"
+"""A target that no score reaches: a run that measures goes on to its last step."""
+
+Tell = Callable[[str], None]
+
+
+def nobody(text: str) -> None:
+    """For those who do not want to be told how far it is."""
+    del text
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Short runs of one target."""
+
+    what: Script | Reference
+    launcher: Launcher
+    out: Path
+    threads: int
+    seed: int
+
+    def once(self, workers: int, strategy: str, steps: int, merge: int = 1, gauge: int | None = None) -> Result:
+        """Run it for so many steps, and answer what came of it; whoever has no team has nothing to measure."""
+        goal = Goal(
+            strategy=strategy,
+            steps=steps,
+            seed=self.seed,
+            target=None if isinstance(self.what, Script) else _NEVER,
+            checkpoint_every=1 << 40,
+            merge=merge,
+            gauge=gauge,
+        )
+        result = drive(Job(self.what, goal, workers, self.threads, self.out), launcher=self.launcher)
+        if not result.seconds_by_kind:
+            raise UsageError(
+                f"{self.what} never called offbeat.init(), so its steps cannot be counted. Use `with offbeat.init() as "
+                f"team` and team.prepare(...) in it."
+            )
+        if not result.steps:
+            raise UsageError(
+                f"{self.what} has made no step with an optimizer that was given to team.prepare(...). Give it to "
+                f"prepare()."
+            )
+        return result
+
+    def steps_for(self, seconds: float, workers: int, strategy: str, merge: int = 1) -> int:
+        """How many steps fill the time, by a short run that is not counted."""
+        first = self.once(workers, strategy, FIRST_STEPS, merge)
+        return max(FEWEST_STEPS, round(first.steps * seconds / busy_seconds(first)))
+
+
+@contextmanager
+def runs_of(
+    target: AnyTask | str,
+    arguments: Sequence[str],
+    threads: int,
+    seed: int,
+    out: str | Path | None,
+    launcher: Launcher | None,
+) -> Generator[Runs]:
+    """Runs of a target, in a folder that is kept only if it was named."""
+    what = target_of(target, tuple(arguments)) if isinstance(target, str) else reference_to(target)
+    with (
+        TemporaryDirectory(prefix="offbeat-") if out is None else nullcontext(str(out)) as folder,
+        nullcontext(launcher) if launcher else Launcher(WARM) as starter,
+    ):
+        yield Runs(what, starter, Path(folder), threads, seed)
+
+
+def is_iterative(what: Script | Reference) -> bool:
+    """Whether it is a task that is no gradient descent."""
+    return isinstance(what, Reference) and issubclass(what.find(), IterativeTask)
+
+
+def busy_seconds(result: Result) -> float:
+    """Seconds that a run's steps took, without evaluations, checkpoints and reports."""
+    return max(1e-9, sum(result.seconds_by_kind.get(kind, 0.0) for kind in _BUSY))
+
+
+def check_budget(steps: int | None, seconds: float) -> None:
+    """Refuse a length that makes no sense."""
+    if steps is not None and steps < 1:
+        raise UsageError(f"--steps {steps} makes no sense: give 1 or more.")
+    if not 0 < seconds < 1e6:
+        raise UsageError(f"--seconds {seconds:g} makes no sense: give a time above 0.")

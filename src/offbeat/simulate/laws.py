@@ -1,0 +1,289 @@
+"""How far more workers carry: Amdahl's and Gunther's laws, and fits of both to measured rates, with intervals.
+
+Work per second on p workers is X(p) = X(1) S(p). Both laws are one line in another guise: p/S(p) = 1 + sigma (p - 1) +
+kappa p (p - 1), where Amdahl has kappa = 0 and sigma = 1 - f. So a fit is linear least squares over what cannot be
+negative, with errors relative to what was measured, and what one worker does is fitted along with the rest.
+
+An interval holds every value with which the law, its other parameters chosen as well as can be, misses the measured
+rates by not much more than it must: the sum of squares may grow by the factor 1 + t^2/(n - k), t from Student's
+distribution for n rates and k parameters. The values that a law allows together form a convex set, because what is
+asked of them is that a vector that is linear in them stays within an angle of another; so bounds are bisected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from offbeat.errors import UsageError
+from offbeat.simulate.fit import not_negative
+
+CONFIDENCE = 0.9
+"""How often an interval is to hold the truth."""
+_BISECTIONS = 40
+_GRID = 81
+"""Values of each parameter that are tried for what follows from both."""
+_FLAT = 1e-12
+"""A sum of squares that only rounding has left."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure, and between what it lies by all that was measured."""
+
+    value: float
+    low: float
+    high: float
+
+    def mapped(self, rising: Callable[[float], float]) -> Estimate:
+        """The estimate of what rises with this one."""
+        return Estimate(rising(self.value), rising(self.low), rising(self.high))
+
+    def plain(self) -> dict[str, float | None]:
+        """For JSON; None where there is no limit."""
+        return {
+            name: value if math.isfinite(value) else None
+            for name, value in (("value", self.value), ("low", self.low), ("high", self.high))
+        }
+
+    def __str__(self) -> str:
+        return f"{_short(self.value)} [{_short(self.low)}, {_short(self.high)}]"
+
+
+def amdahl(p: ArrayLike, f: float) -> Floats:
+    """Speed-up on p workers where the share f of the work can be divided: 1 / ((1 - f) + f / p)."""
+    return 1 / ((1 - f) + f / np.asarray(p, dtype=np.float64))
+
+
+def gunther(p: ArrayLike, sigma: float, kappa: float) -> Floats:
+    """Speed-up on p workers under contention sigma and coherency kappa: p / (1 + sigma (p-1) + kappa p (p-1))."""
+    p = np.asarray(p, dtype=np.float64)
+    return p / (1 + sigma * (p - 1) + kappa * p * (p - 1))
+
+
+def amdahl_limit(f: float) -> float:
+    """The speed-up that no number of workers exceeds."""
+    return math.inf if f >= 1 else 1 / (1 - f)
+
+
+def amdahl_half(f: float) -> float:
+    """How many workers give half of that: the half-performance point."""
+    return math.inf if f >= 1 else f / (1 - f)
+
+
+def gunther_peak(sigma: float, kappa: float) -> float:
+    """How many workers give the largest speed-up: sqrt((1 - sigma) / kappa), but one at least."""
+    return math.inf if kappa <= 0 and sigma < 1 else max(1.0, math.sqrt((1 - sigma) / max(kappa, 1e-300)))
+
+
+@dataclass(frozen=True)
+class Amdahl:
+    """Amdahl's law, fitted."""
+
+    f: Estimate
+    """The share of the work that can be divided."""
+    scatter: float
+    """How far measured rates lie from the law, relative to it: the root of the mean square."""
+
+    @property
+    def limit(self) -> Estimate:
+        """The speed-up that no number of workers exceeds."""
+        return self.f.mapped(amdahl_limit)
+
+    @property
+    def half(self) -> Estimate:
+        """The half-performance point."""
+        return self.f.mapped(amdahl_half)
+
+    def speedup(self, p: float) -> Estimate:
+        """What the law says of p workers."""
+        return self.f.mapped(lambda f: float(amdahl(p, f)))
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "f": self.f.plain(),
+            "limit": self.limit.plain(),
+            "half": self.half.plain(),
+            "scatter": self.scatter,
+        }
+
+
+@dataclass(frozen=True)
+class Gunther:
+    """Gunther's law, fitted."""
+
+    sigma: Estimate
+    """Contention: what is queued for."""
+    kappa: Estimate
+    """Coherency: what every pair of workers costs."""
+    scatter: float
+    """How far measured rates lie from the law, relative to it: the root of the mean square."""
+    allowed: Floats
+    """Pairs of sigma and kappa that the measured rates allow together, one a row; the best of all first."""
+
+    @property
+    def peak(self) -> Estimate:
+        """How many workers give the largest speed-up."""
+        return self._over(gunther_peak)
+
+    @property
+    def peak_speedup(self) -> Estimate:
+        """The largest speed-up."""
+        return self._over(_at_peak)
+
+    def speedup(self, p: float) -> Estimate:
+        """What the law says of p workers."""
+        return self._over(lambda sigma, kappa: float(gunther(p, sigma, kappa)))
+
+    def _over(self, figure: Callable[[float, float], float]) -> Estimate:
+        values = [figure(float(sigma), float(kappa)) for sigma, kappa in self.allowed]
+        return Estimate(values[0], min(values), max(values))
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "sigma": self.sigma.plain(),
+            "kappa": self.kappa.plain(),
+            "peak": self.peak.plain(),
+            "peak_speedup": self.peak_speedup.plain(),
+            "scatter": self.scatter,
+        }
+
+
+def fit_amdahl(workers: Sequence[int], rates: Sequence[float], confidence: float = CONFIDENCE) -> Amdahl:
+    """Amdahl's law by these rates: work per second, one entry for each run on so many workers, in any order."""
+    p, y = _measured(workers, rates, 2, "Amdahl's")
+    best = not_negative(np.column_stack([y, y * p]))
+    serial = float(best[1] / max(best.sum(), 1e-300))
+
+    def misses(sigma: float) -> float:
+        return _misses((y * (1 + sigma * (p - 1)))[:, np.newaxis])
+
+    least = misses(serial)
+    enough = least * _slack(len(p) - 2, confidence) + _FLAT
+    low = _edge(lambda value: misses(value) <= enough, serial, 0.0)
+    high = _edge(lambda value: misses(value) <= enough, serial, 1.0)
+    return Amdahl(Estimate(1 - serial, 1 - high, 1 - low), math.sqrt(least / len(p)))
+
+
+def fit_gunther(workers: Sequence[int], rates: Sequence[float], confidence: float = CONFIDENCE) -> Gunther:
+    """Gunther's law by these rates: work per second, one entry for each run on so many workers, in any order."""
+    p, y = _measured(workers, rates, 3, "Gunther's")
+    pairs = p * (p - 1)
+    best = not_negative(np.column_stack([y, y * p, y * pairs]))
+    alone = max(float(best[0] + best[1]), 1e-300)
+    sigma, kappa = float(best[1]) / alone, float(best[2]) / alone
+
+    def misses_sigma(value: float) -> float:
+        return _misses(np.column_stack([y * (1 + value * (p - 1)), y * pairs]))
+
+    def misses_kappa(value: float) -> float:
+        return _misses(np.column_stack([y * (1 + value * pairs), y * (p + value * pairs)]))
+
+    least = _misses(np.column_stack([y, y * p, y * pairs]))
+    enough = least * _slack(len(p) - 3, confidence) + _FLAT
+    sigmas = [_edge(lambda value: misses_sigma(value) <= enough, sigma, end) for end in (0.0, 1.0)]
+    kappas = [_edge(lambda value: misses_kappa(value) <= enough, kappa, end) for end in (0.0, math.inf)]
+    allowed = _allowed(p, y, enough, (sigma, kappa), sigmas, kappas)
+    scatter = math.sqrt(least / len(p))
+    return Gunther(Estimate(sigma, *sigmas), Estimate(kappa, *kappas), scatter, allowed)
+
+
+def ratio(over: Sequence[float], under: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
+    """The ratio of two rates that were measured in turn: the geometric mean over the turns, by Student's distribution.
+
+    A single turn says nothing of how far it can be trusted: then the interval has no ends.
+    """
+    logs = np.log(np.asarray(over, dtype=np.float64) / np.asarray(under, dtype=np.float64))
+    value = math.exp(float(logs.mean()))
+    if len(logs) < 2:
+        return Estimate(value, 0.0, math.inf)
+    reach = student(confidence, len(logs) - 1) * float(logs.std(ddof=1)) / math.sqrt(len(logs))
+    return Estimate(value, value * math.exp(-reach), value * math.exp(min(reach, 700.0)))
+
+
+def student(confidence: float, freedom: int) -> float:
+    """The t within which Student's distribution of this freedom lies with this confidence, on both sides.
+
+    With t = sqrt(freedom) tan(angle) its density is the cosine to the power of freedom - 1.
+    """
+    angles = np.linspace(0, math.pi / 2, 20_001)
+    density = np.cos(angles) ** (freedom - 1)
+    below = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    angle = float(np.interp(confidence, below / below[-1], angles))
+    return math.sqrt(freedom) * math.tan(angle)
+
+
+def _measured(workers: Sequence[int], rates: Sequence[float], kinds: int, whose: str) -> tuple[Floats, Floats]:
+    """Numbers of workers, and each one's rate per worker, scaled to about 1."""
+    if len(workers) != len(rates):
+        raise UsageError(f"{len(workers)} numbers of workers and {len(rates)} rates: a fit needs one rate for each.")
+    if not all(count >= 1 for count in workers) or not all(0 < rate < math.inf for rate in rates):
+        raise UsageError(f"{list(workers)} workers at rates {list(rates)}: a fit needs 1 or more, and rates above 0.")
+    if len(set(workers)) < kinds:
+        raise UsageError(
+            f"{whose} law has {kinds} unknowns with the rate of one worker, and {len(set(workers))} numbers of workers "
+            f"cannot tell them apart. Measure {kinds} or more."
+        )
+    p = np.asarray(workers, dtype=np.float64)
+    y = np.asarray(rates, dtype=np.float64) / p
+    return p, y / y.mean()
+
+
+def _misses(columns: Floats) -> float:
+    """How far ones stay from the nearest mixture of columns without negative parts: the sum of squares."""
+    return float(np.square(columns @ not_negative(columns) - 1).sum())
+
+
+def _slack(freedom: int, confidence: float) -> float:
+    """By which factor the sum of squares may grow; without any freedom, nothing is known."""
+    return math.inf if freedom < 1 else 1 + student(confidence, freedom) ** 2 / freedom
+
+
+def _edge(fits: Callable[[float], bool], inside: float, end: float) -> float:
+    """The furthest value towards an end of the range that still fits."""
+    if end == math.inf:
+        end = max(2 * inside, 1e-3)
+        while fits(end):
+            end *= 2
+            if end > 1e6:
+                return math.inf
+    if fits(end):
+        return end
+    for _ in range(_BISECTIONS):
+        middle = (inside + end) / 2
+        inside, end = (middle, end) if fits(middle) else (inside, middle)
+    return inside
+
+
+def _allowed(
+    p: Floats, y: Floats, enough: float, best: tuple[float, float], sigmas: list[float], kappas: list[float]
+) -> Floats:
+    """The best pair, and of a grid over both intervals those that miss by little enough."""
+    top = min(kappas[1], 1.0)
+    sigma = np.linspace(sigmas[0], sigmas[1], _GRID)[:, np.newaxis, np.newaxis]
+    kappa = np.linspace(kappas[0], top, _GRID)[np.newaxis, :, np.newaxis]
+    rows = y * (1 + sigma * (p - 1) + kappa * p * (p - 1))
+    missed = len(p) - rows.sum(axis=2) ** 2 / np.square(rows).sum(axis=2)
+    chosen = np.argwhere(missed <= enough)
+    found = np.column_stack([sigma[chosen[:, 0], 0, 0], kappa[0, chosen[:, 1], 0]])
+    return np.concatenate([[best], found])
+
+
+def _at_peak(sigma: float, kappa: float) -> float:
+    peak = gunther_peak(sigma, kappa)
+    if math.isfinite(peak):
+        return float(gunther(peak, sigma, kappa))
+    return math.inf if sigma <= 0 else 1 / sigma
+
+
+def _short(value: float) -> str:
+    return "no limit" if value == math.inf else f"{value:.3g}"
