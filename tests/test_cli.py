@@ -25,7 +25,7 @@ from offbeat.runtime.launch import Launcher
 from offbeat.strategies import available
 from offbeat.tasks.digits import Digits
 
-COMMANDS = ["run", "explain", "doctor", "strategies", "check", "bench", "keys"]
+COMMANDS = ["run", "explain", "doctor", "watch", "strategies", "check", "bench", "keys"]
 BENCH_OPTIONS = {
     "--ranks", "-r", "--size", "--sizes", "--simulate", "--network", "--inside", "--hosts", "--per-host", "--ports",
     "--collective", "--peers", "--blocks", "--out", "-o", "--picture", "--format",
@@ -103,6 +103,7 @@ def test_the_commands_and_their_options_are_these() -> None:
     assert options_of("run") == RUN_OPTIONS
     assert options_of("explain") == {"--format"}
     assert options_of("doctor") == {"--format"}
+    assert options_of("watch") == {"--port", "--open", "--export"}
     assert options_of("strategies") == {"--format"}
     assert options_of("check") == {"--workers", "-w", "--hosts", "--format"}
     assert list(typer.main.get_command(app).commands["bench"].commands) == ["collectives", "server"]  # pyright: ignore[reportAttributeAccessIssue]
