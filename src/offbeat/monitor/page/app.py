@@ -58,11 +58,13 @@ class Page:
         return Guard(Starlette(routes=routes), token, port)
 
     def _find(self, request: Request) -> Run:
-        name = request.query_params.get("run", "")
         try:
-            folder = self._folder.find(name)
+            return self._run(request.query_params.get("run", ""))
         except OffbeatError as error:
             raise HTTPException(404, str(error)) from error
+
+    def _run(self, name: str) -> Run:
+        folder = self._folder.find(name)
         with self._lock:
             run = self._runs.pop(name, None) or Run(name, folder)
             self._runs[name] = run
@@ -124,8 +126,7 @@ class Page:
         briefs = self._folder.briefs()
         chosen = self._chosen or (briefs[0].name if briefs else None)
         wanted = [brief.name for brief in briefs if brief.state == "running" or brief.name == chosen]
-        found = [self._runs.get(name) or Run(name, self._folder.find(name)) for name in wanted[:KEPT_RUNS]]
-        return [run.told() for run in found]
+        return [self._run(name).told() for name in wanted[:KEPT_RUNS]]
 
     async def _follow(self, request: Request) -> Response:
         run = await asyncio.to_thread(self._find, request)

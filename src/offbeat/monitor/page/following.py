@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from offbeat.errors import OffbeatError, UsageError
-from offbeat.monitor.blaming import LATEST, blame
+from offbeat.monitor.blaming import ENOUGH, LATEST, OFTEN, blame
 from offbeat.monitor.judging import Judge
 from offbeat.monitor.page.folders import Metrics, logs_of, part, run_of
 from offbeat.monitor.page.names import Names
@@ -27,7 +27,7 @@ EVERY: Final = 0.5
 """Seconds between two looks at the files, however many ask."""
 RECENT: Final = 10.0
 """Seconds over which steps per second are counted."""
-BLAMED: Final = 40_000
+BLAMED: Final = 20_000
 """Events from which it is told who held up whom, the last ones of all workers together."""
 CURVE: Final = 4000
 """Lines of metrics that are told at once."""
@@ -48,6 +48,7 @@ class Run:
         self._looked = 0.0
         self._changed = True
         self._drawn: Lanes | None = None
+        self._drawn_live = False
         self._data: dict[str, Any] = {}
         self._words: list[dict[str, Any]] = []
         self._words_due = 0.0
@@ -97,10 +98,11 @@ class Run:
         """Everything that was read, ready to be drawn."""
         with self._lock:
             self.look()
-            going = self.live and any(len(lane.open) for lane in self._in_order)
-            if self._drawn is None or self._changed or going:
-                self._drawn = Lanes(self._in_order, self._names, time.monotonic() if going else 0.0)
-                self._changed = False
+            live = self.live
+            going = live and any(len(lane.open) for lane in self._in_order)
+            if self._drawn is None or self._changed or going or live != self._drawn_live:
+                self._drawn = Lanes(self._in_order, self._names, time.monotonic() if live else None)
+                self._changed, self._drawn_live = False, live
             return self._drawn
 
     # -- telling ------------------------------------------------------------------------------------------------------
@@ -128,7 +130,7 @@ class Run:
                 "events": sum(lane.reader.read for lane in lanes),
                 "dropped": sum(lane.reader.dropped for lane in lanes),
                 "first": min(began, default=0.0),
-                "last": max((lane.last for lane in lanes), default=0.0),
+                "last": max((lane.last for lane in lanes), default=0.0) if self.live else self.lanes().now,
                 "logs": logs_of(self.folder),
             }
 
@@ -204,10 +206,13 @@ class Run:
         return {} if found is None else found.plain()
 
     def _stragglers(self) -> list[dict[str, Any]]:
+        suspects = self.lanes().often_last(OFTEN / 2, ENOUGH)
+        if not suspects:
+            return []
         files = self._worker_files()
-        each = min(LATEST, BLAMED // max(1, len(files)))
-        with suppress(OffbeatError, ValueError):
-            found = blame({reader.rank: _latest(reader, each) for reader in map(Reader, files)})
+        each = min(LATEST, BLAMED // len(files))
+        with suppress(OffbeatError, ValueError):  # What is written over at this moment can be told at the next.
+            found = blame({reader.rank: _latest(reader, each) for reader in map(Reader, files)}, suspects)
             return [_said("straggler", "fair", f"{one}") for one in found if one.straggler]
         return []
 

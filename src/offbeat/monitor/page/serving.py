@@ -51,6 +51,7 @@ class Served:
             uvicorn.Config(
                 page.guarded(self.token, self.port),
                 log_config=None,
+                log_level="critical",
                 access_log=False,
                 lifespan="off",
                 http="h11",

@@ -16,8 +16,11 @@ import numpy as np
 from offbeat.monitor.page.names import Names
 from offbeat.monitor.page.spans import SPAN, Floats, Lane, Table
 
-WAIT, COMMUNICATE, UNDER_WAY, FAILED = range(4)
-KINDS: Final = ("wait", "communicate", "under way", "failed")
+WAIT, COMMUNICATE, UNDER_WAY, FAILED, STUCK = range(5)
+KINDS: Final = ("wait", "communicate", "under way", "failed", "stuck")
+"""`stuck`: the process was in it when the run ended, and never came out."""
+TAIL: Final = 0.03
+"""What is stuck is drawn this far beyond the last event, as a share of the whole: when it was ended is not known."""
 PIECE: Final = np.dtype(
     [
         ("start", "<f8"),
@@ -40,16 +43,32 @@ MOST_STEPS: Final = 4000
 class Lanes:
     """All spans of a run at one moment, cut into pieces."""
 
-    def __init__(self, lanes: Sequence[Lane], names: Names, now: float) -> None:
+    def __init__(self, lanes: Sequence[Lane], names: Names, now: float | None) -> None:
+        """`now` is the time up to which a run has gone that still goes on; None of one that is over."""
         self.names = [lane.name for lane in lanes]
         self.labels = names.labels
         began = [lane.began for lane in lanes if lane.began is not None]
         self.start = min(began, default=0.0)
         self.stop = max([lane.last for lane in lanes if lane.began is not None], default=0.0)
-        self.now = max(now, self.stop)
+        stuck = any(len(lane.open) for lane in lanes)
+        self.now = (
+            self.stop + (TAIL * (self.stop - self.start) if stuck else 0.0) if now is None else max(now, self.stop)
+        )
+        """Up to when there is something to be drawn."""
         self.steps = [lane.steps for lane in lanes]
-        self.extents = [(lane.began or 0.0, lane.last if lane.finished or not now else self.now) for lane in lanes]
-        self.pieces = _pieces(lanes, names, self.now)
+        self.extents = [
+            (lane.began or 0.0, self.now if now is not None and not lane.finished else lane.last) for lane in lanes
+        ]
+        self.pieces, self.last_in = _pieces(lanes, names, self.now, now is not None)
+
+    def often_last(self, share: float, calls: int) -> list[str]:
+        """Who was the last to enter at least this share of the calls of several, if there were at least so many."""
+        total = int(self.last_in.sum())
+        return [
+            name
+            for name, count in zip(self.names, self.last_in, strict=True)
+            if total >= calls and count >= share * total
+        ]
 
     def window(self, start: float, stop: float, pixels: int) -> Table:
         """What is seen between two times on so many pixels: long pieces as they are, short ones put together."""
@@ -87,19 +106,20 @@ class Lanes:
         return b"".join([len(text).to_bytes(4, "little"), text, *columns])
 
 
-def _pieces(lanes: Sequence[Lane], names: Names, now: float) -> Table:
+def _pieces(lanes: Sequence[Lane], names: Names, now: float, live: bool) -> tuple[Table, Table]:
     spans: Table = np.concatenate([np.zeros(0, SPAN), *(part for lane in lanes for part in (lane.spans, lane.open))])
     if not len(spans):
-        return np.zeros(0, PIECE)
+        return np.zeros(0, PIECE), np.zeros(len(lanes), np.int64)
     counts = [len(lane.spans) + len(lane.open) for lane in lanes]
     numbers = np.repeat(np.arange(len(lanes), dtype=np.uint16), counts)
-    call, arrived = _arrivals(spans, names)
+    call, arrived, latest = _arrivals(spans, names)
     ended = np.minimum(spans["ended"], now)
     waited = np.minimum(spans["waited"], ended)
     # Who left before the last one came did not need it.
     met = np.where(arrived > ended, np.where(np.isfinite(spans["ended"]), waited, ended), np.maximum(arrived, waited))
     after = np.where(spans["failed"], FAILED, COMMUNICATE)
-    cuts = ((spans["begun"], waited, UNDER_WAY), (waited, met, WAIT), (met, ended, after))
+    waiting = np.where(np.isfinite(spans["ended"]) | live, WAIT, STUCK)
+    cuts = ((spans["begun"], waited, UNDER_WAY), (waited, met, waiting), (met, ended, after))
     parts: list[Table] = []
     for start, stop, kind in cuts:
         part = np.zeros(len(spans), PIECE)
@@ -107,26 +127,30 @@ def _pieces(lanes: Sequence[Lane], names: Names, now: float) -> Table:
         part["call"], part["lane"], part["share"] = call, numbers, 255
         part["sequence"], part["label"] = spans["sequence"], np.minimum(spans["label"], 65535)
         parts.append(part[part["length"] > 0])
-    return np.concatenate(parts)
+    return np.concatenate(parts), np.bincount(numbers[latest], minlength=len(lanes))
 
 
-def _arrivals(spans: Table, names: Names) -> tuple[Table, Floats]:
-    """Of each span the number of its call, and when the last one that it needs came; never, if somebody has not."""
+def _arrivals(spans: Table, names: Names) -> tuple[Table, Floats, Table]:
+    """Of each span the number of its call, and when the last one that it needs came; never, if somebody has not.
+
+    Also which spans were the last to enter a call of several.
+    """
     keys = np.empty(len(spans), [("channel", "<u4"), ("sequence", "<u8")])
     keys["channel"], keys["sequence"] = spans["channel"], spans["sequence"]
-    order = np.lexsort((keys["sequence"], keys["channel"]))
+    order = np.lexsort((spans["begun"], keys["sequence"], keys["channel"]))
     ranked = keys[order]
     first = np.concatenate([[True], ranked[1:] != ranked[:-1]])
     groups = np.flatnonzero(first)
-    last = np.maximum.reduceat(spans["begun"][order], groups)
     there = np.diff(groups, append=len(order))
+    latest = order[groups + there - 1]
+    last = spans["begun"][latest]
     needed = np.array([len(members) for members in names.members], np.int64)[ranked["channel"][groups]]
     # Members whose events are gone, or who are not watched, count as there if somebody could leave.
     left = np.minimum.reduceat(spans["ended"][order], groups)
     last = np.where((there >= needed) | np.isfinite(left), last, np.inf)
     call = np.empty(len(spans), np.int64)
     call[order] = np.cumsum(first) - 1
-    return call, np.where(needed[call] == 0, np.inf, last[call])
+    return call, np.where(needed[call] == 0, np.inf, last[call]), latest[there > 1]
 
 
 def _merged(short: Table, start: float, width: float, pixels: int, lanes: int) -> Table:

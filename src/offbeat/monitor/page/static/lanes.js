@@ -131,7 +131,7 @@ offbeat.Lanes = class {
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
     pen.clearRect(0, 0, width, height);
     if (!this.data) return;
-    this.colors = Object.fromEntries(["wait", "communicate", "under-way", "failed", "base", "ink", "quiet", "grid",
+    this.colors = Object.fromEntries(["wait", "communicate", "under-way", "failed", "stuck", "base", "ink", "quiet", "grid",
       "card", "accent", "line"].map((name) => [name, offbeat.color(name)]));
     pen.save();
     pen.beginPath();
@@ -361,7 +361,9 @@ offbeat.Lanes = class {
     }
     const label = data.labels[data.label[found]] || ["something", ""];
     const length = offbeat.duration(data.length[found]);
-    const verb = { wait: "waits", communicate: "communicates", "under way": "has under way", failed: "fails" }[kind];
-    this.detail.textContent = `${when}: ${verb} for ${length} in ${label[0]} #${data.sequence[found]} ${label[1]}`;
+    const verb = { wait: "waits", communicate: "communicates", "under way": "has under way", failed: "fails",
+      stuck: "waits and never comes out" }[kind];
+    const how = kind === "stuck" ? "" : ` for ${length}`;
+    this.detail.textContent = `${when}: ${verb}${how} in ${label[0]} #${data.sequence[found]} ${label[1]}`;
   }
 };

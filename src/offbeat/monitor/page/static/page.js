@@ -44,7 +44,7 @@
     }));
   }
   function doing(one) {
-    const step = one.step === null || one.step === undefined ? "" : `step ${one.at_least ? "≥ " : ""}${number(one.step)}`;
+    const step = !one.step ? "" : `step ${one.at_least ? "≥ " : ""}${number(one.step)}`;
     const pace = one.steps_per_second ? `${number(one.steps_per_second)} steps/s` : "";
     const whom = one.waits_for?.length ? ` for ${one.waits_for.slice(0, 3).join(", ")}${one.waits_for.length > 3 ? " …" : ""}` : "";
     const since = one.seconds > 1 ? ` for ${duration(one.seconds)}` : "";
@@ -84,6 +84,10 @@
     return lines.filter((line) => Number.isFinite(line[key])).map((line) => [line[against], line[key]]);
   }
   function curves() {
+    byId("nothing").hidden = lines.length > 0;
+    byId("charts").hidden = lines.length === 0;
+    byId("nothing").textContent = run.live ? "Nothing was reported yet." : "Nothing was reported: no report was made, or the script never called offbeat.init().";
+    if (!lines.length) return;
     const xName = against === "seconds" ? "s" : "steps";
     const key = offbeat.scored(lines);
     const wanted = /^(?:(\w+)(?:>=|<=|=))?(-?[\d.e-]+)$/.exec(run.config.goal?.target || "");
@@ -194,7 +198,7 @@
       radio.addEventListener("change", () => { against = radio.value; curves(); });
     }
     charts.legend(byId("lanes-legend"), [["computes", "base"], ["waits for others", "wait"],
-      ["communicates", "communicate"], ["under way beside it", "under-way"], ["failed", "failed"]]);
+      ["communicates", "communicate"], ["under way beside it", "under-way"], ["stuck to the end", "stuck"], ["failed", "failed"]]);
   }
   async function begin() {
     if (location.search.includes("token=")) history.replaceState(null, "", location.pathname);

@@ -68,6 +68,7 @@ offbeat.Runs = class {
       const points = all[i].filter((line) => key in line).map((line) => [line.seconds, line[key]]);
       return { name: run.strategy || run.name, color: `line-${i}`, points };
     });
+    byId("comparison").classList.toggle("tall", series.some((one) => one.points.length));
     charts.lines(byId("comparison"), { series, xName: "s", begin: 0, empty: "Tick runs that have reported a score." });
     charts.legend(byId("comparison-legend"), chosen.map((run, i) =>
       [`${run.strategy} on ${run.workers} (${run.name.slice(0, 15)})`, `line-${i}`]));
