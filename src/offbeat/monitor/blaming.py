@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from msgspec import Struct, structs
@@ -57,11 +57,8 @@ class Blame(Struct, frozen=True):
         return {**structs.asdict(self), "straggler": self.straggler}
 
 
-def blame(stamps: Mapping[int, Sequence[Stamp]], of: Collection[str] | None = None) -> list[Blame]:
-    """What each worker has cost the others, the most costly first; nothing if they have met nowhere.
-
-    `of` names the workers of interest: what would be without one is found by going through all events once.
-    """
+def blame(stamps: Mapping[int, Sequence[Stamp]]) -> list[Blame]:
+    """What each worker has cost the others, the most costly first; nothing if they have met nowhere."""
     recent = {rank: _stepping(some[-LATEST:]) for rank, some in stamps.items()}
     history = history_of(recent)
     late = arrivals(history)
@@ -69,7 +66,7 @@ def blame(stamps: Mapping[int, Sequence[Stamp]], of: Collection[str] | None = No
         return []
     steps = max(1, max(sum(stamp.mark is Mark.STEP for stamp in some) for some in recent.values()))
     found: list[Blame] = []
-    for name in history.processes if of is None else [name for name in history.processes if name in of]:
+    for name in history.processes:
         own = [arrival for arrival in late if arrival.last == name]
         forecast = without_lateness(history, name, late)
         lost = sum(arrival.lost for arrival in own)

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from offbeat.errors import OffbeatError, UsageError
-from offbeat.monitor.blaming import ENOUGH, LATEST, OFTEN, blame
+from offbeat.monitor.blaming import ENOUGH, LATEST, blame
 from offbeat.monitor.judging import Judge
 from offbeat.monitor.page.folders import Metrics, logs_of, part, run_of
 from offbeat.monitor.page.names import Names
@@ -27,8 +27,12 @@ EVERY: Final = 0.5
 """Seconds between two looks at the files, however many ask."""
 RECENT: Final = 10.0
 """Seconds over which steps per second are counted."""
-BLAMED: Final = 20_000
-"""Events from which it is told who held up whom, the last ones of all workers together."""
+BLAMED: Final = 200_000
+"""For each worker all workers' events are gone through to tell who held up whom: so many in all …"""
+SUSPECT: Final = 0.2
+"""Nobody can be a straggler who was the last in less than this share of all calls: a step has several."""
+FEWEST: Final = 48
+"""… but at least so many of each, the last ones."""
 CURVE: Final = 4000
 """Lines of metrics that are told at once."""
 REST: Final = 20.0
@@ -206,13 +210,13 @@ class Run:
         return {} if found is None else found.plain()
 
     def _stragglers(self) -> list[dict[str, Any]]:
-        suspects = self.lanes().often_last(OFTEN / 2, ENOUGH)
+        suspects = self.lanes().often_last(SUSPECT, ENOUGH)
         if not suspects:
             return []
         files = self._worker_files()
-        each = min(LATEST, BLAMED // len(files))
+        each = min(LATEST, max(FEWEST, BLAMED // len(files) ** 2))
         with suppress(OffbeatError, ValueError):  # What is written over at this moment can be told at the next.
-            found = blame({reader.rank: _latest(reader, each) for reader in map(Reader, files)}, suspects)
+            found = blame({reader.rank: _latest(reader, each) for reader in map(Reader, files)})
             return [_said("straggler", "fair", f"{one}") for one in found if one.straggler]
         return []
 

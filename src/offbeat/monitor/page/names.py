@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Final
 
 from msgspec import Struct
 
 from offbeat.monitor.judging import SEND, members_of
 from offbeat.monitor.verdicts import worker_name
 from offbeat.runtime.stamps import About
+
+_OWN: Final = frozenset({"servers"})
+"""Groups on which each process counts its calls for itself: a worker's pull is no other worker's."""
 
 
 class Label(Struct, frozen=True, array_like=True):
@@ -45,8 +49,8 @@ class Names:
 
     def channel(self, lane: str, about: About | None) -> int:
         """The number of the channel: the same for all members of a group, and for both ends of a line of messages."""
-        if about is None:
-            key, members = (lane, None), ()
+        if about is None or about.group in _OWN:
+            key, members = (lane, about and (about.group, about.operation)), ()
         elif about.peer is None:
             key, members = (about.group,), tuple(map(worker_name, members_of(about)))
         elif about.peer < 0:

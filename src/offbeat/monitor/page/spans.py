@@ -66,9 +66,9 @@ class Lane:
         self.began = float(fresh["time"][0]) if self.began is None else self.began
         self.last = float(fresh["time"][-1])
         self.finished = bool(fresh["kind"][-1] == Mark.END)
-        steps = fresh["time"][fresh["kind"] == Mark.STEP]
-        self.stepped += len(steps)
-        self.steps = np.concatenate([self.steps, steps])[-KEPT:]
+        steps = fresh[fresh["kind"] == Mark.STEP]
+        self.stepped = max(self.stepped + len(steps), int(steps["sequence"].max(initial=0)))
+        self.steps = np.concatenate([self.steps, steps["time"]])[-KEPT:]
         calls = fresh[(fresh["kind"] >= Mark.ENTER) & (fresh["kind"] <= Mark.FAIL)]
         self._take(np.concatenate([self._rows, calls]) if len(self._rows) else calls)
         return True

@@ -40,7 +40,7 @@
       const stacks = Object.entries(one.stacks || {});
       const more = stacks.length ? [make("details", {}, make("summary", { text: "What they were doing" }),
         ...stacks.flatMap(([who, stack]) => [make("h3", { text: who }), make("pre", { text: stack })]))] : [];
-      return make("div", { class: `verdict ${one.level}` }, make("strong", { text: `${one.kind}:` }), one.message, ...more);
+      return make("div", { class: `verdict ${one.level}` }, make("strong", { text: `${one.kind}:` }), ` ${one.message}`, ...more);
     }));
   }
   function doing(one) {
