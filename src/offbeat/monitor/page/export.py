@@ -27,7 +27,7 @@ def exported(run: Run) -> str:
     lanes = run.lanes()
     pieces = lanes.pieces if len(lanes.pieces) <= MOST else lanes.window(lanes.start, lanes.now, FINEST)
     data: dict[str, Any] = {
-        "run": run.told(),
+        "run": run.told() | {"folder": ""},
         "lanes": base64.b64encode(lanes.packed(pieces, lanes.start, lanes.now)).decode(),
     }
     style = _text(STYLE)

@@ -120,6 +120,7 @@ class Run:
             first = lines if epoch == self.metrics.epoch else 0
             return {
                 "name": self.name,
+                "folder": str(self.folder),
                 "state": self.state if self.live or self.state != "running" else "gone",
                 "live": self.live,
                 "config": part(self._data, "config"),
@@ -134,7 +135,7 @@ class Run:
                 "events": sum(lane.reader.read for lane in lanes),
                 "dropped": sum(lane.reader.dropped for lane in lanes),
                 "first": min(began, default=0.0),
-                "last": max((lane.last for lane in lanes), default=0.0) if self.live else self.lanes().now,
+                "last": time.monotonic() if self.live else self.lanes().now,
                 "logs": logs_of(self.folder),
             }
 

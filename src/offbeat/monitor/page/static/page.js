@@ -50,7 +50,9 @@
     const since = one.seconds > 1 ? ` for ${duration(one.seconds)}` : "";
     const state = { waiting: `waits${since}`, gone: "gone", over: "over", ended: "has ended", unwatched: "not watched" };
     const wait = one.waits_in ? `${one.state === "gone" ? "was waiting" : ""}${whom} in ${one.waits_in}` : "";
-    return [[state[one.state] || one.state, step, pace].filter(Boolean).join(" · "), wait.trim()];
+    const said = [state[one.state] || one.state, step, pace];
+    if (run.processes.length > MANY) said.unshift(...said.splice(1, 1)); // Only the first words have room.
+    return [said.filter(Boolean).join(" · "), wait.trim()];
   }
   function strip() {
     const box = byId("strip");
@@ -149,7 +151,7 @@
     showLanes();
     byId("foot").textContent = source.held
       ? "A saved page: everything is in this file."
-      : `As JSON: offbeat explain ${run.name} --format json. Figures for Prometheus: /metrics.`;
+      : `As JSON: offbeat explain ${run.folder} --format json. Figures for Prometheus: /metrics.`;
   }
   async function choose(name) {
     stream?.close();
@@ -171,7 +173,7 @@
     stream.onerror = () => {
       byId("lost").hidden = false;
       byId("lost").textContent = "The page's server has gone, maybe because the run is over. What you see stays. "
-        + `Open it again with: offbeat watch ${run?.name || ""}`;
+        + `Open it again with: offbeat watch ${run?.folder || ""}`;
       // Reconnecting would begin where this stream began; a new one begins where the page is.
       stream.close();
       setTimeout(() => { if (run) source.run(run.name).then((again) => { run = null; show(again); follow(again); }, () => {}); }, 3000);
