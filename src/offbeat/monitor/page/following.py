@@ -21,7 +21,7 @@ from offbeat.monitor.page.spans import Lane
 from offbeat.monitor.page.windows import Lanes
 from offbeat.monitor.verdicts import EXIT_CODES
 from offbeat.protocols.causality.deadlock import natural
-from offbeat.runtime.stamps import FOLDER, Mark, Reader, Stamp
+from offbeat.runtime.stamps import FOLDER, Reader, Stamp
 
 EVERY: Final = 0.5
 """Seconds between two looks at the files, however many ask."""
@@ -248,8 +248,8 @@ def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _latest(reader: Reader, count: int) -> list[Stamp]:
-    rows = reader.rows()[-count:].tolist()
-    return [Stamp(Mark(kind), reader.about(name), sequence, at) for kind, name, sequence, at, _ in rows]
+    reader.read = max(0, reader.written - count)
+    return reader.new()
 
 
 def _spoken(stem: str) -> str:
