@@ -79,7 +79,7 @@ def write_run(folder: Path) -> int:
             for rank in chance.sample(range(WORKERS), WORKERS):
                 recorders[rank].stamp(mark, names[rank], call)
         for recorder in recorders:
-            recorder.stamp(Mark.STEP)
+            recorder.step()
     for recorder in recorders:
         recorder.stamp(Mark.END)
     return calls * 3 * WORKERS + WORKERS

@@ -48,7 +48,7 @@ def sums(count: int, last: int = 1, late: float = 0.0, end: bool = True) -> Writ
                 recorders[rank].stamp(Mark.ENTER, names[rank], number)
             for rank, recorder in enumerate(recorders):
                 recorder.stamp(Mark.EXIT, names[rank], number)
-                recorder.stamp(Mark.STEP)
+                recorder.step()
         for recorder in recorders if end else []:
             recorder.stamp(Mark.END)
 

@@ -84,8 +84,9 @@ class Run:
 
     @property
     def _in_order(self) -> list[Lane]:
+        """Workers first, then servers."""
         by_name = {lane.name: lane for _, lane in self._lanes.values()}
-        return [by_name[name] for name in natural(by_name)]
+        return sorted((by_name[name] for name in natural(by_name)), key=lambda lane: not lane.name.startswith("worker"))
 
     @property
     def live(self) -> bool:

@@ -119,7 +119,10 @@ def _pieces(lanes: Sequence[Lane], names: Names, now: float, live: bool) -> tupl
     met = np.where(arrived > ended, np.where(np.isfinite(spans["ended"]), waited, ended), np.maximum(arrived, waited))
     after = np.where(spans["failed"], FAILED, COMMUNICATE)
     waiting = np.where(np.isfinite(spans["ended"]) | live, WAIT, STUCK)
-    cuts = ((spans["begun"], waited, UNDER_WAY), (waited, met, waiting), (met, ended, after))
+    # What nobody has ever waited for and whose end nobody has seen may have ended long ago.
+    known = np.isfinite(spans["ended"]) | np.isfinite(spans["waited"])
+    beside = np.where(known, waited, spans["begun"])
+    cuts = ((spans["begun"], beside, UNDER_WAY), (waited, met, waiting), (met, ended, after))
     parts: list[Table] = []
     for start, stop, kind in cuts:
         part = np.zeros(len(spans), PIECE)
