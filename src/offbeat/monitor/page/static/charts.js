@@ -84,7 +84,7 @@ offbeat.charts = (() => {
       const y = scale(low, high, place.bottom, MARGIN.top);
       const last = some.map((one) => `${one.name} ${number(one.points.at(-1)[1])}`).join(", ");
       const svg = draw("svg", { role: "img", "aria-label": `${last} at ${number(right)} ${xName}` });
-      axes(svg, place, x, y, ticks(left, right, place.width / 90), ticks(low, high, 4), xName);
+      axes(svg, place, x, y, ticks(left, right, place.width / 64), ticks(low, high, 5), xName);
       if (target !== null) {
         svg.append(draw("line", { class: "target", x1: MARGIN.left, x2: place.right, y1: y(target), y2: y(target) }));
         svg.append(draw("text", { x: MARGIN.left + 6, y: y(target) - 4, text: `target ${number(target)}` }));
@@ -124,7 +124,7 @@ offbeat.charts = (() => {
           below += share;
         }
       }
-      const xs = ticks(rows[0].from, rows.at(-1).x, place.width / 90);
+      const xs = ticks(rows[0].from, rows.at(-1).x, place.width / 64);
       axes(svg, place, x, y, xs, [0, 0.5, 1], xName, (at) => `${Math.round(at * 100)} %`);
       box.replaceChildren(svg);
       pointing(box, svg, place, x, rows.map((row) => row.x), (at) =>

@@ -72,7 +72,7 @@ offbeat.Lanes = class {
     this.asked += 1;
     this.paint();
     this.wanted = true;
-    if (!this.busy && this.run !== null) this.fetch();
+    if (!this.busy && this.run !== null && this.canvas.parentElement.clientWidth > 0) this.fetch();
   }
   async fetch() {
     this.busy = true;
@@ -237,7 +237,7 @@ offbeat.Lanes = class {
       one.from = Math.min(one.from, start[i]);
       one.to = Math.max(one.to, start[i] + length[i]);
     }
-    return found.size <= this.plot / 8 ? found : null;
+    return found.size <= this.plot / 16 ? found : null;
   }
   arrow(pen, sender, receiver) {
     const from = [this.x(sender.from), (sender.lane + 0.5) * this.row];

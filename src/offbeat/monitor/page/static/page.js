@@ -25,7 +25,8 @@
     const goal = run.config.goal || {};
     const workers = run.config.workers;
     byId("title").textContent = `${goal.strategy || "run"} on ${workers || "?"} worker${workers === 1 ? "" : "s"}`;
-    const what = run.result.task || run.config.what?.script || run.config.what?.task?.source || "";
+    const script = run.config.what?.script;
+    const what = script ? script.split("/").at(-1) : run.config.what?.task?.source || "";
     byId("about").textContent = [what, run.state, run.started.replace("T", " ").slice(0, 19), run.name]
       .filter(Boolean).join(" · ");
     document.title = `${run.verdicts[0]?.kind || run.state} · ${goal.strategy || run.name} · offbeat`;
@@ -151,7 +152,7 @@
     showLanes();
     byId("foot").textContent = source.held
       ? "A saved page: everything is in this file."
-      : `As JSON: offbeat explain ${run.folder} --format json. Figures for Prometheus: /metrics.`;
+      : "The same in words or as JSON: offbeat explain RUN. Figures for Prometheus: /metrics.";
   }
   async function choose(name) {
     stream?.close();

@@ -18,7 +18,8 @@ offbeat.Runs = class {
       option.selected = run.name === current;
       return option;
     }));
-    byId("runs-sum").textContent = `${listed.runs.length} in ${listed.folder}`;
+    byId("runs-sum").textContent = `${listed.runs.length} in ${listed.folder.split("/").at(-1)}`;
+    byId("runs-sum").title = listed.folder;
     const focused = document.activeElement?.dataset?.key;
     byId("runs").tBodies[0].replaceChildren(...listed.runs.map((run) => {
       const tick = make("input", {
