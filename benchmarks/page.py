@@ -116,6 +116,9 @@ def main() -> None:
     parser.add_argument("--chromium", default="/usr/bin/chromium")
     parser.add_argument("--out", type=Path, default=RESULTS / "page.json")
     options = parser.parse_args()
+    if not Path(options.chromium).exists():
+        print(f"not measured: there is no Chromium at {options.chromium}; give another place with --chromium")
+        return
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
         events = write_run(Path(folder) / "many")
         with Served(*opened(Path(folder) / "many")) as served:

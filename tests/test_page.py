@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from cli_support import Offbeat, in_process
+from offbeat.cli.watch import LivePage
 from offbeat.errors import UsageError
 from offbeat.monitor.page.export import ASSETS
 from offbeat.monitor.page.folders import Folder, Metrics, opened
@@ -96,6 +97,11 @@ def test_the_token_in_the_address_becomes_a_cookie_that_lets_in(client: Client) 
     assert client.get("/api/runs", None, Cookie=f"{cookie}x").status == 401
     assert client.get("/api/runs", None, Cookie='=;;a={"b": 1}').status == 401
     assert client.get("/api/runs", None, Cookie=f'other={{"b": 1}}; {cookie}').status == 200
+
+
+def test_a_wrong_token_in_the_address_never_becomes_a_cookie(client: Client) -> None:
+    for wrong in ("wrong", "x%0d%0aSet-Cookie:%20a=b", f"{client.served.token}%20"):
+        assert "set-cookie" not in client.get(f"/?token={wrong}").headers
 
 
 def test_only_the_names_of_this_machine_are_answered_to(client: Client) -> None:
@@ -382,6 +388,22 @@ def test_without_the_extra_the_command_says_how_to_get_it(
     assert said.code == 2
     assert "pip install 'offbeat[watch]'" in said.err
     assert offbeat_("watch", "--export", "page.html").code == 0
+
+
+def test_whatever_is_wrong_with_a_page_is_said_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = run_folder(tmp_path / "a")
+    page = LivePage(folder)
+    address = page.words.removeprefix("Watch it at ")
+    assert address.startswith("http://127.0.0.1:")
+    page.close()
+    page.close()
+    gone = LivePage(tmp_path / "nowhere")
+    assert "There is no page of it: " in gone.words
+    gone.close()
+    monkeypatch.setattr("offbeat.monitor.page.serving.find_spec", lambda _name: None)
+    assert "pip install 'offbeat[watch]'" in LivePage(folder).words
 
 
 def test_ctrl_c_ends_the_page_and_is_no_error(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from importlib.resources import files
@@ -115,7 +116,7 @@ class Page:
 
     def _export(self, request: Request) -> Response:
         run = self._find(request)
-        name = run.name.replace("/", "-").replace('"', "")
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", run.name)
         return HTMLResponse(exported(run), headers={"content-disposition": f'attachment; filename="{name}.html"'})
 
     def _figures(self, _: Request) -> Response:

@@ -51,8 +51,9 @@ class Guard:
                 own = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
                     own[name] = value
-                if asked is not None and message["status"] < 400:
-                    own.append("set-cookie", f"{self._cookie}={asked}; Path=/; HttpOnly; SameSite=Strict")
+                if self._right(asked):
+                    token = self._token.decode()
+                    own.append("set-cookie", f"{self._cookie}={token}; Path=/; HttpOnly; SameSite=Strict")
             await send(message)
 
         if headers.get("host", "") not in self._hosts:
