@@ -311,7 +311,7 @@ def test_a_run_leaves_its_records(offbeat_: Offbeat, tmp_path: Path) -> None:
     assert {"offbeat", "python", "torch", "cores", "command", "started"} <= set(record["environment"])
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["epoch"]) for line in lines] == [(19, 1), (38, 2)]
-    assert all({"samples", "seconds", "seconds_by_kind", "score"} <= set(line) for line in lines)
+    assert all({"samples", "seconds", "seconds_by_kind", "loss", "score"} <= set(line) for line in lines)
     Digits().model().load_state_dict(load_file(run / "model.safetensors"))
     assert sorted(log.name for log in (run / "logs").iterdir()) == ["worker-0.log", "worker-1.log"]
     assert [entry.name for entry in (run / "checkpoint").iterdir()] == ["step-000000038"]

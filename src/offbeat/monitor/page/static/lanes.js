@@ -194,32 +194,34 @@ offbeat.Lanes = class {
         continue;
       }
       members.sort((one, other) => one.lane - other.lane);
-      pen.fillStyle = this.colors.communicate;
-      pen.strokeStyle = this.colors.ink;
-      pen.globalAlpha = 0.16;
-      pen.beginPath();
-      for (const one of members) {
-        pen.lineTo(this.x(one.from), one.lane * this.row + 2);
-        pen.lineTo(this.x(one.from), (one.lane + 1) * this.row - 2);
-      }
-      for (const one of members.reverse()) {
-        pen.lineTo(this.x(one.to), (one.lane + 1) * this.row - 2);
-        pen.lineTo(this.x(one.to), one.lane * this.row + 2);
-      }
-      pen.closePath();
-      pen.fill();
-      pen.globalAlpha = 0.35;
-      pen.stroke();
-      pen.globalAlpha = 1;
-      const lowest = members.at(-1);
-      const wide = this.x(lowest.to) - this.x(lowest.from);
+      members.slice(1).forEach((lower, i) => this.band(pen, members[i], lower));
+      const upper = members[0];
+      const wide = this.x(upper.to) - this.x(upper.from);
       if (label && wide > 90 && this.row > 18) {
         pen.fillStyle = this.colors.ink;
         pen.font = "11px system-ui, sans-serif";
-        const left = Math.max(this.x(lowest.from), this.gutter()) + 4;
-        pen.fillText(`${label[0]} #${lowest.sequence}`, left, lowest.lane * this.row + this.row / 2 + 4, wide - 8);
+        const left = Math.max(this.x(upper.from), this.gutter()) + 4;
+        pen.fillText(`${label[0]} #${upper.sequence}`, left, upper.lane * this.row + this.row / 2 + 4, wide - 8);
       }
     }
+  }
+  /** Joins two lanes of a call, faintly across lanes that have no part in it. */
+  band(pen, upper, lower) {
+    const [top, bottom] = [(upper.lane + 1) * this.row - 2, lower.lane * this.row + 2];
+    pen.beginPath();
+    pen.moveTo(this.x(upper.from), top);
+    pen.lineTo(this.x(lower.from), bottom);
+    pen.lineTo(this.x(lower.to), bottom);
+    pen.lineTo(this.x(upper.to), top);
+    pen.closePath();
+    const beside = lower.lane === upper.lane + 1;
+    pen.globalAlpha = beside ? 0.45 : 0.06;
+    pen.fillStyle = this.colors.communicate;
+    pen.fill();
+    pen.globalAlpha = beside ? 0.5 : 0.2;
+    pen.strokeStyle = this.colors.quiet;
+    pen.stroke();
+    pen.globalAlpha = 1;
   }
   calls() {
     const { count, start, length, lane, call, label, sequence } = this.data;

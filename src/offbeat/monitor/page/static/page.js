@@ -48,7 +48,7 @@
     const step = !one.step ? "" : `step ${one.at_least ? "≥ " : ""}${number(one.step)}`;
     const pace = one.steps_per_second ? `${number(one.steps_per_second)} steps/s` : "";
     const whom = one.waits_for?.length ? ` for ${one.waits_for.slice(0, 3).join(", ")}${one.waits_for.length > 3 ? " …" : ""}` : "";
-    const since = one.seconds > 1 ? ` for ${duration(one.seconds)}` : "";
+    const since = one.seconds > 1 ? `, ${duration(one.seconds)} so far` : "";
     const state = { waiting: `waits${since}`, gone: "gone", over: "over", ended: "has ended", unwatched: "not watched" };
     const wait = one.waits_in ? `${one.state === "gone" ? "was waiting" : ""}${whom} in ${one.waits_in}` : "";
     const said = [state[one.state] || one.state, step, pace];
