@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import tempfile
@@ -145,6 +146,7 @@ def main() -> None:
         "95th percentile": float(np.percentile(zooms, 95)),
         "noise: in again / in": ratio(again, first).plain(),
         "blocks": options.blocks,
+        "others on the cores (load average)": round(os.getloadavg()[0], 1),
         "chromium": version,
     }
     written = {
