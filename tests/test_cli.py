@@ -26,7 +26,8 @@ from offbeat.strategies import available
 from offbeat.tasks.digits import Digits
 
 COMMANDS = [
-    "run", "explain", "doctor", "strategies", "check", "ps", "stop", "logs", "scale", "batch-size", "bench", "keys",
+    "run", "explain", "doctor", "watch", "strategies", "check", "ps", "stop", "logs", "scale", "batch-size",
+    "bench", "keys",
 ]  # fmt: skip
 BENCH_OPTIONS = {
     "--ranks", "-r", "--size", "--sizes", "--simulate", "--network", "--inside", "--hosts", "--per-host", "--ports",
@@ -109,6 +110,7 @@ def test_the_commands_and_their_options_are_these() -> None:
     assert options_of("stop") == {"--kill", "--within", "--out", "-o"}
     assert options_of("logs") == {"--rank", "-r", "--server", "--follow", "-f", "--out", "-o"}
     assert options_of("doctor") == {"--format"}
+    assert options_of("watch") == {"--port", "--open", "--export"}
     assert options_of("strategies") == {"--format"}
     assert options_of("check") == {"--workers", "-w", "--hosts", "--format"}
     assert list(typer.main.get_command(app).commands["bench"].commands) == ["collectives", "server"]  # pyright: ignore[reportAttributeAccessIssue]
@@ -319,7 +321,7 @@ def test_a_run_leaves_its_records(offbeat_: Offbeat, tmp_path: Path) -> None:
     assert {"offbeat", "python", "torch", "cores", "command", "started"} <= set(record["environment"])
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["epoch"]) for line in lines] == [(19, 1), (38, 2)]
-    assert all({"samples", "seconds", "seconds_by_kind", "score"} <= set(line) for line in lines)
+    assert all({"samples", "seconds", "seconds_by_kind", "loss", "score"} <= set(line) for line in lines)
     Digits().model().load_state_dict(load_file(run / "model.safetensors"))
     assert sorted(log.name for log in (run / "logs").iterdir()) == ["worker-0.log", "worker-1.log"]
     assert [entry.name for entry in (run / "checkpoint").iterdir()] == ["step-000000038"]

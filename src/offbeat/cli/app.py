@@ -113,7 +113,7 @@ Watching = Annotated[
         "--watch",
         help="Write down who waits for whom. A run that can never go on is ended with the reason and an exit code of "
         "its own: 10 a deadlock, 11 different calls, 12 somebody waits for a worker that has ended. See `offbeat "
-        "explain`.",
+        "explain`. While it goes, it is shown on a page, whose address is printed.",
     ),
 ]
 DrawOption = Annotated[
@@ -148,6 +148,11 @@ PatternOption = Annotated[
 ]
 ExecutionOption = Annotated[
     str | None, typer.Option(metavar="NAME", help="Which execution, of a log that tells of several.")
+]
+PagePort = Annotated[int, typer.Option("--port", help="Port on loopback; 0 takes a free one.")]
+PageFile = Annotated[
+    Path | None,
+    typer.Option("--export", metavar="FILE", help="Write the run's page with all its data into one file of HTML."),
 ]
 LargestSize = Annotated[
     str | None,
@@ -281,6 +286,28 @@ def doctor(output: FormatOption = Format.text) -> None:
     from offbeat.cli.doctor import examine
 
     examine(as_json=output is Format.json)
+
+
+@app.command(
+    rich_help_panel=MORE,
+    epilog="Examples: offbeat watch [dim]|[/dim] offbeat watch runs/latest --open [dim]|[/dim] "
+    "offbeat watch runs/latest --export page.html",
+)
+def watch(
+    path: Annotated[
+        Path, typer.Argument(metavar="[RUN|FOLDER]", help="A run's folder, or the folder that runs are in.")
+    ] = Path("runs"),
+    port: PagePort = 0,
+    open_it: Annotated[bool, typer.Option("--open/--no-open", help="Also open the page in a browser.")] = False,
+    export: PageFile = None,
+) -> None:
+    """Show runs on a page, those under way as they go; on this machine only, to whoever has the printed address."""
+    from offbeat.cli.watch import export_page, serve_page
+
+    if export is None:
+        serve_page(path, port, open_it)
+    else:
+        export_page(path, export)
 
 
 @app.command(rich_help_panel=MORE, epilog="Examples: offbeat strategies [dim]|[/dim] offbeat strategies accumulate")

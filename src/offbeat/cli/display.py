@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from offbeat.cli.watch import LivePage
 from offbeat.jobs import Job, Script
 from offbeat.monitor import Verdict
 from offbeat.runtime.checkpoint import newest
@@ -43,6 +44,7 @@ class Display:
         self._job: Job | None = None
         self._folder: RunFolder | None = None
         self._log: LogFollower | None = None
+        self._page: LivePage | None = None
         self._far: dict[str, Any] = {}
         self._metrics: dict[str, float] = {}
         self._start = time.monotonic()
@@ -55,6 +57,8 @@ class Display:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._echo(final=True)
+        if self._page is not None:
+            self._page.close()
         if self._live is not None:
             self._live.update(self._panel())
             self._live.stop()
@@ -73,6 +77,9 @@ class Display:
             + escape(f"on {workers}, {job.goal.strategy}{again} (logs in {folder.path / 'logs'})"),
             soft_wrap=True,
         )
+        if job.goal.watch:
+            self._page = LivePage(folder.path)
+            self._console.print(self._page.words, soft_wrap=True, markup=False)
         if self._console.is_terminal:
             self._live = Live(self._panel(), console=self._console, refresh_per_second=8, transient=True)
             self._live.start()

@@ -87,7 +87,8 @@ class Reports:
             self._metrics = self._open_metrics()
         if self._metrics is not None:
             told = ("step", "epoch", "samples", "seconds", "seconds_by_kind", *self.figures())
-            self._metrics.append({name: far[name] for name in told} | dict(metrics))
+            loss = {} if self.last_loss is None else {"loss": self.last_loss}
+            self._metrics.append({name: far[name] for name in told} | loss | dict(metrics))
         self._send({"kind": "report", "metrics": dict(metrics), **far})
 
     def tell(self, epoch: int | None) -> None:

@@ -182,6 +182,12 @@ class Reader:
 
     def new(self) -> list[Stamp]:
         """The events since the last call, as far as they are whole."""
+        return [
+            Stamp(Mark(kind), self.about(name), sequence, at) for kind, name, sequence, at, _ in self.rows().tolist()
+        ]
+
+    def rows(self) -> Any:
+        """The same as a numpy table with the columns kind, name, sequence, time, number; `about` tells the names."""
         first = max(self.read, self.written - RECORDS) + 1
         ring = np.frombuffer(self._memory, _FIELDS, RECORDS, _RING_AT)
         wanted = np.arange(first, self.written + 1)
@@ -190,12 +196,10 @@ class Reader:
         fresh = len(whole) - int(whole[::-1].argmax()) if whole.any() else 0
         self.dropped += first - 1 - self.read + int(fresh - whole[:fresh].sum())
         self.read = first - 1 + fresh
-        return [
-            Stamp(Mark(kind), self._about(name), sequence, at)
-            for kind, name, sequence, at, _ in found[:fresh][whole[:fresh]].tolist()
-        ]
+        return found[:fresh][whole[:fresh]]
 
-    def _about(self, number: int) -> About | None:
+    def about(self, number: int) -> About | None:
+        """What records of this name are about."""
         if number not in self._abouts:
             at = _TABLE_AT + (number - 1) * _SLOT
             (length,) = _LENGTH.unpack_from(self._memory, at)

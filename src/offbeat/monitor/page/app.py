@@ -1,0 +1,170 @@
+"""What the page's server answers: the page itself, its data, and figures for Prometheus."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from importlib.resources import files
+from typing import Any, Final
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from offbeat.errors import OffbeatError
+from offbeat.monitor.page.export import ASSETS, exported
+from offbeat.monitor.page.folders import Folder, log_of
+from offbeat.monitor.page.following import Run
+from offbeat.monitor.page.guard import Guard
+from offbeat.monitor.page.prometheus import CONTENT_TYPE, figures
+
+TICK: Final = 1.0
+"""Seconds between two messages to a page."""
+KEPT_RUNS: Final = 8
+"""Runs that are kept in memory, those that were asked for last."""
+WIDEST: Final = 8192
+"""Pixels that a window has at most."""
+_TYPES: Final = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+
+
+class Page:
+    """Answers for one folder of runs."""
+
+    def __init__(self, folder: Folder, chosen: str | None, closing: Callable[[], bool] = lambda: False) -> None:
+        self._folder = folder
+        self._chosen = chosen
+        self._closing = closing
+        self._runs: dict[str, Run] = {}
+        self._lock = threading.Lock()
+
+    def guarded(self, token: str, port: int) -> Guard:
+        """The whole application, which answers only those who have the token."""
+        routes = [
+            Route("/", self._page),
+            Route("/static/{name}", self._static),
+            Route("/api/runs", self._list),
+            Route("/api/run", self._told),
+            Route("/api/lanes", self._lanes),
+            Route("/api/follow", self._follow),
+            Route("/api/log", self._log),
+            Route("/api/export", self._export),
+            Route("/metrics", self._figures),
+        ]
+        return Guard(Starlette(routes=routes), token, port)
+
+    def _find(self, request: Request) -> Run:
+        try:
+            return self._run(request.query_params.get("run", ""))
+        except OffbeatError as error:
+            raise HTTPException(404, str(error)) from error
+
+    def _run(self, name: str) -> Run:
+        folder = self._folder.find(name)
+        with self._lock:
+            run = self._runs.pop(name, None) or Run(name, folder)
+            self._runs[name] = run
+            while len(self._runs) > KEPT_RUNS:
+                del self._runs[next(iter(self._runs))]
+        return run
+
+    # Functions without `async` are called in threads of their own, so that reading files holds up nobody.
+
+    def _page(self, _: Request) -> Response:
+        return HTMLResponse(_asset("page.html"))
+
+    def _static(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in ASSETS:
+            raise HTTPException(404, "There is no such file.")
+        return Response(_asset(name), media_type=_TYPES[name.rpartition(".")[2]])
+
+    def _list(self, _: Request) -> Response:
+        return _json(self._listed())
+
+    def _listed(self) -> dict[str, Any]:
+        briefs = self._folder.briefs()
+        newest = briefs[0].name if briefs else None
+        return {"folder": str(self._folder.path), "chosen": self._chosen or newest, "runs": briefs}
+
+    def _told(self, request: Request) -> Response:
+        return _json(self._find(request).told())
+
+    def _lanes(self, request: Request) -> Response:
+        lanes = self._find(request).lanes()
+        start = _float(request.query_params, "start", lanes.start)
+        stop = _float(request.query_params, "stop", lanes.now)
+        pixels = _float(request.query_params, "pixels", 1000.0)
+        if not (start < stop and 1 <= pixels <= WIDEST):
+            if lanes.start < lanes.now:
+                raise HTTPException(400, f"A window needs start < stop, and 1 to {WIDEST} pixels.")
+            stop = start + 1.0
+        window = lanes.window(start, stop, int(pixels))
+        return Response(lanes.packed(window, start, stop), media_type="application/octet-stream")
+
+    def _log(self, request: Request) -> Response:
+        run = self._find(request)
+        try:
+            return PlainTextResponse(log_of(run.folder, request.query_params.get("of", "")))
+        except (OffbeatError, OSError) as error:
+            raise HTTPException(404, str(error)) from error
+
+    def _export(self, request: Request) -> Response:
+        run = self._find(request)
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", run.name)
+        return HTMLResponse(exported(run), headers={"content-disposition": f'attachment; filename="{name}.html"'})
+
+    def _figures(self, _: Request) -> Response:
+        return PlainTextResponse(figures(self._measured()), media_type=CONTENT_TYPE)
+
+    def _measured(self) -> list[dict[str, Any]]:
+        """The runs that go on, and the one that was chosen, or else the newest."""
+        briefs = self._folder.briefs()
+        chosen = self._chosen or (briefs[0].name if briefs else None)
+        wanted = [brief.name for brief in briefs if brief.state == "running" or brief.name == chosen]
+        return [self._run(name).told() for name in wanted[:KEPT_RUNS]]
+
+    async def _follow(self, request: Request) -> Response:
+        run = await asyncio.to_thread(self._find, request)
+        lines = int(_float(request.query_params, "lines", 0.0))
+        epoch = int(_float(request.query_params, "epoch", 0.0))
+        return StreamingResponse(self._news(request, run, lines, epoch), media_type="text/event-stream")
+
+    async def _news(self, request: Request, run: Run, lines: int, epoch: int) -> AsyncIterator[bytes]:
+        """What is new, once a second: of the run, and which runs there are, if that has changed."""
+        told: bytes | None = None
+        listed: bytes | None = None
+        while not self._closing() and not await request.is_disconnected():
+            news = await asyncio.to_thread(run.told, lines, epoch)
+            lines, epoch = news["lines"], news["epoch"]
+            text = msgspec.json.encode(news)
+            if text != told:
+                yield b"event: run\ndata: " + text + b"\n\n"
+            told = text
+            runs = msgspec.json.encode(await asyncio.to_thread(self._listed))
+            yield b": still here\n\n" if runs == listed else b"event: runs\ndata: " + runs + b"\n\n"
+            listed = runs
+            await asyncio.sleep(TICK)
+
+
+def _asset(name: str) -> bytes:
+    return (files("offbeat.monitor.page") / "static" / name).read_bytes()
+
+
+def _json(data: Any) -> Response:
+    return Response(msgspec.json.encode(data), media_type="application/json")
+
+
+def _float(parameters: Mapping[str, str], name: str, default: float) -> float:
+    try:
+        value = float(parameters.get(name, default))
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise HTTPException(400, f"{name} must be a number.")
+    return value

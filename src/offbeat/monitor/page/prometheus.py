@@ -1,0 +1,94 @@
+"""Figures of runs in the text format that Prometheus reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from offbeat.monitor.page.folders import part
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+NAMES: Final = {
+    "offbeat_run": ("gauge", "1, with the run's strategy, workers and state as labels"),
+    "offbeat_step": ("gauge", "Updates done at the last report"),
+    "offbeat_samples": ("gauge", "Training examples seen at the last report"),
+    "offbeat_samples_per_second": ("gauge", "Examples per second between the last two reports"),
+    "offbeat_metric": ("gauge", "What was reported last, by name: score, loss and others"),
+    "offbeat_seconds": ("gauge", "Training time so far, by kind"),
+    "offbeat_staleness_reads": ("gauge", "Reads so far, by how many steps old they were"),
+    "offbeat_worker_steps": ("gauge", "Steps of each process, as its events tell"),
+    "offbeat_worker_waiting_seconds": ("gauge", "How long each process has been waiting; 0 if it does not"),
+    "offbeat_events": ("gauge", "Events written down"),
+    "offbeat_events_dropped": ("gauge", "Events that were written over before they were read"),
+    "offbeat_verdict": ("gauge", "1 for each kind of verdict that holds"),
+}
+"""What there is: its type, and what it means."""
+_NOT_METRICS: Final = ("step", "epoch", "samples", "seconds")
+
+Sample = tuple[str, dict[str, str], float]
+
+
+def figures(runs: Iterable[Mapping[str, Any]]) -> str:
+    """All figures of these runs, each as `Run.told` tells it."""
+    found = [sample for run in runs for sample in _samples(run)]
+    lines: list[str] = []
+    for name, (kind, words) in NAMES.items():
+        own = [sample for sample in found if sample[0] == name]
+        if own:
+            lines += [f"# HELP {name} {words}.", f"# TYPE {name} {kind}", *map(_line, own)]
+    return "\n".join(lines) + "\n"
+
+
+def _samples(run: Mapping[str, Any]) -> Iterator[Sample]:
+    label = {"run": str(run["name"])}
+    config = part(run, "config")
+    strategy = str(part(config, "goal").get("strategy"))
+    yield "offbeat_run", label | {"strategy": strategy, "workers": str(config.get("workers")), "state": run["state"]}, 1
+    yield from _reported(label, run["metrics"])
+    yield "offbeat_events", label, run["events"]
+    yield "offbeat_events_dropped", label, run["dropped"]
+    for process in run["processes"]:
+        if process.get("step") is not None:
+            own = label | {"worker": process["name"]}
+            yield "offbeat_worker_steps", own, process["step"]
+            yield "offbeat_worker_waiting_seconds", own, process.get("seconds", 0.0)
+    for kind in dict.fromkeys(verdict["kind"] for verdict in run["verdicts"]):
+        yield "offbeat_verdict", label | {"kind": kind}, 1
+
+
+def _reported(label: dict[str, str], lines: Sequence[Mapping[str, Any]]) -> Iterator[Sample]:
+    if not lines:
+        return
+    last = lines[-1]
+    for name in ("step", "samples"):
+        if _is_number(last.get(name)):
+            yield f"offbeat_{name}", label, last[name]
+    before: Mapping[str, Any] = lines[-2] if len(lines) > 1 else {"samples": 0, "seconds": 0.0}
+    if all(_is_number(line.get(name)) for line in (last, before) for name in ("samples", "seconds")):
+        seconds = last["seconds"] - before["seconds"]
+        if seconds > 0:
+            yield "offbeat_samples_per_second", label, (last["samples"] - before["samples"]) / seconds
+    for name, value in last.items():
+        if _is_number(value) and name not in _NOT_METRICS:
+            yield "offbeat_metric", label | {"name": name}, value
+    for entry, name, by in (
+        ("seconds_by_kind", "offbeat_seconds", "kind"),
+        ("staleness", "offbeat_staleness_reads", "steps"),
+    ):
+        for key, value in part(last, entry).items():
+            if _is_number(value):
+                yield name, label | {by: key}, value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _line(sample: Sample) -> str:
+    name, labels, value = sample
+    said = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+    return f"{name}{{{said}}} {value:.10g}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
