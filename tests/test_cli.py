@@ -34,7 +34,7 @@ RUN_OPTIONS = {
     "--strategy", "-s", "--workers", "-w", "--target", "-t", "--epochs", "--steps", "--seed", "--device",
     "--backend", "--threads", "--hosts",
     "--parts", "--out", "-o", "--resume", "--checkpoint-every", "--timeout", "--port", "--tensorboard", "--disturb",
-    "--replace", "--watch",
+    "--replace", "--watch", "--rate-factor",
     "--format",
 }  # fmt: skip
 EXPORTS = [
@@ -77,6 +77,7 @@ RESULT = [
     "hosts",
     "died",
     "joined",
+    "first_batch",
 ]  # fmt: skip
 KINDS = ["input", "compute", "communicate", "wait", "evaluate", "other"]
 

@@ -114,6 +114,10 @@ Watching = Annotated[
         "explain`.",
     ),
 ]
+RateFactor = Annotated[
+    float,
+    typer.Option(help="Multiplies every learning rate, also in your own script, whatever its schedulers do."),
+]
 LargestSize = Annotated[
     str | None,
     typer.Option(
@@ -177,6 +181,7 @@ def run(
     replace: Replace = 0,
     disturb: Disturb = None,
     watch: Watching = False,
+    rate_factor: RateFactor = 1.0,
     output: FormatOption = Format.text,
 ) -> None:
     """Train a script or a task on some workers, and say what came of it."""
@@ -198,6 +203,7 @@ def run(
         "replace": replace,
         "disturb": tuple(disturb or ()),
         "watch": watch,
+        "rate_factor": rate_factor,
     }
     run_job(asked, goal)
 

@@ -92,6 +92,8 @@ class Goal:
     """Faults that are to happen, a sentence each."""
     watch: bool = False
     """Whether events are written down, and looked at for whoever waits in vain."""
+    rate_factor: float = 1.0
+    """What every learning rate is multiplied by, in scripts and tasks."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "steps", "checkpoint_every"):
@@ -103,6 +105,8 @@ class Goal:
             raise UsageError(f"--replace {self.replace!r} makes no sense: it is a number of workers, 0 or more.")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise UsageError(f"--seed {self.seed} makes no sense: it must fit into 64 bits.")
+        if not 0 < self.rate_factor < float("inf"):
+            raise UsageError(f"--rate-factor {self.rate_factor} makes no sense: it must be a number above 0.")
         if not 0 < self.timeout < float("inf"):
             raise UsageError(f"--timeout {self.timeout} makes no sense: it must be a number of seconds above 0.")
         if self.target is not None:
