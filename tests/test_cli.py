@@ -25,7 +25,7 @@ from offbeat.runtime.launch import Launcher
 from offbeat.strategies import available
 from offbeat.tasks.digits import Digits
 
-COMMANDS = ["run", "explain", "doctor", "strategies", "check", "bench", "keys"]
+COMMANDS = ["run", "compare", "explain", "doctor", "strategies", "check", "bench", "keys"]
 BENCH_OPTIONS = {
     "--ranks", "-r", "--size", "--sizes", "--simulate", "--network", "--inside", "--hosts", "--per-host", "--ports",
     "--collective", "--peers", "--blocks", "--out", "-o", "--picture", "--format",
@@ -37,9 +37,14 @@ RUN_OPTIONS = {
     "--replace", "--watch", "--rate-factor",
     "--format",
 }  # fmt: skip
+COMPARE_OPTIONS = {
+    "--strategy", "-s", "--workers", "-w", "--hosts", "--target", "-t", "--seeds", "--seed", "--tune", "--single",
+    "--budget", "--epochs", "--steps", "--disturb", "--parts", "--device", "--threads", "--timeout", "--out", "-o",
+    "--resume", "--format", "--output",
+}  # fmt: skip
 EXPORTS = [
-    "Data", "Host", "Hosts", "IterativeTask", "OffbeatError", "Result", "Strategy", "Task", "Team", "__version__",
-    "accuracy", "fit", "init", "parse",
+    "Data", "Host", "Hosts", "IterativeTask", "League", "OffbeatError", "Result", "Strategy", "Task", "Team", "__version__",
+    "accuracy", "compare", "fit", "init", "parse",
 ]  # fmt: skip
 RESULT = [
     "strategy",
@@ -102,6 +107,7 @@ def options_of(*path: str) -> set[str]:
 def test_the_commands_and_their_options_are_these() -> None:
     assert list(typer.main.get_command(app).commands) == COMMANDS  # pyright: ignore[reportAttributeAccessIssue]
     assert options_of("run") == RUN_OPTIONS
+    assert options_of("compare") == COMPARE_OPTIONS
     assert options_of("explain") == {"--format"}
     assert options_of("doctor") == {"--format"}
     assert options_of("strategies") == {"--format"}

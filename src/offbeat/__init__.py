@@ -12,6 +12,7 @@ from offbeat._arrival import once_imported
 from offbeat._version import __version__
 
 if TYPE_CHECKING:
+    from offbeat.comparing import League, compare
     from offbeat.errors import OffbeatError
     from offbeat.fitting import Result, fit
     from offbeat.join import Team, init
@@ -24,12 +25,14 @@ _WHERE = {
     "Host": "offbeat.runtime.hosts",
     "Hosts": "offbeat.runtime.hosts",
     "IterativeTask": "offbeat.task",
+    "League": "offbeat.comparing",
     "OffbeatError": "offbeat.errors",
     "Result": "offbeat.fitting",
     "Strategy": "offbeat.strategies",
     "Task": "offbeat.task",
     "Team": "offbeat.join",
     "accuracy": "offbeat.task",
+    "compare": "offbeat.comparing",
     "fit": "offbeat.fitting",
     "init": "offbeat.join",
     "parse": "offbeat.strategies",
@@ -40,6 +43,7 @@ __all__ = [
     "Host",
     "Hosts",
     "IterativeTask",
+    "League",
     "OffbeatError",
     "Result",
     "Strategy",
@@ -47,6 +51,7 @@ __all__ = [
     "Team",
     "__version__",
     "accuracy",
+    "compare",
     "fit",
     "init",
     "parse",
