@@ -43,8 +43,8 @@ COMPARE_OPTIONS = {
     "--resume", "--format", "--output",
 }  # fmt: skip
 EXPORTS = [
-    "Data", "Host", "Hosts", "IterativeTask", "League", "OffbeatError", "Result", "Strategy", "Task", "Team", "__version__",
-    "accuracy", "compare", "fit", "init", "parse",
+    "Data", "Host", "Hosts", "IterativeTask", "League", "OffbeatError", "Result", "Strategy", "Task", "Team",
+    "__version__", "accuracy", "compare", "fit", "init", "parse",
 ]  # fmt: skip
 RESULT = [
     "strategy",

@@ -73,8 +73,9 @@ class Asked:
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> Asked:
         """From JSON data."""
-        lists = {"strategies": tuple(data["strategies"]), "tune": tuple(data["tune"])}
-        return cls(**{f.name: (dict(data) | lists)[f.name] for f in dataclasses.fields(cls)})
+        known: dict[str, Any] = {f.name: data[f.name] for f in dataclasses.fields(cls)}
+        known |= {"strategies": tuple(data["strategies"]), "tune": tuple(data["tune"])}
+        return cls(**known)
 
     def check_same(self, before: Asked) -> None:
         """Refuse to go on with a league that was asked for differently; more or fewer seeds are no difference."""

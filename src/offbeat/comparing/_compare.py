@@ -20,11 +20,11 @@ from offbeat.comparing._order import Plan, Planned
 from offbeat.comparing._records import Entry, LeagueFolder, of_result
 from offbeat.errors import CheckpointError, OffbeatError, RunError, StrategyError, UsageError
 from offbeat.fitting import WARM, Watcher, drive
-from offbeat.jobs import Job, agreed_workers, plain_target, short_name, target_of
+from offbeat.jobs import Job, Script, agreed_workers, plain_target, short_name, target_of
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.launch import Launcher
 from offbeat.strategies import Strategy
-from offbeat.task import AnyTask, reference_to
+from offbeat.task import AnyTask, IterativeTask, reference_to
 
 
 class Spectator(Protocol):
@@ -78,7 +78,7 @@ def compare(
     """
     if budget is not None and not 0 < budget < math.inf:
         raise UsageError(f"a budget of {budget} s makes no sense: give a time above 0.")
-    goal = {"epochs": epochs, "steps": steps, "parts": parts, "device": device, "timeout": timeout}
+    goal: dict[str, Any] = {"epochs": epochs, "steps": steps, "parts": parts, "device": device, "timeout": timeout}
     goal["disturb"] = [disturb] if isinstance(disturb, str) else list(disturb)
     asked = None
     if what is not None:
@@ -166,7 +166,9 @@ def _played(
 ) -> League:
     asked = Asked.from_plain(league.asked)
     job = asked.job(folder.path / "runs")
-    plan = Plan(league.contestants, asked.seed, asked.seeds, asked.tune)
+    # What is no gradient descent has no learning rate.
+    tunable = isinstance(job.what, Script) or not issubclass(job.what.find(), IterativeTask)
+    plan = Plan(league.contestants, asked.seed, asked.seeds, asked.tune if tunable else (1.0,))
 
     def run(planned: Planned) -> Entry:
         return _one_run(planned, job, conductor, starter, spectator)

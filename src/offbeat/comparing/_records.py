@@ -54,6 +54,7 @@ class Entry:
     """None if it was missed."""
     steps_to_target: int | None = None
     samples_to_target: int | None = None
+    bytes_to_target: int | None = None
     steps: int = 0
     samples: int = 0
     seconds: float = 0.0
@@ -91,8 +92,9 @@ class Entry:
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> Entry:
         """From JSON data; unknown entries are ignored."""
-        known = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name in data}
-        return cls(**(known | {"curve": [Point(**point) for point in known.get("curve", [])]}))
+        known: dict[str, Any] = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name in data}
+        known["curve"] = [Point(**point) for point in known.get("curve", [])]
+        return cls(**known)
 
 
 def of_result(entry: Entry, result: Result) -> Entry:
@@ -108,6 +110,7 @@ def of_result(entry: Entry, result: Result) -> Entry:
         folder=str(result.run),
         steps_to_target=None if reached is None else reached.step,
         samples_to_target=None if reached is None else reached.samples,
+        bytes_to_target=None if reached is None else reached.bytes_sent,
         kernel_bytes=None if not counted or None in counted else sum(cast("list[int]", counted)),
         curve=curve,
     )
@@ -122,7 +125,8 @@ def _curve(result: Result, target: Target) -> list[Point]:
     scale = result.bytes_sent / most if most else 0.0
     points: list[Point] = []
     for line in lines:
-        metrics = {name: line[name] for name in (target.name, *result.metrics) if name in line}
+        names = result.metrics if target.name is None else {target.name}
+        metrics: dict[str, float] = {name: line[name] for name in names if name in line}
         judged = target.pick(metrics) if metrics else None
         if judged is not None:
             sent = round(line.get("bytes_sent", 0) * scale)

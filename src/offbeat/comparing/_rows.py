@@ -40,11 +40,13 @@ class Row:
     step_seconds: float | None = None
     """Training time of a step, evaluations left out."""
     samples: float | None = None
+    """Examples, likewise."""
     bytes_sent: float | None = None
-    """Payload of all workers."""
+    """Payload of all workers, likewise."""
     kernel_bytes: float | None = None
-    """As counted by the kernel on the hosts' links; None on one machine."""
+    """As counted by the kernel on the hosts' links, over whole runs; None on one machine."""
     core_seconds: float | None = None
+    """Processor time of all workers, over whole runs."""
     startup_seconds: float | None = None
     seconds_by_kind: dict[str, float] | None = None
     """Where the time went, in a typical run: medians, kind by kind."""
@@ -126,10 +128,10 @@ def _row(
         time=spread(own),
         relative=_relative(one, own, times.get(BASELINE, []), noise),
         speedup=_speedup(own, times.get(SINGLE, [])),
-        steps=middle(lambda e: e.steps_to_target or e.steps),
+        steps=middle(lambda e: e.steps if e.steps_to_target is None else e.steps_to_target),
         step_seconds=middle(step_seconds),
-        samples=middle(lambda e: e.samples_to_target or e.samples),
-        bytes_sent=middle(lambda e: e.bytes_sent),
+        samples=middle(lambda e: e.samples if e.samples_to_target is None else e.samples_to_target),
+        bytes_sent=middle(lambda e: e.bytes_sent if e.bytes_to_target is None else e.bytes_to_target),
         kernel_bytes=middle(lambda e: e.kernel_bytes),
         core_seconds=middle(lambda e: e.core_seconds),
         startup_seconds=middle(lambda e: e.startup_seconds),
@@ -139,7 +141,7 @@ def _row(
         score=middle(lambda e: e.best_score),
         test_score=middle(lambda e: e.test_score),
         resolution=_resolution(well),
-        failures=tuple(reason for reason in reasons if reason is not None),
+        failures=tuple(reasons),
         left_out=one.left_out,
     )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 RESAMPLES = 4000
 LEVEL = 95
@@ -49,10 +50,10 @@ def spread(values: Sequence[float], seed: int = 0) -> Spread:
         return Spread(math.inf, math.inf, math.inf)
     drawn = np.asarray(values, dtype=np.float64)
     picks = np.random.default_rng(seed).integers(0, len(drawn), (RESAMPLES, len(drawn)))
-    medians = np.sort([_median(row) for row in drawn[picks]])
+    medians = np.sort(_medians(drawn[picks]))
     edge = (100 - LEVEL) / 200
     low, high = medians[int(edge * RESAMPLES)], medians[int((1 - edge) * RESAMPLES) - 1]
-    return Spread(_median(drawn), float(low), float(high))
+    return Spread(float(_medians(drawn[None])[0]), float(low), float(high))
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> list[float] | None:
@@ -62,11 +63,11 @@ def ratios(over: Sequence[float], under: Sequence[float]) -> list[float] | None:
     return [a / max(b, 1e-12) for a, b in zip(over, under, strict=True)]
 
 
-def _median(values: np.ndarray[Any, np.dtype[np.float64]]) -> float:
-    """The middle one; of two in the middle their mean, which a miss makes a miss."""
-    ordered = np.sort(values)
-    half = len(ordered) // 2
-    return float(ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2)
+def _medians(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The middle of each row; of two in the middle their mean, which a miss makes a miss (and no NaN)."""
+    ordered = np.sort(rows, axis=1)
+    half = ordered.shape[1] // 2
+    return ordered[:, half] if ordered.shape[1] % 2 else (ordered[:, half - 1] + ordered[:, half]) / 2
 
 
 def _finite(value: float) -> float | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from offbeat.comparing._contestants import BASELINE, Part
 from offbeat.comparing._rows import Row
 from offbeat.comparing._spread import ENOUGH
+from offbeat.errors import StrategyError
 from offbeat.strategies import Local, combined, parse
 
 _DIFFERENT = 0.05
@@ -86,7 +87,10 @@ def _per_step(row: Row) -> dict[str, float]:
 
 
 def _habit(row: Row) -> str:
-    when = combined(parse(row.strategy)).when
+    try:
+        when = combined(parse(row.strategy)).when
+    except StrategyError:
+        return ""  # A strategy of somebody's own that is not here any more.
     return f"it exchanges every {when.period} steps; " if isinstance(when, Local) else ""
 
 

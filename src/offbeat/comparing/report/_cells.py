@@ -10,17 +10,17 @@ from offbeat.comparing._rows import Row
 from offbeat.comparing._spread import Spread
 
 NEVER = "missed"
-NONE = "–"
+NONE = "-"
 
 
 def with_interval(found: Spread | None, unit: str = "") -> str:
-    """`0.61 (0.55–0.70)`; what was missed by most is said so."""
+    """`0.61 (0.55-0.70)`; what was missed by most is said so."""
     if found is None:
         return NONE
     if math.isinf(found.median):
         return NEVER
     high = "∞" if math.isinf(found.high) else short(found.high)
-    return f"{short(found.median)}{unit} ({short(found.low)}–{high})"
+    return f"{short(found.median)}{unit} ({short(found.low)}-{high})"
 
 
 def short(value: float | None) -> str:
@@ -47,11 +47,6 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def reached(row: Row) -> str:
-    """`5 of 5`."""
-    return f"{row.reached} of {row.runs}"
-
-
 def place(league: League, row: Row) -> str:
     """`1st`, `tie` or nothing."""
     if row.name == league.winner:
@@ -66,6 +61,26 @@ def split(seconds: Mapping[str, float] | None) -> str:
     total = sum(seconds.values()) or 1.0
     ranked = sorted(seconds.items(), key=lambda item: -item[1])
     return ", ".join(f"{kind} {100 * spent / total:.0f} %" for kind, spent in ranked if spent / total >= 0.005)
+
+
+def full_row(league: League, row: Row) -> dict[str, str]:
+    """Every column that a page has room for, by its heading."""
+    return {
+        "strategy": row.name,
+        "rate": f"x{row.factor:g}",
+        "to target, s": with_interval(row.time),
+        "vs ddp": with_interval(row.relative),
+        "reached": f"{row.reached} of {row.runs}",
+        "steps": NONE if row.steps is None else f"{row.steps:.0f}",
+        "ms/step": milliseconds(row.step_seconds),
+        "samples": NONE if row.samples is None else f"{row.samples:,.0f}",
+        "sent, MB": megabytes(row.bytes_sent),
+        "kernel, MB": megabytes(row.kernel_bytes),
+        "core-s": short(row.core_seconds),
+        "speed-up": with_interval(row.speedup),
+        "test": NONE if row.test_score is None else f"{row.test_score:.4g}",
+        "": place(league, row),
+    }
 
 
 def problems(league: League) -> list[str]:

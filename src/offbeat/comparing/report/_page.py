@@ -25,7 +25,8 @@ KIND_COLORS = {
 _STYLE = """
 :root{color-scheme:light dark;--ink:#0f172a;--soft:#64748b;--line:#e2e8f0;--back:#fff;--win:#ecfdf5}
 @media(prefers-color-scheme:dark){:root{--ink:#e2e8f0;--soft:#94a3b8;--line:#334155;--back:#0f172a;--win:#064e3b}}
-body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--back);max-width:1240px;margin:2rem auto;padding:0 1rem}
+body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--back);max-width:1240px;
+margin:2rem auto;padding:0 1rem}
 h1{font-size:1.45rem;margin:0 0 .2rem}h2{font-size:1.05rem;margin:1.6rem 0 .3rem}
 .verdict{border-left:4px solid #059669;padding:.3rem 1rem;margin:1rem 0}.verdict p{margin:.25rem 0}
 .verdict p:first-child{font-size:1.1rem;font-weight:600}
@@ -35,24 +36,12 @@ th:first-child,td:first-child{text-align:left}tr.won{background:var(--win);font-
 .pictures{display:grid;grid-template-columns:repeat(auto-fit,minmax(430px,1fr));gap:1.2rem}
 figure{margin:0}figcaption{font-weight:600}figcaption small,.tag{font-weight:400;color:var(--soft)}
 svg{width:100%;height:auto}svg text{font-size:11px;fill:var(--soft)}svg .name{fill:var(--ink)}
-.grid{stroke:var(--line)}.target{stroke:#059669;stroke-dasharray:5 4}.edge{fill:none;stroke:var(--soft);stroke-dasharray:3 3}
+.grid{stroke:var(--line)}.target{stroke:#059669;stroke-dasharray:5 4}.edge{
+fill:none;stroke:var(--soft);stroke-dasharray:3 3}
 .legend{font-size:.84rem;margin:.4rem 0}.legend span{margin-right:1rem;white-space:nowrap}
 .legend i{display:inline-block;width:.75em;height:.75em;border-radius:2px;margin-right:.35em}
 ul{padding-left:1.2rem}li{margin:.2rem 0}code{font-size:.85em;overflow-wrap:anywhere}
 """
-_HEAD = (
-    "strategy",
-    "rate",
-    "to target, s",
-    "vs ddp",
-    "reached",
-    "steps",
-    "ms/step",
-    "samples",
-    "sent, MB",
-    "kernel, MB",
-)
-_HEAD = (*_HEAD, "core-s", "speed-up", "test", "")
 
 
 def page(league: League) -> str:
@@ -83,27 +72,13 @@ def _coded(words: str) -> str:
 
 
 def _table(league: League) -> str:
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in _HEAD)
+    told = [cells.full_row(league, row) for row in league.rows]
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in told[0])
     rows: list[str] = []
-    for row in league.rows:
+    for row, values in zip(league.rows, told, strict=True):
         style = "won" if row.name == league.winner else "aside" if row.part in (Part.again, Part.single) else ""
-        values = (
-            row.name,
-            f"x{row.factor:g}",
-            cells.with_interval(row.time),
-            cells.with_interval(row.relative),
-            cells.reached(row),
-            cells.NONE if row.steps is None else f"{row.steps:.0f}",
-            cells.milliseconds(row.step_seconds),
-            cells.NONE if row.samples is None else f"{row.samples:,.0f}",
-            cells.megabytes(row.bytes_sent),
-            cells.megabytes(row.kernel_bytes),
-            cells.short(row.core_seconds),
-            cells.with_interval(row.speedup),
-            cells.NONE if row.test_score is None else f"{row.test_score:.4g}",
-            cells.place(league, row),
-        )
-        rows.append(f'<tr class="{style}">{"".join(f"<td>{escape(value)}</td>" for value in values)}</tr>')
+        filled = "".join(f"<td>{escape(value)}</td>" for value in values.values())
+        rows.append(f'<tr class="{style}">{filled}</tr>')
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
