@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from offbeat.comparing._league import League
 from offbeat.comparing._rows import Row
@@ -119,12 +119,20 @@ def fine_print(league: League) -> list[str]:
         )
     else:
         said.append("Learning rates were not tuned: all strategies used the one that is there.")
-    resolution = next((row.resolution for row in league.rows if row.resolution), None)
-    if resolution is not None:
+    found = [row.resolution for row in league.rows if row.resolution]
+    if found:
+        steps, apart = (sorted(gap[i] for gap in found) for i in (0, 1))
         said.append(
-            f"Evaluated every {resolution[0]:.0f} steps, {resolution[1]:.2f} s apart: a time to target is no finer."
+            f"Evaluated every {_range(steps, '.0f')} steps, {_range(apart, '.2f')} s apart: a time to target is no "
+            f"finer."
         )
     startups = [row.startup_seconds for row in league.rows if row.startup_seconds is not None]
     if startups:
         said.append(f"Start-up is not counted: {min(startups):.2f} to {max(startups):.2f} s a run.")
     return said
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    """`19`, or `0.31 to 2.04`."""
+    ends = dict.fromkeys(f"{value:{form}}" for value in (values[0], values[-1]))
+    return " to ".join(ends)
