@@ -17,6 +17,7 @@ from cli_support import in_process
 from offbeat.comparing import Entry, League, Planned
 from offbeat.errors import CheckpointError, UsageError
 from offbeat.runtime.launch import Launcher, Role
+from offbeat.tasks.logistic import Logistic
 
 pytestmark = pytest.mark.slow
 LOOP = Path(__file__).parent / "own_scripts" / "league.py"
@@ -149,6 +150,16 @@ def test_learning_rates_of_a_script_are_tuned_without_its_knowledge(leagues: Lea
     assert full.first_batch == little.first_batch
     assert full.curve[0].score - little.curve[0].score > 0.2
     assert {row.factor for row in leagues.script.rows} == {1.0}
+
+
+def test_a_factor_reaches_the_rates_of_servers_too(launcher: Launcher, tmp_path: Path) -> None:
+    def score(rate: float, factor: float) -> float | None:
+        task = Logistic(examples=200, features=8, rate=rate)
+        options: dict[str, Any] = {"workers": 2, "steps": 12, "seed": 3, "target": 9.0, "out": tmp_path}
+        return offbeat.fit(task, "server", rate_factor=factor, launcher=launcher, **options).score
+
+    assert score(0.4, 0.25) == pytest.approx(score(0.1, 1.0), rel=1e-6)
+    assert score(0.1, 2.0) != pytest.approx(score(0.1, 1.0), rel=1e-3)
 
 
 def test_a_league_goes_on_where_it_was_interrupted(leagues: Leagues) -> None:

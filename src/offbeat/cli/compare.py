@@ -15,6 +15,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from offbeat.cli.display import Display
@@ -178,10 +179,12 @@ class LeagueDisplay:
             parts.append(report.table(self._league))
         line = f"{self._done} of {of} runs{_remaining(self._left, max(0.0, self._seconds - spent))}"
         if self._current is not None:
-            far = "" if self._run is None else self._run.in_words()
-            line += f"   now: {_name(self._current)}{far}"
-        parts += [ProgressBar(total=max(of, 1), completed=self._done, width=60), Text(line)]
-        return Group(*parts)
+            said = "" if self._run is None else self._run.in_words()
+            line += f"   now: {_name(self._current)}{said}"
+        far = Table.grid()
+        far.add_row(ProgressBar(total=max(of, 1), completed=self._done, width=60))
+        far.add_row(Text(line, overflow="ellipsis", no_wrap=True))
+        return Group(*parts, far)
 
 
 class _Run(Display):

@@ -88,8 +88,8 @@ class Asked:
                 f"new one."
             )
 
-    def command(self, hosts_file: str = "HOSTS.toml") -> str:
-        """The command that makes such a league again."""
+    def command(self, hosts_file: str = "hosts.toml") -> str:
+        """The command that makes such a league again; `hosts_file` is where its hosts are described."""
         known = self.what
         words = ["offbeat", "compare", known["script"] if "script" in known else str(Reference(**known["task"]))]
         for text in self.strategies:

@@ -17,7 +17,7 @@ from offbeat.comparing._contestants import field_of, resolved
 from offbeat.comparing._facts import facts_of
 from offbeat.comparing._league import League
 from offbeat.comparing._order import Plan, Planned
-from offbeat.comparing._records import Entry, LeagueFolder, of_result
+from offbeat.comparing._records import HOSTS_FILE, Entry, LeagueFolder, of_result
 from offbeat.errors import CheckpointError, OffbeatError, RunError, StrategyError, UsageError
 from offbeat.fitting import WARM, Watcher, drive
 from offbeat.jobs import Job, Script, agreed_workers, plain_target, short_name, target_of
@@ -112,6 +112,8 @@ def _begun(asked: Asked | None, out: Path) -> tuple[LeagueFolder, League]:
     _check_target(resolved(job, field.contestants[0]))
     facts = facts_of(job)
     folder = LeagueFolder.create(out, short_name(job.what))
+    if job.hosts is not None:
+        folder.write_text(HOSTS_FILE, job.hosts.text())
     league = League(folder.path, asked.plain(), facts, field.contestants, field.refused, ())
     folder.write(league.kept())
     return folder, league

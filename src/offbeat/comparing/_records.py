@@ -16,6 +16,7 @@ from offbeat.runtime.goal import Target
 from offbeat.runtime.records import METRICS_FILE
 
 LEAGUE_FILE = "league.json"
+HOSTS_FILE = "hosts.toml"
 LATEST = "latest-league"
 VERSION = 1
 """Of the file's form."""

@@ -13,14 +13,16 @@ NEVER = "missed"
 NONE = "-"
 
 
-def with_interval(found: Spread | None, unit: str = "") -> str:
+def with_interval(found: Spread | None) -> str:
     """`0.61 (0.55-0.70)`; what was missed by most is said so."""
     if found is None:
         return NONE
     if math.isinf(found.median):
         return NEVER
+    if found.low == found.high:
+        return short(found.median)
     high = "∞" if math.isinf(found.high) else short(found.high)
-    return f"{short(found.median)}{unit} ({short(found.low)}-{high})"
+    return f"{short(found.median)} ({short(found.low)}-{high})"
 
 
 def short(value: float | None) -> str:

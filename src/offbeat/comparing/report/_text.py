@@ -8,6 +8,7 @@ import json
 
 from offbeat.comparing._asked import Asked
 from offbeat.comparing._league import League
+from offbeat.comparing._records import HOSTS_FILE
 from offbeat.comparing.report import _cells as cells
 from offbeat.runtime.stopwatch import KINDS
 
@@ -69,7 +70,7 @@ def provenance(league: League) -> list[str]:
         f"numpy {known['numpy']}, Python {known['python']}; {known['processor']}, {known['cores']} cores, "
         f"{known['platform']}; begun {known['started']}.",
         f"Data {data['hash'] or 'unknown'}: hash of {data['of']}.",
-        f"Again: `{Asked.from_plain(league.asked).command()}`",
+        f"Again: `{Asked.from_plain(league.asked).command(str(league.folder / HOSTS_FILE))}`",
     ]
 
 
