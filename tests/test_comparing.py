@@ -263,6 +263,13 @@ def test_the_words_say_which_of_steps_and_time_per_step_made_the_difference() ->
     assert "ddp run twice differs by 0 %" in made.outcome.words[3]
 
 
+def test_with_too_few_seeds_everybody_who_arrived_is_in_the_tie() -> None:
+    made = league({"ddp": [1.0], "local(4)": [0.1], "gossip": [None]})
+    assert (made.winner, made.ties) == ("local(4)", ("ddp",))
+    assert "with so few seeds nobody can be told apart" in made.outcome.words[0]
+    assert any("Only 1 seed:" in words for words in made.outcome.words)
+
+
 def test_too_many_threads_are_warned_of() -> None:
     assert crowded(1, 1) is None
     assert "64 workers with 2 threads each share" in (crowded(64, 2) or "")

@@ -32,6 +32,8 @@ class Point:
     bytes_sent: int
     """Payload of all workers, scaled from what the worker that writes the metrics had sent by then."""
     score: float
+    evaluate_seconds: float = 0.0
+    """How much of the time went to evaluations, this one included."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,8 @@ def _curve(result: Result, target: Target) -> list[Point]:
         judged = target.pick(metrics) if metrics else None
         if judged is not None:
             sent = round(line.get("bytes_sent", 0) * scale)
-            points.append(Point(line["step"], line["samples"], line["seconds"], sent, judged[1]))
+            evaluated = line["seconds_by_kind"]["evaluate"]
+            points.append(Point(line["step"], line["samples"], line["seconds"], sent, judged[1], evaluated))
     return points
 
 

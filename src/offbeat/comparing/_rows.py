@@ -171,10 +171,10 @@ def _middle_of(entries: list[Entry]) -> Callable[[Callable[[Entry], float | None
 
 
 def step_seconds(entry: Entry) -> float | None:
-    """Training time of a step without evaluations."""
-    if not entry.steps:
-        return None
-    return (entry.seconds - entry.seconds_by_kind.get("evaluate", 0.0)) / entry.steps
+    """Training time of a step without evaluations, up to the last one that was needed."""
+    reached = (point for point in entry.curve if point.step == entry.steps_to_target)
+    point = next(reached, entry.curve[-1] if entry.curve else None)
+    return None if point is None or not point.step else (point.seconds - point.evaluate_seconds) / point.step
 
 
 def _resolution(entries: list[Entry]) -> tuple[float, float] | None:

@@ -34,7 +34,8 @@ def outcome(rows: Sequence[Row], warnings: Sequence[str] = ()) -> Outcome:
     if not ranked or math.isinf(ranked[0].time.median):
         return Outcome(None, (), (_nobody(rows), *warnings))
     winner, *others = ranked
-    ties = tuple(row.name for row in others if row.judged.overlaps(winner.judged))
+    chance = winner.runs < ENOUGH  # Then intervals say nothing.
+    ties = tuple(row.name for row in others if row.reached and (chance or row.judged.overlaps(winner.judged)))
     against = _against(winner, rows, ranked)
     words = [_who(winner, ties)]
     if against is not None:
@@ -98,14 +99,16 @@ def _who(winner: Row, ties: Sequence[str]) -> str:
     first = f"{winner.name} was first: {_time(winner)}"
     if not ties:
         return first.replace(" was first", " won") + "."
-    return f"A tie of {', '.join([winner.name, *ties])}: their intervals overlap. {first}."
+    reason = "their intervals overlap" if winner.runs >= ENOUGH else "with so few seeds nobody can be told apart"
+    return f"A tie of {', '.join([winner.name, *ties])}: {reason}. {first}."
 
 
 def _time(row: Row) -> str:
     said = f"{row.time.median:.2f} s to the target ({row.reached} of {row.runs} runs reached it)"
     if row.relative is None or row.part is Part.baseline:
         return said
-    return f"{said}, {row.relative.median:.2f}x of {BASELINE}'s time ({_interval(row)})"
+    interval = f" ({_interval(row)})" if row.runs >= ENOUGH else ""
+    return f"{said}, {row.relative.median:.2f}x of {BASELINE}'s time{interval}"
 
 
 def _interval(row: Row) -> str:
@@ -146,12 +149,12 @@ def _noise(rows: Sequence[Row]) -> list[str]:
     again = next((row for row in rows if row.part is Part.again), None)
     if again is None or again.relative is None or not math.isfinite(again.relative.high):
         return []
-    return [
-        f"Noise: {BASELINE} run twice differs by {100 * abs(again.relative.median - 1):.0f} % ({_interval(again)})."
-    ]
+    interval = f" ({_interval(again)})" if again.runs >= ENOUGH else ""
+    return [f"Noise: {BASELINE} run twice differs by {100 * abs(again.relative.median - 1):.0f} %{interval}."]
 
 
 def _few(winner: Row) -> list[str]:
     if winner.runs >= ENOUGH:
         return []
-    return [f"Only {winner.runs} seed{'s' if winner.runs > 1 else ''}: the order may be chance. Use {ENOUGH} or more."]
+    count = f"{winner.runs} seed{'s' if winner.runs > 1 else ''}"
+    return [f"Only {count}: the order may be chance. Use {ENOUGH} or more."]

@@ -91,8 +91,11 @@ def problems(league: League) -> list[str]:
     for row in league.rows:
         gone = " It was not run again." if row.name in league.given_up else ""
         said += [f"{row.name} failed: {_first_line(reason)}{gone}" for reason in row.failures]
-        if row.left_out:
-            said.append(f"{row.name} was not disturbed by: {'; '.join(row.left_out)} (it has no such process).")
+    spared: dict[str, list[str]] = {}
+    for one in league.contestants:
+        for sentence in one.left_out:
+            spared.setdefault(sentence, []).append(one.name)
+    said += [f"No such process, so not disturbed by {text!r}: {', '.join(names)}." for text, names in spared.items()]
     return said
 
 
