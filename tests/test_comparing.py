@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 from league_support import contestants, entry, league
-from offbeat.cli.compare import _factors, _seconds
+from offbeat.cli.leagues import _factors, _seconds
 from offbeat.comparing import League, report
 from offbeat.comparing._asked import Asked
 from offbeat.comparing._conductor import Conductor

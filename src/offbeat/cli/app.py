@@ -15,6 +15,9 @@ import typer
 from offbeat._version import __version__
 from offbeat.cli.bench_server import EPILOG as SERVER_EXAMPLES
 from offbeat.cli.bench_server import server
+from offbeat.cli.compare import EPILOG as COMPARE_EXAMPLES
+from offbeat.cli.compare import compare
+from offbeat.cli.options import Disturb, HostFile, TargetScore, What
 from offbeat.errors import OffbeatError, UsageError, VerdictError, WorkerError
 
 app = typer.Typer(
@@ -31,16 +34,6 @@ app = typer.Typer(
 MORE = "More commands"
 INTERRUPTED = 130
 """The exit code after Ctrl-C, which typer makes of KeyboardInterrupt."""
-
-
-class LeagueFormat(StrEnum):
-    """How a league is printed."""
-
-    table = "table"
-    json = "json"
-    markdown = "markdown"
-    csv = "csv"
-    html = "html"
 
 
 class Format(StrEnum):
@@ -73,46 +66,11 @@ Backend = Annotated[
         "shared-memory backend in its place.",
     ),
 ]
-What = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="TARGET",
-        help="A script ([bold]train.py[/bold], its arguments after [bold]--[/bold]) or a task "
-        "([bold]file.py:Class[/bold], or a module such "
-        "as [bold]offbeat.tasks.digits[/bold]). May be left out with --resume.",
-    ),
-]
-TargetScore = Annotated[
-    str | None,
-    typer.Option(
-        "--target",
-        "-t",
-        help="Stop at this score: [bold]0.97[/bold]; for scripts [bold]accuracy=0.97[/bold] or [bold]loss<=0.1[/bold].",
-    ),
-]
 Replace = Annotated[
     int,
     typer.Option(
         help="Workers that have died and are replaced by new ones, which join at the next evaluation; for strategies "
         "with servers."
-    ),
-]
-Disturb = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="SENTENCE",
-        help="A fault that is to happen, e.g. [bold]worker 1: pause 200ms every 1s[/bold] or [bold]worker 2: kill at "
-        "step 50[/bold]; may be given several times.",
-    ),
-]
-HostFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--hosts",
-        metavar="FILE",
-        help="Hosts to put the workers on: a TOML file with a [bold]\\[\\[host]][/bold] for each: its name, its "
-        "workers, and the rate of its link, e.g. [bold]100Mbit[/bold]. They are network namespaces of this machine, "
-        "which needs root. See docs/hosts.md.",
     ),
 ]
 Watching = Annotated[
@@ -218,98 +176,7 @@ def run(
     run_job(asked, goal)
 
 
-@app.command(
-    no_args_is_help=True,
-    epilog="Examples: offbeat compare offbeat.tasks.digits --workers 2 [dim]|[/dim] "
-    "offbeat compare train.py --target accuracy=0.97 --workers 2 --strategy allreduce --strategy 'local({4,16})' "
-    "--budget 10m -- --its own --arguments [dim]|[/dim] offbeat compare --resume runs/latest-league",
-)
-def compare(
-    what: What = None,
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[-- ARGS]", help="Arguments of the script, or [bold]--name value[/bold] pairs of the task."
-        ),
-    ] = None,
-    strategy: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--strategy",
-            "-s",
-            help="One that takes part; may be given several times, and a set means several: "
-            "[bold]local({4,16})[/bold]. Default: allreduce, local({4,16}), gossip, hogwild, "
-            "server(consistency=ssp(3)). [bold]ddp[/bold] always takes part, twice.",
-        ),
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option("--workers", "-w", help="Processes that train. Default: one per core, at least 2.")
-    ] = None,
-    hosts: HostFile = None,
-    target: TargetScore = None,
-    seeds: Annotated[int | None, typer.Option(help="Runs of each strategy that count. Default: 5.")] = None,
-    seed: Annotated[int, typer.Option(help="The first seed; the others follow it.")] = 0,
-    tune: Annotated[
-        str,
-        typer.Option(
-            metavar="none|0.5,1,2",
-            help="What learning rates are multiplied by, so that each strategy can choose its own on a seed that does "
-            "not count.",
-        ),
-    ] = "0.5,1,2",
-    single: Annotated[
-        bool, typer.Option("--single/--no-single", help="Whether one worker alone takes part, for the speed-up.")
-    ] = True,
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME",
-            help="How long the league may take, e.g. [bold]10m[/bold]; if that is too short, all strategies have "
-            "fewer seeds, at least one.",
-        ),
-    ] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the training data at most, of each run.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Updates at most, of each run.")] = None,
-    disturb: Disturb = None,
-    parts: Annotated[
-        str, typer.Option(help="How training data is divided: iid, or by label with dirichlet(alpha).")
-    ] = "iid",
-    device: Annotated[str, typer.Option(help="Where tensors live; cpu is what is tested.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(help="Threads per worker. Default: cores divided by workers.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that any wait for another worker may take.")] = 600.0,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where the league's folder is made.")] = Path("runs"),
-    resume: Annotated[
-        Path | None, typer.Option(metavar="LEAGUE", help="Go on with a league, given by its folder.")
-    ] = None,
-    form: Annotated[LeagueFormat, typer.Option("--format", help="How the league is told.")] = LeagueFormat.table,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it here instead of to stdout.")] = None,
-) -> None:
-    """Find out which strategy is the first to reach a target, here, on your script or task."""
-    from offbeat.cli.compare import Wanted, compare_strategies
-
-    options: dict[str, Any] = {
-        "what": what,
-        "strategies": tuple(strategy or ()),
-        "arguments": tuple(arguments or ()),
-        "workers": workers,
-        "hosts": hosts,
-        "target": target,
-        "seeds": seeds,
-        "seed": seed,
-        "tune": tune,
-        "single": single,
-        "budget": budget,
-        "epochs": epochs,
-        "steps": steps,
-        "disturb": tuple(disturb or ()),
-        "parts": parts,
-        "device": device,
-        "threads": threads,
-        "timeout": timeout,
-        "out": out,
-        "resume": resume,
-    }
-    compare_strategies(options, Wanted(form.value, output))
+app.command(no_args_is_help=True, epilog=COMPARE_EXAMPLES)(compare)
 
 
 @app.command(
