@@ -26,7 +26,7 @@ from offbeat.strategies import available
 from offbeat.tasks.digits import Digits
 
 COMMANDS = [
-    "run", "explain", "doctor", "watch", "strategies", "check", "ps", "stop", "logs", "scale", "batch-size",
+    "run", "compare", "explain", "doctor", "watch", "strategies", "check", "ps", "stop", "logs", "scale", "batch-size",
     "bench", "keys",
 ]  # fmt: skip
 BENCH_OPTIONS = {
@@ -37,13 +37,18 @@ RUN_OPTIONS = {
     "--strategy", "-s", "--workers", "-w", "--target", "-t", "--epochs", "--steps", "--seed", "--device",
     "--backend", "--threads", "--hosts",
     "--parts", "--out", "-o", "--resume", "--checkpoint-every", "--timeout", "--port", "--tensorboard", "--disturb",
-    "--replace", "--watch",
+    "--replace", "--watch", "--rate-factor",
     "--format",
+}  # fmt: skip
+COMPARE_OPTIONS = {
+    "--strategy", "-s", "--workers", "-w", "--hosts", "--target", "-t", "--seeds", "--seed", "--tune", "--single",
+    "--budget", "--epochs", "--steps", "--disturb", "--parts", "--device", "--threads", "--timeout", "--out", "-o",
+    "--resume", "--format", "--output",
 }  # fmt: skip
 EXPLAIN_OPTIONS = {"--draw", "--window", "--cut", "--export", "--as", "--pattern", "--execution", "--format"}
 EXPORTS = [
-    "BatchSize", "Data", "Host", "Hosts", "IterativeTask", "OffbeatError", "Result", "Scaling", "Strategy", "Task",
-    "Team", "__version__", "accuracy", "batch_size", "fit", "init", "parse", "scale",
+    "BatchSize", "Data", "Host", "Hosts", "IterativeTask", "League", "OffbeatError", "Result", "Scaling", "Strategy",
+    "Task", "Team", "__version__", "accuracy", "batch_size", "compare", "fit", "init", "parse", "scale",
 ]  # fmt: skip
 RESULT = [
     "strategy",
@@ -81,6 +86,7 @@ RESULT = [
     "hosts",
     "died",
     "joined",
+    "first_batch",
 ]  # fmt: skip
 KINDS = ["input", "compute", "communicate", "wait", "evaluate", "other"]
 
@@ -105,6 +111,7 @@ def options_of(*path: str) -> set[str]:
 def test_the_commands_and_their_options_are_these() -> None:
     assert list(typer.main.get_command(app).commands) == COMMANDS  # pyright: ignore[reportAttributeAccessIssue]
     assert options_of("run") == RUN_OPTIONS
+    assert options_of("compare") == COMPARE_OPTIONS
     assert options_of("explain") == EXPLAIN_OPTIONS
     assert options_of("ps") == {"--all", "-a", "--format"}
     assert options_of("stop") == {"--kill", "--within", "--out", "-o"}

@@ -288,6 +288,7 @@ def test_hosts_give_what_one_host_gives(networks: None, launcher: Launcher, tmp_
     assert [(host["name"], host["address"], host["workers"]) for host in apart.hosts] == [
         ("a", "10.77.0.2", [0, 1]), ("b", "10.77.0.3", [2]),
     ]  # fmt: skip
+    assert all(host["sent_bytes"] > 1000 for host in apart.hosts)  # As the kernel counted on the links.
     assert json.loads((apart.run / "run.json").read_text())["config"]["hosts"]["host"][0]["rate"] == "1Gbit"
     if strategy.startswith("server"):
         assert [host["servers"] for host in apart.hosts] == [[0, 2], [1, 3]]

@@ -12,6 +12,7 @@ from offbeat._arrival import once_imported
 from offbeat._version import __version__
 
 if TYPE_CHECKING:
+    from offbeat.comparing import League, compare
     from offbeat.errors import OffbeatError
     from offbeat.fitting import Result, fit
     from offbeat.join import Team, init
@@ -26,6 +27,7 @@ _WHERE = {
     "Host": "offbeat.runtime.hosts",
     "Hosts": "offbeat.runtime.hosts",
     "IterativeTask": "offbeat.task",
+    "League": "offbeat.comparing",
     "OffbeatError": "offbeat.errors",
     "Result": "offbeat.fitting",
     "Scaling": "offbeat.scaling",
@@ -34,6 +36,7 @@ _WHERE = {
     "Team": "offbeat.join",
     "accuracy": "offbeat.task",
     "batch_size": "offbeat.scaling",
+    "compare": "offbeat.comparing",
     "fit": "offbeat.fitting",
     "init": "offbeat.join",
     "parse": "offbeat.strategies",
@@ -46,6 +49,7 @@ __all__ = [
     "Host",
     "Hosts",
     "IterativeTask",
+    "League",
     "OffbeatError",
     "Result",
     "Scaling",
@@ -55,6 +59,7 @@ __all__ = [
     "__version__",
     "accuracy",
     "batch_size",
+    "compare",
     "fit",
     "init",
     "parse",

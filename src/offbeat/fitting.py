@@ -123,6 +123,8 @@ class Result:
     """Workers and servers that died on the way, where the run went on without them."""
     joined: list[str] = field(default_factory=list[str])
     """Workers that joined on the way, in place of others."""
+    first_batch: str | None = None
+    """A fingerprint of the first training batch that the worker had who wrote this: the same data gives the same."""
 
     def plain(self) -> dict[str, Any]:
         """As JSON data."""
@@ -190,6 +192,7 @@ def fit(
     replace: int = 0,
     disturb: str | Sequence[str] = (),
     watch: bool = False,
+    rate_factor: float = 1.0,
     launcher: Launcher | None = None,
     watcher: Watcher | None = None,
 ) -> Result:
@@ -198,7 +201,7 @@ def fit(
     `task` is an instance, or its name as on the command line (`offbeat.tasks.digits`). Everything else has a default:
     one worker; with `hosts`, given as such or as the path of a file, as many as those have; with `resume`, as many as
     before. `disturb` asks for faults, a sentence each; `replace` is how many workers that have died are replaced by new
-    ones. `watch` has the workers' events written down and judged as they come.
+    ones. `watch` has the workers' events written down and judged as they come; `rate_factor` multiplies learning rates.
     A launcher that is handed in is used and left open, so that several runs share one fork server.
     """
     goal = Goal(
@@ -214,6 +217,7 @@ def fit(
         replace=replace,
         disturb=(disturb,) if isinstance(disturb, str) else tuple(disturb),
         watch=watch,
+        rate_factor=rate_factor,
     )
     where = None if resume is None else Path(resume)
     wanted = Hosts.read(Path(hosts)) if isinstance(hosts, str | Path) else hosts

@@ -25,6 +25,7 @@ from offbeat.protocols.partition import mixed
 from offbeat.runtime import randomness
 from offbeat.runtime.assignment import ASSIGNED, Assignment
 from offbeat.runtime.disturb import Disturber
+from offbeat.runtime.fingerprint import fingerprint
 from offbeat.runtime.gauge import Gauge
 from offbeat.runtime.goal import Goal, Target
 from offbeat.runtime.group import Group
@@ -34,6 +35,7 @@ from offbeat.runtime.loaders import Batch, Loader, Share, divide
 from offbeat.runtime.memory import Memory, open_memory
 from offbeat.runtime.parts import Parts
 from offbeat.runtime.place import Place, where
+from offbeat.runtime.rates import ScaledRate
 from offbeat.runtime.reports import Reports
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies import Strategy, combined, parse
@@ -124,7 +126,7 @@ class Team:
         self._holdings = Holdings()
         self._watch = Watch(self.group, self._holdings, self.exchange, self.pace, self.ledger)
         self.reports = Reports(self.group, self.ledger, self.stopwatch, assignment.send)
-        self.reports.figures = self.exchange.figures
+        self.reports.figures, self.reports.payload = self.exchange.figures, self.exchange.payload
         self.reports.write_to(assignment.folder, goal.tensorboard)
         self._memory = self._open_memory()
         self.exchange.seed = self.seed
@@ -281,9 +283,12 @@ class Team:
             self.exchange.adopt(thing)
         elif isinstance(thing, Optimizer):
             self._holdings.optimizers.append(thing)
+            rate = ScaledRate(self.goal.rate_factor)
+            self._step_hooks += rate.before_others(thing)
             self.pace.watch(thing)
             self._watch.attend(thing)
             self.exchange.attend(thing)
+            self._step_hooks += rate.after_others(thing)
             if self._disturber.active:
                 self._step_hooks.append(thing.register_step_post_hook(self._stepped))
         elif isinstance(thing, Stateful) and not isinstance(thing, Iterable):
@@ -394,6 +399,8 @@ class Team:
             self.pace.begin(batch.examples, batch.total, batch.last)
             self.ledger.samples += batch.total or 0
             self.ledger.own_samples += batch.examples if batch.total is None else 0
+            if "first_batch" not in self.notes:
+                self.notes["first_batch"] = fingerprint(batch.content)
             self.stopwatch.switch("compute")
             self.begin_step()
         else:
@@ -473,7 +480,7 @@ class Team:
             **self.exchange.notes(),
             **self.notes,
         }
-        self.reports.conclude(self.exchange.payload(), more)
+        self.reports.conclude(more)
 
 
 def _group_for(assignment: Assignment, place: Place, timeout: timedelta, device: torch.device) -> Group:

@@ -16,7 +16,10 @@ from offbeat._version import __version__
 from offbeat.cli import alive
 from offbeat.cli.bench_server import EPILOG as SERVER_EXAMPLES
 from offbeat.cli.bench_server import server
+from offbeat.cli.compare import EPILOG as COMPARE_EXAMPLES
+from offbeat.cli.compare import compare
 from offbeat.cli.measuring import BATCH_EXAMPLES, SCALE_EXAMPLES, batch_size, scale
+from offbeat.cli.options import Disturb, HostFile, TargetScore, What
 from offbeat.errors import OffbeatError, UsageError, VerdictError, WorkerError
 
 app = typer.Typer(
@@ -65,46 +68,11 @@ Backend = Annotated[
         "shared-memory backend in its place.",
     ),
 ]
-What = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="TARGET",
-        help="A script ([bold]train.py[/bold], its arguments after [bold]--[/bold]) or a task "
-        "([bold]file.py:Class[/bold], or a module such "
-        "as [bold]offbeat.tasks.digits[/bold]). May be left out with --resume.",
-    ),
-]
-TargetScore = Annotated[
-    str | None,
-    typer.Option(
-        "--target",
-        "-t",
-        help="Stop at this score: [bold]0.97[/bold]; for scripts [bold]accuracy=0.97[/bold] or [bold]loss<=0.1[/bold].",
-    ),
-]
 Replace = Annotated[
     int,
     typer.Option(
         help="Workers that have died and are replaced by new ones, which join at the next evaluation; for strategies "
         "with servers."
-    ),
-]
-Disturb = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="SENTENCE",
-        help="A fault that is to happen, e.g. [bold]worker 1: pause 200ms every 1s[/bold] or [bold]worker 2: kill at "
-        "step 50[/bold]; may be given several times.",
-    ),
-]
-HostFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--hosts",
-        metavar="FILE",
-        help="Hosts to put the workers on: a TOML file with a [bold]\\[\\[host]][/bold] for each: its name, its "
-        "workers, and the rate of its link, e.g. [bold]100Mbit[/bold]. They are network namespaces of this machine, "
-        "which needs root. See docs/hosts.md.",
     ),
 ]
 Watching = Annotated[
@@ -153,6 +121,10 @@ PagePort = Annotated[int, typer.Option("--port", help="Port on loopback; 0 takes
 PageFile = Annotated[
     Path | None,
     typer.Option("--export", metavar="FILE", help="Write the run's page with all its data into one file of HTML."),
+]
+RateFactor = Annotated[
+    float,
+    typer.Option(help="Multiplies every learning rate, also in your own script, whatever its schedulers do."),
 ]
 LargestSize = Annotated[
     str | None,
@@ -217,6 +189,7 @@ def run(
     replace: Replace = 0,
     disturb: Disturb = None,
     watch: Watching = False,
+    rate_factor: RateFactor = 1.0,
     output: FormatOption = Format.text,
 ) -> None:
     """Train a script or a task on some workers, and say what came of it."""
@@ -238,8 +211,12 @@ def run(
         "replace": replace,
         "disturb": tuple(disturb or ()),
         "watch": watch,
+        "rate_factor": rate_factor,
     }
     run_job(asked, goal)
+
+
+app.command(no_args_is_help=True, epilog=COMPARE_EXAMPLES)(compare)
 
 
 @app.command(

@@ -96,6 +96,8 @@ class Goal:
     """How many of the training loader's batches make one: weak scaling gives every worker a whole one."""
     gauge: int | None = None
     """If the noise in gradients is measured: how many passes over single examples check it; None: it is not."""
+    rate_factor: float = 1.0
+    """What every learning rate is multiplied by, in scripts and tasks."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "steps", "checkpoint_every", "merge"):
@@ -107,6 +109,8 @@ class Goal:
             raise UsageError(f"--replace {self.replace!r} makes no sense: it is a number of workers, 0 or more.")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise UsageError(f"--seed {self.seed} makes no sense: it must fit into 64 bits.")
+        if not 0 < self.rate_factor < float("inf"):
+            raise UsageError(f"--rate-factor {self.rate_factor} makes no sense: it must be a number above 0.")
         if not 0 < self.timeout < float("inf"):
             raise UsageError(f"--timeout {self.timeout} makes no sense: it must be a number of seconds above 0.")
         if self.target is not None:

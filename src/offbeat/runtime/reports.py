@@ -39,6 +39,8 @@ class Reports:
         """The loss of the latest step here, if the loop says it."""
         self.figures: Callable[[], Mapping[str, Any]] = dict
         """What the strategy has to say of this worker so far, for metrics and display."""
+        self.payload: Callable[[], int] = int
+        """Bytes that this worker has sent outside of the group so far."""
 
     def write_to(self, folder: Path | None, tensorboard: bool) -> None:
         """Worker 0 also writes metrics into the run's folder; should it die, the one who then leads does."""
@@ -86,7 +88,7 @@ class Reports:
         if self._metrics is None and self._open_metrics is not None:
             self._metrics = self._open_metrics()
         if self._metrics is not None:
-            told = ("step", "epoch", "samples", "seconds", "seconds_by_kind", *self.figures())
+            told = ("step", "epoch", "samples", "seconds", "seconds_by_kind", "bytes_sent", *self.figures())
             loss = {} if self.last_loss is None else {"loss": self.last_loss}
             self._metrics.append({name: far[name] for name in told} | loss | dict(metrics))
         self._send({"kind": "report", "metrics": dict(metrics), **far})
@@ -105,14 +107,15 @@ class Reports:
             "samples": self._ledger.samples + self._ledger.own_samples * self._group.size,
             "seconds": round(self._stopwatch.total(), 6),
             "seconds_by_kind": {kind: round(spent, 6) for kind, spent in self._stopwatch.seconds.items()},
+            "bytes_sent": self._group.bytes_sent + self.payload(),
             "loss": self.last_loss,
             **self.figures(),
         }
 
-    def conclude(self, payload: int, more: Mapping[str, Any]) -> None:
+    def conclude(self, more: Mapping[str, Any]) -> None:
         """All workers bring their accounts together, and worker 0 sends the result."""
         self._stopwatch.total()
-        sent = self._group.bytes_sent + payload
+        sent = self._group.bytes_sent + self.payload()
         counted = [float(sent), self._ledger.cpu(), float(self._ledger.own_samples)]
         mine = [*counted, self._stopwatch.overlapped, *self._stopwatch.seconds.values()]
         rows = self._group.gather(mine, "the end of the run")

@@ -136,7 +136,7 @@ def _join(host: Host, name: str, switch: str, port: str, address: str, mtu: int)
     _run("ip", "-n", name, "link", "set", "lo", "up")
     _run("ip", "-n", name, "address", "add", address, "dev", INTERFACE)
     _run("ip", "-n", name, "link", "set", INTERFACE, "up")
-    return PlacedHost(host, address.partition("/")[0], INTERFACE, NAMED / name)
+    return PlacedHost(host, address.partition("/")[0], INTERFACE, NAMED / name, port)
 
 
 def _shaped(rate: float, mtu: int) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from offbeat.errors import RunError
 from offbeat.runtime.hosts._wanted import Host, Hosts
 from offbeat.runtime.networks import inside
 
@@ -24,6 +25,8 @@ class PlacedHost:
     """The network interface that has this address there."""
     network: Path
     """What a process enters to be on it: the `network` of a role, or `runtime.networks.enter`."""
+    port: str | None = None
+    """The other end of its link, in the network that `Placed.inside` enters, where the kernel counts its bytes."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class Placed:
     def plain(self, servers: int = 0) -> list[dict[str, Any]]:
         """The hosts with their addresses, and the numbers of the workers and servers on each, as JSON data."""
         workers, serving = self.wanted.of_workers(), self.wanted.of_servers(servers)
+        sent = self._sent()
         return [
             {
                 "name": there.host.name,
@@ -79,6 +83,17 @@ class Placed:
                 "rate": there.host.rate,
                 "workers": [rank for rank, home in enumerate(workers) if home == number],
                 "servers": [rank for rank, home in enumerate(serving) if home == number],
+                "sent_bytes": None if there.port is None else sent.get(there.port),
             }
             for number, there in enumerate(self.hosts)
         ]
+
+    def _sent(self) -> dict[str, int]:
+        """What the kernel has counted at the other end of each link, headers and all."""
+        try:
+            with self.inside():
+                lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+        except (OSError, RunError):
+            return {}
+        named = (line.partition(":") for line in lines if ":" in line)
+        return {name.strip(): int(counts.split()[0]) for name, _, counts in named}

@@ -1,0 +1,233 @@
+"""What `offbeat compare` does: from options to a league, and from the league to a table, a page or plain data."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from offbeat.cli.display import Display
+from offbeat.comparing import Entry, League, Planned, compare, report
+from offbeat.comparing.report import fine_print, problems, write_whole
+from offbeat.errors import UsageError
+from offbeat.fitting import WARM
+from offbeat.runtime.launch import Launcher
+
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How the league is told."""
+
+    form: str
+    output: Path | None
+
+
+def compare_strategies(options: dict[str, Any], wanted: Wanted) -> None:
+    """Play a league and print it."""
+    options["tune"] = _factors(options["tune"])
+    options["budget"] = _seconds(options["budget"])
+    if wanted.output is not None and not wanted.output.parent.is_dir():
+        raise UsageError(f"--output {wanted.output}: there is no folder {wanted.output.parent}. Make it first.")
+    display = LeagueDisplay(quiet=wanted.form != "table")
+    with Launcher(WARM) as launcher:
+        launcher.start()
+        try:
+            with display:
+                league = compare(**options, launcher=launcher, spectator=display)
+        except BaseException:
+            display.say_how_to_go_on()
+            raise
+    kept = [("league.html", report.page(league)), ("league.md", report.markdown(league))]
+    for name, text in kept:
+        write_whole(league.folder / name, text)
+    _print(league, wanted)
+
+
+def _print(league: League, wanted: Wanted) -> None:
+    if wanted.form == "table":
+        if wanted.output is None:
+            _print_table(league, Console(highlight=False, width=None if sys.stdout.isatty() else report.WIDTH))
+            return
+        text = io.StringIO()
+        _print_table(league, Console(file=text, highlight=False, width=report.WIDTH))
+        write_whole(wanted.output, text.getvalue())
+        return
+    made = {"json": report.json_of, "markdown": report.markdown, "csv": report.csv_of, "html": report.page}
+    text = made[wanted.form](league)
+    if wanted.output is None:
+        sys.stdout.write(text)
+    else:
+        write_whole(wanted.output, text)
+
+
+def _print_table(league: League, console: Console) -> None:
+    console.print()
+    console.print(report.table(league))
+    console.print()
+    for number, words in enumerate(league.outcome.words):
+        console.print(escape(words), style="bold" if not number else "")
+    console.print()
+    for words in [*fine_print(league), *problems(league)]:
+        console.print(escape(words), style="dim")
+    console.print(f"Pictures and everything else: {escape(str(league.folder))}/league.html", soft_wrap=True)
+
+
+def _factors(text: str) -> tuple[float, ...] | None:
+    if text.strip() == "none":
+        return None
+    try:
+        return tuple(float(word) for word in text.split(","))
+    except ValueError:
+        raise UsageError(f"--tune {text!r} is neither none nor numbers such as 0.5,1,2.") from None
+
+
+def _seconds(text: str | None) -> float | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(s|m|min|h|)\s*", text)
+    if found is None or float(found[1]) <= 0:
+        raise UsageError(f"--budget {text!r} is no time. Say e.g. 90s, 10m or 1h.")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+class LeagueDisplay:
+    """Shows a league while it goes, on stderr: a live panel on a terminal, a line for each run elsewhere."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self._console = Console(stderr=True, highlight=False)
+        self._live: Live | None = None
+        self._league: League | None = None
+        self._done, self._left, self._seconds = 0, 0, 0.0
+        self._current: Planned | None = None
+        self._since = time.monotonic()
+        self._run: _Run | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def begin(self, league: League, left: int, seconds: float) -> None:
+        """Say what is to come; on a terminal, open the live panel."""
+        self._league, self._left, self._seconds = league, left, seconds
+        if self._quiet:
+            return
+        names = ", ".join(one.name for one in league.contestants)
+        self._console.print(escape(f"A league of {names}: {left} runs to do, in {league.folder}"), soft_wrap=True)
+        for words in [*problems(league), *([league.facts["crowded"]] if league.facts.get("crowded") else [])]:
+            self._console.print(escape(words), style="yellow", soft_wrap=True)
+        if self._console.is_terminal:
+            self._live = Live(self._panel(), console=self._console, refresh_per_second=8, transient=True)
+            self._live.start()
+
+    def starting(self, planned: Planned) -> Display | None:
+        """The next run; what it says of itself is shown in the panel."""
+        self._current, self._since = planned, time.monotonic()
+        self._run = _Run(self._refresh)
+        return self._run
+
+    def ended(self, entry: Entry, league: League, left: int, seconds: float) -> None:
+        """One more is done."""
+        self._done, self._left, self._seconds, self._league = self._done + 1, left, seconds, league
+        if self._quiet:
+            return
+        if self._live is None:
+            of = self._done + left
+            told = f"[{self._done}/{of}] {_name(entry)}: {_came_to(entry)}{_remaining(left, seconds)}"
+            self._console.print(escape(told), soft_wrap=True)
+        else:
+            self._refresh()
+
+    def say_how_to_go_on(self) -> None:
+        """After an interruption or a failure: what is kept, and how to go on from it."""
+        if self._league is not None:
+            count = len(self._league.entries)
+            self._console.print(
+                escape(f"{count} runs are kept. Go on with: offbeat compare --resume {self._league.folder}"),
+                soft_wrap=True,
+            )
+
+    def _refresh(self) -> None:
+        if self._live is not None:
+            self._live.update(self._panel())
+
+    def _panel(self) -> Group:
+        of = self._done + self._left
+        spent = time.monotonic() - self._since
+        parts: list[Any] = []
+        if self._league is not None and any(row.runs for row in self._league.rows):
+            parts.append(report.table(self._league))
+        line = f"{self._done} of {of} runs{_remaining(self._left, max(0.0, self._seconds - spent))}"
+        if self._current is not None:
+            said = "" if self._run is None else self._run.in_words()
+            line += f"   now: {_name(self._current)}{said}"
+        far = Table.grid()
+        far.add_row(ProgressBar(total=max(of, 1), completed=self._done, width=60))
+        far.add_row(Text(line, overflow="ellipsis", no_wrap=True))
+        return Group(*parts, far)
+
+
+class _Run(Display):
+    """What the run under way says of itself, for the league's panel."""
+
+    def __init__(self, refresh: Any) -> None:
+        super().__init__(quiet=True)
+        self._refresh = refresh
+
+    def begin(self, job: Any, folder: Any) -> None:
+        """A league keeps what scripts print in the logs."""
+        del job, folder
+
+    def tick(self) -> None:
+        """About ten times a second."""
+        self._refresh()
+
+    def in_words(self) -> str:
+        """`, step 57, score 0.94`."""
+        far = self._far
+        if not far:
+            return ", starting"
+        scores = "".join(f", {name} {value:.4g}" for name, value in self._metrics.items())
+        return f", step {far['step']}{scores}"
+
+
+def _name(run: Planned | Entry) -> str:
+    if run.tuning:
+        return f"{run.name}, rate x{run.factor:g} (tuning)"
+    return f"{run.name}, seed {run.seed}"
+
+
+def _came_to(entry: Entry) -> str:
+    if entry.reason is not None:
+        return f"failed: {entry.reason.strip().splitlines()[0][:200]}"
+    score = "" if entry.best_score is None else f", score {entry.best_score:.4g}"
+    if entry.seconds_to_target is None:
+        return f"missed the target in {entry.seconds:.2f} s{score}"
+    return f"{entry.seconds_to_target:.2f} s to the target, {entry.steps} steps{score}"
+
+
+def _remaining(left: int, seconds: float) -> str:
+    if not left or not seconds:
+        return ""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"; about {f'{minutes} min ' if minutes else ''}{rest} s left"

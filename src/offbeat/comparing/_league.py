@@ -1,0 +1,141 @@
+"""A league: what was asked, every run that has ended, the table and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from offbeat.comparing._contestants import Contestant, Part
+from offbeat.comparing._records import Entry, LeagueFolder
+from offbeat.comparing._rows import Row, complete_seeds, rows_of
+from offbeat.comparing._words import Outcome, outcome, ranking
+
+TAGS = {
+    "time, relative, speedup, step_seconds, core_seconds, startup_seconds, seconds_by_kind": "measured",
+    "reached, steps, samples, score, test_score": "measured",
+    "kernel_bytes": "measured",
+    "bytes_sent": "measured: counted by the formulas of the algorithms that were used",
+    "curve": "measured; bytes between evaluations are scaled from one worker's to all",
+}
+"""How each figure came about; nothing in a league is simulated or extrapolated."""
+
+
+@dataclass(frozen=True)
+class League:
+    """Strategies compared by their time to a target, over the same seeds; `offbeat.compare` answers one."""
+
+    folder: Path
+    """Where everything is."""
+    asked: Mapping[str, Any]
+    """What was asked for, as JSON data."""
+    facts: Mapping[str, Any]
+    """Commit, versions, data."""
+    contestants: tuple[Contestant, ...]
+    refused: Mapping[str, str]
+    """Strategies that cannot be used here, and why."""
+    entries: tuple[Entry, ...]
+    """The runs that have ended."""
+    given_up: tuple[str, ...] = ()
+    """Contestants that only failed and were not run again."""
+    undone: tuple[str, ...] = ()
+    """What was left undone, and why."""
+    said: tuple[str, ...] = ()
+    """What has changed between parts of a league that was gone on with."""
+
+    @classmethod
+    def from_plain(cls, folder: Path, data: Mapping[str, Any]) -> League:
+        """From what league.json says."""
+        return cls(
+            folder=folder,
+            asked=data["asked"],
+            facts=data["facts"],
+            contestants=tuple(
+                Contestant(**(one | {"part": Part(one["part"]), "left_out": tuple(one["left_out"])}))
+                for one in data["contestants"]
+            ),
+            refused=data["refused"],
+            entries=tuple(Entry.from_plain(entry) for entry in data["runs"]),
+            given_up=tuple(data["given_up"]),
+            undone=tuple(data["undone"]),
+            said=tuple(data.get("said", ())),
+        )
+
+    @classmethod
+    def read(cls, path: str | Path) -> League:
+        """An earlier league, from its folder."""
+        folder = LeagueFolder.open(Path(path))
+        return cls.from_plain(folder.path, folder.read())
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """The table: those who can win by their times, then the others."""
+        found = rows_of(self.contestants, self.entries, self.given_up)
+        ranked = ranking(found)
+        return (*ranked, *(row for row in found if row not in ranked))
+
+    @cached_property
+    def outcome(self) -> Outcome:
+        """The verdict."""
+        crowded = self.facts.get("crowded")
+        return outcome(self.rows, [*([crowded] if crowded else []), *self.undone, *self.said])
+
+    @property
+    def winner(self) -> str | None:
+        """First to the target; see `ties`."""
+        return self.outcome.winner
+
+    @property
+    def ties(self) -> tuple[str, ...]:
+        """Others that may as well be first."""
+        return self.outcome.ties
+
+    @property
+    def seeds(self) -> list[int]:
+        """Those that all have run."""
+        return complete_seeds(self.contestants, self.entries, self.given_up)
+
+    @property
+    def target(self) -> str | None:
+        """The score to be reached."""
+        return next((entry.target for entry in self.entries if entry.target), self.asked.get("target"))
+
+    @property
+    def tuning(self) -> dict[str, Any]:
+        """The grid, what each chose, and what choosing has cost."""
+        tried = [entry for entry in self.entries if entry.tuning]
+        return {
+            "grid": list(self.asked["tune"]),
+            "runs": len(tried),
+            "seconds": sum(entry.wall_seconds for entry in tried),
+            "chosen": {row.name: row.factor for row in self.rows},
+        }
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON data: what league.json keeps, and what follows from it."""
+        return self.kept() | {
+            "table": [row.plain() for row in self.rows],
+            "winner": self.winner,
+            "ties": list(self.ties),
+            "words": list(self.outcome.words),
+            "target": self.target,
+            "seeds": self.seeds,
+            "tuning": self.tuning,
+            "tags": TAGS,
+            "folder": str(self.folder),
+        }
+
+    def kept(self) -> dict[str, Any]:
+        """What league.json needs for going on."""
+        return {
+            "asked": dict(self.asked),
+            "facts": dict(self.facts),
+            "contestants": [vars(one) for one in self.contestants],
+            "refused": dict(self.refused),
+            "given_up": list(self.given_up),
+            "undone": list(self.undone),
+            "said": list(self.said),
+            "runs": [entry.plain() for entry in self.entries],
+        }

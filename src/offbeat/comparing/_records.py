@@ -1,0 +1,205 @@
+"""What a league leaves on disk as it goes: `league.json` with one entry for each run that has ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, cast
+
+from offbeat.errors import CheckpointError, OutputError
+from offbeat.fitting import Result
+from offbeat.runtime.goal import Target
+from offbeat.runtime.records import METRICS_FILE
+
+LEAGUE_FILE = "league.json"
+HOSTS_FILE = "hosts.toml"
+LATEST = "latest-league"
+VERSION = 1
+"""Of the file's form."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One evaluation of a run."""
+
+    step: int
+    samples: int
+    seconds: float
+    bytes_sent: int
+    """Payload of all workers, scaled from what the worker that writes the metrics had sent by then."""
+    score: float
+    evaluate_seconds: float = 0.0
+    """How much of the time went to evaluations, this one included."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run that has ended, well or not."""
+
+    name: str
+    """Whose run it was."""
+    seed: int
+    factor: float
+    tuning: bool
+    wall_seconds: float = 0.0
+    """From its start to its end, start-up and all."""
+    reason: str | None = None
+    """Why it failed; None if it did not."""
+    folder: str | None = None
+    """Its run folder."""
+    target: str | None = None
+    """The score that was to be reached."""
+    seconds_to_target: float | None = None
+    """None if it was missed."""
+    steps_to_target: int | None = None
+    samples_to_target: int | None = None
+    bytes_to_target: int | None = None
+    steps: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    """Training time, evaluations included."""
+    startup_seconds: float = 0.0
+    core_seconds: float = 0.0
+    bytes_sent: int = 0
+    """Payload, by the formulas of the algorithms."""
+    kernel_bytes: int | None = None
+    """What the kernel counted on the hosts' links, headers and all; None on one machine, whose loopback counts all."""
+    seconds_by_kind: dict[str, float] = field(default_factory=dict[str, float])
+    score: float | None = None
+    best_score: float | None = None
+    test_score: float | None = None
+    first_batch: str | None = None
+    died: list[str] = field(default_factory=list[str])
+    disturbances: dict[str, int] = field(default_factory=dict[str, int])
+    curve: list[Point] = field(default_factory=list[Point])
+    """Its evaluations."""
+
+    @property
+    def lower_is_better(self) -> bool:
+        """Whether the score is a loss."""
+        return self.target is not None and Target.parse(self.target).lower
+
+    @property
+    def key(self) -> tuple[str, int, float, bool]:
+        """What makes it the same run."""
+        return self.name, self.seed, self.factor, self.tuning
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON data."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_plain(cls, data: Mapping[str, Any]) -> Entry:
+        """From JSON data; unknown entries are ignored."""
+        known: dict[str, Any] = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name in data}
+        known["curve"] = [Point(**point) for point in known.get("curve", [])]
+        return cls(**known)
+
+
+def of_result(entry: Entry, result: Result) -> Entry:
+    """The entry of a run that ended well."""
+    target = None if result.target is None else Target.parse(result.target)
+    curve = [] if target is None else _curve(result, target)
+    reached = next((point for point in curve if target is not None and target.reached(point.score)), None)
+    names = {f.name for f in dataclasses.fields(Entry)} & {f.name for f in dataclasses.fields(Result)}
+    counted = [host.get("sent_bytes") for host in result.hosts]
+    return dataclasses.replace(
+        entry,
+        **{name: getattr(result, name) for name in names},
+        folder=str(result.run),
+        steps_to_target=None if reached is None else reached.step,
+        samples_to_target=None if reached is None else reached.samples,
+        bytes_to_target=None if reached is None else reached.bytes_sent,
+        kernel_bytes=None if not counted or None in counted else sum(cast("list[int]", counted)),
+        curve=curve,
+    )
+
+
+def _curve(result: Result, target: Target) -> list[Point]:
+    try:
+        lines = [json.loads(line) for line in (result.run / METRICS_FILE).read_text().splitlines()]
+    except (OSError, ValueError):
+        return []
+    most = max((line.get("bytes_sent", 0) for line in lines), default=0)
+    scale = result.bytes_sent / most if most else 0.0
+    points: list[Point] = []
+    for line in lines:
+        names = result.metrics if target.name is None else {target.name}
+        metrics: dict[str, float] = {name: line[name] for name in names if name in line}
+        judged = target.pick(metrics) if metrics else None
+        if judged is not None:
+            sent = round(line.get("bytes_sent", 0) * scale)
+            evaluated = line["seconds_by_kind"]["evaluate"]
+            points.append(Point(line["step"], line["samples"], line["seconds"], sent, judged[1], evaluated))
+    return points
+
+
+class LeagueFolder:
+    """One league's folder. Every write is whole or not there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, parent: Path, name: str) -> LeagueFolder:
+        """A new folder `<parent>/<time>-league-<name>`, and the link `latest-league` to it."""
+        stem = f"{datetime.now():%Y%m%d-%H%M%S}-league-{name}"
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            taken = 0
+            while True:
+                path = parent / (stem if not taken else f"{stem}-{taken + 1}")
+                try:
+                    path.mkdir()
+                    break
+                except FileExistsError:
+                    taken += 1
+            link = parent / f".{LATEST}-{path.name}"
+            link.symlink_to(path.name)
+            link.replace(parent / LATEST)
+        except OSError as error:
+            raise OutputError(
+                f"{parent} cannot be written: {error}. Free some space, or choose another --out."
+            ) from error
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: Path) -> LeagueFolder:
+        """An earlier league's folder, to go on with it or to read it."""
+        if not (path / LEAGUE_FILE).is_file():
+            raise CheckpointError(
+                f"{path} is no league: it has no {LEAGUE_FILE}. Give a folder that `offbeat compare` has made."
+            )
+        return cls(path.resolve())
+
+    def read(self) -> dict[str, Any]:
+        """What league.json says."""
+        try:
+            data = json.loads((self.path / LEAGUE_FILE).read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path / LEAGUE_FILE} cannot be read: {error}") from error
+        if not isinstance(data, dict) or cast("dict[str, Any]", data).get("version") != VERSION:
+            raise CheckpointError(f"{self.path / LEAGUE_FILE} is of another version of offbeat. Start a new league.")
+        return cast("dict[str, Any]", data)
+
+    def write(self, data: Mapping[str, Any]) -> None:
+        """Replace league.json."""
+        self.write_text(LEAGUE_FILE, json.dumps({"version": VERSION, **data}, indent=1, default=str) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Put a file into the folder."""
+        write_whole(self.path / name, text)
+
+
+def write_whole(target: Path, text: str) -> None:
+    """A file, whole or not at all."""
+    draft = target.with_name(f".{target.name}.draft")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(target)
+    except OSError as error:
+        raise OutputError(f"{target} cannot be written: {error}. Free some space, or choose another place.") from error
