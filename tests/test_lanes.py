@@ -92,6 +92,17 @@ def test_who_never_came_is_missing_and_the_wait_is_open() -> None:
     assert "has never entered" in svg(drawn(lanes))
 
 
+def test_a_wait_that_failed_is_drawn_to_its_end() -> None:
+    rows = {
+        0: stamps((Stamped.ENTER, SUM, 1, 5.0), (Stamped.FAIL, SUM, 1, 9.0)),
+        1: stamps((Stamped.END, None, 0, 7.0)),
+    }
+    lanes = Scene.of(rows).lanes()
+    assert lanes.stop == 4.0
+    assert spans_of(lanes, 0) == [(WAIT, 0.0, 4.0)]
+    assert Mark(0, "fail", 4.0, "failed: all_reduce #1") in lanes.marks
+
+
 def test_an_entry_that_was_written_over_makes_nobody_missing() -> None:
     rows = {
         0: stamps((Stamped.ENTER, SUM, 1, 5.0), (Stamped.EXIT, SUM, 1, 6.0), (Stamped.ENTER, SUM, 2, 7.0)),

@@ -64,13 +64,15 @@ class Scene:
         self.origin = first_time(run) if self.axis == SECONDS else 0.0
         self.times = seconds(run, self.origin) if self.axis == SECONDS else logical(run)
         self.start = 0.0 if self.axis == SECONDS else 1.0
-        self.stop = max((float(times[-1]) for times in self.times if times.size), default=self.start)
+        extra = list(more_marks)
+        ends = [float(times[-1]) for times in self.times if times.size] + [mark.time for mark in extra]
+        self.stop = max(ends, default=self.start)
         met = meetings(run, self.times)
         waits = held(run, self.times, met) if stretches is None else stretches
         self._lanes = [_Lane(self._pieces(process, waits[process])) for process in range(run.size)]
         self._bands = _Bands(list(met.values()), run.processes, self.stop)
         self._arrows = _Arrows(list(arrows(run, self.times)))
-        self._marks = _Marks([*marks(run, self.times, self.axis), *more_marks])
+        self._marks = _Marks([*marks(run, self.times, self.axis), *extra])
 
     @classmethod
     def of(cls, stamps: Mapping[int, Sequence[Stamp]], title: str = "", dropped: int = 0) -> Scene:
