@@ -20,6 +20,7 @@ from offbeat.cli.compare import EPILOG as COMPARE_EXAMPLES
 from offbeat.cli.compare import compare
 from offbeat.cli.measuring import BATCH_EXAMPLES, SCALE_EXAMPLES, batch_size, scale
 from offbeat.cli.options import Disturb, HostFile, TargetScore, What
+from offbeat.cli.watch import watch
 from offbeat.errors import OffbeatError, UsageError, VerdictError, WorkerError
 
 app = typer.Typer(
@@ -116,11 +117,6 @@ PatternOption = Annotated[
 ]
 ExecutionOption = Annotated[
     str | None, typer.Option(metavar="NAME", help="Which execution, of a log that tells of several.")
-]
-PagePort = Annotated[int, typer.Option("--port", help="Port on loopback; 0 takes a free one.")]
-PageFile = Annotated[
-    Path | None,
-    typer.Option("--export", metavar="FILE", help="Write the run's page with all its data into one file of HTML."),
 ]
 RateFactor = Annotated[
     float,
@@ -265,26 +261,11 @@ def doctor(output: FormatOption = Format.text) -> None:
     examine(as_json=output is Format.json)
 
 
-@app.command(
+app.command(
     rich_help_panel=MORE,
     epilog="Examples: offbeat watch [dim]|[/dim] offbeat watch runs/latest --open [dim]|[/dim] "
     "offbeat watch runs/latest --export page.html",
-)
-def watch(
-    path: Annotated[
-        Path, typer.Argument(metavar="[RUN|FOLDER]", help="A run's folder, or the folder that runs are in.")
-    ] = Path("runs"),
-    port: PagePort = 0,
-    open_it: Annotated[bool, typer.Option("--open/--no-open", help="Also open the page in a browser.")] = False,
-    export: PageFile = None,
-) -> None:
-    """Show runs on a page, those under way as they go; on this machine only, to whoever has the printed address."""
-    from offbeat.cli.watch import export_page, serve_page
-
-    if export is None:
-        serve_page(path, port, open_it)
-    else:
-        export_page(path, export)
+)(watch)
 
 
 @app.command(rich_help_panel=MORE, epilog="Examples: offbeat strategies [dim]|[/dim] offbeat strategies accumulate")

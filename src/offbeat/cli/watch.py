@@ -1,4 +1,7 @@
-"""`offbeat watch`: the page of runs, served or saved; and the page of a run that is under way."""
+"""`offbeat watch`: the page of runs, served or saved; and the page of a run that is under way.
+
+What it needs is imported when it is called.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,41 @@ import sys
 import webbrowser
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
+import typer
 
 from offbeat.errors import OutputError, UsageError
-from offbeat.monitor.page.export import exported
-from offbeat.monitor.page.folders import opened
-from offbeat.monitor.page.following import Run
-from offbeat.monitor.page.serving import HOW_TO_GET, Served, missing
+
+if TYPE_CHECKING:
+    from offbeat.monitor.page.serving import Served
+
+
+def watch(
+    path: Annotated[
+        Path, typer.Argument(metavar="[RUN|FOLDER]", help="A run's folder, or the folder that runs are in.")
+    ] = Path("runs"),
+    port: Annotated[int, typer.Option(help="Port on loopback; 0 takes a free one.")] = 0,
+    open_it: Annotated[bool, typer.Option("--open/--no-open", help="Also open the page in a browser.")] = False,
+    export: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the run's page with all its data into one file of HTML."),
+    ] = None,
+) -> None:
+    """Show runs on a page, those under way as they go; on this machine only, to whoever has the printed address."""
+    if export is None:
+        serve_page(path, port, open_it)
+    else:
+        export_page(path, export)
 
 
 def serve_page(path: Path, port: int, open_it: bool) -> None:
     """Serve the page until Ctrl-C, and say where it is."""
+    from rich.console import Console
+
+    from offbeat.monitor.page.folders import opened
+    from offbeat.monitor.page.serving import Served
+
     folder, chosen = opened(path)
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True, markup=False)
     with Served(folder, chosen, port) as served:
@@ -32,6 +58,10 @@ def serve_page(path: Path, port: int, open_it: bool) -> None:
 
 def export_page(path: Path, file: Path) -> None:
     """Save a run's page as one file; of a folder, the newest run's."""
+    from offbeat.monitor.page.export import exported
+    from offbeat.monitor.page.folders import opened
+    from offbeat.monitor.page.following import Run
+
     folder, chosen = opened(path)
     name = chosen or next(iter(folder.runs()), None)
     if name is None:
@@ -48,6 +78,9 @@ class LivePage:
     """The page of a run under way. Whatever is wrong with it is said, and the run goes on."""
 
     def __init__(self, folder: Path) -> None:
+        from offbeat.monitor.page.folders import opened
+        from offbeat.monitor.page.serving import HOW_TO_GET, Served, missing
+
         self._served: Served | None = None
         self.words = f"A page of it needs the extra `watch`: {HOW_TO_GET}."
         """Where it is, or why it is not."""

@@ -3,7 +3,7 @@
 (() => {
   const { byId, make, number, duration, source, charts } = offbeat;
   const KINDS = ["compute", "input", "communicate", "wait", "evaluate", "other"];
-  const NOT_SCORES = new Set(["step", "epoch", "samples", "seconds", "loss"]);
+  const NOT_SCORES = new Set(["step", "epoch", "samples", "seconds", "bytes_sent", "loss"]);
   const MANY = 12;
   let run = null; // what is shown
   let lines = [];
