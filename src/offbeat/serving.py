@@ -63,6 +63,7 @@ class Serving:
                     "replica": replica,
                     "disturb": list(job.goal.disturb),
                     "seed": job.goal.seed or 0,
+                    "events": str(folder.path.resolve()) if job.goal.watch else None,
                 },
                 environment={},
                 log=folder.log("server", shard * (plan.replicas + 1) + replica),
