@@ -129,7 +129,7 @@ def steps(delay: float) -> list[Stamp]:
         found += [
             at(Mark.START, WORLD, number + 1, began + delay),
             at(Mark.EXIT, WORLD, number + 1, began + 0.4),
-            at(Mark.STEP, None, 0, began + 0.4),
+            at(Mark.STEP, None, number + 1, began + 0.4),
         ]
     return found
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from offbeat.errors import CheckpointError, OutputError, RunError, TaskError, UsageError, VerdictError
 from offbeat.jobs import Job, Script, agreed_workers, earlier, named, plain_target, resolve, short_name, target_of
-from offbeat.monitor import Verdict, Watch
+from offbeat.monitor import DEAD, Verdict, Watch
 from offbeat.paying import verdict
 from offbeat.protocols.disturbances import asked, check
 from offbeat.runtime.assignment import ASSIGNED
@@ -281,6 +281,8 @@ def _launch(
                 servers.ended(outcome)
                 if watch is not None:
                     watch.ended(outcome)
+                    if outcome.role.kind == "server":
+                        watch.lost_server(servers.name_of(outcome.role), outcome)
                 new = servers.replacement(outcome, job.goal.replace)
                 if new is not None:
                     starter.add(new)
@@ -466,7 +468,8 @@ def _finish(job: Job, folder: RunFolder, collected: _Collected) -> Result:
     data["pays"] = verdict(data, folder.read()["config"], folder.path.parent) if said else {}
     result = Result.from_plain(data)
     state = "finished" if said else "finished without a team"
-    # Whoever was missing for long has come after all.
-    healthy = {"verdict": None} if job.goal.watch else {}
+    # Whoever was missing for long has come after all; the dead stay dead.
+    dead = (folder.read().get("verdict") or {}).get("kind") == DEAD
+    healthy = {"verdict": None} if job.goal.watch and not dead else {}
     folder.write(state=state, result=result.plain(), **collected.disturbed.told(), **healthy)
     return result

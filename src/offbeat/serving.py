@@ -118,6 +118,12 @@ class Serving:
         elif self._working and not _was_asked_to_end(outcome):
             self._coordination.ended(server_name(*divmod(role.rank, plan.replicas + 1)))
 
+    def name_of(self, role: Role) -> str:
+        """What the run calls a server process."""
+        copies = 1 if self.plan is None else self.plan.replicas + 1
+        shard, replica = divmod(role.rank, copies)
+        return f"server {shard}.{replica}"
+
     def replacement(self, outcome: Outcome, most: int) -> Role | None:
         """A new worker for one that has died, if there are to be so many and others work on, who can let it in."""
         role = outcome.role

@@ -20,11 +20,13 @@ def explain_run(path: Path, as_json: bool) -> None:
     events = recorded(folder.path)
     known = folder.read()
     judge = Judge()
+    for stamps in events.servers.values():
+        judge.feed_server(stamps)
     for rank, stamps in events.stamps.items():
         judge.feed(rank, stamps)
     verdict = _verdict(known, judge)
     waiting = [] if known.get("state", "").startswith("finished") else judge.waiting()
-    blamed = blame(events.stamps)
+    blamed = blame(events.stamps, events.servers)
     if as_json:
         print(json.dumps(_plain(folder, known, verdict, waiting, blamed, events)))
     else:
@@ -36,7 +38,7 @@ def _verdict(known: dict[str, Any], judge: Judge) -> Verdict | None:
     """What was found while the run went, which knew who had ended; otherwise what its events say by themselves."""
     found = known.get("verdict")
     if found is None:
-        return judge.final()
+        return judge.final() or judge.served.deaths()
     return Verdict(found["kind"], found["message"], stacks=found["stacks"])
 
 
@@ -69,11 +71,11 @@ def _print(verdict: Verdict | None, waiting: list[str], blamed: list[Blame], eve
             console.print(f"  {line}")
     stragglers = [one for one in blamed if one.straggler]
     for one in stragglers:
-        console.print(f"straggler: {one}")
+        console.print(f"straggler: {one}.")
     if blamed and not stragglers:
         console.print("No straggler. Last to arrive:")
         for one in blamed:
-            console.print(f"  {one.worker}: in {one.last:,} of {one.collectives:,}; the others lost {one.lost:.3g} s")
+            console.print(f"  {one.worker}: in {one.last:,} of {one.steps:,}; the others lost {one.lost:.3g} s to it")
     count = sum(map(len, events.stamps.values()))
     dropped = f"; {events.dropped:,} older ones were written over" if events.dropped else ""
     console.print(f"From {count:,} events of {len(events.stamps)} workers{dropped}.")

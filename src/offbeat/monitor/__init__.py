@@ -6,6 +6,6 @@ from offbeat.monitor.blaming import Blame, blame
 from offbeat.monitor.judging import Judge
 from offbeat.monitor.looking import Watch
 from offbeat.monitor.reading import Recorded, recorded
-from offbeat.monitor.verdicts import EXIT_CODES, Verdict
+from offbeat.monitor.verdicts import DEAD, EXIT_CODES, Verdict
 
-__all__ = ["EXIT_CODES", "Blame", "Judge", "Recorded", "Verdict", "Watch", "blame", "recorded"]
+__all__ = ["DEAD", "EXIT_CODES", "Blame", "Judge", "Recorded", "Verdict", "Watch", "blame", "recorded"]

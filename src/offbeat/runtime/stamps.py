@@ -72,7 +72,7 @@ class Mark(IntEnum):
     FAIL = 5
     """The wait ended with an error: what was waited for did not come."""
     STEP = 6
-    """An optimizer is about to step."""
+    """An optimizer is about to step; `sequence` counts them."""
     END = 7
     """The program has returned."""
     TURN = 8
@@ -165,6 +165,8 @@ class Recorder:
         self._groups: dict[str, int] = {}
         self.kind = UNKNOWN
         """What time is spent on now: a number in `KINDS`."""
+        self.steps = 0
+        """How many steps of optimizers there have been."""
         self.sick = False
         """Whether this worker has given something that was not finite: the first time is what matters."""
         self.open: list[Any] = []
@@ -220,7 +222,8 @@ class Recorder:
     def step(self) -> None:
         """An optimizer is about to step: what it waited for has come."""
         self.look()
-        self.stamp(_STEP)
+        self.steps += 1
+        self.stamp(_STEP, 0, self.steps)
 
     def look(self) -> None:
         """Note which of the operations under way have ended in the meantime."""

@@ -42,8 +42,8 @@ _OPTIONS: Final = frozenset[Any](
         ScatterOptions,
     }
 )
-# Looking a member of an enumeration up takes a third as long as writing an event.
-_ENTER, _START, _EXIT = Mark.ENTER, Mark.START, Mark.EXIT
+# A member of an enumeration is looked up and written more slowly than a number.
+_ENTER, _START, _WAIT, _EXIT, _FAIL = (int(m) for m in (Mark.ENTER, Mark.START, Mark.WAIT, Mark.EXIT, Mark.FAIL))
 _OURS = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[2]) + os.sep, "<frozen")
 
 
@@ -68,6 +68,8 @@ class Stamps:
         self._recorder = recorder
         self._group = recorder.group(name)
         self._members = tuple(members)
+        size = len(self._members)
+        self._written = size if self._members == tuple(range(size)) else self._members
         self._calls = 0
         self._channels: Counter[tuple[str, int, int]] = Counter()
 
@@ -89,7 +91,7 @@ class Stamps:
             return About(
                 self._group,
                 shape.operation,
-                len(self._members) if self._members == tuple(range(len(self._members))) else self._members,
+                self._written,
                 elements,
                 None if dtype is None else str(dtype).removeprefix("torch."),
                 None if how is None else str(how).rpartition(".")[2].lower(),
@@ -107,13 +109,16 @@ class Stamps:
         file, line = caller()
 
         def about() -> About:
-            return About(self._group, what, (), peer=other, tag=tag, caller=_place(file, line))
+            return About(self._group, what, self._written, peer=other, tag=tag, caller=_place(file, line))
 
         self._channels[what, other, tag] += 1
         key = (self._group, what, other, tag, file, line)
-        return self._done(_START, key, about, self._channels[what, other, tag], act)
+        work = self._done(_START, key, about, self._channels[what, other, tag], act)
+        if other < 0 and isinstance(work, StampedWork):
+            work.sources = self._members
+        return work
 
-    def _done(self, begin: Mark, key: Any, about: Callable[[], About], sequence: int, act: Callable[[], Any]) -> Any:
+    def _done(self, begin: int, key: Any, about: Callable[[], About], sequence: int, act: Callable[[], Any]) -> Any:
         recorder = self._recorder
         recorder.look()
         name = recorder.name(key, about)
@@ -121,12 +126,12 @@ class Stamps:
         try:
             work = act()
         except BaseException:
-            recorder.stamp(Mark.FAIL, name, sequence)
+            recorder.stamp(_FAIL, name, sequence)
             raise
         if work is None or work.is_completed():
             recorder.stamp(_EXIT, name, sequence)
             return work
-        return StampedWork(work, recorder, name, sequence, begin is _ENTER)
+        return StampedWork(work, recorder, name, sequence, begin == _ENTER)
 
 
 class StampedWork(dist._Work):  # pyright: ignore[reportPrivateUsage]
@@ -137,30 +142,41 @@ class StampedWork(dist._Work):  # pyright: ignore[reportPrivateUsage]
         self._work, self._recorder, self._name, self._sequence = work, recorder, name, sequence
         self._waiting = waiting
         self._future: Any = None
+        self.sources: Sequence[int] = ()
+        """Of a receipt from anybody: who may have sent it, by their ranks in the group."""
         recorder.open.append(self)
 
-    def _over(self, mark: Mark) -> None:
+    def _over(self, mark: int) -> None:
         if self in self._recorder.open:
             self._recorder.open.remove(self)
-            self._recorder.stamp(mark, self._name, self._sequence)
+            self._recorder.stamp(mark, self._name, self._sequence, 0, self._sender() if mark == _EXIT else 0)
+
+    def _sender(self) -> int:
+        """1 + who has sent what was received from anybody; 0 if that is not known."""
+        if not self.sources:
+            return 0
+        try:
+            return 1 + self.sources[self._work._source_rank()]
+        except (RuntimeError, IndexError):
+            return 0
 
     def look(self) -> None:
         """Write its end down if it has ended."""
         # Gloo tells those who wait for its future a moment before it says so itself.
         if self._work.is_completed() or (self._future is not None and self._future.done()):
-            self._over(Mark.EXIT)
+            self._over(_EXIT)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for it, and say so."""
         if not self._waiting:
             self._waiting = True
-            self._recorder.stamp(Mark.WAIT, self._name, self._sequence)
+            self._recorder.stamp(_WAIT, self._name, self._sequence)
         try:
             answer = self._work.wait() if timeout is None else self._work.wait(timeout)
         except BaseException:
-            self._over(Mark.FAIL)
+            self._over(_FAIL)
             raise
-        self._over(Mark.EXIT)
+        self._over(_EXIT)
         return answer
 
     def synchronize(self) -> None:

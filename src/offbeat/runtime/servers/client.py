@@ -48,8 +48,8 @@ from offbeat.protocols.servers.messages import (
 from offbeat.runtime.messages import Codec, Driver, Endpoint
 from offbeat.runtime.servers.noting import Requests, message_number
 from offbeat.runtime.servers.plan import Plan
-from offbeat.runtime.stamps import RECORDER
 from offbeat.runtime.shared.segment import Segment
+from offbeat.runtime.stamps import RECORDER
 
 Bytes = NDArray[np.uint8]
 _SLICE = 0.5

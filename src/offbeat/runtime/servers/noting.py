@@ -107,7 +107,7 @@ class Requests:
             self._stamp(_FAIL, one.name, one.sequence, one.step)
 
     def leaves(self) -> None:
-        """This worker takes no further part."""
+        """The worker takes no further part."""
         self._stamp(int(Mark.LEAVE))
 
 
