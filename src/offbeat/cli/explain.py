@@ -5,13 +5,31 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import typer
+from msgspec import structs
 from rich.console import Console
 
-from offbeat.monitor import EXIT_CODES, Blame, Judge, Recorded, Verdict, blame, recorded
+from offbeat.monitor import (
+    EXIT_CODES,
+    Blame,
+    Held,
+    Judge,
+    Recorded,
+    Staleness,
+    Unfit,
+    Verdict,
+    blame,
+    held_up,
+    recorded,
+    staleness,
+    unfit,
+)
 from offbeat.runtime.records import RunFolder
+
+MOST: Final = 10
+"""Of numbers that were not finite so many are told one by one."""
 
 
 def explain_run(path: Path, as_json: bool) -> None:
@@ -26,11 +44,18 @@ def explain_run(path: Path, as_json: bool) -> None:
         judge.feed(rank, stamps)
     verdict = _verdict(known, judge)
     waiting = [] if known.get("state", "").startswith("finished") else judge.waiting()
-    blamed = blame(events.stamps, events.servers)
+    found = _Found(
+        verdict,
+        waiting,
+        blame(events.stamps, events.servers),
+        staleness(events.stamps),
+        held_up(events.stamps),
+        unfit(events.stamps, events.servers),
+    )
     if as_json:
-        print(json.dumps(_plain(folder, known, verdict, waiting, blamed, events)))
+        print(json.dumps(_plain(folder, known, found, events)))
     else:
-        _print(verdict, waiting, blamed, events)
+        _print(found, events)
     raise typer.Exit(0 if verdict is None else EXIT_CODES[verdict.kind])
 
 
@@ -42,33 +67,59 @@ def _verdict(known: dict[str, Any], judge: Judge) -> Verdict | None:
     return Verdict(found["kind"], found["message"], stacks=found["stacks"])
 
 
-def _plain(
-    folder: RunFolder,
-    known: dict[str, Any],
-    verdict: Verdict | None,
-    waiting: list[str],
-    blamed: list[Blame],
-    events: Recorded,
-) -> dict[str, Any]:
+class _Found(NamedTuple):
+    """What the events of a run say."""
+
+    verdict: Verdict | None
+    waiting: list[str]
+    blamed: list[Blame]
+    staleness: list[Staleness]
+    held: list[Held]
+    unfit: list[Unfit]
+
+
+def _plain(folder: RunFolder, known: dict[str, Any], found: _Found, events: Recorded) -> dict[str, Any]:
     return {
         "run": str(folder.path),
         "state": known.get("state"),
-        "verdict": None if verdict is None else verdict.plain(),
-        "waiting": waiting,
-        "stragglers": [one.worker for one in blamed if one.straggler],
-        "blame": [one.plain() for one in blamed],
-        "events": {f"worker {rank}": len(stamps) for rank, stamps in events.stamps.items()},
+        "verdict": None if found.verdict is None else found.verdict.plain(),
+        "waiting": found.waiting,
+        "stragglers": [one.worker for one in found.blamed if one.straggler],
+        "blame": [one.plain() for one in found.blamed],
+        "staleness": {one.worker: {str(steps): count for steps, count in one.reads.items()} for one in found.staleness},
+        "held_up": [structs.asdict(one) for one in found.held],
+        "unfit": [one.plain() for one in found.unfit],
+        "events": {f"worker {rank}": len(stamps) for rank, stamps in events.stamps.items()}
+        | {name: len(stamps) for name, stamps in events.servers.items()},
         "dropped": events.dropped,
     }
 
 
-def _print(verdict: Verdict | None, waiting: list[str], blamed: list[Blame], events: Recorded) -> None:
+def _print(found: _Found, events: Recorded) -> None:
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True, markup=False)
-    console.print("healthy: nobody waited in vain." if verdict is None else str(verdict))
-    if verdict is None and waiting:
+    console.print("healthy: nobody waited in vain." if found.verdict is None else str(found.verdict))
+    if found.verdict is None and found.waiting:
         console.print("When it ended:")
-        for line in waiting:
+        for line in found.waiting:
             console.print(f"  {line}")
+    for one in found.unfit[:MOST]:
+        console.print(f"not finite: {one}.")
+    if len(found.unfit) > MOST:
+        console.print(f"not finite: {len(found.unfit) - MOST:,} times more.")
+    _print_blame(found.blamed, console)
+    for one in found.held:
+        console.print(f"held up: {one}.")
+    if found.staleness:
+        console.print("Steps by which what was read was old:")
+        for one in found.staleness:
+            console.print(f"  {one}")
+    count = sum(map(len, (*events.stamps.values(), *events.servers.values())))
+    dropped = f"; {events.dropped:,} older ones were written over" if events.dropped else ""
+    of_servers = f" and {len(events.servers)} servers" if events.servers else ""
+    console.print(f"From {count:,} events of {len(events.stamps)} workers{of_servers}{dropped}.")
+
+
+def _print_blame(blamed: list[Blame], console: Console) -> None:
     stragglers = [one for one in blamed if one.straggler]
     for one in stragglers:
         console.print(f"straggler: {one}.")
@@ -76,6 +127,3 @@ def _print(verdict: Verdict | None, waiting: list[str], blamed: list[Blame], eve
         console.print("No straggler. Last to arrive:")
         for one in blamed:
             console.print(f"  {one.worker}: in {one.last:,} of {one.steps:,}; the others lost {one.lost:.3g} s to it")
-    count = sum(map(len, events.stamps.values()))
-    dropped = f"; {events.dropped:,} older ones were written over" if events.dropped else ""
-    console.print(f"From {count:,} events of {len(events.stamps)} workers{dropped}.")

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
-from offbeat.monitor.blaming import Blame, blame
+from offbeat.monitor.blaming import Blame, Late, blame, late_steps
 from offbeat.monitor.judging import Judge
 from offbeat.monitor.looking import Watch
 from offbeat.monitor.reading import Recorded, recorded
+from offbeat.monitor.tracing import Held, Staleness, Unfit, held_up, staleness, unfit
 from offbeat.monitor.verdicts import DEAD, EXIT_CODES, Verdict
 
-__all__ = ["DEAD", "EXIT_CODES", "Blame", "Judge", "Recorded", "Verdict", "Watch", "blame", "recorded"]
+__all__ = [
+    "DEAD",
+    "EXIT_CODES",
+    "Blame",
+    "Held",
+    "Judge",
+    "Late",
+    "Recorded",
+    "Staleness",
+    "Unfit",
+    "Verdict",
+    "Watch",
+    "blame",
+    "held_up",
+    "late_steps",
+    "recorded",
+    "staleness",
+    "unfit",
+]

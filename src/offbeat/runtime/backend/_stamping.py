@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections import Counter
@@ -44,6 +45,7 @@ _OPTIONS: Final = frozenset[Any](
 )
 # A member of an enumeration is looked up and written more slowly than a number.
 _ENTER, _START, _WAIT, _EXIT, _FAIL = (int(m) for m in (Mark.ENTER, Mark.START, Mark.WAIT, Mark.EXIT, Mark.FAIL))
+_NAN = int(Mark.NAN)
 _OURS = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[2]) + os.sep, "<frozen")
 
 
@@ -59,6 +61,8 @@ class Shape(NamedTuple):
     reduces: bool = False
     blocks: bool = False
     """Whether the call itself waits, where no options say so."""
+    exchanged: int | None = None
+    """Which argument holds tensors that ranks may give different amounts of."""
 
 
 class Stamps:
@@ -77,11 +81,14 @@ class Stamps:
         """Do it, and say so before and after."""
         options = args[-1] if args and type(args[-1]) in _OPTIONS else more.get("opts")
         elements = dtype = None
+        tensors: Sequence[Tensor] = ()
         if shape.given is not None and len(args) > shape.given:
             given = args[shape.given]
-            tensors: Sequence[Tensor] = given if type(given) is list else [given]
+            tensors = given if type(given) is list else [given]
             elements = tensors[0].numel() if len(tensors) == 1 else sum(tensor.numel() for tensor in tensors)
             dtype = tensors[0].dtype if tensors else None
+        elif shape.exchanged is not None:
+            tensors = args[shape.exchanged]
         how = options.reduceOp.op if shape.reduces and options is not None else None
         root = options.rootRank if shape.rooted and options is not None else None
         file, line = caller()
@@ -100,6 +107,10 @@ class Stamps:
             )
 
         self._calls += 1
+        if tensors and (shape.reduces or shape.exchanged) and not self._recorder.sick and _is_sick(tensors[0]):
+            self._recorder.sick = True
+            name = self._recorder.name(key, about)
+            self._recorder.stamp(_NAN, name, self._calls, self._recorder.steps + 1)
         waited = shape.blocks if options is None else not options.asyncOp
         return self._done(_ENTER if waited else _START, key, about, self._calls, lambda: act(*args, **more))
 
@@ -210,6 +221,16 @@ class StampedWork(dist._Work):  # pyright: ignore[reportPrivateUsage]
     def source_rank(self) -> int:
         """From whom a message came."""
         return self._work._source_rank()
+
+
+def _is_sick(tensor: Tensor) -> bool:
+    """Whether the first number of a tensor is not finite: a loss that is not finite shows in all gradients.
+
+    Double precision is left out: it is what counts and reports are exchanged in.
+    """
+    if tensor.dtype is not torch.float32 or tensor.device.type != "cpu" or not tensor.numel():
+        return False
+    return not math.isfinite(tensor.detach().numpy().item(0))
 
 
 def caller() -> tuple[str, int]:
