@@ -13,6 +13,7 @@ from rich.console import Console
 
 from offbeat.monitor import (
     EXIT_CODES,
+    NAN,
     Blame,
     Held,
     Judge,
@@ -42,7 +43,8 @@ def explain_run(path: Path, as_json: bool) -> None:
         judge.feed_server(stamps)
     for rank, stamps in events.stamps.items():
         judge.feed(rank, stamps)
-    verdict = _verdict(known, judge)
+    sick = unfit(events.stamps, events.servers)
+    verdict = _verdict(known, judge, sick)
     waiting = [] if known.get("state", "").startswith("finished") else judge.waiting()
     found = _Found(
         verdict,
@@ -50,7 +52,7 @@ def explain_run(path: Path, as_json: bool) -> None:
         blame(events.stamps, events.servers),
         staleness(events.stamps),
         held_up(events.stamps),
-        unfit(events.stamps, events.servers),
+        sick,
     )
     if as_json:
         print(json.dumps(_plain(folder, known, found, events)))
@@ -59,11 +61,12 @@ def explain_run(path: Path, as_json: bool) -> None:
     raise typer.Exit(0 if verdict is None else EXIT_CODES[verdict.kind])
 
 
-def _verdict(known: dict[str, Any], judge: Judge) -> Verdict | None:
+def _verdict(known: dict[str, Any], judge: Judge, sick: list[Unfit]) -> Verdict | None:
     """What was found while the run went, which knew who had ended; otherwise what its events say by themselves."""
     found = known.get("verdict")
     if found is None:
-        return judge.final() or judge.served.deaths()
+        told = Verdict(NAN, f"{sick[0]}.") if sick else None
+        return judge.final() or judge.served.deaths() or told
     return Verdict(found["kind"], found["message"], stacks=found["stacks"])
 
 

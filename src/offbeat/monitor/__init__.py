@@ -7,11 +7,13 @@ from offbeat.monitor.judging import Judge
 from offbeat.monitor.looking import Watch
 from offbeat.monitor.reading import Recorded, recorded
 from offbeat.monitor.tracing import Held, Staleness, Unfit, held_up, staleness, unfit
-from offbeat.monitor.verdicts import DEAD, EXIT_CODES, Verdict
+from offbeat.monitor.verdicts import EXIT_CODES, LASTING, NAN, STRAGGLER, Verdict
 
 __all__ = [
-    "DEAD",
     "EXIT_CODES",
+    "LASTING",
+    "NAN",
+    "STRAGGLER",
     "Blame",
     "Held",
     "Judge",

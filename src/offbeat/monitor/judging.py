@@ -79,6 +79,10 @@ class Judge:
         """What is known of the run's servers."""
         self.ended: dict[int, str] = {}
         """Who has ended, and how."""
+        self.steps: dict[int, int] = {}
+        """How many steps each worker has made."""
+        self.unfit = 0
+        """How often numbers were given, or refused, that are not finite."""
 
     def feed(self, rank: int, stamps: Iterable[Stamp]) -> None:
         """What a worker has done since the last look."""
@@ -87,6 +91,10 @@ class Judge:
                 self._went_on(rank)
             if stamp.mark is Mark.END:
                 self.ended.setdefault(rank, "has ended its program")
+            elif stamp.mark is Mark.STEP:
+                self.steps[rank] = stamp.sequence
+            elif stamp.mark is Mark.NAN:
+                self.unfit += 1
             elif stamp.mark is Mark.LEAVE:
                 self.served.left.add(rank)
             elif stamp.about is not None and stamp.mark in _OPERATIONS:
@@ -96,6 +104,7 @@ class Judge:
     def feed_server(self, stamps: Iterable[Stamp]) -> None:
         """What a server has done since the last look."""
         for stamp in stamps:
+            self.unfit += stamp.mark is Mark.REFUSED
             if stamp.mark is Mark.VIEW and stamp.about is not None:
                 self.served.note_view(stamp, stamp.about)
 

@@ -11,8 +11,11 @@ from typing import Final
 from msgspec import structs
 
 from offbeat.errors import UsageError
+from offbeat.monitor.blaming import ENOUGH, blame
 from offbeat.monitor.judging import Judge, how_it_ended
-from offbeat.monitor.verdicts import DESYNC, SILENT, Verdict, worker_name
+from offbeat.monitor.reading import recorded
+from offbeat.monitor.tracing import unfit
+from offbeat.monitor.verdicts import DESYNC, NAN, SILENT, STRAGGLER, Verdict, worker_name
 from offbeat.runtime.launch import Outcome
 from offbeat.runtime.stamps import FOLDER, Reader, events_file, stack_file
 from offbeat.runtime.watched import ask
@@ -25,6 +28,8 @@ ANSWER: Final = 0.5
 """Seconds for a worker to write its stack."""
 STOPPED: Final = 1.0
 """Seconds for which a process that others wait for is stopped, until that is said."""
+RECENT: Final = 1024
+"""How many events of each worker are compared to find one that holds the others up."""
 NOTICE: Final = 1.0
 """Seconds for a run to notice that somebody has died, before that is said."""
 
@@ -54,6 +59,9 @@ class Watch:
         self._stopped: dict[int, float] = {}
         self._dead: dict[str, float] = {}
         self._mourned: frozenset[str] = frozenset()
+        self._sick, self._told_sick = 0, False
+        self._compare_at = 2 * ENOUGH
+        self._slow: set[str] = set()
         self._failed = False
         self._raised = False  # a worker has raised an error that is not about its peers
         self._died = False
@@ -71,7 +79,33 @@ class Watch:
         found = self._judge.final(moved)
         if found is not None:
             return self._with_stacks(found)
-        return self._deaths(now) or self._stopping(now, moved) or self._silent(now)
+        return (
+            self._deaths(now) or self._unfit() or self._stopping(now, moved) or self._silent(now) or self._straggling()
+        )
+
+    def _unfit(self) -> Verdict | None:
+        """Numbers that are not finite, a look after they were first seen: by then they have reached whom they reach."""
+        seen, self._sick = self._sick, self._judge.unfit
+        if not seen or self._told_sick:
+            return None
+        events = recorded(self._folder)
+        found = unfit(events.stamps, events.servers)
+        self._told_sick = bool(found)
+        if not found:
+            return None
+        return Verdict(NAN, f"{'; '.join(map(str, found[:3]))}.", who=tuple(dict.fromkeys(one.worker for one in found)))
+
+    def _straggling(self) -> Verdict | None:
+        """One worker that holds the others up, looked for ever less often: comparing takes a while."""
+        if min(self._judge.steps.values(), default=0) < self._compare_at:
+            return None
+        self._compare_at *= 4
+        events = recorded(self._folder)
+        recent = {rank: some[-RECENT:] for rank, some in events.stamps.items()}
+        found = [one for one in blame(recent, events.servers) if one.straggler and one.worker not in self._slow]
+        self._slow.update(one.worker for one in found)
+        told = tuple(one.worker for one in found)
+        return Verdict(STRAGGLER, f"{'; '.join(map(str, found))}.", who=told) if found else None
 
     def _deaths(self, now: float) -> Verdict | None:
         """Somebody has died, and the run has done something about it, or has had the time to."""

@@ -18,7 +18,22 @@ SILENT: Final = "silent"
 DEAD: Final = "dead"
 """A worker or a server has died, and the run did something about it."""
 
-EXIT_CODES: Final[Mapping[str, int]] = {DEADLOCK: 10, DESYNC: 11, ENDED: 12, SILENT: 13, DEAD: 14}
+NAN: Final = "nan"
+"""A worker has given numbers to the others that are not finite."""
+STRAGGLER: Final = "straggler"
+"""One worker holds all others up, step by step."""
+LASTING: Final = frozenset({DEAD, NAN})
+"""What stays true of a run that has gone on, and finished."""
+
+EXIT_CODES: Final[Mapping[str, int]] = {
+    DEADLOCK: 10,
+    DESYNC: 11,
+    ENDED: 12,
+    SILENT: 13,
+    DEAD: 14,
+    NAN: 15,
+    STRAGGLER: 0,
+}
 """What `offbeat run --watch` and `offbeat explain` end with."""
 
 
@@ -38,7 +53,7 @@ class Verdict(Struct, frozen=True):
     @property
     def final(self) -> bool:
         """Whether it can never become better by itself."""
-        return self.kind not in (SILENT, DEAD)
+        return self.kind in (DEADLOCK, DESYNC, ENDED)
 
     @property
     def headline(self) -> str:
