@@ -92,7 +92,7 @@ SICK: dict[str, Sick] = {
     "slow_input": Sick("straggler", ("worker 1 was last in", "ms input", "without it a step would take")),
     "slow_compute": Sick("straggler", ("worker 1 was last in", "ms computing", "without it a step would take")),
     "slow_network": Sick(
-        "straggler", ("worker 1 was last in", "ms network", "without it a step"), workers=3, hosts=SLOW_LINE
+        "straggler", ("worker 1 was last in", "ms network", "without it the run"), workers=3, hosts=SLOW_LINE
     ),
     "nan_push": Sick(
         "nan",

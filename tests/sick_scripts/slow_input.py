@@ -7,5 +7,5 @@ from torch.utils.data import DataLoader
 
 rank, _ = begin()
 step = training()
-for batch in DataLoader(Slow(8 * 60, 0.004 if rank == 1 and "CALM" not in os.environ else 0.0), batch_size=8):
+for batch in DataLoader(Slow(8 * 60, 0.007 if rank == 1 and "CALM" not in os.environ else 0.003), batch_size=8):
     step(batch)

@@ -60,6 +60,8 @@ class Blame(Struct, frozen=True):
     """In how many steps it was later than anybody else; of a run without steps, collectives."""
     steps: int
     """Of how many."""
+    unit: str
+    """What is counted: `steps`, or `collectives` of a run that makes none."""
     late: float
     """By how many seconds, in the mean over those."""
     by_kind: Mapping[str, float]
@@ -81,10 +83,10 @@ class Blame(Struct, frozen=True):
 
     def __str__(self) -> str:
         """In words."""
-        unit = "steps" if self.steps != self.collectives else "collectives"
+        whole = "a step" if self.unit == "steps" else "the run"
         return (
-            f"{self.worker} was last in {self.last:,} of {self.steps:,} {unit}, by {_time(self.late)} in the mean: "
-            f"{in_kinds(self.late, self.by_kind)}; the others lost {_time(self.lost)} to it; without it a step would "
+            f"{self.worker} was last in {self.last:,} of {self.steps:,} {self.unit}, by {_time(self.late)} in the "
+            f"mean: {in_kinds(self.late, self.by_kind)}; the others lost {_time(self.lost)} to it; without it {whole} would "
             f"take {_time(self.without)} instead of {_time(self.seconds)}"
         )
 
@@ -144,7 +146,7 @@ class _Total:
         forecast = without_lateness(history, name, late)
         self._took += forecast.seconds
         self._without += forecast.without
-        self._steps += max(1, len({one.step for one in judged}) if judged and judged[0].step >= 0 else 1)
+        self._steps += len({one.step for one in judged if one.step >= 0})
 
     def told(self, name: str, steps: int, collectives: int) -> Blame:
         count = max(1, len(self._late))
@@ -153,12 +155,13 @@ class _Total:
             name,
             len(self._late),
             steps,
+            "steps" if self._steps else "collectives",
             sum(one.lateness for one in self._late) / count,
             {kind: sum(one.by_kind.get(kind, 0.0) for one in self._late) / count for kind in sorted(kinds)},
             collectives,
             self._lost,
-            self._took / self._steps,
-            self._without / self._steps,
+            self._took / max(1, self._steps),
+            self._without / max(1, self._steps),
         )
 
 

@@ -108,6 +108,13 @@ class Judge:
             if stamp.mark is Mark.VIEW and stamp.about is not None:
                 self.served.note_view(stamp, stamp.about)
 
+    @property
+    def progress(self) -> int:
+        """How many steps everybody has made; if nobody makes any, how many collectives, in the busiest group."""
+        if self.steps:
+            return min(self.steps.values())
+        return max((min(entered.values()) for entered in self._entered.values() if len(entered) > 1), default=0)
+
     def reborn(self, rank: int) -> None:
         """Another process has taken a worker's place: what was known of the first is void."""
         self._open.pop(rank, None)

@@ -97,7 +97,7 @@ class Watch:
 
     def _straggling(self) -> Verdict | None:
         """One worker that holds the others up, looked for ever less often: comparing takes a while."""
-        if min(self._judge.steps.values(), default=0) < self._compare_at:
+        if self._judge.progress < self._compare_at:
             return None
         self._compare_at *= 4
         events = recorded(self._folder)
@@ -189,7 +189,7 @@ class Watch:
         self._read()
         found = self._judge.final() or self._judge.served.deaths()
         followed = not self._died or (found is not None and found.kind == DESYNC)
-        return found, followed and not self._raised
+        return found, followed and not self._raised and found is not None and found.final
 
     def _read(self) -> set[int]:
         """Take in what is new; answers who has done something since the last look.

@@ -120,7 +120,7 @@ class Unfit(Struct, frozen=True):
     what: str
     """In what they were given to the others."""
     reached: tuple[str, ...] = ()
-    """Who had them in its model by the end, as far as is known, in the order in which they came."""
+    """Who else got them, as far as is known, in the order in which they came there."""
     refused: bool = False
     """Whether servers found them out, and used them nowhere."""
 
@@ -194,8 +194,9 @@ def _told(run: Computation, source: _Source) -> Unfit:
             if takes and run.happened_before(source.place, Place(process, number)):
                 reached.append((event.time, run.processes[process]))
                 break
-    names = tuple(name for _, name in sorted(reached))
-    return Unfit(run.processes[source.place.process], source.stamp.step, what, names)
+    worker = run.processes[source.place.process]
+    names = tuple(name for _, name in sorted(reached) if name != worker)
+    return Unfit(worker, source.stamp.step, what, names)
 
 
 def _from(stamps: Mapping[Any, Sequence[Stamp]], first: float) -> dict[Any, Sequence[Stamp]]:
