@@ -86,8 +86,8 @@ class Blame(Struct, frozen=True):
         whole = "a step" if self.unit == "steps" else "the run"
         return (
             f"{self.worker} was last in {self.last:,} of {self.steps:,} {self.unit}, by {_time(self.late)} in the "
-            f"mean: {in_kinds(self.late, self.by_kind)}; the others lost {_time(self.lost)} to it; without it {whole} would "
-            f"take {_time(self.without)} instead of {_time(self.seconds)}"
+            f"mean: {in_kinds(self.late, self.by_kind)}; the others lost {_time(self.lost)} to it; without it {whole} "
+            f"would take {_time(self.without)} instead of {_time(self.seconds)}"
         )
 
     def plain(self) -> dict[str, Any]:
