@@ -35,7 +35,7 @@ from offbeat.runtime.goal import Goal
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.stamps import Mark
-from offbeat.strategies import available
+from offbeat.strategies import available, combined, parse
 
 SCRIPTS = Path(__file__).parents[1] / "tests" / "sick_scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -56,6 +56,7 @@ class Listener:
 
     def __init__(self) -> None:
         self.heard: list[tuple[float, Verdict]] = []
+        self.folder: Any = None
 
     def begin(self, job: Any, folder: Any) -> None:
         del job
@@ -150,6 +151,8 @@ class Bench:
         """One healthy run: nothing must be said but, maybe, that one was slow."""
         goal = Goal(strategy=strategy, steps=steps, disturb=disturb, watch=True, seed=2)
         listener, error = self.run("offbeat.tasks.digits", goal, workers)
+        if listener.folder is None:
+            raise RuntimeError(f"{strategy} on {workers} workers did not begin: {error}")
         code, explained = self.explained(listener.folder)
         said = [one.headline for _, one in listener.heard]
         return {
@@ -192,13 +195,21 @@ def strategies_to_try(count: int) -> list[tuple[str, int, tuple[str, ...]]]:
     """So many healthy runs over everything there is, every third one disturbed."""
     texts = list(dict.fromkeys(text for cls in available().values() for text in (cls.name, *cls.examples)))
     found: list[tuple[str, int, tuple[str, ...]]] = []
-    number = 0
-    while len(found) < count:
+    for number in range(count):
         text = texts[number % len(texts)]
-        disturb = DISTURBED[number // 3 % len(DISTURBED)] if number % 3 == 0 else ()
-        found.append((text, 1 if text == "single" else 2 + number // len(texts), disturb if text != "single" else ()))
-        number += 1
+        workers = next((size for size in (2 + number // len(texts), 4, 1) if fits(text, size)), 0)
+        disturb = DISTURBED[number // 3 % len(DISTURBED)] if number % 3 == 0 and workers > 1 else ()
+        found += [(text, workers, disturb)] if workers else []
     return found
+
+
+def fits(text: str, workers: int) -> bool:
+    """Whether a strategy can be had on so many workers."""
+    try:
+        combined(parse(text)).check(workers)
+    except OffbeatError:
+        return False
+    return True
 
 
 def main() -> None:

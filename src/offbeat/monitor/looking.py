@@ -11,10 +11,10 @@ from typing import Final
 from msgspec import structs
 
 from offbeat.errors import UsageError
-from offbeat.monitor.blaming import ENOUGH, blame
+from offbeat.monitor.blaming import ENOUGH, Blame, blame
 from offbeat.monitor.judging import Judge, how_it_ended
 from offbeat.monitor.reading import recorded
-from offbeat.monitor.tracing import unfit
+from offbeat.monitor.tracing import Unfit, unfit
 from offbeat.monitor.verdicts import DESYNC, NAN, SILENT, STRAGGLER, Verdict, worker_name
 from offbeat.runtime.launch import Outcome
 from offbeat.runtime.stamps import FOLDER, Reader, events_file, stack_file
@@ -88,8 +88,10 @@ class Watch:
         seen, self._sick = self._sick, self._judge.unfit
         if not seen or self._told_sick:
             return None
-        events = recorded(self._folder)
-        found = unfit(events.stamps, events.servers)
+        found: list[Unfit] = []
+        with suppress(UsageError):  # A file may be about to be made anew, by a worker that takes another's place.
+            events = recorded(self._folder)
+            found = unfit(events.stamps, events.servers)
         self._told_sick = bool(found)
         if not found:
             return None
@@ -100,9 +102,11 @@ class Watch:
         if self._judge.progress < self._compare_at:
             return None
         self._compare_at *= 4
-        events = recorded(self._folder)
-        recent = {rank: some[-RECENT:] for rank, some in events.stamps.items()}
-        found = [one for one in blame(recent, events.servers) if one.straggler and one.worker not in self._slow]
+        found: list[Blame] = []
+        with suppress(UsageError):
+            events = recorded(self._folder)
+            recent = {rank: some[-RECENT:] for rank, some in events.stamps.items()}
+            found = [one for one in blame(recent, events.servers) if one.straggler and one.worker not in self._slow]
         self._slow.update(one.worker for one in found)
         told = tuple(one.worker for one in found)
         return Verdict(STRAGGLER, f"{'; '.join(map(str, found))}.", who=told) if found else None

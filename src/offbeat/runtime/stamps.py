@@ -169,6 +169,8 @@ class Recorder:
         """How many steps of optimizers there have been."""
         self.sick = False
         """Whether this worker has given something that was not finite: the first time is what matters."""
+        self.suspicious = True
+        """Whether what it gives next is to be looked at: once in a step is enough."""
         self.open: list[Any] = []
         """Operations that are under way and that nobody may ever wait for in Python: looked at now and then."""
         self.kept: list[Any] = []
@@ -223,13 +225,13 @@ class Recorder:
         """An optimizer is about to step: what it waited for has come."""
         self.look()
         self.steps += 1
+        self.suspicious = not self.sick
         self.stamp(_STEP, 0, self.steps)
 
     def look(self) -> None:
         """Note which of the operations under way have ended in the meantime."""
-        if self.open:
-            for work in list(self.open):
-                work.look()
+        for work in list(self.open) if self.open else ():
+            work.look()
 
 
 def _writer(memory: mmap.mmap) -> Write:

@@ -46,6 +46,8 @@ _OPTIONS: Final = frozenset[Any](
 # A member of an enumeration is looked up and written more slowly than a number.
 _ENTER, _START, _WAIT, _EXIT, _FAIL = (int(m) for m in (Mark.ENTER, Mark.START, Mark.WAIT, Mark.EXIT, Mark.FAIL))
 _NAN = int(Mark.NAN)
+_SINGLE = torch.float32
+_Key = tuple[str, int | None, torch.dtype | None, int | None, int | None, str, int]
 _OURS = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[2]) + os.sep, "<frozen")
 
 
@@ -75,12 +77,14 @@ class Stamps:
         size = len(self._members)
         self._written = size if self._members == tuple(range(size)) else self._members
         self._calls = 0
+        self._known: dict[_Key, int] = {}
         self._channels: Counter[tuple[str, int, int]] = Counter()
 
     def collective(self, shape: Shape, act: Callable[..., Any], args: Sequence[Any], more: dict[str, Any]) -> Any:
         """Do it, and say so before and after."""
+        recorder = self._recorder
         options = args[-1] if args and type(args[-1]) in _OPTIONS else more.get("opts")
-        elements = dtype = None
+        elements = dtype = how = root = None
         tensors: Sequence[Tensor] = ()
         if shape.given is not None and len(args) > shape.given:
             given = args[shape.given]
@@ -89,60 +93,83 @@ class Stamps:
             dtype = tensors[0].dtype if tensors else None
         elif shape.exchanged is not None:
             tensors = args[shape.exchanged]
-        how = options.reduceOp.op if shape.reduces and options is not None else None
-        root = options.rootRank if shape.rooted and options is not None else None
+        if options is not None:
+            how = int(options.reduceOp.op) if shape.reduces else None
+            root = options.rootRank if shape.rooted else None
         file, line = caller()
-        key = (self._group, shape.operation, elements, dtype, how, root, file, line)
-
-        def about() -> About:
-            return About(
-                self._group,
-                shape.operation,
-                self._written,
-                elements,
-                None if dtype is None else str(dtype).removeprefix("torch."),
-                None if how is None else str(how).rpartition(".")[2].lower(),
-                None if root is None or not 0 <= root < len(self._members) else self._members[root],
-                caller=_place(file, line),
-            )
-
-        self._calls += 1
-        if tensors and (shape.reduces or shape.exchanged) and not self._recorder.sick and _is_sick(tensors[0]):
-            self._recorder.sick = True
-            name = self._recorder.name(key, about)
-            self._recorder.stamp(_NAN, name, self._calls, self._recorder.steps + 1)
+        key = (shape.operation, elements, dtype, how, root, file, line)
+        name = self._known.get(key)
+        if name is None:
+            name = self._describe(key)
+        self._calls = sequence = self._calls + 1
+        if tensors and recorder.suspicious and (shape.reduces or shape.exchanged):
+            self._inspect(tensors[0], name)
         waited = shape.blocks if options is None else not options.asyncOp
-        return self._done(_ENTER if waited else _START, key, about, self._calls, lambda: act(*args, **more))
+        if recorder.open:
+            recorder.look()
+        recorder.stamp(_ENTER if waited else _START, name, sequence)
+        try:
+            work = act(*args, **more)
+        except BaseException:
+            recorder.stamp(_FAIL, name, sequence)
+            raise
+        return self._begun(work, name, sequence, waited)
+
+    def _describe(self, key: _Key) -> int:
+        """Say what a call is about, once for all calls like it."""
+        operation, elements, dtype, how, root, file, line = key
+        about = About(
+            self._group,
+            operation,
+            self._written,
+            elements,
+            None if dtype is None else str(dtype).removeprefix("torch."),
+            None if how is None else dist.ReduceOp.RedOpType(how).name.lower(),
+            None if root is None or not 0 <= root < len(self._members) else self._members[root],
+            caller=_place(file, line),
+        )
+        self._known[key] = name = self._recorder.name((self._group, *key), lambda: about)
+        return name
+
+    def _inspect(self, tensor: Tensor, name: int) -> None:
+        """Note it, the first time, if what this worker gives is not finite; looked at once in a step."""
+        recorder = self._recorder
+        sick = _is_sick(tensor)
+        if sick is None:
+            return
+        recorder.suspicious = not sick and not recorder.steps  # A program without steps is looked at always.
+        if sick:
+            recorder.sick = True
+            recorder.stamp(_NAN, name, self._calls, recorder.steps + 1)
+
+    def _begun(self, work: Any, name: int, sequence: int, waited: bool) -> Any:
+        if work is None or work.is_completed():
+            self._recorder.stamp(_EXIT, name, sequence)
+            return work
+        return StampedWork(work, self._recorder, name, sequence, waited)
 
     def message(self, what: str, act: Callable[[], Any], peer: int, tag: int) -> Any:
         """Send or receive, and say so before and after; nobody is -1."""
+        recorder = self._recorder
         other = self._members[peer] if 0 <= peer < len(self._members) else -1
         file, line = caller()
-
-        def about() -> About:
-            return About(self._group, what, self._written, peer=other, tag=tag, caller=_place(file, line))
-
         self._channels[what, other, tag] += 1
-        key = (self._group, what, other, tag, file, line)
-        work = self._done(_START, key, about, self._channels[what, other, tag], act)
-        if other < 0 and isinstance(work, StampedWork):
-            work.sources = self._members
-        return work
-
-    def _done(self, begin: int, key: Any, about: Callable[[], About], sequence: int, act: Callable[[], Any]) -> Any:
-        recorder = self._recorder
+        sequence = self._channels[what, other, tag]
+        name = recorder.name(
+            (self._group, what, other, tag, file, line),
+            lambda: About(self._group, what, self._written, peer=other, tag=tag, caller=_place(file, line)),
+        )
         recorder.look()
-        name = recorder.name(key, about)
-        recorder.stamp(begin, name, sequence)
+        recorder.stamp(_START, name, sequence)
         try:
             work = act()
         except BaseException:
             recorder.stamp(_FAIL, name, sequence)
             raise
-        if work is None or work.is_completed():
-            recorder.stamp(_EXIT, name, sequence)
-            return work
-        return StampedWork(work, recorder, name, sequence, begin == _ENTER)
+        found = self._begun(work, name, sequence, False)
+        if other < 0 and isinstance(found, StampedWork):
+            found.sources = self._members
+        return found
 
 
 class StampedWork(dist._Work):  # pyright: ignore[reportPrivateUsage]
@@ -223,13 +250,13 @@ class StampedWork(dist._Work):  # pyright: ignore[reportPrivateUsage]
         return self._work._source_rank()
 
 
-def _is_sick(tensor: Tensor) -> bool:
+def _is_sick(tensor: Tensor) -> bool | None:
     """Whether the first number of a tensor is not finite: a loss that is not finite shows in all gradients.
 
-    Double precision is left out: it is what counts and reports are exchanged in.
+    None of other than single precision: counts and reports are exchanged in double.
     """
-    if tensor.dtype is not torch.float32 or tensor.device.type != "cpu" or not tensor.numel():
-        return False
+    if tensor.dtype is not _SINGLE or not tensor.is_cpu or not tensor.numel():
+        return None
     return not math.isfinite(tensor.detach().numpy().item(0))
 
 
