@@ -26,7 +26,7 @@ STRETCH: Final = 2048
 STRETCHES: Final = 24
 """So many stretches are looked at; of a longer run, as many that lie evenly in it."""
 OFTEN: Final = 0.75
-"""A straggler is last in at least this share of all steps …"""
+"""A straggler is last in at least this share of all steps; its cause makes up at least this share of its lateness …"""
 MUCH: Final = 0.2
 """… and costs at least this share of the time …"""
 ENOUGH: Final = 10
@@ -81,6 +81,12 @@ class Blame(Struct, frozen=True):
         often = self.steps >= ENOUGH and self.last >= OFTEN * self.steps
         return often and self.without <= (1 - MUCH) * self.seconds
 
+    @property
+    def cause(self) -> str | None:
+        """What makes it late, if it is one thing; whoever has too little of the machine is late in everything."""
+        kind = max(self.by_kind, key=self.by_kind.__getitem__, default=None)
+        return kind if kind is not None and self.by_kind[kind] >= OFTEN * self.late > 0 else None
+
     def __str__(self) -> str:
         """In words."""
         whole = "a step" if self.unit == "steps" else "the run"
@@ -92,7 +98,7 @@ class Blame(Struct, frozen=True):
 
     def plain(self) -> dict[str, Any]:
         """As JSON data."""
-        return {**structs.asdict(self), "straggler": self.straggler}
+        return {**structs.asdict(self), "straggler": self.straggler, "cause": self.cause}
 
 
 def in_kinds(seconds: float, by_kind: Mapping[str, float]) -> str:

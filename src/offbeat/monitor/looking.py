@@ -98,7 +98,7 @@ class Watch:
         return Verdict(NAN, f"{'; '.join(map(str, found[:3]))}.", who=tuple(dict.fromkeys(one.worker for one in found)))
 
     def _straggling(self) -> Verdict | None:
-        """One worker that holds the others up, looked for ever less often: comparing takes a while."""
+        """One worker that holds the others up by one thing, looked for ever less often: comparing takes a while."""
         if self._judge.progress < self._compare_at:
             return None
         self._compare_at *= 4
@@ -106,7 +106,8 @@ class Watch:
         with suppress(UsageError):
             events = recorded(self._folder)
             recent = {rank: some[-RECENT:] for rank, some in events.stamps.items()}
-            found = [one for one in blame(recent, events.servers) if one.straggler and one.worker not in self._slow]
+            found = [one for one in blame(recent, events.servers) if one.straggler and one.cause is not None]
+        found = [one for one in found if one.worker not in self._slow]
         self._slow.update(one.worker for one in found)
         told = tuple(one.worker for one in found)
         return Verdict(STRAGGLER, f"{'; '.join(map(str, found))}.", who=told) if found else None
