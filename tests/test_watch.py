@@ -57,6 +57,14 @@ def test_a_sick_run_is_named_at_once_and_after_the_fact(name: str, offbeat_: Off
         assert word in explained.out
 
 
+def test_a_wait_inside_ddp_is_part_of_a_deadlock(offbeat_: Offbeat) -> None:
+    script = Path(__file__).parents[1] / "examples" / "hanging_ddp.py"
+    said = offbeat_("run", script, "--workers", "2", "--watch")
+    assert said.code == EXIT_CODES["deadlock"], said.err
+    assert "deadlock: worker 0 waits for worker 1 in receive from worker 1 #1 of group world, called at" in said.err
+    assert "worker 1 waits for worker 0 in all_reduce" in said.err
+
+
 def test_a_worker_that_does_something_else_is_said_with_its_stack_and_the_run_goes_on(
     offbeat_: Offbeat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,12 +162,15 @@ class Judge:
 
     # -- verdicts -----------------------------------------------------------------------------------------------------
 
-    def final(self, moved: Collection[int] = ()) -> Verdict | None:
-        """What can never become better, judging only by those who have not moved since the last look."""
+    def final(self, moved: Collection[int] = (), idle: Collection[int] = ()) -> Verdict | None:
+        """What can never become better, judging only by those who have not moved since the last look.
+
+        Those who are `idle` have not computed, either: in the midst of backward, they wait for what DDP has begun.
+        """
         if self._mismatch is not None:
             return Verdict(DESYNC, str(self._mismatch))
         ended = {worker_name(rank) for rank in self.ended}
-        found = deadlock(self._waits(ended, moved), ended)
+        found = deadlock(self._waits(ended, moved, idle), ended)
         return None if found is None else self._verdict(found)
 
     def _verdict(self, found: Deadlock) -> Verdict:
@@ -181,8 +184,12 @@ class Judge:
 
     def waiting(self) -> list[str]:
         """Who waits for whom now, in words."""
-        found = self._waits((), ())
+        found = self._waits((), (), ())
         return [f"{wait.process} waits for {_whom(wait)} in {wait.what}" for wait in found]
+
+    def in_backward(self) -> set[int]:
+        """Who has begun something for DDP that has not ended."""
+        return {rank for rank, opened in self._open.items() if any(one.about.backward for one in opened.values())}
 
     def awaited(self, now: float, patience: float) -> dict[int, tuple[float, int, str]]:
         """Who has been waited for longer than that and does not wait itself: for how long, by whom, in what."""
@@ -209,7 +216,7 @@ class Judge:
         ]
         return Verdict(SILENT, f"{'; '.join(told)}. It may still come.", tuple(sorted(late)))
 
-    def _waits(self, ended: Collection[str], moved: Collection[int]) -> list[Wait]:
+    def _waits(self, ended: Collection[str], moved: Collection[int], idle: Collection[int]) -> list[Wait]:
         found: list[Wait] = []
         for rank, opened in self._open.items():
             still = rank not in moved and rank not in self.ended and not self._is_out(rank)
@@ -217,7 +224,8 @@ class Judge:
                 whom, needs = self._needed(rank, one)
                 missing = frozenset(map(worker_name, whom))
                 # Torch may wait inside for what nobody waits for here; if somebody has ended, it hangs for certain.
-                if needs and (one.waited or missing & set(ended)):
+                waited = one.waited or (one.about.backward and rank in idle)
+                if needs and (waited or missing & set(ended)):
                     found.append(Wait(worker_name(rank), needs, missing, self._in_words(rank, one)))
         return found
 

@@ -30,6 +30,8 @@ STOPPED: Final = 1.0
 """Seconds for which a process that others wait for is stopped, until that is said."""
 RECENT: Final = 1024
 """How many events of each worker are compared to find one that holds the others up."""
+IDLE: Final = 2
+"""Looks between which a worker must not have computed to count as waiting inside torch."""
 NOTICE: Final = 1.0
 """Seconds for a run to notice that somebody has died, before that is said."""
 
@@ -56,6 +58,7 @@ class Watch:
         self._files: dict[int, int] = {}
         self._next = 0.0
         self._warned: set[int] = set()
+        self._still: dict[int, tuple[int, int]] = {}
         self._stopped: dict[int, float] = {}
         self._dead: dict[str, float] = {}
         self._mourned: frozenset[str] = frozenset()
@@ -76,12 +79,22 @@ class Watch:
             return None
         self._next = now + EVERY
         moved = self._read()
-        found = self._judge.final(moved)
+        found = self._judge.final(moved, self._idle(moved))
         if found is not None:
             return self._with_stacks(found)
         return (
             self._deaths(now) or self._unfit() or self._stopping(now, moved) or self._silent(now) or self._straggling()
         )
+
+    def _idle(self, moved: Collection[int]) -> set[int]:
+        """Who is in the midst of backward and has neither done nor computed anything for some looks."""
+        still: dict[int, tuple[int, int]] = {}
+        for rank in self._judge.in_backward() - set(moved):
+            if (spent := _computed(self._readers[rank].pid)) is not None:
+                before, looks = self._still.get(rank, (-1, 0))
+                still[rank] = (spent, looks + 1 if before == spent else 0)
+        self._still = still
+        return {rank for rank, (_, looks) in still.items() if looks >= IDLE}
 
     def _unfit(self) -> Verdict | None:
         """Numbers that are not finite, a look after they were first seen: by then they have reached whom they reach."""
@@ -246,3 +259,12 @@ def _own_part(stack: str) -> str:
     """A stack without the frames that every worker has: where it was started, and where its calls are written down."""
     frames = [line for line in stack.splitlines() if line.startswith("  File")]
     return "\n".join(line for line in frames if not any(part in line for part in _EVERYBODYS))
+
+
+def _computed(pid: int) -> int | None:
+    """How long a process's main thread has computed, in ticks; None if it is not asleep now."""
+    try:
+        status = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(status[11]) + int(status[12]) if status[0] == "S" else None

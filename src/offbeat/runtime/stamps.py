@@ -132,6 +132,8 @@ class About(msgspec.Struct, frozen=True, omit_defaults=True):
     """With whom a message is exchanged; -1: with anybody. None for collectives."""
     tag: int = 0
     caller: str | None = None
+    backward: bool = False
+    """Whether DDP asks for it while backward runs, which does not end before it."""
     shard: int | None = None
     """Which part of the parameters; None: all of them."""
     bound: int | None = None

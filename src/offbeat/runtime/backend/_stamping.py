@@ -48,7 +48,8 @@ _ENTER, _START, _WAIT, _EXIT, _FAIL = (int(m) for m in (Mark.ENTER, Mark.START, 
 _NAN = int(Mark.NAN)
 _SINGLE = torch.float32
 _Key = tuple[str, int | None, torch.dtype | None, int | None, int | None, str, int]
-_OURS = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[2]) + os.sep, "<frozen")
+_OFFBEAT = str(Path(__file__).parents[2]) + os.sep
+_OURS = (str(Path(torch.__file__).parent) + os.sep, _OFFBEAT, "<frozen")
 
 
 class Shape(NamedTuple):
@@ -127,6 +128,7 @@ class Stamps:
             None if how is None else dist.ReduceOp.RedOpType(how).name.lower(),
             None if root is None or not 0 <= root < len(self._members) else self._members[root],
             caller=_place(file, line),
+            backward=_reducing(),
         )
         self._known[key] = name = self._recorder.name((self._group, *key), lambda: about)
         return name
@@ -269,6 +271,14 @@ def caller() -> tuple[str, int]:
             return file, frame.f_lineno
         frame = frame.f_back
     return "", 0
+
+
+def _reducing() -> bool:
+    """Whether DDP's reducer asks. It is no Python: right beneath us lies the call of torch's engine."""
+    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None and frame.f_code.co_filename.startswith(_OFFBEAT):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
 
 def _place(file: str, line: int) -> str | None:
