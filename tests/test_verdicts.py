@@ -198,7 +198,7 @@ def test_who_has_left_or_was_replaced_is_not_mourned() -> None:
     assert waits.waiting() == []
     told = waits.served.deaths()
     assert told is not None
-    assert "another has taken its place" in told.message
+    assert "worker 1 gave no sign of life and was declared dead after step 4, and another has taken" in told.message
 
 
 def test_reads_and_who_held_them_up() -> None:
