@@ -284,6 +284,8 @@ def test_lateness_is_split_into_kinds_step_by_step() -> None:
     assert "without it a step would take 37" in str(worst)
     assert worst.cause == "input"
     assert blame({0: by_kind(0.02), 1: by_kind(0.02)})[0].cause is None
+    now_and_then = [*by_kind(0.03)[:70], *by_kind(0.28)[70:]]
+    assert blame({0: by_kind(0.02), 1: now_and_then})[0].cause is None
 
 
 def test_a_long_run_is_blamed_over_all_of_it() -> None:
