@@ -99,7 +99,7 @@ class Bench:
         told = json.loads((listener.folder / "run.json").read_text()).get("verdict")
         heard = [(at, one) for at, one in listener.heard if one.kind == case.kind]
         text = heard[0][1].headline if heard else f"{told['kind']}: {told['message']}" if told else ""
-        code, explained = self.explained(listener.folder)
+        code, _ = self.explained(listener.folder)
         since = self._true_since(case, listener.folder, ill)
         if not heard and told and told["kind"] == case.kind:  # With the end of the run.
             heard = [((listener.folder / "run.json").stat().st_mtime - time.time() + time.monotonic(), listener)]  # type: ignore[list-item]
@@ -116,7 +116,7 @@ class Bench:
             "in time": seconds is not None and seconds <= BAR,
             "also said": others,
             "error": error[:300],
-            "explain": {"code": code, "said": explained[:600]},
+            "explain": code,
         }
 
     @staticmethod
