@@ -198,7 +198,7 @@ def test_who_has_left_or_was_replaced_is_not_mourned() -> None:
     assert waits.waiting() == []
     told = waits.served.deaths()
     assert told is not None
-    assert "another has taken its place" in told.message
+    assert "worker 1 gave no sign of life and was declared dead after step 4, and another has taken" in told.message
 
 
 def test_reads_and_who_held_them_up() -> None:
@@ -284,6 +284,8 @@ def test_lateness_is_split_into_kinds_step_by_step() -> None:
     assert "without it a step would take 37" in str(worst)
     assert worst.cause == "input"
     assert blame({0: by_kind(0.02), 1: by_kind(0.02)})[0].cause is None
+    now_and_then = [*by_kind(0.03)[:70], *by_kind(0.28)[70:]]
+    assert blame({0: by_kind(0.02), 1: now_and_then})[0].cause is None
 
 
 def test_a_long_run_is_blamed_over_all_of_it() -> None:

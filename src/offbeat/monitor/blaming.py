@@ -66,6 +66,8 @@ class Blame(Struct, frozen=True):
     """By how many seconds, in the mean over those."""
     by_kind: Mapping[str, float]
     """What these seconds are made of."""
+    steady: float
+    """In which share of all steps it was late by at least half of that."""
     collectives: int
     """How many collectives there were."""
     lost: float
@@ -83,9 +85,14 @@ class Blame(Struct, frozen=True):
 
     @property
     def cause(self) -> str | None:
-        """What makes it late, if it is one thing; whoever has too little of the machine is late in everything."""
+        """What makes it late, if it is one thing and step by step.
+
+        Whoever has too little of a busy machine is late in everything, and now more, now less.
+        """
         kind = max(self.by_kind, key=self.by_kind.__getitem__, default=None)
-        return kind if kind is not None and self.by_kind[kind] >= OFTEN * self.late > 0 else None
+        if kind is None or self.steady < OFTEN:
+            return None
+        return kind if self.by_kind[kind] >= OFTEN * self.late > 0 else None
 
     def __str__(self) -> str:
         """In words."""
@@ -156,14 +163,16 @@ class _Total:
 
     def told(self, name: str, steps: int, collectives: int) -> Blame:
         count = max(1, len(self._late))
+        late = sum(one.lateness for one in self._late) / count
         kinds = {kind for one in self._late for kind in one.by_kind}
         return Blame(
             name,
             len(self._late),
             steps,
             "steps" if self._steps else "collectives",
-            sum(one.lateness for one in self._late) / count,
+            late,
             {kind: sum(one.by_kind.get(kind, 0.0) for one in self._late) / count for kind in sorted(kinds)},
+            sum(one.lateness >= late / 2 for one in self._late) / max(1, steps),
             collectives,
             self._lost,
             self._took / max(1, self._steps),

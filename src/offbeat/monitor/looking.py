@@ -26,7 +26,7 @@ PATIENCE: Final = 10.0
 """Seconds of waiting for a worker that does something else, until that is said."""
 ANSWER: Final = 0.5
 """Seconds for a worker to write its stack."""
-STOPPED: Final = 1.0
+STOPPED: Final = 0.8
 """Seconds for which a process that others wait for is stopped, until that is said."""
 RECENT: Final = 1024
 """How many events of each worker are compared to find one that holds the others up."""
@@ -140,7 +140,7 @@ class Watch:
 
     def _stopping(self, now: float, moved: Collection[int]) -> Verdict | None:
         """A process that others wait for has been stopped for a while: it does not even compute."""
-        late = self._judge.awaited(now, STOPPED / 2)
+        late = self._judge.awaited(now, 0.0)
         still = {rank for rank in late if rank not in moved and rank in self._readers and self._is_stopped(rank)}
         self._stopped = {rank: self._stopped.get(rank, now) for rank in still}
         news = [rank for rank, since in self._stopped.items() if now - since >= STOPPED and rank not in self._warned]

@@ -34,6 +34,7 @@ class Served:
         self._clocks: dict[int, int] = {}
         self._floor = 0
         self._joined: set[int] = set()
+        self._before: dict[int, int] = {}
         self._views: list[_View] = []
 
     def note(self, rank: int, stamp: Stamp, about: About) -> None:
@@ -54,6 +55,7 @@ class Served:
 
     def reborn(self, rank: int) -> None:
         """Another process has taken a worker's place; how far it is it will tell."""
+        self._before[rank] = self.clock(rank)
         self._clocks.pop(rank, None)
         self._joined.add(rank)
         self.left.discard(rank)
@@ -113,7 +115,8 @@ class Served:
             if rank in self.left or not (out or name in self.gone):
                 continue
             how = self.gone.get(name, SILENT)
-            told[name] = f"{name} {how} after {_steps(self.clock(rank))}{self._after(rank, out)}"
+            reached = self._before.get(rank, self.clock(rank))
+            told[name] = f"{name} {how} after {_steps(reached)}{self._after(rank, out)}"
         return told
 
     def _after(self, rank: int, out: bool) -> str:
