@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import UsageError
-from offbeat.runtime.stamps import NAMES, RECORDS, About, Mark, Reader, Recorder
+from offbeat.runtime.stamps import COMPUTING, INPUT, NAMES, RECORDS, UNKNOWN, About, Mark, Reader, Recorder
 
 SUM = About("world", "all_reduce", 2, 1204224, "float32", "sum", caller="train.py:88")
 
@@ -39,6 +39,27 @@ def test_what_was_written_over_is_counted_as_dropped(tmp_path: Path) -> None:
     read = reader.new()
     assert [stamp.sequence for stamp in read] == list(range(100, RECORDS + 100))
     assert reader.dropped == 100
+
+
+def test_what_was_kept_while_the_run_went_is_read_back_before_the_ring(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "a.events", 0)
+    looker = Reader(tmp_path / "a.events")
+    for number in range(2 * RECORDS):
+        recorder.stamp(Mark.STEP, 0, number)
+        if number % 10_000 == 0:
+            looker.keep()
+    reader = Reader(tmp_path / "a.events", kept=True)
+    assert [stamp.sequence for stamp in reader.new()] == list(range(2 * RECORDS))
+    assert (reader.dropped, reader.new()) == (0, [])
+
+
+def test_time_is_of_one_kind_after_the_other(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "a.events", 0)
+    assert recorder.turn(INPUT) == UNKNOWN
+    assert recorder.turn(INPUT) == INPUT
+    assert recorder.turn(COMPUTING) == INPUT
+    turns = [(stamp.mark, stamp.sequence) for stamp in Reader(tmp_path / "a.events").new()]
+    assert turns == [(Mark.TURN, INPUT), (Mark.TURN, COMPUTING)]
 
 
 def test_when_names_run_out_what_is_named_is_named_less_exactly(tmp_path: Path) -> None:

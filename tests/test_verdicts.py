@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from offbeat.monitor import Judge, blame
-from offbeat.runtime.stamps import About, Mark, Stamp
+from offbeat.monitor import Judge, blame, held_up, late_steps, staleness, unfit
+from offbeat.monitor.blaming import STRETCH
+from offbeat.runtime.servers.noting import GROUP, MEETINGS
+from offbeat.runtime.stamps import COMPUTING, INPUT, About, Mark, Stamp
 
 WORLD = About("world", "all_reduce", 2, 4, "float32", "sum", caller="a.py:1")
 OTHER = About("1", "barrier", 2, caller="a.py:2")
@@ -112,6 +114,121 @@ def test_two_who_wait_until_what_they_sent_is_taken_are_deadlocked() -> None:
     assert fed([message("send to", 1)], from_anybody).final() is None
 
 
+def anybody(mark: Mark, sequence: int = 1, source: int = 0) -> Stamp:
+    about = About("world", "receive from", 3, peer=-1)
+    return Stamp(mark, about, sequence, 0.0, value=source)
+
+
+def test_who_waits_for_anybody_is_stuck_only_if_nobody_can_send_any_more() -> None:
+    barrier = at(Mark.ENTER, About("world", "barrier", 3))
+    sent = message("send to", 0, Mark.START)
+    starving = [anybody(Mark.START), anybody(Mark.EXIT, 1, source=2), anybody(Mark.WAIT, 2)]
+    verdict = fed(starving, [sent, barrier], [barrier]).final()
+    assert verdict is not None
+    assert "worker 0 waits for any of worker 1, worker 2 in receive from anybody #2" in verdict.message
+    under_way = [sent, message("send to", 0, Mark.START, 2), barrier]
+    assert fed(starving, under_way, [barrier]).final() is None
+    assert fed(starving, [sent, barrier], [at(Mark.STEP, None)]).final() is None
+
+
+PULL = About(GROUP, "pull", 3, bound=3, words="ssp(3)")
+
+
+def pushed(step: int, time: float = 0.0) -> Stamp:
+    return Stamp(Mark.START, About(GROUP, "push"), step, time, step, 1)
+
+
+def pull(mark: Mark, step: int, time: float = 0.0, about: About = PULL) -> Stamp:
+    return Stamp(mark, about, step, time, step)
+
+
+def view(epoch: int, workers: tuple[int, ...], servers: tuple[str, ...] = ("server 0.0",)) -> Stamp:
+    return Stamp(Mark.VIEW, About(GROUP, "view", workers, servers=servers), epoch, 0.0)
+
+
+def test_a_pull_waits_for_those_below_the_bound_and_a_meeting_for_those_who_have_not_come() -> None:
+    ahead = [pushed(40), pull(Mark.WAIT, 41)]
+    met = at(Mark.WAIT, About(MEETINGS, "meeting for the end", 3), 5)
+    judge = fed(ahead, [pushed(36)], [pushed(37)])
+    judge.feed_server([view(0, (0, 1, 2))])
+    assert judge.final() is None
+    assert judge.waiting()[0] == (
+        "worker 0 waits for worker 1 in a pull of ssp(3) for step 41 (worker 1 has finished step 37)"
+    )
+    came = fed(ahead, [pushed(36), at(Mark.START, met.about, 5), met], [pushed(37)])
+    came.feed_server([view(0, (0, 1, 2))])
+    verdict = came.final()
+    assert verdict is not None
+    assert verdict.kind == "deadlock"
+    assert "worker 0 waits for worker 1 in a pull of ssp(3) for step 41" in verdict.message
+    assert "worker 1 waits for worker 0 in the meeting for the end (#5)" in verdict.message
+
+
+def test_with_spare_workers_a_pull_waits_for_some_of_the_others_only() -> None:
+    spared = About(GROUP, "pull", 3, bound=0, spare=1, words="drop_slowest(1)")
+    judge = fed([pushed(4), pull(Mark.WAIT, 5, about=spared)], [pushed(3)], [pushed(3)])
+    judge.feed_server([view(0, (0, 1, 2))])
+    assert judge.waiting()[0].startswith("worker 0 waits for 1 of worker 1, worker 2 in a pull of drop_slowest(1)")
+    enough = fed([pushed(4), pull(Mark.WAIT, 5, about=spared)], [pushed(4)], [pushed(3)])
+    enough.feed_server([view(0, (0, 1, 2))])
+    assert enough.waiting() == []
+
+
+def test_the_dead_are_told_with_what_the_run_did_and_nobody_waits_for_them() -> None:
+    judge = fed([pushed(40), pull(Mark.WAIT, 41)], [pushed(36)], [pushed(40)])
+    judge.served.gone["worker 1"] = "was ended by signal 9"
+    judge.feed_server([view(0, (0, 1, 2)), view(1, (0, 2), ("server 0.1",))])
+    assert judge.waiting() == []
+    verdict = judge.served.deaths()
+    assert verdict is not None
+    assert (verdict.kind, verdict.final, verdict.who) == ("dead", False, ("server 0.0", "worker 1"))
+    assert "worker 1 was ended by signal 9 after step 37, and the run went on without it (worker 0, worker 2)" in str(
+        verdict
+    )
+    assert "server 0.0 gave no sign of life and was declared dead, and server 0.1 has taken over" in str(verdict)
+
+
+def test_who_has_left_or_was_replaced_is_not_mourned() -> None:
+    judge = fed([pushed(3), at(Mark.LEAVE, None)], [pushed(3)])
+    judge.feed_server([view(0, (0, 1)), view(1, (1,))])
+    assert judge.served.deaths() is None
+    waits = fed([pushed(40), pull(Mark.WAIT, 41)], [pushed(3)])
+    waits.feed_server([view(0, (0, 1)), view(1, (0,)), view(2, (0, 1))])
+    waits.reborn(1)
+    assert waits.waiting() == []
+    told = waits.served.deaths()
+    assert told is not None
+    assert "worker 1 gave no sign of life and was declared dead after step 4, and another has taken" in told.message
+
+
+def test_reads_and_who_held_them_up() -> None:
+    def read(step: int, old: int) -> Stamp:
+        return Stamp(Mark.READ, About(GROUP, "read", shard=0), 1, 0.0, step, old)
+
+    (told,) = staleness({0: [read(1, 0), read(2, 3), read(3, 3)], 1: []})
+    assert (told.reads, told.worst, told.step) == ({0: 1, 3: 2}, 3, 2)
+    waits = [pushed(40, 1.0), pull(Mark.WAIT, 41, 1.0), pull(Mark.EXIT, 41, 3.1)]
+    (held,) = held_up({0: waits, 1: [pushed(37, 3.0)], 2: [pushed(37, 2.0)]})
+    assert (held.worker, held.pulls, held.seconds) == ("worker 1", 1, pytest.approx(2.0))
+
+
+def test_numbers_that_are_not_finite_are_traced_to_whom_they_reached() -> None:
+    sick = Stamp(Mark.NAN, WORLD, 2, 1.9, 7)
+    gives = [at(Mark.ENTER, WORLD, 1, 1.0), at(Mark.EXIT, WORLD, 1, 1.2), sick, at(Mark.ENTER, WORLD, 2, 2.0)]
+    takes = [at(Mark.ENTER, WORLD, 1, 1.0), at(Mark.EXIT, WORLD, 1, 1.2), at(Mark.ENTER, WORLD, 2, 2.0)]
+    (found,) = unfit({0: takes, 1: gives}, {})
+    assert (found.worker, found.step, found.reached) == ("worker 1", 7, ())
+    after = [at(Mark.EXIT, WORLD, 2, 2.2), Stamp(Mark.NAN, WORLD, 3, 2.5, 8)]
+    (later,) = unfit({0: [*takes, *after], 1: [*gives, at(Mark.EXIT, WORLD, 2, 2.2)]}, {})
+    assert (later.worker, later.reached) == ("worker 1", ("worker 0",))
+    refused = Stamp(Mark.REFUSED, About(GROUP, "push refused", peer=2, shard=0, words="NaN"), 4, 1.0, 4)
+    (push,) = unfit({}, {"server 0.0": [refused]})
+    assert str(push) == (
+        "worker 2 pushed numbers that are not fit to be used in step 4: server 0.0 refused its part (NaN), and it "
+        "reached nobody"
+    )
+
+
 def test_who_is_silent_is_told_only_after_a_while() -> None:
     judge = fed([at(Mark.START, WORLD, 1, time=100.0)], [at(Mark.STEP, None)])
     assert judge.silent(now=105.0, patience=10.0) is None
@@ -129,7 +246,7 @@ def steps(delay: float) -> list[Stamp]:
         found += [
             at(Mark.START, WORLD, number + 1, began + delay),
             at(Mark.EXIT, WORLD, number + 1, began + 0.4),
-            at(Mark.STEP, None, 0, began + 0.4),
+            at(Mark.STEP, None, number + 1, began + 0.4),
         ]
     return found
 
@@ -140,6 +257,62 @@ def test_the_straggler_is_named_and_what_a_step_would_take_without_it() -> None:
     assert first.last == first.collectives
     assert first.seconds == pytest.approx(0.4, rel=0.1)
     assert first.without == pytest.approx(0.2, rel=0.15)
+
+
+def by_kind(slow: float, count: int = 20) -> list[Stamp]:
+    """Steps of 0.3 s of computing, after input that takes `slow`; all leave the exchange 0.6 s after they began."""
+    found: list[Stamp] = []
+    for number in range(1, count + 1):
+        began = number * 0.6
+        found += [
+            at(Mark.STEP, None, number, began),
+            at(Mark.TURN, None, INPUT, began),
+            at(Mark.TURN, None, COMPUTING, began + slow),
+            at(Mark.ENTER, WORLD, number, began + slow + 0.3),
+            at(Mark.EXIT, WORLD, number, began + 0.59),
+        ]
+    return found
+
+
+def test_lateness_is_split_into_kinds_step_by_step() -> None:
+    stamps = {0: by_kind(0.02), 1: by_kind(0.25)}
+    assert all((one.worker, one.kind) == ("worker 1", "input") for one in late_steps(stamps))
+    worst = blame(stamps)[0]
+    assert worst.by_kind["input"] == pytest.approx(0.23)
+    assert worst.by_kind["computing"] == pytest.approx(0.0, abs=1e-9)
+    assert str(worst).startswith("worker 1 was last in 19 of 19 steps, by 230 ms in the mean: 230 ms input; the others")
+    assert "without it a step would take 37" in str(worst)
+    assert worst.cause == "input"
+    assert blame({0: by_kind(0.02), 1: by_kind(0.02)})[0].cause is None
+    now_and_then = [*by_kind(0.03)[:70], *by_kind(0.28)[70:]]
+    assert blame({0: by_kind(0.02), 1: now_and_then})[0].cause is None
+
+
+def test_a_long_run_is_blamed_over_all_of_it() -> None:
+    count = STRETCH // 2
+    slow_at_first = [*by_kind(0.25, count)[: 5 * (count * 4 // 5)], *by_kind(0.01, count)[5 * (count * 4 // 5) :]]
+    worst = blame({0: by_kind(0.02, count), 1: slow_at_first})[0]
+    assert worst.worker == "worker 1"
+    assert worst.steps > count * 0.9
+    assert worst.last == pytest.approx(0.8 * worst.steps, rel=0.05)
+
+
+def test_a_step_on_servers_in_lockstep_is_blamed_like_a_collective() -> None:
+    lockstep = About(GROUP, "pull", 2, bound=0, words="bsp")
+
+    def run(computing: float) -> list[Stamp]:
+        found: list[Stamp] = []
+        for step in range(20):
+            found += [
+                at(Mark.STEP, None, step + 1, step + computing),
+                pushed(step, step + computing),
+                pull(Mark.WAIT, step + 1, step + computing, lockstep),
+                pull(Mark.EXIT, step + 1, step + 0.95, lockstep),
+            ]
+        return found
+
+    worst = blame({0: run(0.2), 1: run(0.9)})[0]
+    assert (worst.worker, worst.straggler) == ("worker 1", True)
 
 
 def test_equals_are_no_stragglers() -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from cli_support import Offbeat, in_process, write
+from offbeat.monitor import EXIT_CODES, LASTING
 from offbeat.runtime.launch import Launcher
+from sick_scripts.cases import SICK, script_of
 
 pytestmark = pytest.mark.slow
 
@@ -27,40 +29,6 @@ def step():
     model(torch.ones(8, 100)).sum().backward()
     optimizer.step()
 """
-SUM = "all_reduce #1 (sum of float32 x 4)"
-SICK = {
-    "early": (
-        DDP + "for number in range(20):\n    if rank == 1 and number == 7:\n        break\n    step()\n",
-        12,
-        ["worker 0 waits for worker 1 in all_reduce #", "called at early.py:10", "worker 1 has ended its program"],
-    ),
-    "order": (
-        "if rank == 0:\n    dist.all_reduce(t)\n    dist.broadcast(t, 0)\n"
-        "else:\n    dist.broadcast(t, 0)\n    dist.all_reduce(t)\n",
-        11,
-        [f"worker 0 in {SUM} of group world, called at order.py:6", "worker 1", "broadcast #1", "order.py:9"],
-    ),
-    "size": (
-        "dist.all_reduce(torch.ones(4 + rank))\n",
-        11,
-        ["all_reduce #1 (sum of float32 x 5)", SUM, "called at size.py:5", "different shape"],
-    ),
-    "cycle": (
-        "dist.recv(t, 1 - rank)\ndist.send(t, 1 - rank)\n",
-        10,
-        [
-            "worker 0 waits for worker 1 in receive from worker 1 #1 of group world, called at cycle.py:5",
-            "worker 1 waits for worker 0 in receive from worker 0 #1 of group world, called at cycle.py:5",
-            'cycle.py", line 5 in <module>',
-        ],
-    ),
-    "groups": (
-        "both = [dist.new_group([0, 1]), dist.new_group([0, 1])]\n"
-        "for group in both if rank == 0 else both[::-1]:\n    dist.all_reduce(t, group=group)\n",
-        10,
-        [f"worker 0 waits for worker 1 in {SUM} of group 1", f"worker 1 waits for worker 0 in {SUM} of group 2"],
-    ),
-}
 
 
 @pytest.fixture
@@ -70,16 +38,31 @@ def offbeat_(
     return in_process(launcher, tmp_path, monkeypatch, capsys)
 
 
-@pytest.mark.parametrize("name", SICK)
-def test_what_can_never_go_on_is_named_and_ended(name: str, offbeat_: Offbeat, tmp_path: Path) -> None:
-    program, code, words = SICK[name]
-    said = offbeat_("run", write(tmp_path / f"{name}.py", BEGIN + program), "--workers", "2", "--watch")
-    assert said.code == code, said.err
+TRIED = ("early", "order", "starving", "dead_worker", "dead_server", "nan_ddp", "nan_push")
+"""Sick runs that are soon over; all of them are in `benchmarks/sick_runs.py`."""
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_a_sick_run_is_named_at_once_and_after_the_fact(name: str, offbeat_: Offbeat) -> None:
+    case, code = SICK[name], EXIT_CODES[SICK[name].kind]
+    strategy = ("--strategy", case.strategy) if case.strategy else ()
+    faults = [word for sentence in case.disturb for word in ("--disturb", sentence)]
+    said = offbeat_("run", script_of(name), "--workers", str(case.workers), "--watch", *strategy, *faults)
+    survives = case.kind in LASTING
+    assert said.code == (0 if survives else code), said.err
     explained = offbeat_("explain", "runs/latest")
     assert explained.code == code
-    for word in words:
+    for word in (f"{case.kind}: ", *case.words):
         assert word in said.err
         assert word in explained.out
+
+
+def test_a_wait_inside_ddp_is_part_of_a_deadlock(offbeat_: Offbeat) -> None:
+    script = Path(__file__).parents[1] / "examples" / "hanging_ddp.py"
+    said = offbeat_("run", script, "--workers", "2", "--watch")
+    assert said.code == EXIT_CODES["deadlock"], said.err
+    assert "deadlock: worker 0 waits for worker 1 in receive from worker 1 #1 of group world, called at" in said.err
+    assert "worker 1 waits for worker 0 in all_reduce" in said.err
 
 
 def test_a_worker_that_does_something_else_is_said_with_its_stack_and_the_run_goes_on(
@@ -103,15 +86,16 @@ dist.barrier()
     assert offbeat_("explain", "runs/latest").code == 0
 
 
-def test_a_worker_that_is_slow_in_every_step_is_the_straggler(offbeat_: Offbeat, tmp_path: Path) -> None:
-    slow = DDP + "for _ in range(20):\n    time.sleep(0.08 if rank == 1 else 0.01)\n    step()\n"
-    assert offbeat_("run", write(tmp_path / "slow.py", BEGIN + slow), "--workers", "2", "--watch").code == 0
+def test_a_worker_whose_input_is_slow_is_the_straggler_and_said_to_be(offbeat_: Offbeat, tmp_path: Path) -> None:
+    said = offbeat_("run", script_of("slow_input"), "--workers", "2", "--watch")
+    assert said.code == 0
+    assert "straggler: worker 1 was last in" in said.err
     explained = offbeat_("explain", "runs/latest", "--format", "json")
     told = json.loads(explained.out)
     assert (explained.code, told["verdict"], told["stragglers"]) == (0, None, ["worker 1"])
     worst = told["blame"][0]
-    assert worst["worker"] == "worker 1"
-    assert worst["without"] < 0.7 * worst["seconds"]
+    assert (worst["worker"], worst["cause"]) == ("worker 1", "input")
+    assert worst["without"] < 0.8 * worst["seconds"]
     drawn = offbeat_("explain", "runs/latest", "--draw", "slow.svg", "--cut", "latest", "--export", "slow.shiviz")
     assert "straggler: worker 1 was last in" in drawn.out
     assert drawn.out.count("): consistent.") == 1
@@ -120,7 +104,16 @@ def test_a_worker_that_is_slow_in_every_step_is_the_straggler(offbeat_: Offbeat,
 
 
 def test_an_error_of_its_own_stays_the_reason(offbeat_: Offbeat, tmp_path: Path) -> None:
-    wrong = "if rank == 1:\n    raise ValueError('out of range')\ndist.barrier()\n"
+    wrong = """\
+if rank == 1:
+    deadline = time.monotonic() + 60
+    while not Path("there").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.2)
+    raise ValueError("out of range")
+Path("there").touch()
+dist.barrier()
+"""
     said = offbeat_("run", write(tmp_path / "wrong.py", BEGIN + wrong), "--workers", "2", "--watch")
     assert said.code == 1
     assert "worker 1 failed with ValueError: out of range" in said.err
@@ -129,7 +122,7 @@ def test_an_error_of_its_own_stays_the_reason(offbeat_: Offbeat, tmp_path: Path)
     assert "worker 0 waits for worker 1 in barrier #1" in explained.out
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "allreduce", "server", "local(4)"])
+@pytest.mark.parametrize("strategy", ["ddp", "allreduce", "server(shards=2)", "gossip(asynchronous=True)"])
 def test_healthy_runs_get_no_verdict(strategy: str, offbeat_: Offbeat) -> None:
     options = ("--strategy", strategy, "--workers", "2", "--steps", "12", "--watch")
     said = offbeat_("run", "offbeat.tasks.digits", *options)
@@ -138,13 +131,12 @@ def test_healthy_runs_get_no_verdict(strategy: str, offbeat_: Offbeat) -> None:
     told = json.loads(explained.out)
     assert (explained.code, told["verdict"], told["waiting"], told["dropped"]) == (0, None, [], 0)
     assert all(count > 12 for count in told["events"].values())
+    assert bool(told["staleness"]) == strategy.startswith("server")
 
 
-def test_gloo_under_the_backend_of_ours_is_watched_too(offbeat_: Offbeat, tmp_path: Path) -> None:
-    program, code, _ = SICK["groups"]
-    script = write(tmp_path / "groups.py", BEGIN + program)
-    said = offbeat_("run", script, "--workers", "2", "--watch", "--backend", "offbeat")
-    assert said.code == code, said.err
+def test_gloo_under_the_backend_of_ours_is_watched_too(offbeat_: Offbeat) -> None:
+    said = offbeat_("run", script_of("groups"), "--workers", "2", "--watch", "--backend", "offbeat")
+    assert said.code == EXIT_CODES["deadlock"], said.err
 
 
 CASES = """\

@@ -19,7 +19,7 @@ import msgspec
 
 from offbeat.errors import CheckpointError, OutputError, RunError, TaskError, UsageError, VerdictError
 from offbeat.jobs import Job, Script, agreed_workers, earlier, named, plain_target, resolve, short_name, target_of
-from offbeat.monitor import Verdict, Watch
+from offbeat.monitor import LASTING, STRAGGLER, Verdict, Watch
 from offbeat.paying import verdict
 from offbeat.protocols.disturbances import asked, check
 from offbeat.runtime.assignment import ASSIGNED
@@ -288,6 +288,8 @@ def _launch(
                 servers.ended(outcome)
                 if watch is not None:
                     watch.ended(outcome)
+                    if outcome.role.kind == "server":
+                        watch.lost_server(servers.name_of(outcome.role), outcome)
                 new = servers.replacement(outcome, job.goal.replace)
                 if new is not None:
                     starter.add(new)
@@ -319,7 +321,8 @@ def _look(watch: Watch | None, folder: RunFolder, watcher: Watcher) -> None:
     watcher.verdict(found)  # At once: ending the workers takes a while.
     if found.final:
         raise VerdictError(found.headline, kind=found.kind, verdict=found.plain())
-    folder.write(verdict=found.plain())
+    if found.kind != STRAGGLER:  # Whoever asks later is told what the whole run says of it.
+        folder.write(verdict=found.plain())
 
 
 def _conclude(watch: Watch, folder: RunFolder, error: BaseException) -> None:
@@ -473,7 +476,8 @@ def _finish(job: Job, folder: RunFolder, collected: _Collected) -> Result:
     data["pays"] = verdict(data, folder.read()["config"], folder.path.parent) if said else {}
     result = Result.from_plain(data)
     state = "finished" if said else "finished without a team"
-    # Whoever was missing for long has come after all.
-    healthy = {"verdict": None} if job.goal.watch else {}
+    # Whoever was missing for long has come after all; the dead stay dead.
+    lasting = (folder.read().get("verdict") or {}).get("kind") in LASTING
+    healthy = {"verdict": None} if job.goal.watch and not lasting else {}
     folder.write(state=state, result=result.plain(), **collected.disturbed.told(), **healthy)
     return result

@@ -37,6 +37,7 @@ from offbeat.runtime.parts import Parts
 from offbeat.runtime.place import Place, where
 from offbeat.runtime.rates import ScaledRate
 from offbeat.runtime.reports import Reports
+from offbeat.runtime.stamps import RECORDER, Mark
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies import Strategy, combined, parse
 from offbeat.strategies._compressing import Compressing
@@ -232,6 +233,8 @@ class Team:
 
     def checkpoint(self, at_end: bool = False) -> None:
         """Write a checkpoint now; all workers call this between two steps. Training loaders do it by themselves."""
+        if (recorder := RECORDER.get()) is not None:
+            recorder.stamp(int(Mark.CHECKPOINT), 0, 0, self.step)
         with self.stopwatch.spent_on("other"):
             self._memory.save(self._agreed_step(), at_end, seed=self.seed)
 

@@ -63,6 +63,7 @@ class Serving:
                     "replica": replica,
                     "disturb": list(job.goal.disturb),
                     "seed": job.goal.seed or 0,
+                    "events": str(folder.path.resolve()) if job.goal.watch else None,
                 },
                 environment={},
                 log=folder.log("server", shard * (plan.replicas + 1) + replica),
@@ -116,6 +117,12 @@ class Serving:
             self._coordination.ended(name)
         elif self._working and not _was_asked_to_end(outcome):
             self._coordination.ended(server_name(*divmod(role.rank, plan.replicas + 1)))
+
+    def name_of(self, role: Role) -> str:
+        """What the run calls a server process."""
+        copies = 1 if self.plan is None else self.plan.replicas + 1
+        shard, replica = divmod(role.rank, copies)
+        return f"server {shard}.{replica}"
 
     def replacement(self, outcome: Outcome, most: int) -> Role | None:
         """A new worker for one that has died, if there are to be so many and others work on, who can let it in."""

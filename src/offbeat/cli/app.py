@@ -242,7 +242,7 @@ def explain(
     """Say who waited for whom in a run, and who held the others up; draw it.
 
     Exit codes: 0 nobody waited in vain, 10 a deadlock, 11 different calls, 12 somebody waited for a worker that had
-    ended, 13 a worker had been missing for long.
+    ended, 13 a worker had been missing for long, 14 somebody has died, 15 numbers were not finite.
 
     With --cut: 20 if it is not consistent, and nothing else was wrong.
     """

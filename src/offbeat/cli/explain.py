@@ -6,13 +6,32 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import typer
+from msgspec import structs
 from rich.console import Console
 
-from offbeat.monitor import EXIT_CODES, Blame, Judge, Recorded, Verdict, blame, recorded
+from offbeat.monitor import (
+    EXIT_CODES,
+    NAN,
+    Blame,
+    Held,
+    Judge,
+    Recorded,
+    Staleness,
+    Unfit,
+    Verdict,
+    blame,
+    held_up,
+    recorded,
+    staleness,
+    unfit,
+)
 from offbeat.runtime.records import RunFolder
+
+MOST: Final = 10
+"""Of numbers that were not finite so many are told one by one."""
 
 
 def explain_run(path: Path, as_json: bool, more: Mapping[str, Any] | None = None) -> None:
@@ -24,60 +43,94 @@ def explain_run(path: Path, as_json: bool, more: Mapping[str, Any] | None = None
     events = recorded(folder.path)
     known = folder.read()
     judge = Judge()
+    for stamps in events.servers.values():
+        judge.feed_server(stamps)
     for rank, stamps in events.stamps.items():
         judge.feed(rank, stamps)
-    verdict = _verdict(known, judge)
+    sick = unfit(events.stamps, events.servers)
+    verdict = _verdict(known, judge, sick)
     waiting = [] if known.get("state", "").startswith("finished") else judge.waiting()
-    blamed = blame(events.stamps)
+    found = _Found(
+        verdict,
+        waiting,
+        blame(events.stamps, events.servers),
+        staleness(events.stamps),
+        held_up(events.stamps),
+        sick,
+    )
     if as_json:
-        print(json.dumps(_plain(folder, known, verdict, waiting, blamed, events) | dict(more or {})))
+        print(json.dumps(_plain(folder, known, found, events) | dict(more or {})))
     else:
-        _print(verdict, waiting, blamed, events)
+        _print(found, events)
     raise typer.Exit(0 if verdict is None else EXIT_CODES[verdict.kind])
 
 
-def _verdict(known: dict[str, Any], judge: Judge) -> Verdict | None:
+def _verdict(known: dict[str, Any], judge: Judge, sick: list[Unfit]) -> Verdict | None:
     """What was found while the run went, which knew who had ended; otherwise what its events say by themselves."""
     found = known.get("verdict")
     if found is None:
-        return judge.final()
+        told = Verdict(NAN, f"{sick[0]}.") if sick else None
+        return judge.final() or judge.served.deaths() or told
     return Verdict(found["kind"], found["message"], stacks=found["stacks"])
 
 
-def _plain(
-    folder: RunFolder,
-    known: dict[str, Any],
-    verdict: Verdict | None,
-    waiting: list[str],
-    blamed: list[Blame],
-    events: Recorded,
-) -> dict[str, Any]:
+class _Found(NamedTuple):
+    """What the events of a run say."""
+
+    verdict: Verdict | None
+    waiting: list[str]
+    blamed: list[Blame]
+    staleness: list[Staleness]
+    held: list[Held]
+    unfit: list[Unfit]
+
+
+def _plain(folder: RunFolder, known: dict[str, Any], found: _Found, events: Recorded) -> dict[str, Any]:
     return {
         "run": str(folder.path),
         "state": known.get("state"),
-        "verdict": None if verdict is None else verdict.plain(),
-        "waiting": waiting,
-        "stragglers": [one.worker for one in blamed if one.straggler],
-        "blame": [one.plain() for one in blamed],
-        "events": {f"worker {rank}": len(stamps) for rank, stamps in events.stamps.items()},
+        "verdict": None if found.verdict is None else found.verdict.plain(),
+        "waiting": found.waiting,
+        "stragglers": [one.worker for one in found.blamed if one.straggler],
+        "blame": [one.plain() for one in found.blamed],
+        "staleness": {one.worker: {str(steps): count for steps, count in one.reads.items()} for one in found.staleness},
+        "held_up": [structs.asdict(one) for one in found.held],
+        "unfit": [one.plain() for one in found.unfit],
+        "events": {f"worker {rank}": len(stamps) for rank, stamps in events.stamps.items()}
+        | {name: len(stamps) for name, stamps in events.servers.items()},
         "dropped": events.dropped,
     }
 
 
-def _print(verdict: Verdict | None, waiting: list[str], blamed: list[Blame], events: Recorded) -> None:
+def _print(found: _Found, events: Recorded) -> None:
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True, markup=False)
-    console.print("healthy: nobody waited in vain." if verdict is None else str(verdict))
-    if verdict is None and waiting:
+    console.print("healthy: nobody waited in vain." if found.verdict is None else str(found.verdict))
+    if found.verdict is None and found.waiting:
         console.print("When it ended:")
-        for line in waiting:
+        for line in found.waiting:
             console.print(f"  {line}")
+    for one in found.unfit[:MOST]:
+        console.print(f"not finite: {one}.")
+    if len(found.unfit) > MOST:
+        console.print(f"not finite: {len(found.unfit) - MOST:,} times more.")
+    _print_blame(found.blamed, console)
+    for one in found.held:
+        console.print(f"held up: {one}.")
+    if found.staleness:
+        console.print("Steps by which what was read was old:")
+        for one in found.staleness:
+            console.print(f"  {one}")
+    count = sum(map(len, (*events.stamps.values(), *events.servers.values())))
+    dropped = f"; {events.dropped:,} older ones were written over" if events.dropped else ""
+    of_servers = f" and {len(events.servers)} servers" if events.servers else ""
+    console.print(f"From {count:,} events of {len(events.stamps)} workers{of_servers}{dropped}.")
+
+
+def _print_blame(blamed: list[Blame], console: Console) -> None:
     stragglers = [one for one in blamed if one.straggler]
     for one in stragglers:
-        console.print(f"straggler: {one}")
+        console.print(f"straggler: {one}.")
     if blamed and not stragglers:
         console.print("No straggler. Last to arrive:")
         for one in blamed:
-            console.print(f"  {one.worker}: in {one.last:,} of {one.collectives:,}; the others lost {one.lost:.3g} s")
-    count = sum(map(len, events.stamps.values()))
-    dropped = f"; {events.dropped:,} older ones were written over" if events.dropped else ""
-    console.print(f"From {count:,} events of {len(events.stamps)} workers{dropped}.")
+            console.print(f"  {one.worker}: in {one.last:,} of {one.steps:,}; the others lost {one.lost:.3g} s to it")

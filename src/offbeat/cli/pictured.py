@@ -42,7 +42,7 @@ def _explain_run(path: Path, wanted: Wanted, as_json: bool) -> None:
 def _scene(path: Path) -> Scene:
     folder = RunFolder.open(path)
     events = recorded(folder.path)
-    return Scene.of(events.stamps, folder.path.name, events.dropped)
+    return Scene.of(events.stamps, folder.path.name, events.dropped, events.servers)
 
 
 def explain_log(path: Path, wanted: Wanted, as_json: bool) -> None:

@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
-from offbeat.monitor.blaming import Blame, blame
+from offbeat.monitor.blaming import Blame, Late, blame, late_steps
 from offbeat.monitor.judging import Judge
 from offbeat.monitor.looking import Watch
 from offbeat.monitor.reading import Recorded, recorded
-from offbeat.monitor.verdicts import EXIT_CODES, Verdict
+from offbeat.monitor.tracing import Held, Staleness, Unfit, held_up, staleness, unfit
+from offbeat.monitor.verdicts import EXIT_CODES, LASTING, NAN, STRAGGLER, Verdict
 
-__all__ = ["EXIT_CODES", "Blame", "Judge", "Recorded", "Verdict", "Watch", "blame", "recorded"]
+__all__ = [
+    "EXIT_CODES",
+    "LASTING",
+    "NAN",
+    "STRAGGLER",
+    "Blame",
+    "Held",
+    "Judge",
+    "Late",
+    "Recorded",
+    "Staleness",
+    "Unfit",
+    "Verdict",
+    "Watch",
+    "blame",
+    "held_up",
+    "late_steps",
+    "recorded",
+    "staleness",
+    "unfit",
+]

@@ -1,26 +1,55 @@
-"""Who held the others up, how much they lost by it, and what a step would take without it."""
+"""Who held the others up, by what, how much they lost by it, and what a step would take without it.
+
+A long run is looked at in stretches of some steps, each by itself; a very long one, in some that lie evenly in it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, Final
+import itertools
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from msgspec import Struct, structs
 
-from offbeat.monitor.judging import SEND, call_of
+from offbeat.monitor.history import history_of
 from offbeat.monitor.verdicts import worker_name
-from offbeat.protocols.causality.critical import arrivals, without_lateness
-from offbeat.protocols.causality.histories import Computation, Event, Kind, computation
-from offbeat.runtime.stamps import Mark, Stamp
+from offbeat.protocols.causality.critical import Arrival, arrivals, without_lateness
+from offbeat.protocols.causality.histories import Computation
+from offbeat.runtime.stamps import KINDS, UNKNOWN, Mark, Stamp
 
 LATEST: Final = 8192
-"""How many of each worker's events are looked at: the last ones."""
+"""How many of each worker's events are looked at, the last ones, of a run without steps."""
+STRETCH: Final = 2048
+"""About as many events of each worker are in a stretch."""
+STRETCHES: Final = 24
+"""So many stretches are looked at; of a longer run, as many that lie evenly in it."""
 OFTEN: Final = 0.75
-"""A straggler is last in at least this share of all collectives …"""
+"""A straggler is last in at least this share of all steps; its cause makes up at least this share of its lateness …"""
 MUCH: Final = 0.2
 """… and costs at least this share of the time …"""
 ENOUGH: Final = 10
-"""… in at least as many collectives."""
+"""… in at least as many steps."""
+_LITTLE: Final = 0.05
+"""Kinds that make up less of a lateness than this are not told."""
+
+Stamps = Mapping[int, Sequence[Stamp]]
+ServerStamps = Mapping[str, Sequence[Stamp]]
+
+
+class Late(NamedTuple):
+    """Who was late in one step, and by what."""
+
+    step: int
+    worker: str
+    lateness: float
+    by_kind: Mapping[str, float]
+
+    @property
+    def kind(self) -> str:
+        """What made it late, mostly."""
+        return max(self.by_kind, key=self.by_kind.__getitem__)
 
 
 class Blame(Struct, frozen=True):
@@ -28,9 +57,19 @@ class Blame(Struct, frozen=True):
 
     worker: str
     last: int
-    """How many collectives it was the last to enter."""
-    collectives: int
+    """In how many steps it was later than anybody else; of a run without steps, collectives."""
+    steps: int
     """Of how many."""
+    unit: str
+    """What is counted: `steps`, or `collectives` of a run that makes none."""
+    late: float
+    """By how many seconds, in the mean over those."""
+    by_kind: Mapping[str, float]
+    """What these seconds are made of."""
+    steady: float
+    """In which share of all steps it was late by at least half of that."""
+    collectives: int
+    """How many collectives there were."""
     lost: float
     """Seconds that the others together have waited for it."""
     seconds: float
@@ -41,76 +80,176 @@ class Blame(Struct, frozen=True):
     @property
     def straggler(self) -> bool:
         """Whether the run would be notably faster without its lateness."""
-        often = self.collectives >= ENOUGH and self.last >= OFTEN * self.collectives
+        often = self.steps >= ENOUGH and self.last >= OFTEN * self.steps
         return often and self.without <= (1 - MUCH) * self.seconds
+
+    @property
+    def cause(self) -> str | None:
+        """What makes it late, if it is one thing and step by step.
+
+        Whoever has too little of a busy machine is late in everything, and now more, now less.
+        """
+        kind = max(self.by_kind, key=self.by_kind.__getitem__, default=None)
+        if kind is None or self.steady < OFTEN:
+            return None
+        return kind if self.by_kind[kind] >= OFTEN * self.late > 0 else None
 
     def __str__(self) -> str:
         """In words."""
+        whole = "a step" if self.unit == "steps" else "the run"
         return (
-            f"{self.worker} was last in {self.last:,} of {self.collectives:,} collectives; the others lost "
-            f"{self.lost:.3g} s to it. Without that a step would take {self.without:.3g} s instead of "
-            f"{self.seconds:.3g} s."
+            f"{self.worker} was last in {self.last:,} of {self.steps:,} {self.unit}, by {_time(self.late)} in the "
+            f"mean: {in_kinds(self.late, self.by_kind)}; the others lost {_time(self.lost)} to it; without it {whole} "
+            f"would take {_time(self.without)} instead of {_time(self.seconds)}"
         )
 
     def plain(self) -> dict[str, Any]:
         """As JSON data."""
-        return {**structs.asdict(self), "straggler": self.straggler}
+        return {**structs.asdict(self), "straggler": self.straggler, "cause": self.cause}
 
 
-def blame(stamps: Mapping[int, Sequence[Stamp]]) -> list[Blame]:
+def in_kinds(seconds: float, by_kind: Mapping[str, float]) -> str:
+    """What some seconds are made of, in words, the most first."""
+    told = sorted(((spent, kind) for kind, spent in by_kind.items() if spent > _LITTLE * seconds), reverse=True)
+    names = {KINDS[UNKNOWN]: "unknown (no DataLoader was seen)"}
+    return ", ".join(f"{_time(spent)} {names.get(kind, kind)}" for spent, kind in told) or "a little of everything"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def blame(stamps: Stamps, servers: ServerStamps | None = None) -> list[Blame]:
     """What each worker has cost the others, the most costly first; nothing if they have met nowhere."""
-    recent = {rank: _stepping(some[-LATEST:]) for rank, some in stamps.items()}
-    history = history_of(recent)
-    late = arrivals(history)
-    if not late:
-        return []
-    steps = max(1, max(sum(stamp.mark is Mark.STEP for stamp in some) for some in recent.values()))
-    found: list[Blame] = []
-    for name in history.processes:
-        own = [arrival for arrival in late if arrival.last == name]
-        forecast = without_lateness(history, name, late)
-        lost = sum(arrival.lost for arrival in own)
-        found.append(Blame(name, len(own), len(late), lost, forecast.seconds / steps, forecast.without / steps))
-    return sorted(found, key=lambda one: -one.lost)
-
-
-def _stepping(stamps: Sequence[Stamp]) -> Sequence[Stamp]:
-    """From the first step on: that one worker was ready before another is nobody's fault."""
-    first = next((number for number, stamp in enumerate(stamps) if stamp.mark is Mark.STEP), 0)
-    return stamps[first:]
-
-
-def history_of(stamps: Mapping[int, Sequence[Stamp]]) -> Computation:
-    """The events as the protocols know them: collectives joined by group and number, messages by their channel."""
-    sent = {
-        _message(rank, stamp)
-        for rank, some in stamps.items()
-        for stamp in some
-        if stamp.mark is Mark.START and stamp.about is not None and stamp.about.operation == SEND
-    }
-    return computation({worker_name(rank): list(_events(rank, some, sent)) for rank, some in stamps.items()})
-
-
-def _events(rank: int, stamps: Sequence[Stamp], sent: set[Hashable]) -> Iterator[Event]:
-    for stamp in stamps:
-        about = stamp.about
-        if stamp.mark in (Mark.WAIT, Mark.FAIL):
+    totals = defaultdict[str, _Total](_Total)
+    steps = collectives = 0
+    for some, served in stretches(stamps, servers or {}):
+        history = history_of(some, served)
+        late = arrivals(history)
+        if not late:
             continue
-        if about is None:
-            yield Event(Kind.LOCAL, stamp.mark.name.lower(), stamp.time)
-        elif about.peer is None:
-            kind = Kind.EXIT if stamp.mark is Mark.EXIT else Kind.ENTER
-            yield Event(kind, about.operation, stamp.time, call=call_of(about, stamp.sequence))
-        elif about.operation == SEND and stamp.mark is Mark.START:
-            yield Event(Kind.SEND, time=stamp.time, message=_message(rank, stamp))
-        elif about.operation != SEND and stamp.mark is Mark.EXIT and (message := _message(rank, stamp)) in sent:
-            yield Event(Kind.RECEIVE, time=stamp.time, message=message)
+        judged = _by_step(history, late, _steps_of(some))
+        steps += len(judged)
+        collectives += len(late)
+        for name in history.processes[: len(some)]:
+            totals[name].add(name, history, late, judged)
+    return sorted((one.told(name, steps, collectives) for name, one in totals.items()), key=lambda one: -one.lost)
 
 
-def _message(rank: int, stamp: Stamp) -> Hashable:
-    """The same for the sending of a message and its receipt."""
-    about = stamp.about
-    if about is None or about.peer is None:
-        return None
-    ways = (rank, about.peer) if about.operation == SEND else (about.peer, rank)
-    return (about.group, *ways, about.tag, stamp.sequence)
+def late_steps(stamps: Stamps, servers: ServerStamps | None = None) -> list[Late]:
+    """Who was later than anybody else in each step, and by what."""
+    found: list[Late] = []
+    for some, served in stretches(stamps, servers or {}):
+        history = history_of(some, served)
+        found += _by_step(history, arrivals(history), _steps_of(some))
+    return found
+
+
+class _Total:
+    """What is known of one worker over several stretches."""
+
+    def __init__(self) -> None:
+        self._late: list[Late] = []
+        self._lost = self._took = self._without = 0.0
+        self._steps = 0
+
+    def add(self, name: str, history: Computation, late: Sequence[Arrival], judged: Sequence[Late]) -> None:
+        self._late += [one for one in judged if one.worker == name]
+        self._lost += sum(arrival.lost for arrival in late if arrival.last == name)
+        forecast = without_lateness(history, name, late)
+        self._took += forecast.seconds
+        self._without += forecast.without
+        self._steps += len({one.step for one in judged if one.step >= 0})
+
+    def told(self, name: str, steps: int, collectives: int) -> Blame:
+        count = max(1, len(self._late))
+        late = sum(one.lateness for one in self._late) / count
+        kinds = {kind for one in self._late for kind in one.by_kind}
+        return Blame(
+            name,
+            len(self._late),
+            steps,
+            "steps" if self._steps else "collectives",
+            late,
+            {kind: sum(one.by_kind.get(kind, 0.0) for one in self._late) / count for kind in sorted(kinds)},
+            sum(one.lateness >= late / 2 for one in self._late) / max(1, steps),
+            collectives,
+            self._lost,
+            self._took / max(1, self._steps),
+            self._without / max(1, self._steps),
+        )
+
+
+def _by_step(
+    history: Computation, late: Sequence[Arrival], steps: Mapping[str, Sequence[tuple[float, int]]]
+) -> list[Late]:
+    """The latest of each step; of a run without steps, of each collective, under negative numbers."""
+    found = defaultdict[int, list[Arrival]](list)
+    for number, arrival in enumerate(late):
+        mine = steps.get(arrival.last, ())
+        entered = history.event(arrival.entry).time
+        found[_step_at(mine, entered) if mine else -1 - number].append(arrival)
+    return [_latest(step, some) for step, some in sorted(found.items())]
+
+
+def _latest(step: int, late: Sequence[Arrival]) -> Late:
+    lateness = defaultdict[str, float](float)
+    kinds = defaultdict[str, defaultdict[str, float]](lambda: defaultdict[str, float](float))
+    for arrival in late:
+        lateness[arrival.last] += arrival.lateness
+        for kind, seconds in arrival.by_kind.items():
+            kinds[arrival.last][kind] += seconds
+    worst = max(lateness, key=lateness.__getitem__)
+    return Late(step, worst, lateness[worst], dict(kinds[worst]))
+
+
+def _step_at(steps: Sequence[tuple[float, int]], now: float) -> int:
+    """The number of the last step that was made before a time."""
+    at = bisect_right(steps, now, key=lambda one: one[0])
+    return steps[max(0, at - 1)][1]
+
+
+def _steps_of(stamps: Stamps) -> dict[str, list[tuple[float, int]]]:
+    """When each worker made which step."""
+    return {
+        worker_name(rank): [(stamp.time, stamp.sequence) for stamp in some if stamp.mark is Mark.STEP]
+        for rank, some in stamps.items()
+    }
+
+
+def stretches(stamps: Stamps, servers: ServerStamps) -> Iterator[tuple[Stamps, ServerStamps]]:
+    """The run, cut between steps into pieces that can be looked at by themselves.
+
+    From the first step on: that one worker was ready before another is nobody's fault.
+    """
+    steps = {rank: [at for at, one in enumerate(some) if one.mark is Mark.STEP] for rank, some in stamps.items()}
+    numbers = {rank: [stamps[rank][at].sequence for at in some] for rank, some in steps.items() if some}
+    if not numbers:
+        yield {rank: some[-LATEST:] for rank, some in stamps.items()}, servers
+        return
+    first, last = max(some[0] for some in numbers.values()), max(some[-1] for some in numbers.values())
+    events = max(len(some) for some in stamps.values())
+    pieces = max(1, events // STRETCH)
+    length = max(ENOUGH, -(-(last - first) // pieces))
+    starts = list(range(first, max(last, first + 1), length))
+    for start in starts if len(starts) <= STRETCHES else starts[:: -(-len(starts) // STRETCHES)]:
+        some = {rank: _between(stamps[rank], steps[rank], start, start + length) for rank in stamps}
+        times = [stamp.time for one in some.values() for stamp in one]
+        if times:
+            window = (min(times), max(times))
+            yield some, {name: _during(one, window) for name, one in servers.items()}
+
+
+def _between(stamps: Sequence[Stamp], steps: Sequence[int], start: int, stop: int) -> Sequence[Stamp]:
+    """Events from one step on, up to and with another."""
+    inside = [at for at in steps if start <= stamps[at].sequence <= stop]
+    if not inside:
+        return ()
+    first, closed = inside[0], stamps[inside[-1]].sequence == stop
+    turns = (one for one in reversed(stamps[max(0, first - LATEST) : first]) if one.mark is Mark.TURN)
+    before = [structs.replace(one, time=stamps[first].time) for one in itertools.islice(turns, 1)]
+    return [*before, *stamps[first : inside[-1] + 1 if closed else len(stamps)]]
+
+
+def _during(stamps: Sequence[Stamp], window: tuple[float, float]) -> Sequence[Stamp]:
+    return [stamp for stamp in stamps if window[0] <= stamp.time <= window[1]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -10,8 +11,11 @@ from typing import Final
 from msgspec import structs
 
 from offbeat.errors import UsageError
+from offbeat.monitor.blaming import ENOUGH, Blame, blame
 from offbeat.monitor.judging import Judge, how_it_ended
-from offbeat.monitor.verdicts import DESYNC, Verdict, worker_name
+from offbeat.monitor.reading import recorded
+from offbeat.monitor.tracing import Unfit, unfit
+from offbeat.monitor.verdicts import DESYNC, NAN, SILENT, STRAGGLER, Verdict, worker_name
 from offbeat.runtime.launch import Outcome
 from offbeat.runtime.stamps import FOLDER, Reader, events_file, stack_file
 from offbeat.runtime.watched import ask
@@ -22,6 +26,14 @@ PATIENCE: Final = 10.0
 """Seconds of waiting for a worker that does something else, until that is said."""
 ANSWER: Final = 0.5
 """Seconds for a worker to write its stack."""
+STOPPED: Final = 0.8
+"""Seconds for which a process that others wait for is stopped, until that is said."""
+RECENT: Final = 1024
+"""How many events of each worker are compared to find one that holds the others up."""
+IDLE: Final = 2
+"""Looks between which a worker must not have computed to count as waiting inside torch."""
+NOTICE: Final = 1.0
+"""Seconds for a run to notice that somebody has died, before that is said."""
 
 _EVERYBODYS: Final = (
     "<frozen runpy>",
@@ -42,35 +54,136 @@ class Watch:
         self._workers = workers
         self._judge = Judge()
         self._readers: dict[int, Reader] = {}
+        self._servers: dict[str, Reader] = {}
+        self._files: dict[int, int] = {}
         self._next = 0.0
         self._warned: set[int] = set()
+        self._still: dict[int, tuple[int, int]] = {}
+        self._stopped: dict[int, float] = {}
+        self._dead: dict[str, float] = {}
+        self._mourned: frozenset[str] = frozenset()
+        self._sick, self._told_sick = 0, False
+        self._compare_at = 2 * ENOUGH
+        self._slow: set[str] = set()
         self._failed = False
         self._raised = False  # a worker has raised an error that is not about its peers
         self._died = False
         (folder / FOLDER).mkdir(exist_ok=True)
-        for rank in range(workers):
-            for file in (events_file(folder, rank), stack_file(folder, rank)):
-                file.unlink(missing_ok=True)
+        for file in (folder / FOLDER).glob("*-*.*"):
+            file.unlink(missing_ok=True)
 
     def look(self) -> Verdict | None:
-        """A verdict that has become certain, or a worker that has been missing for long, each said once."""
+        """A verdict that has become certain, or something that is worth saying, each said once."""
         now = time.monotonic()
         if now < self._next or self._failed:
             return None
         self._next = now + EVERY
         moved = self._read()
-        found = self._judge.final(moved)
-        if found is None:
-            found = self._judge.silent(now, PATIENCE)
-            if found is None or self._warned.issuperset(found.missing):
-                return None
-            self._warned.update(found.missing)
-        return self._with_stacks(found)
+        found = self._judge.final(moved, self._idle(moved))
+        if found is not None:
+            return self._with_stacks(found)
+        return (
+            self._deaths(now) or self._unfit() or self._stopping(now, moved) or self._silent(now) or self._straggling()
+        )
+
+    def _idle(self, moved: Collection[int]) -> set[int]:
+        """Who is in the midst of backward and has neither done nor computed anything for some looks."""
+        still: dict[int, tuple[int, int]] = {}
+        for rank in self._judge.in_backward() - set(moved):
+            if (spent := _computed(self._readers[rank].pid)) is not None:
+                before, looks = self._still.get(rank, (-1, 0))
+                still[rank] = (spent, looks + 1 if before == spent else 0)
+        self._still = still
+        return {rank for rank, (_, looks) in still.items() if looks >= IDLE}
+
+    def _unfit(self) -> Verdict | None:
+        """Numbers that are not finite, a look after they were first seen: by then they have reached whom they reach."""
+        seen, self._sick = self._sick, self._judge.unfit
+        if not seen or self._told_sick:
+            return None
+        found: list[Unfit] = []
+        with suppress(UsageError):  # A file may be about to be made anew, by a worker that takes another's place.
+            events = recorded(self._folder)
+            found = unfit(events.stamps, events.servers)
+        self._told_sick = bool(found)
+        if not found:
+            return None
+        return Verdict(NAN, f"{'; '.join(map(str, found[:3]))}.", who=tuple(dict.fromkeys(one.worker for one in found)))
+
+    def _straggling(self) -> Verdict | None:
+        """One worker that holds the others up by one thing, looked for ever less often: comparing takes a while."""
+        if self._judge.progress < self._compare_at:
+            return None
+        self._compare_at *= 4
+        found: list[Blame] = []
+        with suppress(UsageError):
+            events = recorded(self._folder)
+            recent = {rank: some[-RECENT:] for rank, some in events.stamps.items()}
+            found = [one for one in blame(recent, events.servers) if one.straggler and one.cause is not None]
+        found = [one for one in found if one.worker not in self._slow]
+        self._slow.update(one.worker for one in found)
+        told = tuple(one.worker for one in found)
+        return Verdict(STRAGGLER, f"{'; '.join(map(str, found))}.", who=told) if found else None
+
+    def _deaths(self, now: float) -> Verdict | None:
+        """Somebody has died, and the run has done something about it, or has had the time to."""
+        found = self._judge.served.deaths()
+        if found is None or self._mourned.issuperset(found.who):
+            return None
+        news = set(found.who) - self._mourned
+        for name in news:
+            self._dead.setdefault(name, now)
+        if not news <= self._judge.served.noticed and now - max(self._dead[name] for name in news) < NOTICE:
+            return None
+        self._mourned = frozenset(found.who)
+        return found
+
+    def _stopping(self, now: float, moved: Collection[int]) -> Verdict | None:
+        """A process that others wait for has been stopped for a while: it does not even compute."""
+        late = self._judge.awaited(now, 0.0)
+        still = {rank for rank in late if rank not in moved and rank in self._readers and self._is_stopped(rank)}
+        self._stopped = {rank: self._stopped.get(rank, now) for rank in still}
+        news = [rank for rank, since in self._stopped.items() if now - since >= STOPPED and rank not in self._warned]
+        if not news:
+            return None
+        self._warned.update(news)
+        told = [
+            f"{worker_name(other)} is stopped (by SIGSTOP, or by a debugger) and does not answer, while "
+            f"{worker_name(late[other][1])} waits for it in {late[other][2]}"
+            for other in news
+        ]
+        return Verdict(SILENT, f"{'; '.join(told)}. It may be continued.", tuple(news))
+
+    def _is_stopped(self, rank: int) -> bool:
+        try:
+            status = Path(f"/proc/{self._readers[rank].pid}/stat").read_text()
+        except OSError:
+            return False
+        return status.rpartition(")")[2].split()[0] in "Tt"
+
+    def _silent(self, now: float) -> Verdict | None:
+        """Somebody has been waited for for long: it is asked what it does."""
+        found = self._judge.silent(now, PATIENCE)
+        if found is None or self._warned.issuperset(found.missing):
+            return None
+        self._warned.update(found.missing)
+        found = self._with_stacks(found)
+        mute = [worker_name(rank) for rank in found.missing if worker_name(rank) not in found.stacks]
+        if not mute:
+            return found
+        return structs.replace(
+            found, message=f"{found.message} Asked for its stack, {' and '.join(mute)} said nothing."
+        )
 
     def ended(self, outcome: Outcome) -> None:
-        """A process of the run has ended; those that the run can do without are not waited for."""
+        """A process of the run has ended; of those that the run can do without it is said, and that is all."""
         error, rank = outcome.error, outcome.role.rank
-        if outcome.role.kind != "worker" or outcome.role.expendable:
+        if outcome.role.expendable:
+            if outcome.signal is not None and not self._failed and outcome.role.kind == "worker":
+                self._judge.served.gone[worker_name(rank)] = how_it_ended(outcome.exit_code, outcome.signal)
+            self._failed = self._failed or (outcome.role.kind == "worker" and error is not None)
+            return
+        if outcome.role.kind != "worker":
             return
         if error is not None:
             interrupted = error.type_name == "KeyboardInterrupt"
@@ -81,26 +194,52 @@ class Watch:
             self._died = self._died or outcome.exit_code != 0
         self._failed = self._failed or outcome.exit_code != 0
 
+    def lost_server(self, name: str, outcome: Outcome) -> None:
+        """A server's process has ended before the run did."""
+        if not self._failed and outcome.signal is not None:
+            self._judge.served.gone[name] = how_it_ended(outcome.exit_code, outcome.signal)
+
     def after_failure(self) -> tuple[Verdict | None, bool]:
         """The verdict on a run that has failed, and whether it says more than the failure, which only followed.
 
         Gloo may crash on sizes that differ, so that after a desync a death explains nothing.
         """
         self._read()
-        found = self._judge.final()
+        found = self._judge.final() or self._judge.served.deaths()
         followed = not self._died or (found is not None and found.kind == DESYNC)
-        return found, followed and not self._raised
+        return found, followed and not self._raised and found is not None and found.final
 
     def _read(self) -> set[int]:
-        """Take in what is new; answers who has done something since the last look."""
+        """Take in what is new; answers who has done something since the last look.
+
+        Servers first: that a worker has left is written down before any server hears of it.
+        """
+        for path in (self._folder / FOLDER).glob("server-*.events"):
+            if path.name not in self._servers:
+                with suppress(UsageError):
+                    self._servers[path.name] = Reader(path)
+        for reader in self._servers.values():
+            reader.keep()
+            self._judge.feed_server(reader.new())
         for rank in range(self._workers):
-            if rank not in self._readers:
-                with suppress(UsageError):  # It has not begun yet.
-                    self._readers[rank] = Reader(events_file(self._folder, rank))
+            self._open(rank)
         moved = {rank for rank, reader in self._readers.items() if reader.written != reader.read}
         for rank in moved:
+            self._readers[rank].keep()
             self._judge.feed(rank, self._readers[rank].new())
         return moved
+
+    def _open(self, rank: int) -> None:
+        """Find a worker's events; if another process has taken its place, that one's."""
+        path = events_file(self._folder, rank)
+        with suppress(UsageError, FileNotFoundError):  # It has not begun yet.
+            inode = path.stat().st_ino
+            if self._files.get(rank) == inode:
+                return
+            reader = Reader(path)
+            if rank in self._files:
+                self._judge.reborn(rank)
+            self._files[rank], self._readers[rank] = inode, reader
 
     def _with_stacks(self, verdict: Verdict) -> Verdict:
         """Ask those who are missing what they are doing."""
@@ -120,3 +259,12 @@ def _own_part(stack: str) -> str:
     """A stack without the frames that every worker has: where it was started, and where its calls are written down."""
     frames = [line for line in stack.splitlines() if line.startswith("  File")]
     return "\n".join(line for line in frames if not any(part in line for part in _EVERYBODYS))
+
+
+def _computed(pid: int) -> int | None:
+    """How long a process's main thread has computed, in ticks; None if it is not asleep now."""
+    try:
+        status = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(status[11]) + int(status[12]) if status[0] == "S" else None

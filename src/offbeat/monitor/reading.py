@@ -10,6 +10,8 @@ from msgspec import Struct
 from offbeat.errors import UsageError
 from offbeat.runtime.stamps import FOLDER, Reader, Stamp
 
+_SERVERS = "server-*.events"
+
 
 class Recorded(Struct, frozen=True):
     """What the workers of a run have written down."""
@@ -18,6 +20,8 @@ class Recorded(Struct, frozen=True):
     """Each worker's events, in their order."""
     dropped: int
     """How many older ones were written over."""
+    servers: Mapping[str, Sequence[Stamp]] = {}
+    """Each server's events, by its name."""
 
 
 def recorded(folder: Path) -> Recorded:
@@ -28,6 +32,9 @@ def recorded(folder: Path) -> Recorded:
             f"{folder} has no events, so nothing can be said about who waited for whom. Run it again with "
             f"`offbeat run --watch`, which writes them down."
         )
-    readers = [Reader(file) for file in files]
+    readers = [Reader(file, kept=True) for file in files]
     stamps = {reader.rank: reader.new() for reader in readers}
-    return Recorded(dict(sorted(stamps.items())), sum(reader.dropped for reader in readers))
+    served = {file.stem.replace("-", " "): Reader(file, kept=True) for file in sorted((folder / FOLDER).glob(_SERVERS))}
+    told = {name: reader.new() for name, reader in served.items()}
+    dropped = sum(reader.dropped for reader in (*readers, *served.values()))
+    return Recorded(dict(sorted(stamps.items())), dropped, told)

@@ -15,8 +15,8 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from offbeat.errors import UsageError
-from offbeat.monitor.blaming import history_of
 from offbeat.monitor.cutting import crossed
+from offbeat.monitor.history import history_of
 from offbeat.monitor.lanes import LOGICAL, MANY, SECONDS, Arrow, Band, Lanes, Mark, Span, Stay
 from offbeat.monitor.scenery import (
     Piece,
@@ -75,9 +75,15 @@ class Scene:
         self._marks = _Marks([*marks(run, self.times, self.axis), *extra])
 
     @classmethod
-    def of(cls, stamps: Mapping[int, Sequence[Stamp]], title: str = "", dropped: int = 0) -> Scene:
-        """What the workers of a run have written down."""
-        run = history_of(stamps)
+    def of(
+        cls,
+        stamps: Mapping[int, Sequence[Stamp]],
+        title: str = "",
+        dropped: int = 0,
+        servers: Mapping[str, Sequence[Stamp]] | None = None,
+    ) -> Scene:
+        """What the workers of a run have written down, and its servers."""
+        run = history_of(stamps, servers)
         origin = first_time(run)
         waits = held_in(stamps, run, origin, meetings(run, seconds(run, origin)))
         notes = [f"{dropped:,} older events were written over."] if dropped else []

@@ -15,8 +15,25 @@ ENDED: Final = "ended"
 """Somebody waits for a worker that has ended."""
 SILENT: Final = "silent"
 """Somebody has waited long for a worker that does something else; it may still come."""
+DEAD: Final = "dead"
+"""A worker or a server has died, and the run did something about it."""
 
-EXIT_CODES: Final[Mapping[str, int]] = {DEADLOCK: 10, DESYNC: 11, ENDED: 12, SILENT: 13}
+NAN: Final = "nan"
+"""A worker has given numbers to the others that are not finite."""
+STRAGGLER: Final = "straggler"
+"""One worker holds all others up, step by step."""
+LASTING: Final = frozenset({DEAD, NAN})
+"""What stays true of a run that has gone on, and finished."""
+
+EXIT_CODES: Final[Mapping[str, int]] = {
+    DEADLOCK: 10,
+    DESYNC: 11,
+    ENDED: 12,
+    SILENT: 13,
+    DEAD: 14,
+    NAN: 15,
+    STRAGGLER: 0,
+}
 """What `offbeat run --watch` and `offbeat explain` end with."""
 
 
@@ -30,11 +47,13 @@ class Verdict(Struct, frozen=True):
     """Workers whose stack says more: those that are waited for, and live."""
     stacks: Mapping[str, str] = {}
     """What those were doing, by worker."""
+    who: tuple[str, ...] = ()
+    """Whom it is about, where that is not in `missing`: those who have died."""
 
     @property
     def final(self) -> bool:
         """Whether it can never become better by itself."""
-        return self.kind != SILENT
+        return self.kind in (DEADLOCK, DESYNC, ENDED)
 
     @property
     def headline(self) -> str:

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from offbeat.errors import RunError, WaitError
-from offbeat.protocols.gossip import GO_ON, PAUSE, STEPPED, Gossiper, Meet, Message, Move, Read
-from offbeat.protocols.machine import NOTHING, Done, Payload
+from offbeat.protocols.gossip import GO_ON, PAUSE, STEPPED, Ask, Gossiper, Meet, Message, Move, Read, Refuse
+from offbeat.protocols.machine import NOTHING, Done, Effect, Event, Machine, Payload, Received, Send, Start
 from offbeat.runtime.group import Group
 from offbeat.runtime.messages import Codec, Endpoint, Inbox, address_in, drive, private_directory
+from offbeat.runtime.stamps import RECORDER, About, Mark, Recorder
 
 _LONGEST: Final = 512
 """Bytes of a path."""
@@ -33,6 +34,37 @@ def worker_name(rank: int) -> str:
     return f"worker {rank}"
 
 
+class _Noted:
+    """A machine of gossip whose exchanges are written down: rows that were sent, moves that came back."""
+
+    def __init__(self, machine: Gossiper, recorder: Recorder) -> None:
+        self._machine, self._recorder = machine, recorder
+        self.name = machine.name
+
+    def begin(self, now: float) -> Sequence[Effect]:
+        return self._machine.begin(now)
+
+    def on(self, event: Event, now: float) -> Sequence[Effect]:
+        met = self._machine.met
+        effects = self._machine.on(event, now)
+        if isinstance(event, Received) and self._machine.met > met:
+            self._note(Mark.RECEIVED, event.sender, event.message)
+        for effect in effects:
+            if isinstance(effect, Start) and isinstance(effect.work, Meet) and isinstance(event, Received):
+                self._note(Mark.RECEIVED, event.sender, event.message)
+            elif isinstance(effect, Send) and not isinstance(effect.message, Refuse):
+                self._note(Mark.SENT, effect.to, effect.message)
+        return effects
+
+    def _note(self, mark: Mark, peer: str, message: Any) -> None:
+        asks = isinstance(message, Ask)
+        name = self._recorder.name(
+            ("gossip", mark, peer, asks),
+            lambda: About("gossip", "row" if asks else "move", peer=int(peer.split()[1]), tag=int(not asks)),
+        )
+        self._recorder.stamp(int(mark), name, message.number)
+
+
 class Chat:
     """A worker's row, and the thread that keeps it in talk with its neighbours; all workers make theirs together."""
 
@@ -40,6 +72,8 @@ class Chat:
         self._group = group
         self._neighbours = [worker_name(rank) for rank in neighbours]
         self.machine = Gossiper(worker_name(group.rank), self._neighbours, seed)
+        recorder = RECORDER.get()
+        self._driven: Machine = self.machine if recorder is None else _Noted(self.machine, recorder)
         self._row = row.clone()
         self._seen = row.clone()
         self._numbers: NDArray[Any] = self._row.numpy()
@@ -94,7 +128,7 @@ class Chat:
                 self._meet.wait()
                 for name in self._neighbours if not self._over.is_set() else ():
                     endpoint.connect(name, address_in(Path(self._folder), name))
-                drive(self.machine, endpoint, self._work, self._over.is_set, inbox=self._inbox)
+                drive(self._driven, endpoint, self._work, self._over.is_set, inbox=self._inbox)
         except BaseException as error:
             self._failure = error
             self._open.set()

@@ -66,7 +66,7 @@ class ServedGroup(Group):
         From there the new ones go on: they come to the second meeting when they are where the others are.
         """
         self._meetings += 1
-        self.client.meet(f"letting others in ({self._meetings})", [float(self._meetings)], admits=True)
+        self.client.meet("letting others in", self._meetings, [float(self._meetings)], admits=True)
         self.barrier(_WELCOME)
 
     def knock(self) -> None:
@@ -87,7 +87,7 @@ class ServedGroup(Group):
         if self.outside:
             return (self.rank,), torch.tensor([list(values)], dtype=torch.float64)
         self._meetings += 1
-        met = self.client.meet(f"{what} ({self._meetings})", values)
+        met = self.client.meet(what, self._meetings, values)
         ranks, rows = met.ranks, met.values
         self._present, self._waiting = ranks, met.waiting
         width = max(map(len, rows), default=0)

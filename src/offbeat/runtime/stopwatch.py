@@ -7,8 +7,20 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
+from offbeat.runtime import stamps
+from offbeat.runtime.stamps import RECORDER
+
 Kind = Literal["input", "compute", "communicate", "wait", "evaluate", "other"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+_WRITTEN: dict[Kind, int] = {
+    "input": stamps.INPUT,
+    "compute": stamps.COMPUTING,
+    "communicate": stamps.EXCHANGING,
+    "wait": stamps.EXCHANGING,
+    "evaluate": stamps.EVALUATING,
+    "other": stamps.OTHER,
+}
+"""As events name them."""
 
 
 class Stopwatch:
@@ -23,6 +35,7 @@ class Stopwatch:
         self.overlapped = 0.0
         self._kind: Kind = "other"
         self._since = time.perf_counter()
+        self._recorder = RECORDER.get()
 
     def restart(self) -> None:
         """Forget what was measured: training starts now."""
@@ -37,6 +50,8 @@ class Stopwatch:
         self.seconds[before] += now - self._since
         self._since = now
         self._kind = kind
+        if self._recorder is not None:
+            self._recorder.turn(_WRITTEN[kind])
         return before
 
     @contextmanager

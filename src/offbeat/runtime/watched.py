@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data.dataloader import _BaseDataLoaderIter  # pyright: ignore[reportPrivateUsage]
 
 from offbeat.runtime.backend import OffbeatGroup, stamped_gloo
-from offbeat.runtime.stamps import RECORDER, Mark, Recorder, events_file, stack_file
+from offbeat.runtime.stamps import COMPUTING, INPUT, RECORDER, Mark, Recorder, events_file, stack_file
 
 ASK: Final = signal.SIGRTMIN + 7
 """The signal on which a worker writes down its stack; one that no program uses by habit."""
@@ -50,7 +51,22 @@ def _recording(folder: Path, rank: int, ours: bool) -> Recorder:
         recorder.step()
 
     register_optimizer_step_pre_hook(stepping)
+    _see_input(recorder)
     return recorder
+
+
+def _see_input(recorder: Recorder) -> None:
+    """Write down when a DataLoader is waited for: what is not input is computing, unless somebody knows better."""
+    stock = _BaseDataLoaderIter.__next__
+
+    def following(self: Any) -> Any:
+        before = recorder.turn(INPUT)
+        try:
+            return stock(self)
+        finally:
+            recorder.turn(before or COMPUTING)
+
+    _BaseDataLoaderIter.__next__ = following
 
 
 def ask(process: int) -> None:

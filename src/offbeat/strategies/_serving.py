@@ -400,6 +400,7 @@ class Served(Exchange):
             return False
         for _, clock in known:
             self.stale[max(0, self.clock - clock)] += 1
+            self.client.used_again(self.clock, max(0, self.clock - clock))
         return True
 
     def _waited(self, token: int, what: str) -> tuple[Any, ...]:

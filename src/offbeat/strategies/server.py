@@ -210,6 +210,7 @@ class _Pushing(Served):
             self._pulled = min((clock for _, clock in self.client.machine.known.values()), default=0)
             return True
         self.stale[self.clock - self._pulled] += 1
+        self.client.used_again(self.clock, self.clock - self._pulled)
         if slot is None:
             return True
         # Read-my-writes: until values are read again, this worker's own updates are made here too.

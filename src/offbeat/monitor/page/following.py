@@ -79,7 +79,7 @@ class Run:
             inode = path.stat().st_ino
             known = self._lanes.get(path)
             if known is None or known[0] != inode:
-                self._lanes[path] = (inode, Lane(_spoken(path.stem), Reader(path), self._names))
+                self._lanes[path] = (inode, Lane(_spoken(path.stem), Reader(path, kept=True), self._names))
                 self._changed = True
 
     @property
@@ -206,8 +206,11 @@ class Run:
             return {}
         judge = Judge()
         for path in self._worker_files():
-            reader = Reader(path)
+            reader = Reader(path, kept=True)
             judge.feed(reader.rank, reader.new())
+        for path in self._lanes:
+            if path not in self._worker_files() and path.exists():
+                judge.feed_server(Reader(path, kept=True).new())
         found = judge.final()
         return {} if found is None else found.plain()
 

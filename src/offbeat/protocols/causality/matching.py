@@ -6,7 +6,7 @@ what a member calls stands in its entry event, and is compared here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from msgspec import Struct
@@ -69,11 +69,21 @@ class Matching:
             del self._calls[key]
 
     def _made_elsewhere(self, process: Name, call: Call) -> bool:
-        """Whether a process has made this very call, under another number then."""
+        """Whether a process has made this very call under another number, where nobody else made it with it."""
         return any(
-            group == call.group and process in calls and not differences(calls[process], call)
-            for (group, _), calls in self._calls.items()
+            group == call.group
+            and number != call.sequence
+            and process in calls
+            and not differences(calls[process], call)
+            and not _agree(calls.values())
+            for (group, number), calls in self._calls.items()
         )
+
+
+def _agree(calls: Collection[Call]) -> bool:
+    """Whether several have made the same call."""
+    first, *others = calls
+    return bool(others) and not any(differences(first, other) for other in others)
 
 
 def differences(one: Call, other: Call) -> tuple[str, ...]:

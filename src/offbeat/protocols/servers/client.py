@@ -202,6 +202,11 @@ class ClientMachine:
         return self._life
 
     @property
+    def pushes(self) -> int:
+        """How many pushes to the first shard there have been in this life."""
+        return self._pushes[0]
+
+    @property
     def shards(self) -> range:
         """All shards."""
         return range(len(self.view.primaries))

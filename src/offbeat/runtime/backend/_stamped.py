@@ -194,8 +194,8 @@ class StampedOffbeat(OffbeatGroup):
         return self.stamps.collective(_EXCHANGE, super().later, (act, what, tensors), {})
 
 
-_EXCHANGE = Shape("exchange", None)
-_EXCHANGE_NOW = Shape("exchange", None, blocks=True)
+_EXCHANGE = Shape("exchange", None, exchanged=2)
+_EXCHANGE_NOW = Shape("exchange", None, blocks=True, exchanged=2)
 
 
 def stamped_gloo(recorder: Recorder, base: type[Any] = _Gloos) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from offbeat.protocols.disturbances import Disturbance, Kill, Pause, Plan
 from offbeat.runtime.disturb._owner import GuardProcess
+from offbeat.runtime.stamps import RECORDER, About, Mark
 
 Tell = Callable[[Mapping[str, Any]], None]
 
@@ -89,6 +90,10 @@ class Disturber:
         return sum(seconds for _, seconds in fired)
 
     def _count(self, sentence: int) -> None:
+        if (recorder := RECORDER.get()) is not None:
+            words = self._plan.disturbances[sentence].text
+            name = recorder.name(("fault", sentence), lambda: About("faults", "fault", words=words[:200]))
+            recorder.stamp(int(Mark.FAULT), name, sentence, max(0, (self._next or 0) - 1))
         self._tell({"kind": "disturbed", "number": sentence})
 
     def close(self) -> None:

@@ -46,8 +46,10 @@ from offbeat.protocols.servers.messages import (
     worker_name,
 )
 from offbeat.runtime.messages import Codec, Driver, Endpoint
+from offbeat.runtime.servers.noting import Requests, message_number
 from offbeat.runtime.servers.plan import Plan
 from offbeat.runtime.shared.segment import Segment
+from offbeat.runtime.stamps import RECORDER
 
 Bytes = NDArray[np.uint8]
 _SLICE = 0.5
@@ -96,6 +98,8 @@ class Client:
         self._joined: Joined | None = None
         self._results: dict[int, tuple[Any, ...] | Exception] = {}
         self._broken: BaseException | None = None
+        recorder = RECORDER.get()
+        self._notes = None if recorder is None else Requests(recorder, plan.rule, plan.shards, plan.workers)
         self._lock = threading.RLock()
         self._over = threading.Event()
         self._endpoint: Endpoint[Any] = Endpoint(worker_name(worker), Codec(Message), keys=plan.keys)
@@ -155,11 +159,24 @@ class Client:
                 then_pull=then_pull,
             )
         )
+        if self._notes is not None:
+            number = message_number(self.machine.life, self.machine.pushes - 1)
+            self._notes.pushed(asked.token, number, clock, final=not microbatch)
+            if then_pull:
+                self._notes.pulls(asked.pull, clock + 1)
         return asked.token, asked.pull
 
     def pull(self, clock: int, anew: bool = False) -> int:
         """Ask for the values that a step from this clock on starts from."""
-        return self._asked(lambda now: self.machine.pull(now, clock=clock, anew=anew)).token
+        token = self._asked(lambda now: self.machine.pull(now, clock=clock, anew=anew)).token
+        if self._notes is not None:
+            self._notes.pulls(token, clock)
+        return token
+
+    def used_again(self, clock: int, staleness: int) -> None:
+        """A step starts from values that were read before: only for what is written down of the run."""
+        if self._notes is not None:
+            self._notes.used_again(clock, staleness)
 
     def fetch(self) -> int:
         """Ask for the whole state of all shards."""
@@ -168,15 +185,20 @@ class Client:
     def load(self, states: Sequence[Bytes], version: int, clock: int) -> int:
         """Put a state on every shard."""
         given = [Part(shard, Payload(state.nbytes, state)) for shard, state in enumerate(states)]
+        if self._notes is not None:
+            self._notes.loaded(clock)
         return self._asked(lambda now: self.machine.load(given, now, version=version, clock=clock)).token
 
-    def meet(self, what: str, values: Sequence[float], admits: bool = False) -> Met:
+    def meet(self, what: str, number: int, values: Sequence[float], admits: bool = False) -> Met:
         """Wait until all live workers have come to this meeting: who came, what each brought, and who waits to join.
 
-        If it `admits`, those who wait are then let in.
+        It is the worker's meeting of this number. If it `admits`, those who wait are then let in.
         """
-        token = self._asked(lambda now: self.machine.meet(what, tuple(values), now, admits)).token
-        ((_, met),) = self.wait(token, what)
+        named = f"{what} ({number})"
+        token = self._asked(lambda now: self.machine.meet(named, tuple(values), now, admits)).token
+        if self._notes is not None:
+            self._notes.meets(token, what, number)
+        ((_, met),) = self.wait(token, named)
         if not isinstance(met, Met):
             raise RunError(f"a meeting was answered with {met!r}")
         return met
@@ -193,6 +215,9 @@ class Client:
 
     def wait(self, token: int, what: str) -> tuple[Any, ...]:
         """The answers to what was asked for under this token; `what` is for the message if they do not come."""
+        notes = self._notes
+        if notes is not None and token not in self._results:
+            notes.waits(token)
         with self._lock:
             while token not in self._results:
                 if self._broken is not None:
@@ -200,7 +225,11 @@ class Client:
                 self._driver.turn(_SLICE)
             found = self._results.pop(token)
         if isinstance(found, Exception):
+            if notes is not None:
+                notes.failed(token)
             raise WaitError(f"worker {self.machine.worker} in {what}: {found}")
+        if notes is not None:
+            notes.answered(token, found, self.machine.life)
         return found
 
     def _asked(self, act: Callable[[float], Asked]) -> Asked:
@@ -286,6 +315,8 @@ class Client:
         self._thread.join(timeout=5.0)
         with self._lock:
             if self._broken is None:
+                if self._notes is not None:
+                    self._notes.leaves()
                 self._driver.perform(self.machine.leave())
                 deadline = time.monotonic() + 1.0
                 while not self.machine.left and time.monotonic() < deadline:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from offbeat.protocols import disturbances
@@ -15,8 +16,10 @@ from offbeat.runtime.allocation import keep_freed_memory
 from offbeat.runtime.disturb import Disturber
 from offbeat.runtime.launch import Control
 from offbeat.runtime.messages import Codec, Endpoint, drive
+from offbeat.runtime.servers.noting import Serves
 from offbeat.runtime.servers.numbers import Numbers
 from offbeat.runtime.servers.plan import Plan
+from offbeat.runtime.stamps import RECORDER, Mark, Recorder, server_events_file
 
 
 class _Watched:
@@ -28,8 +31,11 @@ class _Watched:
     MOST = 20
     """Refusals that are noted; how many there were is counted by the shard."""
 
-    def __init__(self, machine: ServerMachine, numbers: Numbers, disturber: Disturber) -> None:
+    def __init__(
+        self, machine: ServerMachine, numbers: Numbers, disturber: Disturber, recorder: Recorder | None
+    ) -> None:
         self._machine, self._numbers, self._disturber = machine, numbers, disturber
+        self._notes = None if recorder is None else Serves(recorder, machine)
         self.name = machine.name
         self.refusals: list[dict[str, Any]] = []
         self._state: Payload | None = None
@@ -41,6 +47,8 @@ class _Watched:
         if isinstance(event, Received) and isinstance(event.message, Load):
             self._state = event.payload  # A state is looked at like a push, but never refused.
         effects = self._machine.on(event, now)
+        if self._notes is not None:
+            self._notes.after(event, effects)
         if self._disturber.active and self._machine.serving:
             self._disturber.step(self._machine.shard.minimum)
         return effects
@@ -63,7 +71,8 @@ def serve(config: Mapping[str, Any], control: Control) -> None:
     # What is asked of server k is asked of the first that serves shard k.
     disturber = Disturber(asked if replica == 0 else [], "server", shard, int(config["seed"]), control.send)
     machine = ServerMachine(name, shard, plan.rule, plan.view, timing=plan.timing)
-    watched = _Watched(machine, Numbers(endpoint.lend), disturber)
+    recorder = _recorder(config, shard, replica)
+    watched = _Watched(machine, Numbers(endpoint.lend), disturber, recorder)
     try:
         endpoint.connect(COORDINATOR, plan.address(COORDINATOR))
         for other in range(plan.replicas + 1):
@@ -82,6 +91,19 @@ def serve(config: Mapping[str, Any], control: Control) -> None:
                 control.send({"kind": "server", **account(shard, machine, endpoint), "refusals": watched.refusals})
             disturber.close()
             endpoint.close()
+            if recorder is not None:
+                recorder.stamp(int(Mark.END))
+
+
+def _recorder(config: Mapping[str, Any], shard: int, replica: int) -> Recorder | None:
+    """Where this server's events go, if the run is watched."""
+    if not config.get("events"):
+        return None
+    path = server_events_file(Path(config["events"]), shard, replica)
+    path.unlink(missing_ok=True)  # A file that somebody reads must not shrink.
+    recorder = Recorder(path, shard)
+    RECORDER.set(recorder)
+    return recorder
 
 
 def account(shard: int, machine: ServerMachine, endpoint: Endpoint[Any]) -> dict[str, Any]:
