@@ -244,7 +244,9 @@ class Served(Exchange):
     def put(self, states: Sequence[NDArray[np.uint8]], version: int = 0, clock: int = 0) -> None:
         """The one who leads puts states on the servers; then all start from them."""
         if self.group.leads:
-            self.client.wait(self.client.load(states, version, clock), "putting the parameters on the servers")
+            self.client.wait(
+                self.client.load(states, [version] * len(states), clock), "putting the parameters on the servers"
+            )
         self.group.barrier("the parameters being on the servers")
         self.refresh()
 

@@ -21,18 +21,8 @@ from numpy.typing import NDArray
 
 from offbeat.errors import RunError, StrategyError, WaitError
 from offbeat.protocols.machine import Payload
-from offbeat.protocols.servers.client import (
-    Arrived,
-    Asked,
-    Changed,
-    ClientMachine,
-    Completed,
-    Departed,
-    Failed,
-    Joined,
-    Part,
-    Refreshed,
-)
+from offbeat.protocols.servers.client import ClientMachine
+from offbeat.protocols.servers.coordinator import Changed
 from offbeat.protocols.servers.messages import (
     COORDINATOR,
     ClusterView,
@@ -45,6 +35,7 @@ from offbeat.protocols.servers.messages import (
     server_name,
     worker_name,
 )
+from offbeat.protocols.servers.notices import Arrived, Asked, Completed, Departed, Failed, Joined, Part, Refreshed
 from offbeat.runtime.messages import Codec, Driver, Endpoint
 from offbeat.runtime.servers.plan import Plan
 from offbeat.runtime.shared.segment import Segment
@@ -165,10 +156,16 @@ class Client:
         """Ask for the whole state of all shards."""
         return self._asked(lambda now: self.machine.fetch(now)).token
 
-    def load(self, states: Sequence[Bytes], version: int, clock: int) -> int:
-        """Put a state on every shard."""
+    def load(
+        self,
+        states: Sequence[Bytes],
+        versions: Sequence[int],
+        clock: int,
+        took: Sequence[tuple[tuple[int, int, int], ...]] = (),
+    ) -> int:
+        """Put a state on every shard; `took`: of whom how many pushes are in each, and their clocks."""
         given = [Part(shard, Payload(state.nbytes, state)) for shard, state in enumerate(states)]
-        return self._asked(lambda now: self.machine.load(given, now, version=version, clock=clock)).token
+        return self._asked(lambda now: self.machine.load(given, now, versions=versions, clock=clock, took=took)).token
 
     def meet(self, what: str, values: Sequence[float], admits: bool = False) -> Met:
         """Wait until all live workers have come to this meeting: who came, what each brought, and who waits to join.
