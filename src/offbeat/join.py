@@ -230,6 +230,26 @@ class Team:
         with self.stopwatch.spent_on("other"):
             self._memory.save(self._agreed_step(), at_end, seed=self.seed)
 
+    def snapshot(self) -> None:
+        """Have the run recorded while it goes on, where workers do not wait for each other; anyone may ask.
+
+        It becomes the newest checkpoint once every worker has come to its next batch. While one is being taken, that
+        is the one.
+        """
+        self.exchange.want_snapshot()
+
+    def _record(self) -> bool:
+        """At a boundary: this worker's part of a snapshot, if one is due. False where checkpoints need a meeting."""
+        if not self.exchange.snapshots:
+            return False
+        if self.group.leads and self._memory.wants_snapshot(self.goal.checkpoint_every, self.step):
+            self.snapshot()
+        cut = self.exchange.cut(self.step)
+        if cut is not None:
+            with self.stopwatch.spent_on("other"):
+                self._memory.cut(cut, step=self.step, seed=self.seed)
+        return True
+
     def _agreed_step(self) -> int:
         """The step that a checkpoint is named after: the furthest, where workers may have done different numbers."""
         if self.exchange.lockstep:
@@ -349,7 +369,8 @@ class Team:
             # Here, not at the end: what the loop does after being cut short is no part of the run that may go on.
             self.checkpoint()
             return False
-        if self._admitting or self._memory.due or self._memory.every(self.goal.checkpoint_every, self.step):
+        due = self._memory.due or (not self._record() and self._memory.every(self.goal.checkpoint_every, self.step))
+        if self._admitting or due:
             self.checkpoint()
         if self._admitting:
             self._admitting = False
@@ -443,6 +464,7 @@ class Team:
         finally:
             for hook in self._step_hooks:
                 hook.remove()
+            self._memory.close()
             self._watch.close()
             self.pace.close()
             self.exchange.close()

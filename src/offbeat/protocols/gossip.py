@@ -53,6 +53,42 @@ class Refuse(Struct, frozen=True, tag=True):
 Message = Ask | Grant | Refuse
 
 
+class GossipCut(Struct, frozen=True, kw_only=True):
+    """Where a worker was cut by a snapshot."""
+
+    worker: int
+    clock: int
+    """Steps it had made."""
+    granted: tuple[tuple[int, int], ...]
+    """Moves that it had granted to each neighbour, and made itself."""
+    moved: tuple[tuple[int, int], ...]
+    """Moves that each neighbour had granted, and it had made."""
+    under_way: tuple[int, ...] = ()
+    """Whose grants from before their cut came after this one's."""
+    rests: int = 0
+    """How often all had come to rest together."""
+
+
+def gossip_faults(cuts: Sequence[GossipCut]) -> list[str]:
+    """Why these cuts are no state in which the run can have been; empty: they are one, and the mean is kept."""
+    found: list[str] = []
+    rests = {cut.rests for cut in cuts}
+    if len(rests) > 1:
+        found.append(f"workers have rested together different numbers of times: {sorted(rests)}")
+    moved = {(cut.worker, other): count for cut in cuts for other, count in cut.moved}
+    for cut in cuts:
+        for asker, granted in cut.granted:
+            made = moved.pop((asker, cut.worker), 0)
+            late = sum(one.under_way.count(cut.worker) for one in cuts if one.worker == asker)
+            if made + late != granted:
+                found.append(
+                    f"worker {cut.worker} had granted worker {asker} {granted} moves, of which {made} were made and "
+                    f"{late} under way"
+                )
+    found += [f"worker {a} made {n} moves that worker {b} had not granted" for (a, b), n in moved.items() if n]
+    return found
+
+
 class Read(Struct, frozen=True):
     """Work: a copy of the row, as the payload of a question."""
 

@@ -281,9 +281,24 @@ class ClientMachine(Requests):
             self._say_recorded(self.colour.missed, None, now)
         return colour
 
-    def go_on_from(self, pushes: Sequence[int]) -> None:
-        """Count pushes to each shard from here on: those before were made by who wrote the state that was loaded."""
+    def replay(self, pushes: Sequence[int], under_way: Iterable[tuple[int, Push, Payload]], now: float) -> Asked:
+        """Go on from a snapshot, in which so many pushes to each shard were sent: send again what was under way.
+
+        Each goes to its shard under the number that it had, so that one that is in the values is not applied again.
+        """
+        token = self._begin()
         self._pushes = list(pushes)
+        for shard, push, payload in under_way:
+            message = structs.replace(
+                push,
+                worker=self.worker,
+                life=self._life,
+                epoch=self.view.epoch,
+                then_pull=0,
+                colour=self._act(now),
+            )
+            self._request(token, shard, message, payload, now)
+        return self._asked(token)
 
     def join(self, patient: bool = False) -> Sequence[Effect]:
         """Ask to take part, as a new process or again after `Departed`: at once, or when the others hold a meeting."""

@@ -319,8 +319,11 @@ class ServerMachine:
 
     def _taken(self) -> dict[int, tuple[int, int, int]]:
         """Of each worker that takes part: its life, how many of its pushes are in the values, and its clock."""
-        shard = self.shard
-        return {who: (life, shard.expected(who), shard.clock(who)) for who, life in shard.members.items()}
+        shard, known = self.shard, self.shard.members
+        return {
+            who: (life, shard.expected(who), shard.clock(who)) if known.get(who) == life else (life, 0, 0)
+            for who, life in self.view.members.items()
+        }
 
     def _replicate(self, event: Received, message: Replicate) -> None:
         if message.epoch < self._fence:

@@ -134,8 +134,12 @@ class ShardColour:
             self._sent[turned.worker] = turned.pushes
 
     def applied(self, push: Push, payload: Payload, out: Effects) -> None:
-        """A push was taken into the values: if it is from before its worker's cut, it was under way."""
-        if self._recording and push.colour < self.own:
+        """A push was taken into the values: if it is from before its worker's cut, it was under way.
+
+        What a former life of a worker has left in the log is nobody's: the snapshot is of those who live.
+        """
+        living = self._taken.get(push.worker, (None, 0, 0))[0] == push.life
+        if self._recording and living and push.colour < self.own:
             self._kept.append((push.worker, push.number))
             out.start(Keep(self.own, push, payload))
 

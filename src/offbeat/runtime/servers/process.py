@@ -5,18 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from offbeat.protocols import disturbances
 from offbeat.protocols.machine import Effect, Event, Payload, Received
 from offbeat.protocols.servers.messages import COORDINATOR, Load, Message, server_name
 from offbeat.protocols.servers.server import Inspect, ServerMachine
+from offbeat.protocols.servers.snapshots import Keep, Record, Write
 from offbeat.runtime.allocation import keep_freed_memory
 from offbeat.runtime.disturb import Disturber
 from offbeat.runtime.launch import Control
-from offbeat.runtime.messages import Codec, Endpoint, drive
+from offbeat.runtime.messages import Codec, Endpoint, Inbox, drive
 from offbeat.runtime.servers.numbers import Numbers
 from offbeat.runtime.servers.plan import Plan
+from offbeat.runtime.servers.recording import Recorder
 
 
 class _Watched:
@@ -28,8 +31,11 @@ class _Watched:
     MOST = 20
     """Refusals that are noted; how many there were is counted by the shard."""
 
-    def __init__(self, machine: ServerMachine, numbers: Numbers, disturber: Disturber) -> None:
+    def __init__(
+        self, machine: ServerMachine, numbers: Numbers, disturber: Disturber, recorder: Recorder | None
+    ) -> None:
         self._machine, self._numbers, self._disturber = machine, numbers, disturber
+        self._recorder = recorder
         self.name = machine.name
         self.refusals: list[dict[str, Any]] = []
         self._state: Payload | None = None
@@ -46,6 +52,8 @@ class _Watched:
         return effects
 
     def do(self, work: Any, token: Any) -> Any:
+        if isinstance(work, Record | Keep | Write):
+            return None if self._recorder is None else self._recorder.do(work, token)
         result = self._numbers.do(work, token)
         if isinstance(work, Inspect) and result and work.payload is not self._state and len(self.refusals) < self.MOST:
             self.refusals.append({"worker": work.worker, "step": self._machine.shard.minimum, "reason": result})
@@ -63,13 +71,15 @@ def serve(config: Mapping[str, Any], control: Control) -> None:
     # What is asked of server k is asked of the first that serves shard k.
     disturber = Disturber(asked if replica == 0 else [], "server", shard, int(config["seed"]), control.send)
     machine = ServerMachine(name, shard, plan.rule, plan.view, timing=plan.timing)
-    watched = _Watched(machine, Numbers(endpoint.lend), disturber)
+    inbox, numbers = Inbox(endpoint), Numbers(endpoint.lend)
+    recorder = Recorder(numbers, Path(config["checkpoints"]), inbox) if config.get("checkpoints") else None
+    watched = _Watched(machine, numbers, disturber, recorder)
     try:
         endpoint.connect(COORDINATOR, plan.address(COORDINATOR))
         for other in range(plan.replicas + 1):
             if other != replica:
                 endpoint.connect(server_name(shard, other), plan.address(server_name(shard, other)))
-        drive(watched, endpoint, watched.do, until=lambda: machine.retired)
+        drive(watched, endpoint, watched.do, until=lambda: machine.retired, inbox=inbox)
         print(
             f"{name} gave no sign of life for {plan.timing.silence:g} s and was declared dead (epoch "
             f"{machine.view.epoch} was its last): it serves nothing any more.",
