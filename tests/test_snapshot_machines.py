@@ -297,7 +297,8 @@ def photographed(seed: int, faulty: bool = True) -> Photographed:
     return world
 
 
-@settings(deadline=None, max_examples=60)
+@pytest.mark.slow
+@settings(deadline=None, max_examples=40)
 @given(st.integers(0, 2**32))
 def test_every_snapshot_is_a_consistent_cut_with_every_push_once(seed: int) -> None:
     world = photographed(seed).run()
@@ -305,10 +306,11 @@ def test_every_snapshot_is_a_consistent_cut_with_every_push_once(seed: int) -> N
     world.judge()
 
 
+@pytest.mark.slow
 def test_snapshots_come_about_and_some_catch_pushes_under_way() -> None:
-    worlds = [photographed(seed, faulty=seed % 2 == 0).run() for seed in range(24)]
+    worlds = [photographed(seed, faulty=seed % 2 == 0).run() for seed in range(10)]
     snapshots = [snapshot for world in worlds for snapshot in world.snapshots]
-    assert len(snapshots) > 40
+    assert len(snapshots) > 15
     assert any(shard.in_flight for snapshot in snapshots for shard in snapshot.shards)
     assert any(world.given_up for world in worlds)
-    assert sum(bool(world.snapshots) for world in worlds) > 18
+    assert sum(bool(world.snapshots) for world in worlds) > 7

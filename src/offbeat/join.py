@@ -242,6 +242,8 @@ class Team:
         """At a boundary: this worker's part of a snapshot, if one is due. False where checkpoints need a meeting."""
         if not self.exchange.snapshots:
             return False
+        if self.exchange.publishes:
+            self._memory.publish_complete()
         if self.group.leads and self._memory.wants_snapshot(self.goal.checkpoint_every, self.step):
             self.snapshot()
         cut = self.exchange.cut(self.step)
@@ -464,10 +466,13 @@ class Team:
         finally:
             for hook in self._step_hooks:
                 hook.remove()
-            self._memory.close()
+            publishes = self.exchange.publishes
             self._watch.close()
             self.pace.close()
             self.exchange.close()
+            self._memory.close()
+            if publishes:
+                self._memory.publish_complete(at_end=True)
             self.group.close()
 
     def _conclude(self) -> None:

@@ -16,7 +16,7 @@ import msgspec
 from safetensors import SafetensorError
 
 from offbeat.errors import CheckpointError
-from offbeat.protocols.gossip import GossipCut, gossip_faults
+from offbeat.protocols.gossip_cuts import GossipCut, gossip_faults
 from offbeat.protocols.servers.messages import ShardCut, WorkerCut
 from offbeat.protocols.servers.snapshots import faults
 from offbeat.runtime.checkpoint import CERTIFICATE, digest, file_of, metadata_of, newest, read_manifest, write_text
@@ -176,8 +176,8 @@ def _changed_files(place: Path, certificate: Certificate) -> list[str]:
 def _expected_files(certificate: Certificate) -> list[str]:
     ranks = [cut.worker for cut in (*certificate.workers, *certificate.pairs)]
     shards = [cut.shard for cut in certificate.shards]
-    channels = [f"channel-{cut.worker}.safetensors" for cut in certificate.pairs]
-    return [*map(file_of, ranks), *map(shard_file, shards), *map(channel_file, shards), *channels]
+    channels = shards + [cut.worker for cut in certificate.pairs]
+    return [*map(file_of, ranks), *map(shard_file, shards), *map(channel_file, channels)]
 
 
 def _false_parts(place: Path, certificate: Certificate) -> list[str]:
@@ -206,10 +206,10 @@ def _late_pushes(place: Path, certificate: Certificate) -> list[str]:
 def _said_by_files(folder: Path, kind: Kind, names: list[str]) -> dict[str, Any]:
     """Where each part says that it was cut."""
     try:
-        workers = [json.loads(metadata_of(folder / n)["cut"]) for n in names if n.startswith("worker-")]
         if kind == "gossip":
             channels = [json.loads(metadata_of(folder / n)["cut"]) for n in names if n.startswith("channel-")]
             return {"pairs": tuple(sorted(msgspec.convert(channels, list[GossipCut]), key=lambda cut: cut.worker))}
+        workers = [json.loads(metadata_of(folder / n)["cut"]) for n in names if n.startswith("worker-")]
         shards = [json.loads(metadata_of(folder / n)["cut"]) for n in names if n.startswith("channel-")]
         return {
             "workers": tuple(sorted(msgspec.convert(workers, list[WorkerCut]), key=lambda cut: cut.worker)),
@@ -257,10 +257,11 @@ def _words(certificate: Certificate) -> str:
         where = ", ".join(str(cut.clock) for cut in certificate.workers)
         who = f"{len(certificate.workers)} workers (clocks {where}) and {len(certificate.shards)} shards"
         what = "pushes that were sent"
+    sent, held, late = sums["sent"], sums["in_states"], sums["under_way"]
     return (
-        f"certified: snapshot {certificate.colour} of {certificate.run} is a consistent cut of {who}. Of "
-        f"{sums['sent']:,} {what}, {sums['in_states']:,} are in the states and {sums['under_way']:,} were under way, each "
-        f"once. Its {len(certificate.files)} files are as they were written."
+        f"certified: snapshot {certificate.colour} of {certificate.run} is a consistent cut of {who}. Of {sent:,} "
+        f"{what}, {held:,} are in the states and {late:,} were under way, each once. Its "
+        f"{len(certificate.files)} files are as they were written."
     )
 
 

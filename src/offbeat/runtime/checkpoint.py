@@ -41,6 +41,11 @@ class Checkpoints:
         self._group = group
         self._identity: dict[str, Any] = json.loads(json.dumps(dict(identity)))  # As it will be read: tuples are lists.
 
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What must be the same for a run to go on from one of them."""
+        return self._identity
+
     def save(self, step: int, shared: Mapping[str, Any], own: Mapping[str, Any], summary: Mapping[str, Any]) -> Path:
         """Write what worker 0 says is shared and what is each worker's own; all workers call this together."""
         leader = self._group.leader()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,10 +20,12 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from offbeat.errors import CheckpointError
-from offbeat.protocols.servers.messages import Push, ShardCut, WorkerCut
+from offbeat.protocols.gossip_cuts import GossipCut
+from offbeat.protocols.servers.messages import Push, ShardCut
 from offbeat.runtime import certificates
 from offbeat.runtime.checkpoint import file_of, metadata_of, place_of, publish, write_tensors
 from offbeat.runtime.group import Group
@@ -38,10 +41,11 @@ class Cut(NamedTuple):
     """A worker is cut: what its exchange has to remember of it, and what is to be done once that is written."""
 
     colour: int
-    place: msgspec.Struct
-    """Where it was cut."""
+    place: msgspec.Struct | None
+    """Where it was cut; None: what is written with `more` says it."""
     state: dict[str, Any]
-    written: Callable[[], None]
+    written: Callable[[], None] | None = None
+    """To be told once it is on the disk."""
     more: Callable[[Path], None] | None = None
     """Writes what else belongs to it, when all of it has come."""
 
@@ -56,6 +60,23 @@ class CutWriter:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
+        self._publishing: threading.Thread | None = None
+
+    def publish(self, checkpoints: Path, identity: Mapping[str, Any], at_end: bool) -> None:
+        """Where workers mix in pairs: publish in a thread what has become complete, and remove what was before it."""
+        if self._publishing is not None and (at_end or not self._publishing.is_alive()):
+            self._publishing.join()
+            self._publishing = None
+        if at_end:
+            discard(checkpoints)
+        elif self._publishing is None:
+            ranks = range(int(identity["workers"]))
+            files = [name(rank) for rank in ranks for name in (file_of, certificates.channel_file)]
+            found = complete_drafts(checkpoints, files)
+            if found:
+                arguments = (checkpoints, found[-1], identity, files)
+                self._publishing = threading.Thread(target=_publish_pairs, args=arguments, name="offbeat publish")
+                self._publishing.start()
 
     def write(self, checkpoints: Path, rank: int, cut: Cut, state: Mapping[str, Any]) -> None:
         """Copy the state now, and write it down while the worker goes on."""
@@ -63,14 +84,21 @@ class CutWriter:
         metadata = {
             "data": json.dumps(take_apart(state, "state", tensors)),
             "step": str(state["notes"]["step"]),
-            "cut": json.dumps(msgspec.to_builtins(cut.place)),
+            **({} if cut.place is None else {"cut": json.dumps(msgspec.to_builtins(cut.place))}),
         }
         self.close()
         folder = draft_of(checkpoints, cut.colour)
 
         def act() -> None:
-            write_part(folder, file_of(rank), tensors, metadata)
-            cut.written()
+            try:
+                write_part(folder, file_of(rank), tensors, metadata)
+                if cut.more is not None:
+                    cut.more(folder)
+            except (OSError, SafetensorError) as error:
+                print(f"a snapshot could not be written: {error}", file=sys.stderr, flush=True)
+            else:
+                if cut.written is not None:
+                    cut.written()
 
         self._thread = threading.Thread(target=act, name="offbeat snapshot", daemon=True)
         self._thread.start()
@@ -80,6 +108,16 @@ class CutWriter:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+
+def _publish_pairs(checkpoints: Path, colour: int, identity: Mapping[str, Any], files: Sequence[str]) -> None:
+    try:
+        publish_snapshot(checkpoints, colour, "gossip", 0, identity, files)
+    except (OSError, CheckpointError) as error:
+        print(f"snapshot {colour} was not published: {error}", file=sys.stderr, flush=True)
+        discard(checkpoints, colour)
+    for older in (path for path in checkpoints.glob(f"{DRAFT}*") if path.name < draft_of(checkpoints, colour).name):
+        shutil.rmtree(older, ignore_errors=True)
 
 
 def write_part(folder: Path, name: str, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
@@ -102,6 +140,21 @@ def write_shard(folder: Path, cut: ShardCut, state: bytes, kept: Sequence[Kept])
         "pushes": json.dumps([msgspec.to_builtins(push) for push, _ in kept]),
     }
     write_part(folder, certificates.channel_file(cut.shard), tensors, metadata)
+
+
+def write_moves(folder: Path, cut: GossipCut, moves: Sequence[NDArray[Any]]) -> None:
+    """What was under way to a worker that mixes in pairs."""
+    tensors = {f"move.{i}": torch.from_numpy(move) for i, move in enumerate(moves)}
+    name = certificates.channel_file(cut.worker)
+    write_part(folder, name, tensors, {"cut": json.dumps(msgspec.to_builtins(cut))})
+
+
+def complete_drafts(checkpoints: Path, files: Sequence[str]) -> list[int]:
+    """Snapshots of which all these files are there."""
+    drafts = checkpoints.glob(f"{DRAFT}*") if checkpoints.is_dir() else ()
+    return sorted(
+        int(path.name.removeprefix(DRAFT)) for path in drafts if all((path / name).exists() for name in files)
+    )
 
 
 def publish_snapshot(
@@ -144,6 +197,9 @@ def put_in_place(path: Path, own: dict[str, Any], group: Group) -> None:
     exchange = cast("dict[str, Any]", own["things"]["exchange"])
     if certificate.kind == "servers":
         exchange["resumed"] = _shards_of(path, certificate, group)
+        return
+    for move in load_file(path / certificates.channel_file(group.rank)).values():
+        exchange["row"] = exchange["row"] - move
 
 
 def _shards_of(path: Path, certificate: certificates.Certificate, group: Group) -> dict[str, Any]:
@@ -180,8 +236,3 @@ def _shards_of(path: Path, certificate: certificates.Certificate, group: Group) 
         "sent": list(mine.pushes) if mine else [0] * len(certificate.shards),
         "under_way": under_way,
     }
-
-
-def plain(cut: WorkerCut) -> dict[str, Any]:
-    """A cut as plain data."""
-    return msgspec.to_builtins(cut)

@@ -69,6 +69,11 @@ class Exchange(ABC):
         """Whether the run can be recorded while it goes on: workers then do not meet for a checkpoint in between."""
         return False
 
+    @property
+    def publishes(self) -> bool:
+        """Whether this worker is to publish snapshots whose parts are all there; else somebody else does."""
+        return False
+
     def want_snapshot(self) -> None:
         """Have the run recorded, as soon as everybody comes to a boundary."""
         raise UsageError(
