@@ -205,19 +205,31 @@ def run(
 @app.command(
     no_args_is_help=True,
     epilog="Examples: offbeat run train.py --workers 2 --watch, then offbeat explain runs/latest [dim]|[/dim] "
-    "offbeat explain runs/latest --format json",
+    "offbeat explain runs/latest --format json [dim]|[/dim] offbeat explain --check runs/latest",
 )
 def explain(
     folder: Annotated[
         Path, typer.Argument(metavar="RUN", help="The folder of a run that was made with [bold]--watch[/bold].")
     ],
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="RUN is a checkpoint, or a run whose newest is meant: say whether its files are whole, and, if it was "
+            "taken while the run went on, whether it is a consistent cut that balances. Exit code 20 if not.",
+        ),
+    ] = False,
     output: FormatOption = Format.text,
 ) -> None:
     """Say who waited for whom in a run, and who held the others up.
 
     Exit codes: 0 nobody waited in vain, 10 a deadlock, 11 different calls, 12 somebody waited for a worker that had
-    ended, 13 a worker had been missing for long.
+    ended, 13 a worker had been missing for long, 20 a checkpoint that is refused.
     """
+    if check:
+        from offbeat.cli.explain import check_checkpoint
+
+        check_checkpoint(folder, as_json=output is Format.json)
     from offbeat.cli.explain import explain_run
 
     explain_run(folder, as_json=output is Format.json)

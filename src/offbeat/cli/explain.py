@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import typer
 from rich.console import Console
 
 from offbeat.monitor import EXIT_CODES, Blame, Judge, Recorded, Verdict, blame, recorded
+from offbeat.runtime.certificates import REFUSED, check
 from offbeat.runtime.records import RunFolder
 
 
@@ -30,6 +32,20 @@ def explain_run(path: Path, as_json: bool) -> None:
     else:
         _print(verdict, waiting, blamed, events)
     raise typer.Exit(0 if verdict is None else EXIT_CODES[verdict.kind])
+
+
+def check_checkpoint(path: Path, as_json: bool) -> None:
+    """Print whether a checkpoint is whole and true; ends with `REFUSED` if it is not."""
+    found = check(path)
+    if as_json:
+        print(json.dumps({**msgspec.to_builtins(found), "good": not found.faults}))
+    else:
+        console = Console(file=sys.stdout, highlight=False, soft_wrap=True, markup=False)
+        for fault in found.faults:
+            console.print(f"refused: {fault}")
+        if not found.faults:
+            console.print(found.words)
+    raise typer.Exit(REFUSED if found.faults else 0)
 
 
 def _verdict(known: dict[str, Any], judge: Judge) -> Verdict | None:

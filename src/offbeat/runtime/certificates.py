@@ -22,6 +22,8 @@ from offbeat.protocols.servers.snapshots import faults
 from offbeat.runtime.checkpoint import CERTIFICATE, digest, file_of, metadata_of, newest, read_manifest, write_text
 
 FORMAT = 1
+REFUSED = 20
+"""What `offbeat explain --check` ends with if a checkpoint is refused."""
 Kind = Literal["servers", "gossip"]
 """What the run's workers exchange by."""
 
