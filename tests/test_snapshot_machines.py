@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from offbeat.protocols.causality.cuts import violation
 from offbeat.protocols.causality.histories import Computation, Event, Join, Kind, Place, computation
-from offbeat.protocols.machine import Effect, Machine, Name, Received, Send, Start
+from offbeat.protocols.machine import Effect, Effects, Machine, Name, Payload, Received, Send, SetTimer, Start, Timer
 from offbeat.protocols.machine import Event as Happening
 from offbeat.protocols.servers.client import ClientMachine
 from offbeat.protocols.servers.consistency import Rule
@@ -32,7 +32,16 @@ from offbeat.protocols.servers.messages import (
     Turned,
 )
 from offbeat.protocols.servers.requests import key_of
-from offbeat.protocols.servers.snapshots import GivenUp, Keep, Record, Snapshot, Write, faults
+from offbeat.protocols.servers.snapshots import (
+    GivenUp,
+    Keep,
+    Record,
+    ShardColour,
+    Snapshot,
+    WorkerColour,
+    Write,
+    faults,
+)
 from offbeat.simulate.machines import Network
 from server_worlds import CALM, Gradient, Loop, Setting, Store, World, add_faults
 
@@ -163,7 +172,9 @@ class Still(Store):
 class Photographed(World):
     """A world that takes snapshots all the time."""
 
-    def __init__(self, setting: Setting, seed: int = 0, every: float = 0.3, **changes: Any) -> None:
+    def __init__(
+        self, setting: Setting, seed: int = 0, every: float = 0.3, hasty: bool = False, **changes: Any
+    ) -> None:
         self.witnesses: dict[Name, list[Witness]] = defaultdict(list)
         self.marks = count()
         self.meetings: dict[str, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
@@ -172,6 +183,7 @@ class Photographed(World):
         self.snapshots: list[Snapshot] = []
         self.given_up: list[GivenUp] = []
         self.every = every
+        self.hasty = hasty and setting.rule.bound is None
         super().__init__(setting, seed, **changes)
         self.stores = {machine.name: Still(self) for machine in self.servers}
         simulation = self.simulation
@@ -250,7 +262,25 @@ class Photographed(World):
 
 
 class Recording(Loop):
-    """A worker that records its state at the boundary before it computes."""
+    """A worker that records its state at the boundary before it computes.
+
+    A hasty one does not wait for answers: it may hear of a snapshot while it computes.
+    """
+
+    def push(self, now: float) -> Sequence[Effect]:
+        effects = super().push(now)
+        if not (self.world.hasty and self.waiting):
+            return effects
+        self.waiting, self.pushing = 0, False
+        self.clock += 1
+        return [*effects, SetTimer(0.0, "boundary")]
+
+    def go_on(self, now: float) -> Sequence[Effect]:
+        if self.clock < self.world.setting.steps:
+            return [*self.record(now), SetTimer(self.random.uniform(0.2, 1.8) * self.world.setting.pace, "computed")]
+        asked = self.client.meet("end", (float(self.clock),), now)
+        self.waiting = asked.token
+        return asked.effects
 
     def completed(self, replies: list[Any], now: float) -> Sequence[Effect]:
         effects = list(super().completed(replies, now))
@@ -264,12 +294,16 @@ class Recording(Loop):
         cut, effects = client.turn(now, clock=self.clock, meetings=0)
         colour = client.colour.own
         first = witness.reddened.get(colour, len(witness.history))
-        self.world.cut_at[colour, self.name] = (witness, min(first, len(witness.history)))
+        if any(event.what == "Push" for event in witness.history[first:]):
+            first = len(witness.history)  # What it has pushed is in what it writes down.
+        self.world.cut_at[colour, self.name] = (witness, first)
         return [*effects, *client.recorded(colour, cut, now)]
 
     def on(self, event: Happening, now: float) -> Sequence[Effect]:
         if isinstance(event, Received) and isinstance(event.message, Met):
             self.world.witnesses[self.name][-1].met(event.message)
+        if event == Timer("boundary"):
+            return self.handle(self.go_on(now), now)
         return super().on(event, now)
 
 
@@ -292,14 +326,14 @@ def photographed(seed: int, faulty: bool = True) -> Photographed:
         duplicate=random.choice([0.0, 0.1]),
         until=CALM,
     )
-    world = Photographed(setting, seed, random.choice([0.05, 0.3, 1.0]), network=network)
+    world = Photographed(setting, seed, random.choice([0.05, 0.3, 1.0]), random.random() < 0.5, network=network)
     if faulty:
         add_faults(world, random)
     return world
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(st.integers(0, 2**32))
 def test_every_snapshot_is_a_consistent_cut_with_every_push_once(seed: int) -> None:
     world = photographed(seed).run()
@@ -315,3 +349,38 @@ def test_snapshots_come_about_and_some_catch_pushes_under_way() -> None:
     assert any(shard.in_flight for snapshot in snapshots for shard in snapshot.shards)
     assert any(world.given_up for world in worlds)
     assert sum(bool(world.snapshots) for world in worlds) > 7
+
+
+def _keeps_nothing(colour: ShardColour, push: Push, payload: Payload, out: Effects) -> None:
+    """A shard that forgets what is under way."""
+
+
+def _unmoved(colour: WorkerColour) -> int:
+    """A worker that pushes, or asks, in the old colour when it has heard of a new one."""
+    return colour.own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("owner", "method", "mutant"),
+    [
+        (ShardColour, "applied", _keeps_nothing),
+        (WorkerColour, "act", _unmoved),
+        (WorkerColour, "ask", _unmoved),
+    ],
+)
+def test_a_line_less_and_a_snapshot_is_found_out(
+    owner: type, method: str, mutant: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, method, mutant)
+    setting = Setting(workers=3, shards=3, replicas=0, rule=Rule(None), steps=12, together=False, pace=0.05)
+    network = Network(delay=0.001, jitter=0.05)
+
+    def found_out(seed: int) -> bool:
+        try:
+            Photographed(setting, seed, 0.05, hasty=method == "act", network=network).run().judge()
+        except AssertionError:
+            return True
+        return False
+
+    assert any(found_out(seed) for seed in range(20))

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+import offbeat
 from cli_support import Offbeat, in_process
 from fault_runs import Tally, assert_nothing_is_left
-from offbeat.errors import CheckpointError
+from offbeat.errors import CheckpointError, UsageError
 from offbeat.fitting import fit
 from offbeat.protocols.machine import Effects
 from offbeat.protocols.servers.messages import ClusterView, Recorded, ShardCut, WorkerCut
@@ -181,6 +182,11 @@ def test_parts_of_a_snapshot_hold_no_pickle_and_say_where_they_were_cut(snapshot
     assert [one["pushes"] for one in said] == [list(cut.pushes) for cut in certificate.workers]
     assert {path.suffix for path in snapshot.iterdir()} == {".safetensors", ".json"}
     assert not check(snapshot).faults
+
+
+def test_a_run_in_step_has_no_snapshots() -> None:
+    with offbeat.init() as team, pytest.raises(UsageError, match=r"use team\.checkpoint\(\)"):
+        team.snapshot()
 
 
 # -- without processes -------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class Checkpoints:
         """Write what worker 0 says is shared and what is each worker's own; all workers call this together."""
         leader = self._group.leader()
         leads = leader == self._group.rank
-        final = place_of(self.folder, step)
+        final = _place_of(self.folder, step)
         draft = self.folder / f".draft-{step:09d}"
 
         def begin() -> None:
@@ -64,8 +64,9 @@ class Checkpoints:
             write_state(draft / file_of(self._group.rank), own)
 
         def publish() -> None:
+            nonlocal final
             if leads:
-                self._publish(draft, final, step, summary)
+                final = self._publish(draft, step, summary)
 
         for act in (begin, write, publish):
             failure = ""
@@ -90,8 +91,8 @@ class Checkpoints:
         who = ", ".join(str(rank) for rank, bad in zip(self._group.members, failed, strict=False) if bad)
         raise CheckpointError(f"a checkpoint could not be written (worker {who}): {failure or 'see its log'}.{tail}")
 
-    def _publish(self, draft: Path, final: Path, step: int, summary: Mapping[str, Any]) -> None:
-        publish(draft, final, step, self._group.size, self._identity, summary)
+    def _publish(self, draft: Path, step: int, summary: Mapping[str, Any]) -> Path:
+        return publish(draft, self.folder, step, self._group.size, self._identity, summary)
 
     def load(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """The newest checkpoint's shared state, this worker's own, and the summary; refuses one of another run."""
@@ -125,15 +126,15 @@ class Checkpoints:
         return own
 
 
-def place_of(folder: Path, step: int) -> Path:
+def _place_of(folder: Path, step: int) -> Path:
     """Where it goes: a step that is saved again comes beside the former, which stays until this one is there."""
     taken = [attempt for known, attempt in map(_number, _all(folder)) if known == step]
     return folder / (f"step-{step:09d}" + (f".{max(taken) + 1}" if taken else ""))
 
 
 def publish(
-    draft: Path, final: Path, step: int, workers: int, identity: Mapping[str, Any], summary: Mapping[str, Any]
-) -> None:
+    draft: Path, folder: Path, step: int, workers: int, identity: Mapping[str, Any], summary: Mapping[str, Any]
+) -> Path:
     """List what lies in a draft, move it to its place, and remove those before."""
     names = sorted(file.name for file in draft.iterdir())
     manifest = {
@@ -146,10 +147,22 @@ def publish(
     }
     write_text(draft / _MANIFEST, json.dumps(manifest | {"checksum": digest(manifest)}, indent=1))
     _sync_folder(draft)
-    draft.rename(final)
-    _sync_folder(final.parent)
-    for old in _all(final.parent)[:-1]:
+    final = _move(draft, folder, step)
+    _sync_folder(folder)
+    for old in _all(folder)[:-1]:
         shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def _move(draft: Path, folder: Path, step: int) -> Path:
+    """To its place; to the next one, if another process has just taken that for a snapshot of the same step."""
+    while True:
+        final = _place_of(folder, step)
+        try:
+            return draft.rename(final)
+        except OSError:
+            if not final.exists():
+                raise
 
 
 def newest(folder: Path) -> Path | None:

@@ -12,7 +12,7 @@ from offbeat.runtime.checkpoint import Checkpoints
 from offbeat.runtime.group import Group
 from offbeat.runtime.holdings import Holdings, Stateful
 from offbeat.runtime.loaders import Loader
-from offbeat.runtime.snapshots import Cut, CutWriter
+from offbeat.runtime.snapshots import Cut, CutWriter, discard
 
 _SHARE = 0.05
 """The share of a run's time that checkpoints at reports may take."""
@@ -168,4 +168,6 @@ def open_memory(
 ) -> Memory:
     """The memory of a run that leaves its checkpoints in a folder; without one it forgets everything."""
     checkpoints = None if folder is None else Checkpoints(folder / "checkpoint", group, identity)
+    if checkpoints is not None and group.leads:
+        discard(checkpoints.folder)  # Parts that a run which was killed has left must not mix with new ones.
     return Memory(checkpoints, group, holdings, replicated)

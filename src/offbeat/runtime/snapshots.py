@@ -27,7 +27,7 @@ from offbeat.errors import CheckpointError
 from offbeat.protocols.gossip_cuts import GossipCut
 from offbeat.protocols.servers.messages import Push, ShardCut
 from offbeat.runtime import certificates
-from offbeat.runtime.checkpoint import file_of, metadata_of, place_of, publish, write_tensors
+from offbeat.runtime.checkpoint import file_of, metadata_of, publish, write_tensors
 from offbeat.runtime.group import Group
 from offbeat.runtime.trees import take_apart
 
@@ -171,9 +171,7 @@ def publish_snapshot(
         stray.unlink()
     certificates.issue(draft, kind=kind, colour=colour, epoch=epoch, run=checkpoints.parent.name)
     step = max(int(metadata_of(draft / name)["step"]) for name in files if name.startswith("worker-"))
-    final = place_of(checkpoints, step)
-    publish(draft, final, step, int(identity["workers"]), identity, {"step": step, "snapshot": colour})
-    return final
+    return publish(draft, checkpoints, step, int(identity["workers"]), identity, {"step": step, "snapshot": colour})
 
 
 def discard(checkpoints: Path, colour: int | None = None) -> None:
