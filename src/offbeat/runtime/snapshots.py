@@ -195,6 +195,8 @@ def put_in_place(path: Path, own: dict[str, Any], group: Group) -> None:
     exchange = cast("dict[str, Any]", own["things"]["exchange"])
     if certificate.kind == "servers":
         exchange["resumed"] = _shards_of(path, certificate, group)
+        if "accrued" in exchange and group.rank not in {cut.worker for cut in certificate.workers}:
+            exchange["accrued"] = None  # What another has not pushed yet it pushes itself.
         return
     for move in load_file(path / certificates.channel_file(group.rank)).values():
         exchange["row"] = exchange["row"] - move
