@@ -201,6 +201,8 @@ class Team:
         self._admitting = self.group.awaited
         if self.goal.checkpoint_every is None:
             self._memory.consider()
+        elif self.exchange.snapshots:
+            self._memory.catch_up(self.goal.checkpoint_every, self.step)
         if self._memory.due and not self._holdings.loaders:
             self.checkpoint()  # No boundary will come.
         return self.stopping

@@ -171,6 +171,12 @@ def newest(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def newest_step(folder: Path) -> int:
+    """The step of the newest complete checkpoint in a folder; 0 if there is none."""
+    found = newest(folder)
+    return 0 if found is None else _number(found)[0]
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, checked against its files."""
     try:

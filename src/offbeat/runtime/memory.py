@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.errors import CheckpointError
-from offbeat.runtime.checkpoint import Checkpoints
+from offbeat.runtime.checkpoint import Checkpoints, newest_step
 from offbeat.runtime.group import Group
 from offbeat.runtime.holdings import Holdings, Stateful
 from offbeat.runtime.loaders import Loader
@@ -69,6 +69,15 @@ class Memory:
         if self._checkpoints is not None:
             affordable = self._cost < _SHARE * (time.monotonic() - self._since)
             self.due = self.due or self._group.gather([float(affordable)], "a report")[0].item() > 0
+
+    def catch_up(self, steps: int, step: int) -> None:
+        """At a report, where all have met: a checkpoint is due if snapshots are two behind, as worker 0 says.
+
+        Where workers meet every few steps, snapshots between two meetings may not come about.
+        """
+        if self._checkpoints is not None:
+            behind = step // steps - newest_step(self._checkpoints.folder) // steps
+            self.due = self.due or self._group.gather([float(behind >= 2)], "a report")[0].item() > 0
 
     def every(self, steps: int | None, step: int) -> bool:
         """Whether a checkpoint is due at this step, or was at one that was made without this worker."""
