@@ -56,7 +56,7 @@ def ours(plan: Plan, given: Floats, taken: Floats) -> tuple[Trip, Callable[[], N
     slot = memory.tensor(0, given.size, torch.float32).numpy()
     client.takes = lambda _, values: np.copyto(taken, values.view(np.float32))
     state = first_state(Recipe(optimizer=ADD), torch.zeros(given.size))
-    client.wait(client.load([state], 0, 0), "the load")
+    client.wait(client.load([state], [0], 0), "the load")
     clock = 0
 
     def trip() -> None:

@@ -13,19 +13,11 @@ from random import Random
 from typing import Any
 
 from offbeat.protocols.machine import Effect, Event, Name, Payload, Received, Send, SetTimer, Start, Timer
-from offbeat.protocols.servers.client import (
-    Arrived,
-    ClientMachine,
-    Completed,
-    Departed,
-    Failed,
-    Joined,
-    Part,
-    Refreshed,
-)
+from offbeat.protocols.servers.client import ClientMachine
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.coordinator import CoordinatorMachine
 from offbeat.protocols.servers.messages import COORDINATOR, ClusterView, Lost, Met, PullReply, Push, PushReply, Timing
+from offbeat.protocols.servers.notices import Arrived, Completed, Departed, Failed, Joined, Part, Refreshed
 from offbeat.protocols.servers.server import Inspect, Read, ServerMachine
 from offbeat.protocols.servers.shard import Accumulate, Discard, Restore, Update
 from offbeat.simulate.machines import Fault, Kill, Network, Partition, Restart, Simulation, Stop

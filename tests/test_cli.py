@@ -45,7 +45,7 @@ COMPARE_OPTIONS = {
     "--budget", "--epochs", "--steps", "--disturb", "--parts", "--device", "--threads", "--timeout", "--out", "-o",
     "--resume", "--format", "--output",
 }  # fmt: skip
-EXPLAIN_OPTIONS = {"--draw", "--window", "--cut", "--export", "--as", "--pattern", "--execution", "--format"}
+EXPLAIN_OPTIONS = {"--draw", "--window", "--cut", "--export", "--as", "--pattern", "--execution", "--check", "--format"}
 EXPORTS = [
     "BatchSize", "Data", "Host", "Hosts", "IterativeTask", "League", "OffbeatError", "Result", "Scaling", "Strategy",
     "Task", "Team", "__version__", "accuracy", "batch_size", "compare", "fit", "init", "parse", "scale",

@@ -48,7 +48,7 @@ class Stepping:
             assert isinstance(event.message, Grant)
             self.moves.pop((self.name, event.sender, event.message.number))
         if isinstance(event, Done) and isinstance(event.token, tuple) and event.token[0] == "met":
-            asker, number = event.token[1:]
+            asker, number = event.token[1:3]
             assert (asker, self.name, number) not in self.moves, "granted twice"
             self.moves[asker, self.name, number] = event.result.handle
         return effects
@@ -244,7 +244,7 @@ def test_a_decision_is_final_and_is_repeated() -> None:
     hand = Hand()
     [meet] = hand.hears("a", Ask(1), Payload(8, "theirs"))
     assert getattr(meet, "work", None) == Meet(Payload(8, "theirs"))
-    granted = hand.on(Done(("met", "a", 1), Payload(8, "move")))
+    granted = hand.on(Done(("met", "a", 1, 0), Payload(8, "move")))
     assert granted == [Send("a", Grant(1), Payload(8, "move"))]
     assert hand.hears("a", Ask(1), Payload(8, "later")) == granted
     to, _ = hand.asks()
@@ -277,7 +277,7 @@ def test_an_answer_moves_once() -> None:
 def test_who_pauses_asks_nobody_and_refuses_all_but_repeats_what_it_granted() -> None:
     hand = Hand()
     hand.hears("a", Ask(1))
-    granted = hand.on(Done(("met", "a", 1), Payload(8, "move")))
+    granted = hand.on(Done(("met", "a", 1, 0), Payload(8, "move")))
     hand.on(Done(PAUSE))
     assert hand.on(Done(STEPPED)) == []
     assert hand.machine.at_rest

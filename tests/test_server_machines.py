@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec import Struct, structs
 
 from offbeat.protocols.machine import Done, Effect, Ended, Name, Payload, Received, Send, Start, Timer
-from offbeat.protocols.servers.client import ClientMachine, Completed, Departed, Failed, Part
+from offbeat.protocols.servers.client import ClientMachine
 from offbeat.protocols.servers.consistency import Parked, Rule
 from offbeat.protocols.servers.coordinator import Changed, CoordinatorMachine
 from offbeat.protocols.servers.messages import (
@@ -34,6 +34,7 @@ from offbeat.protocols.servers.messages import (
     Timing,
     Viewed,
 )
+from offbeat.protocols.servers.notices import Completed, Departed, Failed, Part
 from offbeat.protocols.servers.replication import Feed
 from offbeat.protocols.servers.server import ServerMachine
 from offbeat.simulate.machines import Kill, Network, Partition, Restart, Stop

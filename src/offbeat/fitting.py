@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from offbeat.errors import CheckpointError, OutputError, RunError, TaskError, UsageError, VerdictError
-from offbeat.jobs import Job, Script, agreed_workers, earlier, named, plain_target, resolve, short_name, target_of
+from offbeat.jobs import (
+    Job,
+    Script,
+    agreed_workers,
+    earlier,
+    identity_of,
+    named,
+    plain_target,
+    resolve,
+    short_name,
+    target_of,
+)
 from offbeat.monitor import LASTING, STRAGGLER, Verdict, Watch
 from offbeat.paying import verdict
 from offbeat.protocols.disturbances import asked, check
@@ -276,7 +286,7 @@ def _launch(
 ) -> None:
     watch = Watch(folder.path, job.workers) if job.goal.watch else None
     try:
-        with serving(job, there) as servers:
+        with serving(job, folder, there) as servers:
 
             def tick() -> None:
                 servers.tick(collected.watcher.tick)
@@ -381,7 +391,7 @@ def _roles(job: Job, folder: RunFolder, port: int, servers: Serving, there: Plac
         "goal": job.goal.plain(),
         "folder": str(folder.path.resolve()),
         "resume": job.resume is not None,
-        "identity": {"task": json.dumps(target, sort_keys=True)},
+        "identity": identity_of(job),
         **target,
     }
     seats = [None if there is None else there.seat(rank) for rank in range(job.workers)]

@@ -225,6 +225,11 @@ def plain_target(what: Script | Reference) -> dict[str, Any]:
     return {"task": dataclasses.asdict(what)}
 
 
+def identity_of(job: Job) -> dict[str, Any]:
+    """What must be the same for a run to go on from a checkpoint, beside strategy and number of workers."""
+    return {"task": json.dumps(plain_target(job.what), sort_keys=True)}
+
+
 def named(what: Mapping[str, Any]) -> str:
     """Such data in words."""
     if "script" in what:

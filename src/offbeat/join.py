@@ -207,6 +207,8 @@ class Team:
         self._admitting = self.group.awaited
         if self.goal.checkpoint_every is None:
             self._memory.consider()
+        elif self.exchange.snapshots:
+            self._memory.catch_up(self.goal.checkpoint_every, self.step)
         if self._memory.due and not self._holdings.loaders:
             self.checkpoint()  # No boundary will come.
         return self.stopping
@@ -237,6 +239,28 @@ class Team:
             recorder.stamp(int(Mark.CHECKPOINT), 0, 0, self.step)
         with self.stopwatch.spent_on("other"):
             self._memory.save(self._agreed_step(), at_end, seed=self.seed)
+
+    def snapshot(self) -> None:
+        """Have the run recorded while it goes on, where workers do not wait for each other; anyone may ask.
+
+        It becomes the newest checkpoint once every worker has come to its next batch. While one is being taken, that
+        is the one.
+        """
+        self.exchange.want_snapshot()
+
+    def _record(self) -> bool:
+        """At a boundary: this worker's part of a snapshot, if one is due. False where checkpoints need a meeting."""
+        if not self.exchange.snapshots:
+            return False
+        if self.exchange.publishes:
+            self._memory.publish_complete()
+        if self.group.leads and self._memory.wants_snapshot(self.goal.checkpoint_every, self.step):
+            self.snapshot()
+        cut = self.exchange.cut(self.step)
+        if cut is not None:
+            with self.stopwatch.spent_on("other"):
+                self._memory.cut(cut, step=self.step, seed=self.seed)
+        return True
 
     def _agreed_step(self) -> int:
         """The step that a checkpoint is named after: the furthest, where workers may have done different numbers."""
@@ -366,7 +390,8 @@ class Team:
             # Here, not at the end: what the loop does after being cut short is no part of the run that may go on.
             self.checkpoint()
             return False
-        if self._admitting or self._memory.due or self._memory.every(self.goal.checkpoint_every, self.step):
+        due = self._memory.due or (not self._record() and self._memory.every(self.goal.checkpoint_every, self.step))
+        if self._admitting or due:
             self.checkpoint()
         if self._admitting:
             self._admitting = False
@@ -466,9 +491,13 @@ class Team:
                 hook.remove()
             if self.gauge is not None:
                 self.gauge.close()
+            publishes = self.exchange.publishes
             self._watch.close()
             self.pace.close()
             self.exchange.close()
+            self._memory.close()
+            if publishes:
+                self._memory.publish_complete(at_end=True)
             self.group.close()
 
     def _conclude(self) -> None:

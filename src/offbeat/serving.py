@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from offbeat.errors import OffbeatError, RunError, WorkerError
-from offbeat.jobs import Job
+from offbeat.jobs import Job, identity_of
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.runtime.hosts import Placed
 from offbeat.runtime.launch import Outcome, Role
@@ -20,6 +20,7 @@ from offbeat.strategies import combined, parse
 from offbeat.strategies._worker import Exchanging
 
 if TYPE_CHECKING:
+    from offbeat.protocols.servers.snapshots import GivenUp, Snapshot
     from offbeat.runtime.servers.coordination import Coordination
     from offbeat.runtime.servers.plan import Plan
 
@@ -62,6 +63,7 @@ class Serving:
                     "shard": shard,
                     "replica": replica,
                     "disturb": list(job.goal.disturb),
+                    "checkpoints": str(folder.checkpoints.resolve()),
                     "seed": job.goal.seed or 0,
                     "events": str(folder.path.resolve()) if job.goal.watch else None,
                 },
@@ -187,7 +189,7 @@ def _was_asked_to_end(outcome: Outcome) -> bool:
 
 
 @contextmanager
-def serving(job: Job, placed: Placed | None = None) -> Generator[Serving]:
+def serving(job: Job, folder: RunFolder, placed: Placed | None = None) -> Generator[Serving]:
     """The coordinator of the job's servers, if it has any, while the run lasts."""
     needs = servers_of(job)
     if needs is None:
@@ -199,21 +201,21 @@ def serving(job: Job, placed: Placed | None = None) -> Generator[Serving]:
     from offbeat.runtime.servers.plan import Plan
 
     shards, replicas, rule = needs
-    with private_directory() as folder:
+    with private_directory() as sockets:
         plan = Plan(
             workers=job.workers,
             shards=shards,
             replicas=replicas,
             rule=rule,
-            folder=str(folder),
+            folder=str(sockets),
             # A process that ends is heard of at once; one that has much to read before it begins is not dead.
             timing=Timing(startup=job.goal.timeout),
         )
         plan = plan if placed is None else spread(plan, placed)
         with nullcontext() if placed is None else placed.inside():
-            coordination = Coordination(plan)
+            coordination = Coordination(plan, _publisher(job, folder))
         plan = msgspec.structs.replace(plan, addresses=plan.addresses | {COORDINATOR: coordination.address})
-        with coordination:
+        with _swept(folder), coordination:
             found = Serving(plan, coordination, placed)
             try:
                 yield found
@@ -223,6 +225,39 @@ def serving(job: Job, placed: Placed | None = None) -> Generator[Serving]:
                     raise
                 raise explained from error
             found.conclude()
+
+
+@contextmanager
+def _swept(folder: RunFolder) -> Generator[None]:
+    """Drafts of snapshots that have not come about do not stay behind."""
+    from offbeat.runtime.snapshots import discard
+
+    discard(folder.checkpoints)
+    try:
+        yield
+    finally:
+        discard(folder.checkpoints)
+
+
+def _publisher(job: Job, folder: RunFolder) -> Callable[[Snapshot | GivenUp], None]:
+    """What is done with snapshots: they become checkpoints of this run."""
+    from offbeat.protocols.servers.snapshots import GivenUp
+    from offbeat.runtime.certificates import channel_file, shard_file
+    from offbeat.runtime.checkpoint import file_of
+    from offbeat.runtime.snapshots import discard, publish_snapshot
+
+    identity = identity_of(job) | {"strategy": str(combined(parse(job.goal.strategy or ""))), "workers": job.workers}
+    checkpoints = folder.checkpoints.resolve()
+
+    def act(news: Snapshot | GivenUp) -> None:
+        if isinstance(news, GivenUp):
+            discard(checkpoints, news.colour)
+            return
+        files = [file_of(cut.worker) for cut in news.workers]
+        files += [name(cut.shard) for cut in news.shards for name in (shard_file, channel_file)]
+        publish_snapshot(checkpoints, news.colour, "servers", news.epoch, identity, files)
+
+    return act
 
 
 FIRST_PORT = 20_000

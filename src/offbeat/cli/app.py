@@ -118,6 +118,14 @@ PatternOption = Annotated[
 ExecutionOption = Annotated[
     str | None, typer.Option(metavar="NAME", help="Which execution, of a log that tells of several.")
 ]
+CheckOption = Annotated[
+    bool,
+    typer.Option(
+        "--check",
+        help="RUN is a checkpoint, or a run whose newest is meant: say whether its files are whole, and, if it was "
+        "taken while the run went on, whether it is a consistent cut that balances. Exit code 20 if not.",
+    ),
+]
 RateFactor = Annotated[
     float,
     typer.Option(help="Multiplies every learning rate, also in your own script, whatever its schedulers do."),
@@ -219,7 +227,8 @@ app.command(no_args_is_help=True, epilog=COMPARE_EXAMPLES)(compare)
     no_args_is_help=True,
     epilog="Examples: offbeat run train.py --workers 2 --watch, then offbeat explain runs/latest [dim]|[/dim] "
     "offbeat explain runs/latest --draw run.svg --window 3s..4s --cut latest [dim]|[/dim] "
-    "offbeat explain runs/latest --export run.perfetto [dim]|[/dim] offbeat explain other.log --cut 'a:3, b:4'",
+    "offbeat explain runs/latest --export run.perfetto [dim]|[/dim] offbeat explain other.log --cut 'a:3, b:4' "
+    "[dim]|[/dim] offbeat explain --check runs/latest",
 )
 def explain(
     path: Annotated[
@@ -237,6 +246,7 @@ def explain(
     kind: KindOption = None,
     pattern: PatternOption = None,
     execution: ExecutionOption = None,
+    check: CheckOption = False,
     output: FormatOption = Format.text,
 ) -> None:
     """Say who waited for whom in a run, and who held the others up; draw it.
@@ -244,8 +254,12 @@ def explain(
     Exit codes: 0 nobody waited in vain, 10 a deadlock, 11 different calls, 12 somebody waited for a worker that had
     ended, 13 a worker had been missing for long, 14 somebody has died, 15 numbers were not finite.
 
-    With --cut: 20 if it is not consistent, and nothing else was wrong.
+    With --cut: 20 if it is not consistent, and nothing else was wrong. With --check: 20 if the checkpoint is refused.
     """
+    if check:
+        from offbeat.cli.explain import check_checkpoint
+
+        check_checkpoint(path, as_json=output is Format.json)
     from offbeat.cli.pictured import explain
     from offbeat.cli.wanted import Wanted
 

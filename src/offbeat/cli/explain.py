@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import typer
 from msgspec import structs
 from rich.console import Console
@@ -28,6 +29,7 @@ from offbeat.monitor import (
     staleness,
     unfit,
 )
+from offbeat.runtime.certificates import REFUSED, check
 from offbeat.runtime.records import RunFolder
 
 MOST: Final = 10
@@ -63,6 +65,20 @@ def explain_run(path: Path, as_json: bool, more: Mapping[str, Any] | None = None
     else:
         _print(found, events)
     raise typer.Exit(0 if verdict is None else EXIT_CODES[verdict.kind])
+
+
+def check_checkpoint(path: Path, as_json: bool) -> None:
+    """Print whether a checkpoint is whole and true; ends with `REFUSED` if it is not."""
+    found = check(path)
+    if as_json:
+        print(json.dumps({**msgspec.to_builtins(found), "good": not found.faults}))
+    else:
+        console = Console(file=sys.stdout, highlight=False, soft_wrap=True, markup=False)
+        for fault in found.faults:
+            console.print(f"refused: {fault}")
+        if not found.faults:
+            console.print(found.words)
+    raise typer.Exit(REFUSED if found.faults else 0)
 
 
 def _verdict(known: dict[str, Any], judge: Judge, sick: list[Unfit]) -> Verdict | None:

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
+from offbeat.protocols.gossip_cuts import PairColour, Record
 from offbeat.protocols.machine import Done, Effect, Effects, Ended, Event, Name, Payload, Received, Timer
 
 STEPPED: Final = "stepped"
@@ -36,21 +37,32 @@ class Ask(Struct, frozen=True, tag=True):
 
     number: int
     """Counts the asker's questions; the same when it asks again."""
+    colour: int = 0
+    """The newest snapshot that its sender has been cut by."""
 
 
 class Grant(Struct, frozen=True, tag=True):
     """I have moved by this payload; now move back by it."""
 
     number: int
+    colour: int = 0
+    """Of when the move was made."""
 
 
 class Refuse(Struct, frozen=True, tag=True):
     """Not now; nothing has moved."""
 
     number: int
+    colour: int = 0
 
 
-Message = Ask | Grant | Refuse
+class Turn(Struct, frozen=True, tag=True):
+    """A snapshot is being taken: at your next boundary record your state, and go on in this colour."""
+
+    colour: int
+
+
+Message = Ask | Grant | Refuse | Turn
 
 
 class Read(Struct, frozen=True):
@@ -83,6 +95,7 @@ class _Decision:
 
     number: int
     move: Payload | None
+    colour: int
 
 
 class Gossiper:
@@ -98,6 +111,11 @@ class Gossiper:
         """Questions that others have refused."""
         self.overdue = 0
         """Questions that were not answered in time."""
+        self.colour = PairColour(name)
+        """Which snapshots it has been cut by."""
+        self._granted = dict.fromkeys(neighbours, 0)
+        self._moved = dict.fromkeys(neighbours, 0)
+        self._held: list[tuple[Name, Any, Payload]] = []
         self._living = list(neighbours)
         self._chance = Random(seed)  # noqa: S311 - who is asked is no secret
         self._patience = patience
@@ -105,6 +123,7 @@ class Gossiper:
         self._fresh: Name | None = None
         self._open: dict[Name, _Question] = {}
         self._decided: dict[Name, _Decision] = {}
+        self._granting: dict[Name, int] = {}
         self._paused = False
 
     @property
@@ -142,14 +161,21 @@ class Gossiper:
                 self._ask_somebody(effects)
             case "pause":
                 self._paused = True
+                if self._held:
+                    # All come to rest before this worker comes to a boundary: it has missed its place.
+                    self.colour.miss(self.colour.heard)
+                    self._open_held(effects)
+            case ("turn", int(colour), int(clock), int(rests)):
+                self._turn(max(colour, self.colour.heard), clock, rests, effects)
             case "go on":
                 self._paused = False
             case ("read", neighbour, number):
                 self._ask(neighbour, number, result, effects)
-            case ("met", asker, number):
+            case ("met", asker, number, colour):
                 self.granted += 1
-                self._decided[asker] = _Decision(number, result)
-                effects.send(asker, Grant(number), result)
+                self._granting.pop(asker, None)
+                self._decided[asker] = _Decision(number, result, colour)
+                effects.send(asker, Grant(number, colour), result)
             case _:
                 pass
 
@@ -167,7 +193,7 @@ class Gossiper:
         question = self._open.get(neighbour)
         if question is not None and question.number == number:
             question.times += 1
-            effects.send(neighbour, Ask(number), row)
+            effects.send(neighbour, Ask(number, self.colour.own), row)
             # A neighbour that stays silent is asked again ever less often.
             effects.timer(self._patience * min(question.times, 10), ("late", neighbour, number))
 
@@ -193,29 +219,41 @@ class Gossiper:
     # -- being asked -------------------------------------------------------------------------------------------------
 
     def _on_message(self, sender: Name, message: Any, payload: Payload, effects: Effects) -> None:
+        if message.colour > self.colour.own:
+            self.colour.heard = max(self.colour.heard, message.colour)
+            if not self._paused:
+                self._held.append((sender, message, payload))
+                return
+            self.colour.miss(self.colour.heard)
         match message:
             case Ask(number):
                 self._on_ask(sender, number, payload, effects)
-            case Grant(number):
+            case Grant(number, colour):
                 if self._settle(sender, number):
                     self.met += 1
+                    self._moved[sender] += 1
                     effects.start(Move(payload))
-            case Refuse(number):
-                self.refused += self._settle(sender, number)
+                    self.colour.answered(sender, number, payload, colour, effects)
+            case Refuse(number, colour):
+                if self._settle(sender, number):
+                    self.refused += 1
+                    self.colour.answered(sender, number, None, colour, effects)
             case _:
                 pass
 
     def _on_ask(self, sender: Name, number: int, row: Payload, effects: Effects) -> None:
         decided = self._decided.get(sender)
-        if decided is not None and number < decided.number:
-            return  # An old question, long decided, that comes late.
+        if self._granting.get(sender) == number or (decided is not None and number < decided.number):
+            return  # It is being granted; or it is an old question, long decided, that comes late.
         if decided is not None and number == decided.number:
             _repeat(decided, sender, effects)
         elif self._must_refuse(sender):
-            self._decided[sender] = _Decision(number, None)
-            effects.send(sender, Refuse(number))
+            self._decided[sender] = _Decision(number, None, self.colour.own)
+            effects.send(sender, Refuse(number, self.colour.own))
         else:
-            effects.start(Meet(row), ("met", sender, number))
+            self._granting[sender] = number
+            self._granted[sender] = self._granted.get(sender, 0) + 1
+            effects.start(Meet(row), ("met", sender, number, self.colour.own))
 
     def _must_refuse(self, sender: Name) -> bool:
         """While a fresh question is open; of two that ask each other at once, one is granted."""
@@ -223,10 +261,29 @@ class Gossiper:
             return True
         return self._fresh is not None and (self._fresh != sender or self.name < sender)
 
+    # -- snapshots ---------------------------------------------------------------------------------------------------
+
+    def _turn(self, colour: int, clock: int, rests: int, effects: Effects) -> None:
+        """At a boundary: be cut, tell the neighbours, and go on with what was held until now."""
+        if colour <= self.colour.own:
+            effects.start(Record(0))
+            return
+        questions = {name: question.number for name, question in self._open.items()}
+        self.colour.turn(colour, clock, rests, self._granted, self._moved, questions, effects)
+        for name in self._living:
+            effects.send(name, Turn(colour))
+        self._open_held(effects)
+
+    def _open_held(self, effects: Effects) -> None:
+        held, self._held = self._held, []
+        for sender, message, payload in held:
+            self._on_message(sender, message, payload, effects)
+
     def _forget(self, name: Name) -> None:
         """A neighbour has died: it is asked no more, and what it owes is given up."""
         if name in self._living:
             self._living.remove(name)
+        self.colour.forget(name)
         self._decided.pop(name, None)
         question = self._open.get(name)
         if question is not None:
@@ -235,6 +292,6 @@ class Gossiper:
 
 def _repeat(decided: _Decision, asker: Name, effects: Effects) -> None:
     if decided.move is None:
-        effects.send(asker, Refuse(decided.number))
+        effects.send(asker, Refuse(decided.number, decided.colour))
     else:
-        effects.send(asker, Grant(decided.number), decided.move)
+        effects.send(asker, Grant(decided.number, decided.colour), decided.move)

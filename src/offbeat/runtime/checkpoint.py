@@ -27,6 +27,8 @@ from offbeat.runtime.trees import put_together, take_apart
 FORMAT = 1
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 _MANIFEST = "manifest.json"
+CERTIFICATE = "certificate.json"
+"""What a snapshot has beside, and other checkpoints have not."""
 _SHARED = "shared.safetensors"
 _OWN = "worker-"
 
@@ -39,11 +41,16 @@ class Checkpoints:
         self._group = group
         self._identity: dict[str, Any] = json.loads(json.dumps(dict(identity)))  # As it will be read: tuples are lists.
 
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What must be the same for a run to go on from one of them."""
+        return self._identity
+
     def save(self, step: int, shared: Mapping[str, Any], own: Mapping[str, Any], summary: Mapping[str, Any]) -> Path:
         """Write what worker 0 says is shared and what is each worker's own; all workers call this together."""
         leader = self._group.leader()
         leads = leader == self._group.rank
-        final = self._place(step)
+        final = _place_of(self.folder, step)
         draft = self.folder / f".draft-{step:09d}"
 
         def begin() -> None:
@@ -53,12 +60,13 @@ class Checkpoints:
 
         def write() -> None:
             if leads:
-                _write_state(draft / _SHARED, shared)
-            _write_state(draft / _file_of(self._group.rank), own)
+                write_state(draft / _SHARED, shared)
+            write_state(draft / file_of(self._group.rank), own)
 
         def publish() -> None:
+            nonlocal final
             if leads:
-                self._publish(draft, final, step, summary)
+                final = self._publish(draft, step, summary)
 
         for act in (begin, write, publish):
             failure = ""
@@ -70,11 +78,6 @@ class Checkpoints:
             if leader not in self._group.present:
                 break  # It has died: this one is given up, and the one before is still the newest.
         return final
-
-    def _place(self, step: int) -> Path:
-        """Where it goes: a step that is saved again comes beside the former, which stays until this one is there."""
-        taken = [attempt for known, attempt in map(_number, _all(self.folder)) if known == step]
-        return self.folder / (f"step-{step:09d}" + (f".{max(taken) + 1}" if taken else ""))
 
     def _agree(self, failure: str) -> None:
         """Go on only if no worker failed; all raise together, so that none is left waiting."""
@@ -88,22 +91,8 @@ class Checkpoints:
         who = ", ".join(str(rank) for rank, bad in zip(self._group.members, failed, strict=False) if bad)
         raise CheckpointError(f"a checkpoint could not be written (worker {who}): {failure or 'see its log'}.{tail}")
 
-    def _publish(self, draft: Path, final: Path, step: int, summary: Mapping[str, Any]) -> None:
-        names = sorted(file.name for file in draft.iterdir())
-        manifest = {
-            "format": FORMAT,
-            "step": step,
-            "workers": self._group.size,
-            "identity": self._identity,
-            "summary": dict(summary),
-            "files": {name: _fingerprint(draft / name) for name in names},
-        }
-        _write_text(draft / _MANIFEST, json.dumps(manifest | {"checksum": _digest(manifest)}, indent=1))
-        _sync_folder(draft)
-        draft.rename(final)
-        _sync_folder(self.folder)
-        for old in _all(self.folder)[:-1]:
-            shutil.rmtree(old, ignore_errors=True)
+    def _publish(self, draft: Path, step: int, summary: Mapping[str, Any]) -> Path:
+        return publish(draft, self.folder, step, self._group.size, self._identity, summary)
 
     def load(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """The newest checkpoint's shared state, this worker's own, and the summary; refuses one of another run."""
@@ -118,12 +107,17 @@ class Checkpoints:
                     f"{path} belongs to another run: its {key} is {theirs!r}, this run's is {mine!r}. "
                     f"Resume with the same {key}, or start a new run without --resume."
                 )
-        shared = _read_state(path / _SHARED, manifest)
-        return shared, self._own_state(path, manifest), manifest["summary"]
+        own = self._own_state(path, manifest)
+        if CERTIFICATE in manifest["files"]:
+            from offbeat.runtime.snapshots import put_in_place
+
+            put_in_place(path, own, self._group)
+            return {**own["replicas"], "others": own["others"]}, own, manifest["summary"]
+        return _read_state(path / _SHARED, manifest), own, manifest["summary"]
 
     def _own_state(self, path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
         """The state of this worker; one that had died before takes another's, but draws its own random numbers."""
-        name = _file_of(self._group.rank)
+        name = file_of(self._group.rank)
         others = sorted(file for file in manifest["files"] if file.startswith(_OWN))
         if name in manifest["files"] or self._group.rank >= manifest["workers"] or not others:
             return _read_state(path / name, manifest)
@@ -132,10 +126,55 @@ class Checkpoints:
         return own
 
 
+def _place_of(folder: Path, step: int) -> Path:
+    """Where it goes: a step that is saved again comes beside the former, which stays until this one is there."""
+    taken = [attempt for known, attempt in map(_number, _all(folder)) if known == step]
+    return folder / (f"step-{step:09d}" + (f".{max(taken) + 1}" if taken else ""))
+
+
+def publish(
+    draft: Path, folder: Path, step: int, workers: int, identity: Mapping[str, Any], summary: Mapping[str, Any]
+) -> Path:
+    """List what lies in a draft, move it to its place, and remove those before."""
+    names = sorted(file.name for file in draft.iterdir())
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        "workers": workers,
+        "identity": dict(identity),
+        "summary": dict(summary),
+        "files": {name: _fingerprint(draft / name) for name in names},
+    }
+    write_text(draft / _MANIFEST, json.dumps(manifest | {"checksum": digest(manifest)}, indent=1))
+    _sync_folder(draft)
+    final = _move(draft, folder, step)
+    _sync_folder(folder)
+    for old in _all(folder)[:-1]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def _move(draft: Path, folder: Path, step: int) -> Path:
+    """To its place; to the next one, if another process has just taken that for a snapshot of the same step."""
+    while True:
+        final = _place_of(folder, step)
+        try:
+            return draft.rename(final)
+        except OSError:
+            if not final.exists():
+                raise
+
+
 def newest(folder: Path) -> Path | None:
     """The newest complete checkpoint in a folder."""
     found = _all(folder)
     return found[-1] if found else None
+
+
+def newest_step(folder: Path) -> int:
+    """The step of the newest complete checkpoint in a folder; 0 if there is none."""
+    found = newest(folder)
+    return 0 if found is None else _number(found)[0]
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -144,7 +183,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest = cast("dict[str, Any]", json.loads((path / _MANIFEST).read_text()))
         files = dict(manifest["files"])
         known = manifest["format"]
-        whole = manifest.pop("checksum", None) == _digest(manifest) if known == FORMAT else True
+        whole = manifest.pop("checksum", None) == digest(manifest) if known == FORMAT else True
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} is damaged: its manifest cannot be read ({error}). Use an older checkpoint."
@@ -186,14 +225,20 @@ def _sweep(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _file_of(rank: int) -> str:
+def file_of(rank: int) -> str:
+    """What a worker's own file is called."""
     return f"{_OWN}{rank}.safetensors"
 
 
-def _write_state(path: Path, state: Mapping[str, Any]) -> None:
+def write_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write nested plain data and tensors."""
     tensors: dict[str, Any] = {}
-    data = take_apart(state, "state", tensors)
-    save_file(tensors, path, metadata={"data": json.dumps(data)})
+    write_tensors(path, tensors, {"data": json.dumps(take_apart(state, "state", tensors))})
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    """Write tensors and text, onto the disk."""
+    save_file(dict(tensors), path, metadata=dict(metadata))
     _sync_file(path)
 
 
@@ -205,13 +250,14 @@ def _read_state(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
         )
     try:
         tensors = load_file(path)
-        data = json.loads(_metadata(path)["data"])
+        data = json.loads(metadata_of(path)["data"])
         return cast("dict[str, Any]", put_together(data, tensors))
     except (SafetensorError, ValueError, KeyError, OSError, TypeError, StopIteration) as error:
         raise CheckpointError(f"{path} is damaged and cannot be read: {error}") from error
 
 
-def _metadata(path: Path) -> dict[str, str]:
+def metadata_of(path: Path) -> dict[str, str]:
+    """The text that stands beside the tensors of a file."""
     with safe_open(path, framework="pt") as file:
         return dict(file.metadata() or {})
 
@@ -222,12 +268,14 @@ def _fingerprint(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "blake2b": digest.hexdigest()}
 
 
-def _digest(manifest: Mapping[str, Any]) -> str:
+def digest(manifest: Mapping[str, Any]) -> str:
+    """A checksum of plain data."""
     as_read = json.loads(json.dumps(manifest))  # Where keys are text, whose order is not that of numbers.
     return hashlib.blake2b(json.dumps(as_read, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Write text, onto the disk."""
     with path.open("w") as file:
         file.write(text)
         file.flush()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from offbeat.errors import RunError, WaitError
 from offbeat.protocols.gossip import GO_ON, PAUSE, STEPPED, Ask, Gossiper, Meet, Message, Move, Read, Refuse
+from offbeat.protocols.gossip_cuts import GossipCut, Keep, Record, Recorded
 from offbeat.protocols.machine import NOTHING, Done, Effect, Event, Machine, Payload, Received, Send, Start
 from offbeat.runtime.group import Group
 from offbeat.runtime.messages import Codec, Endpoint, Inbox, address_in, drive, private_directory
@@ -65,6 +66,26 @@ class _Noted:
         self._recorder.stamp(int(mark), name, message.number)
 
 
+class _Cut:
+    """What is kept of a worker that is cut."""
+
+    def __init__(self, colour: int = 0, row: NDArray[Any] | None = None) -> None:
+        self.colour = colour
+        self.row: NDArray[Any] = np.empty(0) if row is None else row
+        self.moves: list[NDArray[Any]] = []
+        self.place: GossipCut | None = None
+        self.whole = threading.Event()
+        """Set when nothing more was under way."""
+
+
+class GossipRecord(NamedTuple):
+    """A worker's row when it was cut."""
+
+    colour: int
+    row: Tensor
+    made: _Cut
+
+
 class Chat:
     """A worker's row, and the thread that keeps it in talk with its neighbours; all workers make theirs together."""
 
@@ -83,6 +104,8 @@ class Chat:
         self._endpoint: Endpoint[Any] | None = None
         self._failure: BaseException | None = None
         self._folder = ""
+        self._turned = threading.Event()
+        self._cut = _Cut()
         self._thread = threading.Thread(target=self._talk, name="offbeat gossip", daemon=True)
         self._introduce()
 
@@ -146,6 +169,14 @@ class Chat:
                     return _payload(move)
                 case Move(by):
                     self._numbers -= self._of(by)
+                case Record(colour):
+                    self._cut = _Cut(colour, self._numbers.copy())
+                    self._turned.set()
+                case Keep(_, move):
+                    self._cut.moves.append(self._of(move).copy())
+                case Recorded(_, cut):
+                    self._cut.place = cut
+                    self._cut.whole.set()
                 case _:
                     pass
         return NOTHING
@@ -158,6 +189,31 @@ class Chat:
                 f"{self._numbers.nbytes:,}. All workers must train the same model."
             )
         return np.frombuffer(payload.handle, dtype=self._numbers.dtype)
+
+    # -- snapshots ---------------------------------------------------------------------------------------------------
+
+    @property
+    def due(self) -> bool:
+        """Whether a neighbour has been cut by a snapshot that this worker has not."""
+        return self.machine.colour.heard > self.machine.colour.own
+
+    def cut(self, clock: int, anew: bool) -> GossipRecord | None:
+        """Between two steps: be cut by the snapshot that is due, or by a new one; None if it is too late for that."""
+        if self._inbox is None:
+            return None
+        self._turned.clear()
+        colour = self.machine.colour.own + 1 if anew else 0
+        self._inbox.put(Done(("turn", colour, clock, self._group.calls)))
+        self._until(self._turned.is_set, "its own thread")
+        made = self._cut
+        return GossipRecord(made.colour, torch.from_numpy(made.row), made) if made.colour else None
+
+    def wait_for(self, made: _Cut) -> tuple[GossipCut, list[NDArray[Any]]] | None:
+        """All that was under way to this worker when it was so cut; None if that is never known."""
+        while not made.whole.wait(0.05):
+            if self._over.is_set() or self._failure is not None or made is not self._cut:
+                return None
+        return None if made.place is None else (made.place, made.moves)
 
     # -- the worker --------------------------------------------------------------------------------------------------
 

@@ -126,6 +126,11 @@ class Group:
         self._sent[0] = count
 
     @property
+    def calls(self) -> int:
+        """How often this worker has exchanged something with all others: in step they have all done so as often."""
+        return self._calls
+
+    @property
     def members(self) -> tuple[int, ...]:
         """Ranks of the workers that take part."""
         return tuple(range(self.size))

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.errors import CheckpointError
-from offbeat.runtime.checkpoint import Checkpoints
+from offbeat.runtime.checkpoint import Checkpoints, newest_step
 from offbeat.runtime.group import Group
 from offbeat.runtime.holdings import Holdings, Stateful
 from offbeat.runtime.loaders import Loader
+from offbeat.runtime.snapshots import Cut, CutWriter, discard
 
 _SHARE = 0.05
 """The share of a run's time that checkpoints at reports may take."""
@@ -32,6 +33,8 @@ class Memory:
         self._written_at = -1
         self._cost, self._since = 0.0, time.monotonic()
         self._asking: int | None = None
+        self._cuts = CutWriter()
+        self._wanted_at = -1
         self.due = False
         """Whether a checkpoint is to be written at the next boundary."""
 
@@ -67,9 +70,35 @@ class Memory:
             affordable = self._cost < _SHARE * (time.monotonic() - self._since)
             self.due = self.due or self._group.gather([float(affordable)], "a report")[0].item() > 0
 
+    def catch_up(self, steps: int, step: int) -> None:
+        """At a report, where all have met: a checkpoint is due if snapshots are two behind, as worker 0 says.
+
+        Where workers meet every few steps, snapshots between two meetings may not come about.
+        """
+        if self._checkpoints is not None:
+            behind = step // steps - newest_step(self._checkpoints.folder) // steps
+            self.due = self.due or self._group.gather([float(behind >= 2)], "a report")[0].item() > 0
+
     def every(self, steps: int | None, step: int) -> bool:
         """Whether a checkpoint is due at this step, or was at one that was made without this worker."""
         return steps is not None and step // steps > max(self._written_at, 0) // steps
+
+    def wants_snapshot(self, steps: int | None, step: int) -> bool:
+        """Whether a snapshot is to be asked for at this step, and was not yet."""
+        since = max(self._written_at, self._wanted_at, 0)
+        due = steps is not None and self._checkpoints is not None and step // steps > since // steps
+        if due:
+            self._wanted_at = step
+        return due
+
+    def publish_complete(self, at_end: bool = False) -> None:
+        """Publish the newest snapshot whose parts are all there, and leave older ones; at the end, all."""
+        if self._checkpoints is not None:
+            self._cuts.publish(self._checkpoints.folder, self._checkpoints.identity, at_end)
+
+    def close(self) -> None:
+        """Wait until what is being written is on the disk."""
+        self._cuts.close()
 
     def save(self, step: int, at_end: bool, **notes: Any) -> None:
         """Write a checkpoint, with some notes, unless this step has one; all workers together."""
@@ -79,20 +108,38 @@ class Memory:
         held = self._holdings
         held.find_schedulers()
         shared = {**held.replicas(), "others": held.other_states()}
-        own = {
-            "replicas": {} if self._replicated else held.replicas(),
-            "buffers": held.buffers(),
-            "trainable": held.trainable(),
-            "loaders": [loader.state_dict(at_end) for loader in held.loaders],
-            "loader": self._asking,
-            "things": {name: thing.state_dict() for name, thing in self._own.items()},
-            "notes": {"step": step, **notes},
-        }
+        things = {name: thing.state_dict() for name, thing in self._own.items()}
+        own = self._state({} if self._replicated else held.replicas(), things, at_end, step=step, **notes)
         self._checkpoints.save(step, shared, own, {"step": step})
         self.due = False
         self._written_at = step
         self._since = time.monotonic()
         self._cost = self._since - start
+
+    def _state(self, replicas: dict[str, Any], things: dict[str, Any], at_end: bool, **notes: Any) -> dict[str, Any]:
+        """What is this worker's own."""
+        held = self._holdings
+        return {
+            "replicas": replicas,
+            "buffers": held.buffers(),
+            "trainable": held.trainable(),
+            "loaders": [loader.state_dict(at_end) for loader in held.loaders],
+            "loader": self._asking,
+            "things": things,
+            "notes": notes,
+        }
+
+    def cut(self, cut: Cut, **notes: Any) -> None:
+        """Write this worker's part of a snapshot, beside the work that goes on."""
+        if self._checkpoints is None:
+            return
+        held = self._holdings
+        held.find_schedulers()
+        others = {name: thing.state_dict() for name, thing in self._own.items() if name != "exchange"}
+        # In the order in which they are put back.
+        things = {name: cut.state if name == "exchange" else others[name] for name in self._own}
+        own = self._state(held.replicas(), things, False, **notes) | {"others": held.other_states()}
+        self._cuts.write(self._checkpoints.folder, self._group.rank, cut, own)
 
     def give_back(self, models: int, optimizers: int, *names: str) -> None:
         """To what was just prepared (from these numbers on), and to these things: the state that they had."""
@@ -130,4 +177,6 @@ def open_memory(
 ) -> Memory:
     """The memory of a run that leaves its checkpoints in a folder; without one it forgets everything."""
     checkpoints = None if folder is None else Checkpoints(folder / "checkpoint", group, identity)
+    if checkpoints is not None and group.leads:
+        discard(checkpoints.folder)  # Parts that a run which was killed has left must not mix with new ones.
     return Memory(checkpoints, group, holdings, replicated)

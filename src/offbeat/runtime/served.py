@@ -51,6 +51,11 @@ class ServedGroup(Group):
         return not self.outside and self.rank == min(self.members, default=self.rank)
 
     @property
+    def meetings(self) -> int:
+        """How many meetings this worker has come to: all come to the same ones."""
+        return self._meetings
+
+    @property
     def present(self) -> tuple[int, ...]:
         """Who came to the last meeting: the same answer for all who did."""
         return self._present

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from offbeat.protocols.partition import mixed
 from offbeat.protocols.topology import Mixing
 from offbeat.runtime.gossiping import Chat
 from offbeat.runtime.group import Group
+from offbeat.runtime.snapshots import Cut, write_moves
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._parted import Parted
 from offbeat.strategies._rows import Rows
@@ -34,6 +36,7 @@ class Pairing(Parted):
         self._rows = Rows(())
         self._chat: Chat | None = None
         self._sent = 0
+        self._wanted = False
 
     def install(self, model: nn.Module) -> None:
         """Its parameters lie in the row; all models must be there when training begins."""
@@ -104,6 +107,38 @@ class Pairing(Parted):
         """What was sent to neighbours."""
         return self._sent + (0 if self._chat is None else self._chat.bytes_sent)
 
+    @property
+    def snapshots(self) -> bool:
+        """Once pairs meet."""
+        return self._chat is not None
+
+    @property
+    def publishes(self) -> bool:
+        """There is no coordinator: worker 0 looks whether all parts are there."""
+        return self._chat is not None and self.group.rank == 0
+
+    def want_snapshot(self) -> None:
+        """At the next boundary; neighbours hear of it."""
+        self._wanted = True
+
+    def cut(self, clock: int) -> Cut | None:
+        """The row, as it is between two moves; grants that are still to come are kept beside it."""
+        chat = self._chat
+        if chat is None or not (self._wanted or chat.due):
+            return None
+        self._catch_up(chat)
+        anew, self._wanted = self._wanted, False
+        found = chat.cut(clock, anew)
+        if found is None:
+            return None
+
+        def write_channel(folder: Path) -> None:
+            known = chat.wait_for(found.made)
+            if known is not None:
+                write_moves(folder, *known)
+
+        return Cut(found.colour, None, {"sent": self.payload(), "row": found.row}, None, write_channel)
+
     def state_dict(self) -> dict[str, Any]:
         """All rest, so that the parameters, which are kept with the model, are all there is to know."""
         with self._resting():
@@ -114,6 +149,8 @@ class Pairing(Parted):
         self._sent = int(state["sent"])
         if self._chat is not None:
             self._chat.pause()
+            if "row" in state:
+                self._rows.write([state["row"]])
             self._chat.start_from(self._rows.read()[0])
             self.group.barrier("the return to a checkpoint")
             self._chat.go_on()

@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -23,13 +24,14 @@ from offbeat.errors import StrategyError
 from offbeat.protocols.compression import AnyFormat
 from offbeat.protocols.partition import mixed
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.messages import PullReply, PushReply, Settings
+from offbeat.protocols.servers.messages import PullReply, Push, PushReply, Settings
 from offbeat.runtime.compression import Feedback
 from offbeat.runtime.group import Group
 from offbeat.runtime.served import ServedGroup
 from offbeat.runtime.servers.client import Client
-from offbeat.runtime.servers.numbers import KINDS, OPTIMIZERS, Recipe, first_state, settings_of
+from offbeat.runtime.servers.numbers import KINDS, OPTIMIZERS, Recipe, first_state, is_number, settings_of
 from offbeat.runtime.shared.segment import Segment
+from offbeat.runtime.snapshots import Cut
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._compressing import compressor
 from offbeat.strategies._worker import Exchange, averaged_buffers, closure_of
@@ -102,6 +104,8 @@ class Served(Exchange):
 
     replicated = True
     joins_late = True
+    cuttable: ClassVar[bool] = False
+    """Whether what a worker has of the servers' values between two steps can be read anew by one who goes on."""
 
     def __init__(self, group: Group, stopwatch: Stopwatch, strategy: Any, rule: Rule) -> None:
         super().__init__(group, stopwatch)
@@ -244,7 +248,9 @@ class Served(Exchange):
     def put(self, states: Sequence[NDArray[np.uint8]], version: int = 0, clock: int = 0) -> None:
         """The one who leads puts states on the servers; then all start from them."""
         if self.group.leads:
-            self.client.wait(self.client.load(states, version, clock), "putting the parameters on the servers")
+            self.client.wait(
+                self.client.load(states, [version] * len(states), clock), "putting the parameters on the servers"
+            )
         self.group.barrier("the parameters being on the servers")
         self.refresh()
 
@@ -371,7 +377,7 @@ class Served(Exchange):
             {
                 name: tuple(map(float, cast("Sequence[float]", value))) if isinstance(value, list) else float(value)
                 for name, value in group.items()
-                if _is_number(value)
+                if is_number(value)
             }
             for group in self.updater()[1]
         )
@@ -482,8 +488,48 @@ class Served(Exchange):
             self.client.wait(self.client.fetch(), "fetching the servers' state")
             self._taking = None
         self.group.barrier("the servers' state being fetched")
-        owed = [feedback.state_dict() for feedback in self._letters]
-        return {"clock": self.clock, "shards": [states[k] for k in sorted(states)], "letters": owed}
+        return {**self.own_state(), "shards": [states[k] for k in sorted(states)]}
+
+    # -- snapshots ---------------------------------------------------------------------------------------------------
+
+    @property
+    def snapshots(self) -> bool:
+        """Where every push is applied as it comes: a shard then holds no half of a step."""
+        return self.cuttable and not self.rule.aggregated and self.row is not None and self.optimizer is not None
+
+    def want_snapshot(self) -> None:
+        """Ask the coordinator."""
+        if not self.snapshots:
+            super().want_snapshot()
+        self.client.want_snapshot()
+
+    def cut(self, clock: int) -> Cut | None:
+        """What this worker owes is its own; what the shards hold they record themselves."""
+        del clock
+        if not self.snapshots or not self.client.snapshot_due():
+            return None
+        colour, place = self.client.turn(self.clock, self.served.meetings)
+        return Cut(colour, place, self.own_state(), partial(self.client.recorded, colour, place))
+
+    def own_state(self) -> dict[str, Any]:
+        """What this worker remembers by itself."""
+        return {"clock": self.clock, "letters": [feedback.state_dict() for feedback in self._letters]}
+
+    def _go_on(self, resumed: Mapping[str, Any]) -> None:
+        """From a snapshot: the one who leads puts the shards' states back, and each sends what it had under way."""
+        if self.group.leads:
+            states = [state.numpy() for state in resumed["states"]]
+            took = [tuple((int(w), int(n), int(c)) for w, n, c in of_shard) for of_shard in resumed["took"]]
+            token = self.client.load(states, resumed["versions"], 0, took)
+            self.client.wait(token, "putting the parameters on the servers")
+        self.group.barrier("the parameters being on the servers")
+        under_way = [
+            (int(shard), msgspec.convert(push, Push), None if numbers is None else numbers.numpy())
+            for shard, push, numbers in resumed["under_way"]
+        ]
+        self.client.wait(self.client.replay(resumed["sent"], under_way), "sending again what was under way")
+        self.group.barrier("all that was under way being there")
+        self.refresh()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put the shards' state back, and go on from that clock."""
@@ -494,18 +540,15 @@ class Served(Exchange):
             self.refresh()
             return
         self.clock = int(state["clock"])
-        states = [shard.numpy() for shard in state["shards"]]
         for feedback, own in zip(self._letters, state["letters"], strict=True):
             feedback.load_state_dict(own)
+        if "resumed" in state:
+            self._go_on(state["resumed"])
+            return
+        states = [shard.numpy() for shard in state["shards"]]
         self.put(states, self.clock, self.clock)
 
     def close(self) -> None:
         """Take the hooks off, and give the parameters memory of their own."""
         for handle in self._handles:
             handle.remove()
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(_is_number(item) for item in cast("list[Any]", value))
-    return isinstance(value, int | float) and not isinstance(value, bool)

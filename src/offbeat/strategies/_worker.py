@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offbeat.errors import StrategyError
+from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols.compression import Shapes
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.runtime.group import Group
+from offbeat.runtime.snapshots import Cut
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._base import Axis, Strategy
 from offbeat.strategies._compressing import Compressing
@@ -62,6 +63,29 @@ class Exchange(ABC):
 
     def begin(self) -> None:  # noqa: B027 - most strategies are ready when they have adopted a model
         """Everything in the first `prepare` is adopted, and a resumed model has its parameters: training begins."""
+
+    @property
+    def snapshots(self) -> bool:
+        """Whether the run can be recorded while it goes on: workers then do not meet for a checkpoint in between."""
+        return False
+
+    @property
+    def publishes(self) -> bool:
+        """Whether this worker is to publish snapshots whose parts are all there; else somebody else does."""
+        return False
+
+    def want_snapshot(self) -> None:
+        """Have the run recorded, as soon as everybody comes to a boundary."""
+        raise UsageError(
+            "this run's workers exchange in step, so there is nothing to record while they go on: use "
+            "team.checkpoint(). Snapshots are for server(consistency=ssp(s) or asp), downpour and "
+            "gossip(asynchronous=True)."
+        )
+
+    def cut(self, clock: int) -> Cut | None:
+        """At a boundary, after so many steps: be cut by a snapshot here, if one is due."""
+        del clock
+        return None
 
     def passed_over(self) -> int:
         """Steps that were made without this worker since it was last asked."""

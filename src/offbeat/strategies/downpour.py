@@ -76,6 +76,8 @@ class Downpour(Exchanging):
 class _Raining(Served):
     """Sums gradients, pushes the sum when it is due, and fetches when that is due."""
 
+    cuttable = True
+
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: Downpour) -> None:
         super().__init__(group, stopwatch, settings, Rule(None))
         self._every_push, self._every_fetch, self._warm = settings.push, settings.fetch, settings.warm
@@ -165,11 +167,10 @@ class _Raining(Served):
         if own is not None:
             cast("Row", self.row).values.copy_(own)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of all shards, and the sum that is not pushed yet."""
-        state = super().state_dict()
+    def own_state(self) -> dict[str, Any]:
+        """The sum that is not pushed yet, too."""
         accrued = None if self._filling is None else self.slots[self._filling].clone()
-        return state and {**state, "steps": self._steps, "accrued": accrued}
+        return {**super().own_state(), "steps": self._steps, "accrued": accrued}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put the shards' state back; between fetches the parameters are this worker's own, which it has already."""

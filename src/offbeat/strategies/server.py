@@ -173,6 +173,8 @@ class Server(Exchanging):
 class _Pushing(Served):
     """Pushes every step's gradient, and reads as the consistency demands."""
 
+    cuttable = True
+
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: Server) -> None:
         super().__init__(group, stopwatch, settings, rule_of(settings.consistency))
         self._settings_of_strategy = settings

@@ -12,7 +12,6 @@ and goes on from the clock that `Joined` names.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 from msgspec import structs
@@ -21,6 +20,7 @@ from offbeat.protocols.machine import NOTHING, Effect, Effects, Event, Name, Pay
 from offbeat.protocols.servers.coordinator import Changed
 from offbeat.protocols.servers.messages import (
     COORDINATOR,
+    Announce,
     ClusterView,
     Enter,
     Entered,
@@ -36,124 +36,39 @@ from offbeat.protocols.servers.messages import (
     Lost,
     Meet,
     Met,
+    Noted,
     Pull,
     PullReply,
     Push,
     PushReply,
-    Reply,
-    Request,
+    Recorded,
     Settings,
     Timing,
+    Turned,
     Viewed,
+    Want,
+    WorkerCut,
     worker_name,
 )
+from offbeat.protocols.servers.notices import (
+    Arrived,
+    Asked,
+    Completed,
+    Departed,
+    Joined,
+    Part,
+    Refreshed,
+)
+from offbeat.protocols.servers.requests import ASIDE, ENTERING, Requests, key_of
 
 TICK = "tick"
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What is pushed to one shard: numbers for [start, stop) of it; -1 is its end."""
-
-    shard: int
-    payload: Payload
-    start: int = 0
-    stop: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request under way: its token, that of the pull that follows it, and what is to be done for it."""
-
-    token: int
-    effects: Sequence[Effect]
-    pull: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """Values or state of one shard have come; the payload is to be copied now."""
-
-    token: int
-    shard: int
-    reply: PullReply | Fetched
-    payload: Payload
-
-
-@dataclass(frozen=True, slots=True)
-class Completed:
-    """All have answered."""
-
-    token: int
-    replies: tuple[tuple[int, Reply | Met], ...]
-    """Each with its shard, or -1 for the coordinator."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The deadline has passed, and these have not answered."""
-
-    token: int
-    waited_for: tuple[Name, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Refreshed:
-    """A shard has sent fresh values unasked; the payload is to be copied now."""
-
-    shard: int
-    fresh: Fresh
-    payload: Payload
-
-
-@dataclass(frozen=True, slots=True)
-class Departed:
-    """The worker was declared dead: nothing it has asked for will be answered, and that memory is not reused."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """The worker takes part, from this clock on."""
-
-    clock: int
-    told: tuple[float, ...] = ()
-    """What was brought to the meeting that let it in."""
-
-
-Notice = Arrived | Completed | Failed | Refreshed | Changed | Departed | Joined | Lost
-"""Work of a client: what its driver is told."""
-
-
-@dataclass(slots=True)
-class _Open:
-    """A request to one shard, or to the coordinator, that is not answered."""
-
-    token: int
-    shard: int
-    """-1: the coordinator."""
-    message: Request | Meet
-    payload: Payload
-    since: float
-    again_at: float
-    patience: float
-
-
-@dataclass(slots=True)
-class _Wait:
-    """What a token waits for."""
-
-    open: int = 0
-    replies: list[tuple[int, Reply | Met]] = field(default_factory=list[tuple[int, Reply | Met]])
-
-
+_Answer = PushReply | PullReply | Fetched | Entered
 _State = Literal["member", "gone", "joining", "entering", "leaving", "left"]
-_ENTERING = 0
-"""The token of a client's own requests, with which it enters."""
 
 
-class ClientMachine:
+class ClientMachine(Requests):
     """What a worker asks of servers and coordinator, and how it is one of many."""
 
     def __init__(
@@ -165,26 +80,18 @@ class ClientMachine:
         coordinator: Name = COORDINATOR,
         timing: Timing | None = None,
     ) -> None:
+        super().__init__(view, coordinator, timing or Timing())
         self.worker = worker
         self.name = worker_name(worker)
-        self.view = view
         self.known: dict[int, tuple[int, int]] = {}
         """Version and clock of the newest values that came, by shard."""
         self._process = process
-        self._coordinator = coordinator
-        self._timing = timing or Timing()
         self._life = view.life(worker) or 0
         self._state: _State = "gone" if view.life(worker) is None else "member"
         self._entered: dict[int, int] = {}
         self._patient = False
         self._told: tuple[float, ...] = ()
-        self._tokens = _ENTERING
-        self._numbers = 0
-        self._largest = 0
         self._pushes = [0] * len(view.primaries)
-        self._open: dict[tuple[str, int, int], _Open] = {}
-        self._waits: dict[int, _Wait] = {}
-        self._out = Effects()
 
     @property
     def member(self) -> bool:
@@ -211,10 +118,6 @@ class ClientMachine:
         """All shards."""
         return range(len(self.view.primaries))
 
-    def waited_for(self) -> tuple[Name, ...]:
-        """Who has not answered yet."""
-        return tuple(sorted({self._addressee(request.shard) for request in self._open.values()}))
-
     # What a driver asks for.
 
     def push(
@@ -236,6 +139,7 @@ class ClientMachine:
         ones, asks every shard at once for the values of the next step, under a token of its own.
         """
         token, pull = self._begin(), self._new_token() if final and then_pull else 0
+        colour = self._act(now)
         by_shard: dict[int, list[Part]] = {}
         for part in parts:
             by_shard.setdefault(part.shard, []).append(part)
@@ -257,6 +161,7 @@ class ClientMachine:
                     settings=settings,
                     version=self.known.get(shard, (0, 0))[0],
                     then_pull=self._expect_pull(pull, shard, clock + 1, now) if last and pull else 0,
+                    colour=colour,
                 )
                 self._request(token, shard, message, part.payload, now)
         return self._asked(token, pull)
@@ -283,12 +188,25 @@ class ClientMachine:
                 epoch=self.view.epoch,
                 clock=clock,
                 after=self._pushes[shard] - 1,
+                colour=self.colour.ask(),
             )
             self._request(token, shard, message, NOTHING, now)
         return self._asked(token)
 
-    def load(self, states: Iterable[Part], now: float, *, version: int, clock: int) -> Asked:
-        """Put back the states of shards; one worker does, before the first step."""
+    def load(
+        self,
+        states: Iterable[Part],
+        now: float,
+        *,
+        versions: Sequence[int],
+        clock: int,
+        took: Sequence[tuple[tuple[int, int, int], ...]] = (),
+    ) -> Asked:
+        """Put back the states of shards; one worker does, before the first step.
+
+        `took` has for each shard of which workers how many pushes are in the state, and their clocks: they go on
+        counting from there (`go_on_from`).
+        """
         token = self._begin()
         for state in states:
             message = Load(
@@ -296,8 +214,9 @@ class ClientMachine:
                 life=self._life,
                 number=self._next_push(state.shard),
                 epoch=self.view.epoch,
-                version=version,
+                version=versions[state.shard],
                 clock=clock,
+                took=took[state.shard] if took else (),
             )
             self._request(token, state.shard, message, state.payload, now)
         return self._asked(token)
@@ -306,9 +225,84 @@ class ClientMachine:
         """Come to a meeting of all live workers; `what` must be new in this run. It may let in those who wait."""
         token = self._begin()
         message = Meet(
-            worker=self.worker, life=self._life, number=self._next_number(), what=what, values=values, admits=admits
+            worker=self.worker,
+            life=self._life,
+            number=self._next_number(),
+            what=what,
+            values=values,
+            admits=admits,
+            colour=self._act(now),
         )
         self._request(token, -1, message, NOTHING, now)
+        return self._asked(token)
+
+    # Snapshots.
+
+    def want_snapshot(self) -> Sequence[Effect]:
+        """Ask for a snapshot of the run."""
+        self._out = Effects()
+        self._out.send(self._coordinator, Want(self.worker))
+        return self._out.done
+
+    def turn(self, now: float, *, clock: int, meetings: int) -> tuple[WorkerCut, Sequence[Effect]]:
+        """At a boundary where a snapshot is due (`colour.due`): be cut here. The state is to be recorded now."""
+        self._out = Effects()
+        seen = self.colour.turn(self.known)
+        cut = WorkerCut(
+            worker=self.worker,
+            life=self._life,
+            clock=clock,
+            pushes=tuple(self._pushes),
+            seen=tuple(seen.get(shard, -1) for shard in self.shards),
+            meetings=meetings,
+        )
+        for shard in self.shards:
+            message = Turned(
+                worker=self.worker,
+                life=self._life,
+                number=self._next_number(),
+                epoch=self.view.epoch,
+                colour=self.colour.own,
+                pushes=self._pushes[shard],
+            )
+            self._request(ASIDE, shard, message, NOTHING, now)
+        return cut, self._out.done
+
+    def recorded(self, colour: int, cut: WorkerCut | None, now: float) -> Sequence[Effect]:
+        """The state of that cut is written down; or, without a cut, there is none."""
+        self._out = Effects()
+        self._say_recorded(colour, cut, now)
+        return self._out.done
+
+    def _say_recorded(self, colour: int, cut: WorkerCut | None, now: float) -> None:
+        message = Recorded(worker=self.worker, life=self._life, number=self._next_number(), colour=colour, cut=cut)
+        self._request(ASIDE, -1, message, NOTHING, now)
+
+    def _act(self, now: float) -> int:
+        """The colour of what is sent now and changes others; if that is too early for a snapshot, it is said."""
+        missed = self.colour.missed
+        colour = self.colour.act()
+        if self.colour.missed > missed:
+            self._say_recorded(self.colour.missed, None, now)
+        return colour
+
+    def replay(self, pushes: Sequence[int], under_way: Iterable[tuple[int, Push, Payload]], now: float) -> Asked:
+        """Go on from a snapshot, in which so many pushes to each shard were sent: send again what was under way.
+
+        Each goes to its shard under the number that it had, so that one that is in the values is not applied again.
+        """
+        token = self._begin()
+        self._pushes = list(pushes)
+        for shard, push, payload in under_way:
+            message = structs.replace(
+                push,
+                worker=self.worker,
+                life=self._life,
+                epoch=self.view.epoch,
+                then_pull=0,
+                colour=self._act(now),
+            )
+            self._request(token, shard, message, payload, now)
         return self._asked(token)
 
     def join(self, patient: bool = False) -> Sequence[Effect]:
@@ -343,11 +337,15 @@ class ClientMachine:
     def _received(self, event: Received, now: float) -> None:
         message, payload = event.message, event.payload
         match message:
+            case Noted():
+                self._open.pop(key_of(message, -1), None)
+            case Announce() if event.sender == self._coordinator:
+                self.colour.announced = max(self.colour.announced, message.colour)
             case PushReply() | PullReply() | Fetched() | Entered():
                 if message.life == self._life:
                     self._answered(event.sender, message, payload, now)
             case Met():
-                self._met(message)
+                self._met(message, now)
             case Fresh():
                 self._fresh(event.sender, message, payload)
             case Fenced() if message.epoch > self.view.epoch:
@@ -385,11 +383,6 @@ class ClientMachine:
 
     # Requests.
 
-    def _new_token(self) -> int:
-        self._tokens += 1
-        self._waits[self._tokens] = _Wait()
-        return self._tokens
-
     def _begin(self) -> int:
         self._out = Effects()
         return self._new_token()
@@ -408,14 +401,6 @@ class ClientMachine:
         self._pushes[shard] += 1
         return self._pushes[shard] - 1
 
-    def expect(self, nbytes: int) -> None:
-        """Payloads of so many bytes are to be borne with."""
-        self._largest = max(self._largest, nbytes)
-
-    def _next_number(self) -> int:
-        self._numbers += 1
-        return self._numbers
-
     def _pull_for(self, shard: int, clock: int, newer_than: int = -1) -> Pull:
         return Pull(
             worker=self.worker,
@@ -425,6 +410,7 @@ class ClientMachine:
             clock=clock,
             newer_than=newer_than,
             after=self._pushes[shard] - 1,
+            colour=self.colour.ask(),
         )
 
     def _expect_pull(self, token: int, shard: int, clock: int, now: float) -> int:
@@ -433,56 +419,19 @@ class ClientMachine:
         self._enlist(token, shard, message, NOTHING, now)
         return message.number
 
-    def _enlist(self, token: int, shard: int, message: Request | Meet, payload: Payload, now: float) -> None:
-        self.expect(payload.nbytes)
-        patience = self._timing.patience(self._largest)
-        key = _key(message, shard)
-        self._open[key] = _Open(token, shard, message, payload, now, now + patience, patience)
-        if token in self._waits:
-            self._waits[token].open += 1
-
-    def _request(self, token: int, shard: int, message: Request | Meet, payload: Payload, now: float) -> None:
-        self._enlist(token, shard, message, payload, now)
-        self._send(shard, message, payload)
-
-    def _addressee(self, shard: int) -> Name:
-        return self._coordinator if shard < 0 else self.view.primaries[shard]
-
-    def _send(self, shard: int, message: Request | Meet, payload: Payload) -> None:
-        """Send to whoever serves the shard, if anyone does."""
-        if addressee := self._addressee(shard):
-            self._out.send(addressee, message, payload)
-
-    def _again(self, request: _Open, now: float) -> None:
-        request.patience = min(2 * request.patience, self._timing.longest_patience(self._largest))
-        request.again_at = now + request.patience
-        message = request.message
-        if isinstance(message, Push):
-            message = structs.replace(message, epoch=self.view.epoch, then_pull=0)
-        elif not isinstance(message, Meet):
-            message = structs.replace(message, epoch=self.view.epoch)
-        self._send(request.shard, message, request.payload)
-
-    def _give_up(self, token: int) -> None:
-        names = {self._addressee(request.shard) for request in self._open.values() if request.token == token}
-        self._open = {key: request for key, request in self._open.items() if request.token != token}
-        self._waits.pop(token, None)
-        if token == _ENTERING:
-            self._state = "gone"
-        self._out.start(Failed(token, tuple(sorted(names))))
-
-    def _answered(self, sender: Name, reply: Reply, payload: Payload, now: float) -> None:
+    def _answered(self, sender: Name, reply: _Answer, payload: Payload, now: float) -> None:
         if sender not in self.view.primaries:
             return
         shard = self.view.primaries.index(sender)
         if isinstance(reply, PullReply) and reply.pushed is not None:
             self._answered(sender, reply.pushed, NOTHING, now)
-        request = self._open.pop(_key(reply, shard), None)
+        request = self._open.pop(key_of(reply, shard), None)
         if request is None:
             return
         if isinstance(reply, Entered):
             self._enter_on(shard, reply, now)
             return
+        self.colour.hear(reply.colour, self.known)
         if isinstance(reply, PullReply):
             reply = self._newest(shard, reply)
         if isinstance(reply, PullReply | Fetched):
@@ -498,26 +447,19 @@ class ClientMachine:
         self.known[shard] = (reply.version, reply.clock)
         return reply
 
-    def _finish(self, request: _Open, reply: Reply | Met) -> None:
-        token = request.token
-        wait = self._waits.get(token)
-        if wait is None:
-            return
-        wait.open -= 1
-        wait.replies.append((request.shard, reply))
-        if not wait.open:
-            del self._waits[token]
-            self._out.start(Completed(token, tuple(wait.replies)))
-
-    def _met(self, message: Met) -> None:
-        request = self._open.pop(_key(message, -1), None) if message.life == self._life else None
+    def _met(self, message: Met, now: float) -> None:
+        request = self._open.pop(key_of(message, -1), None) if message.life == self._life else None
         if request is not None:
+            self.colour.hear(message.colour, self.known)
+            self._act(now)
             self._finish(request, message)
 
     def _fresh(self, sender: Name, fresh: Fresh, payload: Payload) -> None:
         if sender not in self.view.primaries:
             return
         shard = self.view.primaries.index(sender)
+        if fresh.colour > self.colour.own:
+            return  # From after a cut that is still to come here: who needs values asks for them.
         if fresh.version > self.known.get(shard, (-1, 0))[0]:
             self.known[shard] = (fresh.version, fresh.clock)
             self._out.start(Refreshed(shard, fresh, payload))
@@ -547,6 +489,9 @@ class ClientMachine:
         admitted = self._state == "joining" and message.process == self._process
         return message.view.epoch > self.view.epoch or (admitted and message.view.epoch == self.view.epoch)
 
+    def _given_up_entering(self) -> None:
+        self._state = "gone"
+
     def _forget_all(self) -> None:
         self._open.clear()
         self._waits.clear()
@@ -573,7 +518,7 @@ class ClientMachine:
         message = Enter(
             worker=self.worker, life=self._life, number=self._next_number(), epoch=self.view.epoch, clock=clock
         )
-        self._request(_ENTERING, shard, message, NOTHING, now)
+        self._request(ENTERING, shard, message, NOTHING, now)
 
     def _enter_on(self, shard: int, reply: Entered, now: float) -> None:
         self._entered[shard] = reply.clock
@@ -586,9 +531,3 @@ class ClientMachine:
         if not behind:
             self._state = "member"
             self._out.start(Joined(clock, self._told))
-
-
-def _key(message: Request | Meet | Reply | Met, shard: int) -> tuple[str, int, int]:
-    """Pushes are numbered for each shard, all else for each worker."""
-    pushed = isinstance(message, Push | Load | PushReply)
-    return ("push", shard, message.number) if pushed else ("ask", -1, message.number)

@@ -23,10 +23,15 @@ from offbeat.protocols.servers.messages import (
     Lost,
     Meet,
     Met,
+    Noted,
+    Recorded,
+    ShardRecorded,
     Timing,
     Viewed,
+    Want,
     worker_name,
 )
+from offbeat.protocols.servers.snapshots import Snapshots
 
 TICK = "tick"
 
@@ -50,6 +55,8 @@ class _Meeting:
     waiting: dict[int, Meet] = field(default_factory=dict[int, Meet])
     """Whom to answer."""
     over: bool = False
+    colour: int = 0
+    """The newest of those who have come."""
     joining: tuple[int, ...] = ()
     """Workers that waited to join when all had come."""
 
@@ -64,6 +71,8 @@ class CoordinatorMachine:
         """Shards that have no replica left."""
         self.waiting: dict[int, int] = {}
         """Workers that wait to be let in, and their processes."""
+        self.snapshots = Snapshots()
+        """What is recorded of the run while it goes on."""
         self._told: dict[int, tuple[float, ...]] = {}
         self._timing = timing or Timing()
         self._lives = view.members
@@ -107,6 +116,15 @@ class CoordinatorMachine:
                 self._leave(sender, message)
             case Meet() if sender == worker_name(message.worker):
                 self._meet(message)
+            case Want():
+                self.snapshots.want()
+                self._look_at_snapshots(now)
+            case Recorded() if sender == worker_name(message.worker):
+                self._out.send(sender, Noted(life=message.life, number=message.number))
+                self.snapshots.recorded(message, self.view, self._out)
+            case ShardRecorded():
+                self._out.send(sender, Noted(number=message.colour))
+                self.snapshots.recorded_shard(sender, message, self.view, self._out)
             case _:
                 pass
 
@@ -135,6 +153,11 @@ class CoordinatorMachine:
             # Without them nobody could go on; they may have been stopped together, and come back.
             silent = [name for name in silent if name in self.view.servers]
         self._bury(silent)
+        self._look_at_snapshots(now)
+
+    def _look_at_snapshots(self, now: float) -> None:
+        meeting = any(meeting.waiting for meeting in self._meetings.values() if not meeting.over)
+        self.snapshots.look(self.view, meeting, now, self._out)
 
     def _is_silent(self, name: Name, now: float) -> bool:
         if name not in self._heard:
@@ -234,6 +257,7 @@ class CoordinatorMachine:
         meeting.waiting[message.worker] = message
         if not meeting.over:
             meeting.values[message.worker] = message.values
+            meeting.colour = max(meeting.colour, message.colour)
         self._conclude(message.what)
 
     def _conclude(self, what: str) -> None:
@@ -248,7 +272,13 @@ class CoordinatorMachine:
         answered, meeting.waiting = meeting.waiting, {}
         for worker, asked in answered.items():
             met = Met(
-                life=asked.life, number=asked.number, what=what, ranks=ranks, values=values, waiting=meeting.joining
+                life=asked.life,
+                number=asked.number,
+                what=what,
+                ranks=ranks,
+                values=values,
+                waiting=meeting.joining,
+                colour=meeting.colour,
             )
             self._out.send(worker_name(worker), met)
         if any(asked.admits for asked in answered.values()):

@@ -99,6 +99,8 @@ class Push(Struct, frozen=True, tag=True, kw_only=True):
     """Version of the values it was computed from."""
     then_pull: int = 0
     """Number of a pull, for the next step, that is to follow at once; 0: none."""
+    colour: int = 0
+    """The newest snapshot that its sender has been cut by; see `snapshots`."""
 
 
 class PushReply(Struct, frozen=True, tag=True, kw_only=True):
@@ -113,6 +115,7 @@ class PushReply(Struct, frozen=True, tag=True, kw_only=True):
     clock: int
     """Steps that are complete; a worker whose push was late goes on from there."""
     epoch: int
+    colour: int = 0
 
 
 class Pull(Struct, frozen=True, tag=True, kw_only=True):
@@ -127,6 +130,7 @@ class Pull(Struct, frozen=True, tag=True, kw_only=True):
     """Version that the reader has: if there is no newer one, no values are sent."""
     after: int = -1
     """Number of the reader's own push that must be in it (read-my-writes); -1: none."""
+    colour: int = 0
 
 
 class PullReply(Struct, frozen=True, tag=True, kw_only=True):
@@ -142,6 +146,7 @@ class PullReply(Struct, frozen=True, tag=True, kw_only=True):
     pushed: PushReply | None = None
     """What became of the push that asked for this pull, where it was not yet said."""
     epoch: int
+    colour: int = 0
 
 
 class Fresh(Struct, frozen=True, tag=True, kw_only=True):
@@ -150,6 +155,7 @@ class Fresh(Struct, frozen=True, tag=True, kw_only=True):
     version: int
     clock: int
     epoch: int
+    colour: int = 0
 
 
 class Fetch(Struct, frozen=True, tag=True, kw_only=True):
@@ -162,6 +168,7 @@ class Fetch(Struct, frozen=True, tag=True, kw_only=True):
     clock: int = 0
     """Steps that must be complete."""
     after: int = -1
+    colour: int = 0
 
 
 class Fetched(Struct, frozen=True, tag=True, kw_only=True):
@@ -172,6 +179,7 @@ class Fetched(Struct, frozen=True, tag=True, kw_only=True):
     version: int
     clock: int
     epoch: int
+    colour: int = 0
 
 
 class Load(Struct, frozen=True, tag=True, kw_only=True):
@@ -183,6 +191,8 @@ class Load(Struct, frozen=True, tag=True, kw_only=True):
     epoch: int = 0
     version: int
     clock: int
+    took: tuple[tuple[int, int, int], ...] = ()
+    """Workers whose pushes go on under the numbers they had: each with how many are in the state, and its clock."""
 
 
 class Enter(Struct, frozen=True, tag=True, kw_only=True):
@@ -307,6 +317,7 @@ class Meet(Struct, frozen=True, tag=True, kw_only=True):
     values: tuple[float, ...] = ()
     admits: bool = False
     """When all have come, those who wait to join are let in."""
+    colour: int = 0
 
 
 class Met(Struct, frozen=True, tag=True, kw_only=True):
@@ -321,12 +332,90 @@ class Met(Struct, frozen=True, tag=True, kw_only=True):
     """What each brought, in that order."""
     waiting: tuple[int, ...] = ()
     """Workers that waited to join when all had come: the same for all who hear of this meeting."""
+    colour: int = 0
+    """The newest of those who came."""
 
 
-Request = Push | Pull | Fetch | Load | Enter
+class Want(Struct, frozen=True, tag=True):
+    """A worker asks for a snapshot; while one is being taken, that is the one."""
+
+    worker: int
+
+
+class Announce(Struct, frozen=True, tag=True):
+    """A snapshot is being taken: at your next boundary record your state, and go on in this colour."""
+
+    colour: int
+
+
+class Turned(Struct, frozen=True, tag=True, kw_only=True):
+    """A worker has recorded its state: so many of its pushes to this shard belong to it."""
+
+    worker: int
+    life: int = 0
+    number: int
+    epoch: int = 0
+    colour: int
+    pushes: int
+
+
+class WorkerCut(Struct, frozen=True, kw_only=True):
+    """Where a worker was cut."""
+
+    worker: int
+    life: int = 0
+    clock: int
+    """Steps it had finished."""
+    pushes: tuple[int, ...]
+    """How many it had sent to each shard."""
+    seen: tuple[int, ...]
+    """The newest version of each shard that it had heard of; -1: none."""
+    meetings: int = 0
+    """How many meetings it had come from."""
+
+
+class ShardCut(Struct, frozen=True, kw_only=True):
+    """Where a shard was cut, and what was under way to it."""
+
+    shard: int
+    version: int
+    taken: tuple[tuple[int, int, int, int], ...]
+    """Of each worker: its number, its life, how many of its pushes were in the values, its clock."""
+    in_flight: tuple[tuple[int, int], ...] = ()
+    """Pushes from before their worker's cut that came after the shard's, in order: worker and number."""
+
+
+class Recorded(Struct, frozen=True, tag=True, kw_only=True):
+    """A worker has written its part of a snapshot; without a cut: it has missed its place, and there can be none."""
+
+    worker: int
+    life: int = 0
+    number: int
+    epoch: int = 0
+    colour: int
+    cut: WorkerCut | None = None
+
+
+class ShardRecorded(Struct, frozen=True, tag=True, kw_only=True):
+    """A shard has written its part, with all that was under way to it."""
+
+    colour: int
+    epoch: int
+    cut: ShardCut
+
+
+class Noted(Struct, frozen=True, tag=True, kw_only=True):
+    """It was heard, and need not be said again."""
+
+    life: int = 0
+    number: int
+    """Of the request; what a shard has recorded goes by its colour."""
+
+
+Request = Push | Pull | Fetch | Load | Enter | Turned
 """What a worker asks of a shard's primary."""
 
-Reply = PushReply | PullReply | Fetched | Entered
+Reply = PushReply | PullReply | Fetched | Entered | Noted
 
 Message = (
     Request
@@ -343,6 +432,10 @@ Message = (
     | Lost
     | Meet
     | Met
+    | Want
+    | Announce
+    | Recorded
+    | ShardRecorded
 )
 """All that travels on this plane: what the codec decodes."""
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from offbeat.protocols.machine import NOTHING, Done, Effect, Effects, Event, Name, Payload, Received, Timer
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import (
@@ -32,6 +34,7 @@ from offbeat.protocols.servers.messages import (
     Heartbeat,
     Load,
     Members,
+    Noted,
     Pull,
     PullReply,
     Push,
@@ -41,11 +44,13 @@ from offbeat.protocols.servers.messages import (
     Replicated,
     Request,
     Timing,
+    Turned,
     Viewed,
     worker_name,
 )
 from offbeat.protocols.servers.replication import Feed, Log
 from offbeat.protocols.servers.shard import Answer, Ask, Outcome, Shard
+from offbeat.protocols.servers.snapshots import ShardColour
 
 STASH = 1024
 """Messages from an epoch to come that are kept until it has come; more are dropped, and will be sent again."""
@@ -80,6 +85,7 @@ class _Reading:
     asks: list[tuple[Ask, PushReply | None]]
     fresh: tuple[int, ...] = ()
     """Workers who have not asked, and get it all the same."""
+    colour: int = 0
 
 
 @dataclass(slots=True)
@@ -116,6 +122,8 @@ class ServerMachine:
         self.shard = Shard(rule, view)
         """What this replica holds; for looking at."""
         self.view = view
+        self.colour = ShardColour(shard)
+        """Which snapshots it has been cut by."""
         self._coordinator = coordinator
         self._timing = timing or Timing()
         self._inspect = inspect
@@ -177,13 +185,16 @@ class ServerMachine:
                 self._hand_out(self._readings.pop(token), event.result)
             case Done(token=("inspect", int(token))):
                 self._inspected(token, event.result, now)
+            case Done(token=("written", int(colour), cut)) if event.result:
+                self.colour.written(colour, cut, self.view.epoch)
+                self.colour.report(self._coordinator, self._out)
             case _:
                 pass
 
     def _received(self, event: Received, now: float) -> None:
         message = event.message
         match message:
-            case Push() | Pull() | Fetch() | Load() | Enter():
+            case Push() | Pull() | Fetch() | Load() | Enter() | Turned():
                 self._request(event, message, now)
             case Replicate():
                 self._replicate(event, message)
@@ -192,6 +203,8 @@ class ServerMachine:
                 self._advance(now)
             case Fenced() | Gone():
                 self._fenced(message)
+            case Noted() if event.sender == self._coordinator:
+                self.colour.heard(message.number)
             case Viewed() if event.sender == self._coordinator and message.view.epoch > self.view.epoch:
                 self._change(message.view, now)
             case _:
@@ -202,6 +215,7 @@ class ServerMachine:
     def _tick(self, now: float) -> None:
         self._out.timer(self._timing.heartbeat, TICK)
         self._sign_of_life()
+        self.colour.report(self._coordinator, self._out)
         if self.serving:
             for backup, index in self._feed.overdue(self._timing.patience(self._largest), now):
                 self._send_entry(backup, index)
@@ -224,6 +238,7 @@ class ServerMachine:
         self.view = view
         self._fence = max(self._fence, view.epoch)
         self._ahead.clear()
+        self.colour.give_up()
         if self.name not in (view.primaries[self.number], *view.backups[self.number]):
             self._retired = True
             return
@@ -274,7 +289,9 @@ class ServerMachine:
         while self._applied < self._known_committed:
             entry, payload = self._log[self._applied]
             self._applied += 1
-            self._tell(self._apply(entry, payload))
+            outcome = self._apply(entry, payload)
+            self._after(entry, payload)
+            self._tell(outcome)
         self._log.forget(self._known_committed)
         if unsettled and self._known_committed >= self._settled_at:
             self._open_stash(now)
@@ -289,6 +306,24 @@ class ServerMachine:
         for work in outcome.works:
             self._out.start(work)
         return outcome
+
+    def _after(self, entry: Entry, payload: Payload) -> None:
+        """What the primary does beside applying an entry, before anybody is told."""
+        if isinstance(entry, Load):
+            self._door = _Door()  # Pushes may go on under other numbers.
+        elif isinstance(entry, Refused):
+            self.colour.applied(structs.replace(entry.push, start=0, stop=0), NOTHING, self._out)
+        elif isinstance(entry, Push):
+            self.colour.applied(entry, payload, self._out)
+        self.colour.complete(self._taken(), self._out)
+
+    def _taken(self) -> dict[int, tuple[int, int, int]]:
+        """Of each worker that takes part: its life, how many of its pushes are in the values, and its clock."""
+        shard, known = self.shard, self.shard.members
+        return {
+            who: (life, shard.expected(who), shard.clock(who)) if known.get(who) == life else (life, 0, 0)
+            for who, life in self.view.members.items()
+        }
 
     def _replicate(self, event: Received, message: Replicate) -> None:
         if message.epoch < self._fence:
@@ -328,10 +363,21 @@ class ServerMachine:
             self._keep_for_later(event)
         elif isinstance(message, Enter):
             self._append(message, NOTHING, now)
+        elif isinstance(message, Turned):
+            self._turn(message.colour)
+            self.colour.told(message)
+            self._out.send(event.sender, Noted(life=message.life, number=message.number))
+            self.colour.complete(self._taken(), self._out)
         elif isinstance(message, Push | Load):
             self._at_the_door(message, event.payload, now)
         else:
+            self._turn(message.colour)
             self._ask(message, now)
+
+    def _turn(self, colour: int) -> None:
+        """Be cut before the first message of a new colour is handled."""
+        if colour > self.colour.own:
+            self.colour.turn(colour, self.shard.version, self._taken(), self._out)
 
     def _ask(self, ask: Ask, now: float) -> None:
         if self.shard.skips(ask):
@@ -340,6 +386,8 @@ class ServerMachine:
             self._read([(ask, None)])
 
     def _at_the_door(self, push: Push | Load, payload: Payload, now: float) -> None:
+        if isinstance(push, Push):
+            self._turn(push.colour)
         who = (push.worker, push.life)
         expected = self._expected(*who)
         if push.number < expected:
@@ -394,7 +442,8 @@ class ServerMachine:
         """The pull that a push asked for along with it."""
         if not answer.then_pull:
             return None
-        return Pull(worker=answer.worker, life=answer.life, number=answer.then_pull, clock=answer.step + 1)
+        number, colour = answer.then_pull, self.colour.own
+        return Pull(worker=answer.worker, life=answer.life, number=number, clock=answer.step + 1, colour=colour)
 
     def _push_reply(self, answer: Answer) -> PushReply:
         return PushReply(
@@ -405,6 +454,7 @@ class ServerMachine:
             version=self.shard.version,
             clock=self.shard.minimum,
             epoch=self.view.epoch,
+            colour=self.colour.own,
         )
 
     def _reply(self, answer: Answer) -> None:
@@ -416,15 +466,15 @@ class ServerMachine:
 
     def _read(self, asks: list[tuple[Ask, PushReply | None]], *, fresh: bool = False) -> None:
         """Read once for all who are due, apart from those who have this version."""
-        version, clock = self.shard.version, self.shard.minimum
-        values, states = _Reading(version, clock, []), _Reading(version, clock, [])
+        version, clock, colour = self.shard.version, self.shard.minimum, self.colour.own
+        values, states = (_Reading(version, clock, [], colour=colour) for _ in range(2))
         for ask, pushed in asks:
             if isinstance(ask, Fetch):
                 states.asks.append((ask, pushed))
             elif ask.newer_than < version:
                 values.asks.append((ask, pushed))
             else:
-                self._out.send(worker_name(ask.worker), self._pull_reply(ask, version, clock, pushed, unchanged=True))
+                self._out.send(worker_name(ask.worker), self._pull_reply(ask, values, pushed, unchanged=True))
         if fresh:
             asking = {ask.worker for ask, _ in values.asks}
             values.fresh = tuple(worker for worker in self.shard.members if worker not in asking)
@@ -439,27 +489,28 @@ class ServerMachine:
         self._out.start(Read(state), ("read", self._tokens))
 
     def _hand_out(self, reading: _Reading, payload: Payload) -> None:
-        version, clock, epoch = reading.version, reading.clock, self.view.epoch
+        told = {"version": reading.version, "clock": reading.clock, "epoch": self.view.epoch, "colour": reading.colour}
         for ask, pushed in reading.asks:
             if isinstance(ask, Pull):
-                message = self._pull_reply(ask, version, clock, pushed)
+                message = self._pull_reply(ask, reading, pushed)
             else:
-                message = Fetched(life=ask.life, number=ask.number, version=version, clock=clock, epoch=epoch)
+                message = Fetched(life=ask.life, number=ask.number, **told)
             self._out.send(worker_name(ask.worker), message, payload)
         for worker in reading.fresh:
-            self._out.send(worker_name(worker), Fresh(version=version, clock=clock, epoch=epoch), payload)
+            self._out.send(worker_name(worker), Fresh(**told), payload)
 
     def _pull_reply(
-        self, ask: Pull, version: int, clock: int, pushed: PushReply | None, *, unchanged: bool = False
+        self, ask: Pull, reading: _Reading, pushed: PushReply | None, *, unchanged: bool = False
     ) -> PullReply:
         return PullReply(
             life=ask.life,
             number=ask.number,
-            version=version,
-            clock=clock,
+            version=reading.version,
+            clock=reading.clock,
             unchanged=unchanged,
             pushed=pushed,
             epoch=self.view.epoch,
+            colour=reading.colour,
         )
 
     def _watch_the_time(self) -> None:

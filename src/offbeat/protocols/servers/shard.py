@@ -169,6 +169,10 @@ class Shard:
         """The number of the worker's next push: they are taken in order, so that `last` is last."""
         return self._next[worker]
 
+    def clock(self, worker: int) -> int:
+        """Steps that a worker has finished, as far as its pushes say."""
+        return self._clocks.get(worker) or 0
+
     def knows(self, worker: int, life: int, number: int) -> bool:
         """Whether this push has been met before."""
         return self._members.get(worker) == life and number < self._next[worker]
@@ -341,6 +345,10 @@ class Shard:
         outcome.works.append(Restore(payload, load.version))
         self._settle(load, payload, outcome, "applied")
         self._clocks = Clocks(self._clocks.workers, load.clock)
+        for worker, pushes, clock in load.took:
+            if worker in self._clocks:
+                self._clocks.join(worker, clock)
+                self._next[worker] = pushes
         self._completed = load.clock
         self._weight, self._overdue = 0.0, False
 

@@ -21,18 +21,8 @@ from numpy.typing import NDArray
 
 from offbeat.errors import RunError, StrategyError, WaitError
 from offbeat.protocols.machine import Payload
-from offbeat.protocols.servers.client import (
-    Arrived,
-    Asked,
-    Changed,
-    ClientMachine,
-    Completed,
-    Departed,
-    Failed,
-    Joined,
-    Part,
-    Refreshed,
-)
+from offbeat.protocols.servers.client import ClientMachine
+from offbeat.protocols.servers.coordinator import Changed
 from offbeat.protocols.servers.messages import (
     COORDINATOR,
     ClusterView,
@@ -40,11 +30,14 @@ from offbeat.protocols.servers.messages import (
     Lost,
     Message,
     Met,
+    Push,
     Settings,
     Timing,
+    WorkerCut,
     server_name,
     worker_name,
 )
+from offbeat.protocols.servers.notices import Arrived, Asked, Completed, Departed, Failed, Joined, Part, Refreshed
 from offbeat.runtime.messages import Codec, Driver, Endpoint
 from offbeat.runtime.servers.noting import Requests, message_number
 from offbeat.runtime.servers.plan import Plan
@@ -182,12 +175,52 @@ class Client:
         """Ask for the whole state of all shards."""
         return self._asked(lambda now: self.machine.fetch(now)).token
 
-    def load(self, states: Sequence[Bytes], version: int, clock: int) -> int:
-        """Put a state on every shard."""
+    def load(
+        self,
+        states: Sequence[Bytes],
+        versions: Sequence[int],
+        clock: int,
+        took: Sequence[tuple[tuple[int, int, int], ...]] = (),
+    ) -> int:
+        """Put a state on every shard; `took`: of whom how many pushes are in each, and their clocks."""
         given = [Part(shard, Payload(state.nbytes, state)) for shard, state in enumerate(states)]
         if self._notes is not None:
             self._notes.loaded(clock)
-        return self._asked(lambda now: self.machine.load(given, now, version=version, clock=clock)).token
+        return self._asked(lambda now: self.machine.load(given, now, versions=versions, clock=clock, took=took)).token
+
+    # -- snapshots ---------------------------------------------------------------------------------------------------
+
+    def want_snapshot(self) -> None:
+        """Ask the coordinator for a snapshot of the run."""
+        with self._lock:
+            self._driver.perform(self.machine.want_snapshot())
+
+    def snapshot_due(self) -> bool:
+        """Whether the worker, which is between two steps, is to record its state."""
+        with self._lock:
+            while self._driver.turn(0.0):
+                pass
+            return self._broken is None and self.machine.member and self.machine.colour.due
+
+    def turn(self, clock: int, meetings: int) -> tuple[int, WorkerCut]:
+        """Be cut here; answers by which snapshot, and where."""
+        with self._lock:
+            cut, effects = self.machine.turn(time.monotonic(), clock=clock, meetings=meetings)
+            self._driver.perform(effects)
+            return self.machine.colour.own, cut
+
+    def recorded(self, colour: int, cut: WorkerCut) -> None:
+        """The state of that cut is on the disk; may be called by any thread."""
+        with self._lock:
+            if self._broken is None and not self._over.is_set():
+                self._driver.perform(self.machine.recorded(colour, cut, time.monotonic()))
+
+    def replay(self, sent: Sequence[int], under_way: Sequence[tuple[int, Push, Bytes | None]]) -> int:
+        """Go on from a snapshot: so many pushes went to each shard, of which these are to be sent again."""
+        given = [
+            (shard, push, Payload(0) if part is None else Payload(part.nbytes, part)) for shard, push, part in under_way
+        ]
+        return self._asked(lambda now: self.machine.replay(sent, given, now)).token
 
     def meet(self, what: str, number: int, values: Sequence[float], admits: bool = False) -> Met:
         """Wait until all live workers have come to this meeting: who came, what each brought, and who waits to join.

@@ -2,23 +2,57 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
-from offbeat.errors import RunError
+from offbeat.errors import OffbeatError, RunError
 from offbeat.protocols.machine import Ended, Name
 from offbeat.protocols.servers.coordinator import Changed, CoordinatorMachine
 from offbeat.protocols.servers.messages import COORDINATOR, Lost, Message
+from offbeat.protocols.servers.snapshots import GivenUp, Snapshot
 from offbeat.runtime.messages import Codec, Endpoint, Inbox, drive
 from offbeat.runtime.servers.plan import Plan
+
+Publish = Callable[[Snapshot | GivenUp], None]
+"""Publishes a snapshot whose parts are all there, or removes what was written of one that has not come about."""
+
+
+class Publisher:
+    """Publishes snapshots in a thread, so that the coordinator goes on hearing signs of life."""
+
+    def __init__(self, act: Publish) -> None:
+        self._act = act
+        self._queue: SimpleQueue[Snapshot | GivenUp | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="offbeat snapshots", daemon=True)
+        self._thread.start()
+
+    def put(self, news: Snapshot | GivenUp) -> None:
+        """Have it seen to."""
+        self._queue.put(news)
+
+    def _run(self) -> None:
+        while (news := self._queue.get()) is not None:
+            try:
+                self._act(news)
+            except (OSError, OffbeatError) as error:
+                print(f"snapshot {news.colour} could not be published: {error}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Finish what is there."""
+        self._queue.put(None)
+        self._thread.join(timeout=30.0)
 
 
 class Coordination:
     """Drives the coordinator in a thread of its own; a context manager."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, publish: Publish | None = None) -> None:
         self._plan = plan
+        self._publisher = Publisher(publish) if publish is not None else None
         self.machine = CoordinatorMachine(plan.view, timing=plan.timing)
         self.changes: deque[Changed] = deque(maxlen=1000)
         """Views that were made, the last ones."""
@@ -45,6 +79,8 @@ class Coordination:
         self._endpoint.wake()
         self._thread.join(timeout=5.0)
         self._endpoint.close()
+        if self._publisher is not None:
+            self._publisher.close()
 
     def ended(self, name: Name) -> None:
         """A process has ended; whoever started it knows for certain."""
@@ -77,3 +113,5 @@ class Coordination:
             self.changes.append(news)
         elif isinstance(news, Lost):
             self._lost.append(news.shard)
+        elif isinstance(news, Snapshot | GivenUp) and self._publisher is not None:
+            self._publisher.put(news)

@@ -192,6 +192,18 @@ class Numbers:
         for group, changed in zip(self._optimizer.param_groups, settings, strict=False):
             group.update({name: value for name, value in changed.items() if name in group})
 
+    def settings(self) -> Settings:
+        """What the optimizer's groups are set to now."""
+        if self._optimizer is None:
+            return ()
+        return tuple(
+            {name: value for name, value in group.items() if is_number(value)} for group in settings_of(self._optimizer)
+        )
+
+    def whole(self) -> bytes:
+        """The state, as a file has it."""
+        return self._whole().handle.tobytes()
+
     # -- values ------------------------------------------------------------------------------------------------------
 
     def _read(self) -> Payload:
@@ -256,6 +268,13 @@ def first_state(recipe: Recipe, values: Tensor) -> NDArray[np.uint8]:
     said = {"recipe": msgspec.to_builtins(recipe), "state": None}
     written = save_tensors({"values": values.detach().contiguous()}, {"said": json.dumps(said)})
     return np.frombuffer(written, dtype=np.uint8)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a scheduler may change this setting: a number, or a list of them."""
+    if isinstance(value, list):
+        return all(is_number(item) for item in cast("list[Any]", value))
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def settings_of(optimizer: Optimizer) -> tuple[dict[str, Any], ...]:

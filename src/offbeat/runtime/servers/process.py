@@ -12,13 +12,15 @@ from offbeat.protocols import disturbances
 from offbeat.protocols.machine import Effect, Event, Payload, Received
 from offbeat.protocols.servers.messages import COORDINATOR, Load, Message, server_name
 from offbeat.protocols.servers.server import Inspect, ServerMachine
+from offbeat.protocols.servers.snapshots import Keep, Record, Write
 from offbeat.runtime.allocation import keep_freed_memory
 from offbeat.runtime.disturb import Disturber
 from offbeat.runtime.launch import Control
-from offbeat.runtime.messages import Codec, Endpoint, drive
+from offbeat.runtime.messages import Codec, Endpoint, Inbox, drive
 from offbeat.runtime.servers.noting import Serves
 from offbeat.runtime.servers.numbers import Numbers
 from offbeat.runtime.servers.plan import Plan
+from offbeat.runtime.servers.recording import Scribe
 from offbeat.runtime.stamps import RECORDER, Mark, Recorder, server_events_file
 
 
@@ -32,9 +34,15 @@ class _Watched:
     """Refusals that are noted; how many there were is counted by the shard."""
 
     def __init__(
-        self, machine: ServerMachine, numbers: Numbers, disturber: Disturber, recorder: Recorder | None
+        self,
+        machine: ServerMachine,
+        numbers: Numbers,
+        disturber: Disturber,
+        scribe: Scribe | None,
+        recorder: Recorder | None,
     ) -> None:
         self._machine, self._numbers, self._disturber = machine, numbers, disturber
+        self._scribe = scribe
         self._notes = None if recorder is None else Serves(recorder, machine)
         self.name = machine.name
         self.refusals: list[dict[str, Any]] = []
@@ -54,6 +62,8 @@ class _Watched:
         return effects
 
     def do(self, work: Any, token: Any) -> Any:
+        if isinstance(work, Record | Keep | Write):
+            return None if self._scribe is None else self._scribe.do(work, token)
         result = self._numbers.do(work, token)
         if isinstance(work, Inspect) and result and work.payload is not self._state and len(self.refusals) < self.MOST:
             self.refusals.append({"worker": work.worker, "step": self._machine.shard.minimum, "reason": result})
@@ -71,14 +81,16 @@ def serve(config: Mapping[str, Any], control: Control) -> None:
     # What is asked of server k is asked of the first that serves shard k.
     disturber = Disturber(asked if replica == 0 else [], "server", shard, int(config["seed"]), control.send)
     machine = ServerMachine(name, shard, plan.rule, plan.view, timing=plan.timing)
+    inbox, numbers = Inbox(endpoint), Numbers(endpoint.lend)
     recorder = _recorder(config, shard, replica)
-    watched = _Watched(machine, Numbers(endpoint.lend), disturber, recorder)
+    scribe = Scribe(numbers, Path(config["checkpoints"]), inbox) if config.get("checkpoints") else None
+    watched = _Watched(machine, numbers, disturber, scribe, recorder)
     try:
         endpoint.connect(COORDINATOR, plan.address(COORDINATOR))
         for other in range(plan.replicas + 1):
             if other != replica:
                 endpoint.connect(server_name(shard, other), plan.address(server_name(shard, other)))
-        drive(watched, endpoint, watched.do, until=lambda: machine.retired)
+        drive(watched, endpoint, watched.do, until=lambda: machine.retired, inbox=inbox)
         print(
             f"{name} gave no sign of life for {plan.timing.silence:g} s and was declared dead (epoch "
             f"{machine.view.epoch} was its last): it serves nothing any more.",

@@ -1,0 +1,337 @@
+"""Snapshots of a run whose workers do not wait for each other: a state in which it can have been, taken as it goes on.
+
+Every message has a *colour*: the newest snapshot that its sender has been cut by. Whoever hears a new colour is cut
+before it handles the message (Lai and Yang 1987; Mattern 1993), so that nothing in the snapshot follows from anything
+after it. What was sent before its sender's cut and comes after its receiver's was under way: it is kept beside the
+states. Pushes are numbered, so a shard that is told how many a worker had sent knows when it has them all.
+
+A worker can write down its state only between two steps. A shard's answer of a new colour may come to it before that.
+Then it is cut there: what it does up to the boundary, reading values, leaves no trace in what it writes down, because
+values are read anew by one who goes on from it. If it pushes or meets the others before it comes to a boundary, it has
+missed its place. The snapshot is given up and taken anew, as it is when anybody dies or joins meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from offbeat.protocols.machine import Effects, Name, Payload
+from offbeat.protocols.servers.messages import (
+    Announce,
+    ClusterView,
+    Push,
+    Recorded,
+    ShardCut,
+    ShardRecorded,
+    Turned,
+    WorkerCut,
+    worker_name,
+)
+
+_Cut = TypeVar("_Cut", WorkerCut, ShardCut)
+
+PATIENCE = 30.0
+"""Seconds after which a snapshot that does not come about is given up."""
+ATTEMPTS = 50
+"""Snapshots in a row that are given up before the wish for one is."""
+
+
+# -- a worker ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class WorkerColour:
+    """Which snapshots a worker has been cut by, and which it has heard of."""
+
+    own: int = 0
+    announced: int = 0
+    heard: int = 0
+    """The newest colour of what has come from others."""
+    missed: int = 0
+    """The newest snapshot for which it is too late."""
+    _seen: dict[int, int] = field(default_factory=dict[int, int])
+    """Versions of shards that were seen before that colour was heard."""
+
+    def hear(self, colour: int, seen: Mapping[int, tuple[int, int]]) -> None:
+        """A message of this colour is about to be handled; until now these versions of shards were seen."""
+        if colour > max(self.own, self.heard):
+            self._seen = {shard: version for shard, (version, _) in seen.items()}
+            self.heard = colour
+
+    def act(self) -> int:
+        """The colour of something that changes others, which is sent now."""
+        if self.heard > self.own:
+            self.own = self.missed = self.heard
+        return self.own
+
+    def ask(self) -> int:
+        """The colour of a question, which changes nobody: one who has heard of a snapshot asks from after its cut."""
+        return max(self.own, self.heard)
+
+    @property
+    def due(self) -> bool:
+        """Whether the state is to be recorded at the boundary that has come."""
+        return max(self.announced, self.heard) > self.own
+
+    def turn(self, seen: Mapping[int, tuple[int, int]]) -> dict[int, int]:
+        """Take the new colour; answers the versions that were seen before the cut."""
+        self.own = max(self.announced, self.heard)
+        return self._seen if self.heard == self.own else {shard: version for shard, (version, _) in seen.items()}
+
+
+# -- a shard -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Work: keep a copy of the whole state, as it is after all work begun before."""
+
+    colour: int
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Work: keep a copy of a push that was under way."""
+
+    colour: int
+    push: Push
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Work: write down what was kept. The result is whether it is done; if not, another `Done` says so later."""
+
+    colour: int
+    cut: ShardCut
+
+
+class ShardColour:
+    """Which snapshots a shard has been cut by, and what was under way to it at the last."""
+
+    def __init__(self, number: int) -> None:
+        self.own = 0
+        self._number = number
+        self._version = 0
+        self._taken: dict[int, tuple[int, int, int]] = {}
+        self._sent: dict[int, int] = {}
+        self._kept: list[tuple[int, int]] = []
+        self._recording = False
+        self._report: ShardRecorded | None = None
+
+    def turn(self, colour: int, version: int, taken: Mapping[int, tuple[int, int, int]], out: Effects) -> None:
+        """Be cut here: of each worker, its life, how many of its pushes are in the values, and its clock."""
+        self.own, self._version, self._taken = colour, version, dict(taken)
+        self._sent, self._kept = {}, []
+        self._recording, self._report = True, None
+        out.start(Record(colour))
+
+    def told(self, turned: Turned) -> None:
+        """A worker has said how many of its pushes are from before its cut."""
+        if self._recording and turned.colour == self.own:
+            self._sent[turned.worker] = turned.pushes
+
+    def applied(self, push: Push, payload: Payload, out: Effects) -> None:
+        """A push was taken into the values: if it is from before its worker's cut, it was under way.
+
+        What a former life of a worker has left in the log is nobody's: the snapshot is of those who live.
+        """
+        living = self._taken.get(push.worker, (None, 0, 0))[0] == push.life
+        if self._recording and living and push.colour < self.own:
+            self._kept.append((push.worker, push.number))
+            out.start(Keep(self.own, push, payload))
+
+    def complete(self, taken: Mapping[int, tuple[int, int, int]], out: Effects) -> None:
+        """Write it down, if everything that was under way has come from all who take part now."""
+        if not self._recording or any(
+            worker not in self._sent or pushes < self._sent[worker] for worker, (_, pushes, _) in taken.items()
+        ):
+            return
+        self._recording = False
+        cut = ShardCut(
+            shard=self._number,
+            version=self._version,
+            taken=tuple((worker, *told) for worker, told in sorted(self._taken.items())),
+            in_flight=tuple(self._kept),
+        )
+        out.start(Write(self.own, cut), ("written", self.own, cut))
+
+    def written(self, colour: int, cut: ShardCut, epoch: int) -> None:
+        """It is on the disk: that is to be said until it is heard."""
+        if colour == self.own and not self._recording:
+            self._report = ShardRecorded(colour=colour, epoch=epoch, cut=cut)
+
+    def report(self, to: Name, out: Effects) -> None:
+        """Say what was recorded, if it was not heard yet."""
+        if self._report is not None:
+            out.send(to, self._report)
+
+    def heard(self, colour: int) -> None:
+        """The coordinator knows."""
+        if colour == self.own:
+            self._report = None
+
+    def give_up(self) -> None:
+        """Who takes part has changed: what is being recorded is of no use."""
+        self._recording, self._report = False, None
+
+
+# -- the coordinator ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All have recorded their parts of it; work of the coordinator, who is to publish it."""
+
+    colour: int
+    epoch: int
+    workers: tuple[WorkerCut, ...]
+    shards: tuple[ShardCut, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """A snapshot has not come about; work of the coordinator, who is to remove what was written of it."""
+
+    colour: int
+    reason: str
+
+
+@dataclass(slots=True)
+class _Open:
+    colour: int
+    epoch: int
+    since: float
+    workers: dict[int, WorkerCut] = field(default_factory=dict[int, WorkerCut])
+    shards: dict[int, ShardCut] = field(default_factory=dict[int, ShardCut])
+
+
+class Snapshots:
+    """The coordinator's side: one snapshot at a time, announced to all workers until all parts are there."""
+
+    def __init__(self) -> None:
+        self.colour = 0
+        """The last that was begun."""
+        self._wanted = False
+        self._attempts = 0
+        self._open: _Open | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether one is being taken, or about to be."""
+        return self._open is not None or self._wanted
+
+    def want(self) -> None:
+        """Take one, unless one is under way."""
+        if not self.under_way:
+            self._wanted, self._attempts = True, 0
+
+    def look(self, view: ClusterView, busy: bool, now: float, out: Effects) -> None:
+        """Begin what is wanted, unless workers are about to meet; give up what cannot come about; announce again."""
+        taking = self._open
+        if taking is not None and taking.epoch != view.epoch:
+            self._give_up("who takes part has changed", out)
+        elif taking is not None and now - taking.since > PATIENCE:
+            self._give_up(f"not all have recorded their part within {PATIENCE:g} s", out)
+        elif taking is not None:
+            self._announce(taking, view, out)
+        if self._open is None and self._wanted and not busy and view.workers and all(view.primaries):
+            self._wanted = False
+            self.colour += 1
+            self._open = _Open(self.colour, view.epoch, now)
+            self._announce(self._open, view, out)
+
+    def _announce(self, taking: _Open, view: ClusterView, out: Effects) -> None:
+        for worker in view.workers:
+            if worker not in taking.workers:
+                out.send(worker_name(worker), Announce(taking.colour))
+
+    def recorded(self, message: Recorded, view: ClusterView, out: Effects) -> None:
+        """A worker has recorded its part, or has missed its place."""
+        taking = self._open
+        if taking is None or message.colour != taking.colour or view.life(message.worker) != message.life:
+            return
+        if message.cut is None:
+            self._give_up(f"worker {message.worker} pushed or met others before it could record its state", out)
+            return
+        taking.workers[message.worker] = message.cut
+        self._conclude(taking, view, out)
+
+    def recorded_shard(self, sender: Name, message: ShardRecorded, view: ClusterView, out: Effects) -> None:
+        """A shard has recorded its part."""
+        taking = self._open
+        if taking is None or (message.colour, message.epoch) != (taking.colour, taking.epoch):
+            return
+        if view.primaries[message.cut.shard] == sender:
+            taking.shards[message.cut.shard] = message.cut
+            self._conclude(taking, view, out)
+
+    def _conclude(self, taking: _Open, view: ClusterView, out: Effects) -> None:
+        if taking.epoch != view.epoch:
+            self._give_up("who takes part has changed", out)
+        elif taking.workers.keys() == set(view.workers) and len(taking.shards) == len(view.primaries):
+            self._open = None
+            out.start(Snapshot(taking.colour, taking.epoch, _ordered(taking.workers), _ordered(taking.shards)))
+
+    def _give_up(self, reason: str, out: Effects) -> None:
+        if self._open is not None:
+            out.start(GivenUp(self._open.colour, reason))
+        self._open = None
+        self._attempts += 1
+        self._wanted = self._attempts < ATTEMPTS
+
+
+def _ordered(cuts: Mapping[int, _Cut]) -> tuple[_Cut, ...]:
+    return tuple(cuts[key] for key in sorted(cuts))
+
+
+# -- what must be true -------------------------------------------------------------------------------------------------
+
+
+def faults(workers: Sequence[WorkerCut], shards: Sequence[ShardCut]) -> list[str]:
+    """Why these cuts together are no state in which the run can have been; empty: they are one.
+
+    A consistent cut: no shard has a push that was not sent, no worker knows a version that was not reached, and none
+    has come from a meeting that another had not come to. And balance: every push that was sent is in the values or was
+    under way, once.
+    """
+    found: list[str] = []
+    meetings = {cut.meetings for cut in workers}
+    if len(meetings) > 1:
+        found.append(f"workers have come from different numbers of meetings: {sorted(meetings)}")
+    for shard in shards:
+        if len({worker for worker, *_ in shard.taken}) < len(shard.taken):
+            found.append(f"shard {shard.shard} names a worker twice")
+        taken = {(worker, life): pushes for worker, life, pushes, _ in shard.taken}
+        for cut in workers:
+            found += _between(cut, shard, taken.get((cut.worker, cut.life)))
+        strangers = {worker for worker, _ in shard.in_flight} - {cut.worker for cut in workers}
+        found += [
+            f"a push of worker {worker}, who has no part, was under way to shard {shard.shard}" for worker in strangers
+        ]
+    return found
+
+
+def _between(cut: WorkerCut, shard: ShardCut, taken: int | None) -> list[str]:
+    who = f"worker {cut.worker}"
+    if shard.shard >= len(cut.pushes) or shard.shard >= len(cut.seen) or taken is None:
+        return [f"{who} and shard {shard.shard} do not know of each other"]
+    sent, seen = cut.pushes[shard.shard], cut.seen[shard.shard]
+    found: list[str] = []
+    if seen > shard.version:
+        found.append(f"{who} had seen version {seen} of shard {shard.shard}, which was at {shard.version}")
+    if taken > sent:
+        found.append(f"shard {shard.shard} had {taken} pushes of {who}, who had sent {sent}")
+    under_way = [number for worker, number in shard.in_flight if worker == cut.worker]
+    if under_way != list(range(taken, sent)) and taken <= sent:
+        found.append(
+            f"{who} had sent {sent} pushes to shard {shard.shard}: {taken} were in the values, so that "
+            f"{_numbers(range(taken, sent))} must have been under way, and {_numbers(under_way)} was kept"
+        )
+    return found
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(f"#{number}" for number in numbers) or "none"
