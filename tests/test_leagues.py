@@ -169,6 +169,8 @@ def test_a_league_goes_on_where_it_was_interrupted(leagues: Leagues) -> None:
     assert len({entry.key for entry in leagues.script.entries}) == len(leagues.script.entries) == 7
     states = [json.loads(p.read_text())["state"] for p in (leagues.script.folder / "runs").glob("2*/run.json")]
     assert sorted(states) == ["finished"] * 7 + ["interrupted"]
+    ended = [Path(entry.folder or "") for entry in leagues.script.entries]
+    assert all((run / "metrics.jsonl").exists() and not (run / "checkpoint").exists() for run in ended)
     assert leagues.script.facts["data"]["hash"] == leagues.script.entries[0].first_batch
 
 

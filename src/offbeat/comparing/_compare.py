@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -23,6 +24,7 @@ from offbeat.fitting import WARM, Watcher, drive
 from offbeat.jobs import Job, Script, agreed_workers, plain_target, short_name, target_of
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.launch import Launcher
+from offbeat.runtime.records import RunFolder
 from offbeat.strategies import Strategy
 from offbeat.task import AnyTask, IterativeTask, reference_to
 
@@ -217,6 +219,8 @@ def _one_run(planned: Planned, job: Job, conductor: Conductor, starter: Launcher
         raise UsageError(f"{job.what} never called offbeat.init(), so that nothing is known of its training.")
     if result.target is None:
         raise UsageError(_NO_TARGET)
+    # A run of a league is never gone on with, and checkpoints of all of them could fill a disk.
+    shutil.rmtree(RunFolder(result.run).checkpoints, ignore_errors=True)
     return dataclasses.replace(of_result(entry, result), wall_seconds=time.monotonic() - start)
 
 
