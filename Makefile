@@ -11,15 +11,15 @@ $(VENV)/.product: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) (torch is large: the first time takes a minute or two) ..."
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "offbeat needs Python 3.11 or newer; set PYTHON=python3.11")'
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[watch,plan]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[watch]"
 	@touch $@
 
 $(VENV)/.tools: $(VENV)/.product requirements-dev.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
 	@touch $@
 
-demo: $(VENV)/.product ## Train digits on 2 workers to 97 %, and say what came of it
-	@$(BIN)/offbeat run offbeat.tasks.digits --workers 2
+demo: $(VENV)/.product ## A league with a verdict, a slow worker that is blamed, a hang that is named (under 3 minutes)
+	@bash examples/demo.sh $(BIN)/offbeat
 
 test: $(VENV)/.tools ## Everything: format, lint, types, import contract, all tests
 	@$(MAKE) --no-print-directory lint

@@ -1,7 +1,8 @@
-"""A stock DDP script that hangs: rank 0 waits for a message that rank 1 will send after the next step, which needs rank 0.
+"""A stock DDP script that hangs: rank 0 waits for a message that rank 1 will send after its next step, which needs 0.
 
-`offbeat run examples/hanging_ddp.py --workers 2 --watch` names it within two seconds. Without --watch it hangs until
-torch's timeout, which is half an hour.
+Named within two seconds; without --watch it hangs until torch's timeout, which is half an hour:
+
+    offbeat run examples/hanging_ddp.py --workers 2 --watch
 """
 
 from __future__ import annotations

@@ -1,0 +1,112 @@
+"""Writes docs/leagues.md from real leagues: five set-ups, and who was first in each. Needs root for hosts."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import offbeat
+from offbeat.comparing import League
+from offbeat.comparing.report import _cells as cells
+from offbeat.fitting import WARM
+from offbeat.runtime.launch import Launcher
+
+HEAD = """# Where each strategy wins
+
+Five set-ups, one league each, made by `python docs/leagues.py`: {seeds} seeds, learning rates as they are
+(`--tune none`), 2 workers on a machine of 2 cores. [compare.md](compare.md) says what the columns mean. A strategy that
+is first in none of them may have its use, but nothing here shows it.
+"""
+SEEDS = 3
+COLUMNS = ("strategy", "to target, s", "vs ddp", "reached", "steps", "sent, MB")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is learned, and under which circumstances."""
+
+    title: str
+    words: str
+    strategies: tuple[str, ...]
+    task: str = "offbeat.tasks.digits"
+    disturb: tuple[str, ...] = ()
+    rate: str | None = None
+    """Of the links between two hosts; None: one machine."""
+
+
+WHOLE = ("allreduce", "zero1", "local(8)", "allreduce + accumulate(2)")
+SERVERS = ("server", "server(consistency=ssp(3))", "server(consistency=asp)", "downpour", "elastic")
+SMALL = tuple(f"allreduce + {name}" for name in ("half", "quantize(8)", "sign", "topk(0.05)", "lowrank(4)"))
+SETUPS = (
+    Setup(
+        "One machine, nothing disturbed",
+        "Exchanges through shared memory cost little.",
+        (*WHOLE, *SERVERS, "hogwild", "gossip"),
+    ),
+    Setup("Slow links", "Two hosts, 20 Mbit/s each.", (*WHOLE, *SERVERS, "gossip", *SMALL), rate="20Mbit"),
+    Setup(
+        "Pauses",
+        "Steps are paced to 15 ms, and any step of any worker is paused by 100 ms with probability 0.1.",
+        (*WHOLE, *SERVERS, "hogwild", "gossip(asynchronous=True)"),
+        disturb=("worker *: pace 15ms", "any worker: pause 100ms with probability 0.1"),
+    ),
+    Setup(
+        "A worker dies",
+        "Worker 1 is killed at step 20.",
+        ("allreduce", "local(8)", *SERVERS, "hogwild"),
+        disturb=("worker 1: kill at step 20",),
+    ),
+    Setup(
+        "Sparse logistic regression",
+        "Every example touches few of many parameters.",
+        ("allreduce", "local(8)", "server(consistency=asp)", "downpour", "hogwild"),
+        task="offbeat.tasks.sparse",
+    ),
+)  # fmt: skip
+
+
+def run(setup: Setup, launcher: Launcher, out: Path) -> League:
+    """One league."""
+    hosts = None if setup.rate is None else offbeat.Hosts.alike(2, rate=setup.rate)
+    return offbeat.compare(
+        setup.task,
+        setup.strategies,
+        workers=None if hosts else 2,
+        hosts=hosts,
+        seeds=SEEDS,
+        tune=None,
+        disturb=setup.disturb,
+        out=out,
+        launcher=launcher,
+    )
+
+
+def told(setup: Setup, league: League) -> str:
+    """A section of the page."""
+    lines = [f"## {setup.title}", "", setup.words, "", *(f"{words}  " for words in league.outcome.words), ""]
+    lines += [
+        "| strategy | seconds to the target | times ddp's | reached | steps | sent, MB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in league.rows:
+        found = cells.full_row(league, row)
+        lines.append(f"| {' | '.join(found[name] for name in COLUMNS)} |")
+    lines += ["", *(f"- {words}" for words in cells.problems(league))]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> None:
+    """Run them all; the page is written anew after each."""
+    parts = [HEAD.format(seeds=SEEDS)]
+    with tempfile.TemporaryDirectory() as folder, Launcher((*WARM, "offbeat.tasks.sparse")) as launcher:
+        for setup in SETUPS:
+            league = run(setup, launcher, Path(folder))
+            print(setup.title, "->", *league.outcome.words, sep="\n  ", flush=True)
+            parts.append(told(setup, league))
+            Path(__file__).with_suffix(".md").write_text("\n".join(parts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
