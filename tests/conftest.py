@@ -14,6 +14,23 @@ import pytest
 from offbeat.fitting import WARM
 from offbeat.runtime.hosts import existing, made_here, why_not
 from offbeat.runtime.launch import Launcher
+from wide import WIDE
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--wide", action="store_true", help="run the variants of `tests/wide.py`, and nothing else")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """One alone may always be named; in a run of files or all of them, wide ones are left out."""
+    if any("::" in argument for argument in config.args):
+        return
+    wide = bool(config.getoption("--wide"))
+    left_out = [item for item in items if bool(WIDE.search(item.nodeid)) is not wide]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
 
 DEADLINE = 90.0
 

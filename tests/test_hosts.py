@@ -322,7 +322,11 @@ def test_a_resumed_run_is_on_the_same_hosts(networks: None, launcher: Launcher, 
     task = Curve(str(tmp_path / "seen"))
     first = offbeat.fit(task, "allreduce", hosts=Hosts.alike(2), steps=4, out=tmp_path / "runs", launcher=launcher)
     again = offbeat.fit(task, resume=first.run, steps=6, launcher=launcher)
-    assert again.hosts == first.hosts
+    here = [
+        [{key: value for key, value in one.items() if key != "sent_bytes"} for one in run.hosts]
+        for run in (first, again)
+    ]
+    assert here[0] == here[1]
     assert again.steps == 6
 
 
