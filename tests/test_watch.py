@@ -99,7 +99,7 @@ def test_a_worker_whose_input_is_slow_is_the_straggler_and_said_to_be(offbeat_: 
     drawn = offbeat_("explain", "runs/latest", "--draw", "slow.svg", "--cut", "latest", "--export", "slow.shiviz")
     assert "straggler: worker 1 was last in" in drawn.out
     assert drawn.out.count("): consistent.") == 1
-    assert "called at slow_input.py" in (tmp_path / "slow.svg").read_text()
+    assert "called at helping.py" in (tmp_path / "slow.svg").read_text()
     assert offbeat_("explain", "slow.shiviz").out.startswith("2 processes, ")
 
 
