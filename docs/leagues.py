@@ -97,15 +97,25 @@ def told(setup: Setup, league: League) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def kept(page: Path) -> dict[str, str]:
+    """The sections of the page as it is, by their titles."""
+    sections = page.read_text().split("\n## ")[1:] if page.exists() else []
+    return {section.partition("\n")[0]: f"## {section.rstrip()}\n" for section in sections}
+
+
 def main() -> None:
-    """Run them all; the page is written anew after each."""
-    parts = [HEAD.format(seeds=SEEDS)]
+    """Run those whose titles are given, or all; the page is written anew after each."""
+    page = Path(__file__).with_suffix(".md")
+    sections = kept(page)
     with tempfile.TemporaryDirectory() as folder, Launcher((*WARM, "offbeat.tasks.sparse")) as launcher:
         for setup in SETUPS:
+            if sys.argv[1:] and setup.title not in sys.argv[1:]:
+                continue
             league = run(setup, launcher, Path(folder))
             print(setup.title, "->", *league.outcome.words, sep="\n  ", flush=True)
-            parts.append(told(setup, league))
-            Path(__file__).with_suffix(".md").write_text("\n".join(parts))
+            sections[setup.title] = told(setup, league)
+            told_so_far = [sections[one.title] for one in SETUPS if one.title in sections]
+            page.write_text("\n".join([HEAD.format(seeds=SEEDS), *told_so_far]))
 
 
 if __name__ == "__main__":
