@@ -15,7 +15,7 @@ run compare offbeat.tasks.digits --workers 2 --strategy allreduce --strategy "lo
 say "2. The same with a slow second worker: who wins now, and who is to blame?"
 run compare offbeat.tasks.digits --workers 2 --strategy allreduce --strategy "local(8)" --seeds 3 --tune none --no-single \
     --disturb "worker 1: pace 15ms" --out "$runs" || exit 1
-run run offbeat.tasks.digits --workers 2 --watch --disturb "worker 1: pace 15ms" --out "$runs" >/dev/null || exit 1
+run run offbeat.tasks.digits --workers 2 --watch --disturb "worker 1: pace 15ms" --out "$runs" || exit 1
 run explain "$runs/latest" || exit 1
 
 say "3. A stock DistributedDataParallel script that hangs. Nobody has to wait for the timeout of 30 minutes:"
