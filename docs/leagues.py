@@ -1,4 +1,4 @@
-"""Writes docs/leagues.md from real leagues: five set-ups, and who was first in each. Needs root for hosts."""
+"""Writes docs/leagues.md from real leagues: four set-ups, and who was first in each. Needs root for hosts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offbeat.runtime.launch import Launcher
 
 HEAD = """# Where each strategy wins
 
-Five set-ups, one league each, made by `python docs/leagues.py`: {seeds} seeds, learning rates as they are
+Four set-ups, one league each, made by `python docs/leagues.py`: {seeds} seeds, learning rates as they are
 (`--tune none`), 2 workers on a machine of 2 cores. [compare.md](compare.md) says what the columns mean. A strategy that
 is first in none of them may have its use, but nothing here shows it.
 """
@@ -46,12 +46,6 @@ SETUPS = (
         (*WHOLE, *SERVERS, "hogwild", "gossip"),
     ),
     Setup("Slow links", "Two hosts, 20 Mbit/s each.", (*WHOLE, *SERVERS, "gossip", *SMALL), rate="20Mbit"),
-    Setup(
-        "Pauses",
-        "Steps are paced to 15 ms, and any step of any worker is paused by 100 ms with probability 0.1.",
-        (*WHOLE, *SERVERS, "hogwild", "gossip(asynchronous=True)"),
-        disturb=("worker *: pace 15ms", "any worker: pause 100ms with probability 0.1"),
-    ),
     Setup(
         "A worker dies",
         "Worker 1 is killed at step 20.",
@@ -93,7 +87,8 @@ def told(setup: Setup, league: League) -> str:
     for row in league.rows:
         found = cells.full_row(league, row)
         lines.append(f"| {' | '.join(found[name] for name in COLUMNS)} |")
-    lines += ["", *(f"- {words}" for words in cells.problems(league))]
+    problems = dict.fromkeys(words.partition(" Its log")[0] for words in cells.problems(league))
+    lines += ["", *(f"- {words}" for words in problems)]
     return "\n".join(lines).rstrip() + "\n"
 
 
