@@ -48,7 +48,7 @@ def verify(league: League) -> None:
 def told(league: League, seconds: float) -> dict[str, Any]:
     """What is kept of a league."""
     again = _row(league, "ddp, again")
-    assert again.relative is not None, "ddp missed the target"
+    assert again.relative is not None, "ddp always missed the target"
     return {
         "seconds": seconds,
         "winner": league.winner,

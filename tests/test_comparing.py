@@ -63,6 +63,11 @@ def test_ratios_pair_seeds_so_that_a_seeds_luck_cancels() -> None:
     assert ratios([], []) is None
 
 
+def test_a_seed_that_was_missed_counts_against_whoever_missed_it() -> None:
+    missed = math.inf
+    assert ratios([1.0, missed, missed, 3.0], [2.0, 1.0, missed, missed]) == [0.5, missed, 1.0, 0.0]
+
+
 # --- who takes part
 
 
@@ -229,13 +234,16 @@ def test_overlapping_intervals_are_a_tie() -> None:
     assert "A tie of local(4), ddp" in made.outcome.words[0]
 
 
-def test_a_strategy_that_mostly_misses_cannot_win_and_a_missing_baseline_means_seconds() -> None:
+def test_a_strategy_that_mostly_misses_cannot_win_and_a_baseline_that_always_misses_means_seconds() -> None:
     made = league({"ddp": [2.0, None, 4.0], "local(4)": [0.1, None, None], "gossip": [1.0, 1.0, 1.0]})
     assert made.winner == "gossip"
     rows = {row.name: row for row in made.rows}
-    assert rows["ddp"].relative is None
+    assert rows["gossip"].relative is not None
+    assert (rows["gossip"].relative.median, rows["gossip"].relative.low) == (0.25, 0.0)
     assert rows["local(4)"].reached == 1
     assert math.isinf(rows["local(4)"].time.median)
+    alone = league({"ddp": [None, None, None], "gossip": [1.0, 1.0, 1.0]})
+    assert (alone.winner, {row.relative for row in alone.rows}) == ("gossip", {None})
     nobody = league({"ddp": [None, None], "local(4)": [None, None]})
     assert nobody.winner is None
     assert "Nobody reached the target" in nobody.outcome.words[0]

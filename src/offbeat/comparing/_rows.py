@@ -148,12 +148,19 @@ def _row(
 
 def _relative(one: Contestant, own: list[float], base: list[float], noise: Spread | None) -> Spread | None:
     if one.part is Part.baseline:
-        if noise is None or not math.isfinite(noise.high) or not own or any(map(math.isinf, own)):
-            return None if not own or any(map(math.isinf, own)) else Spread(1.0, 1.0, 1.0)
+        if all(map(math.isinf, own)):
+            return None
+        if noise is None:
+            return Spread(1.0, 1.0, 1.0)
         # Its own spread is how far it is from its copy, either way.
-        return Spread(1.0, min(1.0, noise.low, 1 / noise.high), max(1.0, noise.high, 1 / noise.low))
+        return Spread(1.0, min(1.0, noise.low, _over(noise.high)), max(1.0, noise.high, _over(noise.low)))
     found = ratios(own, base)
     return None if found is None else spread(found)
+
+
+def _over(ratio: float) -> float:
+    """The same seen from the other side; a miss is a miss."""
+    return math.inf if ratio == 0.0 else 1.0 / ratio
 
 
 def _speedup(own: list[float], lone: list[float]) -> Spread | None:

@@ -57,10 +57,17 @@ def spread(values: Sequence[float], seed: int = 0) -> Spread:
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> list[float] | None:
-    """Seed by seed, so that what a seed makes long or short cancels; None if `under` has missed one."""
-    if not under or any(math.isinf(value) for value in under):
+    """Seed by seed, so that what a seed makes long or short cancels; None if `under` has always missed.
+
+    Where only one of the two has missed, it was slower by any factor; where both have, neither was.
+    """
+    if all(math.isinf(value) for value in under):
         return None
-    return [a / max(b, 1e-12) for a, b in zip(over, under, strict=True)]
+    return [_ratio(a, b) for a, b in zip(over, under, strict=True)]
+
+
+def _ratio(a: float, b: float) -> float:
+    return 1.0 if math.isinf(a) and math.isinf(b) else a / max(b, 1e-12)
 
 
 def _medians(rows: NDArray[np.float64]) -> NDArray[np.float64]:
