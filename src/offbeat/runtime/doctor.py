@@ -23,6 +23,7 @@ from offbeat.runtime.hosts import why_not
 from offbeat.runtime.launch import Control, Launcher, Role, serve_store, worker_environment
 from offbeat.runtime.place import where
 from offbeat.runtime.records import environment
+from offbeat.runtime.shared.native import state
 
 _PACKAGES = ("torch", "numpy", "msgspec", "safetensors", "typer", "rich", "tensorboard")
 _VARIABLES = (
@@ -54,6 +55,7 @@ def facts() -> dict[str, Any]:
         "backends": _backends(),
         "memory_gib": _memory(),
         "shared_memory_gib": _gib(shutil.disk_usage("/dev/shm").free) if Path("/dev/shm").exists() else None,  # noqa: S108
+        "compiled_executor": state(),
         "temporary_disk_gib": _gib(shutil.disk_usage(tempfile.gettempdir()).free),
         "hosts": {"namespaces": why_not() or "can be made"},
         "limits": {"open_files": list(files), "processes": list(processes)},

@@ -24,7 +24,17 @@ from torch._C._distributed_c10d import (
     ScatterOptions,
 )
 
-from offbeat.runtime.backend._checks import alike, cut, cuts_well, in_place, listed, operation_of, options, rows
+from offbeat.runtime.backend._checks import (
+    alike,
+    cut,
+    cuts_well,
+    in_place,
+    listed,
+    number_of,
+    operation_of,
+    options,
+    rows,
+)
 from offbeat.runtime.backend._core import DONE, Core, profiling
 from offbeat.runtime.backend._marks import CollectiveError
 
@@ -45,7 +55,7 @@ class OffbeatGroup(Core):
             # What most programs do most: a small tensor, waited for, at a place in memory that was seen before.
             tensor, line = tensors[0], self._line
             if tensor.layout is _STRIDED and tensor.is_contiguous() and not profiling():
-                key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, int(opts.reduceOp.op))  # pyright: ignore
+                key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, number_of(opts.reduceOp))
                 plan = self._plans.get(key)
                 if plan is not None and not line.queue and line.lock.acquire(False):
                     self._asked += 1

@@ -17,14 +17,16 @@ from offbeat.protocols.collectives import algorithm as algorithm_of
 from offbeat.protocols.schedule import View
 from offbeat.runtime.allocation import give_back_excess
 from offbeat.runtime.backend._marks import CollectiveError, count_of, in_words, mark
-from offbeat.runtime.shared.engine import Blocks, Engine, Piece
+from offbeat.runtime.shared.engine import Action, Blocks, Engine, Piece, reductions
 from offbeat.runtime.shared.kernels import OPERATIONS, Array, Ways, as_words, row_at, ways_of, words_of
+from offbeat.runtime.shared.native import Task, address_of, compiled, executor, overlap, spread_steps
 from offbeat.runtime.shared.programs import Stage, compile_one_sided, even_blocks
-from offbeat.runtime.shared.room import SMALL, Room
+from offbeat.runtime.shared.room import DEPTH, SMALL, Room
 from offbeat.runtime.shared.segment import Segment
 
 _SUM = dist.ReduceOp.SUM
 _MOST_PLANS = 512
+_MOST_PROGRAMS = 128
 _LOOK_AT_MEMORY = 64
 """Large operations between two looks at how much memory this process keeps free."""
 LIVE_ROOT = 1
@@ -40,6 +42,17 @@ class _Plan(NamedTuple):
     order: tuple[int, ...]
     ways: Ways
     row: Array
+    tasks: tuple[Task, Task] | None
+    """The same for the compiled executor, by turn; None where it cannot do it."""
+
+
+class _Compiled(NamedTuple):
+    """What the compiled executor does for one kind of operation and sizes, wherever its memory lies."""
+
+    small: bool
+    pieces: int
+    tasks: dict[int, Task]
+    """By the turn with which it begins."""
 
 
 class Local:
@@ -57,6 +70,10 @@ class Local:
         context = contextvars.copy_context()
         context.run(np.seterr, all="ignore")
         self._quietly: Any = context.run
+        self._native = native = executor(room)
+        self._start: Any = None if native is None else native.start
+        self._compiled: dict[Any, _Compiled | None] = {}
+        self._live_tasks: dict[Any, Task | None] = {}
         self._live: dict[int, tuple[Segment, int]] = {}
         (one_shot,) = self._program(Collective.ALL_REDUCE, "one_shot")
         self._order = one_shot.reduce[0][1]
@@ -87,20 +104,42 @@ class Local:
         address, count, dtype, number = key
         operation = OPERATIONS_BY_NUMBER[number]
         slots = [[slot[:count] for slot in turn] for turn in self._engine.small(words_of(dtype))]
-        plan = _Plan(
-            mark("all_reduce", dtype, count, operation),
-            (tuple(slots[0]), tuple(slots[1])),
-            self._order,
-            ways_of(operation, dtype, self.room.size),
-            row_at(address, count, words_of(dtype)),
-        )
+        ways = ways_of(operation, dtype, self.room.size)
+        row = row_at(address, count, words_of(dtype))
+        number = mark("all_reduce", dtype, count, operation)
+        tasks = [self._small_task(turn, row, ways, number) for turn in slots]
+        first, second = tasks
+        both = None if first is None or second is None else (first, second)
+        plan = _Plan(number, (tuple(slots[0]), tuple(slots[1])), self._order, ways, row, both)
         self.plans[key] = plan
         return plan
+
+    def _small_task(self, slots: Sequence[Array], row: Array, ways: Ways, number: int) -> Task | None:
+        if self._native is None:
+            return None
+        room = self.room
+        script: list[Action] = [
+            (np.copyto, (slots[room.rank], row)),
+            (room.post, ()),
+            (room.take, ()),
+            *reductions([slots[rank] for rank in self._order], row, ways),
+        ]
+        stretches = [(address_of(row), row.nbytes), room.stretches[0]]
+        steps = compiled(script, stretches, ways, row.dtype, room)
+        return None if steps is None else self._native.task(steps, [start for start, _ in stretches], number)
 
     def all_reduce_small(self, plan: _Plan) -> None:
         """Up to `SMALL` bytes, in one stage: everybody reads everybody's slot. Written out, for speed."""
         room = self.room
-        number, turns, order, ways, row = plan
+        number, turns, order, ways, row, tasks = plan
+        if tasks is not None:
+            room.stage = stage = room.stage + 1
+            room.calls = calls = room.calls + 1
+            task = tasks[stage & 1]
+            code = self._start(task.address, calls)
+            if code:
+                self._native.finish(task, code, self._mismatched)  # pyright: ignore[reportOptionalMemberAccess]
+            return
         slots = turns[room.next_stage() & 1]
         base = room.enter(number)
         np.copyto(slots[room.rank], row)
@@ -131,7 +170,8 @@ class Local:
             return [piece for row in rows for piece in _pieces(row, row, width, size)]
 
         number = mark("all_reduce", dtype, sum(tensor.numel() for tensor in tensors), operation)
-        self._in_place(stages, tensors, pieces, width, number, ways_of(operation, dtype, size, weight))
+        key = ("all_reduce", algorithm, int(operation), weight)
+        self._in_place(key, stages, tensors, pieces, width, number, ways_of(operation, dtype, size, weight))
 
     def sum_own_blocks(self, tensors: Sequence[Tensor], weight: float) -> None:
         """Sum contiguous tensors, but each rank only its block of each, in place, as `even_blocks` cuts them."""
@@ -148,10 +188,12 @@ class Local:
             return found
 
         number = mark("reduce_scatter", dtype, sum(tensor.numel() for tensor in tensors), _SUM)
-        self._in_place(stages, tensors, pieces, width, number, ways_of(_SUM, dtype, size, weight))
+        key = ("own_blocks", weight)
+        self._in_place(key, stages, tensors, pieces, width, number, ways_of(_SUM, dtype, size, weight))
 
     def _in_place(
         self,
+        key: tuple[Any, ...],
         stages: Sequence[Stage],
         tensors: Sequence[Tensor],
         pieces: Callable[[Sequence[Array]], list[Piece]],
@@ -163,25 +205,75 @@ class Local:
         self._large += 1
         if self._large % _LOOK_AT_MEMORY == 0:
             give_back_excess()
-        base = self.room.enter(number)
-        check = partial(self._check, base, number)
         words = words_of(tensors[0].dtype)
-        found = pieces([row_at(tensor.data_ptr(), tensor.numel(), words) for tensor in tensors])
-        if found:
-            self._quietly(self._engine.run, stages, found, width, words, check, ways)
-        else:
-            self.room.sync()
-            check()
+        whole = (*key, words, *(tensor.numel() for tensor in tensors))
+        if not self._by_native(whole, number, [tensor.data_ptr() for tensor in tensors]):
+            rows = [row_at(tensor.data_ptr(), tensor.numel(), words) for tensor in tensors]
+            self._run(whole, stages, pieces(rows), rows, width, words, number, ways)
+
+    def _by_native(self, key: Any, number: int, addresses: Sequence[int]) -> bool:
+        """Do what was compiled for this key, on memory at these addresses; False if nothing was."""
+        room, native = self.room, self._native
+        found = self._compiled.get(key)
+        if native is None or found is None:
+            return False
+        turn = (room.stage + 1) & 1 if found.small else room.round % DEPTH
+        task = found.tasks.get(turn)
+        if task is None:
+            return False
+        room.turn(found.small, found.pieces)
+        task.move([*addresses, *self._slots()], number)
+        native.run(task, self._mismatched)
+        return True
+
+    def _slots(self) -> list[int]:
+        return [start for start, _ in self.room.stretches]
+
+    def _compile(
+        self,
+        key: Any,
+        stages: Sequence[Stage],
+        pieces: Sequence[Piece],
+        rows: Sequence[Array],
+        width: int,
+        words: Any,
+        ways: Ways,
+    ) -> bool:
+        """Compile this operation for the turn that comes next; False if it cannot be."""
+        room, native = self.room, self._native
+        small = self._engine.is_small(stages, pieces, width)
+        if native is None or self._compiled.get(key, ()) is None or not (small or room.has_ring):
+            return False
+        turn = (room.stage + 1) & 1 if small else room.round % DEPTH
+        stretches = [*((address_of(row), row.nbytes) for row in rows), *room.stretches]
+        if overlap(stretches):
+            return False
+        script = self._engine.script(stages, pieces, width, words, small, turn, ways)
+        steps = compiled(script, stretches, ways, words, room)
+        if key not in self._compiled and len(self._compiled) >= _MOST_PROGRAMS:
+            self._compiled.pop(next(iter(self._compiled)))
+        if steps is None:
+            self._compiled[key] = None
+            return False
+        entry = self._compiled.setdefault(key, _Compiled(small, len(pieces), {}))
+        if entry is not None:
+            entry.tasks[turn] = native.task(steps, [start for start, _ in stretches], 0)
+        return True
 
     def _run(
         self,
+        key: Any,
         stages: Sequence[Stage],
         pieces: Sequence[Piece],
+        rows: Sequence[Array],
         width: int,
         words: Any,
         number: int,
         ways: Ways = Ways(),  # noqa: B008 - a value, never changed
     ) -> None:
+        if pieces and self._compile(key, stages, pieces, rows, width, words, ways):
+            self._by_native(key, number, [address_of(row) for row in rows])
+            return
         base = self.room.enter(number)
         if not pieces:
             self.room.sync()
@@ -196,6 +288,9 @@ class Local:
         for place in range(base + 1, base + 2 * size, 2):
             if words[place] != number:
                 raise self._mismatch(base)
+
+    def _mismatched(self) -> Exception:
+        return self._mismatch((self.room.calls & 1) * self.room.size * 2)
 
     def _mismatch(self, base: int) -> Exception:
         marks = self.room.marks(base)
@@ -235,12 +330,31 @@ class Local:
 
     def all_reduce_live(self, rows: Sequence[Array], dtype: torch.dtype, operation: Any) -> None:
         """Everybody's row lies in shared memory: nothing is copied in or out."""
+        task = self._live_task(rows, dtype, operation)
+        if task is not None:
+            self._native.run(task, self._mismatched)  # pyright: ignore[reportOptionalMemberAccess]
+            return
         number = mark("all_reduce", dtype, rows[0].size, operation, root=LIVE_ROOT)
         base = self.room.enter(number)
         self.room.sync()
         self._check(base, number)
         stages = self._program(Collective.ALL_REDUCE, "zero_copy")
         self._quietly(self._engine.run_live, stages, rows, ways_of(operation, dtype, self.room.size))
+
+    def _live_task(self, rows: Sequence[Array], dtype: torch.dtype, operation: Any) -> Task | None:
+        if self._native is None:
+            return None
+        key = (address_of(rows[0]), rows[0].size, dtype, int(operation))
+        if key not in self._live_tasks:
+            if len(self._live_tasks) >= _MOST_PROGRAMS:
+                self._live_tasks.pop(next(iter(self._live_tasks)))
+            size = self.room.size
+            start, stop = even_blocks(rows[0].size, size)[self.room.rank]
+            steps = spread_steps(start, stop - start, size, rows[0].dtype, ways_of(operation, dtype, size))
+            number = mark("all_reduce", dtype, rows[0].size, operation, root=LIVE_ROOT)
+            bases = [address_of(row) for row in rows]
+            self._live_tasks[key] = None if steps is None else self._native.task(steps, bases, number)
+        return self._live_tasks[key]
 
     # -- the others --------------------------------------------------------------------------------------------------
 
@@ -258,7 +372,8 @@ class Local:
         width = self._engine.width(1, 1)
         cuts = range(0, row.size, width)
         pieces: list[Piece] = [([row[start : start + width]], [row[start : start + width]]) for start in cuts]
-        self._run(self._program(Collective.BROADCAST, "one_shot", root), pieces, width, np.uint8, number)
+        stages = self._program(Collective.BROADCAST, "one_shot", root)
+        self._run(("broadcast", root, row.size), stages, pieces, [row], width, np.uint8, number)
 
     def reduce(self, tensor: Tensor, operation: Any, root: int) -> None:
         """Combined at the root, in place; the others keep theirs."""
@@ -269,7 +384,9 @@ class Local:
         size = self.room.size
         width = self._engine.width(size, row.itemsize)
         pieces = _pieces(row, result, width, size)
-        self._run(stages, pieces, width, row.dtype, number, ways_of(operation, tensor.dtype, size))
+        key = ("reduce", root, int(operation), row.dtype, tensor.dtype, row.size)
+        ways = ways_of(operation, tensor.dtype, size)
+        self._run(key, stages, pieces, [row, result] if result is not row else [row], width, row.dtype, number, ways)
 
     def all_gather(self, outputs: Sequence[Tensor], given: Tensor) -> None:
         """Everybody's tensor, on every rank; sizes may differ."""
@@ -353,7 +470,10 @@ class Local:
         small = longest * words.itemsize * size <= SMALL
         width = self._engine.width(size, words.itemsize, small)
         pieces = [(_windows(bring, start, width), _windows(rows, start, width)) for start in range(0, longest, width)]
-        self._run(self._program(collective, "one_shot", root), pieces, width, words, number, ways)
+        given = [row for row in (*bring, *rows) if row is not None]
+        sizes = tuple(None if row is None else row.size for row in (*bring, *rows))
+        key = (collective, root, words, ways.plain, ways.combine, sizes)
+        self._run(key, self._program(collective, "one_shot", root), pieces, given, width, words, number, ways)
 
 
 def as_bytes(tensor: Tensor) -> Array:

@@ -72,31 +72,34 @@ class Engine:
         the heap, whose memory would then not fit the next step's (decision 9).
         """
         room = self._room
-        if len(pieces) == 1 and len(stages) == 1 and self._fits(pieces[0], width):
-            first, slots, turns = room.next_stage(), [self.small(words)], 2
-        else:
-            if not self._rings:
-                room.sync()  # Room for large messages is made together: first see that all have come for the same.
-                check()
-            first, slots, turns = room.round, self._ring(words), DEPTH
-            room.round += len(pieces)
+        small = self.is_small(stages, pieces, width)
+        if not small and not room.has_ring:
+            room.sync()  # Room for large messages is made together: first see that all have come for the same.
+            check()
+        turn = room.turn(small, len(pieces))
         waiting = True
-        for act, arguments in self._script(stages, pieces, width, slots, first % turns, ways):
+        for act, arguments in self.script(stages, pieces, width, words, small, turn, ways):
             act(*arguments)
             if waiting and act == self._take:
                 waiting = False
                 check()
 
-    def _script(
+    def is_small(self, stages: Sequence[Stage], pieces: Sequence[Piece], width: int) -> bool:
+        """Whether it goes through the slots for single stages, rather than through the ring."""
+        return len(pieces) == 1 and len(stages) == 1 and self._fits(pieces[0], width)
+
+    def script(
         self,
         stages: Sequence[Stage],
         pieces: Sequence[Piece],
         width: int,
-        slots: Sequence[Slots],
+        words: Any,
+        small: bool,
         first: int,
         ways: Ways,
     ) -> Iterator[Action]:
-        """Everything that is to be done, in order: functions and what they are given."""
+        """Everything that is to be done from that turn on, in order: functions and what they are given."""
+        slots: Sequence[Slots] = [self.small(words)] if small else self._ring(words)
         rank, last, turns = self._room.rank, len(stages), len(slots[0])
         here_again = results_stay(stages)
         for iteration in range(len(pieces) + last):
@@ -119,8 +122,7 @@ class Engine:
                     for block in stages[0].publish:
                         yield put, (_part(mine, block, width, given[block]), given[block])
                 if mine is not None:
-                    for post in self._room.posts:
-                        yield post, ()
+                    yield self._room.post, ()
 
     def _fits(self, piece: Piece, width: int) -> bool:
         rows = [row for side in piece for row in side if row is not None]
@@ -153,7 +155,7 @@ class Engine:
                 # Mine is not in my slot, which nobody reads: room for it, or for a sum that may not overwrite it yet.
                 position = ranks.index(me)
                 if ways.blend is not None and len(ranks) == 2:
-                    yield ways.blend(rows[1 - position], given[block], target), ()
+                    yield ways.blend, (rows[1 - position], given[block], target)
                     rows = []
                 elif ways.weigh is not None:
                     yield ways.weigh, (rows[position], given[block])
@@ -171,7 +173,7 @@ class Engine:
             yield np.copyto, (row, _part(slots[source], block, width, row))
 
     def run_live(self, stages: Sequence[Stage], rows: Sequence[Array], ways: Ways) -> None:
-        """The same with no slots: `rows` are every rank's own numbers, which lie in shared memory already.
+        """The same with no slots: `rows` are every rank's own numbers, which lie in shared memory; all have come.
 
         What a later stage copies from here to a peer is written there at once, while it is still in the cache: a peer's
         part of a block is read by nobody but who reduces it.
@@ -181,7 +183,6 @@ class Engine:
         blocks = even_blocks(len(mine), room.size)
         step = max(1, LIVE // mine.itemsize)
         scratch = np.empty(min(step, len(mine)), mine.dtype) if me > 1 else None
-        room.sync()
         fused = len(stages) == 2 and not stages[0].copy and not stages[1].reduce
         for stage in stages:
             for block, ranks in stage.reduce:

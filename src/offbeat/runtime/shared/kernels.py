@@ -28,6 +28,15 @@ class ReductionError(UsageError, RuntimeError):
     """Numbers of a kind that cannot be combined so; a RuntimeError too, as torch's backends raise it."""
 
 
+class Plain(NamedTuple):
+    """A sum in figures."""
+
+    divisor: int
+    """What it is divided by in the end; 0: nothing."""
+    weight: float
+    """What this rank's numbers are multiplied by."""
+
+
 class Ways(NamedTuple):
     """How numbers are combined on their way."""
 
@@ -37,8 +46,10 @@ class Ways(NamedTuple):
     """Done to what all have been combined to, in place."""
     weigh: Callable[[Array, Array], Any] | None = None
     """Puts what this rank brings, times its weight, into the first; None: it counts as it is."""
-    blend: Callable[[Array, Array, Array], Callable[[], Any]] | None = None
-    """What adds a row to another times this rank's weight, in one pass; where there are only two to add."""
+    blend: Callable[[Array, Array, Array], Any] | None = None
+    """Puts a row plus another times this rank's weight into the third, in one pass; where there are only two to add."""
+    plain: Plain | None = None
+    """All of that in figures, where it is a sum of common numbers."""
 
 
 _WORDS: dict[torch.dtype, Any] = {
@@ -143,9 +154,18 @@ def weigher(dtype: torch.dtype, weight: float) -> Callable[[Array, Array], Any]:
     return by_torch
 
 
-def _blended(dtype: torch.dtype, weight: float, row: Array, own: Array, out: Array) -> Callable[[], Any]:
+def _blended(dtype: torch.dtype, weight: float, row: Array, own: Array, out: Array) -> None:
     other, mine, target = (torch.from_numpy(words).view(dtype) for words in (row, own, out))
-    return partial(torch.add, other, mine, alpha=weight, out=target)
+    torch.add(other, mine, alpha=weight, out=target)
+
+
+def _plain(operation: Any, dtype: torch.dtype, size: int, weight: float | None) -> Plain | None:
+    if operation == ReduceOp.AVG or weight is not None:
+        if dtype not in (torch.float32, torch.float64) or operation not in (ReduceOp.AVG, ReduceOp.SUM):
+            return None
+        return Plain(size if operation == ReduceOp.AVG else 0, 1.0 if weight is None else weight)
+    common = dtype in (torch.float32, torch.float64, torch.int32, torch.int64)
+    return Plain(0, 1.0) if operation == ReduceOp.SUM and common else None
 
 
 def ways_of(operation: Any, dtype: torch.dtype, size: int, weight: float | None = None) -> Ways:
@@ -156,4 +176,5 @@ def ways_of(operation: Any, dtype: torch.dtype, size: int, weight: float | None 
         averager(dtype, size) if average else None,
         None if weight is None else weigher(dtype, weight),
         None if weight is None or operation != ReduceOp.SUM else partial(_blended, dtype, weight),
+        _plain(operation, dtype, size, weight),
     )

@@ -54,6 +54,8 @@ class Room:
 
     def __init__(self, segment: Segment, rank: int, names: Sequence[int], explain: Explains) -> None:
         self.rank, self.size = rank, len(names)
+        self.others = tuple(peer for peer in range(self.size) if peer != rank)
+        """All ranks but this one."""
         self.names = tuple(names)
         """What the ranks of the room are called outside of it."""
         size = self.size
@@ -98,7 +100,7 @@ class Room:
         def signal(source: int, target: int) -> Any:
             return semaphore_at(self._segment, _BOARD + (source * self.size + target) * SIGNAL_BYTES)
 
-        others = [peer for peer in range(self.size) if peer != self.rank]
+        others = self.others
         self._kept = [signal(self.rank, peer) for peer in others], [signal(peer, self.rank) for peer in others]
         self.posts: tuple[Callable[[], None], ...] = tuple(made.release for made in self._kept[0])
         """Signal each of the others."""
@@ -131,6 +133,14 @@ class Room:
         self.stage += 1
         return self.stage
 
+    def turn(self, small: bool, pieces: int) -> int:
+        """Begin a single stage, or take so many slots of the ring: which slot comes first."""
+        if small:
+            return self.next_stage() & 1
+        first = self.round % DEPTH
+        self.round += pieces
+        return first
+
     def whereabouts(self) -> list[tuple[int, int]]:
         """The last call that each rank has entered: its number and mark."""
         found: list[tuple[int, int]] = []
@@ -161,6 +171,12 @@ class Room:
         self._late_since = None
         self._waiter.wait(acquire, peer)
 
+    def doubt(self, peer: int, first: bool) -> None:
+        """Raise if there is no hope for a signal of `peer`; asked every 100 ms, `first` when it begins to be late."""
+        if first:
+            self._late_since = None
+        self._alive(peer)
+
     def waited(self) -> float:
         """Seconds since the signal that is waited for was asked for."""
         return 0.0 if self._late_since is None else time.monotonic() - self._late_since
@@ -177,7 +193,7 @@ class Room:
             self._late_since = now - 0.1
         if self.aborted:
             raise self._failed("this rank has aborted the group", [])
-        others = [other for other in range(self.size) if other != self.rank]
+        others = self.others
         dead = [other for other in others if self._life(other).over]
         if dead:
             raise self._failed("has died", dead)
@@ -208,10 +224,33 @@ class Room:
 
     # -- slots -------------------------------------------------------------------------------------------------------
 
+    @property
+    def board(self) -> int:
+        """Where the board lies in this process."""
+        return self._segment.address
+
+    @property
+    def signals(self) -> tuple[list[int], list[int]]:
+        """Where the signals to and from each of the others lie in this process."""
+        begin, size, me = self._segment.address + _BOARD, self.size, self.rank
+        sent = [begin + (me * size + peer) * SIGNAL_BYTES for peer in self.others]
+        return sent, [begin + (peer * size + me) * SIGNAL_BYTES for peer in self.others]
+
+    @property
+    def stretches(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Where all slots for single stages and the ring lie in this process: address and bytes."""
+        ring = (0, 0) if self._ring is None else (self._ring.address, self._ring.size)
+        return (self._segment.address, self._segment.size), ring
+
     def small(self, parity: int, rank: int) -> NDArray[np.uint8]:
         """The slot of a rank for a single stage."""
         start = _BOARD + self.size * self.size * SIGNAL_BYTES + (parity * self.size + rank) * SMALL
         return self._segment.bytes[start : start + SMALL]
+
+    @property
+    def has_ring(self) -> bool:
+        """Whether the ring was made."""
+        return self._ring is not None
 
     def ring(self, phase: int, turn: int, rank: int) -> NDArray[np.uint8]:
         """A slot of the ring, which is made at its first use by all ranks together."""

@@ -18,12 +18,15 @@ from offbeat.runtime.shared.segment import Segment
 
 SIGNAL_BYTES = 64
 """Room for one semaphore: a cache line of its own, so that neighbours do not slow each other down."""
-_TRIES = 20
-_YIELDS = 100
-_SLICE = 0.1
-_STARVED = 300_000
+TRIES = 20
+"""How often a signal is looked for at once."""
+YIELDS = 100
+"""How often others are let run in between, before it sleeps."""
+SLICE = 0.1
+"""Seconds of sleep, after which it looks whether the peer is alive."""
+STARVED = 300_000
 """Nanoseconds after which a process that let others run knows that somebody else is using up the cores."""
-_SLEEPY = 300
+SLEEPY = 300
 """How many waits sleep at once after that."""
 _MOST = 2**31 - 1
 
@@ -86,7 +89,7 @@ class Waiter:
             self._sleepy -= 1
         elif self._tried(acquire):
             return
-        while not acquire(True, _SLICE):
+        while not acquire(True, SLICE):
             try:
                 self._alive(peer)
             except BaseException:
@@ -96,17 +99,17 @@ class Waiter:
                 raise
 
     def _tried(self, acquire: Callable[..., bool]) -> bool:
-        for _ in range(_TRIES):
+        for _ in range(TRIES):
             if acquire(False):
                 return True
         before = time.perf_counter_ns()
-        for _ in range(_YIELDS):
+        for _ in range(YIELDS):
             os.sched_yield()
             if acquire(False):
                 return True
             now = time.perf_counter_ns()
-            if now - before > _STARVED:
-                self._sleepy = _SLEEPY
+            if now - before > STARVED:
+                self._sleepy = SLEEPY
                 return False
             before = now
         return False

@@ -1,0 +1,214 @@
+/* Executes what was compiled from a one-sided schedule: copies, sums and signals, without the interpreter in between.
+ *
+ * Everything here can be done by engine.py as well, more slowly; native.py says when this is used. It knows nothing of
+ * schedules: it is given steps, one after the other, and returns early when somebody is late, so that the caller can
+ * see whether that one is still alive, and go on.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <sched.h>
+#include <semaphore.h>
+#include <stdint.h>
+#include <string.h>
+#include <time.h>
+
+#define VERSION 1
+
+/* x86 has several widths of vectors; the widest that is there is chosen when the library is loaded. */
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define WIDE __attribute__((target_clones("default", "avx2", "avx512f")))
+#else
+#define WIDE
+#endif
+
+enum { POST, TAKE, COPY, ADD, SCALE, BLEND, DIVIDE, SPREAD };
+enum { FLOAT32, FLOAT64, INT32, INT64 };
+enum { DONE, LATE, DIFFERENT };
+
+/* A place is the number of a base in its upper 16 bits, and an offset in bytes in the others. */
+typedef struct {
+    int64_t op, kind, out, a, b, count;
+    double factor;
+} step_t;
+
+/* What one rank has of its room: the board, signals to and from each of the others, and how it waits. */
+typedef struct {
+    int64_t rank, ranks;
+    volatile int64_t *board;
+    sem_t **posts, **takes;
+    int64_t tries, yields, starved, sleepy_waits, slice;
+    int64_t sleepy;
+} room_t;
+
+/* An operation, and how far it has come: the next step, and how many of the others were heard in it. */
+typedef struct {
+    room_t *room;
+    const step_t *steps;
+    int64_t count;
+    char **bases;
+    int64_t mark;
+    int64_t at, taken, checked;
+    volatile int64_t *marks;
+} task_t;
+
+static const int64_t SIZES[] = {4, 8, 4, 8};
+
+int64_t offbeat_version(void) { return VERSION; }
+
+static int64_t now(void) {
+    struct timespec moment;
+    clock_gettime(CLOCK_MONOTONIC, &moment);
+    return moment.tv_sec * 1000000000LL + moment.tv_nsec;
+}
+
+static inline void rest(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+/* Whether a signal came while others were let run a few times. */
+static int came_soon(room_t *room, sem_t *signal) {
+    if (room->sleepy) {
+        room->sleepy--;
+        return 0;
+    }
+    for (int64_t i = 0; i < room->tries; i++) {
+        if (sem_trywait(signal) == 0) return 1;
+        rest();
+    }
+    int64_t before = now();
+    for (int64_t i = 0; i < room->yields; i++) {
+        sched_yield();
+        if (sem_trywait(signal) == 0) return 1;
+        int64_t after = now();
+        if (after - before > room->starved) {
+            room->sleepy = room->sleepy_waits;
+            return 0;
+        }
+        before = after;
+    }
+    return 0;
+}
+
+static int came(room_t *room, sem_t *signal) {
+    if (sem_trywait(signal) == 0 || came_soon(room, signal)) return 1;
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    int64_t end = until.tv_nsec + room->slice;
+    until.tv_sec += end / 1000000000LL;
+    until.tv_nsec = end % 1000000000LL;
+    return sem_timedwait(signal, &until) == 0;
+}
+
+/* An iteration reads and writes its own elements only, so that a row may be added to itself. */
+#define EACH _Pragma("GCC ivdep") for (int64_t i = 0; i < n; i++)
+#define SUM(T, NAME) \
+    WIDE static void add_##NAME(T *out, const T *a, const T *b, int64_t n) { EACH out[i] = a[i] + b[i]; }
+#define WEIGHTED(T, NAME)                                                                  \
+    WIDE static void scale_##NAME(T *out, const T *a, T factor, int64_t n) {               \
+        EACH out[i] = a[i] * factor;                                                       \
+    }                                                                                      \
+    WIDE static void blend_##NAME(T *out, const T *a, const T *b, T factor, int64_t n) {   \
+        EACH out[i] = a[i] + b[i] * factor;                                                \
+    }                                                                                      \
+    WIDE static void divide_##NAME(T *out, T by, int64_t n) { EACH out[i] = out[i] / by; }
+
+SUM(float, f32)
+SUM(double, f64)
+/* Whole numbers wrap around when they are too large, which C promises of unsigned ones only. */
+SUM(uint32_t, i32)
+SUM(uint64_t, i64)
+WEIGHTED(float, f32)
+WEIGHTED(double, f64)
+
+static void add(int64_t kind, void *out, const void *a, const void *b, int64_t n) {
+    switch (kind) {
+        case FLOAT32: add_f32(out, a, b, n); break;
+        case FLOAT64: add_f64(out, a, b, n); break;
+        case INT32: add_i32(out, a, b, n); break;
+        default: add_i64(out, a, b, n);
+    }
+}
+
+static void scale(int64_t kind, void *out, const void *a, double factor, int64_t n) {
+    if (kind == FLOAT32) scale_f32(out, a, (float)factor, n);
+    else scale_f64(out, a, factor, n);
+}
+
+static void blend(int64_t kind, void *out, const void *a, const void *b, double factor, int64_t n) {
+    if (kind == FLOAT32) blend_f32(out, a, b, (float)factor, n);
+    else blend_f64(out, a, b, factor, n);
+}
+
+static void divide(int64_t kind, void *out, double by, int64_t n) {
+    if (kind == FLOAT32) divide_f32(out, (float)by, n);
+    else divide_f64(out, by, n);
+}
+
+/* Rows of as many ranks as there are bases from `first` on are summed in their order, and all get the sum. */
+static void spread(const step_t *step, char **bases) {
+    enum { PIECE = 8192 };
+    char sum[PIECE] __attribute__((aligned(64)));
+    int64_t width = SIZES[step->kind], ranks = step->b, bytes = step->count * width;
+    char **rows = bases + step->a;
+    for (int64_t at = 0; at < bytes; at += PIECE) {
+        int64_t here = bytes - at < PIECE ? bytes - at : PIECE, offset = step->out + at;
+        add(step->kind, sum, rows[0] + offset, rows[1] + offset, here / width);
+        for (int64_t rank = 2; rank < ranks; rank++) add(step->kind, sum, sum, rows[rank] + offset, here / width);
+        if (step->factor != 0.0) divide(step->kind, sum, step->factor, here / width);
+        for (int64_t rank = 0; rank < ranks; rank++) memcpy(rows[rank] + offset, sum, here);
+    }
+}
+
+static int all_came(room_t *room, task_t *task) {
+    for (; task->taken < room->ranks - 1; task->taken++)
+        if (!came(room, room->takes[task->taken])) return 0;
+    task->taken = 0;
+    return 1;
+}
+
+/* All ranks must have come with the same operation. */
+static int alike(task_t *task) {
+    task->checked = 1;
+    for (int64_t rank = 0; rank < task->room->ranks; rank++)
+        if (task->marks[2 * rank + 1] != task->mark) return 0;
+    return 1;
+}
+
+/* Do the steps that are left. LATE: the other of number `task->taken` has not signalled; call again to go on. */
+int64_t offbeat_go_on(task_t *task) {
+#define PLACE(x) (bases[(x) >> 48] + ((x) & 0xffffffffffffLL))
+    char **bases = task->bases;
+    for (; task->at < task->count; task->at++) {
+        const step_t *step = task->steps + task->at;
+        switch (step->op) {
+            case POST:
+                for (int64_t other = 0; other < task->room->ranks - 1; other++) sem_post(task->room->posts[other]);
+                break;
+            case TAKE:
+                if (!all_came(task->room, task)) return LATE;
+                if (!task->checked && !alike(task)) return DIFFERENT;
+                break;
+            case COPY: memcpy(PLACE(step->out), PLACE(step->a), step->count); break;
+            case ADD: add(step->kind, PLACE(step->out), PLACE(step->a), PLACE(step->b), step->count); break;
+            case SCALE: scale(step->kind, PLACE(step->out), PLACE(step->a), step->factor, step->count); break;
+            case BLEND:
+                blend(step->kind, PLACE(step->out), PLACE(step->a), PLACE(step->b), step->factor, step->count);
+                break;
+            case DIVIDE: divide(step->kind, PLACE(step->out), step->factor, step->count); break;
+            default: spread(step, bases);
+        }
+    }
+    return DONE;
+}
+
+/* Write on the board that this is the operation of number `calls`, and do it. */
+int64_t offbeat_start(task_t *task, int64_t calls) {
+    room_t *room = task->room;
+    task->marks = room->board + (calls & 1) * room->ranks * 2;
+    task->marks[2 * room->rank + 1] = task->mark;
+    task->marks[2 * room->rank] = calls;
+    task->at = task->taken = task->checked = 0;
+    return offbeat_go_on(task);
+}

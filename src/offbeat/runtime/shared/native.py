@@ -1,0 +1,252 @@
+"""The compiled executor: what engine.py would do step by step, handed to a small library in C.
+
+Only sums (and means) of common kinds of numbers are compiled; everything else, and everything where the library could
+not be built, is done by engine.py, with the same results. Set OFFBEAT_NATIVE=0 to do without it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.runtime.shared import signals
+from offbeat.runtime.shared.kernels import Array, Ways
+from offbeat.runtime.shared.room import Room
+
+VERSION = 1
+LIBRARY = Path(__file__).with_name("_native.so")
+"""Where the build puts it."""
+LATE, DIFFERENT = 1, 2
+"""What an operation returns early for: a peer does not come; ranks have come with different operations."""
+_POST, _TAKE, _COPY, _ADD, _SCALE, _BLEND, _DIVIDE, _SPREAD = range(8)
+_KINDS = {"float32": 0, "float64": 1, "int32": 2, "int64": 3}
+_BASE = 48
+"""Bits of an offset; the number of its base stands above them."""
+_STEP = np.dtype([(name, np.int64) for name in ("op", "kind", "out", "a", "b", "count")] + [("factor", np.float64)])
+Steps = NDArray[np.void]
+Action = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+class _Room(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("rank", "ranks")),
+        *((name, ctypes.c_void_p) for name in ("board", "posts", "takes")),
+        *((name, ctypes.c_int64) for name in ("tries", "yields", "starved", "sleepy_waits", "slice", "sleepy")),
+    ]
+
+
+class _Task(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("room", "steps")),
+        ("count", ctypes.c_int64),
+        ("bases", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("mark", "at", "taken", "checked")),
+        ("marks", ctypes.c_void_p),
+    ]
+
+
+class Task:
+    """An operation that is ready to be done, as often as its memory stays where it is."""
+
+    def __init__(self, room: _Room, steps: Steps, bases: Sequence[int], mark: int) -> None:
+        self._bases = (ctypes.c_int64 * len(bases))(*bases)
+        self._kept = (room, steps)
+        self.fields = _Task(
+            ctypes.addressof(room), steps.ctypes.data, len(steps), ctypes.addressof(self._bases), mark, 0, 0, 0, None
+        )
+        """What the library sees of it."""
+        self.address = ctypes.addressof(self.fields)
+        """Where it sees it."""
+
+    def move(self, bases: Sequence[int], mark: int) -> None:
+        """Its memory lies elsewhere now, and it is called so."""
+        self._bases[:] = bases  # pyright: ignore[reportArgumentType]
+        self.fields.mark = mark
+
+
+class Executor:
+    """What one rank of a room has done by the library."""
+
+    def __init__(self, library: Any, room: Room) -> None:
+        self._room = room
+        posts, takes = room.signals
+        self._signals = [(ctypes.c_int64 * len(side))(*side) for side in (posts, takes)]
+        self._fields = _Room(
+            room.rank,
+            room.size,
+            room.board,
+            *(ctypes.addressof(side) for side in self._signals),
+            signals.TRIES,
+            signals.YIELDS,
+            signals.STARVED,
+            signals.SLEEPY,
+            int(signals.SLICE * 1e9),
+            0,
+        )
+        self.start: Callable[[int, int], int] = library.offbeat_start
+        """Begin a task (its address) as the operation of that number; anything but 0 is for `finish`."""
+        self._go_on: Callable[[int], int] = library.offbeat_go_on
+
+    def task(self, steps: Steps, bases: Sequence[int], mark: int) -> Task:
+        """The operation that these steps make on this memory."""
+        return Task(self._fields, steps, bases, mark)
+
+    def run(self, task: Task, mismatch: Callable[[], Exception]) -> None:
+        """Do it, as the next operation of the room."""
+        room = self._room
+        room.calls += 1
+        code = self.start(task.address, room.calls)
+        if code:
+            self.finish(task, code, mismatch)
+
+    def finish(self, task: Task, code: int, mismatch: Callable[[], Exception]) -> None:
+        """Go on waiting for whoever is late, as long as there is hope."""
+        fields = task.fields
+        place: tuple[int, int] | None = None
+        while code:
+            if code == DIFFERENT:
+                raise mismatch()
+            before, place = place, (fields.at, fields.taken)
+            try:
+                self._room.doubt(self._room.others[fields.taken], first=place != before)
+            except BaseException:
+                # It may have signalled, and left, just after the wait had ended: what it said still counts.
+                code = self._go_on(task.address)
+                if code == LATE and (fields.at, fields.taken) == place:
+                    raise
+                continue
+            code = self._go_on(task.address)
+
+
+@cache
+def library() -> Any:
+    """The library, or None where there is none or it is not wanted."""
+    if os.environ.get("OFFBEAT_NATIVE") == "0" or not LIBRARY.exists():
+        return None
+    try:
+        found = ctypes.CDLL(str(LIBRARY))
+        found.offbeat_version.restype = ctypes.c_int64
+        if found.offbeat_version() != VERSION:
+            return None  # Built from another version of its source.
+    except (OSError, AttributeError):
+        return None
+    found.offbeat_start.argtypes, found.offbeat_start.restype = (ctypes.c_void_p, ctypes.c_int64), ctypes.c_int64
+    found.offbeat_go_on.argtypes, found.offbeat_go_on.restype = (ctypes.c_void_p,), ctypes.c_int64
+    return found
+
+
+def state() -> str:
+    """Whether there is a library, in words."""
+    if library() is not None:
+        return "in use"
+    if os.environ.get("OFFBEAT_NATIVE") == "0":
+        return "switched off by OFFBEAT_NATIVE=0"
+    return "not built: it needs a C compiler at installation; collectives inside a host are slower without it"
+
+
+def executor(room: Room) -> Executor | None:
+    """For this rank of a room, if there is a library."""
+    found = library()
+    return None if found is None else Executor(found, room)
+
+
+class _Places(NamedTuple):
+    """Where memory lies: several stretches, each a base."""
+
+    starts: list[int]
+    stops: list[int]
+    numbers: list[int]
+
+    def of(self, row: Array) -> int | None:
+        """A row's base and offset as one number; None if it lies elsewhere."""
+        address = address_of(row)
+        found = bisect.bisect_right(self.starts, address) - 1
+        if found < 0 or address + row.nbytes > self.stops[found]:
+            return None
+        return self.numbers[found] << _BASE | address - self.starts[found]
+
+
+def address_of(row: Array) -> int:
+    """Where an array begins."""
+    return row.__array_interface__["data"][0]
+
+
+def _places(stretches: Sequence[tuple[int, int]]) -> _Places:
+    ordered = sorted((start, start + size, number) for number, (start, size) in enumerate(stretches) if size)
+    return _Places(*(list(column) for column in zip(*ordered, strict=True)))
+
+
+def overlap(stretches: Sequence[tuple[int, int]]) -> bool:
+    """Whether any two share memory: then nothing is compiled, as the next time they may not."""
+    ordered = sorted((start, start + size) for start, size in stretches if size)
+    return any(stop > start for (_, stop), (start, _) in pairwise(ordered))
+
+
+def compiled(
+    script: Iterable[Action], stretches: Sequence[tuple[int, int]], ways: Ways, words: Any, room: Room
+) -> Steps | None:
+    """A script of the engine as steps of the library, on memory given by address and size; None if it cannot be."""
+    kind = _KINDS.get(np.dtype(words).name, 0)
+    places = _places(stretches)
+    steps: list[tuple[Any, ...]] = []
+    for act, rows in script:
+        if act == room.post:
+            steps.append((_POST, 0, 0, 0, 0, 0, 0.0))
+        elif act == room.take:
+            steps.append((_TAKE, 0, 0, 0, 0, 0, 0.0))
+        elif rows[0].size:
+            found = _step(act, [places.of(row) for row in rows], rows[0], kind, ways)
+            if found is None:
+                return None
+            steps.append(found)
+    return _kept_apart(steps)
+
+
+def _kept_apart(steps: Sequence[tuple[Any, ...]]) -> Steps:
+    """Steps in memory of their own: in the heap they would lie between the gradients (decision 9)."""
+    held: Steps = np.frombuffer(mmap.mmap(-1, max(len(steps), 1) * _STEP.itemsize), dtype=_STEP)[: len(steps)]
+    held[:] = np.array(steps, dtype=_STEP)
+    return held
+
+
+def _step(act: Any, where: Sequence[int | None], row: Array, kind: int, ways: Ways) -> tuple[Any, ...] | None:
+    if None in where:
+        return None
+    plain = ways.plain
+    if act is np.copyto:
+        return (_COPY, 0, where[0], where[1], 0, row.nbytes, 0.0)
+    if plain is None:
+        return None
+    if act is ways.combine:
+        return (_ADD, kind, where[2], where[0], where[1], row.size, 0.0)
+    if act is ways.finish:
+        return (_DIVIDE, kind, where[0], 0, 0, row.size, float(plain.divisor))
+    if act is ways.weigh:
+        return (_SCALE, kind, where[0], where[1], 0, row.size, plain.weight)
+    if act is ways.blend:
+        return (_BLEND, kind, where[2], where[0], where[1], row.size, plain.weight)
+    return None
+
+
+def spread_steps(start: int, count: int, ranks: int, words: Any, ways: Ways) -> Steps | None:
+    """An all-reduce where everybody's numbers lie in shared memory, as bases: this rank sums a range for all.
+
+    Signals before it say that all have come, those behind it that nobody writes any more.
+    """
+    name = np.dtype(words).name
+    if ways.plain is None or name not in _KINDS:
+        return None
+    begin = start * np.dtype(words).itemsize
+    sync = [(_POST, 0, 0, 0, 0, 0, 0.0), (_TAKE, 0, 0, 0, 0, 0, 0.0)]
+    spread = [(_SPREAD, _KINDS[name], begin, 0, ranks, count, float(ways.plain.divisor))] if count else []
+    return _kept_apart([*sync, *spread, *sync])
