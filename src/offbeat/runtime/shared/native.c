@@ -36,8 +36,8 @@ typedef struct {
     int64_t rank, ranks;
     volatile int64_t *board;
     sem_t **posts, **takes;
-    int64_t tries, yields, starved, sleepy_waits, slice;
-    int64_t sleepy;
+    int64_t tries, yields, starved, fewest_naps, most_naps, slice;
+    int64_t sleepy, naps;
 } room_t;
 
 /* An operation, and how far it has come: the next step, and how many of the others were heard in it. */
@@ -80,11 +80,17 @@ static int came_soon(room_t *room, sem_t *signal) {
     int64_t before = now();
     for (int64_t i = 0; i < room->yields; i++) {
         sched_yield();
-        if (sem_trywait(signal) == 0) return 1;
+        int there = sem_trywait(signal) == 0;
         int64_t after = now();
         if (after - before > room->starved) {
-            room->sleepy = room->sleepy_waits;
-            return 0;
+            int64_t more = 2 * room->naps;
+            room->naps = more < room->fewest_naps ? room->fewest_naps : more > room->most_naps ? room->most_naps : more;
+            room->sleepy = room->naps;
+            return there;
+        }
+        if (there) {
+            room->naps = 0;
+            return 1;
         }
         before = after;
     }

@@ -33,6 +33,7 @@ _KINDS = {"float32": 0, "float64": 1, "int32": 2, "int64": 3}
 _BASE = 48
 """Bits of an offset; the number of its base stands above them."""
 _STEP = np.dtype([(name, np.int64) for name in ("op", "kind", "out", "a", "b", "count")] + [("factor", np.float64)])
+_WAITING = ("tries", "yields", "starved", "fewest_naps", "most_naps", "slice", "sleepy", "naps")
 Steps = NDArray[np.void]
 Action = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -41,7 +42,7 @@ class _Room(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("rank", "ranks")),
         *((name, ctypes.c_void_p) for name in ("board", "posts", "takes")),
-        *((name, ctypes.c_int64) for name in ("tries", "yields", "starved", "sleepy_waits", "slice", "sleepy")),
+        *((name, ctypes.c_int64) for name in _WAITING),
     ]
 
 
@@ -89,8 +90,10 @@ class Executor:
             signals.TRIES,
             signals.YIELDS,
             signals.STARVED,
-            signals.SLEEPY,
+            signals.FEWEST_NAPS,
+            signals.MOST_NAPS,
             int(signals.SLICE * 1e9),
+            0,
             0,
         )
         self.start: Callable[[int, int], int] = library.offbeat_start

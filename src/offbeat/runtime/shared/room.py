@@ -21,7 +21,7 @@ from offbeat.runtime.shared.signals import SIGNAL_BYTES, Life, Waiter, lay_out, 
 
 SMALL = 1 << 17
 """Bytes of a slot for single stages."""
-CHUNK = 1 << 20
+CHUNK = 1 << 19
 """Bytes of a slot of the ring: small enough for the caches, large enough that the interpreter does not matter."""
 DEPTH = 5
 """Slots of the ring, which overlapping stages go round."""

@@ -26,8 +26,8 @@ SLICE = 0.1
 """Seconds of sleep, after which it looks whether the peer is alive."""
 STARVED = 300_000
 """Nanoseconds after which a process that let others run knows that somebody else is using up the cores."""
-SLEEPY = 300
-"""How many waits sleep at once after that."""
+FEWEST_NAPS, MOST_NAPS = 4, 256
+"""How many waits sleep at once after that: more each time it happens again, as it then was no chance."""
 _MOST = 2**31 - 1
 
 
@@ -81,7 +81,7 @@ class Waiter:
 
     def __init__(self, alive: Callable[[int], None]) -> None:
         self._alive = alive
-        self._sleepy = 0
+        self._sleepy = self._naps = 0
 
     def wait(self, acquire: Callable[..., bool], peer: int) -> None:
         """Take one signal from `peer`; `alive(peer)` is asked every 100 ms, and raises when there is no more hope."""
@@ -105,12 +105,14 @@ class Waiter:
         before = time.perf_counter_ns()
         for _ in range(YIELDS):
             os.sched_yield()
-            if acquire(False):
-                return True
+            there = acquire(False)
             now = time.perf_counter_ns()
             if now - before > STARVED:
-                self._sleepy = SLEEPY
-                return False
+                self._sleepy = self._naps = min(max(2 * self._naps, FEWEST_NAPS), MOST_NAPS)
+                return there
+            if there:
+                self._naps = 0
+                return True
             before = now
         return False
 
