@@ -59,9 +59,13 @@ class OffbeatGroup(Core):
                 plan = self._plans.get(key)
                 if plan is not None and not line.queue and line.lock.acquire(False):
                     self._asked += 1
-                    self._now = ("all_reduce", tensors, opts)
                     try:
-                        self._all_reduce_small(plan)
+                        if plan.pair is None:
+                            self._now = ("all_reduce", tensors, opts)
+                            self._all_reduce_small(plan)
+                        elif code := self._start_stage(plan.pair.address):
+                            self._now = ("all_reduce", tensors, opts)
+                            self.local.finish_small(plan.pair, code)  # pyright: ignore[reportOptionalMemberAccess]
                     finally:
                         line.lock.release()
                     return DONE

@@ -19,7 +19,7 @@ from offbeat.runtime.allocation import give_back_excess
 from offbeat.runtime.backend._marks import CollectiveError, count_of, in_words, mark
 from offbeat.runtime.shared.engine import Action, Blocks, Engine, Piece, reductions
 from offbeat.runtime.shared.kernels import OPERATIONS, Array, Ways, as_words, row_at, ways_of, words_of
-from offbeat.runtime.shared.native import Task, address_of, compiled, executor, overlap, spread_steps
+from offbeat.runtime.shared.native import Pair, Task, address_of, compiled, executor, overlap, spread_steps
 from offbeat.runtime.shared.programs import Stage, compile_one_sided, even_blocks
 from offbeat.runtime.shared.room import DEPTH, SMALL, Room
 from offbeat.runtime.shared.segment import Segment
@@ -42,8 +42,8 @@ class _Plan(NamedTuple):
     order: tuple[int, ...]
     ways: Ways
     row: Array
-    tasks: tuple[Task, Task] | None
-    """The same for the compiled executor, by turn; None where it cannot do it."""
+    pair: Pair | None
+    """The same for the compiled executor; None where it cannot do it."""
 
 
 class _Compiled(NamedTuple):
@@ -71,7 +71,8 @@ class Local:
         context.run(np.seterr, all="ignore")
         self._quietly: Any = context.run
         self._native = native = executor(room)
-        self._start: Any = None if native is None else native.start
+        self.start_stage: Any = None if native is None else native.start_stage
+        """Begins a small all-reduce by the address of its pair; anything but 0 is for `finish_small`."""
         self._compiled: dict[Any, _Compiled | None] = {}
         self._live_tasks: dict[Any, Task | None] = {}
         self._live: dict[int, tuple[Segment, int]] = {}
@@ -109,7 +110,7 @@ class Local:
         number = mark("all_reduce", dtype, count, operation)
         tasks = [self._small_task(turn, row, ways, number) for turn in slots]
         first, second = tasks
-        both = None if first is None or second is None else (first, second)
+        both = None if first is None or second is None else Pair((first, second))
         plan = _Plan(number, (tuple(slots[0]), tuple(slots[1])), self._order, ways, row, both)
         self.plans[key] = plan
         return plan
@@ -131,14 +132,11 @@ class Local:
     def all_reduce_small(self, plan: _Plan) -> None:
         """Up to `SMALL` bytes, in one stage: everybody reads everybody's slot. Written out, for speed."""
         room = self.room
-        number, turns, order, ways, row, tasks = plan
-        if tasks is not None:
-            room.stage = stage = room.stage + 1
-            room.calls = calls = room.calls + 1
-            task = tasks[stage & 1]
-            code = self._start(task.address, calls)
+        number, turns, order, ways, row, pair = plan
+        if pair is not None:
+            code = self.start_stage(pair.address)
             if code:
-                self._native.finish(task, code, self._mismatched)  # pyright: ignore[reportOptionalMemberAccess]
+                self.finish_small(pair, code)
             return
         slots = turns[room.next_stage() & 1]
         base = room.enter(number)
@@ -157,6 +155,11 @@ class Local:
             self._quietly(ways.combine, row, slots[rank], row)
         if ways.finish is not None:
             ways.finish(row)
+
+    def finish_small(self, pair: Pair, code: int) -> None:
+        """Go on with a small all-reduce that somebody is late for."""
+        native: Any = self._native
+        native.finish(pair.tasks[self.room.stage & 1], code, self._mismatched)
 
     def all_reduce(
         self, tensors: Sequence[Tensor], operation: Any, weight: float | None = None, algorithm: str = "two_shot"

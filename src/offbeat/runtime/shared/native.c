@@ -12,7 +12,7 @@
 #include <string.h>
 #include <time.h>
 
-#define VERSION 1
+#define VERSION 2
 
 /* x86 has several widths of vectors; the widest that is there is chosen when the library is loaded. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
@@ -34,6 +34,7 @@ typedef struct {
 /* What one rank has of its room: the board, signals to and from each of the others, and how it waits. */
 typedef struct {
     int64_t rank, ranks;
+    int64_t *counts; /* operations and single stages so far */
     volatile int64_t *board;
     sem_t **posts, **takes;
     int64_t tries, yields, starved, fewest_naps, most_naps, slice;
@@ -209,12 +210,16 @@ int64_t offbeat_go_on(task_t *task) {
     return DONE;
 }
 
-/* Write on the board that this is the operation of number `calls`, and do it. */
-int64_t offbeat_start(task_t *task, int64_t calls) {
+/* Write on the board that this is the room's next operation, and do it. */
+int64_t offbeat_start(task_t *task) {
     room_t *room = task->room;
+    int64_t calls = ++room->counts[0];
     task->marks = room->board + (calls & 1) * room->ranks * 2;
     task->marks[2 * room->rank + 1] = task->mark;
     task->marks[2 * room->rank] = calls;
     task->at = task->taken = task->checked = 0;
     return offbeat_go_on(task);
 }
+
+/* The same in the room's next single stage, for which there is a task on each of the two slots. */
+int64_t offbeat_start_stage(task_t *const tasks[2]) { return offbeat_start(tasks[++tasks[0]->room->counts[1] & 1]); }

@@ -23,7 +23,7 @@ from offbeat.runtime.shared import signals
 from offbeat.runtime.shared.kernels import Array, Ways
 from offbeat.runtime.shared.room import Room
 
-VERSION = 1
+VERSION = 2
 LIBRARY = Path(__file__).with_name("_native.so")
 """Where the build puts it."""
 LATE, DIFFERENT = 1, 2
@@ -41,7 +41,7 @@ Action = tuple[Callable[..., Any], tuple[Any, ...]]
 class _Room(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("rank", "ranks")),
-        *((name, ctypes.c_void_p) for name in ("board", "posts", "takes")),
+        *((name, ctypes.c_void_p) for name in ("counts", "board", "posts", "takes")),
         *((name, ctypes.c_int64) for name in _WAITING),
     ]
 
@@ -75,6 +75,17 @@ class Task:
         self.fields.mark = mark
 
 
+class Pair:
+    """A small operation, ready to be done in either of the two slots that single stages use in turn."""
+
+    def __init__(self, tasks: tuple[Task, Task]) -> None:
+        self.tasks = tasks
+        """By the parity of the stage."""
+        self._addresses = (ctypes.c_void_p * 2)(*(task.address for task in tasks))
+        self.address = ctypes.addressof(self._addresses)
+        """Where the library sees it."""
+
+
 class Executor:
     """What one rank of a room has done by the library."""
 
@@ -85,6 +96,7 @@ class Executor:
         self._fields = _Room(
             room.rank,
             room.size,
+            room.counts.ctypes.data,
             room.board,
             *(ctypes.addressof(side) for side in self._signals),
             signals.TRIES,
@@ -96,8 +108,9 @@ class Executor:
             0,
             0,
         )
-        self.start: Callable[[int, int], int] = library.offbeat_start
-        """Begin a task (its address) as the operation of that number; anything but 0 is for `finish`."""
+        self._start: Callable[[int], int] = library.offbeat_start
+        self.start_stage: Callable[[int], int] = library.offbeat_start_stage
+        """Begin the one of a pair's tasks (its address) whose turn it is; anything but 0 is for `finish`."""
         self._go_on: Callable[[int], int] = library.offbeat_go_on
 
     def task(self, steps: Steps, bases: Sequence[int], mark: int) -> Task:
@@ -106,9 +119,7 @@ class Executor:
 
     def run(self, task: Task, mismatch: Callable[[], Exception]) -> None:
         """Do it, as the next operation of the room."""
-        room = self._room
-        room.calls += 1
-        code = self.start(task.address, room.calls)
+        code = self._start(task.address)
         if code:
             self.finish(task, code, mismatch)
 
@@ -143,8 +154,8 @@ def library() -> Any:
             return None  # Built from another version of its source.
     except (OSError, AttributeError):
         return None
-    found.offbeat_start.argtypes, found.offbeat_start.restype = (ctypes.c_void_p, ctypes.c_int64), ctypes.c_int64
-    found.offbeat_go_on.argtypes, found.offbeat_go_on.restype = (ctypes.c_void_p,), ctypes.c_int64
+    for function in (found.offbeat_start, found.offbeat_start_stage, found.offbeat_go_on):
+        function.argtypes, function.restype = (ctypes.c_void_p,), ctypes.c_int64
     return found
 
 

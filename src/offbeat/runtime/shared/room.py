@@ -75,10 +75,9 @@ class Room:
         self._tickets = self._statuses + size
         if self._tickets + _NUMBERS > len(words):
             raise SegmentError(f"{size} ranks on one host are more than a board has room for")
-        self.calls = 0
-        """Operations entered so far."""
-        self.stage = 0
-        """Single stages so far."""
+        self.counts: NDArray[np.int64] = np.zeros(2, np.int64)
+        """Operations entered and single stages so far, where the compiled executor counts them, too."""
+        self._counts = memoryview(self.counts)  # pyright: ignore[reportArgumentType]
         self.round = 0
         """Slots of the ring used so far."""
         self._wire()
@@ -111,11 +110,21 @@ class Room:
         self.words[self._pids + self.rank] = os.getpid()
         self.words[self._statuses + self.rank] = 0
 
+    @property
+    def calls(self) -> int:
+        """Operations entered so far."""
+        return self._counts[0]
+
+    @property
+    def stage(self) -> int:
+        """Single stages so far."""
+        return self._counts[1]
+
     # -- where everybody is ------------------------------------------------------------------------------------------
 
     def enter(self, mark: int) -> int:
         """Begin an operation: write on the board which one. Returns where the marks of this call stand."""
-        self.calls = calls = self.calls + 1
+        self._counts[0] = calls = self._counts[0] + 1
         base = (calls & 1) * self.size * _FIELDS
         place = base + self.rank * _FIELDS
         words = self.words
@@ -130,8 +139,8 @@ class Room:
 
     def next_stage(self) -> int:
         """Begin a single stage: its number, whose parity says which slots are used."""
-        self.stage += 1
-        return self.stage
+        self._counts[1] = stage = self._counts[1] + 1
+        return stage
 
     def turn(self, small: bool, pieces: int) -> int:
         """Begin a single stage, or take so many slots of the ring: which slot comes first."""
