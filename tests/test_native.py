@@ -71,7 +71,7 @@ def test_its_steps_do_what_the_functions_of_a_script_do(
     native = executor(room)
     assert steps is not None
     assert native is not None, "a compiler is here, but the library was not built: install offbeat again"
-    task = native.task(steps, [start for start, _ in stretches_of(rows)], 5)
+    task = native.task(steps, [start for start, _ in stretches_of(rows)], 5, 1.0 if weight is None else weight)
     native.run(task, lambda: AssertionError("nobody else is here"))
     assert np.array_equal(rows, expected)
 

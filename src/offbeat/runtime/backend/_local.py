@@ -173,7 +173,7 @@ class Local:
             return [piece for row in rows for piece in _pieces(row, row, width, size)]
 
         number = mark("all_reduce", dtype, sum(tensor.numel() for tensor in tensors), operation)
-        key = ("all_reduce", algorithm, int(operation), weight)
+        key = ("all_reduce", algorithm, int(operation), weight is None, weight == 1.0)
         self._in_place(key, stages, tensors, pieces, width, number, ways_of(operation, dtype, size, weight))
 
     def sum_own_blocks(self, tensors: Sequence[Tensor], weight: float) -> None:
@@ -191,7 +191,7 @@ class Local:
             return found
 
         number = mark("reduce_scatter", dtype, sum(tensor.numel() for tensor in tensors), _SUM)
-        key = ("own_blocks", weight)
+        key = ("own_blocks", weight == 1.0)
         self._in_place(key, stages, tensors, pieces, width, number, ways_of(_SUM, dtype, size, weight))
 
     def _in_place(
@@ -210,11 +210,11 @@ class Local:
             give_back_excess()
         words = words_of(tensors[0].dtype)
         whole = (*key, words, *(tensor.numel() for tensor in tensors))
-        if not self._by_native(whole, number, [tensor.data_ptr() for tensor in tensors]):
+        if not self._by_native(whole, number, [tensor.data_ptr() for tensor in tensors], ways):
             rows = [row_at(tensor.data_ptr(), tensor.numel(), words) for tensor in tensors]
-            self._run(whole, stages, pieces(rows), rows, width, words, number, ways)
+            self._run(whole, stages, lambda: pieces(rows), rows, width, words, number, ways)
 
-    def _by_native(self, key: Any, number: int, addresses: Sequence[int]) -> bool:
+    def _by_native(self, key: Any, number: int, addresses: Sequence[int], ways: Ways) -> bool:
         """Do what was compiled for this key, on memory at these addresses; False if nothing was."""
         room, native = self.room, self._native
         found = self._compiled.get(key)
@@ -225,12 +225,10 @@ class Local:
         if task is None:
             return False
         room.turn(found.small, found.pieces)
-        task.move([*addresses, *self._slots()], number)
+        weight = 1.0 if ways.plain is None else ways.plain.weight
+        task.move([*addresses, *(start for start, _ in room.stretches)], number, weight)
         native.run(task, self._mismatched)
         return True
-
-    def _slots(self) -> list[int]:
-        return [start for start, _ in self.room.stretches]
 
     def _compile(
         self,
@@ -260,30 +258,37 @@ class Local:
             return False
         entry = self._compiled.setdefault(key, _Compiled(small, len(pieces), {}))
         if entry is not None:
-            entry.tasks[turn] = native.task(steps, [start for start, _ in stretches], 0)
+            entry.tasks[turn] = native.task(steps, [start for start, _ in stretches])
         return True
 
     def _run(
         self,
         key: Any,
         stages: Sequence[Stage],
-        pieces: Sequence[Piece],
+        pieces: Callable[[], Sequence[Piece]],
         rows: Sequence[Array],
         width: int,
         words: Any,
         number: int,
         ways: Ways = Ways(),  # noqa: B008 - a value, never changed
     ) -> None:
-        if pieces and self._compile(key, stages, pieces, rows, width, words, ways):
-            self._by_native(key, number, [address_of(row) for row in rows])
+        addresses = [address_of(row) for row in rows]
+        if self._by_native(key, number, addresses, ways):
             return
+        found = pieces()
+        if not found:
+            self._meet(number)
+        elif self._compile(key, stages, found, rows, width, words, ways):
+            self._by_native(key, number, addresses, ways)
+        else:
+            check = partial(self._check, self.room.enter(number), number)
+            self._quietly(self._engine.run, stages, found, width, words, check, ways)
+
+    def _meet(self, number: int) -> None:
+        """All have come, with the same."""
         base = self.room.enter(number)
-        if not pieces:
-            self.room.sync()
-            self._check(base, number)
-            return
-        check = partial(self._check, base, number)
-        self._quietly(self._engine.run, stages, pieces, width, words, check, ways)
+        self.room.sync()
+        self._check(base, number)
 
     def _check(self, base: int, number: int) -> None:
         """All ranks must have come with the same operation."""
@@ -308,10 +313,7 @@ class Local:
 
     def shared_tensor(self, count: int, dtype: torch.dtype) -> Tensor:
         """A tensor of zeros that the others can read: an all-reduce of it copies nothing. All ranks call this."""
-        number = mark("shared_tensor", dtype, count)
-        base = self.room.enter(number)
-        self.room.sync()
-        self._check(base, number)
+        self._meet(mark("shared_tensor", dtype, count))
         each = -(-max(count * dtype.itemsize, 1) // 4096) * 4096
         segment = self.room.share_segment(each * self.room.size)
         tensor = segment.tensor(each * self.room.rank, count, dtype)
@@ -337,10 +339,7 @@ class Local:
         if task is not None:
             self._native.run(task, self._mismatched)  # pyright: ignore[reportOptionalMemberAccess]
             return
-        number = mark("all_reduce", dtype, rows[0].size, operation, root=LIVE_ROOT)
-        base = self.room.enter(number)
-        self.room.sync()
-        self._check(base, number)
+        self._meet(mark("all_reduce", dtype, rows[0].size, operation, root=LIVE_ROOT))
         stages = self._program(Collective.ALL_REDUCE, "zero_copy")
         self._quietly(self._engine.run_live, stages, rows, ways_of(operation, dtype, self.room.size))
 
@@ -363,18 +362,18 @@ class Local:
 
     def barrier(self, kind: str = "barrier") -> None:
         """Return when all ranks have come."""
-        number = mark(kind)
-        base = self.room.enter(number)
-        self.room.sync()
-        self._check(base, number)
+        self._meet(mark(kind))
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """The root's numbers, on every rank, in place."""
         row = as_bytes(tensor)
         number = mark("broadcast", tensor.dtype, tensor.numel(), root=root)
         width = self._engine.width(1, 1)
-        cuts = range(0, row.size, width)
-        pieces: list[Piece] = [([row[start : start + width]], [row[start : start + width]]) for start in cuts]
+
+        def pieces() -> list[Piece]:
+            cuts = [row[start : start + width] for start in range(0, row.size, width)]
+            return [([cut], [cut]) for cut in cuts]
+
         stages = self._program(Collective.BROADCAST, "one_shot", root)
         self._run(("broadcast", root, row.size), stages, pieces, [row], width, np.uint8, number)
 
@@ -386,10 +385,10 @@ class Local:
         number = mark("reduce", tensor.dtype, row.size, operation, root)
         size = self.room.size
         width = self._engine.width(size, row.itemsize)
-        pieces = _pieces(row, result, width, size)
         key = ("reduce", root, int(operation), row.dtype, tensor.dtype, row.size)
         ways = ways_of(operation, tensor.dtype, size)
-        self._run(key, stages, pieces, [row, result] if result is not row else [row], width, row.dtype, number, ways)
+        rows = [row, result] if result is not row else [row]
+        self._run(key, stages, lambda: _pieces(row, result, width, size), rows, width, row.dtype, number, ways)
 
     def all_gather(self, outputs: Sequence[Tensor], given: Tensor) -> None:
         """Everybody's tensor, on every rank; sizes may differ."""
@@ -472,10 +471,14 @@ class Local:
         size = self.room.size
         small = longest * words.itemsize * size <= SMALL
         width = self._engine.width(size, words.itemsize, small)
-        pieces = [(_windows(bring, start, width), _windows(rows, start, width)) for start in range(0, longest, width)]
+
+        def pieces() -> list[Piece]:
+            starts = range(0, longest, width)
+            return [(_windows(bring, start, width), _windows(rows, start, width)) for start in starts]
+
         given = [row for row in (*bring, *rows) if row is not None]
         sizes = tuple(None if row is None else row.size for row in (*bring, *rows))
-        key = (collective, root, words, ways.plain, ways.combine, sizes)
+        key = (collective, root, words, ways.plain, longest, sizes)
         self._run(key, self._program(collective, "one_shot", root), pieces, given, width, words, number, ways)
 
 

@@ -12,7 +12,7 @@
 #include <string.h>
 #include <time.h>
 
-#define VERSION 2
+#define VERSION 3
 
 /* x86 has several widths of vectors; the widest that is there is chosen when the library is loaded. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
@@ -28,7 +28,7 @@ enum { DONE, LATE, DIFFERENT };
 /* A place is the number of a base in its upper 16 bits, and an offset in bytes in the others. */
 typedef struct {
     int64_t op, kind, out, a, b, count;
-    double factor;
+    double divisor;
 } step_t;
 
 /* What one rank has of its room: the board, signals to and from each of the others, and how it waits. */
@@ -48,6 +48,7 @@ typedef struct {
     int64_t count;
     char **bases;
     int64_t mark;
+    double weight; /* of this rank's numbers */
     int64_t at, taken, checked;
     volatile int64_t *marks;
 } task_t;
@@ -163,7 +164,7 @@ static void spread(const step_t *step, char **bases) {
         int64_t here = bytes - at < PIECE ? bytes - at : PIECE, offset = step->out + at;
         add(step->kind, sum, rows[0] + offset, rows[1] + offset, here / width);
         for (int64_t rank = 2; rank < ranks; rank++) add(step->kind, sum, sum, rows[rank] + offset, here / width);
-        if (step->factor != 0.0) divide(step->kind, sum, step->factor, here / width);
+        if (step->divisor != 0.0) divide(step->kind, sum, step->divisor, here / width);
         for (int64_t rank = 0; rank < ranks; rank++) memcpy(rows[rank] + offset, sum, here);
     }
 }
@@ -199,11 +200,11 @@ int64_t offbeat_go_on(task_t *task) {
                 break;
             case COPY: memcpy(PLACE(step->out), PLACE(step->a), step->count); break;
             case ADD: add(step->kind, PLACE(step->out), PLACE(step->a), PLACE(step->b), step->count); break;
-            case SCALE: scale(step->kind, PLACE(step->out), PLACE(step->a), step->factor, step->count); break;
+            case SCALE: scale(step->kind, PLACE(step->out), PLACE(step->a), task->weight, step->count); break;
             case BLEND:
-                blend(step->kind, PLACE(step->out), PLACE(step->a), PLACE(step->b), step->factor, step->count);
+                blend(step->kind, PLACE(step->out), PLACE(step->a), PLACE(step->b), task->weight, step->count);
                 break;
-            case DIVIDE: divide(step->kind, PLACE(step->out), step->factor, step->count); break;
+            case DIVIDE: divide(step->kind, PLACE(step->out), step->divisor, step->count); break;
             default: spread(step, bases);
         }
     }

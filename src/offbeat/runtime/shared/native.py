@@ -23,7 +23,7 @@ from offbeat.runtime.shared import signals
 from offbeat.runtime.shared.kernels import Array, Ways
 from offbeat.runtime.shared.room import Room
 
-VERSION = 2
+VERSION = 3
 LIBRARY = Path(__file__).with_name("_native.so")
 """Where the build puts it."""
 LATE, DIFFERENT = 1, 2
@@ -32,7 +32,7 @@ _POST, _TAKE, _COPY, _ADD, _SCALE, _BLEND, _DIVIDE, _SPREAD = range(8)
 _KINDS = {"float32": 0, "float64": 1, "int32": 2, "int64": 3}
 _BASE = 48
 """Bits of an offset; the number of its base stands above them."""
-_STEP = np.dtype([(name, np.int64) for name in ("op", "kind", "out", "a", "b", "count")] + [("factor", np.float64)])
+_STEP = np.dtype([(name, np.int64) for name in ("op", "kind", "out", "a", "b", "count")] + [("divisor", np.float64)])
 _WAITING = ("tries", "yields", "starved", "fewest_naps", "most_naps", "slice", "sleepy", "naps")
 Steps = NDArray[np.void]
 Action = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -51,7 +51,9 @@ class _Task(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("room", "steps")),
         ("count", ctypes.c_int64),
         ("bases", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("mark", "at", "taken", "checked")),
+        ("mark", ctypes.c_int64),
+        ("weight", ctypes.c_double),
+        *((name, ctypes.c_int64) for name in ("at", "taken", "checked")),
         ("marks", ctypes.c_void_p),
     ]
 
@@ -59,20 +61,29 @@ class _Task(ctypes.Structure):
 class Task:
     """An operation that is ready to be done, as often as its memory stays where it is."""
 
-    def __init__(self, room: _Room, steps: Steps, bases: Sequence[int], mark: int) -> None:
+    def __init__(self, room: _Room, steps: Steps, bases: Sequence[int], mark: int, weight: float) -> None:
         self._bases = (ctypes.c_int64 * len(bases))(*bases)
         self._kept = (room, steps)
         self.fields = _Task(
-            ctypes.addressof(room), steps.ctypes.data, len(steps), ctypes.addressof(self._bases), mark, 0, 0, 0, None
+            ctypes.addressof(room),
+            steps.ctypes.data,
+            len(steps),
+            ctypes.addressof(self._bases),
+            mark,
+            weight,
+            0,
+            0,
+            0,
+            None,
         )
         """What the library sees of it."""
         self.address = ctypes.addressof(self.fields)
         """Where it sees it."""
 
-    def move(self, bases: Sequence[int], mark: int) -> None:
-        """Its memory lies elsewhere now, and it is called so."""
+    def move(self, bases: Sequence[int], mark: int, weight: float) -> None:
+        """Its memory lies elsewhere now, it is called so, and this rank's numbers count so much."""
         self._bases[:] = bases  # pyright: ignore[reportArgumentType]
-        self.fields.mark = mark
+        self.fields.mark, self.fields.weight = mark, weight
 
 
 class Pair:
@@ -113,9 +124,9 @@ class Executor:
         """Begin the one of a pair's tasks (its address) whose turn it is; anything but 0 is for `finish`."""
         self._go_on: Callable[[int], int] = library.offbeat_go_on
 
-    def task(self, steps: Steps, bases: Sequence[int], mark: int) -> Task:
+    def task(self, steps: Steps, bases: Sequence[int], mark: int = 0, weight: float = 1.0) -> Task:
         """The operation that these steps make on this memory."""
-        return Task(self._fields, steps, bases, mark)
+        return Task(self._fields, steps, bases, mark, weight)
 
     def run(self, task: Task, mismatch: Callable[[], Exception]) -> None:
         """Do it, as the next operation of the room."""
@@ -246,9 +257,9 @@ def _step(act: Any, where: Sequence[int | None], row: Array, kind: int, ways: Wa
     if act is ways.finish:
         return (_DIVIDE, kind, where[0], 0, 0, row.size, float(plain.divisor))
     if act is ways.weigh:
-        return (_SCALE, kind, where[0], where[1], 0, row.size, plain.weight)
+        return (_SCALE, kind, where[0], where[1], 0, row.size, 0.0)
     if act is ways.blend:
-        return (_BLEND, kind, where[2], where[0], where[1], row.size, plain.weight)
+        return (_BLEND, kind, where[2], where[0], where[1], row.size, 0.0)
     return None
 
 
