@@ -78,7 +78,7 @@ class Core(_ProcessGroup):
         local: Any = self.local
         self._plans: dict[Any, Any] = {} if local is None else local.plans
         self._all_reduce_small: Any = None if local is None else local.all_reduce_small
-        self._start_stage: Any = None if local is None else local.start_stage
+        self._start_stage: Any = None if local is None else local.compiled.start_stage
         several = room is not None and 1 < self.hosts.count < size
         self._spread = Spread(room, self.hosts, store, timeout) if room is not None and several else None
         self._way: Any = self.local or self._far(dist.PrefixStore("far/", store))

@@ -65,7 +65,7 @@ class OffbeatGroup(Core):
                             self._all_reduce_small(plan)
                         elif code := self._start_stage(plan.pair.address):
                             self._now = ("all_reduce", tensors, opts)
-                            self.local.finish_small(plan.pair, code)  # pyright: ignore[reportOptionalMemberAccess]
+                            self.local.compiled.finish_stage(plan.pair, code)  # pyright: ignore[reportOptionalMemberAccess]
                     finally:
                         line.lock.release()
                     return DONE

@@ -16,17 +16,17 @@ from offbeat.protocols.collectives import Collective
 from offbeat.protocols.collectives import algorithm as algorithm_of
 from offbeat.protocols.schedule import View
 from offbeat.runtime.allocation import give_back_excess
-from offbeat.runtime.backend._marks import CollectiveError, count_of, in_words, mark
-from offbeat.runtime.shared.engine import Action, Blocks, Engine, Piece, reductions
+from offbeat.runtime.backend._compiled import Compiled, mismatch
+from offbeat.runtime.backend._marks import count_of, mark
+from offbeat.runtime.shared.engine import Blocks, Engine, Piece
 from offbeat.runtime.shared.kernels import OPERATIONS, Array, Ways, as_words, row_at, ways_of, words_of
-from offbeat.runtime.shared.native import Pair, Task, address_of, compiled, executor, overlap, spread_steps
+from offbeat.runtime.shared.native import Pair, address_of
 from offbeat.runtime.shared.programs import Stage, compile_one_sided, even_blocks
-from offbeat.runtime.shared.room import DEPTH, SMALL, Room
+from offbeat.runtime.shared.room import SMALL, Room
 from offbeat.runtime.shared.segment import Segment
 
 _SUM = dist.ReduceOp.SUM
 _MOST_PLANS = 512
-_MOST_PROGRAMS = 128
 _LOOK_AT_MEMORY = 64
 """Large operations between two looks at how much memory this process keeps free."""
 LIVE_ROOT = 1
@@ -46,15 +46,6 @@ class _Plan(NamedTuple):
     """The same for the compiled executor; None where it cannot do it."""
 
 
-class _Compiled(NamedTuple):
-    """What the compiled executor does for one kind of operation and sizes, wherever its memory lies."""
-
-    small: bool
-    pieces: int
-    tasks: dict[int, Task]
-    """By the turn with which it begins."""
-
-
 class Local:
     """The collectives of one room. Every rank calls them in the same order, one at a time."""
 
@@ -70,11 +61,8 @@ class Local:
         context = contextvars.copy_context()
         context.run(np.seterr, all="ignore")
         self._quietly: Any = context.run
-        self._native = native = executor(room)
-        self.start_stage: Any = None if native is None else native.start_stage
-        """Begins a small all-reduce by the address of its pair; anything but 0 is for `finish_small`."""
-        self._compiled: dict[Any, _Compiled | None] = {}
-        self._live_tasks: dict[Any, Task | None] = {}
+        self.compiled = Compiled(room, self._engine)
+        """What is not left to the interpreter."""
         self._live: dict[int, tuple[Segment, int]] = {}
         (one_shot,) = self._program(Collective.ALL_REDUCE, "one_shot")
         self._order = one_shot.reduce[0][1]
@@ -108,35 +96,19 @@ class Local:
         ways = ways_of(operation, dtype, self.room.size)
         row = row_at(address, count, words_of(dtype))
         number = mark("all_reduce", dtype, count, operation)
-        tasks = [self._small_task(turn, row, ways, number) for turn in slots]
-        first, second = tasks
-        both = None if first is None or second is None else Pair((first, second))
-        plan = _Plan(number, (tuple(slots[0]), tuple(slots[1])), self._order, ways, row, both)
+        pair = self.compiled.pair(slots, self._order, row, ways, number)
+        plan = _Plan(number, (tuple(slots[0]), tuple(slots[1])), self._order, ways, row, pair)
         self.plans[key] = plan
         return plan
-
-    def _small_task(self, slots: Sequence[Array], row: Array, ways: Ways, number: int) -> Task | None:
-        if self._native is None:
-            return None
-        room = self.room
-        script: list[Action] = [
-            (np.copyto, (slots[room.rank], row)),
-            (room.post, ()),
-            (room.take, ()),
-            *reductions([slots[rank] for rank in self._order], row, ways),
-        ]
-        stretches = [(address_of(row), row.nbytes), room.stretches[0]]
-        steps = compiled(script, stretches, ways, row.dtype, room)
-        return None if steps is None else self._native.task(steps, [start for start, _ in stretches], number)
 
     def all_reduce_small(self, plan: _Plan) -> None:
         """Up to `SMALL` bytes, in one stage: everybody reads everybody's slot. Written out, for speed."""
         room = self.room
         number, turns, order, ways, row, pair = plan
         if pair is not None:
-            code = self.start_stage(pair.address)
+            code = self.compiled.start_stage(pair.address)
             if code:
-                self.finish_small(pair, code)
+                self.compiled.finish_stage(pair, code)
             return
         slots = turns[room.next_stage() & 1]
         base = room.enter(number)
@@ -149,17 +121,12 @@ class Local:
         words = room.words
         for place in range(base + 1, base + 2 * room.size, 2):
             if words[place] != number:
-                raise self._mismatch(base)
+                raise mismatch(self.room)
         self._quietly(ways.combine, slots[order[0]], slots[order[1]], row)
         for rank in order[2:]:
             self._quietly(ways.combine, row, slots[rank], row)
         if ways.finish is not None:
             ways.finish(row)
-
-    def finish_small(self, pair: Pair, code: int) -> None:
-        """Go on with a small all-reduce that somebody is late for."""
-        native: Any = self._native
-        native.finish(pair.tasks[self.room.stage & 1], code, self._mismatched)
 
     def all_reduce(
         self, tensors: Sequence[Tensor], operation: Any, weight: float | None = None, algorithm: str = "two_shot"
@@ -210,56 +177,9 @@ class Local:
             give_back_excess()
         words = words_of(tensors[0].dtype)
         whole = (*key, words, *(tensor.numel() for tensor in tensors))
-        if not self._by_native(whole, number, [tensor.data_ptr() for tensor in tensors], ways):
+        if not self.compiled.run(whole, number, [tensor.data_ptr() for tensor in tensors], ways):
             rows = [row_at(tensor.data_ptr(), tensor.numel(), words) for tensor in tensors]
             self._run(whole, stages, lambda: pieces(rows), rows, width, words, number, ways)
-
-    def _by_native(self, key: Any, number: int, addresses: Sequence[int], ways: Ways) -> bool:
-        """Do what was compiled for this key, on memory at these addresses; False if nothing was."""
-        room, native = self.room, self._native
-        found = self._compiled.get(key)
-        if native is None or found is None:
-            return False
-        turn = (room.stage + 1) & 1 if found.small else room.round % DEPTH
-        task = found.tasks.get(turn)
-        if task is None:
-            return False
-        room.turn(found.small, found.pieces)
-        weight = 1.0 if ways.plain is None else ways.plain.weight
-        task.move([*addresses, *(start for start, _ in room.stretches)], number, weight)
-        native.run(task, self._mismatched)
-        return True
-
-    def _compile(
-        self,
-        key: Any,
-        stages: Sequence[Stage],
-        pieces: Sequence[Piece],
-        rows: Sequence[Array],
-        width: int,
-        words: Any,
-        ways: Ways,
-    ) -> bool:
-        """Compile this operation for the turn that comes next; False if it cannot be."""
-        room, native = self.room, self._native
-        small = self._engine.is_small(stages, pieces, width)
-        if native is None or self._compiled.get(key, ()) is None or not (small or room.has_ring):
-            return False
-        turn = (room.stage + 1) & 1 if small else room.round % DEPTH
-        stretches = [*((address_of(row), row.nbytes) for row in rows), *room.stretches]
-        if overlap(stretches):
-            return False
-        script = self._engine.script(stages, pieces, width, words, small, turn, ways)
-        steps = compiled(script, stretches, ways, words, room)
-        if key not in self._compiled and len(self._compiled) >= _MOST_PROGRAMS:
-            self._compiled.pop(next(iter(self._compiled)))
-        if steps is None:
-            self._compiled[key] = None
-            return False
-        entry = self._compiled.setdefault(key, _Compiled(small, len(pieces), {}))
-        if entry is not None:
-            entry.tasks[turn] = native.task(steps, [start for start, _ in stretches])
-        return True
 
     def _run(
         self,
@@ -273,13 +193,13 @@ class Local:
         ways: Ways = Ways(),  # noqa: B008 - a value, never changed
     ) -> None:
         addresses = [address_of(row) for row in rows]
-        if self._by_native(key, number, addresses, ways):
+        if self.compiled.run(key, number, addresses, ways):
             return
         found = pieces()
         if not found:
             self._meet(number)
-        elif self._compile(key, stages, found, rows, width, words, ways):
-            self._by_native(key, number, addresses, ways)
+        elif self.compiled.learn(key, stages, found, rows, width, words, ways):
+            self.compiled.run(key, number, addresses, ways)
         else:
             check = partial(self._check, self.room.enter(number), number)
             self._quietly(self._engine.run, stages, found, width, words, check, ways)
@@ -295,19 +215,7 @@ class Local:
         words, size = self.room.words, self.room.size
         for place in range(base + 1, base + 2 * size, 2):
             if words[place] != number:
-                raise self._mismatch(base)
-
-    def _mismatched(self) -> Exception:
-        return self._mismatch((self.room.calls & 1) * self.room.size * 2)
-
-    def _mismatch(self, base: int) -> Exception:
-        marks = self.room.marks(base)
-        told = "; ".join(f"rank {self.room.names[rank]} with {in_words(number)}" for rank, number in enumerate(marks))
-        self.room.fail()
-        return CollectiveError(
-            f"ranks came to operation #{self.room.calls} of this group with different calls: {told}. Every rank must "
-            f"make the same calls in the same order, with the same shapes and kinds of numbers."
-        )
+                raise mismatch(self.room)
 
     # -- on memory that is shared already ----------------------------------------------------------------------------
 
@@ -335,28 +243,11 @@ class Local:
 
     def all_reduce_live(self, rows: Sequence[Array], dtype: torch.dtype, operation: Any) -> None:
         """Everybody's row lies in shared memory: nothing is copied in or out."""
-        task = self._live_task(rows, dtype, operation)
-        if task is not None:
-            self._native.run(task, self._mismatched)  # pyright: ignore[reportOptionalMemberAccess]
-            return
-        self._meet(mark("all_reduce", dtype, rows[0].size, operation, root=LIVE_ROOT))
-        stages = self._program(Collective.ALL_REDUCE, "zero_copy")
-        self._quietly(self._engine.run_live, stages, rows, ways_of(operation, dtype, self.room.size))
-
-    def _live_task(self, rows: Sequence[Array], dtype: torch.dtype, operation: Any) -> Task | None:
-        if self._native is None:
-            return None
-        key = (address_of(rows[0]), rows[0].size, dtype, int(operation))
-        if key not in self._live_tasks:
-            if len(self._live_tasks) >= _MOST_PROGRAMS:
-                self._live_tasks.pop(next(iter(self._live_tasks)))
-            size = self.room.size
-            start, stop = even_blocks(rows[0].size, size)[self.room.rank]
-            steps = spread_steps(start, stop - start, size, rows[0].dtype, ways_of(operation, dtype, size))
-            number = mark("all_reduce", dtype, rows[0].size, operation, root=LIVE_ROOT)
-            bases = [address_of(row) for row in rows]
-            self._live_tasks[key] = None if steps is None else self._native.task(steps, bases, number)
-        return self._live_tasks[key]
+        number = mark("all_reduce", dtype, rows[0].size, operation, root=LIVE_ROOT)
+        stages, ways = self._program(Collective.ALL_REDUCE, "zero_copy"), ways_of(operation, dtype, self.room.size)
+        if not self.compiled.run_live(stages, rows, ways, number):
+            self._meet(number)
+            self._quietly(self._engine.run_live, stages, rows, ways)
 
     # -- the others --------------------------------------------------------------------------------------------------
 
@@ -434,7 +325,7 @@ class Local:
         self.room.sync()
         marks = self.room.marks(base)
         if any(other & 15 != marks[me] & 15 for other in marks):
-            raise self._mismatch(base)
+            raise mismatch(self.room)
         longest = max(count_of(other) for other in marks)
         self._move(Collective.ALL_TO_ALL, bring, rows, longest, mark("all_to_all", None, longest))
 

@@ -263,15 +263,15 @@ def _step(act: Any, where: Sequence[int | None], row: Array, kind: int, ways: Wa
     return None
 
 
-def spread_steps(start: int, count: int, ranks: int, words: Any, ways: Ways) -> Steps | None:
-    """An all-reduce where everybody's numbers lie in shared memory, as bases: this rank sums a range for all.
+def spread_steps(ranges: Sequence[tuple[int, int]], ranks: int, words: Any, ways: Ways) -> Steps | None:
+    """An all-reduce where everybody's numbers lie in shared memory, as bases: this rank sums some ranges for all.
 
     Signals before it say that all have come, those behind it that nobody writes any more.
     """
     name = np.dtype(words).name
     if ways.plain is None or name not in _KINDS:
         return None
-    begin = start * np.dtype(words).itemsize
     sync = [(_POST, 0, 0, 0, 0, 0, 0.0), (_TAKE, 0, 0, 0, 0, 0, 0.0)]
-    spread = [(_SPREAD, _KINDS[name], begin, 0, ranks, count, float(ways.plain.divisor))] if count else []
+    kind, each, divisor = _KINDS[name], np.dtype(words).itemsize, float(ways.plain.divisor)
+    spread = [(_SPREAD, kind, start * each, 0, ranks, stop - start, divisor) for start, stop in ranges if stop > start]
     return _kept_apart([*sync, *spread, *sync])

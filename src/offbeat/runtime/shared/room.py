@@ -132,6 +132,11 @@ class Room:
         words[place] = calls
         return base
 
+    @property
+    def base(self) -> int:
+        """Where the marks of the latest call stand."""
+        return (self._counts[0] & 1) * self.size * _FIELDS
+
     def marks(self, base: int) -> list[int]:
         """What each rank has written for this call; to be read after a signal of each."""
         words = self.words

@@ -1,0 +1,157 @@
+"""What the compiled executor does for the collectives of one room: worked out once, done wherever memory lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from offbeat.runtime.backend._marks import CollectiveError, in_words
+from offbeat.runtime.shared.engine import Action, Engine, Piece, reductions, results_stay
+from offbeat.runtime.shared.kernels import Array, Ways
+from offbeat.runtime.shared.native import Pair, Task, address_of, compiled, executor, overlap, spread_steps
+from offbeat.runtime.shared.programs import Stage, even_blocks
+from offbeat.runtime.shared.room import DEPTH, Room
+
+_MOST = 128
+
+
+class _Known(NamedTuple):
+    """An operation of one kind and sizes."""
+
+    small: bool
+    pieces: int
+    tasks: dict[int, Task]
+    """By the turn with which it begins."""
+
+
+class Compiled:
+    """The operations of one room that were compiled; none where there is no library."""
+
+    def __init__(self, room: Room, engine: Engine) -> None:
+        self._room, self._engine, self._mismatch = room, engine, partial(mismatch, room)
+        self._native = native = executor(room)
+        self._known: dict[Any, _Known | None] = {}
+        self._live: dict[Any, Task | None] = {}
+        self.start_stage: Any = None if native is None else native.start_stage
+        """Begins a small operation by the address of its pair; anything but 0 is for `finish_stage`."""
+
+    def run(self, key: Any, mark: int, addresses: Sequence[int], ways: Ways) -> bool:
+        """Do what was compiled for this key, on memory at these addresses; False if nothing was."""
+        room, native, found = self._room, self._native, self._known.get(key)
+        if native is None or found is None:
+            return False
+        task = found.tasks.get(self._next(found.small))
+        if task is None:
+            return False
+        room.turn(found.small, found.pieces)
+        weight = 1.0 if ways.plain is None else ways.plain.weight
+        task.move([*addresses, *(start for start, _ in room.stretches)], mark, weight)
+        native.run(task, self._mismatch)
+        return True
+
+    def _next(self, small: bool) -> int:
+        return (self._room.stage + 1) & 1 if small else self._room.round % DEPTH
+
+    def learn(
+        self,
+        key: Any,
+        stages: Sequence[Stage],
+        pieces: Sequence[Piece],
+        rows: Sequence[Array],
+        width: int,
+        words: Any,
+        ways: Ways,
+    ) -> bool:
+        """Compile this operation for the turn that comes next; False if it cannot be."""
+        room, native = self._room, self._native
+        small = self._engine.is_small(stages, pieces, width)
+        if native is None or self._known.get(key, ()) is None or not (small or room.has_ring):
+            return False
+        stretches = [*((address_of(row), row.nbytes) for row in rows), *room.stretches]
+        if overlap(stretches):
+            return False
+        turn = self._next(small)
+        script = self._engine.script(stages, pieces, width, words, small, turn, ways)
+        steps = compiled(script, stretches, ways, words, room)
+        entry = self._known.get(key)
+        if entry is None:
+            entry = None if steps is None else _Known(small, len(pieces), {})
+            _keep(self._known, key, entry)
+        if steps is None or entry is None:
+            return False
+        entry.tasks[turn] = native.task(steps, [start for start, _ in stretches])
+        return True
+
+    # -- small ones ---------------------------------------------------------------------------------------------------
+
+    def pair(
+        self, turns: Sequence[Sequence[Array]], order: Sequence[int], row: Array, ways: Ways, mark: int
+    ) -> Pair | None:
+        """A small all-reduce of a row, through either set of slots; None if it cannot be compiled."""
+        first, second = (self._stage(slots, order, row, ways, mark) for slots in turns)
+        return None if first is None or second is None else Pair((first, second))
+
+    def _stage(self, slots: Sequence[Array], order: Sequence[int], row: Array, ways: Ways, mark: int) -> Task | None:
+        room, native = self._room, self._native
+        if native is None:
+            return None
+        script: list[Action] = [
+            (np.copyto, (slots[room.rank], row)),
+            (room.post, ()),
+            (room.take, ()),
+            *reductions([slots[rank] for rank in order], row, ways),
+        ]
+        stretches = [(address_of(row), row.nbytes), room.stretches[0]]
+        steps = compiled(script, stretches, ways, row.dtype, room)
+        return None if steps is None else native.task(steps, [start for start, _ in stretches], mark)
+
+    def finish_stage(self, pair: Pair, code: int) -> None:
+        """Go on with a small operation that somebody is late for."""
+        native: Any = self._native
+        native.finish(pair.tasks[self._room.stage & 1], code, self._mismatch)
+
+    # -- on memory that is shared already -----------------------------------------------------------------------------
+
+    def run_live(self, stages: Sequence[Stage], rows: Sequence[Array], ways: Ways, mark: int) -> bool:
+        """An all-reduce of rows in shared memory; False if it cannot be compiled."""
+        native = self._native
+        if native is None:
+            return False
+        key = (mark, address_of(rows[0]), ways.plain)
+        if key not in self._live:
+            _keep(self._live, key, self._live_task(stages, rows, ways, mark))
+        task = self._live[key]
+        if task is None:
+            return False
+        native.run(task, self._mismatch)
+        return True
+
+    def _live_task(self, stages: Sequence[Stage], rows: Sequence[Array], ways: Ways, mark: int) -> Task | None:
+        native: Any = self._native
+        everybody = tuple(range(self._room.size))
+        if not results_stay(stages) or any(ranks != everybody for _, ranks in stages[0].reduce):
+            return None
+        blocks = even_blocks(rows[0].size, self._room.size)
+        ranges = [blocks[block] for block, _ in stages[0].reduce]
+        steps = spread_steps(ranges, self._room.size, rows[0].dtype, ways)
+        return None if steps is None else native.task(steps, [address_of(row) for row in rows], mark)
+
+
+def mismatch(room: Room) -> Exception:
+    """What to say when ranks have come to the room's latest operation with different ones."""
+    marks = room.marks(room.base)
+    told = "; ".join(f"rank {room.names[rank]} with {in_words(number)}" for rank, number in enumerate(marks))
+    room.fail()
+    return CollectiveError(
+        f"ranks came to operation #{room.calls} of this group with different calls: {told}. Every rank must "
+        f"make the same calls in the same order, with the same shapes and kinds of numbers."
+    )
+
+
+def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(known) >= _MOST:
+        known.pop(next(iter(known)))
+    known[key] = value
