@@ -90,6 +90,8 @@ class Push(Struct, frozen=True, tag=True, kw_only=True):
     start: int = 0
     stop: int = -1
     """Where the part ends; -1: at the shard's end. An empty part only lets the clock tick."""
+    absent: tuple[tuple[int, int], ...] = ()
+    """Ranges of the shard, within the part, that have no gradient: what lies there is nobody's."""
     last: bool = True
     """The step's last part for this shard: with it the worker's clock ticks."""
     counts: bool = False
@@ -130,11 +132,19 @@ class Pull(Struct, frozen=True, tag=True, kw_only=True):
     """Version that the reader has: if there is no newer one, no values are sent."""
     after: int = -1
     """Number of the reader's own push that must be in it (read-my-writes); -1: none."""
+    start: int = 0
+    stop: int = -1
+    """Only the values [start, stop) of the shard are wanted; -1: up to its end."""
     colour: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of the shard is asked for."""
+        return self.start == 0 and self.stop < 0
 
 
 class PullReply(Struct, frozen=True, tag=True, kw_only=True):
-    """The shard's values, as payload."""
+    """The shard's values, or the range of them that was asked for, as payload."""
 
     life: int = 0
     number: int

@@ -64,6 +64,10 @@ class Inspect:
 
     payload: Payload
     worker: int
+    start: int = 0
+    stop: int = -1
+    """It is to be for [start, stop) of the shard; -1: up to its end."""
+    absent: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,9 @@ class Read:
     """
 
     state: bool = False
+    start: int = 0
+    stop: int = -1
+    """Of values: only [start, stop); -1: up to the end."""
 
 
 @dataclass(slots=True)
@@ -415,7 +422,11 @@ class ServerMachine:
             return
         self._tokens += 1
         self._door.inspected[self._tokens] = (push, payload)
-        self._out.start(Inspect(payload, push.worker), ("inspect", self._tokens))
+        if isinstance(push, Push):
+            look = Inspect(payload, push.worker, push.start, push.stop, push.absent)
+        else:
+            look = Inspect(payload, push.worker)
+        self._out.start(look, ("inspect", self._tokens))
 
     def _inspected(self, token: int, reason: str, now: float) -> None:
         push, payload = self._door.inspected.pop(token, (None, NOTHING))
@@ -466,27 +477,25 @@ class ServerMachine:
 
     def _read(self, asks: list[tuple[Ask, PushReply | None]], *, fresh: bool = False) -> None:
         """Read once for all who are due, apart from those who have this version."""
-        version, clock, colour = self.shard.version, self.shard.minimum, self.colour.own
-        values, states = (_Reading(version, clock, [], colour=colour) for _ in range(2))
+        version = self.shard.version
+        readings: dict[Read, _Reading] = {}
         for ask, pushed in asks:
-            if isinstance(ask, Fetch):
-                states.asks.append((ask, pushed))
-            elif ask.newer_than < version:
-                values.asks.append((ask, pushed))
-            else:
-                self._out.send(worker_name(ask.worker), self._pull_reply(ask, values, pushed, unchanged=True))
+            if isinstance(ask, Pull) and ask.newer_than >= version:
+                self._out.send(worker_name(ask.worker), self._pull_reply(ask, self._reading(), pushed, unchanged=True))
+                continue
+            what = Read(start=ask.start, stop=ask.stop) if isinstance(ask, Pull) else Read(state=True)
+            readings.setdefault(what, self._reading()).asks.append((ask, pushed))
         if fresh:
-            asking = {ask.worker for ask, _ in values.asks}
-            values.fresh = tuple(worker for worker in self.shard.members if worker not in asking)
-        if values.asks or values.fresh:
-            self._begin_reading(values, state=False)
-        if states.asks:
-            self._begin_reading(states, state=True)
+            whole = readings.setdefault(Read(), self._reading())
+            asking = {ask.worker for ask, _ in whole.asks}
+            whole.fresh = tuple(worker for worker in self.shard.members if worker not in asking)
+        for what, reading in readings.items():
+            self._tokens += 1
+            self._readings[self._tokens] = reading
+            self._out.start(what, ("read", self._tokens))
 
-    def _begin_reading(self, reading: _Reading, *, state: bool) -> None:
-        self._tokens += 1
-        self._readings[self._tokens] = reading
-        self._out.start(Read(state), ("read", self._tokens))
+    def _reading(self) -> _Reading:
+        return _Reading(self.shard.version, self.shard.minimum, [], colour=self.colour.own)
 
     def _hand_out(self, reading: _Reading, payload: Payload) -> None:
         told = {"version": reading.version, "clock": reading.clock, "epoch": self.view.epoch, "colour": reading.colour}

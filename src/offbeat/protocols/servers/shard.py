@@ -54,6 +54,8 @@ class Accumulate:
     weight: float
     start: int
     stop: int
+    absent: tuple[tuple[int, int], ...] = ()
+    """Ranges of the shard, inside of that, that have no gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ class Update:
     """The gradient; none: the sum of this step, which is then cleared."""
     missed: int = 0
     """Updates that have come since the values were read that the gradient was computed from."""
+    absent: tuple[tuple[int, int], ...] = ()
+    """Ranges of the shard that the given gradient does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +274,7 @@ class Shard:
             self.version += 1
             scale = 1 / len(self._clocks)
             outcome.works.append(
-                Update(self.version, scale, push.settings, push.start, push.stop, part.payload, missed)
+                Update(self.version, scale, push.settings, push.start, push.stop, part.payload, missed, push.absent)
             )
         self._settle(push, part.payload, outcome, "refused" if part.unfit else "applied", part.unfit)
         if push.last:
@@ -331,9 +335,11 @@ class Shard:
         """Parts that belong together join the sum; if any of them is unfit, none is used."""
         unfit = next((part.unfit for part in parts if part.unfit), "")
         for part in parts:
+            push = part.push
             if part.payload.nbytes and not unfit:
-                outcome.works.append(Accumulate(part.payload, factor * last.weight, part.push.start, part.push.stop))
-            self._settle(part.push, part.payload, outcome, "refused" if unfit else "applied", unfit)
+                weight = factor * last.weight
+                outcome.works.append(Accumulate(part.payload, weight, push.start, push.stop, push.absent))
+            self._settle(push, part.payload, outcome, "refused" if unfit else "applied", unfit)
         if not unfit:
             self._weight += factor * last.weight
             self._settings = last.settings or self._settings
