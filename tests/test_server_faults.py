@@ -244,6 +244,7 @@ def test_a_push_with_nan_is_refused_named_and_counted(launcher: Launcher, tmp_pa
     assert refusal["reason"] == "1 of 4 numbers are NaN or inf"
     assert result.steps == 8
     assert result.died == []
+    assert result.refusals == ["worker 1: 1 of 4 numbers are NaN or inf"], "not only worker 0's are told of"
 
 
 TWO_TEAMS = """\

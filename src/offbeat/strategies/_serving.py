@@ -39,6 +39,11 @@ from offbeat.strategies._worker import Exchange, averaged_buffers, closure_of
 SLOTS = 2
 """Gradients that may be under way at once: the memory of one that is not answered yet is not written."""
 
+MOST_REFUSALS = 20
+"""Refusals that the result tells of."""
+LONGEST_REASON = 150
+"""Letters of each: all of a worker's go to one meeting."""
+
 
 def served(group: Group, strategy: object) -> ServedGroup:
     """The group of a run that has servers; refused where nobody has started any."""
@@ -492,8 +497,14 @@ class Served(Exchange):
         return {str(k): int(count) for k, count in enumerate(rows.sum(0).tolist()) if count}
 
     def notes(self) -> dict[str, Any]:
-        """Why pushes were refused, if any were."""
-        return {"refusals": self.refused[:20]} if self.refused else {}
+        """Why pushes of any worker were refused, if any were; all workers call this together."""
+        self.settle_all()
+        mine = [f"worker {self.group.rank}: {reason}"[:LONGEST_REASON] for reason in self.refused[:MOST_REFUSALS]]
+        rows = self.group.gather(list(msgspec.json.encode(mine)), "the end of the run")
+        # Rows are as long as the longest of them; no letter of JSON is 0.
+        told = [msgspec.json.decode(bytes(int(n) for n in row if n), type=list[str]) for row in rows.tolist()]
+        refusals = [reason for of_worker in told for reason in of_worker]
+        return {"refusals": refusals[:MOST_REFUSALS]} if refusals else {}
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all shards, kept by the one who leads; what this worker owes them is its own."""
