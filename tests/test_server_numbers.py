@@ -12,8 +12,8 @@ from torch.nn import Parameter
 
 from offbeat.protocols.compression import Format, Half, Quantize, RandomK, Threshold, TopK
 from offbeat.protocols.machine import Payload
-from offbeat.protocols.servers.server import Inspect, Read
 from offbeat.protocols.servers.shard import Accumulate, Discard, Restore, Update
+from offbeat.protocols.servers.works import Inspect, Read
 from offbeat.runtime.compression import Coder, build
 from offbeat.runtime.servers.numbers import ADD, OPTIMIZERS, Numbers, Recipe, first_state, settings_of
 

@@ -19,7 +19,8 @@ from offbeat.protocols.servers.client import ClientMachine
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import ClusterView, Pull, PullReply, Push
 from offbeat.protocols.servers.notices import Arrived, Part, Wanted
-from offbeat.protocols.servers.server import Read, ServerMachine
+from offbeat.protocols.servers.server import ServerMachine
+from offbeat.protocols.servers.works import Read
 from offbeat.runtime.goal import Goal
 from offbeat.runtime.launch import Launcher
 

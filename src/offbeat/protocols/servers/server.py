@@ -13,7 +13,6 @@ until it knows that epoch's view, and if it is not in it, never again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from msgspec import structs
 
@@ -32,6 +31,7 @@ from offbeat.protocols.servers.messages import (
     Fresh,
     Gone,
     Heartbeat,
+    Install,
     Load,
     Members,
     Noted,
@@ -46,67 +46,19 @@ from offbeat.protocols.servers.messages import (
     Timing,
     Turned,
     Viewed,
+    Volunteer,
     worker_name,
 )
+from offbeat.protocols.servers.renewal import Renewal
 from offbeat.protocols.servers.replication import Feed, Log
-from offbeat.protocols.servers.shard import Answer, Ask, Outcome, Shard
+from offbeat.protocols.servers.shard import Answer, Ask, Outcome, Restore, Shard
 from offbeat.protocols.servers.snapshots import ShardColour
+from offbeat.protocols.servers.works import Door, Inspect, Read, Reading
 
 STASH = 1024
 """Messages from an epoch to come that are kept until it has come; more are dropped, and will be sent again."""
 
 TICK = "tick"
-
-
-@dataclass(frozen=True, slots=True)
-class Inspect:
-    """Look whether a payload is fit to be used. The result is why it is not, such as `NaN`, or empty."""
-
-    payload: Payload
-    worker: int
-    start: int = 0
-    stop: int = -1
-    """It is to be for [start, stop) of the shard; -1: up to its end."""
-    absent: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """Hand out the values as they are after all work begun before, or the whole state. The result is a `Payload`.
-
-    It is sent to several readers and must not change before they have copied it.
-    """
-
-    state: bool = False
-    start: int = 0
-    stop: int = -1
-    """Of values: only [start, stop); -1: up to the end."""
-
-
-@dataclass(slots=True)
-class _Reading:
-    """A read under way, and who gets it."""
-
-    version: int
-    clock: int
-    asks: list[tuple[Ask, PushReply | None]]
-    fresh: tuple[int, ...] = ()
-    """Workers who have not asked, and get it all the same."""
-    colour: int = 0
-
-
-@dataclass(slots=True)
-class _Door:
-    """What has come from workers and is not in the log yet."""
-
-    expected: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-    """The number of the next push, by worker and life."""
-    early: dict[tuple[int, int, int], tuple[Push | Load, Payload]] = field(
-        default_factory=dict[tuple[int, int, int], tuple[Push | Load, Payload]]
-    )
-    """Pushes that came before others with lower numbers, by worker, life and number."""
-    inspected: dict[int, tuple[Push | Load, Payload]] = field(default_factory=dict[int, tuple[Push | Load, Payload]])
-    """Pushes that are being looked at, by token."""
 
 
 class ServerMachine:
@@ -122,6 +74,7 @@ class ServerMachine:
         coordinator: Name = COORDINATOR,
         timing: Timing | None = None,
         inspect: bool = True,
+        joins: bool = False,
     ) -> None:
         self.name = name
         self.number = shard
@@ -136,6 +89,9 @@ class ServerMachine:
         self._inspect = inspect
         self._fence = view.epoch
         self._retired = False
+        self._joining = joins
+        self._installed: tuple[Name, int] | None = None
+        self._renewal: Renewal | None = None
         self._log = Log()
         self._applied = 0
         self._known_committed = 0
@@ -143,9 +99,9 @@ class ServerMachine:
         self._ahead: dict[int, tuple[Entry, Payload]] = {}
         self._enrolled = view.members
         self._settled_at = 0
-        self._door = _Door()
+        self._door = Door()
         self._stash: list[Received] = []
-        self._readings: dict[int, _Reading] = {}
+        self._readings: dict[int, Reading] = {}
         self._tokens = 0
         self._largest = 0
         self._timed_step = -1
@@ -190,6 +146,9 @@ class ServerMachine:
                 self._tick(now)
             case Done(token=("read", int(token))):
                 self._hand_out(self._readings.pop(token), event.result)
+            case Done(token=("renewal", int(number))):
+                if self._renewal is not None and self._renewal.number == number:
+                    self._renewal.read(event.result, self.view.epoch, now, self._out)
             case Done(token=("inspect", int(token))):
                 self._inspected(token, event.result, now)
             case Done(token=("written", int(colour), cut)) if event.result:
@@ -205,9 +164,10 @@ class ServerMachine:
                 self._request(event, message, now)
             case Replicate():
                 self._replicate(event, message)
+            case Install():
+                self._install(event, message)
             case Replicated() if self.serving and message.epoch == self.view.epoch:
-                self._feed.answered(event.sender, message.index + 1, now)
-                self._advance(now)
+                self._held_by(event.sender, message.index + 1, now)
             case Fenced() | Gone():
                 self._fenced(message)
             case Noted() if event.sender == self._coordinator:
@@ -226,10 +186,12 @@ class ServerMachine:
         if self.serving:
             for backup, index in self._feed.overdue(self._timing.patience(self._largest), now):
                 self._send_entry(backup, index)
+            self._look_after_novice(now)
 
     def _sign_of_life(self) -> None:
-        """Also asks for the view, if there is a newer one."""
-        self._out.send(self._coordinator, Heartbeat(self.view.epoch))
+        """Also asks for the view, if there is a newer one; or, of one who is in none yet, to be in the next."""
+        known = Volunteer(self.number) if self._joining else Heartbeat(self.view.epoch)
+        self._out.send(self._coordinator, known)
 
     def _fenced(self, message: Fenced | Gone) -> None:
         """Step down: until the view of that epoch is known, or for good if it has no place for this replica."""
@@ -243,18 +205,21 @@ class ServerMachine:
     def _change(self, view: ClusterView, now: float) -> None:
         before, was_primary = self.view, self.view.primaries[self.number] == self.name
         self.view = view
+        if before.primaries[self.number] != view.primaries[self.number] and view.novice(self.number) == self.name:
+            self._installed = None  # What it was given was another's; the next one gives it anew.
         self._fence = max(self._fence, view.epoch)
         self._ahead.clear()
         self.colour.give_up()
-        if self.name not in (view.primaries[self.number], *view.backups[self.number]):
-            self._retired = True
+        if self.name not in view.replicas(self.number):
+            self._retired = not self._joining
             return
+        self._joining = False
         if view.primaries[self.number] == self.name:
             if was_primary:
-                kept = [name for name in view.backups[self.number] if name in before.backups[self.number]]
-                self._feed = self._feed.changed(kept, now)
+                self._feed = self._feed.changed((*view.backups[self.number], view.novice(self.number)), now)
             else:
                 self._take_over(now)
+            self._renew(view.novice(self.number))
             if self._enrolled != view.members:
                 self._append(Members(view), NOTHING, now)
             self._advance(now)
@@ -266,7 +231,7 @@ class ServerMachine:
         self._feed = Feed(self.view.backups[self.number], self._known_committed, now)
         self._settled_at = self._log.end
         self._enrolled = dict(self.shard.members)
-        self._door = _Door()
+        self._door = Door()
 
     def _keep_for_later(self, event: Received) -> None:
         if len(self._stash) < STASH:
@@ -300,6 +265,7 @@ class ServerMachine:
             self._after(entry, payload)
             self._tell(outcome)
         self._log.forget(self._known_committed)
+        self._take_state(now)
         if unsettled and self._known_committed >= self._settled_at:
             self._open_stash(now)
 
@@ -317,7 +283,7 @@ class ServerMachine:
     def _after(self, entry: Entry, payload: Payload) -> None:
         """What the primary does beside applying an entry, before anybody is told."""
         if isinstance(entry, Load):
-            self._door = _Door()  # Pushes may go on under other numbers.
+            self._door = Door()  # Pushes may go on under other numbers.
         elif isinstance(entry, Refused):
             self.colour.applied(structs.replace(entry.push, start=0, stop=0), NOTHING, self._out)
         elif isinstance(entry, Push):
@@ -333,26 +299,88 @@ class ServerMachine:
         }
 
     def _replicate(self, event: Received, message: Replicate) -> None:
-        if message.epoch < self._fence:
+        if not self._is_of_primary(event, message.epoch):
+            return
+        if self.view.novice(self.number) == self.name and self._installed is None:
+            self._ahead[message.index] = (message.entry, event.payload)  # It has overtaken the state.
+            return
+        self._hold(message, event.payload)
+        self._out.send(event.sender, Replicated(self.view.epoch, self._log.end - 1))
+
+    def _is_of_primary(self, event: Received, epoch: int) -> bool:
+        """Whether this is from whom this replica follows; who is of the past is told so, who is ahead is kept."""
+        if epoch < self._fence:
             self._out.send(event.sender, Fenced(self._fence))
-        elif message.epoch > self.view.epoch:
+        elif epoch > self.view.epoch:
             self._keep_for_later(event)
             self._sign_of_life()
-        elif event.sender == self.view.primaries[self.number]:
-            self._hold(message, event.payload)
-            self._out.send(event.sender, Replicated(self.view.epoch, self._log.end - 1))
+        else:
+            return event.sender == self.view.primaries[self.number]
+        return False
 
     def _hold(self, message: Replicate, payload: Payload) -> None:
         """Take an entry, and all that came before it was their turn. What is applied here was never answered yet."""
         if message.index >= self._log.end:
             self._ahead[message.index] = (message.entry, payload)
+        self._take_entries()
+        self._known_committed = max(self._known_committed, message.committed + 1)
+        self._log.forget(self._known_committed)
+
+    def _take_entries(self) -> None:
         while self._log.end in self._ahead:
             entry, numbers = self._ahead.pop(self._log.end)
             self._log.append(entry, numbers)
             self._applied += 1
             self._apply(entry, numbers)
-        self._known_committed = max(self._known_committed, message.committed + 1)
-        self._log.forget(self._known_committed)
+
+    # New copies.
+
+    def _renew(self, novice: Name) -> None:
+        """Bring the view's novice up to date, unless that is under way."""
+        if not novice:
+            self._renewal = None
+        elif self._renewal is None or self._renewal.name != novice:
+            self._tokens += 1
+            self._renewal = Renewal(novice, self._tokens)
+
+    def _take_state(self, now: float) -> None:
+        """Between two steps, when all backups hold what is applied: this is what the novice is given."""
+        renewal = self._renewal
+        if renewal is None or renewal.begun or not self.serving:
+            return
+        if self._applied == self._known_committed and self.shard.between_steps:
+            renewal.take(self._applied, self.shard.state())
+            self._feed.add(renewal.name, self._applied, now)
+            self._out.start(Read(state=True), ("renewal", renewal.number))
+
+    def _held_by(self, name: Name, held: int, now: float) -> None:
+        """A backup, or who is becoming one, holds so many entries."""
+        self._feed.answered(name, held, now)
+        renewal = self._renewal
+        if renewal is not None and name == renewal.name and renewal.begun and not renewal.installed:
+            renewal.answered(self.number, self._coordinator, self._out)
+        self._advance(now)
+
+    def _look_after_novice(self, now: float) -> None:
+        if self._renewal is not None:
+            patience = self._timing.patience(max(self._largest, self._renewal.nbytes))
+            self._renewal.look(self.view.epoch, patience, now, self._out)
+            self._renewal.report(self.number, self._coordinator, self._out)
+        self._advance(now)
+
+    def _install(self, event: Received, message: Install) -> None:
+        """Be what the primary is; once, however often it is said."""
+        if not self._is_of_primary(event, message.epoch):
+            return
+        given = (event.sender, message.number)
+        if self.view.novice(self.number) == self.name and self._installed != given:
+            self._installed = given
+            self.shard.adopt(message.state)
+            self._out.start(Restore(event.payload, message.state.version))
+            self._log = Log(message.index)
+            self._applied = self._known_committed = message.index
+            self._take_entries()
+        self._out.send(event.sender, Replicated(self.view.epoch, self._log.end - 1))
 
     # What workers ask for.
 
@@ -478,7 +506,7 @@ class ServerMachine:
     def _read(self, asks: list[tuple[Ask, PushReply | None]], *, fresh: bool = False) -> None:
         """Read once for all who are due, apart from those who have this version."""
         version = self.shard.version
-        readings: dict[Read, _Reading] = {}
+        readings: dict[Read, Reading] = {}
         for ask, pushed in asks:
             if isinstance(ask, Pull) and ask.newer_than >= version:
                 self._out.send(worker_name(ask.worker), self._pull_reply(ask, self._reading(), pushed, unchanged=True))
@@ -494,10 +522,10 @@ class ServerMachine:
             self._readings[self._tokens] = reading
             self._out.start(what, ("read", self._tokens))
 
-    def _reading(self) -> _Reading:
-        return _Reading(self.shard.version, self.shard.minimum, [], colour=self.colour.own)
+    def _reading(self) -> Reading:
+        return Reading(self.shard.version, self.shard.minimum, [], colour=self.colour.own)
 
-    def _hand_out(self, reading: _Reading, payload: Payload) -> None:
+    def _hand_out(self, reading: Reading, payload: Payload) -> None:
         told = {"version": reading.version, "clock": reading.clock, "epoch": self.view.epoch, "colour": reading.colour}
         for ask, pushed in reading.asks:
             if isinstance(ask, Pull):
@@ -509,7 +537,7 @@ class ServerMachine:
             self._out.send(worker_name(worker), Fresh(**told), payload)
 
     def _pull_reply(
-        self, ask: Pull, reading: _Reading, pushed: PushReply | None, *, unchanged: bool = False
+        self, ask: Pull, reading: Reading, pushed: PushReply | None, *, unchanged: bool = False
     ) -> PullReply:
         return PullReply(
             life=ask.life,

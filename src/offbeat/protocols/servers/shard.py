@@ -39,6 +39,7 @@ from offbeat.protocols.servers.messages import (
     Push,
     Refused,
     Settings,
+    ShardState,
     Status,
 )
 
@@ -191,6 +192,40 @@ class Shard:
         if awaited is None or not self.rule.closes or not isinstance(ask, Pull):
             return False
         return ask.clock > awaited and self.knows(ask.worker, ask.life, ask.after)
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether nothing of a step is held or summed up: all that was taken is in the values."""
+        return not self._held and not self._weight
+
+    def state(self) -> ShardState:
+        """What this is, without its numbers; only between two steps."""
+        return ShardState(
+            version=self.version,
+            completed=self._completed,
+            minimum=self._clocks.minimum,
+            workers=tuple(
+                (who, life, self._next[who], -1 if who not in self._clocks else self._clocks.of(who))
+                for who, life in self._members.items()
+            ),
+            order=tuple(self._clocks.workers),
+            settings=self._settings,
+            overdue=self._overdue,
+            counts=dict(self.counts),
+        )
+
+    def adopt(self, state: ShardState) -> None:
+        """Be what another replica is."""
+        self.version, self.counts = state.version, Counter(state.counts)
+        self._members = {who: life for who, life, _, _ in state.workers}
+        self._next = {who: number for who, _, number, _ in state.workers}
+        clocks = {who: clock for who, _, _, clock in state.workers}
+        self._clocks = Clocks((), state.minimum)
+        for worker in state.order:
+            self._clocks.join(worker, clocks[worker])
+        self._held, self._weight = {}, 0.0
+        self._completed, self._settings, self._overdue = state.completed, state.settings, state.overdue
+        self._parked, self._asked, self._unwritten = Parked(), set(), {}
 
     def holds(self, worker: int, number: int) -> bool:
         """Whether this push is a part that waits for the step's last one, and is not answered yet."""

@@ -28,8 +28,8 @@ from offbeat.errors import RunError
 from offbeat.protocols.compression import AnyFormat
 from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.messages import Settings
-from offbeat.protocols.servers.server import Inspect, Read
 from offbeat.protocols.servers.shard import Accumulate, Discard, Restore, Update
+from offbeat.protocols.servers.works import Inspect, Read
 from offbeat.runtime.compression import Coder, build
 from offbeat.runtime.shared.segment import Segment
 from offbeat.runtime.trees import put_together, take_apart

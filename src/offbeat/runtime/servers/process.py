@@ -11,8 +11,9 @@ from typing import Any
 from offbeat.protocols import disturbances
 from offbeat.protocols.machine import Effect, Event, Payload, Received
 from offbeat.protocols.servers.messages import COORDINATOR, Load, Message, server_name
-from offbeat.protocols.servers.server import Inspect, ServerMachine
+from offbeat.protocols.servers.server import ServerMachine
 from offbeat.protocols.servers.snapshots import Keep, Record, Write
+from offbeat.protocols.servers.works import Inspect
 from offbeat.runtime.allocation import keep_freed_memory
 from offbeat.runtime.disturb import Disturber
 from offbeat.runtime.launch import Control
