@@ -293,6 +293,8 @@ def _launch(
                 _look(watch, folder, collected.watcher)
                 for role in servers.condemned(time.monotonic()):
                     starter.kill(role)
+                for new in servers.renewals():
+                    starter.add(new)
 
             def ended(outcome: Outcome) -> None:
                 servers.ended(outcome)

@@ -21,7 +21,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from offbeat.errors import RunError, StrategyError, WaitError
-from offbeat.protocols.machine import Payload
+from offbeat.protocols.machine import Name, Payload
 from offbeat.protocols.servers.client import ClientMachine
 from offbeat.protocols.servers.coordinator import Changed
 from offbeat.protocols.servers.messages import (
@@ -36,7 +36,6 @@ from offbeat.protocols.servers.messages import (
     Settings,
     Timing,
     WorkerCut,
-    server_name,
     worker_name,
 )
 from offbeat.protocols.servers.notices import (
@@ -110,14 +109,19 @@ class Client:
         self._over = threading.Event()
         self._endpoint: Endpoint[Any] = Endpoint(worker_name(worker), Codec(Message), keys=plan.keys)
         self._endpoint.connect(COORDINATOR, plan.address(COORDINATOR))
-        for shard in range(plan.shards):
-            for replica in range(plan.replicas + 1):
-                name = server_name(shard, replica)
-                self._endpoint.connect(name, plan.address(name))
+        self._connected: set[Name] = set()
+        self._connect(plan.view)
         self._driver = Driver(self.machine, self._endpoint, self._told)
         self._driver.begin()
         self._thread = threading.Thread(target=self._look_in, name="offbeat client", daemon=True)
         self._thread.start()
+
+    def _connect(self, view: ClusterView) -> None:
+        """Reach all servers of a view: one that is new there may be the next to serve."""
+        for name in view.servers:
+            if name not in self._connected:
+                self._connected.add(name)
+                self._endpoint.connect(name, self.plan.address(name))
 
     @property
     def bytes_sent(self) -> int:
@@ -352,6 +356,7 @@ class Client:
                     self.fresh[shard] = (fresh, payload.handle)
             case Changed(view):
                 self.view = view
+                self._connect(view)
             case Joined():
                 self._joined = notice
             case Departed(epoch):
