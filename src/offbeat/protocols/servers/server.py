@@ -13,6 +13,7 @@ until it knows that epoch's view, and if it is not in it, never again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from msgspec import structs
 
@@ -136,32 +137,38 @@ class ServerMachine:
         return self._out.done
 
     def _happen(self, event: Event, now: float) -> None:
-        match event:
-            case Received():
-                self._received(event, now)
-            case Timer(token=("deadline", int(step))):
-                if self.serving and step == self.shard.minimum:
-                    self._append(Deadline(step), NOTHING, now)
-            case Timer():
-                self._tick(now)
-            case Done(token=("read", int(token))):
-                self._hand_out(self._readings.pop(token), event.result)
-            case Done(token=("renewal", int(number))):
-                if self._renewal is not None and self._renewal.number == number:
-                    self._renewal.read(event.result, self.view.epoch, now, self._out)
-            case Done(token=("inspect", int(token))):
-                self._inspected(token, event.result, now)
-            case Done(token=("written", int(colour), cut)) if event.result:
-                self.colour.written(colour, cut, self.view.epoch)
-                self.colour.report(self._coordinator, self._out)
-            case _:
-                pass
+        if isinstance(event, Received):
+            self._received(event, now)
+        elif isinstance(event, Done):
+            self._done(event.token, event.result, now)
+        elif isinstance(event, Timer):
+            match event.token:
+                case ("deadline", int(step)):
+                    if self.serving and step == self.shard.minimum:
+                        self._append(Deadline(step), NOTHING, now)
+                case _:
+                    self._tick(now)
+
+    def _done(self, token: tuple[Any, ...], result: Any, now: float) -> None:
+        """Work is finished: by what it was begun for."""
+        what, number = token[0], token[1]
+        if what == "read":
+            self._hand_out(self._readings.pop(number), result)
+        elif what == "inspect":
+            self._inspected(number, result, now)
+        elif what == "renewal":
+            if self._renewal is not None and self._renewal.number == number:
+                self._renewal.read(result, self.view.epoch, now, self._out)
+        elif result:
+            self.colour.written(number, token[2], self.view.epoch)
+            self.colour.report(self._coordinator, self._out)
 
     def _received(self, event: Received, now: float) -> None:
         message = event.message
+        if isinstance(message, Push | Pull | Fetch | Load | Enter | Turned):
+            self._request(event, message, now)
+            return
         match message:
-            case Push() | Pull() | Fetch() | Load() | Enter() | Turned():
-                self._request(event, message, now)
             case Replicate():
                 self._replicate(event, message)
             case Install():
@@ -288,7 +295,11 @@ class ServerMachine:
             self.colour.applied(structs.replace(entry.push, start=0, stop=0), NOTHING, self._out)
         elif isinstance(entry, Push):
             self.colour.applied(entry, payload, self._out)
-        self.colour.complete(self._taken(), self._out)
+        self._complete_colour()
+
+    def _complete_colour(self) -> None:
+        if self.colour.recording:
+            self.colour.complete(self._taken(), self._out)
 
     def _taken(self) -> dict[int, tuple[int, int, int]]:
         """Of each worker that takes part: its life, how many of its pushes are in the values, and its clock."""
@@ -402,7 +413,7 @@ class ServerMachine:
             self._turn(message.colour)
             self.colour.told(message)
             self._out.send(event.sender, Noted(life=message.life, number=message.number))
-            self.colour.complete(self._taken(), self._out)
+            self._complete_colour()
         elif isinstance(message, Push | Load):
             self._at_the_door(message, event.payload, now)
         else:

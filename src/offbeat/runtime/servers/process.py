@@ -31,13 +31,9 @@ class _Lines:
     def __init__(self, plan: Plan, endpoint: Endpoint[Any], name: str, shard: int) -> None:
         self._plan, self._endpoint, self._shard = plan, endpoint, shard
         self._connected = {name}
-        self._epoch = -1
 
     def follow(self, view: ClusterView) -> None:
         """Connect to those who are new in a view."""
-        if view.epoch <= self._epoch:
-            return
-        self._epoch = view.epoch
         for name in view.replicas(self._shard):
             if name not in self._connected:
                 self._connected.add(name)
@@ -65,6 +61,7 @@ class _Watched:
         self._machine, self._numbers, self._lines = machine, numbers, lines
         self._disturb = disturb
         self._disturber = disturb(None) if machine.serving else None
+        self._view = machine.view
         self._scribe = scribe
         self._notes = None if recorder is None else Serves(recorder, machine)
         self.name = machine.name
@@ -78,15 +75,16 @@ class _Watched:
         if isinstance(event, Received) and isinstance(event.message, Load):
             self._state = event.payload  # A state is looked at like a push, but never refused.
         effects = self._machine.on(event, now)
-        self._lines.follow(self._machine.view)
+        if self._view is not self._machine.view:
+            self._view = self._machine.view
+            self._lines.follow(self._view)
         if self._notes is not None:
             self._notes.after(event, effects)
-        if self._machine.serving:
-            if self._disturber is None:
-                # What was to happen up to here has happened to the one before, and may be why this one serves.
-                self._disturber = self._disturb(self._machine.shard.minimum)
-            if self._disturber.active:
-                self._disturber.step(self._machine.shard.minimum)
+        if (self._disturber is None or self._disturber.active) and self._machine.serving:
+            step = self._machine.shard.minimum
+            # What was to happen up to here has happened to the one before, and may be why this one serves.
+            self._disturber = self._disturber or self._disturb(step)
+            self._disturber.step(step)
         return effects
 
     def close(self) -> None:
