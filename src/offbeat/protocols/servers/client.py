@@ -66,6 +66,7 @@ TICK = "tick"
 
 
 _Answer = PushReply | PullReply | Fetched | Entered
+_Brought = PullReply | Fetched
 _State = Literal["member", "gone", "joining", "entering", "leaving", "left"]
 
 
@@ -448,7 +449,7 @@ class ClientMachine(Requests):
         self.colour.hear(reply.colour, self.known)
         if isinstance(reply, PullReply) and isinstance(request.message, Pull) and request.message.whole:
             reply = self._newest(shard, reply)
-        if isinstance(reply, PullReply | Fetched):
+        if isinstance(reply, _Brought):
             self.expect(payload.nbytes)
             self._out.start(Arrived(request.token, shard, reply, payload))
         self._finish(request, reply)

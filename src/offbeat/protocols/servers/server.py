@@ -27,7 +27,6 @@ from offbeat.protocols.servers.messages import (
     Entered,
     Entry,
     Fenced,
-    Fetch,
     Fetched,
     Fresh,
     Gone,
@@ -60,6 +59,7 @@ STASH = 1024
 """Messages from an epoch to come that are kept until it has come; more are dropped, and will be sent again."""
 
 TICK = "tick"
+_Numbered = Push | Load
 
 
 class ServerMachine:
@@ -165,7 +165,7 @@ class ServerMachine:
 
     def _received(self, event: Received, now: float) -> None:
         message = event.message
-        if isinstance(message, Push | Pull | Fetch | Load | Enter | Turned):
+        if isinstance(message, Request):
             self._request(event, message, now)
             return
         match message:
@@ -414,7 +414,7 @@ class ServerMachine:
             self.colour.told(message)
             self._out.send(event.sender, Noted(life=message.life, number=message.number))
             self._complete_colour()
-        elif isinstance(message, Push | Load):
+        elif isinstance(message, _Numbered):
             self._at_the_door(message, event.payload, now)
         else:
             self._turn(message.colour)

@@ -24,6 +24,8 @@ from offbeat.runtime.servers.plan import Plan
 from offbeat.runtime.servers.recording import Scribe
 from offbeat.runtime.stamps import RECORDER, Mark, Recorder, server_events_file
 
+_OfSnapshots = Record | Keep | Write
+
 
 class _Lines:
     """A server's connections to the other replicas of its shard, as views name them."""
@@ -93,7 +95,7 @@ class _Watched:
             self._disturber.close()
 
     def do(self, work: Any, token: Any) -> Any:
-        if isinstance(work, Record | Keep | Write):
+        if isinstance(work, _OfSnapshots):
             return None if self._scribe is None else self._scribe.do(work, token)
         result = self._numbers.do(work, token)
         if isinstance(work, Inspect) and result and work.payload is not self._state and len(self.refusals) < self.MOST:
