@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -15,11 +16,22 @@ from typing import Any
 from offbeat.protocols.machine import Effect, Event, Name, Payload, Received, Send, SetTimer, Start, Timer
 from offbeat.protocols.servers.client import ClientMachine
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.coordinator import CoordinatorMachine
-from offbeat.protocols.servers.messages import COORDINATOR, ClusterView, Lost, Met, PullReply, Push, PushReply, Timing
+from offbeat.protocols.servers.coordinator import Changed, CoordinatorMachine
+from offbeat.protocols.servers.messages import (
+    COORDINATOR,
+    ClusterView,
+    Lost,
+    Met,
+    PullReply,
+    Push,
+    PushReply,
+    Timing,
+    server_name,
+)
 from offbeat.protocols.servers.notices import Arrived, Completed, Departed, Failed, Joined, Part, Refreshed
-from offbeat.protocols.servers.server import Inspect, Read, ServerMachine
+from offbeat.protocols.servers.server import ServerMachine
 from offbeat.protocols.servers.shard import Accumulate, Discard, Restore, Update
+from offbeat.protocols.servers.works import Inspect, Read
 from offbeat.simulate.machines import Fault, Kill, Network, Partition, Restart, Simulation, Stop
 
 CALM = 12.0
@@ -71,8 +83,12 @@ class Store:
                 self.versions.append(work.version)
             case Discard():
                 self.discarded.append(work.payload.handle)
+            case Read(state=True):
+                return Payload(1, deepcopy(self))
             case Read():
                 return Payload(1, (self.value, frozenset((g.worker, g.life, g.clock, g.part) for g in self.used)))
+            case Restore(payload=Payload(handle=Store() as other)):
+                self.__dict__.update(deepcopy(other).__dict__)
             case Restore():
                 self.value = work.payload.handle
                 self.versions.append(work.version)
@@ -93,6 +109,8 @@ class Setting:
     rejoin: bool = True
     together: bool = True
     """A pull goes along with each push."""
+    renews: float | None = None
+    """Seconds after which a new process takes the place of a dead server; none: it is not replaced."""
 
 
 class Loop:
@@ -214,6 +232,7 @@ class World:
     ) -> None:
         self.setting = setting
         self.seed = seed
+        self.server = server
         self.view = ClusterView.of(setting.workers, setting.shards, setting.replicas)
         self.unfit = set(unfit)
         self.pushed: dict[tuple[int, int, int, int, int], Gradient] = {}
@@ -237,8 +256,25 @@ class World:
             seed=seed,
             network=network,
             faults=faults,
-            perform={name: store.perform for name, store in self.stores.items()},
+            perform={name: store.perform for name, store in self.stores.items()} | {COORDINATOR: self.launched},
         )
+
+    def launched(self, news: Any) -> None:
+        """What whoever has started the processes does: for a server that has died it starts another."""
+        if self.setting.renews is None or not isinstance(news, Changed):
+            return
+        for name in news.died:
+            if not name.startswith("server"):
+                continue
+            shard = int(name.split()[1].split(".")[0])
+            copies = sum(machine.number == shard for machine in self.servers)
+            new = server_name(shard, copies)
+            machine = self.server(new, shard, self.setting.rule, self.view, joins=True)
+            self.servers.append(machine)
+            self.stores[new] = Store()
+            self.simulation.performing(new, self.stores[new].perform)
+            at = self.simulation.now + self.setting.renews
+            self.simulation.add([Restart(new, at, lambda machine=machine: machine)])
 
     def loop(self, worker: int, process: int = 0) -> Loop:
         return Loop(self, ClientMachine(worker, self.view, process=process), process)

@@ -181,6 +181,20 @@ def test_two_copies_may_die_if_there_is_a_third(learn: Fit, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_the_one_who_took_over_may_be_killed_too_because_a_new_copy_was_made(learn: Fit) -> None:
+    plain = learn("server(shards=2, replicas=1)", workers=2, steps=90)
+    sentences = ["worker *: pace 30ms", "server 0: kill at step 30", "server 0: kill at step 60"]
+    killed = learn("server(shards=2, replicas=1)", workers=2, steps=90, disturb=sentences)
+    assert killed.disturbances == {"asked": 4, "fired": 4}
+    assert killed.died == ["server 0.0", "server 0.1"]
+    assert killed.joined[0] == "server 0.2"
+    assert [account["served_by"] for account in killed.servers] == ["server 0.2", "server 1.0"]
+    assert [applied(account) for account in killed.servers] == [2 * 90, 2 * 90]
+    assert [account["version"] for account in killed.servers] == [90, 90]
+    equal(killed, plain)
+
+
+@pytest.mark.slow
 def test_a_server_that_was_stopped_and_goes_on_is_fenced(learn: Fit) -> None:
     plain = learn("server(shards=2, replicas=1)", workers=2, steps=130)
     sentences = ["worker *: pace 40ms", "server 0: stop 5s at step 5"]
@@ -244,6 +258,7 @@ def test_a_push_with_nan_is_refused_named_and_counted(launcher: Launcher, tmp_pa
     assert refusal["reason"] == "1 of 4 numbers are NaN or inf"
     assert result.steps == 8
     assert result.died == []
+    assert result.refusals == ["worker 1: 1 of 4 numbers are NaN or inf"], "not only worker 0's are told of"
 
 
 TWO_TEAMS = """\

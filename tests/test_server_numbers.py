@@ -12,8 +12,8 @@ from torch.nn import Parameter
 
 from offbeat.protocols.compression import Format, Half, Quantize, RandomK, Threshold, TopK
 from offbeat.protocols.machine import Payload
-from offbeat.protocols.servers.server import Inspect, Read
 from offbeat.protocols.servers.shard import Accumulate, Discard, Restore, Update
+from offbeat.protocols.servers.works import Inspect, Read
 from offbeat.runtime.compression import Coder, build
 from offbeat.runtime.servers.numbers import ADD, OPTIMIZERS, Numbers, Recipe, first_state, settings_of
 
@@ -139,15 +139,71 @@ def test_a_late_gradient_is_corrected_by_how_far_the_values_have_moved() -> None
         (payload(1, float("nan"), 3, 4), "1 of 4 numbers are NaN or inf"),
         (payload(1, float("inf"), float("-inf"), 4), "2 of 4"),
         (payload(3e38, 3e38, 3e38, 3e38), ""),
-        (payload(*[1.0] * 5), "20 bytes for a shard of 16"),
+        (payload(*[1.0] * 5), "20 bytes where 16 were to come"),
         (Payload(3, np.zeros(3, np.uint8)), "3 bytes"),
-        (payload(1, 2), ""),
+        (payload(1, 2), "8 bytes where 16 were to come"),
         (Payload(0), ""),
     ],
 )
 def test_what_is_not_fit_is_found_at_the_door(brought: Payload, why: str) -> None:
     said = made(sgd(), torch.zeros(4)).do(Inspect(brought, 0))
     assert said == "" if not why else why in said
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "count", "why"),
+    [
+        (1, 3, 2, ""),
+        (2, -1, 2, ""),
+        (1, 3, 3, "12 bytes where 8 were to come"),
+        (3, 1, 2, "the range 3:1 of a shard of 4 numbers"),
+        (2, 6, 4, "the range 2:6"),
+        (-2, 2, 4, "the range -2:2"),
+    ],
+)
+def test_a_push_for_a_range_that_the_shard_does_not_have_is_refused(
+    start: int, stop: int, count: int, why: str
+) -> None:
+    said = made(sgd(), torch.zeros(4)).do(Inspect(payload(*[1.0] * count), 0, start, stop))
+    assert said == "" if not why else why in said
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_parameter_without_a_gradient_is_passed_over_as_by_torch(name: str) -> None:
+    """Three parameters side by side, of which the middle one has a gradient in every other step only."""
+    settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
+    settings |= {"momentum": 0.9} if name == "SGD" else {}
+    plain = [Parameter(torch.ones(2) * (k + 1)) for k in range(3)]
+    alone = OPTIMIZERS[name](plain, **settings)  # pyright: ignore[reportCallIssue]
+    recipe = Recipe(
+        optimizer=name, ranges=(((0, 6),),), pieces=(((0, 2), (2, 4), (4, 6)),), settings=settings_of(alone)
+    )
+    numbers = made(recipe, torch.cat([p.detach() for p in plain]))
+    source = torch.Generator().manual_seed(3)
+    for step in range(6):
+        gradient = torch.randn(6, generator=source)
+        absent = ((2, 4),) if step % 2 else ()
+        for k, parameter in enumerate(plain):
+            parameter.grad = None if absent and k == 1 else gradient[2 * k : 2 * k + 2].clone()
+        alone.step()
+        numbers.do(Accumulate(payload(*gradient.tolist()), 1.0, 0, -1, absent))
+        numbers.do(Update(step + 1, 1.0, ()))
+        torch.testing.assert_close(held(numbers), torch.cat([p.detach() for p in plain]), rtol=0, atol=1e-6)
+    again = made(recipe, torch.zeros(6))
+    state = numbers.do(Read(state=True))
+    again.do(Restore(state, 6))
+    for replica in (numbers, again):
+        replica.do(Update(7, 1.0, (), payload=payload(*[1.0] * 6)))
+    assert torch.equal(held(again), held(numbers)), "a state that was put back has each parameter's own"
+
+
+def test_a_state_has_what_schedulers_have_changed() -> None:
+    numbers = made(sgd(0.5), torch.zeros(4))
+    numbers.do(Update(1, 1.0, ({"lr": 0.25},), payload=payload(0, 0, 0, 0)))
+    again = made(sgd(), torch.zeros(4))
+    again.do(Restore(numbers.do(Read(state=True)), 1))
+    again.do(Update(2, 1.0, (), payload=payload(4, 4, 4, 4)))
+    assert held(again).tolist() == [-1.0] * 4
 
 
 # --- letters

@@ -36,6 +36,20 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
+class Partly(nn.Module):
+    """A model with a layer that nothing goes through, and one that every other batch goes through."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        super().__init__()
+        self.first, self.idle, self.seldom, self.rest = model[0], nn.Linear(8, 8), nn.Linear(8, 8), model[1:]
+        self.batches = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.batches += self.training
+        hidden = self.first(x)
+        return self.rest(hidden + self.seldom(hidden) if self.batches % 2 else hidden)
+
+
 @dataclass(eq=False)
 class Sine(library.Task):
     """Learn a sine with any of torch's optimizers, with or without groups and a schedule."""
@@ -43,12 +57,14 @@ class Sine(library.Task):
     optimizer_name: str = "SGD"
     grouped: bool = False
     halved_every: int = 0
+    unused: bool = False
 
     def __post_init__(self) -> None:
         self.global_batch = 10
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+        model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+        return Partly(model) if self.unused else model
 
     def data(self) -> library.Data:
         numbers = torch.linspace(-1, 1, 37).unsqueeze(1)
@@ -102,6 +118,15 @@ def test_every_optimizer_on_shards_computes_what_it_does_on_the_whole(learn: Lea
 @pytest.mark.parametrize("name", ["momentum", "AdamW"])
 def test_parameter_groups_keep_their_own_settings(learn: Learn, name: str) -> None:
     as_in_one_process(learn, Sine(name, grouped=True), "server(shards=3)", 2)
+
+
+@pytest.mark.parametrize("name", ["momentum", "AdamW"])
+def test_a_parameter_that_gets_no_gradient_is_left_alone_as_in_one_process(learn: Learn, name: str) -> None:
+    alone, served = learn(Sine(name, unused=True), "single", 1), learn(Sine(name, unused=True), "server(shards=3)", 2)
+    same(parameters(alone), parameters(served), tolerance=1e-6)
+    idle = {key: value for key, value in parameters(alone).items() if key.startswith("idle")}
+    assert len(idle) == 2
+    same(idle, {key: parameters(served)[key] for key in idle}, tolerance=0.0)
 
 
 @pytest.mark.parametrize("strategy", ["server(shards=2)", "server(replicas=1)"])

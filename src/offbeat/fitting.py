@@ -132,7 +132,7 @@ class Result:
     died: list[str] = field(default_factory=list[str])
     """Workers and servers that died on the way, where the run went on without them."""
     joined: list[str] = field(default_factory=list[str])
-    """Workers that joined on the way, in place of others."""
+    """Workers that joined on the way, in place of others, and servers that hold a copy in place of others."""
     first_batch: str | None = None
     """A fingerprint of the first training batch that the worker had who wrote this: the same data gives the same."""
 
@@ -293,6 +293,8 @@ def _launch(
                 _look(watch, folder, collected.watcher)
                 for role in servers.condemned(time.monotonic()):
                     starter.kill(role)
+                for new in servers.renewals():
+                    starter.add(new)
 
             def ended(outcome: Outcome) -> None:
                 servers.ended(outcome)

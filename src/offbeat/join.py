@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -41,6 +42,7 @@ from offbeat.runtime.stamps import RECORDER, Mark
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies import Strategy, combined, parse
 from offbeat.strategies._compressing import Compressing
+from offbeat.strategies._vector import Vector
 from offbeat.strategies._watch import Watch
 from offbeat.strategies._worker import EveryBatch, Exchanging, Microbatches, Timing
 
@@ -288,6 +290,16 @@ class Team:
             return False
         # An epoch budget is spent only when its last epoch is complete, not at a report in the middle of it.
         return loader.epoch > epochs or (loader.epoch == epochs and loader.complete)
+
+    @cached_property
+    def vector(self) -> Vector:
+        """The parameters as servers hold them, for a loop that pushes and pulls ranges of them (docs/servers.md)."""
+
+        def counted() -> None:
+            self.ledger.steps += 1
+            self._stepped()
+
+        return self.exchange.vector(counted)
 
     @property
     def folder(self) -> Path | None:

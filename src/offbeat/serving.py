@@ -13,6 +13,7 @@ import msgspec
 from offbeat.errors import OffbeatError, RunError, WorkerError
 from offbeat.jobs import Job, identity_of
 from offbeat.protocols.servers.consistency import Rule
+from offbeat.protocols.servers.messages import server_name, worker_name
 from offbeat.runtime.hosts import Placed
 from offbeat.runtime.launch import Outcome, Role
 from offbeat.runtime.records import RunFolder
@@ -32,6 +33,8 @@ def servers_of(job: Job) -> tuple[int, int, Rule] | None:
     return cast("Exchanging", combined(parse(job.goal.strategy)).exchange).servers(job.workers)
 
 
+SPARES = 16
+"""Servers of a shard that are replaced; if more die, something is wrong with what they do."""
 PATIENCE = 15.0
 """Seconds that one who was declared dead has to notice and end by itself."""
 
@@ -47,16 +50,23 @@ class Serving:
         self._working = 0 if plan is None else plan.workers
         self._replaced = 0
         self._finished: set[str] = set()
+        self._replicas = {} if plan is None else dict(enumerate(_replicas(plan)))
+        """Shard and replica of every server process, by its rank."""
+        self._make: Callable[[int, Path | None], Role] | None = None
+        self._succeeded: set[str] = set()
+        self._ended: list[str] = []
 
     def roles(self, job: Job, folder: RunFolder) -> list[Role]:
         """A process for every replica of every shard."""
         plan = self.plan
         if plan is None:
             return []
-        return [
-            Role(
+
+        def role(rank: int, home: Path | None) -> Role:
+            shard, replica = self._replicas[rank]
+            return Role(
                 kind="server",
-                rank=shard * (plan.replicas + 1) + replica,
+                rank=rank,
                 entry="offbeat.runtime.servers.process:serve",
                 config={
                     "plan": plan.plain(),
@@ -68,14 +78,43 @@ class Serving:
                     "events": str(folder.path.resolve()) if job.goal.watch else None,
                 },
                 environment={},
-                log=folder.log("server", shard * (plan.replicas + 1) + replica),
+                log=folder.log("server", rank),
                 threads=1,
                 serves=True,
                 expendable=True,
                 network=home,
             )
-            for (shard, replica), home in zip(_replicas(plan), self._homes(plan), strict=True)
-        ]
+
+        self._make = role
+        return [role(rank, home) for rank, home in enumerate(self._homes(plan))]
+
+    def renewals(self) -> list[Role]:
+        """New server processes, for shards that have lost a copy and have another to make it from.
+
+        Nothing is started for those that were replaced before, nor without end for a shard whose servers keep dying.
+        """
+        plan = self.plan
+        if plan is None or not plan.replicas or self._make is None or not self._working:
+            return []
+        lost = set() if self._coordination is None else set(self._coordination.machine.lost)
+        names = {server_name(*place): place for place in self._replicas.values()}
+        new: list[Role] = []
+        for name in self._fallen:
+            shard, _ = names.get(name, (-1, 0))
+            if name in self._succeeded or shard < 0 or shard in lost:
+                continue
+            self._succeeded.add(name)
+            copies = sum(of == shard for of, _ in self._replicas.values())
+            if copies < plan.replicas + 1 + SPARES:
+                rank = len(self._replicas)
+                self._replicas[rank] = (shard, copies)
+                new.append(self._make(rank, self._homes(plan)[home_of(shard, copies, plan)]))
+        return new
+
+    @property
+    def _fallen(self) -> list[str]:
+        """Servers that were declared dead, and such as have ended before anybody knew them."""
+        return [name for name in [*self.died, *self._ended] if name.startswith("server")]
 
     def _homes(self, plan: Plan) -> list[Path | None]:
         """The network that each server is on."""
@@ -100,15 +139,18 @@ class Serving:
         overdue = [name for name, since in self._declared.items() if now - since > PATIENCE]
         for name in overdue:
             self._declared[name] = float("inf")
-        return [_role_of(name, plan) for name in overdue]
+        return [self._role_of(name) for name in overdue]
+
+    def _role_of(self, name: str) -> str:
+        """What the launcher calls somebody."""
+        ranks = {server_name(*place): rank for rank, place in self._replicas.items()}
+        return f"server {ranks[name]}" if name in ranks else name
 
     def ended(self, outcome: Outcome) -> None:
         """A process of the run has ended."""
         plan = self.plan
         if plan is None or self._coordination is None:
             return
-        from offbeat.protocols.servers.messages import server_name, worker_name
-
         role = outcome.role
         if role.kind == "worker":
             self._working -= 1
@@ -118,13 +160,13 @@ class Serving:
                 self._finished.add(name)
             self._coordination.ended(name)
         elif self._working and not _was_asked_to_end(outcome):
-            self._coordination.ended(server_name(*divmod(role.rank, plan.replicas + 1)))
+            name = self.name_of(role)
+            self._ended.append(name)
+            self._coordination.ended(name)
 
     def name_of(self, role: Role) -> str:
         """What the run calls a server process."""
-        copies = 1 if self.plan is None else self.plan.replicas + 1
-        shard, replica = divmod(role.rank, copies)
-        return f"server {shard}.{replica}"
+        return server_name(*self._replicas.get(role.rank, (role.rank, 0)))
 
     def replacement(self, outcome: Outcome, most: int) -> Role | None:
         """A new worker for one that has died, if there are to be so many and others work on, who can let it in."""
@@ -138,9 +180,9 @@ class Serving:
 
     @property
     def joined(self) -> list[str]:
-        """Who has joined on the way, in order."""
+        """Who has joined on the way, in order: workers, and servers that hold a copy in place of another."""
         changes = () if self._coordination is None else self._coordination.changes
-        return [f"worker {number}" for change in changes for number in change.joined]
+        return [name for change in changes for name in (*map(worker_name, change.joined), *change.copied)]
 
     @property
     def died(self) -> list[str]:
@@ -175,13 +217,9 @@ def _replicas(plan: Plan) -> list[tuple[int, int]]:
     return [(shard, replica) for shard in range(plan.shards) for replica in range(plan.replicas + 1)]
 
 
-def _role_of(name: str, plan: Plan) -> str:
-    """What the launcher calls somebody."""
-    kind, _, number = name.partition(" ")
-    if kind == "worker":
-        return name
-    shard, replica = (int(part) for part in number.split("."))
-    return f"{kind} {shard * (plan.replicas + 1) + replica}"
+def home_of(shard: int, replica: int, plan: Plan) -> int:
+    """Which of the first server processes a later one is to be beside: that whose number it has, modulo the copies."""
+    return shard * (plan.replicas + 1) + replica % (plan.replicas + 1)
 
 
 def _was_asked_to_end(outcome: Outcome) -> bool:
@@ -270,12 +308,17 @@ SILENCE = 3.0
 
 def spread(plan: Plan, placed: Placed) -> Plan:
     """The plan for several hosts: addresses there, keys that were made for this run, and patience for slow links."""
-    from offbeat.protocols.servers.messages import COORDINATOR, server_name
+    from offbeat.protocols.servers.messages import COORDINATOR
     from offbeat.runtime.messages import Keys
 
     replicas = _replicas(plan)
+    homes = placed.wanted.of_servers(len(replicas))
+    if plan.replicas:
+        copies = range(plan.replicas + 1, plan.replicas + 1 + SPARES)
+        later = [(shard, replica) for shard in range(plan.shards) for replica in copies]
+        replicas, homes = [*replicas, *later], [*homes, *(homes[home_of(*place, plan)] for place in later)]
     addresses = {COORDINATOR: f"tcp://{placed.address}:*"}
-    for number, (replica, home) in enumerate(zip(replicas, placed.wanted.of_servers(len(replicas)), strict=True)):
+    for number, (replica, home) in enumerate(zip(replicas, homes, strict=True)):
         addresses[server_name(*replica)] = f"tcp://{placed.hosts[home].address}:{FIRST_PORT + number}"
     rate = placed.wanted.slowest
     # A worker's link takes its part for every shard; a server's, everybody's part and what it sends to its copies.

@@ -39,6 +39,11 @@ from offbeat.strategies._worker import Exchange, averaged_buffers, closure_of
 SLOTS = 2
 """Gradients that may be under way at once: the memory of one that is not answered yet is not written."""
 
+MOST_REFUSALS = 20
+"""Refusals that the result tells of."""
+LONGEST_REASON = 150
+"""Letters of each: all of a worker's go to one meeting."""
+
 
 def served(group: Group, strategy: object) -> ServedGroup:
     """The group of a run that has servers; refused where nobody has started any."""
@@ -78,8 +83,8 @@ class Row:
         """A shard's part of a row."""
         return row[self.bounds[number] : self.bounds[number + 1]]
 
-    def ranges(self, members: Iterable[Parameter], number: int) -> tuple[tuple[int, int], ...]:
-        """Which ranges of a shard these parameters take, counted from its beginning; neighbours are joined."""
+    def ranges(self, members: Iterable[Parameter], number: int, joined: bool = True) -> tuple[tuple[int, int], ...]:
+        """Which ranges of a shard these parameters take, counted from its beginning; neighbours may be joined."""
         places = {id(p): (start, start + p.numel()) for p, start in zip(self.parameters, self.offsets, strict=False)}
         low, high = self.bounds[number], self.bounds[number + 1]
         found: list[tuple[int, int]] = []
@@ -87,7 +92,7 @@ class Row:
             start, stop = max(start, low) - low, min(stop, high) - low
             if stop <= start:
                 continue
-            if found and found[-1][1] == start:
+            if joined and found and found[-1][1] == start:
                 found[-1] = (found[-1][0], stop)
             else:
                 found.append((start, stop))
@@ -123,6 +128,8 @@ class Served(Exchange):
         self._missed = 0
         self.slots: list[Tensor] = []
         self.views: list[list[Tensor]] = []
+        self.absent: list[set[int]] = [set() for _ in range(SLOTS)]
+        """Of each slot, which parameters of the row have no gradient there."""
         self._sent: list[int | None] = [None] * SLOTS
         self._turn = 0
         self._told: Settings = ()
@@ -220,6 +227,7 @@ class Served(Exchange):
             optimizer=name,
             kind=row.kind,
             ranges=tuple(row.ranges(group["params"], shard) for group in optimizer.param_groups),
+            pieces=tuple(row.ranges(group["params"], shard, joined=False) for group in optimizer.param_groups),
             settings=settings,
             coders=self._formats(),
             seed=mixed(self.seed, shard),
@@ -312,6 +320,7 @@ class Served(Exchange):
         row = cast("Row", self.row)
         slot = self.free_slot()
         gradients = [p.grad for p in row.parameters]
+        self.absent[slot] = {number for number, gradient in enumerate(gradients) if gradient is None}
         if all(g is not None and not g.is_sparse for g in gradients):
             torch._foreach_copy_(self.views[slot], cast("Any", gradients))  # pyright: ignore[reportPrivateUsage]
         else:
@@ -326,6 +335,7 @@ class Served(Exchange):
         """Memory for what is to be pushed next, once what was pushed from it before is answered."""
         self._turn = (self._turn + 1) % SLOTS
         self.settle(self._turn)
+        self.absent[self._turn] = set()
         return self._turn
 
     def settle(self, slot: int) -> None:
@@ -342,20 +352,35 @@ class Served(Exchange):
     def push_microbatch(self, slot: int, weight: float) -> None:
         """Push what lies in a slot as a part of a step that counts by itself; the step goes on."""
         parts = [self._part(slot, k) for k in range(self.client.plan.shards)]
-        self._sent[slot], _ = self.client.push(parts, self.clock, weight, self._settings(), False, microbatch=True)
+        self._sent[slot], _ = self.client.push(
+            parts, self.clock, weight, self._settings(), False, microbatch=True, absent=self._absent_from(slot)
+        )
 
     def push(self, slot: int | None, then_pull: bool, weight: float = 1.0) -> int:
         """Push what lies in a slot (None: nothing but a tick of the clock); answers the token of the pull."""
         empty = np.empty(0, np.uint8)
         parts = [empty if slot is None else self._part(slot, k) for k in range(self.client.plan.shards)]
-        settings = self._settings()
-        token, pull = self.client.push(parts, self.clock, weight, settings, then_pull)
+        # Where pushes are applied one by one, one without numbers is not: settings would be lost with it.
+        settings = () if slot is None and not self.rule.aggregated else self._settings()
+        absent = () if slot is None else self._absent_from(slot)
+        token, pull = self.client.push(parts, self.clock, weight, settings, then_pull, absent=absent)
         self.clock += 1
         if slot is None:
             self.heed(self._waited(token, "the answer to a push"))
         else:
             self._sent[slot] = token
         return pull
+
+    def push_parts(self, parts: Sequence[tuple[int, int, int, NDArray[np.uint8]]]) -> int:
+        """Push numbers for ranges of shards, as parts of a step that goes on; answers the token."""
+        # Each shard must hear of the settings with what it applies; where steps are summed up, with the step's end.
+        return self.client.push_parts(parts, self.clock, () if self.rule.aggregated else self._settings_now())
+
+    def _absent_from(self, slot: int) -> list[tuple[tuple[int, int], ...]]:
+        """Of each shard, which ranges have no gradient in a slot; nothing if all have."""
+        row = cast("Row", self.row)
+        lacking = [row.parameters[number] for number in sorted(self.absent[slot])]
+        return [row.ranges(lacking, shard) for shard in range(self.client.plan.shards)] if lacking else []
 
     def _part(self, slot: int, shard: int) -> NDArray[np.uint8]:
         """What a shard's server is sent of a slot: numbers, or the letter that is left of them, in their place."""
@@ -371,9 +396,16 @@ class Served(Exchange):
 
     def _settings(self) -> Settings:
         """What the optimizer's groups are set to, if that has changed."""
+        now = self._settings_now()
+        if now == self._told:
+            return ()
+        self._told = now
+        return now
+
+    def _settings_now(self) -> Settings:
         if self.optimizer is None:
             return ()
-        now = tuple(
+        return tuple(
             {
                 name: tuple(map(float, cast("Sequence[float]", value))) if isinstance(value, list) else float(value)
                 for name, value in group.items()
@@ -381,10 +413,6 @@ class Served(Exchange):
             }
             for group in self.updater()[1]
         )
-        if now == self._told:
-            return ()
-        self._told = now
-        return now
 
     def arrive(self, pull: int) -> None:
         """Wait for values that were asked for; if a shard has gone on without this worker, for its newer ones."""
@@ -469,8 +497,14 @@ class Served(Exchange):
         return {str(k): int(count) for k, count in enumerate(rows.sum(0).tolist()) if count}
 
     def notes(self) -> dict[str, Any]:
-        """Why pushes were refused, if any were."""
-        return {"refusals": self.refused[:20]} if self.refused else {}
+        """Why pushes of any worker were refused, if any were; all workers call this together."""
+        self.settle_all()
+        mine = [f"worker {self.group.rank}: {reason}"[:LONGEST_REASON] for reason in self.refused[:MOST_REFUSALS]]
+        rows = self.group.gather(list(msgspec.json.encode(mine)), "the end of the run")
+        # Rows are as long as the longest of them; no letter of JSON is 0.
+        told = [msgspec.json.decode(bytes(int(n) for n in row if n), type=list[str]) for row in rows.tolist()]
+        refusals = [reason for of_worker in told for reason in of_worker]
+        return {"refusals": refusals[:MOST_REFUSALS]} if refusals else {}
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all shards, kept by the one who leads; what this worker owes them is its own."""

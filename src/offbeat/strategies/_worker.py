@@ -7,10 +7,10 @@ whether they are exchanged now. Both work through hooks, so the model and the op
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from offbeat.runtime.snapshots import Cut
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._base import Axis, Strategy
 from offbeat.strategies._compressing import Compressing
+
+if TYPE_CHECKING:
+    from offbeat.strategies._vector import Vector
 
 
 class Exchange(ABC):
@@ -80,6 +83,14 @@ class Exchange(ABC):
             "this run's workers exchange in step, so there is nothing to record while they go on: use "
             "team.checkpoint(). Snapshots are for server(consistency=ssp(s) or asp), downpour and "
             "gossip(asynchronous=True)."
+        )
+
+    def vector(self, counted: Callable[[], None]) -> Vector:
+        """The parameters on servers, of which ranges can be pushed and pulled; `counted` is told of each step."""
+        del counted
+        raise StrategyError(
+            "this run's parameters are on no servers, so no range of them can be pushed or pulled there. Name the "
+            "strategy server, such as --strategy 'server(shards=2)'."
         )
 
     def cut(self, clock: int) -> Cut | None:

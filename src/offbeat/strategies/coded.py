@@ -95,6 +95,7 @@ class _Combining(Served):
         self._coefficients = [float(code.matrix[group.rank, part]) for part in self._parts]
         self._needed = group.size - settings.s
         self._sum = torch.empty(0)
+        self._lacking: set[int] = set()
         self._done = 0
         self._total: int | None = None
 
@@ -112,6 +113,8 @@ class _Combining(Served):
         slot = self.gradient()
         if not self._done:
             self._sum = torch.zeros_like(self.slots[slot])
+            self._lacking = self.absent[slot]
+        self._lacking = self.absent[slot] = self._lacking & self.absent[slot]
         if self.examples:
             self._sum.add_(self.slots[slot], alpha=self._coefficients[self._done] * self.examples)
         self._done += 1

@@ -122,9 +122,11 @@ class _Raining(Served):
         if self._filling is None:
             self._filling = self.gradient()
             return
-        for view, parameter in zip(self.views[self._filling], cast("Row", self.row).parameters, strict=True):
+        filled = zip(self.views[self._filling], cast("Row", self.row).parameters, strict=True)
+        for number, (view, parameter) in enumerate(filled):
             if parameter.grad is not None:
                 view.add_(parameter.grad)
+                self.absent[self._filling].discard(number)
 
     def stepped(self) -> None:
         """Push and fetch what is due."""

@@ -9,19 +9,21 @@ Distributed ML via a Stale Synchronous Parallel Parameter Server" (2013).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.runtime.group import Group
 from offbeat.runtime.servers.numbers import ADD, Recipe, first_state
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._base import Setting, Traits, require
 from offbeat.strategies._serving import Row, Served
+from offbeat.strategies._vector import Vector
 from offbeat.strategies._worker import Exchange, Exchanging
 
 
@@ -237,6 +239,19 @@ class _Pushing(Served):
         for group, rate in zip(optimizer.param_groups, self._rates, strict=False):
             group["lr"] = rate
         self._rates = []
+
+    def vector(self, counted: Callable[[], None]) -> Vector:
+        """Once the parameters are on the servers."""
+        if self.row is None or self.optimizer is None:
+            raise UsageError(
+                "nothing is on the servers yet: give the model and its optimizer to prepare() before team.vector."
+            )
+        if self.rule.closes:
+            raise StrategyError(
+                f"{self.strategy} ends steps without the slow, whose ranges would then be missing from them. Push and "
+                f"pull ranges under bsp, ssp or asp."
+            )
+        return Vector(self, self.row, counted)
 
     def total(self, statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Statistics summed on the servers: each worker pushes how its own have changed."""

@@ -58,6 +58,7 @@ from offbeat.protocols.servers.notices import (
     Joined,
     Part,
     Refreshed,
+    Wanted,
 )
 from offbeat.protocols.servers.requests import ASIDE, ENTERING, Requests, key_of
 
@@ -65,6 +66,7 @@ TICK = "tick"
 
 
 _Answer = PushReply | PullReply | Fetched | Entered
+_Brought = PullReply | Fetched
 _State = Literal["member", "gone", "joining", "entering", "leaving", "left"]
 
 
@@ -156,6 +158,7 @@ class ClientMachine(Requests):
                     weight=weight,
                     start=part.start,
                     stop=part.stop,
+                    absent=part.absent,
                     last=last,
                     counts=counts,
                     settings=settings,
@@ -175,6 +178,18 @@ class ClientMachine(Requests):
         for shard in self.shards if shards is None else shards:
             newer_than = -1 if anew else self.known.get(shard, (-1, 0))[0]
             self._request(token, shard, self._pull_for(shard, clock, newer_than), NOTHING, now)
+        return self._asked(token)
+
+    def pull_parts(self, parts: Iterable[Wanted], now: float, *, clock: int) -> Asked:
+        """Ask for ranges of shards, as fresh as for a step from this clock on; each only if it is newer than known.
+
+        What comes does not count among the whole values that `pull` compares with.
+        """
+        token = self._begin()
+        for part in parts:
+            message = self._pull_for(part.shard, clock, part.newer_than)
+            message = structs.replace(message, start=part.start, stop=part.stop)
+            self._request(token, part.shard, message, NOTHING, now)
         return self._asked(token)
 
     def fetch(self, now: float, *, clock: int = 0, shards: Iterable[int] | None = None) -> Asked:
@@ -432,9 +447,9 @@ class ClientMachine(Requests):
             self._enter_on(shard, reply, now)
             return
         self.colour.hear(reply.colour, self.known)
-        if isinstance(reply, PullReply):
+        if isinstance(reply, PullReply) and isinstance(request.message, Pull) and request.message.whole:
             reply = self._newest(shard, reply)
-        if isinstance(reply, PullReply | Fetched):
+        if isinstance(reply, _Brought):
             self.expect(payload.nbytes)
             self._out.start(Arrived(request.token, shard, reply, payload))
         self._finish(request, reply)

@@ -24,10 +24,12 @@ from offbeat.protocols.servers.messages import (
     Meet,
     Met,
     Noted,
+    Ready,
     Recorded,
     ShardRecorded,
     Timing,
     Viewed,
+    Volunteer,
     Want,
     worker_name,
 )
@@ -46,6 +48,8 @@ class Changed:
     view: ClusterView
     died: tuple[Name, ...] = ()
     joined: tuple[int, ...] = ()
+    copied: tuple[Name, ...] = ()
+    """Servers that hold a copy of their shard from now on, in place of others that had died."""
     left: tuple[int, ...] = ()
 
 
@@ -75,6 +79,8 @@ class CoordinatorMachine:
         """What is recorded of the run while it goes on."""
         self._told: dict[int, tuple[float, ...]] = {}
         self._timing = timing or Timing()
+        self._copies = [1 + len(backups) for backups in view.backups]
+        self._buried: set[Name] = set()
         self._lives = view.members
         self._processes: dict[int, int] = {}
         self._heard: dict[Name, float] = {}
@@ -114,6 +120,10 @@ class CoordinatorMachine:
                 self._hello(sender, message, now)
             case Leave() if sender == worker_name(message.worker):
                 self._leave(sender, message)
+            case Volunteer():
+                self._volunteer(sender, message.shard, now)
+            case Ready():
+                self._promote(sender, message)
             case Meet() if sender == worker_name(message.worker):
                 self._meet(message)
             case Want():
@@ -182,7 +192,12 @@ class CoordinatorMachine:
             self.view,
             primaries=tuple(left[0] if left else "" for left in replicas),
             backups=tuple(tuple(left[1:]) for left in replicas),
+            novices=tuple(
+                self.view.novice(shard) if left and self.view.novice(shard) not in died else ""
+                for shard, left in enumerate(replicas)
+            ),
         )
+        self._buried.update(died)
         workers = [worker for worker in self.view.workers if worker_name(worker) not in died]
         self._change(workers, Changed(self.view, died=died))
         self._announce_lost(lost)
@@ -193,7 +208,7 @@ class CoordinatorMachine:
         self.view = structs.replace(self.view, epoch=self.view.epoch + 1, workers=tuple(workers), lives=lives)
         for name in (*self.view.servers, *map(worker_name, workers)):
             self._out.send(name, Viewed(self.view))
-        self._out.start(Changed(self.view, news.died, news.joined, news.left))
+        self._out.start(Changed(self.view, news.died, news.joined, news.copied, news.left))
         self._turn_away()
         for what in list(self._meetings):
             if what in self._meetings:
@@ -205,6 +220,37 @@ class CoordinatorMachine:
             self._out.start(Lost(shard))
             for worker in self.view.workers:
                 self._out.send(worker_name(worker), Lost(shard))
+
+    def _volunteer(self, sender: Name, shard: int, now: float) -> None:
+        """Let a new process be brought up to date, if its shard lacks a copy and no other is; else it asks again."""
+        if sender in self._members():
+            self._heard[sender] = now
+            self._out.send(sender, Viewed(self.view))
+            return
+        there = self.view.replicas(shard) if 0 <= shard < len(self.view.primaries) else ()
+        if not there or sender in self._buried or len(there) >= self._copies[shard]:
+            self._out.send(sender, Gone(self.view.epoch))
+        elif not self.view.novice(shard):
+            self._heard[sender] = now
+            self._set_novice(shard, sender)
+            self._change(self.view.workers, Changed(self.view))
+
+    def _set_novice(self, shard: int, name: Name) -> None:
+        named = tuple(
+            name if number == shard else self.view.novice(number) for number in range(len(self.view.primaries))
+        )
+        self.view = structs.replace(self.view, novices=named)
+
+    def _promote(self, sender: Name, message: Ready) -> None:
+        """A novice holds all that its primary has answered, and will: it can take over."""
+        known = 0 <= message.shard < len(self.view.primaries) and sender == self.view.primaries[message.shard]
+        if not known or self.view.novice(message.shard) != message.name:
+            return
+        self._set_novice(message.shard, "")
+        backups = list(self.view.backups)
+        backups[message.shard] += (message.name,)
+        self.view = structs.replace(self.view, backups=tuple(backups))
+        self._change(self.view.workers, Changed(self.view, copied=(message.name,)))
 
     def _hello(self, sender: Name, message: Hello, now: float) -> None:
         """Let a worker in, in a new life unless it is in already; the process before it, if it lives, is out."""

@@ -42,6 +42,8 @@ class ClusterView(Struct, frozen=True):
     """Who else holds each shard, in the order in which they are told: each holds all that the next one does."""
     lives: tuple[int, ...] = ()
     """How often each worker has joined anew, in the order of `workers`; empty: none ever has."""
+    novices: tuple[Name, ...] = ()
+    """Of each shard, the new copy that is being brought up to date; empty: none. It cannot take over yet."""
 
     @classmethod
     def of(cls, workers: int, shards: int, replicas: int = 0) -> ClusterView:
@@ -64,14 +66,19 @@ class ClusterView(Struct, frozen=True):
         """The life of each live worker."""
         return dict(zip(self.workers, self.lives or (0,) * len(self.workers), strict=True))
 
+    def novice(self, shard: int) -> Name:
+        """Who is becoming a backup of a shard; empty: nobody."""
+        return self.novices[shard] if self.novices else ""
+
+    def replicas(self, shard: int) -> tuple[Name, ...]:
+        """All who have a part in a shard: primary, backups, and who is becoming one."""
+        names = (self.primaries[shard], *self.backups[shard], self.novice(shard))
+        return tuple(name for name in names if name)
+
     @property
     def servers(self) -> tuple[Name, ...]:
         """All replicas of all shards."""
-        return tuple(
-            name
-            for first, rest in zip(self.primaries, self.backups, strict=True)
-            for name in ((first, *rest) if first else ())
-        )
+        return tuple(name for shard in range(len(self.primaries)) for name in self.replicas(shard))
 
 
 class Push(Struct, frozen=True, tag=True, kw_only=True):
@@ -90,6 +97,8 @@ class Push(Struct, frozen=True, tag=True, kw_only=True):
     start: int = 0
     stop: int = -1
     """Where the part ends; -1: at the shard's end. An empty part only lets the clock tick."""
+    absent: tuple[tuple[int, int], ...] = ()
+    """Ranges of the shard, within the part, that have no gradient: what lies there is nobody's."""
     last: bool = True
     """The step's last part for this shard: with it the worker's clock ticks."""
     counts: bool = False
@@ -130,11 +139,19 @@ class Pull(Struct, frozen=True, tag=True, kw_only=True):
     """Version that the reader has: if there is no newer one, no values are sent."""
     after: int = -1
     """Number of the reader's own push that must be in it (read-my-writes); -1: none."""
+    start: int = 0
+    stop: int = -1
+    """Only the values [start, stop) of the shard are wanted; -1: up to its end."""
     colour: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of the shard is asked for."""
+        return self.start == 0 and self.stop < 0
 
 
 class PullReply(Struct, frozen=True, tag=True, kw_only=True):
-    """The shard's values, as payload."""
+    """The shard's values, or the range of them that was asked for, as payload."""
 
     life: int = 0
     number: int
@@ -253,6 +270,44 @@ class Replicated(Struct, frozen=True, tag=True):
 
     epoch: int
     index: int
+
+
+class ShardState(Struct, frozen=True, kw_only=True):
+    """A shard between two steps, without its numbers."""
+
+    version: int
+    completed: int
+    minimum: int
+    workers: tuple[tuple[int, int, int, int], ...]
+    """Of each that takes part: its number, its life, the number of its next push, and its clock; -1: not entered."""
+    order: tuple[int, ...]
+    """Those who have entered, in the order of their coming."""
+    settings: Settings = ()
+    overdue: bool = False
+    counts: dict[str, int] = {}
+    """Pushes by what became of them."""
+
+
+class Volunteer(Struct, frozen=True, tag=True):
+    """A new server process offers to hold a copy of a shard that has lost one."""
+
+    shard: int
+
+
+class Install(Struct, frozen=True, tag=True, kw_only=True):
+    """The state of a shard for its novice, after so many entries of the log; its numbers are the payload."""
+
+    epoch: int
+    number: int
+    index: int
+    state: ShardState
+
+
+class Ready(Struct, frozen=True, tag=True):
+    """A shard's novice holds all that is answered, and can be one of its backups."""
+
+    shard: int
+    name: Name
 
 
 class Fenced(Struct, frozen=True, tag=True):
@@ -423,6 +478,9 @@ Message = (
     | Fresh
     | Replicate
     | Replicated
+    | Volunteer
+    | Install
+    | Ready
     | Fenced
     | Heartbeat
     | Hello

@@ -18,6 +18,18 @@ class Part:
     payload: Payload
     start: int = 0
     stop: int = -1
+    absent: tuple[tuple[int, int], ...] = ()
+    """Ranges of it that have no gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked for of one shard: the values [start, stop), if they are newer than this version."""
+
+    shard: int
+    start: int
+    stop: int
+    newer_than: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ WINDOW = 64
 class Log:
     """Entries by index, from the first that some replica may lack."""
 
-    def __init__(self) -> None:
-        self.end = 0
+    def __init__(self, start: int = 0) -> None:
+        self.end = start
         """How many entries there have been."""
         self._kept: dict[int, tuple[Entry, Payload]] = {}
-        self._first = 0
+        self._first = start
 
     def append(self, entry: Entry, payload: Payload = NOTHING) -> None:
         """Add an entry."""
@@ -58,10 +58,16 @@ class Feed:
         self._backups = {name: _Backup(held, held, now) for name in backups}
 
     def changed(self, backups: Iterable[Name], now: float) -> Feed:
-        """The feed of the next epoch: fewer backups, and what is unanswered is to be sent anew."""
+        """The feed of the next epoch: those of these who were fed, and what is unanswered is to be sent anew."""
         feed = Feed()
-        feed._backups = {name: _Backup(self._backups[name].held, self._backups[name].held, now) for name in backups}
+        for name in backups:
+            if (known := self._backups.get(name)) is not None:
+                feed._backups[name] = _Backup(known.held, known.held, now)
         return feed
+
+    def add(self, name: Name, held: int, now: float) -> None:
+        """One more, told after all others, which is being given all up to this entry."""
+        self._backups[name] = _Backup(held, held, now)
 
     def committed(self, end: int) -> int:
         """How many of `end` entries all backups hold."""

@@ -26,6 +26,7 @@ from offbeat.protocols.servers.snapshots import WorkerColour
 
 Sent = Request | Meet | Recorded
 """What a worker sends again until it is answered."""
+_Numbered = Push | Load | PushReply
 ENTERING = 0
 """The token of a client's own requests, with which it enters."""
 ASIDE = -1
@@ -145,5 +146,5 @@ class Requests:
 
 def key_of(message: Sent | Reply | Met, shard: int) -> tuple[str, int, int]:
     """Pushes are numbered for each shard, all else for each worker."""
-    pushed = isinstance(message, Push | Load | PushReply)
+    pushed = isinstance(message, _Numbered)
     return ("push", shard, message.number) if pushed else ("ask", -1, message.number)

@@ -13,7 +13,7 @@ until it knows that epoch's view, and if it is not in it, never again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
 from msgspec import structs
 
@@ -27,11 +27,11 @@ from offbeat.protocols.servers.messages import (
     Entered,
     Entry,
     Fenced,
-    Fetch,
     Fetched,
     Fresh,
     Gone,
     Heartbeat,
+    Install,
     Load,
     Members,
     Noted,
@@ -46,60 +46,20 @@ from offbeat.protocols.servers.messages import (
     Timing,
     Turned,
     Viewed,
+    Volunteer,
     worker_name,
 )
+from offbeat.protocols.servers.renewal import Renewal
 from offbeat.protocols.servers.replication import Feed, Log
-from offbeat.protocols.servers.shard import Answer, Ask, Outcome, Shard
+from offbeat.protocols.servers.shard import Answer, Ask, Outcome, Restore, Shard
 from offbeat.protocols.servers.snapshots import ShardColour
+from offbeat.protocols.servers.works import Door, Inspect, Read, Reading
 
 STASH = 1024
 """Messages from an epoch to come that are kept until it has come; more are dropped, and will be sent again."""
 
 TICK = "tick"
-
-
-@dataclass(frozen=True, slots=True)
-class Inspect:
-    """Look whether a payload is fit to be used. The result is why it is not, such as `NaN`, or empty."""
-
-    payload: Payload
-    worker: int
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """Hand out the values as they are after all work begun before, or the whole state. The result is a `Payload`.
-
-    It is sent to several readers and must not change before they have copied it.
-    """
-
-    state: bool = False
-
-
-@dataclass(slots=True)
-class _Reading:
-    """A read under way, and who gets it."""
-
-    version: int
-    clock: int
-    asks: list[tuple[Ask, PushReply | None]]
-    fresh: tuple[int, ...] = ()
-    """Workers who have not asked, and get it all the same."""
-    colour: int = 0
-
-
-@dataclass(slots=True)
-class _Door:
-    """What has come from workers and is not in the log yet."""
-
-    expected: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-    """The number of the next push, by worker and life."""
-    early: dict[tuple[int, int, int], tuple[Push | Load, Payload]] = field(
-        default_factory=dict[tuple[int, int, int], tuple[Push | Load, Payload]]
-    )
-    """Pushes that came before others with lower numbers, by worker, life and number."""
-    inspected: dict[int, tuple[Push | Load, Payload]] = field(default_factory=dict[int, tuple[Push | Load, Payload]])
-    """Pushes that are being looked at, by token."""
+_Numbered = Push | Load
 
 
 class ServerMachine:
@@ -115,6 +75,7 @@ class ServerMachine:
         coordinator: Name = COORDINATOR,
         timing: Timing | None = None,
         inspect: bool = True,
+        joins: bool = False,
     ) -> None:
         self.name = name
         self.number = shard
@@ -129,6 +90,9 @@ class ServerMachine:
         self._inspect = inspect
         self._fence = view.epoch
         self._retired = False
+        self._joining = joins
+        self._installed: tuple[Name, int] | None = None
+        self._renewal: Renewal | None = None
         self._log = Log()
         self._applied = 0
         self._known_committed = 0
@@ -136,9 +100,9 @@ class ServerMachine:
         self._ahead: dict[int, tuple[Entry, Payload]] = {}
         self._enrolled = view.members
         self._settled_at = 0
-        self._door = _Door()
+        self._door = Door()
         self._stash: list[Received] = []
-        self._readings: dict[int, _Reading] = {}
+        self._readings: dict[int, Reading] = {}
         self._tokens = 0
         self._largest = 0
         self._timed_step = -1
@@ -173,34 +137,44 @@ class ServerMachine:
         return self._out.done
 
     def _happen(self, event: Event, now: float) -> None:
-        match event:
-            case Received():
-                self._received(event, now)
-            case Timer(token=("deadline", int(step))):
-                if self.serving and step == self.shard.minimum:
-                    self._append(Deadline(step), NOTHING, now)
-            case Timer():
-                self._tick(now)
-            case Done(token=("read", int(token))):
-                self._hand_out(self._readings.pop(token), event.result)
-            case Done(token=("inspect", int(token))):
-                self._inspected(token, event.result, now)
-            case Done(token=("written", int(colour), cut)) if event.result:
-                self.colour.written(colour, cut, self.view.epoch)
-                self.colour.report(self._coordinator, self._out)
-            case _:
-                pass
+        if isinstance(event, Received):
+            self._received(event, now)
+        elif isinstance(event, Done):
+            self._done(event.token, event.result, now)
+        elif isinstance(event, Timer):
+            match event.token:
+                case ("deadline", int(step)):
+                    if self.serving and step == self.shard.minimum:
+                        self._append(Deadline(step), NOTHING, now)
+                case _:
+                    self._tick(now)
+
+    def _done(self, token: tuple[Any, ...], result: Any, now: float) -> None:
+        """Work is finished: by what it was begun for."""
+        what, number = token[0], token[1]
+        if what == "read":
+            self._hand_out(self._readings.pop(number), result)
+        elif what == "inspect":
+            self._inspected(number, result, now)
+        elif what == "renewal":
+            if self._renewal is not None and self._renewal.number == number:
+                self._renewal.read(result, self.view.epoch, now, self._out)
+        elif result:
+            self.colour.written(number, token[2], self.view.epoch)
+            self.colour.report(self._coordinator, self._out)
 
     def _received(self, event: Received, now: float) -> None:
         message = event.message
+        if isinstance(message, Request):
+            self._request(event, message, now)
+            return
         match message:
-            case Push() | Pull() | Fetch() | Load() | Enter() | Turned():
-                self._request(event, message, now)
             case Replicate():
                 self._replicate(event, message)
+            case Install():
+                self._install(event, message)
             case Replicated() if self.serving and message.epoch == self.view.epoch:
-                self._feed.answered(event.sender, message.index + 1, now)
-                self._advance(now)
+                self._held_by(event.sender, message.index + 1, now)
             case Fenced() | Gone():
                 self._fenced(message)
             case Noted() if event.sender == self._coordinator:
@@ -219,10 +193,12 @@ class ServerMachine:
         if self.serving:
             for backup, index in self._feed.overdue(self._timing.patience(self._largest), now):
                 self._send_entry(backup, index)
+            self._look_after_novice(now)
 
     def _sign_of_life(self) -> None:
-        """Also asks for the view, if there is a newer one."""
-        self._out.send(self._coordinator, Heartbeat(self.view.epoch))
+        """Also asks for the view, if there is a newer one; or, of one who is in none yet, to be in the next."""
+        known = Volunteer(self.number) if self._joining else Heartbeat(self.view.epoch)
+        self._out.send(self._coordinator, known)
 
     def _fenced(self, message: Fenced | Gone) -> None:
         """Step down: until the view of that epoch is known, or for good if it has no place for this replica."""
@@ -236,18 +212,21 @@ class ServerMachine:
     def _change(self, view: ClusterView, now: float) -> None:
         before, was_primary = self.view, self.view.primaries[self.number] == self.name
         self.view = view
+        if before.primaries[self.number] != view.primaries[self.number] and view.novice(self.number) == self.name:
+            self._installed = None  # What it was given was another's; the next one gives it anew.
         self._fence = max(self._fence, view.epoch)
         self._ahead.clear()
         self.colour.give_up()
-        if self.name not in (view.primaries[self.number], *view.backups[self.number]):
-            self._retired = True
+        if self.name not in view.replicas(self.number):
+            self._retired = not self._joining
             return
+        self._joining = False
         if view.primaries[self.number] == self.name:
             if was_primary:
-                kept = [name for name in view.backups[self.number] if name in before.backups[self.number]]
-                self._feed = self._feed.changed(kept, now)
+                self._feed = self._feed.changed((*view.backups[self.number], view.novice(self.number)), now)
             else:
                 self._take_over(now)
+            self._renew(view.novice(self.number))
             if self._enrolled != view.members:
                 self._append(Members(view), NOTHING, now)
             self._advance(now)
@@ -259,7 +238,7 @@ class ServerMachine:
         self._feed = Feed(self.view.backups[self.number], self._known_committed, now)
         self._settled_at = self._log.end
         self._enrolled = dict(self.shard.members)
-        self._door = _Door()
+        self._door = Door()
 
     def _keep_for_later(self, event: Received) -> None:
         if len(self._stash) < STASH:
@@ -293,6 +272,7 @@ class ServerMachine:
             self._after(entry, payload)
             self._tell(outcome)
         self._log.forget(self._known_committed)
+        self._take_state(now)
         if unsettled and self._known_committed >= self._settled_at:
             self._open_stash(now)
 
@@ -310,12 +290,16 @@ class ServerMachine:
     def _after(self, entry: Entry, payload: Payload) -> None:
         """What the primary does beside applying an entry, before anybody is told."""
         if isinstance(entry, Load):
-            self._door = _Door()  # Pushes may go on under other numbers.
+            self._door = Door()  # Pushes may go on under other numbers.
         elif isinstance(entry, Refused):
             self.colour.applied(structs.replace(entry.push, start=0, stop=0), NOTHING, self._out)
         elif isinstance(entry, Push):
             self.colour.applied(entry, payload, self._out)
-        self.colour.complete(self._taken(), self._out)
+        self._complete_colour()
+
+    def _complete_colour(self) -> None:
+        if self.colour.recording:
+            self.colour.complete(self._taken(), self._out)
 
     def _taken(self) -> dict[int, tuple[int, int, int]]:
         """Of each worker that takes part: its life, how many of its pushes are in the values, and its clock."""
@@ -326,26 +310,88 @@ class ServerMachine:
         }
 
     def _replicate(self, event: Received, message: Replicate) -> None:
-        if message.epoch < self._fence:
+        if not self._is_of_primary(event, message.epoch):
+            return
+        if self.view.novice(self.number) == self.name and self._installed is None:
+            self._ahead[message.index] = (message.entry, event.payload)  # It has overtaken the state.
+            return
+        self._hold(message, event.payload)
+        self._out.send(event.sender, Replicated(self.view.epoch, self._log.end - 1))
+
+    def _is_of_primary(self, event: Received, epoch: int) -> bool:
+        """Whether this is from whom this replica follows; who is of the past is told so, who is ahead is kept."""
+        if epoch < self._fence:
             self._out.send(event.sender, Fenced(self._fence))
-        elif message.epoch > self.view.epoch:
+        elif epoch > self.view.epoch:
             self._keep_for_later(event)
             self._sign_of_life()
-        elif event.sender == self.view.primaries[self.number]:
-            self._hold(message, event.payload)
-            self._out.send(event.sender, Replicated(self.view.epoch, self._log.end - 1))
+        else:
+            return event.sender == self.view.primaries[self.number]
+        return False
 
     def _hold(self, message: Replicate, payload: Payload) -> None:
         """Take an entry, and all that came before it was their turn. What is applied here was never answered yet."""
         if message.index >= self._log.end:
             self._ahead[message.index] = (message.entry, payload)
+        self._take_entries()
+        self._known_committed = max(self._known_committed, message.committed + 1)
+        self._log.forget(self._known_committed)
+
+    def _take_entries(self) -> None:
         while self._log.end in self._ahead:
             entry, numbers = self._ahead.pop(self._log.end)
             self._log.append(entry, numbers)
             self._applied += 1
             self._apply(entry, numbers)
-        self._known_committed = max(self._known_committed, message.committed + 1)
-        self._log.forget(self._known_committed)
+
+    # New copies.
+
+    def _renew(self, novice: Name) -> None:
+        """Bring the view's novice up to date, unless that is under way."""
+        if not novice:
+            self._renewal = None
+        elif self._renewal is None or self._renewal.name != novice:
+            self._tokens += 1
+            self._renewal = Renewal(novice, self._tokens)
+
+    def _take_state(self, now: float) -> None:
+        """Between two steps, when all backups hold what is applied: this is what the novice is given."""
+        renewal = self._renewal
+        if renewal is None or renewal.begun or not self.serving:
+            return
+        if self._applied == self._known_committed and self.shard.between_steps:
+            renewal.take(self._applied, self.shard.state())
+            self._feed.add(renewal.name, self._applied, now)
+            self._out.start(Read(state=True), ("renewal", renewal.number))
+
+    def _held_by(self, name: Name, held: int, now: float) -> None:
+        """A backup, or who is becoming one, holds so many entries."""
+        self._feed.answered(name, held, now)
+        renewal = self._renewal
+        if renewal is not None and name == renewal.name and renewal.begun and not renewal.installed:
+            renewal.answered(self.number, self._coordinator, self._out)
+        self._advance(now)
+
+    def _look_after_novice(self, now: float) -> None:
+        if self._renewal is not None:
+            patience = self._timing.patience(max(self._largest, self._renewal.nbytes))
+            self._renewal.look(self.view.epoch, patience, now, self._out)
+            self._renewal.report(self.number, self._coordinator, self._out)
+        self._advance(now)
+
+    def _install(self, event: Received, message: Install) -> None:
+        """Be what the primary is; once, however often it is said."""
+        if not self._is_of_primary(event, message.epoch):
+            return
+        given = (event.sender, message.number)
+        if self.view.novice(self.number) == self.name and self._installed != given:
+            self._installed = given
+            self.shard.adopt(message.state)
+            self._out.start(Restore(event.payload, message.state.version))
+            self._log = Log(message.index)
+            self._applied = self._known_committed = message.index
+            self._take_entries()
+        self._out.send(event.sender, Replicated(self.view.epoch, self._log.end - 1))
 
     # What workers ask for.
 
@@ -367,8 +413,8 @@ class ServerMachine:
             self._turn(message.colour)
             self.colour.told(message)
             self._out.send(event.sender, Noted(life=message.life, number=message.number))
-            self.colour.complete(self._taken(), self._out)
-        elif isinstance(message, Push | Load):
+            self._complete_colour()
+        elif isinstance(message, _Numbered):
             self._at_the_door(message, event.payload, now)
         else:
             self._turn(message.colour)
@@ -415,7 +461,11 @@ class ServerMachine:
             return
         self._tokens += 1
         self._door.inspected[self._tokens] = (push, payload)
-        self._out.start(Inspect(payload, push.worker), ("inspect", self._tokens))
+        if isinstance(push, Push):
+            look = Inspect(payload, push.worker, push.start, push.stop, push.absent)
+        else:
+            look = Inspect(payload, push.worker)
+        self._out.start(look, ("inspect", self._tokens))
 
     def _inspected(self, token: int, reason: str, now: float) -> None:
         push, payload = self._door.inspected.pop(token, (None, NOTHING))
@@ -466,29 +516,27 @@ class ServerMachine:
 
     def _read(self, asks: list[tuple[Ask, PushReply | None]], *, fresh: bool = False) -> None:
         """Read once for all who are due, apart from those who have this version."""
-        version, clock, colour = self.shard.version, self.shard.minimum, self.colour.own
-        values, states = (_Reading(version, clock, [], colour=colour) for _ in range(2))
+        version = self.shard.version
+        readings: dict[Read, Reading] = {}
         for ask, pushed in asks:
-            if isinstance(ask, Fetch):
-                states.asks.append((ask, pushed))
-            elif ask.newer_than < version:
-                values.asks.append((ask, pushed))
-            else:
-                self._out.send(worker_name(ask.worker), self._pull_reply(ask, values, pushed, unchanged=True))
+            if isinstance(ask, Pull) and ask.newer_than >= version:
+                self._out.send(worker_name(ask.worker), self._pull_reply(ask, self._reading(), pushed, unchanged=True))
+                continue
+            what = Read(start=ask.start, stop=ask.stop) if isinstance(ask, Pull) else Read(state=True)
+            readings.setdefault(what, self._reading()).asks.append((ask, pushed))
         if fresh:
-            asking = {ask.worker for ask, _ in values.asks}
-            values.fresh = tuple(worker for worker in self.shard.members if worker not in asking)
-        if values.asks or values.fresh:
-            self._begin_reading(values, state=False)
-        if states.asks:
-            self._begin_reading(states, state=True)
+            whole = readings.setdefault(Read(), self._reading())
+            asking = {ask.worker for ask, _ in whole.asks}
+            whole.fresh = tuple(worker for worker in self.shard.members if worker not in asking)
+        for what, reading in readings.items():
+            self._tokens += 1
+            self._readings[self._tokens] = reading
+            self._out.start(what, ("read", self._tokens))
 
-    def _begin_reading(self, reading: _Reading, *, state: bool) -> None:
-        self._tokens += 1
-        self._readings[self._tokens] = reading
-        self._out.start(Read(state), ("read", self._tokens))
+    def _reading(self) -> Reading:
+        return Reading(self.shard.version, self.shard.minimum, [], colour=self.colour.own)
 
-    def _hand_out(self, reading: _Reading, payload: Payload) -> None:
+    def _hand_out(self, reading: Reading, payload: Payload) -> None:
         told = {"version": reading.version, "clock": reading.clock, "epoch": self.view.epoch, "colour": reading.colour}
         for ask, pushed in reading.asks:
             if isinstance(ask, Pull):
@@ -500,7 +548,7 @@ class ServerMachine:
             self._out.send(worker_name(worker), Fresh(**told), payload)
 
     def _pull_reply(
-        self, ask: Pull, reading: _Reading, pushed: PushReply | None, *, unchanged: bool = False
+        self, ask: Pull, reading: Reading, pushed: PushReply | None, *, unchanged: bool = False
     ) -> PullReply:
         return PullReply(
             life=ask.life,

@@ -39,6 +39,7 @@ from offbeat.protocols.servers.messages import (
     Push,
     Refused,
     Settings,
+    ShardState,
     Status,
 )
 
@@ -54,6 +55,8 @@ class Accumulate:
     weight: float
     start: int
     stop: int
+    absent: tuple[tuple[int, int], ...] = ()
+    """Ranges of the shard, inside of that, that have no gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,8 @@ class Update:
     """The gradient; none: the sum of this step, which is then cleared."""
     missed: int = 0
     """Updates that have come since the values were read that the gradient was computed from."""
+    absent: tuple[tuple[int, int], ...] = ()
+    """Ranges of the shard that the given gradient does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +193,40 @@ class Shard:
             return False
         return ask.clock > awaited and self.knows(ask.worker, ask.life, ask.after)
 
+    @property
+    def between_steps(self) -> bool:
+        """Whether nothing of a step is held or summed up: all that was taken is in the values."""
+        return not self._held and not self._weight
+
+    def state(self) -> ShardState:
+        """What this is, without its numbers; only between two steps."""
+        return ShardState(
+            version=self.version,
+            completed=self._completed,
+            minimum=self._clocks.minimum,
+            workers=tuple(
+                (who, life, self._next[who], -1 if who not in self._clocks else self._clocks.of(who))
+                for who, life in self._members.items()
+            ),
+            order=tuple(self._clocks.workers),
+            settings=self._settings,
+            overdue=self._overdue,
+            counts=dict(self.counts),
+        )
+
+    def adopt(self, state: ShardState) -> None:
+        """Be what another replica is."""
+        self.version, self.counts = state.version, Counter(state.counts)
+        self._members = {who: life for who, life, _, _ in state.workers}
+        self._next = {who: number for who, _, number, _ in state.workers}
+        clocks = {who: clock for who, _, _, clock in state.workers}
+        self._clocks = Clocks((), state.minimum)
+        for worker in state.order:
+            self._clocks.join(worker, clocks[worker])
+        self._held, self._weight = {}, 0.0
+        self._completed, self._settings, self._overdue = state.completed, state.settings, state.overdue
+        self._parked, self._asked, self._unwritten = Parked(), set(), {}
+
     def holds(self, worker: int, number: int) -> bool:
         """Whether this push is a part that waits for the step's last one, and is not answered yet."""
         return any(part.push.number == number for part in self._held.get(worker, ()))
@@ -270,7 +309,7 @@ class Shard:
             self.version += 1
             scale = 1 / len(self._clocks)
             outcome.works.append(
-                Update(self.version, scale, push.settings, push.start, push.stop, part.payload, missed)
+                Update(self.version, scale, push.settings, push.start, push.stop, part.payload, missed, push.absent)
             )
         self._settle(push, part.payload, outcome, "refused" if part.unfit else "applied", part.unfit)
         if push.last:
@@ -331,9 +370,11 @@ class Shard:
         """Parts that belong together join the sum; if any of them is unfit, none is used."""
         unfit = next((part.unfit for part in parts if part.unfit), "")
         for part in parts:
+            push = part.push
             if part.payload.nbytes and not unfit:
-                outcome.works.append(Accumulate(part.payload, factor * last.weight, part.push.start, part.push.stop))
-            self._settle(part.push, part.payload, outcome, "refused" if unfit else "applied", unfit)
+                weight = factor * last.weight
+                outcome.works.append(Accumulate(part.payload, weight, push.start, push.stop, push.absent))
+            self._settle(push, part.payload, outcome, "refused" if unfit else "applied", unfit)
         if not unfit:
             self._weight += factor * last.weight
             self._settings = last.settings or self._settings

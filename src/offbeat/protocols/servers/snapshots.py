@@ -118,19 +118,20 @@ class ShardColour:
         self._taken: dict[int, tuple[int, int, int]] = {}
         self._sent: dict[int, int] = {}
         self._kept: list[tuple[int, int]] = []
-        self._recording = False
+        self.recording = False
+        """Whether what was under way to it is still coming."""
         self._report: ShardRecorded | None = None
 
     def turn(self, colour: int, version: int, taken: Mapping[int, tuple[int, int, int]], out: Effects) -> None:
         """Be cut here: of each worker, its life, how many of its pushes are in the values, and its clock."""
         self.own, self._version, self._taken = colour, version, dict(taken)
         self._sent, self._kept = {}, []
-        self._recording, self._report = True, None
+        self.recording, self._report = True, None
         out.start(Record(colour))
 
     def told(self, turned: Turned) -> None:
         """A worker has said how many of its pushes are from before its cut."""
-        if self._recording and turned.colour == self.own:
+        if self.recording and turned.colour == self.own:
             self._sent[turned.worker] = turned.pushes
 
     def applied(self, push: Push, payload: Payload, out: Effects) -> None:
@@ -139,17 +140,17 @@ class ShardColour:
         What a former life of a worker has left in the log is nobody's: the snapshot is of those who live.
         """
         living = self._taken.get(push.worker, (None, 0, 0))[0] == push.life
-        if self._recording and living and push.colour < self.own:
+        if self.recording and living and push.colour < self.own:
             self._kept.append((push.worker, push.number))
             out.start(Keep(self.own, push, payload))
 
     def complete(self, taken: Mapping[int, tuple[int, int, int]], out: Effects) -> None:
         """Write it down, if everything that was under way has come from all who take part now."""
-        if not self._recording or any(
+        if not self.recording or any(
             worker not in self._sent or pushes < self._sent[worker] for worker, (_, pushes, _) in taken.items()
         ):
             return
-        self._recording = False
+        self.recording = False
         cut = ShardCut(
             shard=self._number,
             version=self._version,
@@ -160,7 +161,7 @@ class ShardColour:
 
     def written(self, colour: int, cut: ShardCut, epoch: int) -> None:
         """It is on the disk: that is to be said until it is heard."""
-        if colour == self.own and not self._recording:
+        if colour == self.own and not self.recording:
             self._report = ShardRecorded(colour=colour, epoch=epoch, cut=cut)
 
     def report(self, to: Name, out: Effects) -> None:
@@ -175,7 +176,7 @@ class ShardColour:
 
     def give_up(self) -> None:
         """Who takes part has changed: what is being recorded is of no use."""
-        self._recording, self._report = False, None
+        self.recording, self._report = False, None
 
 
 # -- the coordinator ---------------------------------------------------------------------------------------------------

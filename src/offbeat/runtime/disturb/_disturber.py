@@ -21,7 +21,8 @@ class Disturber:
 
     `tell` gets `{"kind": "disturbed", "number": sentence}` for each firing, before it where nothing could be said
     afterwards. To be made on the main thread: the guard ends with the thread that started it. A process that has
-    `joined` in place of another is not killed as that one was.
+    `joined` in place of another is not killed as that one was; to one who takes over `after` a step, what was to happen
+    up to that step has happened already.
     """
 
     def __init__(
@@ -32,11 +33,13 @@ class Disturber:
         seed: int,
         tell: Tell,
         joined: bool = False,
+        after: int | None = None,
     ) -> None:
         self._joined = joined
         self._plan = Plan(disturbances, role, rank, seed)
         self._tell = tell
-        self._next: int | None = None
+        self._next: int | None = None if after is None else after + 1
+        self._begun = False
         self._pacer = Pacer(self._plan.pace) if self._plan.pace else None
         self._guard = GuardProcess(self._plan.timed) if self._plan.pauses else None
 
@@ -56,7 +59,7 @@ class Disturber:
             return
         if self._pacer is not None:
             self._pacer.finish()
-        if self._next is None:
+        if not self._begun:
             self._begin()
         self._next = number + 1
         self._paused_by_the_clock()
@@ -67,6 +70,7 @@ class Disturber:
             self._pacer.begin(self._paused_by_the_clock)
 
     def _begin(self) -> None:
+        self._begun = True
         for sentence in self._plan.paces:
             self._count(sentence)
         if self._guard is not None:

@@ -17,7 +17,6 @@ from offbeat.protocols.machine import (
     Payload,
     Received,
     Send,
-    SetTimer,
     Start,
     Timer,
 )
@@ -41,10 +40,7 @@ class Inbox:
 
     def take(self) -> Event | None:
         """The oldest event that was not taken yet."""
-        try:
-            return self._events.popleft()
-        except IndexError:
-            return None
+        return self._events.popleft() if self._events else None
 
 
 class Timers:
@@ -149,16 +145,15 @@ class Driver:
 
     def perform(self, effects: Sequence[Effect]) -> None:
         """Do what a machine says, in order."""
-        for effect in effects:
-            match effect:
-                case Send(to, message, payload):
-                    self._endpoint.send(to, message, payload.handle)
-                case SetTimer(after, token):
-                    self._timers.set(self._clock() + after, token)
-                case Start(item, token):
-                    result = self._work(item, token)
-                    if token is not None:
-                        self._done.append(Done(token, result))
+        for effect in effects:  # By kind, not by pattern: this is done for every message.
+            if isinstance(effect, Send):
+                self._endpoint.send(effect.to, effect.message, effect.payload.handle)
+            elif isinstance(effect, Start):
+                result = self._work(effect.work, effect.token)
+                if effect.token is not None:
+                    self._done.append(Done(effect.token, result))
+            else:
+                self._timers.set(self._clock() + effect.after, effect.token)
 
 
 def _received(incoming: Incoming[Any]) -> Received:

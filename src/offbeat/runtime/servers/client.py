@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from offbeat.errors import RunError, StrategyError, WaitError
-from offbeat.protocols.machine import Payload
+from offbeat.protocols.machine import Name, Payload
 from offbeat.protocols.servers.client import ClientMachine
 from offbeat.protocols.servers.coordinator import Changed
 from offbeat.protocols.servers.messages import (
@@ -30,14 +31,24 @@ from offbeat.protocols.servers.messages import (
     Lost,
     Message,
     Met,
+    PullReply,
     Push,
     Settings,
     Timing,
     WorkerCut,
-    server_name,
     worker_name,
 )
-from offbeat.protocols.servers.notices import Arrived, Asked, Completed, Departed, Failed, Joined, Part, Refreshed
+from offbeat.protocols.servers.notices import (
+    Arrived,
+    Asked,
+    Completed,
+    Departed,
+    Failed,
+    Joined,
+    Part,
+    Refreshed,
+    Wanted,
+)
 from offbeat.runtime.messages import Codec, Driver, Endpoint
 from offbeat.runtime.servers.noting import Requests, message_number
 from offbeat.runtime.servers.plan import Plan
@@ -88,6 +99,7 @@ class Client:
         self.takes: Callable[[int, Bytes], None] = lambda _shard, _values: None
         """What is done with values or states that were asked for, when they come."""
         self.bytes_received = 0
+        self._takers: dict[int, Callable[[int, PullReply, Bytes], None]] = {}
         self._joined: Joined | None = None
         self._results: dict[int, tuple[Any, ...] | Exception] = {}
         self._broken: BaseException | None = None
@@ -97,14 +109,19 @@ class Client:
         self._over = threading.Event()
         self._endpoint: Endpoint[Any] = Endpoint(worker_name(worker), Codec(Message), keys=plan.keys)
         self._endpoint.connect(COORDINATOR, plan.address(COORDINATOR))
-        for shard in range(plan.shards):
-            for replica in range(plan.replicas + 1):
-                name = server_name(shard, replica)
-                self._endpoint.connect(name, plan.address(name))
+        self._connected: set[Name] = set()
+        self._connect(plan.view)
         self._driver = Driver(self.machine, self._endpoint, self._told)
         self._driver.begin()
         self._thread = threading.Thread(target=self._look_in, name="offbeat client", daemon=True)
         self._thread.start()
+
+    def _connect(self, view: ClusterView) -> None:
+        """Reach all servers of a view: one that is new there may be the next to serve."""
+        for name in view.servers:
+            if name not in self._connected:
+                self._connected.add(name)
+                self._endpoint.connect(name, self.plan.address(name))
 
     @property
     def bytes_sent(self) -> int:
@@ -131,14 +148,17 @@ class Client:
         settings: Settings,
         then_pull: bool,
         microbatch: bool = False,
+        absent: Sequence[tuple[tuple[int, int], ...]] = (),
     ) -> tuple[int, int]:
         """Push a gradient, a part for each shard (an empty one only lets the clock tick). Answers two tokens.
 
-        One of a microbatch counts by itself, and the step goes on.
+        One of a microbatch counts by itself, and the step goes on. `absent` has, for each shard, the ranges of
+        parameters that have no gradient.
         """
+        missing = absent or [()] * len(parts)
         given = [
-            Part(shard, Payload(part.nbytes, part)) if part.nbytes else Part(shard, Payload(0), 0, 0)
-            for shard, part in enumerate(parts)
+            Part(shard, Payload(part.nbytes, part), absent=lacks) if part.nbytes else Part(shard, Payload(0), 0, 0)
+            for shard, (part, lacks) in enumerate(zip(parts, missing, strict=True))
         ]
         asked = self._asked(
             lambda now: self.machine.push(
@@ -162,6 +182,28 @@ class Client:
     def pull(self, clock: int, anew: bool = False) -> int:
         """Ask for the values that a step from this clock on starts from."""
         token = self._asked(lambda now: self.machine.pull(now, clock=clock, anew=anew)).token
+        if self._notes is not None:
+            self._notes.pulls(token, clock)
+        return token
+
+    def push_parts(self, parts: Sequence[tuple[int, int, int, Bytes]], clock: int, settings: Settings = ()) -> int:
+        """Push numbers for ranges (shard, start, stop) of shards: parts of a step that goes on."""
+        given = [Part(shard, Payload(numbers.nbytes, numbers), start, stop) for shard, start, stop, numbers in parts]
+        act = partial(self.machine.push, given, clock=clock, settings=settings, final=False)
+        token = self._asked(lambda now: act(now=now)).token
+        if self._notes is not None and given[0].shard == 0:
+            self._notes.pushed(token, message_number(self.machine.life, self.machine.pushes - 1), clock, final=False)
+        return token
+
+    def pull_parts(self, parts: Sequence[Wanted], clock: int, takes: Callable[[int, PullReply, Bytes], None]) -> int:
+        """Ask for ranges of shards, each if it is newer than known; `takes` is given what comes."""
+
+        def ask(now: float) -> Asked:
+            asked = self.machine.pull_parts(parts, now, clock=clock)
+            self._takers[asked.token] = takes
+            return asked
+
+        token = self._asked(ask).token
         if self._notes is not None:
             self._notes.pulls(token, clock)
         return token
@@ -295,11 +337,16 @@ class Client:
 
     def _told(self, notice: Any, _token: Any) -> None:
         match notice:
-            case Arrived(_, shard, _, payload):
+            case Arrived(token, shard, reply, payload):
                 if payload.handle is not None:
                     self.bytes_received += payload.nbytes
-                    self.takes(shard, payload.handle)
+                    takes = self._takers.get(token)
+                    if takes is not None and isinstance(reply, PullReply):
+                        takes(shard, reply, payload.handle)
+                    else:
+                        self.takes(shard, payload.handle)
             case Completed(token, replies):
+                self._takers.pop(token, None)
                 self._settle(token, replies)
             case Failed(token, waited_for):
                 names = ", ".join(waited_for)
@@ -309,6 +356,7 @@ class Client:
                     self.fresh[shard] = (fresh, payload.handle)
             case Changed(view):
                 self.view = view
+                self._connect(view)
             case Joined():
                 self._joined = notice
             case Departed(epoch):

@@ -11,6 +11,7 @@ import json
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, cast
 
 import msgspec
@@ -27,8 +28,8 @@ from offbeat.errors import RunError
 from offbeat.protocols.compression import AnyFormat
 from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.messages import Settings
-from offbeat.protocols.servers.server import Inspect, Read
 from offbeat.protocols.servers.shard import Accumulate, Discard, Restore, Update
+from offbeat.protocols.servers.works import Inspect, Read
 from offbeat.runtime.compression import Coder, build
 from offbeat.runtime.shared.segment import Segment
 from offbeat.runtime.trees import put_together, take_apart
@@ -42,6 +43,7 @@ ADD = "add"
 KINDS: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
 """Kinds of numbers that servers hold."""
 _MOST_SEEN = 64
+Ranges = Sequence[tuple[int, int]]
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +54,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     kind: str = "float32"
     ranges: tuple[tuple[tuple[int, int], ...], ...] = ()
     """For each parameter group, which ranges of the shard belong to it."""
+    pieces: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """The same ranges cut where one parameter ends and the next begins; none: they are not known."""
     settings: tuple[dict[str, Any], ...] = ()
     """For each parameter group, what its optimizer is given: learning rate, momentum and the like."""
     staleness_scaling: bool = False
@@ -73,7 +77,11 @@ class Numbers:
         self._sum = np.empty(0, np.float32)
         self._empty = True
         """Whether the sum is to be taken for zero, whatever lies there."""
+        self._covered: list[tuple[int, int]] | None = []
+        """Ranges that this step has gradients for; None: all of the shard."""
         self._optimizer: Optimizer | None = None
+        self._gradients: list[tuple[Parameter, tuple[int, int]]] = []
+        """What the optimizer updates, and which range of the shard each is."""
         self._coder: Coder | None = None
         self._seen: OrderedDict[int, NDArray[Any]] = OrderedDict()
         self._segment: Segment | None = None
@@ -81,12 +89,13 @@ class Numbers:
     def do(self, work: Any, _token: Any = None) -> Any:
         """Do what the machine says; answers what it asks for."""
         match work:
-            case Inspect(payload):
-                return self._unfit(payload)
-            case Read(state):
-                return self._whole() if state else self._read()
-            case Accumulate(payload, weight, start, stop):
+            case Inspect(payload, _, start, stop, absent):
+                return self._misplaced(payload, start, stop, absent) or self._unfit(payload)
+            case Read(state, start, stop):
+                return self._whole() if state else self._read(start, stop)
+            case Accumulate(payload, weight, start, stop, absent):
                 self._accumulate(payload, weight, start, stop)
+                self._cover(start, stop, absent)
             case Update():
                 self._update(work)
             case Restore(payload, version):
@@ -107,11 +116,25 @@ class Numbers:
         self._coder.add(torch.from_numpy(np.array(payload.handle)), said)
         return said.numpy()
 
+    def _misplaced(self, payload: Payload, start: int, stop: int, absent: Ranges) -> str:
+        """Why a payload cannot be for [start, stop) of the shard; empty if it can."""
+        size = self._values.size
+        end = size if stop < 0 else stop
+        if payload.handle is None or not self._values.size:
+            return ""
+        if not 0 <= start <= end <= size or any(not 0 <= low <= high <= size for low, high in absent):
+            return f"the range {start}:{end} of a shard of {size:,} numbers"
+        if self._coder is not None:
+            whole = (start, end) == (0, size)
+            return "" if whole else f"a compressed push for the range {start}:{end} of a shard: it must be for all"
+        nbytes = (end - start) * self._values.itemsize
+        return "" if payload.nbytes == nbytes else f"{payload.nbytes:,} bytes where {nbytes:,} were to come"
+
     def _unfit(self, payload: Payload) -> str:
         if payload.handle is None:
             return ""
-        if self._coder is None and (payload.nbytes % self._values.itemsize or payload.nbytes > self._values.nbytes):
-            return f"{payload.nbytes:,} bytes for a shard of {self._values.nbytes:,}"
+        if self._coder is None and payload.nbytes % self._values.itemsize:
+            return f"{payload.nbytes:,} bytes, which are no numbers of {self._values.itemsize}"
         try:
             numbers = self._view(payload)
         except RunError as error:
@@ -132,6 +155,17 @@ class Numbers:
             np.add(part, numbers if weight == 1.0 else numbers * part.dtype.type(weight), part)
         self._empty = False
 
+    def _cover(self, start: int, stop: int, absent: Ranges) -> None:
+        """The step has a gradient for this range, apart from what is absent."""
+        end = self._values.size if stop < 0 else stop
+        if not absent and start == 0 and end == self._values.size:
+            self._covered = None
+        if self._covered is not None:
+            for low, high in sorted(absent):
+                self._covered.append((start, low))
+                start = high
+            self._covered.append((start, end))
+
     def _clear(self) -> None:
         """Make the sum zero, if it still holds what is to be forgotten."""
         if self._empty:
@@ -144,7 +178,7 @@ class Numbers:
             self._add(work)
         else:
             self._step(self._gathered(work, recipe))
-        self._empty = True
+        self._empty, self._covered = True, []
         self.version = work.version
 
     def _add(self, work: Update) -> None:
@@ -163,6 +197,7 @@ class Numbers:
                 np.multiply(self._sum, self._sum.dtype.type(work.scale), self._sum)
             return 1.0
         self._accumulate(work.payload, 1.0, work.start, work.stop)
+        self._cover(work.start, work.stop, work.absent)
         self._clear()
         if recipe.delay_compensation:
             self._compensate(work.version - 1 - work.missed, recipe.delay_compensation)
@@ -170,6 +205,8 @@ class Numbers:
 
     def _step(self, rate: float) -> None:
         """One step of the optimizer, with this much of its learning rate."""
+        if self._optimizer is not None and self._covered is not None:
+            self._leave_out(self._covered)
         optimizer = self._optimizer
         if optimizer is None:
             return  # A shard without a trained parameter.
@@ -179,6 +216,32 @@ class Numbers:
         optimizer.step()
         for group, own in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = own
+        if self._covered is not None:
+            for member, (low, high) in self._gradients:
+                member.grad = torch.from_numpy(self._sum[low:high])
+
+    def _leave_out(self, covered: Ranges) -> None:
+        """Let the optimizer pass over parameters without a gradient in this step, as torch does where it is None."""
+        recipe = cast("Recipe", self.recipe)
+        if recipe.pieces and recipe.pieces != recipe.ranges:
+            self._cut_apart(recipe)
+        for member, (low, high) in self._gradients:
+            if not any(max(low, start) < min(high, stop) for start, stop in covered):
+                member.grad = None
+
+    def _cut_apart(self, recipe: Recipe) -> None:
+        """Give each parameter a state of its own, in place of that which it had together with its neighbours."""
+        optimizer = cast("Optimizer", self._optimizer)
+        held = [(place, dict(optimizer.state[member])) for member, place in self._gradients]
+        values = torch.from_numpy(self._values)
+        self.recipe = msgspec.structs.replace(recipe, ranges=recipe.pieces, settings=settings_of(optimizer))
+        self._optimize(self.recipe, values, torch.from_numpy(self._sum))
+        for member, (low, high) in self._gradients:
+            (start, _), state = next(one for one in held if one[0][0] <= low and high <= one[0][1])
+            for name, value in state.items():
+                rows = isinstance(value, Tensor) and value.dim() > 0
+                own = value[low - start : high - start].clone() if rows else deepcopy(value)
+                cast("Optimizer", self._optimizer).state[member][name] = own
 
     def _compensate(self, version: int, strength: float) -> None:
         """Correct a gradient by how far the values have moved since it was computed (Zheng et al. 2017, DC-ASGD)."""
@@ -206,18 +269,23 @@ class Numbers:
 
     # -- values ------------------------------------------------------------------------------------------------------
 
-    def _read(self) -> Payload:
+    def _read(self, start: int, stop: int) -> Payload:
         if self.recipe is not None and self.recipe.delay_compensation and self.version not in self._seen:
             self._seen[self.version] = self._values.copy()
             if len(self._seen) > _MOST_SEEN:
                 self._seen.popitem(last=False)
-        return Payload(self._values.nbytes, self._values)
+        values = self._values[max(0, start) : None if stop < 0 else stop]
+        return Payload(values.nbytes, values)
 
     def _whole(self) -> Payload:
         tensors: dict[str, Tensor] = {"values": torch.from_numpy(self._values)}
         state = {} if self._optimizer is None else self._optimizer.state_dict()["state"]
+        recipe = self.recipe
+        if recipe is not None and self._optimizer is not None:
+            # What schedulers have changed: whoever goes on from this is told of later changes only.
+            recipe = msgspec.structs.replace(recipe, settings=settings_of(self._optimizer))
         said = {
-            "recipe": msgspec.to_builtins(self.recipe),
+            "recipe": msgspec.to_builtins(recipe),
             "state": take_apart({str(k): v for k, v in state.items()}, "state", tensors),
         }
         written = np.frombuffer(save_tensors(tensors, {"said": json.dumps(said)}), dtype=np.uint8)
@@ -247,17 +315,23 @@ class Numbers:
         total = torch.zeros_like(shared)
         self._values, self._sum = shared.numpy(), total.numpy()
         self._optimizer, self._empty, self._coder = None, True, None
+        self._covered, self._gradients = [], []
         for form in reversed(recipe.coders):
             self._coder = build(form, seed=recipe.seed, inner=self._coder)
-        if recipe.optimizer == ADD:
-            return
+        if recipe.optimizer != ADD:
+            self._optimize(recipe, shared, total)
+
+    def _optimize(self, recipe: Recipe, shared: Tensor, total: Tensor) -> None:
+        """Have the recipe's optimizer update the values by the sum."""
         groups: list[dict[str, Any]] = []
+        self._gradients = []
         for ranges, settings in zip(recipe.ranges, recipe.settings, strict=True):
             members: list[Parameter] = []
             for low, high in ranges:
                 member = Parameter(shared[low:high])
                 member.grad = total[low:high]
                 members.append(member)
+                self._gradients.append((member, (low, high)))
             groups.append({"params": members, **settings})
         if any(group["params"] for group in groups):
             self._optimizer = cast("Any", OPTIMIZERS[recipe.optimizer])(groups)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from offbeat.protocols import disturbances
 from offbeat.protocols.machine import Effect, Event, Payload, Received
-from offbeat.protocols.servers.messages import COORDINATOR, Load, Message, server_name
-from offbeat.protocols.servers.server import Inspect, ServerMachine
+from offbeat.protocols.servers.messages import COORDINATOR, ClusterView, Load, Message, server_name
+from offbeat.protocols.servers.server import ServerMachine
 from offbeat.protocols.servers.snapshots import Keep, Record, Write
+from offbeat.protocols.servers.works import Inspect
 from offbeat.runtime.allocation import keep_freed_memory
 from offbeat.runtime.disturb import Disturber
 from offbeat.runtime.launch import Control
@@ -22,6 +23,23 @@ from offbeat.runtime.servers.numbers import Numbers
 from offbeat.runtime.servers.plan import Plan
 from offbeat.runtime.servers.recording import Scribe
 from offbeat.runtime.stamps import RECORDER, Mark, Recorder, server_events_file
+
+_OfSnapshots = Record | Keep | Write
+
+
+class _Lines:
+    """A server's connections to the other replicas of its shard, as views name them."""
+
+    def __init__(self, plan: Plan, endpoint: Endpoint[Any], name: str, shard: int) -> None:
+        self._plan, self._endpoint, self._shard = plan, endpoint, shard
+        self._connected = {name}
+
+    def follow(self, view: ClusterView) -> None:
+        """Connect to those who are new in a view."""
+        for name in view.replicas(self._shard):
+            if name not in self._connected:
+                self._connected.add(name)
+                self._endpoint.connect(name, self._plan.address(name))
 
 
 class _Watched:
@@ -37,11 +55,15 @@ class _Watched:
         self,
         machine: ServerMachine,
         numbers: Numbers,
-        disturber: Disturber,
+        lines: _Lines,
+        disturb: Callable[[int | None], Disturber],
         scribe: Scribe | None,
         recorder: Recorder | None,
     ) -> None:
-        self._machine, self._numbers, self._disturber = machine, numbers, disturber
+        self._machine, self._numbers, self._lines = machine, numbers, lines
+        self._disturb = disturb
+        self._disturber = disturb(None) if machine.serving else None
+        self._view = machine.view
         self._scribe = scribe
         self._notes = None if recorder is None else Serves(recorder, machine)
         self.name = machine.name
@@ -55,14 +77,25 @@ class _Watched:
         if isinstance(event, Received) and isinstance(event.message, Load):
             self._state = event.payload  # A state is looked at like a push, but never refused.
         effects = self._machine.on(event, now)
+        if self._view is not self._machine.view:
+            self._view = self._machine.view
+            self._lines.follow(self._view)
         if self._notes is not None:
             self._notes.after(event, effects)
-        if self._disturber.active and self._machine.serving:
-            self._disturber.step(self._machine.shard.minimum)
+        if (self._disturber is None or self._disturber.active) and self._machine.serving:
+            step = self._machine.shard.minimum
+            # What was to happen up to here has happened to the one before, and may be why this one serves.
+            self._disturber = self._disturber or self._disturb(step)
+            self._disturber.step(step)
         return effects
 
+    def close(self) -> None:
+        """From now on nothing happens to this process."""
+        if self._disturber is not None:
+            self._disturber.close()
+
     def do(self, work: Any, token: Any) -> Any:
-        if isinstance(work, Record | Keep | Write):
+        if isinstance(work, _OfSnapshots):
             return None if self._scribe is None else self._scribe.do(work, token)
         result = self._numbers.do(work, token)
         if isinstance(work, Inspect) and result and work.payload is not self._state and len(self.refusals) < self.MOST:
@@ -78,18 +111,21 @@ def serve(config: Mapping[str, Any], control: Control) -> None:
     name = server_name(shard, replica)
     endpoint: Endpoint[Any] = Endpoint(name, Codec(Message), bind=plan.address(name), keys=plan.keys)
     asked = [disturbances.parse(sentence) for sentence in config["disturb"]]
-    # What is asked of server k is asked of the first that serves shard k.
-    disturber = Disturber(asked if replica == 0 else [], "server", shard, int(config["seed"]), control.send)
-    machine = ServerMachine(name, shard, plan.rule, plan.view, timing=plan.timing)
+
+    def disturb(after: int | None) -> Disturber:
+        """What is asked of server k is asked of whoever serves shard k."""
+        return Disturber(asked, "server", shard, int(config["seed"]), control.send, after=after)
+
+    joins = replica > plan.replicas
+    machine = ServerMachine(name, shard, plan.rule, plan.view, timing=plan.timing, joins=joins)
     inbox, numbers = Inbox(endpoint), Numbers(endpoint.lend)
     recorder = _recorder(config, shard, replica)
     scribe = Scribe(numbers, Path(config["checkpoints"]), inbox) if config.get("checkpoints") else None
-    watched = _Watched(machine, numbers, disturber, scribe, recorder)
+    lines = _Lines(plan, endpoint, name, shard)
+    watched = _Watched(machine, numbers, lines, disturb, scribe, recorder)
     try:
         endpoint.connect(COORDINATOR, plan.address(COORDINATOR))
-        for other in range(plan.replicas + 1):
-            if other != replica:
-                endpoint.connect(server_name(shard, other), plan.address(server_name(shard, other)))
+        lines.follow(plan.view)
         drive(watched, endpoint, watched.do, until=lambda: machine.retired, inbox=inbox)
         print(
             f"{name} gave no sign of life for {plan.timing.silence:g} s and was declared dead (epoch "
@@ -101,7 +137,7 @@ def serve(config: Mapping[str, Any], control: Control) -> None:
         with suppress(KeyboardInterrupt):
             if machine.serving:
                 control.send({"kind": "server", **account(shard, machine, endpoint), "refusals": watched.refusals})
-            disturber.close()
+            watched.close()
             endpoint.close()
             if recorder is not None:
                 recorder.stamp(int(Mark.END))
