@@ -10,6 +10,7 @@ decision is repeated with it, so that losses, delays and doubles cost time, and 
 only. While its question is fresh a worker refuses others, so that it does not move on under it; when a neighbour is
 slow, the worker goes on with others, and makes the move of the late answer when it comes. Only death breaks a pair: a
 neighbour that dies after it has granted takes the other half of the move with it, as it does all else that it knew.
+Who was declared dead and lives after all is not heard any more: the mean is that of those who take part.
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ class Gossiper:
         self._moved = dict.fromkeys(neighbours, 0)
         self._held: list[tuple[Name, Any, Payload]] = []
         self._living = list(neighbours)
+        self._dead: set[Name] = set()
         self._chance = Random(seed)  # noqa: S311 - who is asked is no secret
         self._patience = patience
         self._numbers = 0
@@ -131,6 +133,11 @@ class Gossiper:
         """Whether no question of this worker is open: with all paused and at rest, no move is under way."""
         return self._paused and not self._open
 
+    @property
+    def asked(self) -> list[Name]:
+        """Who has not answered yet."""
+        return sorted(self._open)
+
     def begin(self, now: float) -> Sequence[Effect]:
         """Nothing: the first step comes first."""
         del now
@@ -143,7 +150,7 @@ class Gossiper:
         match event:
             case Done(token, result):
                 self._on_done(token, result, effects)
-            case Received(sender, message, payload):
+            case Received(sender, message, payload) if sender not in self._dead:
                 self._on_message(sender, message, payload, effects)
             case Timer(("late", neighbour, number)):
                 self._on_late(neighbour, number, effects)
@@ -171,7 +178,7 @@ class Gossiper:
                 self._paused = False
             case ("read", neighbour, number):
                 self._ask(neighbour, number, result, effects)
-            case ("met", asker, number, colour):
+            case ("met", asker, number, colour) if asker not in self._dead:
                 self.granted += 1
                 self._granting.pop(asker, None)
                 self._decided[asker] = _Decision(number, result, colour)
@@ -281,10 +288,15 @@ class Gossiper:
 
     def _forget(self, name: Name) -> None:
         """A neighbour has died: it is asked no more, and what it owes is given up."""
+        if name in self._dead:
+            return
+        self._dead.add(name)
         if name in self._living:
             self._living.remove(name)
         self.colour.forget(name)
-        self._decided.pop(name, None)
+        self._held = [one for one in self._held if one[0] != name]
+        for known in (self._decided, self._granting, self._granted, self._moved):
+            known.pop(name, None)
         question = self._open.get(name)
         if question is not None:
             self._settle(name, question.number)

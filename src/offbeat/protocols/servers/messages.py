@@ -307,7 +307,7 @@ class Lost(Struct, frozen=True, tag=True):
 
 
 class Meet(Struct, frozen=True, tag=True, kw_only=True):
-    """A worker has come to a meeting, with a few numbers for the others."""
+    """A worker has come to a meeting, with a few numbers for the others. Payload: a row that is summed, if any."""
 
     worker: int
     life: int = 0
@@ -317,11 +317,20 @@ class Meet(Struct, frozen=True, tag=True, kw_only=True):
     values: tuple[float, ...] = ()
     admits: bool = False
     """When all have come, those who wait to join are let in."""
+    kind: str = ""
+    """Of the numbers in the row that this worker brings, such as `float32`; empty: it brings none."""
     colour: int = 0
 
 
+class Bring(Struct, frozen=True, tag=True, kw_only=True):
+    """Who comes to a meeting with a row has come without it: it was lost, and is to be sent again."""
+
+    life: int = 0
+    number: int
+
+
 class Met(Struct, frozen=True, tag=True, kw_only=True):
-    """All live workers have come to the meeting."""
+    """All live workers have come to the meeting. Payload: the sum of the rows that they brought, if any did."""
 
     life: int = 0
     number: int
@@ -431,6 +440,7 @@ Message = (
     | Viewed
     | Lost
     | Meet
+    | Bring
     | Met
     | Want
     | Announce

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from offbeat.protocols.machine import Effects, Name, Payload
+from offbeat.protocols.machine import NOTHING, Effects, Name, Payload
 from offbeat.protocols.servers.messages import (
+    Bring,
     ClusterView,
     Fetch,
     Load,
@@ -118,7 +119,8 @@ class Requests:
             message = structs.replace(message, epoch=self.view.epoch, colour=self.colour.ask())
         elif not isinstance(message, Meet):
             message = structs.replace(message, epoch=self.view.epoch)
-        self._send(request.shard, message, request.payload)
+        # A meeting lasts until the last has come: the row that was brought is sent again only if it was lost.
+        self._send(request.shard, message, NOTHING if isinstance(message, Meet) else request.payload)
 
     def _give_up(self, token: int) -> None:
         names = {self._addressee(request.shard) for request in self._open.values() if request.token == token}
@@ -143,7 +145,7 @@ class Requests:
             self._out.start(Completed(token, tuple(wait.replies)))
 
 
-def key_of(message: Sent | Reply | Met, shard: int) -> tuple[str, int, int]:
+def key_of(message: Sent | Reply | Met | Bring, shard: int) -> tuple[str, int, int]:
     """Pushes are numbered for each shard, all else for each worker."""
     pushed = isinstance(message, Push | Load | PushReply)
     return ("push", shard, message.number) if pushed else ("ask", -1, message.number)
