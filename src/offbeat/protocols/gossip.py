@@ -10,7 +10,8 @@ decision is repeated with it, so that losses, delays and doubles cost time, and 
 only. While its question is fresh a worker refuses others, so that it does not move on under it; when a neighbour is
 slow, the worker goes on with others, and makes the move of the late answer when it comes. Only death breaks a pair: a
 neighbour that dies after it has granted takes the other half of the move with it, as it does all else that it knew.
-Who was declared dead and lives after all is not heard any more: the mean is that of those who take part.
+Who was declared dead and lives after all is not heard any more: the mean is that of those who take part. Another may
+take its place (`Done(("back", name))`): the two start from nothing that was between its neighbours and the dead one.
 """
 
 from __future__ import annotations
@@ -80,6 +81,18 @@ class Move(Struct, frozen=True):
     """Work: move back by this."""
 
     by: Payload
+
+
+class Lose(Struct, frozen=True):
+    """Work: let go of the line to a neighbour that has died, and of what waits to be sent there."""
+
+    name: Name
+
+
+class Find(Struct, frozen=True):
+    """Work: open a line to the one who has taken the place of a neighbour."""
+
+    name: Name
 
 
 @dataclass(slots=True)
@@ -155,7 +168,7 @@ class Gossiper:
             case Timer(("late", neighbour, number)):
                 self._on_late(neighbour, number, effects)
             case Ended(name):
-                self._forget(name)
+                self._forget(name, effects)
             case _:
                 pass
         return effects.done
@@ -176,6 +189,8 @@ class Gossiper:
                 self._turn(max(colour, self.colour.heard), clock, rests, effects)
             case "go on":
                 self._paused = False
+            case ("back", str(name)):
+                self._remember(name, effects)
             case ("read", neighbour, number):
                 self._ask(neighbour, number, result, effects)
             case ("met", asker, number, colour) if asker not in self._dead:
@@ -286,13 +301,21 @@ class Gossiper:
         for sender, message, payload in held:
             self._on_message(sender, message, payload, effects)
 
-    def _forget(self, name: Name) -> None:
-        """A neighbour has died: it is asked no more, and what it owes is given up."""
+    def _remember(self, name: Name, effects: Effects) -> None:
+        """Another has taken the place of a neighbour that had died."""
         if name in self._dead:
+            self._dead.remove(name)
+            self._living.append(name)
+            self._granted[name] = self._moved[name] = 0
+            effects.start(Find(name))
+
+    def _forget(self, name: Name, effects: Effects) -> None:
+        """A neighbour has died: it is asked no more, and what it owes is given up."""
+        if name not in self._living:
             return
         self._dead.add(name)
-        if name in self._living:
-            self._living.remove(name)
+        self._living.remove(name)
+        effects.start(Lose(name))
         self.colour.forget(name)
         self._held = [one for one in self._held if one[0] != name]
         for known in (self._decided, self._granting, self._granted, self._moved):

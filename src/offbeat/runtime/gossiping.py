@@ -22,7 +22,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from offbeat.errors import RunError, WaitError
-from offbeat.protocols.gossip import GO_ON, PAUSE, STEPPED, Ask, Gossiper, Meet, Message, Move, Read, Refuse
+from offbeat.protocols.gossip import (
+    GO_ON,
+    PAUSE,
+    STEPPED,
+    Ask,
+    Find,
+    Gossiper,
+    Lose,
+    Meet,
+    Message,
+    Move,
+    Read,
+    Refuse,
+)
 from offbeat.protocols.gossip_cuts import GossipCut, Keep, Record, Recorded
 from offbeat.protocols.machine import NOTHING, Done, Effect, Ended, Event, Machine, Payload, Received, Send, Start
 from offbeat.runtime.group import Group
@@ -164,7 +177,10 @@ class Chat:
             self._meet.set()
             self._until(lambda: not self._missing(), lambda: ", ".join(self._missing()))
             self._group.barrier("the meeting of neighbours")
-            self._group.tell_of_deaths(self._bury)
+            self._group.tell_of_changes(
+                lambda rank: self._hear(Ended(worker_name(rank))),
+                lambda rank: self._hear(Done(("back", worker_name(rank)))),
+            )
         finally:
             self._homes.close()
 
@@ -173,10 +189,10 @@ class Chat:
         endpoint, living = self._endpoint, {worker_name(rank) for rank in self._group.members}
         return [name for name in self._neighbours if name in living and not (endpoint and endpoint.has_met(name))]
 
-    def _bury(self, rank: int) -> None:
-        """A worker is gone, as whoever keeps the books says."""
+    def _hear(self, news: Event) -> None:
+        """A worker is gone, or there again, as whoever keeps the books says."""
         if self._inbox is not None:
-            self._inbox.put(Ended(worker_name(rank)))
+            self._inbox.put(news)
 
     def _until(self, condition: Callable[[], bool], whom: Callable[[], str]) -> None:
         deadline = time.monotonic() + self._group.timeout.total_seconds()
@@ -226,6 +242,10 @@ class Chat:
                 case Recorded(_, cut):
                     self._cut.place = cut
                     self._cut.whole.set()
+                case Lose(name) if self._endpoint is not None:
+                    self._endpoint.forget(name)
+                case Find(name) if self._endpoint is not None:
+                    self._endpoint.connect(name, self._homes.of(name))
                 case _:
                     pass
         return NOTHING

@@ -166,8 +166,11 @@ class Group:
     def check(self) -> None:
         """Raise if this worker takes part no longer: the others have gone on without it."""
 
-    def tell_of_deaths(self, told: Callable[[int], None]) -> None:
-        """Have this called, in any thread, with the rank of each worker that is gone: where one is, the run ends."""
+    def tell_of_changes(self, gone: Callable[[int], None], back: Callable[[int], None]) -> None:
+        """Have these called, in any thread, with the rank of a worker that is gone, and when another is in its place.
+
+        Nobody ever is in most runs: they end with the first death.
+        """
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

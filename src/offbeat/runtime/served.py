@@ -60,18 +60,21 @@ class ServedGroup(Group):
         """Raise if this worker was declared dead, or its line is broken."""
         self.client.check()
 
-    def tell_of_deaths(self, told: Callable[[int], None]) -> None:
-        """Have this called with the rank of each worker that takes part no longer, those who are gone already first."""
-        known = set(range(self.size))
+    def tell_of_changes(self, gone: Callable[[int], None], back: Callable[[int], None]) -> None:
+        """Have these called with the rank of each worker that is gone, and when another is there in its place."""
+        known = dict.fromkeys(range(self.size), 0)
 
         def heard(view: ClusterView) -> None:
-            gone = known.difference(view.workers)
-            known.difference_update(gone)
-            for rank in sorted(gone):
-                told(rank)
+            for rank, life in list(known.items()):
+                if view.life(rank) != life and life >= 0:
+                    known[rank] = -1
+                    gone(rank)
+            for rank in view.workers:
+                if known[rank] < 0:
+                    known[rank] = view.members[rank]
+                    back(rank)
 
-        self.client.heard = heard
-        heard(self.client.view)
+        self.client.tell(heard)
 
     @property
     def calls(self) -> int:

@@ -69,8 +69,8 @@ class Gossip(Exchanging):
 
     @property
     def traits(self) -> Traits:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The same bits in every run, where all mix after the same step; who comes first is chance elsewhere."""
-        return Traits(deterministic=not self.asynchronous)
+        """Where all mix after the same step, the same bits in every run; without a beat, going on without the dead."""
+        return Traits(deterministic=not self.asynchronous, elastic=self.asynchronous)
 
     parting = True
     mixes = True

@@ -532,6 +532,9 @@ class ClientMachine(Requests):
         self._entered.clear()
         for shard in self.shards:
             self._ask_to_enter(shard, 0, now)
+        if not self.shards:
+            self._state = "member"
+            self._out.start(Joined(0, self._told))
 
     def _ask_to_enter(self, shard: int, clock: int, now: float) -> None:
         message = Enter(

@@ -89,8 +89,7 @@ class Client:
         """What is done with values or states that were asked for, when they come."""
         self.total: Bytes | None = None
         """The sum of the rows that were brought to the last meeting, if any were."""
-        self.heard: Callable[[ClusterView], None] = lambda _view: None
-        """Who is told when others take part than before; called in any thread, and must not wait."""
+        self._heard: Callable[[ClusterView], None] = lambda _view: None
         self.bytes_received = 0
         self._joined: Joined | None = None
         self._results: dict[int, tuple[Any, ...] | Exception] = {}
@@ -282,6 +281,12 @@ class Client:
             self._driver.perform(asked.effects)
         return asked
 
+    def tell(self, heard: Callable[[ClusterView], None]) -> None:
+        """Have this called with the view of now, and with every later one; in any thread, and it must not wait."""
+        with self._lock:
+            self._heard = heard
+            heard(self.view)
+
     def check(self) -> None:
         """Raise if this worker takes part no longer, or its line is broken."""
         if self._broken is not None:
@@ -325,7 +330,7 @@ class Client:
                     self.fresh[shard] = (fresh, payload.handle)
             case Changed(view):
                 self.view = view
-                self.heard(view)
+                self._heard(view)
             case Joined():
                 self._joined = notice
             case Departed(epoch):
