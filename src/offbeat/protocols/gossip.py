@@ -140,11 +140,12 @@ class Gossiper:
         self._decided: dict[Name, _Decision] = {}
         self._granting: dict[Name, int] = {}
         self._paused = False
+        self._moving = 0
 
     @property
     def at_rest(self) -> bool:
-        """Whether no question of this worker is open: with all paused and at rest, no move is under way."""
-        return self._paused and not self._open
+        """Whether its questions are decided and its moves made: with all workers at rest, no move is under way."""
+        return self._paused and not self._open and not self._moving
 
     @property
     def asked(self) -> list[Name]:
@@ -189,6 +190,8 @@ class Gossiper:
                 self._turn(max(colour, self.colour.heard), clock, rests, effects)
             case "go on":
                 self._paused = False
+            case "moved":
+                self._moving -= 1
             case ("back", str(name)):
                 self._remember(name, effects)
             case ("read", neighbour, number):
@@ -254,7 +257,8 @@ class Gossiper:
                 if self._settle(sender, number):
                     self.met += 1
                     self._moved[sender] += 1
-                    effects.start(Move(payload))
+                    self._moving += 1
+                    effects.start(Move(payload), "moved")
                     self.colour.answered(sender, number, payload, colour, effects)
             case Refuse(number, colour):
                 if self._settle(sender, number):
