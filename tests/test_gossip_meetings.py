@@ -20,9 +20,10 @@ from offbeat.protocols.gossip import GO_ON, PAUSE, STEPPED, Ask, Gossiper, Grant
 from offbeat.protocols.machine import Done, Effect, Ended, Event, Payload, Received, Send, SetTimer, Start, Timer
 from offbeat.protocols.servers.client import ClientMachine
 from offbeat.protocols.servers.coordinator import Add, Changed, CoordinatorMachine, Total
-from offbeat.protocols.servers.messages import COORDINATOR, Bring, ClusterView, Met, Timing
+from offbeat.protocols.servers.messages import COORDINATOR, Awaiting, Bring, ClusterView, Met, Timing
 from offbeat.protocols.servers.messages import Meet as Come
 from offbeat.protocols.servers.notices import Arrived, Completed, Departed, Failed
+from offbeat.protocols.topology import Shape, mixing
 from offbeat.simulate.machines import Fault, Kill, Network, Partition, Simulation, Stop
 
 CALM = 10.0
@@ -42,13 +43,17 @@ class Member:
 
     def __init__(self, world: World, rank: int, view: ClusterView, row: np.ndarray) -> None:
         self.world, self.rank, self.name = world, rank, f"worker {rank}"
-        others = [f"worker {other}" for other in view.workers if other != rank]
-        self.gossip = Gossiper(self.name, others, world.seed + rank, 0.2)
+        self.gossip = Gossiper(self.name, self.near(view.workers), world.seed + rank, 0.2)
         self.client = ClientMachine(rank, view, timing=TIMING)
         self.row, self.steps, self.round = row, 0, 0
         self.resting = self.meeting = self.fenced = self.finished = False
         self.total: Payload | None = None
         self.chance = Random(world.seed * 31 + rank)
+
+    def near(self, members: Sequence[int]) -> list[str]:
+        """The neighbours on a ring of these."""
+        places = mixing(Shape.RING, len(members)).neighbours(members.index(self.rank))
+        return [f"worker {members[place]}" for place in places]
 
     def begin(self, now: float) -> Sequence[Effect]:
         return self.passed_on([SetTimer(self.chance.random() * 0.1, "step"), *self.client.begin(now)], now)
@@ -96,7 +101,10 @@ class Member:
         match notice:
             case Changed(view):
                 gone = [f"worker {rank}" for rank in range(self.world.size) if rank not in view.workers]
-                return [effect for name in gone for effect in self.gossip.on(Ended(name), now)]
+                news = [Ended(name) for name in gone]
+                if self.rank in view.workers:
+                    news += [Done(("near", name)) for name in self.near(view.workers)]
+                return [effect for one in news for effect in self.gossip.on(one, now)]
             case Arrived(_, -1, _, payload):
                 self.total = payload
             case Completed(_, ((_, Met() as met),)):
@@ -243,6 +251,18 @@ def test_one_that_dies_in_the_middle_of_a_mean_is_in_it_for_all_or_for_none(rank
     assert len(world.outcomes[ROUNDS - 1]) == 3
 
 
+def test_a_ring_that_was_torn_is_closed_again() -> None:
+    """Of four on a ring two die that are not neighbours: the others meet no one, unless they meet each other."""
+    world = World(4, 5, faults=[Kill("worker 0", 0.2, 0.01), Kill("worker 2", 0.25, 0.01)])
+    world.simulation.run(0.4)
+    met = [world.members[rank].gossip.met + world.members[rank].gossip.granted for rank in (1, 3)]
+    world.run().judge()
+    for rank, before in zip((1, 3), met, strict=True):
+        assert world.members[rank].gossip.met + world.members[rank].gossip.granted > before
+    assert world.members[1].finished
+    assert world.members[3].finished
+
+
 class Doubling(CoordinatorMachine):
     """Forgets who has brought a row already."""
 
@@ -295,8 +315,12 @@ def test_a_row_that_was_lost_is_asked_for_and_is_not_sent_again_otherwise() -> N
     assert (sent.message, sent.payload) == (first.message, row)
     (added,) = coordinator.on(Received("worker 0", sent.message, row), 1.1)
     assert added == Start(Add("mean", "float64", row))
-    assert coordinator.on(Received("worker 0", sent.message, row), 1.2) == [], "not added twice"
-    assert coordinator.on(Received("worker 0", repeated.message), 1.3) == [], "it is there"
+    (waiting,) = coordinator.on(Received("worker 0", sent.message, row), 1.2)
+    assert isinstance(waiting, Send), "not added twice"
+    assert waiting.message == Awaiting(number=first.message.number, workers=(1,))
+    client.on(Received(COORDINATOR, waiting.message), 1.3)
+    (failed,) = [e.work for e in client.on(Timer("tick"), 1000.0) if isinstance(e, Start)]
+    assert failed == Failed(1, ("worker 1",)), "who has not come is named"
 
 
 def test_one_who_is_declared_dead_is_not_heard_and_its_place_can_be_taken() -> None:
@@ -307,7 +331,7 @@ def test_one_who_is_declared_dead_is_not_heard_and_its_place_can_be_taken() -> N
     assert machine.on(Received("worker 1", Ask(8), Payload(8, "row")), 0.1) == []
     assert machine.on(Received("worker 1", Ask(7), Payload(8, "row")), 0.1) == [], "nor is a decision repeated"
     assert machine.on(Ended("worker 1"), 0.2) == [], "it has died once"
-    (found,) = machine.on(Done(("back", "worker 1")), 0.3)
+    (found,) = machine.on(Done(("near", "worker 1")), 0.3)
     assert isinstance(found, Start)
     (met,) = machine.on(Received("worker 1", Ask(1), Payload(8, "row")), 0.4)
     assert isinstance(met, Start)

@@ -11,7 +11,7 @@ only. While its question is fresh a worker refuses others, so that it does not m
 slow, the worker goes on with others, and makes the move of the late answer when it comes. Only death breaks a pair: a
 neighbour that dies after it has granted takes the other half of the move with it, as it does all else that it knew.
 Who was declared dead and lives after all is not heard any more: the mean is that of those who take part. Another may
-take its place (`Done(("back", name))`): the two start from nothing that was between its neighbours and the dead one.
+take its place, or become a neighbour in place of the dead one (`Done(("near", name))`): the two start from nothing.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Lose(Struct, frozen=True):
 
 
 class Find(Struct, frozen=True):
-    """Work: open a line to the one who has taken the place of a neighbour."""
+    """Work: open a line to a new neighbour."""
 
     name: Name
 
@@ -192,8 +192,8 @@ class Gossiper:
                 self._paused = False
             case "moved":
                 self._moving -= 1
-            case ("back", str(name)):
-                self._remember(name, effects)
+            case ("near", str(name)):
+                self._find(name, effects)
             case ("read", neighbour, number):
                 self._ask(neighbour, number, result, effects)
             case ("met", asker, number, colour) if asker not in self._dead:
@@ -305,20 +305,22 @@ class Gossiper:
         for sender, message, payload in held:
             self._on_message(sender, message, payload, effects)
 
-    def _remember(self, name: Name, effects: Effects) -> None:
-        """Another has taken the place of a neighbour that had died."""
-        if name in self._dead:
-            self._dead.remove(name)
+    def _find(self, name: Name, effects: Effects) -> None:
+        """There is a new neighbour, unless it is one already; maybe in the place of one that had died."""
+        if name not in self._living:
+            self._dead.discard(name)
             self._living.append(name)
-            self._granted[name] = self._moved[name] = 0
+            self._granted.setdefault(name, 0)
+            self._moved.setdefault(name, 0)
             effects.start(Find(name))
 
     def _forget(self, name: Name, effects: Effects) -> None:
         """A neighbour has died: it is asked no more, and what it owes is given up."""
-        if name not in self._living:
+        if name in self._dead:
             return
         self._dead.add(name)
-        self._living.remove(name)
+        if name in self._living:
+            self._living.remove(name)
         effects.start(Lose(name))
         self.colour.forget(name)
         self._held = [one for one in self._held if one[0] != name]

@@ -105,6 +105,10 @@ class GossipRecord(NamedTuple):
     made: _Cut
 
 
+Graph = Callable[[Sequence[int]], Sequence[int]]
+"""The neighbours of a worker, of the workers that take part."""
+
+
 class _Homes:
     """Where neighbours are found: by the plan of a run, or in a folder that worker 0 makes."""
 
@@ -142,12 +146,10 @@ class _Homes:
 class Chat:
     """A worker's row, and the thread that keeps it in talk with its neighbours; all workers make theirs together."""
 
-    def __init__(
-        self, group: Group, neighbours: Sequence[int], row: Tensor, seed: int, plan: Plan | None = None
-    ) -> None:
-        self._group = group
+    def __init__(self, group: Group, graph: Graph, row: Tensor, seed: int, plan: Plan | None = None) -> None:
+        self._group, self._graph = group, graph
         self._homes = _Homes(group, plan)
-        self._neighbours = [worker_name(rank) for rank in neighbours]
+        self._neighbours = [worker_name(rank) for rank in graph(group.members)]
         nbytes = row.numel() * row.element_size()
         self.machine = Gossiper(worker_name(group.rank), self._neighbours, seed, self._homes.patience(nbytes))
         recorder = RECORDER.get()
@@ -177,10 +179,7 @@ class Chat:
             self._meet.set()
             self._until(lambda: not self._missing(), lambda: ", ".join(self._missing()))
             self._group.barrier("the meeting of neighbours")
-            self._group.tell_of_changes(
-                lambda rank: self._hear(Ended(worker_name(rank))),
-                lambda rank: self._hear(Done(("back", worker_name(rank)))),
-            )
+            self._group.tell_of_changes(self._hear)
         finally:
             self._homes.close()
 
@@ -189,10 +188,13 @@ class Chat:
         endpoint, living = self._endpoint, {worker_name(rank) for rank in self._group.members}
         return [name for name in self._neighbours if name in living and not (endpoint and endpoint.has_met(name))]
 
-    def _hear(self, news: Event) -> None:
-        """A worker is gone, or there again, as whoever keeps the books says."""
+    def _hear(self, gone: Sequence[int]) -> None:
+        """Others take part than before, as whoever keeps the books says; the graph is drawn anew among those who do."""
         if self._inbox is not None:
-            self._inbox.put(news)
+            for rank in gone:
+                self._inbox.put(Ended(worker_name(rank)))
+            for rank in self._graph(self._group.members):
+                self._inbox.put(Done(("near", worker_name(rank))))
 
     def _until(self, condition: Callable[[], bool], whom: Callable[[], str]) -> None:
         deadline = time.monotonic() + self._group.timeout.total_seconds()

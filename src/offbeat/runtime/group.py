@@ -166,10 +166,10 @@ class Group:
     def check(self) -> None:
         """Raise if this worker takes part no longer: the others have gone on without it."""
 
-    def tell_of_changes(self, gone: Callable[[int], None], back: Callable[[int], None]) -> None:
-        """Have these called, in any thread, with the rank of a worker that is gone, and when another is in its place.
+    def tell_of_changes(self, told: Callable[[Sequence[int]], None]) -> None:
+        """Have this called, in any thread, when other workers take part than before, with the ranks of those gone.
 
-        Nobody ever is in most runs: they end with the first death.
+        It never is in most runs: they end with the first death.
         """
 
     @property

@@ -60,19 +60,16 @@ class ServedGroup(Group):
         """Raise if this worker was declared dead, or its line is broken."""
         self.client.check()
 
-    def tell_of_changes(self, gone: Callable[[int], None], back: Callable[[int], None]) -> None:
-        """Have these called with the rank of each worker that is gone, and when another is there in its place."""
+    def tell_of_changes(self, told: Callable[[Sequence[int]], None]) -> None:
+        """Have this called when other workers take part, with those gone; another may be there in the place of one."""
         known = dict.fromkeys(range(self.size), 0)
 
         def heard(view: ClusterView) -> None:
-            for rank, life in list(known.items()):
-                if view.life(rank) != life and life >= 0:
-                    known[rank] = -1
-                    gone(rank)
-            for rank in view.workers:
-                if known[rank] < 0:
-                    known[rank] = view.members[rank]
-                    back(rank)
+            nonlocal known
+            if known != view.members and self.rank in view.workers:
+                gone = [rank for rank, life in known.items() if view.life(rank) != life]
+                known = view.members
+                told(gone)
 
         self.client.tell(heard)
 

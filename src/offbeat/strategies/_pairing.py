@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,15 @@ class Pairing(Parted):
     lockstep = False
 
     def __init__(
-        self, group: Group, stopwatch: Stopwatch, strategy: str, mixing: Mixing, plan: Plan | None = None
+        self,
+        group: Group,
+        stopwatch: Stopwatch,
+        strategy: str,
+        mixings: Callable[[int], Mixing],
+        plan: Plan | None = None,
     ) -> None:
-        super().__init__(group, stopwatch, strategy, mixing)
-        self._plan = plan
+        super().__init__(group, stopwatch, strategy, mixings(group.size))
+        self._mixings, self._plan = mixings, plan
         self._parameters: list[Parameter] = []
         self._rows = Rows(())
         self._chat: Chat | None = None
@@ -63,7 +68,16 @@ class Pairing(Parted):
                 f"asynchronous=True."
             )
         seed = mixed(torch.initial_seed() % 2**62, self.group.rank)
-        self._chat = Chat(self.group, self.mixing.neighbours(self.group.rank).tolist(), rows[0], seed, self._plan)
+        self._chat = Chat(self.group, self._neighbours, rows[0], seed, self._plan)
+
+    def _neighbours(self, members: Sequence[int]) -> list[int]:
+        """Of this worker among those who take part; all of them, if they are too few or too many for such a graph."""
+        among = sorted({self.group.rank, *members})
+        try:
+            places = self._mixings(len(among)).neighbours(among.index(self.group.rank)).tolist()
+        except StrategyError:
+            return [rank for rank in among if rank != self.group.rank]
+        return [among[place] for place in places]
 
     def stepped(self, number: int, optimizer: Optimizer) -> None:
         """Take what neighbours have brought, and have something to tell them."""

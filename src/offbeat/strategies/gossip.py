@@ -130,7 +130,7 @@ class Gossip(Exchanging):
                     f"{self} finds its neighbours on several hosts only if `offbeat run --strategy ... --hosts FILE` "
                     f"has started them. Start them so, or leave out asynchronous=True."
                 )
-            return Pairing(group, stopwatch, str(self), self.mixing(group.size), plan)
+            return Pairing(group, stopwatch, str(self), self.mixing, plan)
         return _Mixing(group, stopwatch, str(self), self.mixing(group.size), self.gamma)
 
 

@@ -21,6 +21,7 @@ from offbeat.protocols.servers.coordinator import Changed
 from offbeat.protocols.servers.messages import (
     COORDINATOR,
     Announce,
+    Awaiting,
     Bring,
     ClusterView,
     Enter,
@@ -363,6 +364,10 @@ class ClientMachine(Requests):
                 request = self._open.get(key_of(message, -1))
                 if request is not None:
                     self._send(-1, request.message, request.payload)
+            case Awaiting() if message.life == self._life:
+                request = self._open.get(key_of(message, -1))
+                if request is not None:
+                    request.missing = tuple(map(worker_name, message.workers))
             case Fresh():
                 self._fresh(event.sender, message, payload)
             case Fenced() if message.epoch > self.view.epoch:

@@ -18,6 +18,7 @@ from msgspec import Struct, structs
 from offbeat.protocols.machine import NOTHING, Done, Effect, Effects, Ended, Event, Name, Payload, Received, Timer
 from offbeat.protocols.servers.messages import (
     COORDINATOR,
+    Awaiting,
     Bring,
     ClusterView,
     Gone,
@@ -282,6 +283,11 @@ class CoordinatorMachine:
         if new and message.kind and not row.nbytes:
             self._out.send(worker_name(message.worker), Bring(life=message.life, number=message.number))
             return
+        if not (new or meeting.over):
+            missing = tuple(worker for worker in self.view.workers if worker not in meeting.values)
+            self._out.send(
+                worker_name(message.worker), Awaiting(life=message.life, number=message.number, workers=missing)
+            )
         meeting.waiting[message.worker] = message
         if not meeting.over:
             meeting.values[message.worker] = message.values

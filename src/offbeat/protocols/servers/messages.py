@@ -329,6 +329,14 @@ class Bring(Struct, frozen=True, tag=True, kw_only=True):
     number: int
 
 
+class Awaiting(Struct, frozen=True, tag=True, kw_only=True):
+    """Who has come to a meeting asks again: these have not come yet."""
+
+    life: int = 0
+    number: int
+    workers: tuple[int, ...]
+
+
 class Met(Struct, frozen=True, tag=True, kw_only=True):
     """All live workers have come to the meeting. Payload: the sum of the rows that they brought, if any did."""
 
@@ -441,6 +449,7 @@ Message = (
     | Lost
     | Meet
     | Bring
+    | Awaiting
     | Met
     | Want
     | Announce
