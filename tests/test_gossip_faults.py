@@ -77,7 +77,7 @@ def survived(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> tu
     """A loop of one's own, of whose four workers the first is killed, and another stopped and continued."""
     folder = tmp_path_factory.mktemp("survived")
     faults = ("worker *: pace 40ms", "worker 0: kill at step 9", "worker 1: stop 2s at step 14")
-    goal = Goal(strategy=STRATEGY, steps=48, seed=3, timeout=60.0, disturb=faults)
+    goal = Goal(strategy=STRATEGY, steps=48, seed=3, timeout=60.0, disturb=faults, watch=True)
     script = write(folder / "loop.py", LOOP)
     return drive(Job(Script(str(script), (str(folder),)), goal, 4, 1, folder / "runs"), launcher=launcher), folder
 
@@ -91,6 +91,8 @@ def test_the_others_go_on_when_one_is_killed_and_one_is_stopped(survived: tuple[
     told = json.loads((result.run / "run.json").read_text())
     assert told["state"] == "finished"
     assert told["result"]["died"] == result.died
+    assert told["verdict"]["kind"] == "dead"
+    assert "worker 0 was ended by signal 9 after step 9, and the run went on without it" in told["verdict"]["message"]
     assert_nothing_is_left(result.run)
 
 

@@ -96,6 +96,8 @@ class Client:
         self._broken: BaseException | None = None
         recorder = RECORDER.get()
         self._notes = None if recorder is None else Requests(recorder, plan.rule, plan.shards, plan.workers)
+        if self._notes is not None:
+            self._notes.viewed(view)
         self._lock = threading.RLock()
         self._over = threading.Event()
         self._endpoint: Endpoint[Any] = Endpoint(worker_name(worker), Codec(Message), keys=plan.keys)
@@ -331,6 +333,8 @@ class Client:
             case Changed(view):
                 self.view = view
                 self._heard(view)
+                if self._notes is not None:
+                    self._notes.viewed(view)
             case Joined():
                 self._joined = notice
             case Departed(epoch):
