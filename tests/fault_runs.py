@@ -259,3 +259,49 @@ def _assert_exactly_once(schedule: Schedule, result: Result, survivors: int, tol
     else:
         between = (values > fewest / schedule.workers - 1e-3) & (values < most / survivors + 1e-3)
         assert bool(between.all()), f"{told}; counted {values}"
+
+
+# -- gossip ------------------------------------------------------------------------------------------------------------
+
+
+def random_gossip(seed: int) -> Schedule:
+    """Kills and stops of workers that mix in pairs, at steps and at any moment; one is spared."""
+    chance = random.Random(seed)
+    workers = chance.randint(3, 4)
+    drawn = Schedule(f"gossip({chance.choice(('ring', 'complete'))}, asynchronous=True)", workers, [])
+    drawn.disturb.append("worker *: pace 10ms")
+    unlucky = chance.sample(range(workers), chance.randint(1, workers - 1))
+    for worker in unlucky[1:]:
+        step, fault = chance.randint(1, STEPS - STEPS_OF_AN_EPOCH - 1), chance.choice(("kill", "stop 200ms", "stop 2s"))
+        drawn.disturb.append(f"worker {worker}: {fault} at step {step}")
+        if fault != "stop 200ms":
+            drawn.killed[worker] = step
+    lines = chance.randint(1, STEPS - STEPS_OF_AN_EPOCH - 1)
+    drawn.blow = Blow(f"worker-{unlucky[0]}", unlucky[0], lines, chance.random() * 0.02)
+    drawn.killed[unlucky[0]] = lines
+    return drawn
+
+
+def survive_gossip(schedule: Schedule, launcher: Launcher, folder: Path) -> Result:
+    """Run under these faults, and see that the living have come to the end and nothing was left behind."""
+    with struck(schedule.blow, folder, folder / "runs"):
+        result = fit(
+            Tally(str(folder)),
+            schedule.strategy,
+            workers=schedule.workers,
+            steps=STEPS,
+            seed=7,
+            target=1e9,
+            timeout=60.0,
+            disturb=schedule.disturb,
+            out=folder / "runs",
+            launcher=launcher,
+        )
+    assert_nothing_is_left(result.run)
+    told = f"{schedule}: died {result.died}, disturbances {result.disturbances}"
+    assert {f"worker {rank}" for rank in schedule.killed} == set(result.died), told
+    assert result.steps == STEPS, told
+    assert result.score == pytest.approx(WHOLE), told
+    survivors = set(range(schedule.workers)) - set(schedule.killed)
+    assert seen_in_last_epoch(folder, survivors) == list(range(EXAMPLES)), told
+    return result

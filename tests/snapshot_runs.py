@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fault_runs import Tally, applied, parameters
-from offbeat.errors import OffbeatError
 from offbeat.fitting import Result, fit
 from offbeat.runtime.certificates import check, read
 from offbeat.runtime.launch import Launcher
@@ -28,8 +27,6 @@ class Scene:
     strategy: str
     workers: int = 3
     disturb: list[str] = field(default_factory=lambda: ["any worker: pause 30ms with probability 0.3"])
-    ends: bool = False
-    """Whether what happens ends the run."""
 
 
 def random_scene(seed: int) -> Scene:
@@ -40,7 +37,6 @@ def random_scene(seed: int) -> Scene:
     blow, step = chance.choice(["worker", "server", "both"]), chance.randint(6, STEPS - 4)
     if kind == "gossip":
         scene.disturb.append(f"worker {chance.randrange(scene.workers)}: kill at step {step}")
-        scene.ends = True
         return scene
     shards = chance.randint(1, 2)
     scene.strategy = f"server(shards={shards}, replicas=1, consistency={kind})"
@@ -91,10 +87,7 @@ def _copy(path: Path, to: Path) -> None:
 def photographed(scene: Scene, launcher: Launcher, folder: Path) -> list[Path]:
     """Let it happen; answers the snapshots that were taken."""
     with kept(folder / "runs", folder / "kept"):
-        try:
-            _fit(scene, launcher, folder, disturb=scene.disturb)
-        except OffbeatError:
-            assert scene.ends
+        _fit(scene, launcher, folder, disturb=scene.disturb)
     return sorted(path for path in (folder / "kept").iterdir() if not path.name.startswith("."))
 
 
@@ -129,7 +122,9 @@ def goes_on(snapshot: Path, scene: Scene, launcher: Launcher, folder: Path) -> N
     weight = parameters(result)["weight"]
     assert result.steps == STEPS, told
     if certificate.kind == "gossip":
-        assert bool(((weight - STEPS).abs() < 1e-2).all()), f"{told}: counted {weight}"
+        # One who has died takes with it the halves of moves that it had granted: then the mean is only near.
+        most = 1e-2 if len(certificate.pairs) == scene.workers else STEPS / 2
+        assert bool(((weight - STEPS).abs() < most).all()), f"{told}: counted {weight}"
         return
     clocks = {cut.worker: cut.clock for cut in certificate.workers}
     first = certificate.workers[0].clock

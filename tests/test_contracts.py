@@ -61,7 +61,9 @@ def _demands(text: str) -> int:
     if name == "server":
         return 11  # As exact as the others; but sums are made in the order of arrival, so bits may differ.
     if name == "gossip":
-        return 8 if "asynchronous" in text else 10  # Replicas differ; and without a beat, who meets whom is chance.
+        return (
+            7 if "asynchronous" in text else 10
+        )  # Replicas differ; without a beat there is chance, and a death ends nothing.
     if name == "local":
         return 11  # Several steps alone are not one step on the joined batch.
     if combined(parse(text)).compressions:

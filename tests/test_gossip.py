@@ -49,7 +49,7 @@ def test_it_is_written_as_text_and_reads_back() -> None:
     assert parse("gossip(random(3, seed=2)) + local(4)").parts() == (Gossip(Random(3, 2)), Local(4))
     assert parse("gossip(torus)").traits == Traits(deterministic=True)
     assert parse("gossip(ring, asynchronous=True)") == Gossip(asynchronous=True)
-    assert Gossip(asynchronous=True).traits == Traits()
+    assert Gossip(asynchronous=True).traits == Traits(elastic=True)
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,8 @@ def test_a_worker_that_rests_before_its_boundary_misses_its_place_and_holds_nobo
     assert machine.on(Received("worker 1", Grant(1, 3), Payload(8, "move")), 0.1) == []
     moved = machine.on(Done(PAUSE), 0.2)
     assert [type(effect) for effect in moved] == [Start]
+    assert not machine.at_rest, "the move is still to be made"
+    machine.on(Done("moved"), 0.2)
     assert machine.at_rest
     (refused,) = machine.on(Done(("turn", 0, 5, 1)), 0.3)
     assert isinstance(refused, Start)

@@ -37,6 +37,7 @@ _PATTERNS = (
     r"test_disturbances\.py::test_pauses_slow.*\[(single-1|ddp-2)\]",
     r"test_disturbances\.py::test_a_worker_is_killed.*\[ddp\]",
     r"test_gossip\.py::test_digits_are_learned.*\[(randomk|threshold)",
+    r"test_gossip_faults\.py::test_random_kills.*\[1\]",
     r"test_bad_runs\.py::test_an_interrupt.*\[SIGTERM\]",
     r"test_servers\.py::test_what_a_scheduler.*shards=2",
     r"test_servers\.py::test_every_optimizer.*\[(SGD|Adagrad|RMSprop)\]",

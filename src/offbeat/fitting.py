@@ -359,7 +359,7 @@ def _disturbed_as_asked(job: Job, sentences: tuple[str, ...]) -> Job:
 def _cast(job: Job) -> dict[str, int]:
     """How many processes of each role the run will have; of servers, how many shards."""
     needs = servers_of(job)
-    return {"worker": job.workers} | ({} if needs is None else {"server": needs[0]})
+    return {"worker": job.workers} | ({"server": needs[0]} if needs and needs[0] else {})
 
 
 def _folder_for(job: Job) -> RunFolder:

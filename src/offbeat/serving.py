@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def servers_of(job: Job) -> tuple[int, int, Rule] | None:
-    """Shards, further copies of each and the rule, if the job's strategy has servers."""
+    """Shards, further copies of each and the rule, if the job's strategy has servers, or none but a coordinator."""
     if job.goal.strategy is None:
         return None
     return cast("Exchanging", combined(parse(job.goal.strategy)).exchange).servers(job.workers)
@@ -308,7 +308,7 @@ SILENCE = 3.0
 
 def spread(plan: Plan, placed: Placed) -> Plan:
     """The plan for several hosts: addresses there, keys that were made for this run, and patience for slow links."""
-    from offbeat.protocols.servers.messages import COORDINATOR
+    from offbeat.protocols.servers.messages import COORDINATOR, worker_name
     from offbeat.runtime.messages import Keys
 
     replicas = _replicas(plan)
@@ -320,6 +320,8 @@ def spread(plan: Plan, placed: Placed) -> Plan:
     addresses = {COORDINATOR: f"tcp://{placed.address}:*"}
     for number, (replica, home) in enumerate(zip(replicas, homes, strict=True)):
         addresses[server_name(*replica)] = f"tcp://{placed.hosts[home].address}:{FIRST_PORT + number}"
+    for rank in range(plan.workers if not replicas else 0):  # Where there are no servers, workers talk to each other.
+        addresses[worker_name(rank)] = f"tcp://{placed.seat(rank).host.address}:{FIRST_PORT + rank}"
     rate = placed.wanted.slowest
     # A worker's link takes its part for every shard; a server's, everybody's part and what it sends to its copies.
     shared = plan.shards + plan.workers * (plan.replicas + 1)

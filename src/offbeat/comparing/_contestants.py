@@ -102,7 +102,7 @@ def resolved(job: Job, one: Contestant, seed: int = 0, factor: float = 1.0) -> J
 def _misplaced(job: Job) -> tuple[str, ...]:
     """Sentences about servers or workers that this run does not have: nothing of it could be disturbed by them."""
     needs = servers_of(job)
-    cast = {"worker": job.workers} | ({} if needs is None else {"server": needs[0]})
+    cast = {"worker": job.workers} | ({"server": needs[0]} if needs and needs[0] else {})
     return tuple(sentence for sentence in job.goal.disturb if not _fits(sentence, cast))
 
 

@@ -41,7 +41,7 @@ class _Open(NamedTuple):
 
 
 _OPERATIONS = frozenset({Mark.ENTER, Mark.START, Mark.WAIT, Mark.EXIT, Mark.FAIL})
-_MUTE = frozenset({Mark.EXIT, Mark.FAIL, Mark.TURN, Mark.SENT, Mark.RECEIVED})
+_MUTE = frozenset({Mark.EXIT, Mark.FAIL, Mark.TURN, Mark.SENT, Mark.RECEIVED, Mark.VIEW})
 """Marks that do not say that a worker has got over what failed: they come from unwinding, or from another thread."""
 
 
@@ -93,10 +93,13 @@ class Judge:
                 self.ended.setdefault(rank, "has ended its program")
             elif stamp.mark is Mark.STEP:
                 self.steps[rank] = stamp.sequence
+                self.served.note_step(rank, stamp.sequence)
             elif stamp.mark is Mark.NAN:
                 self.unfit += 1
             elif stamp.mark is Mark.LEAVE:
                 self.served.left.add(rank)
+            elif stamp.mark is Mark.VIEW and stamp.about is not None:
+                self.served.note_view(stamp, stamp.about)
             elif stamp.about is not None and stamp.mark in _OPERATIONS:
                 self._note(rank, stamp, stamp.about)
         self._tidy()

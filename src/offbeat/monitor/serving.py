@@ -47,8 +47,14 @@ class Served:
         elif about.operation == "load":
             self._floor = max(self._floor, stamp.step)
 
+    def note_step(self, rank: int, count: int) -> None:
+        """A worker steps: where there are no servers, nothing else says how far it is."""
+        if self._views and not self._views[-1].primaries:
+            self._clocks[rank] = count
+            self._joined.discard(rank)
+
     def note_view(self, stamp: Stamp, about: About) -> None:
-        """A server knows of a view."""
+        """A server knows of a view; or a worker does, where there are no servers."""
         if not self._views or stamp.sequence > self._views[-1].epoch:
             members = about.members if isinstance(about.members, tuple) else range(about.members)
             self._views.append(_View(stamp.sequence, frozenset(members), about.servers))

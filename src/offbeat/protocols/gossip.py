@@ -10,6 +10,8 @@ decision is repeated with it, so that losses, delays and doubles cost time, and 
 only. While its question is fresh a worker refuses others, so that it does not move on under it; when a neighbour is
 slow, the worker goes on with others, and makes the move of the late answer when it comes. Only death breaks a pair: a
 neighbour that dies after it has granted takes the other half of the move with it, as it does all else that it knew.
+Who was declared dead and lives after all is not heard any more: the mean is that of those who take part. Another may
+take its place, or become a neighbour in place of the dead one (`Done(("near", name))`): the two start from nothing.
 """
 
 from __future__ import annotations
@@ -81,6 +83,18 @@ class Move(Struct, frozen=True):
     by: Payload
 
 
+class Lose(Struct, frozen=True):
+    """Work: let go of the line to a neighbour that has died, and of what waits to be sent there."""
+
+    name: Name
+
+
+class Find(Struct, frozen=True):
+    """Work: open a line to a new neighbour."""
+
+    name: Name
+
+
 @dataclass(slots=True)
 class _Question:
     """What was asked and is not decided yet, as far as this side knows."""
@@ -117,6 +131,7 @@ class Gossiper:
         self._moved = dict.fromkeys(neighbours, 0)
         self._held: list[tuple[Name, Any, Payload]] = []
         self._living = list(neighbours)
+        self._dead: set[Name] = set()
         self._chance = Random(seed)  # noqa: S311 - who is asked is no secret
         self._patience = patience
         self._numbers = 0
@@ -125,11 +140,17 @@ class Gossiper:
         self._decided: dict[Name, _Decision] = {}
         self._granting: dict[Name, int] = {}
         self._paused = False
+        self._moving = 0
 
     @property
     def at_rest(self) -> bool:
-        """Whether no question of this worker is open: with all paused and at rest, no move is under way."""
-        return self._paused and not self._open
+        """Whether its questions are decided and its moves made: with all workers at rest, no move is under way."""
+        return self._paused and not self._open and not self._moving
+
+    @property
+    def asked(self) -> list[Name]:
+        """Who has not answered yet."""
+        return sorted(self._open)
 
     def begin(self, now: float) -> Sequence[Effect]:
         """Nothing: the first step comes first."""
@@ -143,12 +164,12 @@ class Gossiper:
         match event:
             case Done(token, result):
                 self._on_done(token, result, effects)
-            case Received(sender, message, payload):
+            case Received(sender, message, payload) if sender not in self._dead:
                 self._on_message(sender, message, payload, effects)
             case Timer(("late", neighbour, number)):
                 self._on_late(neighbour, number, effects)
             case Ended(name):
-                self._forget(name)
+                self._forget(name, effects)
             case _:
                 pass
         return effects.done
@@ -169,9 +190,13 @@ class Gossiper:
                 self._turn(max(colour, self.colour.heard), clock, rests, effects)
             case "go on":
                 self._paused = False
+            case "moved":
+                self._moving -= 1
+            case ("near", str(name)):
+                self._find(name, effects)
             case ("read", neighbour, number):
                 self._ask(neighbour, number, result, effects)
-            case ("met", asker, number, colour):
+            case ("met", asker, number, colour) if asker not in self._dead:
                 self.granted += 1
                 self._granting.pop(asker, None)
                 self._decided[asker] = _Decision(number, result, colour)
@@ -232,7 +257,8 @@ class Gossiper:
                 if self._settle(sender, number):
                     self.met += 1
                     self._moved[sender] += 1
-                    effects.start(Move(payload))
+                    self._moving += 1
+                    effects.start(Move(payload), "moved")
                     self.colour.answered(sender, number, payload, colour, effects)
             case Refuse(number, colour):
                 if self._settle(sender, number):
@@ -279,12 +305,27 @@ class Gossiper:
         for sender, message, payload in held:
             self._on_message(sender, message, payload, effects)
 
-    def _forget(self, name: Name) -> None:
+    def _find(self, name: Name, effects: Effects) -> None:
+        """There is a new neighbour, unless it is one already; maybe in the place of one that had died."""
+        if name not in self._living:
+            self._dead.discard(name)
+            self._living.append(name)
+            self._granted.setdefault(name, 0)
+            self._moved.setdefault(name, 0)
+            effects.start(Find(name))
+
+    def _forget(self, name: Name, effects: Effects) -> None:
         """A neighbour has died: it is asked no more, and what it owes is given up."""
+        if name in self._dead:
+            return
+        self._dead.add(name)
         if name in self._living:
             self._living.remove(name)
+        effects.start(Lose(name))
         self.colour.forget(name)
-        self._decided.pop(name, None)
+        self._held = [one for one in self._held if one[0] != name]
+        for known in (self._decided, self._granting, self._granted, self._moved):
+            known.pop(name, None)
         question = self._open.get(name)
         if question is not None:
             self._settle(name, question.number)

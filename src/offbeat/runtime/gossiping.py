@@ -2,6 +2,9 @@
 
 The row is apart from the parameters: the thread changes it whenever a pair averages, and the worker, after each step,
 adds what it has learned and takes what came of it. So nobody computes on parameters that are half changed.
+
+Under a launcher that keeps the books of who lives, neighbours are found by its plan, on this host or on others, and the
+dead are given up when it says so. Under any other, they meet in a folder of one host, and nobody may die.
 """
 
 from __future__ import annotations
@@ -19,15 +22,31 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from offbeat.errors import RunError, WaitError
-from offbeat.protocols.gossip import GO_ON, PAUSE, STEPPED, Ask, Gossiper, Meet, Message, Move, Read, Refuse
+from offbeat.protocols.gossip import (
+    GO_ON,
+    PAUSE,
+    STEPPED,
+    Ask,
+    Find,
+    Gossiper,
+    Lose,
+    Meet,
+    Message,
+    Move,
+    Read,
+    Refuse,
+)
 from offbeat.protocols.gossip_cuts import GossipCut, Keep, Record, Recorded
-from offbeat.protocols.machine import NOTHING, Done, Effect, Event, Machine, Payload, Received, Send, Start
+from offbeat.protocols.machine import NOTHING, Done, Effect, Ended, Event, Machine, Payload, Received, Send, Start
 from offbeat.runtime.group import Group
-from offbeat.runtime.messages import Codec, Endpoint, Inbox, address_in, drive, private_directory
+from offbeat.runtime.messages import Codec, Endpoint, Inbox, Keys, address_in, drive, private_directory
+from offbeat.runtime.servers.plan import Plan
 from offbeat.runtime.stamps import RECORDER, About, Mark, Recorder
 
 _LONGEST: Final = 512
 """Bytes of a path."""
+_PATIENCE: Final = 0.5
+"""Seconds until a neighbour on a fast link is late."""
 
 
 def worker_name(rank: int) -> str:
@@ -86,13 +105,53 @@ class GossipRecord(NamedTuple):
     made: _Cut
 
 
+Graph = Callable[[Sequence[int]], Sequence[int]]
+"""The neighbours of a worker, of the workers that take part."""
+
+
+class _Homes:
+    """Where neighbours are found: by the plan of a run, or in a folder that worker 0 makes."""
+
+    def __init__(self, group: Group, plan: Plan | None) -> None:
+        self._group, self._plan = group, plan
+        self._made = ExitStack()
+        self._folder = ""
+
+    def agree(self) -> None:
+        """Agree on the folder, if there is no plan; all workers call this together."""
+        if self._plan is None:
+            made = str(self._made.enter_context(private_directory())) if self._group.rank == 0 else ""
+            raw = made.encode().ljust(_LONGEST, b"\0")
+            told = self._group.share(torch.frombuffer(bytearray(raw), dtype=torch.uint8), "the meeting of neighbours")
+            self._folder = bytes(told.tolist()).rstrip(b"\0").decode()
+
+    def of(self, name: str) -> str:
+        """The address of a worker."""
+        return address_in(Path(self._folder), name) if self._plan is None else self._plan.address(name)
+
+    @property
+    def keys(self) -> Keys | None:
+        """What lets the workers of this run in, and nobody else; none is needed in a private folder."""
+        return None if self._plan is None else self._plan.keys
+
+    def patience(self, nbytes: int) -> float:
+        """Seconds until a neighbour that has not answered a row of so many bytes is late."""
+        return _PATIENCE + (0.0 if self._plan is None else 2 * self._plan.timing.per_byte * nbytes)
+
+    def close(self) -> None:
+        """Once all are connected the folder goes, so that it cannot stay behind."""
+        self._made.close()
+
+
 class Chat:
     """A worker's row, and the thread that keeps it in talk with its neighbours; all workers make theirs together."""
 
-    def __init__(self, group: Group, neighbours: Sequence[int], row: Tensor, seed: int) -> None:
-        self._group = group
-        self._neighbours = [worker_name(rank) for rank in neighbours]
-        self.machine = Gossiper(worker_name(group.rank), self._neighbours, seed)
+    def __init__(self, group: Group, graph: Graph, row: Tensor, seed: int, plan: Plan | None = None) -> None:
+        self._group, self._graph = group, graph
+        self._homes = _Homes(group, plan)
+        self._neighbours = [worker_name(rank) for rank in graph(group.members)]
+        nbytes = row.numel() * row.element_size()
+        self.machine = Gossiper(worker_name(group.rank), self._neighbours, seed, self._homes.patience(nbytes))
         recorder = RECORDER.get()
         self._driven: Machine = self.machine if recorder is None else _Noted(self.machine, recorder)
         self._row = row.clone()
@@ -103,7 +162,6 @@ class Chat:
         self._inbox: Inbox | None = None
         self._endpoint: Endpoint[Any] | None = None
         self._failure: BaseException | None = None
-        self._folder = ""
         self._turned = threading.Event()
         self._cut = _Cut()
         self._thread = threading.Thread(target=self._talk, name="offbeat gossip", daemon=True)
@@ -112,30 +170,39 @@ class Chat:
     # -- meeting -----------------------------------------------------------------------------------------------------
 
     def _introduce(self) -> None:
-        """Find the neighbours. Once all are connected the sockets' folder goes, so that it cannot stay behind."""
-        with ExitStack() as stack:
-            made = str(stack.enter_context(private_directory())) if self._group.rank == 0 else ""
-            raw = made.encode().ljust(_LONGEST, b"\0")
-            told = self._group.share(torch.frombuffer(bytearray(raw), dtype=torch.uint8), "the meeting of neighbours")
-            self._folder = bytes(told.tolist()).rstrip(b"\0").decode()
+        """Find the neighbours."""
+        try:
+            self._homes.agree()
             self._thread.start()
-            self._until(self._open.is_set, "its own socket")
+            self._until(self._open.is_set, lambda: "its own socket")
             self._group.barrier("the meeting of neighbours")
             self._meet.set()
-            self._until(self._connected, "its neighbours")
+            self._until(lambda: not self._missing(), lambda: ", ".join(self._missing()))
             self._group.barrier("the meeting of neighbours")
+            self._group.tell_of_changes(self._hear)
+        finally:
+            self._homes.close()
 
-    def _connected(self) -> bool:
-        endpoint = self._endpoint
-        return endpoint is not None and all(endpoint.shares_memory_with(name) for name in self._neighbours)
+    def _missing(self) -> list[str]:
+        """Neighbours that live and have not greeted this worker yet."""
+        endpoint, living = self._endpoint, {worker_name(rank) for rank in self._group.members}
+        return [name for name in self._neighbours if name in living and not (endpoint and endpoint.has_met(name))]
 
-    def _until(self, condition: Callable[[], bool], what: str) -> None:
+    def _hear(self, gone: Sequence[int]) -> None:
+        """Others take part than before, as whoever keeps the books says; the graph is drawn anew among those who do."""
+        if self._inbox is not None:
+            for rank in gone:
+                self._inbox.put(Ended(worker_name(rank)))
+            for rank in self._graph(self._group.members):
+                self._inbox.put(Done(("near", worker_name(rank))))
+
+    def _until(self, condition: Callable[[], bool], whom: Callable[[], str]) -> None:
         deadline = time.monotonic() + self._group.timeout.total_seconds()
         while not condition():
             self.check()
             if time.monotonic() > deadline:
                 raise WaitError(
-                    f"worker {self._group.rank} waited {self._group.timeout.total_seconds():g} s for {what}. Look at "
+                    f"worker {self._group.rank} waited {self._group.timeout.total_seconds():g} s for {whom()}. Look at "
                     f"the logs of its neighbours: {', '.join(self._neighbours)}."
                 )
             time.sleep(0.001)
@@ -144,13 +211,13 @@ class Chat:
 
     def _talk(self) -> None:
         try:
-            address = address_in(Path(self._folder), self.machine.name)
-            with Endpoint[Any](self.machine.name, Codec(Message), bind=address) as endpoint:
+            address = self._homes.of(self.machine.name)
+            with Endpoint[Any](self.machine.name, Codec(Message), bind=address, keys=self._homes.keys) as endpoint:
                 self._endpoint, self._inbox = endpoint, Inbox(endpoint)
                 self._open.set()
                 self._meet.wait()
                 for name in self._neighbours if not self._over.is_set() else ():
-                    endpoint.connect(name, address_in(Path(self._folder), name))
+                    endpoint.connect(name, self._homes.of(name))
                 drive(self._driven, endpoint, self._work, self._over.is_set, inbox=self._inbox)
         except BaseException as error:
             self._failure = error
@@ -177,6 +244,10 @@ class Chat:
                 case Recorded(_, cut):
                     self._cut.place = cut
                     self._cut.whole.set()
+                case Lose(name) if self._endpoint is not None:
+                    self._endpoint.forget(name)
+                case Find(name) if self._endpoint is not None:
+                    self._endpoint.connect(name, self._homes.of(name))
                 case _:
                     pass
         return NOTHING
@@ -204,7 +275,7 @@ class Chat:
         self._turned.clear()
         colour = self.machine.colour.own + 1 if anew else 0
         self._inbox.put(Done(("turn", colour, clock, self._group.calls)))
-        self._until(self._turned.is_set, "its own thread")
+        self._until(self._turned.is_set, lambda: "its own thread")
         made = self._cut
         return GossipRecord(made.colour, torch.from_numpy(made.row), made) if made.colour else None
 
@@ -218,7 +289,8 @@ class Chat:
     # -- the worker --------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise what has gone wrong in the thread."""
+        """Raise what has gone wrong in the thread, or if the others have gone on without this worker."""
+        self._group.check()
         if self._failure is not None:
             raise RunError(f"gossip of {self.machine.name} has failed: {self._failure}") from self._failure
 
@@ -247,9 +319,9 @@ class Chat:
             self._seen.copy_(row)
 
     def pause(self) -> None:
-        """Return when no worker asks any more and every move that was granted is made; all workers call this."""
+        """Return when no worker asks any more and every move that was granted is made; all live workers call this."""
         self._tell(PAUSE)
-        self._until(lambda: self.machine.at_rest, "the answers of its neighbours")
+        self._until(lambda: self.machine.at_rest, lambda: f"the answer of {', '.join(self.machine.asked)}")
         self._group.barrier("the rest of gossip")
 
     def go_on(self) -> None:

@@ -163,6 +163,15 @@ class Group:
         """Whether this worker does what only one does: writes, tells, concludes."""
         return self.rank == 0
 
+    def check(self) -> None:
+        """Raise if this worker takes part no longer: the others have gone on without it."""
+
+    def tell_of_changes(self, told: Callable[[Sequence[int]], None]) -> None:
+        """Have this called, in any thread, when other workers take part than before, with the ranks of those gone.
+
+        It never is in most runs: they end with the first death.
+        """
+
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """Torch's own group underneath, for those who build on it; None alone."""
@@ -236,6 +245,13 @@ class Group:
         if self.size > 1:
             self._start_sum(tensor, what, _WAITED_FOR).wait()
         return tensor
+
+    def mean(self, tensor: Tensor, what: str, weight: float | None = None) -> Tensor:
+        """`tensor` averaged over the workers, in place; by their weights, if they have any and not all are 0."""
+        if weight is None:
+            return self.sum(tensor, what).div_(self.size)
+        total = float(self.gather([weight], what).sum())
+        return self.sum(tensor.mul_(weight / total if total else 1 / self.size), what)
 
     def sums(self, tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
         """Named tensors, each summed over the workers; one exchange for each kind of number."""

@@ -94,7 +94,7 @@ class Memory:
     def publish_complete(self, at_end: bool = False) -> None:
         """Publish the newest snapshot whose parts are all there, and leave older ones; at the end, all."""
         if self._checkpoints is not None:
-            self._cuts.publish(self._checkpoints.folder, self._checkpoints.identity, at_end)
+            self._cuts.publish(self._checkpoints.folder, self._checkpoints.identity, self._group.members, at_end)
 
     def close(self) -> None:
         """Wait until what is being written is on the disk."""

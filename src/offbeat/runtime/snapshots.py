@@ -62,15 +62,17 @@ class CutWriter:
         self._thread: threading.Thread | None = None
         self._publishing: threading.Thread | None = None
 
-    def publish(self, checkpoints: Path, identity: Mapping[str, Any], at_end: bool) -> None:
-        """Where workers mix in pairs: publish in a thread what has become complete, and remove what was before it."""
+    def publish(self, checkpoints: Path, identity: Mapping[str, Any], ranks: Sequence[int], at_end: bool) -> None:
+        """Where workers mix in pairs: publish in a thread what has become complete, and remove what was before it.
+
+        It is complete with the parts of these workers, who live.
+        """
         if self._publishing is not None and (at_end or not self._publishing.is_alive()):
             self._publishing.join()
             self._publishing = None
         if at_end:
             discard(checkpoints)
         elif self._publishing is None:
-            ranks = range(int(identity["workers"]))
             files = [name(rank) for rank in ranks for name in (file_of, certificates.channel_file)]
             found = complete_drafts(checkpoints, files)
             if found:
@@ -198,7 +200,10 @@ def put_in_place(path: Path, own: dict[str, Any], group: Group) -> None:
         if "accrued" in exchange and group.rank not in {cut.worker for cut in certificate.workers}:
             exchange["accrued"] = None  # What another has not pushed yet it pushes itself.
         return
-    for move in load_file(path / certificates.channel_file(group.rank)).values():
+    ranks = [cut.worker for cut in certificate.pairs]
+    # One who had died before has another's row, and makes the moves that were under way to that one.
+    whose = group.rank if group.rank in ranks else min(ranks)
+    for move in load_file(path / certificates.channel_file(whose)).values():
         exchange["row"] = exchange["row"] - move
 
 

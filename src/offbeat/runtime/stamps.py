@@ -87,7 +87,7 @@ class Mark(IntEnum):
     LEAVE = 13
     """A worker takes no further part; servers need not wait for it."""
     VIEW = 14
-    """A server knows of a new view: who takes part, and who serves what. `sequence` is its epoch."""
+    """A server, or a worker where there are none, knows of a new view: who takes part. `sequence` is its epoch."""
     APPLIED = 15
     """A server has used a worker's push; `sequence` is its number, `step` the step it belongs to."""
     REFUSED = 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from offbeat.protocols.partition import mixed
 from offbeat.protocols.topology import Mixing
 from offbeat.runtime.gossiping import Chat
 from offbeat.runtime.group import Group
+from offbeat.runtime.servers.plan import Plan
 from offbeat.runtime.snapshots import Cut, write_moves
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._parted import Parted
@@ -30,8 +31,16 @@ class Pairing(Parted):
 
     lockstep = False
 
-    def __init__(self, group: Group, stopwatch: Stopwatch, strategy: str, mixing: Mixing) -> None:
-        super().__init__(group, stopwatch, strategy, mixing)
+    def __init__(
+        self,
+        group: Group,
+        stopwatch: Stopwatch,
+        strategy: str,
+        mixings: Callable[[int], Mixing],
+        plan: Plan | None = None,
+    ) -> None:
+        super().__init__(group, stopwatch, strategy, mixings(group.size))
+        self._mixings, self._plan = mixings, plan
         self._parameters: list[Parameter] = []
         self._rows = Rows(())
         self._chat: Chat | None = None
@@ -59,7 +68,16 @@ class Pairing(Parted):
                 f"asynchronous=True."
             )
         seed = mixed(torch.initial_seed() % 2**62, self.group.rank)
-        self._chat = Chat(self.group, self.mixing.neighbours(self.group.rank).tolist(), rows[0], seed)
+        self._chat = Chat(self.group, self._neighbours, rows[0], seed, self._plan)
+
+    def _neighbours(self, members: Sequence[int]) -> list[int]:
+        """Of this worker among those who take part; all of them, if they are too few or too many for such a graph."""
+        among = sorted({self.group.rank, *members})
+        try:
+            places = self._mixings(len(among)).neighbours(among.index(self.group.rank)).tolist()
+        except StrategyError:
+            return [rank for rank in among if rank != self.group.rank]
+        return [among[place] for place in places]
 
     def stepped(self, number: int, optimizer: Optimizer) -> None:
         """Take what neighbours have brought, and have something to tell them."""
@@ -114,8 +132,8 @@ class Pairing(Parted):
 
     @property
     def publishes(self) -> bool:
-        """There is no coordinator: worker 0 looks whether all parts are there."""
-        return self._chat is not None and self.group.rank == 0
+        """Nobody else keeps count: whoever leads looks whether the parts of all who live are there."""
+        return self._chat is not None and self.group.leads
 
     def want_snapshot(self) -> None:
         """At the next boundary; neighbours hear of it."""

@@ -92,11 +92,7 @@ def averaged_parameters(models: Sequence[nn.Module], group: Group, weight: float
         yield [0.0] * group.size
         return
     own = rows.read()
-    total = float(group.gather([weight], "the mean of models").sum())
-    share = weight / total if total else 1 / group.size
-    means = [row * share for row in own]
-    for row in means:
-        group.sum(row, "the mean of models")
+    means = [group.mean(row.clone(), "the mean of models", weight) for row in own]
     apart = sum(float((row - mean).abs().double().square().sum()) for row, mean in zip(own, means, strict=True))
     distances = group.gather([apart**0.5], "the distance of models")[:, 0].tolist()
     rows.write(means)

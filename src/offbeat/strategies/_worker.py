@@ -144,7 +144,7 @@ class Exchange(ABC):
         Compressed as the strategy says; `shapes` are those of the tensors in the row, for compressors that need them.
         """
         del shapes
-        self.group.sum(row, what).div_(self.group.size)
+        self.group.mean(row, what)
 
     def payload(self) -> int:
         """Bytes this worker has sent outside of `group`, which counts its own."""
@@ -303,7 +303,10 @@ class Exchanging(Strategy):
     """Whether each letter goes to one receiver, where nothing can be summed on the way."""
 
     def servers(self, workers: int) -> tuple[int, int, Rule] | None:
-        """How many servers it needs beside the workers, how many further copies of each, and by which rule; or None."""
+        """How many servers it needs beside the workers, how many further copies of each, and by which rule; or None.
+
+        With 0 servers there is still a coordinator, through which the live workers agree when others have died.
+        """
         del workers
         return None
 
@@ -356,16 +359,22 @@ def averaged_buffers(models: Sequence[nn.Module], group: Group) -> Generator[Non
         yield
         return
     own = [buffer.clone() for buffer in buffers]
-    total = group.sums({str(i): b for i, b in enumerate(buffers)}, "the mean of buffers")
-    with torch.no_grad():
-        for i, buffer in enumerate(buffers):
-            buffer.copy_(total[str(i)] / group.size)
+    for kind in sorted({buffer.dtype for buffer in buffers}, key=str):
+        _average([buffer for buffer in buffers if buffer.dtype == kind], group)
     try:
         yield
     finally:
         with torch.no_grad():
             for buffer, kept in zip(buffers, own, strict=True):
                 buffer.copy_(kept)
+
+
+def _average(buffers: Sequence[Tensor], group: Group) -> None:
+    """Replace buffers of one kind by their mean over the workers."""
+    mean = group.mean(torch.cat([buffer.reshape(-1) for buffer in buffers]), "the mean of buffers")
+    with torch.no_grad():
+        for buffer, piece in zip(buffers, mean.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(piece.view(buffer.shape))
 
 
 def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:

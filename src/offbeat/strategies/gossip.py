@@ -21,9 +21,11 @@ from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols.mixing import mix
 from offbeat.protocols.partition import mixed
 from offbeat.protocols.schedule import Layout
+from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.topology import Mixing, RandomRegular, Shape, mixing
 from offbeat.runtime.execute import programs
 from offbeat.runtime.group import Group
+from offbeat.runtime.served import ServedGroup
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._base import Axis, Setting, Strategy, Traits, require
 from offbeat.strategies._compressing import compressor
@@ -67,8 +69,8 @@ class Gossip(Exchanging):
 
     @property
     def traits(self) -> Traits:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The same bits in every run, where all mix after the same step; who comes first is chance elsewhere."""
-        return Traits(deterministic=not self.asynchronous)
+        """Where all mix after the same step, the same bits in every run; without a beat, going on without the dead."""
+        return Traits(deterministic=not self.asynchronous, elastic=self.asynchronous)
 
     parting = True
     mixes = True
@@ -115,15 +117,20 @@ class Gossip(Exchanging):
         except UsageError as error:
             raise StrategyError(f"{self}: {error}") from error
 
+    def servers(self, workers: int) -> tuple[int, int, Rule] | None:
+        """Asynchronously: none, but somebody who counts who lives, so that the others go on without the dead."""
+        return (0, 0, Rule(None)) if self.asynchronous and workers > 1 else None
+
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
         """The worker's side."""
         if self.asynchronous and group.size > 1:
-            if not group.one_host:
+            plan = group.client.plan if isinstance(group, ServedGroup) else None
+            if plan is None and not group.one_host:
                 raise StrategyError(
-                    f"{self} averages in pairs over sockets of one host, and these workers live on several. Leave out "
-                    f"asynchronous=True, or start all workers on one host."
+                    f"{self} finds its neighbours on several hosts only if `offbeat run --strategy ... --hosts FILE` "
+                    f"has started them. Start them so, or leave out asynchronous=True."
                 )
-            return Pairing(group, stopwatch, str(self), self.mixing(group.size))
+            return Pairing(group, stopwatch, str(self), self.mixing, plan)
         return _Mixing(group, stopwatch, str(self), self.mixing(group.size), self.gamma)
 
 

@@ -21,6 +21,8 @@ from offbeat.protocols.servers.coordinator import Changed
 from offbeat.protocols.servers.messages import (
     COORDINATOR,
     Announce,
+    Awaiting,
+    Bring,
     ClusterView,
     Enter,
     Entered,
@@ -113,7 +115,7 @@ class ClientMachine(Requests):
     @property
     def pushes(self) -> int:
         """How many pushes to the first shard there have been in this life."""
-        return self._pushes[0]
+        return self._pushes[0] if self._pushes else 0
 
     @property
     def shards(self) -> range:
@@ -236,8 +238,19 @@ class ClientMachine(Requests):
             self._request(token, state.shard, message, state.payload, now)
         return self._asked(token)
 
-    def meet(self, what: str, values: tuple[float, ...], now: float, admits: bool = False) -> Asked:
-        """Come to a meeting of all live workers; `what` must be new in this run. It may let in those who wait."""
+    def meet(
+        self,
+        what: str,
+        values: tuple[float, ...],
+        now: float,
+        admits: bool = False,
+        kind: str = "",
+        row: Payload = NOTHING,
+    ) -> Asked:
+        """Come to a meeting of all live workers; `what` must be new in this run. It may let in those who wait.
+
+        A row of numbers of this kind is summed over those who bring one; the sum comes as `Arrived`, of shard -1.
+        """
         token = self._begin()
         message = Meet(
             worker=self.worker,
@@ -246,9 +259,10 @@ class ClientMachine(Requests):
             what=what,
             values=values,
             admits=admits,
+            kind=kind,
             colour=self._act(now),
         )
-        self._request(token, -1, message, NOTHING, now)
+        self._request(token, -1, message, row, now)
         return self._asked(token)
 
     # Snapshots.
@@ -360,7 +374,15 @@ class ClientMachine(Requests):
                 if message.life == self._life:
                     self._answered(event.sender, message, payload, now)
             case Met():
-                self._met(message, now)
+                self._met(message, payload, now)
+            case Bring() if message.life == self._life:
+                request = self._open.get(key_of(message, -1))
+                if request is not None:
+                    self._send(-1, request.message, request.payload)
+            case Awaiting() if message.life == self._life:
+                request = self._open.get(key_of(message, -1))
+                if request is not None:
+                    request.missing = tuple(map(worker_name, message.workers))
             case Fresh():
                 self._fresh(event.sender, message, payload)
             case Fenced() if message.epoch > self.view.epoch:
@@ -462,9 +484,11 @@ class ClientMachine(Requests):
         self.known[shard] = (reply.version, reply.clock)
         return reply
 
-    def _met(self, message: Met, now: float) -> None:
+    def _met(self, message: Met, total: Payload, now: float) -> None:
         request = self._open.pop(key_of(message, -1), None) if message.life == self._life else None
         if request is not None:
+            if total.nbytes:
+                self._out.start(Arrived(request.token, -1, message, total))
             self.colour.hear(message.colour, self.known)
             self._act(now)
             self._finish(request, message)
@@ -528,6 +552,9 @@ class ClientMachine(Requests):
         self._entered.clear()
         for shard in self.shards:
             self._ask_to_enter(shard, 0, now)
+        if not self.shards:
+            self._state = "member"
+            self._out.start(Joined(0, self._told))
 
     def _ask_to_enter(self, shard: int, clock: int, now: float) -> None:
         message = Enter(

@@ -3,6 +3,9 @@
 There is one coordinator, in the process that started all others; if it ends, the run does. So views need no vote: it
 alone makes them, and counts them. A view is sent to everyone when it changes, and again to whoever shows by the epoch
 in its sign of life that it has not heard.
+
+A meeting is the same for all who hear of it, whoever dies meanwhile: who came, what each brought, and, where they
+brought rows of numbers, the sum of those. Rows are added as they come (`Add`), so that one sum is kept and no row.
 """
 
 from __future__ import annotations
@@ -10,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from msgspec import structs
+from msgspec import Struct, structs
 
-from offbeat.protocols.machine import Effect, Effects, Ended, Event, Name, Received, Timer
+from offbeat.protocols.machine import NOTHING, Done, Effect, Effects, Ended, Event, Name, Payload, Received, Timer
 from offbeat.protocols.servers.messages import (
     COORDINATOR,
+    Awaiting,
+    Bring,
     ClusterView,
     Gone,
     Heartbeat,
@@ -53,12 +58,30 @@ class Changed:
     left: tuple[int, ...] = ()
 
 
+class Add(Struct, frozen=True):
+    """Work: add this row to the sum of a meeting; it is to be read now."""
+
+    what: str
+    kind: str
+    row: Payload
+
+
+class Total(Struct, frozen=True):
+    """Work: the sum of a meeting, as a payload. Nothing is added to it any more."""
+
+    what: str
+
+
 @dataclass(slots=True)
 class _Meeting:
     values: dict[int, tuple[float, ...]] = field(default_factory=dict[int, tuple[float, ...]])
     waiting: dict[int, Meet] = field(default_factory=dict[int, Meet])
     """Whom to answer."""
     over: bool = False
+    summed: bool = False
+    """Whether anybody has brought a row."""
+    total: Payload | None = None
+    """Of the rows; nothing, if there are none; None before it is known, and again when all have it."""
     colour: int = 0
     """The newest of those who have come."""
     joining: tuple[int, ...] = ()
@@ -107,6 +130,8 @@ class CoordinatorMachine:
                 self._bury([event.name])
             case Timer():
                 self._tick(now)
+            case Done(("total", str(what)), Payload() as total):
+                self._summed(what, total)
             case _:
                 pass
         return self._out.done
@@ -125,7 +150,7 @@ class CoordinatorMachine:
             case Ready():
                 self._promote(sender, message)
             case Meet() if sender == worker_name(message.worker):
-                self._meet(message)
+                self._meet(message, event.payload)
             case Want():
                 self.snapshots.want()
                 self._look_at_snapshots(now)
@@ -295,24 +320,58 @@ class CoordinatorMachine:
 
     # Meetings.
 
-    def _meet(self, message: Meet) -> None:
+    def _meet(self, message: Meet, row: Payload) -> None:
         if self.view.life(message.worker) != message.life:
             self._out.send(worker_name(message.worker), Gone(self.view.epoch))
             return
         meeting = self._meetings.setdefault(message.what, _Meeting())
+        new = not meeting.over and message.worker not in meeting.values
+        if new and message.kind and not row.nbytes:
+            self._out.send(worker_name(message.worker), Bring(life=message.life, number=message.number))
+            return
+        if not (new or meeting.over):
+            missing = tuple(worker for worker in self.view.workers if worker not in meeting.values)
+            self._out.send(
+                worker_name(message.worker), Awaiting(life=message.life, number=message.number, workers=missing)
+            )
         meeting.waiting[message.worker] = message
         if not meeting.over:
             meeting.values[message.worker] = message.values
             meeting.colour = max(meeting.colour, message.colour)
+        if new and row.nbytes:
+            meeting.summed = True
+            self._out.start(Add(message.what, message.kind, row))
         self._conclude(message.what)
 
     def _conclude(self, what: str) -> None:
         """Once all who live have come, tell those who wait; one who comes later hears what was met on."""
         meeting = self._meetings[what]
-        if not meeting.over and not all(worker in meeting.values for worker in self.view.workers):
-            return
-        if not meeting.over:
+        if meeting.over:
+            self._answer(what, meeting)
+        elif all(worker in meeting.values for worker in self.view.workers):
             meeting.over, meeting.joining = True, tuple(sorted(self.waiting))
+            self._forget_totals()
+            if meeting.summed:
+                self._out.start(Total(what), ("total", what))
+            else:
+                self._summed(what, NOTHING)
+
+    def _forget_totals(self) -> None:
+        """Who has come to a meeting has heard of all before it: their sums are not asked for again."""
+        for meeting in self._meetings.values():
+            meeting.total = None
+
+    def _summed(self, what: str, total: Payload) -> None:
+        meeting = self._meetings.get(what)
+        if meeting is not None:
+            meeting.total = total
+            self._answer(what, meeting)
+
+    def _answer(self, what: str, meeting: _Meeting) -> None:
+        """Tell those who wait, if there is all to tell."""
+        total = NOTHING if meeting.total is None and not meeting.summed else meeting.total
+        if total is None:
+            return
         ranks = tuple(sorted(meeting.values))
         values = tuple(meeting.values[rank] for rank in ranks)
         answered, meeting.waiting = meeting.waiting, {}
@@ -326,7 +385,7 @@ class CoordinatorMachine:
                 waiting=meeting.joining,
                 colour=meeting.colour,
             )
-            self._out.send(worker_name(worker), met)
+            self._out.send(worker_name(worker), met, total)
         if any(asked.admits for asked in answered.values()):
             self._admit(values[0])
         over = [name for name, meeting in self._meetings.items() if meeting.over]

@@ -362,7 +362,7 @@ class Lost(Struct, frozen=True, tag=True):
 
 
 class Meet(Struct, frozen=True, tag=True, kw_only=True):
-    """A worker has come to a meeting, with a few numbers for the others."""
+    """A worker has come to a meeting, with a few numbers for the others. Payload: a row that is summed, if any."""
 
     worker: int
     life: int = 0
@@ -372,11 +372,28 @@ class Meet(Struct, frozen=True, tag=True, kw_only=True):
     values: tuple[float, ...] = ()
     admits: bool = False
     """When all have come, those who wait to join are let in."""
+    kind: str = ""
+    """Of the numbers in the row that this worker brings, such as `float32`; empty: it brings none."""
     colour: int = 0
 
 
+class Bring(Struct, frozen=True, tag=True, kw_only=True):
+    """Who comes to a meeting with a row has come without it: it was lost, and is to be sent again."""
+
+    life: int = 0
+    number: int
+
+
+class Awaiting(Struct, frozen=True, tag=True, kw_only=True):
+    """Who has come to a meeting asks again: these have not come yet."""
+
+    life: int = 0
+    number: int
+    workers: tuple[int, ...]
+
+
 class Met(Struct, frozen=True, tag=True, kw_only=True):
-    """All live workers have come to the meeting."""
+    """All live workers have come to the meeting. Payload: the sum of the rows that they brought, if any did."""
 
     life: int = 0
     number: int
@@ -489,6 +506,8 @@ Message = (
     | Viewed
     | Lost
     | Meet
+    | Bring
+    | Awaiting
     | Met
     | Want
     | Announce

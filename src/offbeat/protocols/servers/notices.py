@@ -43,11 +43,12 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Values or state of one shard have come; the payload is to be copied now."""
+    """Values or state of one shard have come, or the sum of a meeting; the payload is to be copied now."""
 
     token: int
     shard: int
-    reply: PullReply | Fetched
+    """-1: the coordinator."""
+    reply: PullReply | Fetched | Met
     payload: Payload
 
 

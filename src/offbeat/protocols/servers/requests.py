@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from offbeat.protocols.machine import Effects, Name, Payload
+from offbeat.protocols.machine import NOTHING, Effects, Name, Payload
 from offbeat.protocols.servers.messages import (
+    Awaiting,
+    Bring,
     ClusterView,
     Fetch,
     Load,
@@ -45,6 +47,8 @@ class Open:
     since: float
     again_at: float
     patience: float
+    missing: tuple[Name, ...] = ()
+    """Who keeps it from being answered, as the coordinator says."""
 
 
 @dataclass(slots=True)
@@ -119,10 +123,12 @@ class Requests:
             message = structs.replace(message, epoch=self.view.epoch, colour=self.colour.ask())
         elif not isinstance(message, Meet):
             message = structs.replace(message, epoch=self.view.epoch)
-        self._send(request.shard, message, request.payload)
+        # A meeting lasts until the last has come: the row that was brought is sent again only if it was lost.
+        self._send(request.shard, message, NOTHING if isinstance(message, Meet) else request.payload)
 
     def _give_up(self, token: int) -> None:
-        names = {self._addressee(request.shard) for request in self._open.values() if request.token == token}
+        given_up = [request for request in self._open.values() if request.token == token]
+        names = {name for request in given_up for name in request.missing or (self._addressee(request.shard),)}
         self._open = {key: request for key, request in self._open.items() if request.token != token}
         self._waits.pop(token, None)
         if token == ENTERING:
@@ -144,7 +150,7 @@ class Requests:
             self._out.start(Completed(token, tuple(wait.replies)))
 
 
-def key_of(message: Sent | Reply | Met, shard: int) -> tuple[str, int, int]:
+def key_of(message: Sent | Reply | Met | Bring | Awaiting, shard: int) -> tuple[str, int, int]:
     """Pushes are numbered for each shard, all else for each worker."""
     pushed = isinstance(message, _Numbered)
     return ("push", shard, message.number) if pushed else ("ask", -1, message.number)

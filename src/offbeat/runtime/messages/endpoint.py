@@ -207,6 +207,11 @@ class Endpoint(Generic[M]):
         """Those whom we have connected to or heard of, and not forgotten."""
         return tuple(self._peers)
 
+    def has_met(self, peer: str) -> bool:
+        """Whether this peer has greeted us: each can hear the other."""
+        known = self._peers.get(peer)
+        return known is not None and known.incarnation is not None
+
     def shares_memory_with(self, peer: str) -> bool:
         """Whether lent memory can be read by this peer: it has greeted us, and from this host."""
         known = self._peers.get(peer)

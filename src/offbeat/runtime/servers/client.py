@@ -21,7 +21,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from offbeat.errors import RunError, StrategyError, WaitError
-from offbeat.protocols.machine import Name, Payload
+from offbeat.protocols.machine import NOTHING, Name, Payload
 from offbeat.protocols.servers.client import ClientMachine
 from offbeat.protocols.servers.coordinator import Changed
 from offbeat.protocols.servers.messages import (
@@ -98,6 +98,9 @@ class Client:
         """The newest values that servers have sent unasked, by shard."""
         self.takes: Callable[[int, Bytes], None] = lambda _shard, _values: None
         """What is done with values or states that were asked for, when they come."""
+        self.total: Bytes | None = None
+        """The sum of the rows that were brought to the last meeting, if any were."""
+        self._heard: Callable[[ClusterView], None] = lambda _view: None
         self.bytes_received = 0
         self._takers: dict[int, Callable[[int, PullReply, Bytes], None]] = {}
         self._joined: Joined | None = None
@@ -105,6 +108,8 @@ class Client:
         self._broken: BaseException | None = None
         recorder = RECORDER.get()
         self._notes = None if recorder is None else Requests(recorder, plan.rule, plan.shards, plan.workers)
+        if self._notes is not None:
+            self._notes.viewed(view)
         self._lock = threading.RLock()
         self._over = threading.Event()
         self._endpoint: Endpoint[Any] = Endpoint(worker_name(worker), Codec(Message), keys=plan.keys)
@@ -264,13 +269,18 @@ class Client:
         ]
         return self._asked(lambda now: self.machine.replay(sent, given, now)).token
 
-    def meet(self, what: str, number: int, values: Sequence[float], admits: bool = False) -> Met:
+    def meet(
+        self, what: str, number: int, values: Sequence[float], admits: bool = False, row: NDArray[Any] | None = None
+    ) -> Met:
         """Wait until all live workers have come to this meeting: who came, what each brought, and who waits to join.
 
-        It is the worker's meeting of this number. If it `admits`, those who wait are then let in.
+        It is the worker's meeting of this number. If it `admits`, those who wait are then let in. If any brings a
+        `row`, which must not change any more, `total` is then the sum of all rows.
         """
         named = f"{what} ({number})"
-        token = self._asked(lambda now: self.machine.meet(named, tuple(values), now, admits)).token
+        kind, brought = ("", NOTHING) if row is None else (row.dtype.name, Payload(row.nbytes, row))
+        self.total = None
+        token = self._asked(lambda now: self.machine.meet(named, tuple(values), now, admits, kind, brought)).token
         if self._notes is not None:
             self._notes.meets(token, what, number)
         ((_, met),) = self.wait(token, named)
@@ -315,6 +325,17 @@ class Client:
             self._driver.perform(asked.effects)
         return asked
 
+    def tell(self, heard: Callable[[ClusterView], None]) -> None:
+        """Have this called with the view of now, and with every later one; in any thread, and it must not wait."""
+        with self._lock:
+            self._heard = heard
+            heard(self.view)
+
+    def check(self) -> None:
+        """Raise if this worker takes part no longer, or its line is broken."""
+        if self._broken is not None:
+            raise self._broken
+
     def newest(self, shard: int) -> tuple[Fresh, Bytes] | None:
         """Values of a shard that its server has sent unasked, if any have come since the last call."""
         with self._lock:
@@ -337,6 +358,8 @@ class Client:
 
     def _told(self, notice: Any, _token: Any) -> None:
         match notice:
+            case Arrived(_, -1, _, payload):
+                self.total = payload.handle
             case Arrived(token, shard, reply, payload):
                 if payload.handle is not None:
                     self.bytes_received += payload.nbytes
@@ -357,6 +380,9 @@ class Client:
             case Changed(view):
                 self.view = view
                 self._connect(view)
+                self._heard(view)
+                if self._notes is not None:
+                    self._notes.viewed(view)
             case Joined():
                 self._joined = notice
             case Departed(epoch):
@@ -410,7 +436,8 @@ def _come_once(plan: Plan, worker: str) -> None:
     try:
         (Path(plan.folder) / f"came-{worker}").touch(exist_ok=False)
     except FileExistsError:
+        kept = "servers serve" if plan.shards else "asynchronous gossip has"
         raise StrategyError(
-            f"worker {worker} joins for the second time, but servers serve one team in a run. Train everything in one "
+            f"worker {worker} joins for the second time, but {kept} one team in a run. Train everything in one "
             f"offbeat.init(), in runs of their own, or with allreduce."
         ) from None

@@ -9,9 +9,12 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from offbeat.errors import OffbeatError, RunError
-from offbeat.protocols.machine import Ended, Name
-from offbeat.protocols.servers.coordinator import Changed, CoordinatorMachine
+from offbeat.protocols.machine import Ended, Name, Payload
+from offbeat.protocols.servers.coordinator import Add, Changed, CoordinatorMachine, Total
 from offbeat.protocols.servers.messages import COORDINATOR, Lost, Message
 from offbeat.protocols.servers.snapshots import GivenUp, Snapshot
 from offbeat.runtime.messages import Codec, Endpoint, Inbox, drive
@@ -57,6 +60,7 @@ class Coordination:
         self.changes: deque[Changed] = deque(maxlen=1000)
         """Views that were made, the last ones."""
         self._lost: list[int] = []
+        self._sums: dict[str, NDArray[Any]] = {}
         self._over = False
         self._failure: BaseException | None = None
         self._endpoint: Endpoint[Any] = Endpoint(
@@ -108,10 +112,29 @@ class Coordination:
         except BaseException as error:
             self._failure = error
 
-    def _told(self, news: Any, _token: Any) -> None:
-        if isinstance(news, Changed):
+    def _told(self, news: Any, _token: Any) -> Any:
+        if isinstance(news, Add):
+            self._add(news)
+        elif isinstance(news, Total):
+            total = self._sums.pop(news.what)
+            return Payload(total.nbytes, total)
+        elif isinstance(news, Changed):
             self.changes.append(news)
         elif isinstance(news, Lost):
             self._lost.append(news.shard)
         elif isinstance(news, Snapshot | GivenUp) and self._publisher is not None:
             self._publisher.put(news)
+        return None
+
+    def _add(self, brought: Add) -> None:
+        row = np.frombuffer(brought.row.handle, dtype=brought.kind)
+        known = self._sums.get(brought.what)
+        if known is None:
+            self._sums[brought.what] = row.copy()
+        elif known.shape != row.shape or known.dtype != row.dtype:
+            raise RunError(
+                f"workers came to {brought.what} with different rows: {known.size:,} numbers of {known.dtype}, and "
+                f"{row.size:,} of {row.dtype}. All workers must train the same model."
+            )
+        else:
+            known += row

@@ -106,6 +106,11 @@ class Requests:
         if (one := self._open.pop(token, None)) is not None:
             self._stamp(_FAIL, one.name, one.sequence, one.step)
 
+    def viewed(self, view: ClusterView) -> None:
+        """Others take part than before; where there are servers, they say it."""
+        if not view.primaries:
+            _note_view(self._recorder, view)
+
     def leaves(self) -> None:
         """The worker takes no further part."""
         self._stamp(int(Mark.LEAVE))
@@ -118,13 +123,7 @@ class Serves:
         self._recorder, self._machine = recorder, machine
         self._steps: dict[tuple[int, int, int], int] = {}
         self._view = machine.view
-        self._note_view(machine.view)
-
-    def _note_view(self, view: ClusterView) -> None:
-        name = self._recorder.name(
-            ("view", view.epoch), lambda: About(GROUP, "view", view.workers, servers=view.primaries)
-        )
-        self._recorder.stamp(int(Mark.VIEW), name, view.epoch)
+        _note_view(recorder, machine.view)
 
     def after(self, event: Event, effects: Sequence[Effect]) -> None:
         """Something has happened, and this was done about it."""
@@ -132,7 +131,7 @@ class Serves:
             self._asked(event.message)
         if self._machine.view is not self._view:
             self._view = self._machine.view
-            self._note_view(self._view)
+            _note_view(self._recorder, self._view)
         told = [(one.to, one.message) for one in effects if isinstance(one, Send)]
         for to, message in told:  # Pushes first: whoever is answered along with them has them in what it reads.
             pushed = message.pushed if isinstance(message, PullReply) else message
@@ -164,6 +163,11 @@ class Serves:
             (what, worker, words),
             lambda: About(GROUP, what, peer=worker, shard=self._machine.number, words=words or None),
         )
+
+
+def _note_view(recorder: Recorder, view: ClusterView) -> None:
+    name = recorder.name(("view", view.epoch), lambda: About(GROUP, "view", view.workers, servers=view.primaries))
+    recorder.stamp(int(Mark.VIEW), name, view.epoch)
 
 
 def _number_of(name: str) -> int:
