@@ -117,7 +117,7 @@ class Result:
     gossip: dict[str, Any] = field(default_factory=dict[str, Any])
     """How fast replicas should come together by their graph, and how fast they did; see `gossip`."""
     compression: dict[str, float] = field(default_factory=dict)
-    """What compressing has cost and saved worker 0, over all of its sums: bytes before and after, seconds for both."""
+    """What compressing has cost and saved a worker, their mean: bytes before and after, seconds for both, and dense."""
     pays: dict[str, Any] = field(default_factory=dict[str, Any])
     """Whether compression pays: both sides of time per step times steps to the target, and the verdict in words."""
 

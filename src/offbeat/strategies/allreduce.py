@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,7 +20,8 @@ from offbeat.protocols.compression import Shapes
 from offbeat.protocols.partition import mixed
 from offbeat.runtime.buckets import GradientBuckets, hook
 from offbeat.runtime.choices import Sums, stored_choices
-from offbeat.runtime.compression import Feedback, GroupLink
+from offbeat.runtime.compression import Account, Feedback, GroupLink, together
+from offbeat.runtime.compression.account import COMPARING
 from offbeat.runtime.compression.sums import CompressedSums
 from offbeat.runtime.group import Group
 from offbeat.runtime.stopwatch import Stopwatch
@@ -136,7 +138,7 @@ class _AllReducing(Exchange):
         self._held = False
         self._sums: list[GradientBuckets | GradientSums] = []
         self._sparse: list[_SparseSums] = []
-        self._means: dict[str, Feedback] = {}
+        self._means: dict[str, tuple[Feedback, Account]] = {}
         self._states_of_means: dict[str, Any] = {}
 
     def install(self, model: nn.Module) -> None:
@@ -176,12 +178,20 @@ class _AllReducing(Exchange):
             return
         name = f"{what}, {row.numel()} numbers"
         if name not in self._means:
-            self._means[name] = self._compressor(-1, shapes or [(row.numel(),)], len(self._means))
+            feedback = self._compressor(-1, shapes or [(row.numel(),)], len(self._means))
             if name in self._states_of_means:
-                self._means[name].load_state_dict(self._states_of_means.pop(name))
+                feedback.load_state_dict(self._states_of_means.pop(name))
+            self._means[name] = feedback, Account()
+        feedback, account = self._means[name]
+        if account.due:
+            account.probe(self.group, partial(self.group.sum, row.clone(), COMPARING))
         narrow = row.dtype not in (torch.float32, torch.float64)
-        held = row.float() if narrow else row
-        self._means[name].sum(held.div_(self.group.size), GroupLink(self.group, what))
+        with account.compared(self.group):
+            link, start = GroupLink(self.group, what), time.perf_counter()
+            held = row.float() if narrow else row
+            feedback.sum(held.div_(self.group.size), link)
+            took = time.perf_counter() - start
+        account.note(row.nbytes, link.nbytes, took - link.seconds, link.seconds)
         if narrow:
             row.copy_(held)
 
@@ -203,7 +213,7 @@ class _AllReducing(Exchange):
         return {
             "orders": [sums.state() for sums in self._sums],
             "choices": [choice.choices for choice in self._choices],
-            "means": {name: feedback.state_dict() for name, feedback in self._means.items()},
+            "means": {name: feedback.state_dict() for name, (feedback, _) in self._means.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -218,15 +228,15 @@ class _AllReducing(Exchange):
     def notes(self) -> dict[str, Any]:
         """What was chosen, by size, against which others, with the slowest worker's seconds; what compression did."""
         if self.compressions:
-            return {"compression": self._compression()}
+            return {"compression": together(self._accounts(), self.group)} if self.group.size > 1 else {}
         if self._settings.algorithm is not Algorithm.AUTO:
             return {}
         return {"choices": {"all_reduce": [choice.choices for choice in self._choices]}}
 
-    def _compression(self) -> dict[str, float]:
-        """Bytes of gradients and of what was left of them, and seconds of this worker for both, over all sums."""
-        accounts = [sums.account for sums in self._sums if isinstance(sums, CompressedSums)]
-        return {name: sum(account[name] for account in accounts) for name in (accounts[0] if accounts else ())}
+    def _accounts(self) -> list[Account]:
+        """Of all rows of gradients, and of all kinds of means."""
+        compressed = [sums for sums in self._sums if isinstance(sums, CompressedSums)]
+        return [account for sums in compressed for account in sums.accounts] + [one for _, one in self._means.values()]
 
     def close(self) -> None:
         """Take the hooks off."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from offbeat.protocols.mixing import mix
 from offbeat.protocols.partition import mixed
 from offbeat.protocols.schedule import Layout
 from offbeat.protocols.topology import Mixing, RandomRegular, Shape, mixing
+from offbeat.runtime.compression import together
 from offbeat.runtime.execute import programs
 from offbeat.runtime.group import Group
 from offbeat.runtime.stopwatch import Stopwatch
@@ -178,7 +180,11 @@ class _Mixing(Parted):
             flat = rows.read()
             for place, row in enumerate(flat):
                 if self.compressions:
-                    self._estimates[number][place].mix(row, self.group)
+                    estimates = self._estimates[number][place]
+                    if estimates.account.due:
+                        estimates.account.probe(self.group, partial(self._mix, row.clone(), turn))
+                    with estimates.account.compared(self.group):
+                        estimates.mix(row, self.group)
                 else:
                     self._mix(row, turn)
             rows.write(flat)
@@ -217,7 +223,11 @@ class _Mixing(Parted):
     def notes(self) -> dict[str, Any]:
         """What the graph promises, and what was measured at the last evaluation."""
         found = None if self._measured is None else self._measured[1] / self._measured[0]
-        return {"gossip": {**super().notes()["gossip"], "measured_rate": found}}
+        told: dict[str, Any] = {"gossip": {**super().notes()["gossip"], "measured_rate": found}}
+        if self._estimates:
+            accounts = [estimates.account for rows in self._estimates for estimates in rows]
+            told["compression"] = together(accounts, self.group)
+        return told
 
     def state_dict(self) -> dict[str, Any]:
         """How often each optimizer's parameters were mixed, where in its turn the graph is, and what is known."""
