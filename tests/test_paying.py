@@ -97,7 +97,10 @@ def test_a_run_measures_a_dense_sum_and_asks_the_dense_run_beside_it(launcher: L
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["local(2) + lowrank(2)", "gossip + quantize(4)"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["local(2) + lowrank(2)", "gossip + quantize(4)", "server(shards=2, consistency=ssp(1)) + topk(0.05)"],
+)
 def test_every_exchange_that_carries_a_compressor_measures_what_it_takes_dense(
     strategy: str, launcher: Launcher, tmp_path: Path
 ) -> None:

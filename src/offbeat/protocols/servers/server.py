@@ -44,6 +44,8 @@ from offbeat.protocols.servers.messages import (
     Replicated,
     Request,
     Timing,
+    Trial,
+    Tried,
     Turned,
     Viewed,
     worker_name,
@@ -74,6 +76,14 @@ class Read:
     """
 
     state: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Go over a payload as a push is gone over, and forget it: only the time it takes is of interest."""
+
+    payload: Payload
+    letter: bool
 
 
 @dataclass(slots=True)
@@ -183,6 +193,9 @@ class ServerMachine:
                 self._tick(now)
             case Done(token=("read", int(token))):
                 self._hand_out(self._readings.pop(token), event.result)
+            case Done(token=("look", Trial() as trial)):
+                tried = Tried(life=trial.life, number=trial.number, epoch=self.view.epoch)
+                self._out.send(worker_name(trial.worker), tried)
             case Done(token=("inspect", int(token))):
                 self._inspected(token, event.result, now)
             case Done(token=("written", int(colour), cut)) if event.result:
@@ -194,7 +207,7 @@ class ServerMachine:
     def _received(self, event: Received, now: float) -> None:
         message = event.message
         match message:
-            case Push() | Pull() | Fetch() | Load() | Enter() | Turned():
+            case Push() | Pull() | Fetch() | Load() | Enter() | Turned() | Trial():
                 self._request(event, message, now)
             case Replicate():
                 self._replicate(event, message)
@@ -363,6 +376,8 @@ class ServerMachine:
             self._keep_for_later(event)
         elif isinstance(message, Enter):
             self._append(message, NOTHING, now)
+        elif isinstance(message, Trial):
+            self._out.start(Look(event.payload, message.letter), ("look", message))
         elif isinstance(message, Turned):
             self._turn(message.colour)
             self.colour.told(message)

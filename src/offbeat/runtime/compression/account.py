@@ -81,8 +81,8 @@ def timed(group: Group, act: Callable[[], object]) -> list[float]:
 def together(accounts: Sequence[Account], group: Group) -> dict[str, float]:
     """Of all rows, the mean over the workers; all of them call this together.
 
-    `as_dense_seconds` and `as_compressed_seconds` are what all of these exchanges would have taken, if each took as long
-    as those that were compared; they are left out where there was no time to compare any.
+    `as_dense_seconds` and `as_compressed_seconds` are what all of these exchanges would have taken if each took as
+    long as those that were compared; they are left out where there was no time to compare any.
     """
     used = [account.figures for account in accounts if account.figures["sums"]]
     dense = sum(one["sums"] * one["dense_seconds"] / max(one["probes"], 1.0) for one in used)

@@ -11,6 +11,7 @@ import json
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import msgspec
@@ -27,7 +28,7 @@ from offbeat.errors import RunError
 from offbeat.protocols.compression import AnyFormat
 from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.messages import Settings
-from offbeat.protocols.servers.server import Inspect, Read
+from offbeat.protocols.servers.server import Inspect, Look, Read
 from offbeat.protocols.servers.shard import Accumulate, Discard, Restore, Update
 from offbeat.runtime.compression import Coder, build
 from offbeat.runtime.shared.segment import Segment
@@ -83,6 +84,8 @@ class Numbers:
         match work:
             case Inspect(payload):
                 return self._unfit(payload)
+            case Look(payload, letter):
+                self._look(payload, letter)
             case Read(state):
                 return self._whole() if state else self._read()
             case Accumulate(payload, weight, start, stop):
@@ -120,6 +123,15 @@ class Numbers:
         with np.errstate(over="ignore", invalid="ignore"):
             fit = math.isfinite(np.dot(numbers, numbers)) or np.isfinite(numbers).all()
         return "" if fit else f"{np.count_nonzero(~np.isfinite(numbers)):,} of {numbers.size:,} numbers are NaN or inf"
+
+    def _look(self, payload: Payload, letter: bool) -> None:
+        """Go over it twice, as over a push: once to see whether it is fit, once to add it."""
+        if payload.handle is None or (not letter and payload.nbytes % self._values.itemsize):
+            return
+        with np.errstate(over="ignore", invalid="ignore"), suppress(RunError):
+            for _ in range(2):
+                numbers = self._view(payload) if letter else payload.handle.view(self._values.dtype)
+                np.dot(numbers, numbers)
 
     def _accumulate(self, payload: Payload, weight: float, start: int, stop: int) -> None:
         if payload.handle is None:
