@@ -36,7 +36,7 @@ def verdict(data: Mapping[str, Any], config: Mapping[str, Any], runs: Path) -> d
     plain = without_compression(strategy)
     if plain is None or not data.get("steps"):
         return {}
-    step = _step_seconds(data)
+    step = step_seconds(data)
     dense = _dense_step(data, step)
     other = _dense_run(config, plain, runs)
     steps = None
@@ -51,7 +51,7 @@ def verdict(data: Mapping[str, Any], config: Mapping[str, Any], runs: Path) -> d
         "dense_run": None if other is None else str(other["run"]),
     }
     if dense is None and other is not None:
-        found["dense_step_seconds"] = dense = _step_seconds(other)
+        found["dense_step_seconds"] = dense = step_seconds(other)
         found["dense_step_from"] = "the dense run"
     ratio = None if dense is None else step / max(dense, 1e-12)
     found["pays"] = None if ratio is None or steps is None else ratio * steps < 1
@@ -77,7 +77,7 @@ def _compressions(strategy: str) -> tuple[Strategy, ...]:
     return combined(parse(strategy)).compressions
 
 
-def _step_seconds(data: Mapping[str, Any]) -> float:
+def step_seconds(data: Mapping[str, Any]) -> float:
     """Time of a step, without evaluations and without exchanges that were made only to be measured."""
     kinds = data.get("seconds_by_kind", {})
     probed = data.get("compression", {}).get("probing_seconds", 0.0)

@@ -44,9 +44,7 @@ class Estimates:
             self._coder.add(other, self._others, weight)
         torch.add(row, self._others, alpha=self._gamma, out=row)
         row.sub_(self._own, alpha=self._gamma * self._total)
-        neighbours = len(self._weights)
-        coding = time.perf_counter() - start - sent
-        self.account.note(row.nbytes * neighbours, letter.nbytes * neighbours, coding, sent)
+        self.account.note(row.nbytes, letter.nbytes, time.perf_counter() - start - sent, sent)
 
     def state_dict(self) -> dict[str, Any]:
         """What is known."""

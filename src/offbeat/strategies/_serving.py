@@ -104,6 +104,7 @@ class Served(Exchange):
 
     replicated = True
     joins_late = True
+    unforeseen = "what servers do, and who waits for whom, is decided as it happens"
     cuttable: ClassVar[bool] = False
     """Whether what a worker has of the servers' values between two steps can be read anew by one who goes on."""
 

@@ -26,8 +26,10 @@ from offbeat.runtime.compression.sums import CompressedSums
 from offbeat.runtime.group import Group
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.runtime.sums import GradientSums
+from offbeat.simulate.foretelling import Step, Timed
 from offbeat.strategies._base import Axis, Strategy, Traits, require
 from offbeat.strategies._compressing import compressor
+from offbeat.strategies._foreseeing import CODED, formats, letters, summed, trials, why_not
 from offbeat.strategies._sharding import ShardedSteps, Shards
 from offbeat.strategies._worker import Exchange, Exchanging
 
@@ -140,6 +142,8 @@ class _AllReducing(Exchange):
         self._sparse: list[_SparseSums] = []
         self._means: dict[str, tuple[Feedback, Account]] = {}
         self._states_of_means: dict[str, Any] = {}
+        self._lane = group
+        self._trials: tuple[Timed, ...] = ()
 
     def install(self, model: nn.Module) -> None:
         """Sums of dense gradients; sparse ones are summed one by one after them, as sparse ones."""
@@ -149,7 +153,7 @@ class _AllReducing(Exchange):
         self._known.update(map(id, new))
         # Models meet in one backward pass in an order that may differ between workers, and a worker that leaves out a
         # backward pass comes to something else instead: each model has a lane, so that nothing is mistaken for another.
-        lane = self.group.lane()
+        lane = self._lane = self.group.lane()
         sums = self._summed([p for p in new if id(p) not in sparse], lane)
         sums.suspended = self._held
         self._sums.append(sums)
@@ -194,6 +198,49 @@ class _AllReducing(Exchange):
         account.note(row.nbytes, link.nbytes, took - link.seconds, link.seconds)
         if narrow:
             row.copy_(held)
+
+    def begin(self) -> None:
+        """Learn what the links cost, so that the result can tell what a step should take."""
+        if self.group.size > 1 and self._unforeseen() is None:
+            most = sum(p.numel() * p.element_size() for sums in self._sums for p in sums.parameters)
+            self._trials = trials(self._lane, most, formats(self.compressions) or (), self._by())
+
+    def _by(self) -> str | None:
+        """The algorithm's name; None: what the backend does by itself."""
+        named = self._settings.algorithm
+        return {Algorithm.NATIVE: None, Algorithm.GLOO: "ring"}.get(named, named.value)
+
+    def _unforeseen(self) -> str | None:
+        if self._settings.algorithm is Algorithm.AUTO:
+            return "auto has measured every algorithm by itself; see choices"
+        if self._sparse:
+            return "how long sparse gradients are is for the data to say"
+        if formats(self.compressions) is None:
+            return CODED
+        return why_not(self._lane)
+
+    def foreseen(self) -> Step | str:
+        """Sums of gradients; of compressed ones the header, and then letters."""
+        rows = [nbytes for sums in self._sums for nbytes in sums.rows()]
+        accounts = [account for sums in self._sums if isinstance(sums, CompressedSums) for account in sums.accounts]
+        buckets = any(isinstance(sums, GradientBuckets) for sums in self._sums)
+        return self._step(rows, accounts, beside=buckets)
+
+    def foreseen_means(self, rows: Sequence[int]) -> Step | str:
+        """Means of models; compressed, where they are."""
+        if self._by() is not None:
+            return f"models are averaged by the backend itself, and links were measured by {self._settings.algorithm}"
+        kept = [nbytes for nbytes in rows if nbytes <= 8 * self.group.size] if self.compressions else rows
+        return self._step(kept, [account for _, account in self._means.values()])
+
+    def _step(self, rows: Sequence[int], accounts: Sequence[Account], beside: bool = False) -> Step | str:
+        view, reason, forms = self.group.view, self._unforeseen(), formats(self.compressions)
+        if reason is not None:
+            return reason
+        sums = [summed(nbytes, view, self._by()) for nbytes in rows]
+        more = [one for a in accounts if a.letter for one in letters(forms or (), a.letter, view)]
+        hosts = tuple(view.hosts.tolist())
+        return Step(hosts=hosts, exchanges=(*sums, *more), beside=beside, trials=self._trials)
 
     def weigh(self, examples: int, total: int | None) -> None:
         """Gradients count by the examples behind them."""
@@ -252,6 +299,9 @@ class _Sharding(_AllReducing):
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: AllReduce) -> None:
         super().__init__(group, stopwatch, settings)
         self._steps = ShardedSteps()
+
+    def _unforeseen(self) -> str:
+        return "slices are summed, updated and handed round in turn, which no schedule here says as a whole"
 
     def _summed(self, dense: Sequence[Parameter], lane: Group) -> GradientBuckets | GradientSums:
         shards = Shards(dense, lane)

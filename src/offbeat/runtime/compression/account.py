@@ -36,6 +36,11 @@ class Account:
             self.figures[name] += value
 
     @property
+    def letter(self) -> int:
+        """Bytes of a letter, on average; 0 if there was none."""
+        return round(self.figures["letter_bytes"] / max(self.figures["sums"], 1.0))
+
+    @property
     def due(self) -> bool:
         """Whether it is time to see what the same takes dense; the same answer on all workers that exchange in step."""
         return self.figures["sums"] == PROBED and not self.figures["probes"]
