@@ -104,7 +104,7 @@ class Served(Exchange):
 
     replicated = True
     joins_late = True
-    unforeseen = "what servers do, and who waits for whom, is decided as it happens"
+    unforeseen = "who waits for whom at servers is decided as it happens (offbeat bench server --simulate plays that)"
     cuttable: ClassVar[bool] = False
     """Whether what a worker has of the servers' values between two steps can be read anew by one who goes on."""
 
