@@ -65,6 +65,16 @@ def test_mixing_is_what_the_simulator_says_of_it(period: int) -> None:
     assert found == pytest.approx(wanted)
 
 
+def test_each_turn_mixes_what_is_its_own() -> None:
+    graph = mixing(Shape.EXPONENTIAL, SIZE)
+    matrices = tuple(tuple(map(tuple, matrix.tolist())) for matrix in graph.matrices)
+    rows = [BYTES, BYTES // 4]
+    exchanges = [Exchanged(what="mix", by=str(turn), nbytes=nbytes) for turn, nbytes in enumerate(rows)]
+    both = [gossip_step_time(APART, Layout(nbytes, 1), NETWORK, 0.1, graph) for nbytes in rows]
+    found = step_time(step(*exchanges, matrices=matrices), NETWORK, [0.1] * SIZE)
+    assert found == pytest.approx(sum(both) / 2)
+
+
 def test_letters_from_everybody_to_everybody_are_what_the_simulator_says_of_them() -> None:
     (one,) = letters([TopK(0.01)], 50_000, APART)
     assert step_time(step(one), NETWORK, [0.0] * SIZE) == pytest.approx(

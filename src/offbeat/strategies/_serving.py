@@ -340,13 +340,13 @@ class Served(Exchange):
 
     def push_microbatch(self, slot: int, weight: float) -> None:
         """Push what lies in a slot as a part of a step that counts by itself; the step goes on."""
-        parts = self._parts(slot, waited=False)
+        parts = self._payloads(slot, waited=False)
         self._sent[slot], _ = self.client.push(parts, self.clock, weight, self._settings(), False, microbatch=True)
 
     def push(self, slot: int | None, then_pull: bool, weight: float = 1.0) -> int:
         """Push what lies in a slot (None: nothing but a tick of the clock); answers the token of the pull."""
         nothing = [np.empty(0, np.uint8)] * self.client.plan.shards
-        parts = nothing if slot is None else self._parts(slot, waited=then_pull or self.rule.eager)
+        parts = nothing if slot is None else self._payloads(slot, waited=then_pull or self.rule.eager)
         settings = self._settings()
         token, pull = self.client.push(parts, self.clock, weight, settings, then_pull)
         self.clock += 1
@@ -356,7 +356,7 @@ class Served(Exchange):
             self._sent[slot] = token
         return pull
 
-    def _parts(self, slot: int, waited: bool) -> list[NDArray[np.uint8]]:
+    def _payloads(self, slot: int, waited: bool) -> list[NDArray[np.uint8]]:
         """What each shard's server is sent of a slot: numbers, or the letter that is left of them."""
         row = cast("Row", self.row)
         values = [row.shard(self.slots[slot], k) for k in range(self.client.plan.shards)]
