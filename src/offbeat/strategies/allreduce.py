@@ -201,7 +201,7 @@ class _AllReducing(Exchange):
 
     def begin(self) -> None:
         """Learn what the links cost, so that the result can tell what a step should take."""
-        if self.group.size > 1 and self._unforeseen() is None:
+        if self._sums and self._unforeseen() is None:
             most = sum(p.numel() * p.element_size() for sums in self._sums for p in sums.parameters)
             self._trials = trials(self._lane, most, formats(self.compressions) or (), self._by())
 
@@ -239,6 +239,8 @@ class _AllReducing(Exchange):
             return reason
         sums = [summed(nbytes, view, self._by()) for nbytes in rows]
         more = [one for a in accounts if a.letter for one in letters(forms or (), a.letter, view)]
+        if not sums and not more:
+            return "no gradients were exchanged"
         hosts = tuple(view.hosts.tolist())
         return Step(hosts=hosts, exchanges=(*sums, *more), beside=beside, trials=self._trials)
 
