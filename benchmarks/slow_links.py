@@ -134,8 +134,9 @@ class Variant:
 
     def account(self) -> dict[str, float]:
         """What compression has cost so far."""
-        sums = [sums.account for sums in getattr(self.exchange, "_sums", ()) if isinstance(sums, CompressedSums)]
-        return {name: sum(float(one[name]) for one in sums) for name in ("letter_bytes", "coding_seconds")}
+        sums = [sums for sums in getattr(self.exchange, "_sums", ()) if isinstance(sums, CompressedSums)]
+        figures = [account.figures for one in sums for account in one.accounts]
+        return {name: sum(one[name] for one in figures) for name in ("letter_bytes", "coding_seconds")}
 
 
 def worker(config: Mapping[str, Any], control: Control) -> None:

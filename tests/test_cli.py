@@ -80,6 +80,7 @@ RESULT = [
     "gossip",
     "compression",
     "pays",
+    "foretold",
     "waits",
     "refusals",
     "servers",

@@ -20,7 +20,7 @@ from offbeat.runtime.records import MODEL_FILE
 from offbeat.strategies import Axis, available, combined, parse
 from offbeat.strategies._compressing import Compressing, compressor
 from offbeat.tasks.digits import Digits
-from own_scripts.compressing import SEED, STEPS, net, own_gradients
+from own_scripts.compressing import MEANT, SEED, STEPS, net, own_gradients
 
 NAMES = [name for name, cls in available().items() if cls.axis is Axis.COMPRESSION]
 TEXTS = [
@@ -158,7 +158,7 @@ def test_allreduce_hands_back_what_the_coders_say_the_same_on_all_workers(
         for one in ranks:
             assert one["sums"] == ranks[0]["sums"], f"{text}: workers differ"
             assert one["mean"] == ranks[0]["mean"], f"{text}: workers differ"
-            assert one["compression"]["sums"] == STEPS
+            assert one["compression"]["sums"] == STEPS + 1, f"{text}: sums of gradients, and a mean"
         for step in range(STEPS):
             for mine, theirs in zip(ranks[0]["sums"][step], expected[step], strict=True):
                 assert (mine is None) == (theirs is None), text
@@ -169,10 +169,11 @@ def test_allreduce_hands_back_what_the_coders_say_the_same_on_all_workers(
 
 @pytest.mark.slow
 def test_letters_are_what_is_counted(launcher: Launcher, tmp_path: Path) -> None:
-    kept = kept_of(sum(p.numel() for p in net().parameters()), 0.1)
+    numbers = sum(p.numel() for p in net().parameters())
+    kept = STEPS * kept_of(numbers, 0.1) + kept_of(MEANT, 0.1)
     for one in go(launcher, tmp_path, 2, apart=False)["topk(0.1)"]:
-        assert one["compression"]["letter_bytes"] == STEPS * kept * 8
-        assert one["compression"]["dense_bytes"] == STEPS * 4 * sum(p.numel() for p in net().parameters())
+        assert one["compression"]["letter_bytes"] == kept * 8
+        assert one["compression"]["dense_bytes"] == 4 * (STEPS * numbers + MEANT)
         assert one["compression"]["coding_seconds"] > 0
 
 

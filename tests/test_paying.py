@@ -25,7 +25,7 @@ def result(strategy: str, seconds: float, steps: int, **more: Any) -> dict[str, 
 def account(sums: int, coding: float, sending: float, dense: float) -> dict[str, float]:
     """Compressed sums of a step each, and two dense ones that took `dense` each."""
     spent = {"coding_seconds": coding, "sending_seconds": sending, "probing_seconds": 2 * dense}
-    return {"sums": sums, "probes": 2, "dense_seconds": 2 * dense, **spent}
+    return {"sums": sums, "as_dense_seconds": sums * dense, "as_compressed_seconds": coding + sending, **spent}
 
 
 def left(folder: Path, name: str, told: dict[str, Any], **changed: Any) -> None:
@@ -94,6 +94,20 @@ def test_a_run_measures_a_dense_sum_and_asks_the_dense_run_beside_it(launcher: L
     assert isinstance(small.pays["pays"], bool)
     # What was sent only to be compared is not counted.
     assert small.bytes_sent < dense.bytes_sent / 2 * small.steps / dense.steps
-    together = offbeat.fit(Digits(), "local(4) + lowrank(2)", **options)
-    assert together.reached_target
-    assert "Run allreduce + local(4) beside it" in together.pays["words"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    ["local(2) + lowrank(2)", "gossip + quantize(4)", "server(shards=2, consistency=ssp(1)) + topk(0.05)"],
+)
+def test_every_exchange_that_carries_a_compressor_measures_what_it_takes_dense(
+    strategy: str, launcher: Launcher, tmp_path: Path
+) -> None:
+    result = offbeat.fit(Digits(), strategy, workers=2, seed=1, steps=12, out=tmp_path, launcher=launcher)
+    account = result.compression
+    assert account["letter_bytes"] < account["dense_bytes"]
+    assert account["compared"] >= 1
+    assert account["as_dense_seconds"] == pytest.approx(account["sums"] * account["dense_seconds"] / account["probes"])
+    assert result.pays["dense_step_seconds"] > 0
+    assert "of a dense one here" in result.pays["words"]

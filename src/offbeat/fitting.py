@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from offbeat.errors import CheckpointError, OutputError, RunError, TaskError, UsageError, VerdictError
+from offbeat.foretelling import foretold
 from offbeat.jobs import (
     Job,
     Script,
@@ -117,9 +118,11 @@ class Result:
     gossip: dict[str, Any] = field(default_factory=dict[str, Any])
     """How fast replicas should come together by their graph, and how fast they did; see `gossip`."""
     compression: dict[str, float] = field(default_factory=dict)
-    """What compressing has cost and saved worker 0, over all of its sums: bytes before and after, seconds for both."""
+    """What compressing has cost and saved a worker, their mean: bytes before and after, seconds for both, and dense."""
     pays: dict[str, Any] = field(default_factory=dict[str, Any])
     """Whether compression pays: both sides of time per step times steps to the target, and the verdict in words."""
+    foretold: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What a step took, and what its schedules on these links foretell; or why nobody can foretell it."""
 
     waits: list[float] = field(default_factory=list[float])
     """Seconds that each worker has waited for others, in the order of their ranks."""
@@ -485,7 +488,9 @@ def _finish(job: Job, folder: RunFolder, collected: _Collected) -> Result:
     }
     if collected.servers:
         data["servers"] = [collected.servers[shard] for shard in sorted(collected.servers)]
-    data["pays"] = verdict(data, folder.read()["config"], folder.path.parent) if said else {}
+    if said:
+        config = folder.read()["config"]
+        data["pays"], data["foretold"] = verdict(data, config, folder.path.parent), foretold(data, config)
     result = Result.from_plain(data)
     state = "finished" if said else "finished without a team"
     # Whoever was missing for long has come after all; the dead stay dead.

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -521,6 +522,7 @@ class Team:
             "seed": self.seed,
             "epochs": self._holdings.epoch,
             "staleness": self.exchange.staleness(self.step),
+            "foreseen": None if self.size == 1 else msgspec.to_builtins(self.pace.foreseen(self.exchange)),
             **self.exchange.notes(),
             **self.notes,
         }

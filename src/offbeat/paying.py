@@ -2,7 +2,7 @@
 
 Compression makes a step cheaper on slow links and, as a rule, needs more of them. It pays only if
 `T_compressed * I_compressed < T_dense * I_dense`. The first side is measured by the run itself. What a dense step takes
-here is measured by it too: now and then it also sums its gradients as they are. How many steps a dense run needs only a
+here is measured by it too: at times it also exchanges its numbers as they are. How many steps a dense run needs only a
 dense run can tell; if there is one beside it, of the same task, workers and target, it is asked.
 """
 
@@ -36,7 +36,7 @@ def verdict(data: Mapping[str, Any], config: Mapping[str, Any], runs: Path) -> d
     plain = without_compression(strategy)
     if plain is None or not data.get("steps"):
         return {}
-    step = _step_seconds(data)
+    step = step_seconds(data)
     dense = _dense_step(data, step)
     other = _dense_run(config, plain, runs)
     steps = None
@@ -45,13 +45,13 @@ def verdict(data: Mapping[str, Any], config: Mapping[str, Any], runs: Path) -> d
     found: dict[str, Any] = {
         "step_seconds": step,
         "dense_step_seconds": dense,
-        "dense_step_from": "sums of the same gradients in this run" if dense is not None else None,
+        "dense_step_from": "dense exchanges in this run" if dense is not None else None,
         "steps": int(data["steps"]) if data.get("reached_target") else None,
         "dense_steps": None if steps is None or other is None else int(other["steps"]),
         "dense_run": None if other is None else str(other["run"]),
     }
     if dense is None and other is not None:
-        found["dense_step_seconds"] = dense = _step_seconds(other)
+        found["dense_step_seconds"] = dense = step_seconds(other)
         found["dense_step_from"] = "the dense run"
     ratio = None if dense is None else step / max(dense, 1e-12)
     found["pays"] = None if ratio is None or steps is None else ratio * steps < 1
@@ -60,6 +60,8 @@ def verdict(data: Mapping[str, Any], config: Mapping[str, Any], runs: Path) -> d
 
 def _words(strategy: str, plain: str, step: float | None, steps: float | None, data: Mapping[str, Any]) -> str:
     name = " + ".join(str(part) for part in _compressions(strategy))
+    if int(data.get("workers", 2)) == 1 and not data.get("compression"):
+        return f"{name}: one worker sends nothing to others, so there is nothing that compression could save."
     if step is None:
         return f"{name}: what a dense step takes here was not measured. Run {plain} beside it, with the same target."
     if steps is None:
@@ -75,8 +77,8 @@ def _compressions(strategy: str) -> tuple[Strategy, ...]:
     return combined(parse(strategy)).compressions
 
 
-def _step_seconds(data: Mapping[str, Any]) -> float:
-    """Time of a step, without evaluations and without sums that were made only to be measured."""
+def step_seconds(data: Mapping[str, Any]) -> float:
+    """Time of a step, without evaluations and without exchanges that were made only to be measured."""
     kinds = data.get("seconds_by_kind", {})
     probed = data.get("compression", {}).get("probing_seconds", 0.0)
     spent = float(data["seconds"]) - float(kinds.get("evaluate", 0.0)) - float(probed)
@@ -84,15 +86,12 @@ def _step_seconds(data: Mapping[str, Any]) -> float:
 
 
 def _dense_step(data: Mapping[str, Any], step: float) -> float | None:
-    """A step of this run with its compressed sums taken out and dense ones put in their place."""
+    """A step of this run with its compressed exchanges taken out and dense ones put in their place."""
     account = data.get("compression", {})
-    if not account.get("probes"):
+    if "as_dense_seconds" not in account:
         return None
-    sums = max(float(account["sums"]), 1.0)
-    per_step = sums / max(int(data["steps"]), 1)
-    compressed = (float(account["coding_seconds"]) + float(account["sending_seconds"])) / sums
-    dense = float(account["dense_seconds"]) / float(account["probes"])
-    return max(0.0, step + per_step * (dense - compressed))
+    saved = float(account["as_dense_seconds"]) - float(account["as_compressed_seconds"])
+    return max(0.0, step + saved / max(int(data["steps"]), 1))
 
 
 def _dense_run(config: Mapping[str, Any], plain: str, runs: Path) -> dict[str, Any] | None:

@@ -19,6 +19,8 @@ from offbeat.strategies._compressing import Compressing
 
 SEED = 11
 STEPS = 4
+MEANT = 40
+"""Numbers of the row whose mean is taken after the steps."""
 
 
 class Net(nn.Module):
@@ -65,7 +67,7 @@ def run(config: Mapping[str, Any], control: Control) -> None:
             exchange.weigh(group.rank + 1, sum(range(1, group.size + 1)))
             model(step, group.rank).backward()
             sums.append([None if p.grad is None else p.grad.reshape(-1).tolist() for p in model.parameters()])
-        row = torch.arange(40.0) * (group.rank + 1)
+        row = torch.arange(float(MEANT)) * (group.rank + 1)
         exchange.mean(row, "a test")
         exchange.close()
         control.send({"rank": group.rank, "strategy": text, "sums": sums, "mean": row.tolist(), **exchange.notes()})

@@ -115,6 +115,8 @@ def _print(result: Result, asked: Asked) -> None:
         console.print(f"  servers             pushes {pushes_in_words(pushes)}{f'; {stale}' if stale else ''}")
     if result.hosts:
         console.print(f"  hosts               {_hosts_in_words(result.hosts)}", markup=False)
+    if result.foretold:
+        console.print(f"  foretold            {result.foretold['words']}", markup=False)
     if result.pays:
         console.print(f"  compression         {result.pays['words']}", markup=False)
     if result.gossip:

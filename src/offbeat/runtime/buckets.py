@@ -157,6 +157,10 @@ class GradientBuckets:
         self._next = 0
         self._first_launch = 0.0
 
+    def rows(self) -> list[int]:
+        """Bytes of what is summed in a step, one after the other."""
+        return [bucket.flat.nbytes for bucket in self._buckets] + ([] if self._rides else [self._row.nbytes])
+
     def begin(self) -> None:
         """Backward has begun: when it ends, gradients are handed back. Asked for by hooks; once for each pass."""
         if self._running or self.suspended:

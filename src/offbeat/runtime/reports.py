@@ -135,8 +135,14 @@ class Reports:
             "bytes_sent": int(rows[:, 0].sum()),
             "seconds_by_kind": by_kind,
             "overlapped_seconds": float(mean[3]),
+            "computing_seconds": self._computing(rows[:, 4:]).tolist(),
             "waits": rows[:, 4 + list(self._stopwatch.seconds).index("wait")].tolist(),
         }
+
+    def _computing(self, kinds: Tensor) -> Tensor:
+        """Each worker's seconds of what it does by itself, evaluations aside."""
+        names: list[str] = list(self._stopwatch.seconds)
+        return kinds[:, [names.index(kind) for kind in ("input", "compute", "other")]].sum(dim=1)
 
 
 def _metrics_in(folder: Path, tensorboard: bool) -> Metrics:

@@ -92,6 +92,15 @@ class GradientSums:
         if state:
             raise RunError("this checkpoint was written where gradients went through buckets; resume it there")
 
+    def rows(self) -> list[int]:
+        """Bytes of what is summed in a step, one after the other."""
+        trained = [p for p in self.parameters if p.requires_grad]
+        counted: dict[Any, int] = {}
+        for parameter in trained:
+            kind = parameter.dtype, parameter.numel() > SMALL_GRADIENT
+            counted[kind] = counted.get(kind, 0) + parameter.numel() * parameter.element_size()
+        return [self._row.nbytes, *counted.values()] if trained else []
+
     def begin(self) -> None:
         """Backward has begun: when it ends, gradients are exchanged. Asked for by hooks; once for each pass."""
         if not self._running and not self.suspended:

@@ -10,13 +10,14 @@ Koloskova, Stich and Jaggi, "Decentralized Stochastic Optimization and Gossip Al
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offbeat.runtime.compression import Coder
+from offbeat.runtime.compression import Account, Coder
 from offbeat.runtime.group import Group
 
 
@@ -28,16 +29,22 @@ class Estimates:
         self._total = sum(self._weights.values())
         self._own = start.clone()
         self._others = start * self._total
+        self.account = Account()
+        """What letters have cost and saved."""
 
     def mix(self, row: Tensor, group: Group) -> None:
         """Tell the neighbours how this row has changed, and move it towards what is known of theirs."""
+        start = time.perf_counter()
         letter = self._coder.encode(row - self._own)
         self._coder.add(letter, self._own)
+        sending = time.perf_counter()
         came = group.trade(letter, tuple(self._weights), self._coder.fixed, "letters to neighbours")
+        sent = time.perf_counter() - sending
         for weight, other in zip(self._weights.values(), came, strict=True):
             self._coder.add(other, self._others, weight)
         torch.add(row, self._others, alpha=self._gamma, out=row)
         row.sub_(self._own, alpha=self._gamma * self._total)
+        self.account.note(row.nbytes, letter.nbytes, time.perf_counter() - start - sent, sent)
 
     def state_dict(self) -> dict[str, Any]:
         """What is known."""

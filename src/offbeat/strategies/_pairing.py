@@ -30,6 +30,7 @@ class Pairing(Parted):
     """A worker whose row of parameters is averaged with neighbours' by a thread of its own."""
 
     lockstep = False
+    unforeseen = "who meets whom is decided as it happens"
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any, ClassVar, cast
 
 import msgspec
@@ -25,7 +26,6 @@ from offbeat.protocols.compression import AnyFormat
 from offbeat.protocols.partition import mixed
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import PullReply, Push, PushReply, Settings
-from offbeat.runtime.compression import Feedback
 from offbeat.runtime.group import Group
 from offbeat.runtime.served import ServedGroup
 from offbeat.runtime.servers.client import Client
@@ -33,7 +33,7 @@ from offbeat.runtime.servers.numbers import KINDS, OPTIMIZERS, Recipe, first_sta
 from offbeat.runtime.shared.segment import Segment
 from offbeat.runtime.snapshots import Cut
 from offbeat.runtime.stopwatch import Stopwatch
-from offbeat.strategies._compressing import compressor
+from offbeat.strategies._letters import Letters
 from offbeat.strategies._worker import Exchange, averaged_buffers, closure_of
 
 SLOTS = 2
@@ -109,6 +109,7 @@ class Served(Exchange):
 
     replicated = True
     joins_late = True
+    unforeseen = "who waits for whom at servers is decided as it happens (offbeat bench server --simulate plays that)"
     cuttable: ClassVar[bool] = False
     """Whether what a worker has of the servers' values between two steps can be read anew by one who goes on."""
 
@@ -133,7 +134,7 @@ class Served(Exchange):
         self._sent: list[int | None] = [None] * SLOTS
         self._turn = 0
         self._told: Settings = ()
-        self._letters: list[Feedback] = []
+        self._letters: Letters | None = None
         self._hidden: list[list[Any]] = []
         self._handles: list[Any] = []
         self._taking: Callable[[int, NDArray[np.uint8]], None] | None = None
@@ -209,10 +210,8 @@ class Served(Exchange):
         self.views = [row.views(slot) for slot in self.slots]
         self.client.takes = self._take
         if self.optimizer is not None and self.compressions:
-            shards = range(self.client.plan.shards)
-            sizes = [row.bounds[k + 1] - row.bounds[k] for k in shards]
-            made = partial(compressor, self.compressions, rank=self.group.rank)
-            self._letters = [made([(sizes[k],)], seed=mixed(self.seed, k)) for k in shards]
+            sizes = [high - low for low, high in pairwise(row.bounds)]
+            self._letters = Letters(self.compressions, sizes, self.seed, self.group.rank)
         self.put(self.first_states(row))
 
     def first_states(self, row: Row) -> list[NDArray[np.uint8]]:
@@ -351,15 +350,15 @@ class Served(Exchange):
 
     def push_microbatch(self, slot: int, weight: float) -> None:
         """Push what lies in a slot as a part of a step that counts by itself; the step goes on."""
-        parts = [self._part(slot, k) for k in range(self.client.plan.shards)]
+        parts = self._payloads(slot, waited=False)
         self._sent[slot], _ = self.client.push(
             parts, self.clock, weight, self._settings(), False, microbatch=True, absent=self._absent_from(slot)
         )
 
     def push(self, slot: int | None, then_pull: bool, weight: float = 1.0) -> int:
         """Push what lies in a slot (None: nothing but a tick of the clock); answers the token of the pull."""
-        empty = np.empty(0, np.uint8)
-        parts = [empty if slot is None else self._part(slot, k) for k in range(self.client.plan.shards)]
+        nothing = [np.empty(0, np.uint8)] * self.client.plan.shards
+        parts = nothing if slot is None else self._payloads(slot, waited=then_pull or self.rule.eager)
         # Where pushes are applied one by one, one without numbers is not: settings would be lost with it.
         settings = () if slot is None and not self.rule.aggregated else self._settings()
         absent = () if slot is None else self._absent_from(slot)
@@ -382,17 +381,13 @@ class Served(Exchange):
         lacking = [row.parameters[number] for number in sorted(self.absent[slot])]
         return [row.ranges(lacking, shard) for shard in range(self.client.plan.shards)] if lacking else []
 
-    def _part(self, slot: int, shard: int) -> NDArray[np.uint8]:
-        """What a shard's server is sent of a slot: numbers, or the letter that is left of them, in their place."""
-        values = cast("Row", self.row).shard(self.slots[slot], shard)
-        raw = values.numpy().view(np.uint8)
-        if not self._letters or not raw.size:
-            return raw
-        letter = self._letters[shard].encode(values).numpy()
-        if letter.size > raw.size:
-            return letter
-        raw[: letter.size] = letter
-        return raw[: letter.size]
+    def _payloads(self, slot: int, waited: bool) -> list[NDArray[np.uint8]]:
+        """What each shard's server is sent of a slot: numbers, or the letter that is left of them."""
+        row = cast("Row", self.row)
+        values = [row.shard(self.slots[slot], k) for k in range(self.client.plan.shards)]
+        if self._letters is None:
+            return [part.numpy().view(np.uint8) for part in values]
+        return self._letters.write(values, waited)
 
     def _settings(self) -> Settings:
         """What the optimizer's groups are set to, if that has changed."""
@@ -483,7 +478,8 @@ class Served(Exchange):
 
     def payload(self) -> int:
         """What went to the servers, and came from them."""
-        return self.client.bytes_sent + self.client.bytes_received
+        tried = 0 if self._letters is None else self._letters.tried_bytes
+        return self.client.bytes_sent + self.client.bytes_received - tried
 
     def figures(self) -> dict[str, Any]:
         """Pushes of this worker by what became of them, and how stale its reads were."""
@@ -497,14 +493,24 @@ class Served(Exchange):
         return {str(k): int(count) for k, count in enumerate(rows.sum(0).tolist()) if count}
 
     def notes(self) -> dict[str, Any]:
-        """Why pushes of any worker were refused, if any were; all workers call this together."""
+        """Why pushes of any worker were refused, if any were; what letters have cost, and what numbers would have.
+
+        All workers call this together.
+        """
         self.settle_all()
         mine = [f"worker {self.group.rank}: {reason}"[:LONGEST_REASON] for reason in self.refused[:MOST_REFUSALS]]
         rows = self.group.gather(list(msgspec.json.encode(mine)), "the end of the run")
         # Rows are as long as the longest of them; no letter of JSON is 0.
         told = [msgspec.json.decode(bytes(int(n) for n in row if n), type=list[str]) for row in rows.tolist()]
         refusals = [reason for of_worker in told for reason in of_worker]
-        return {"refusals": refusals[:MOST_REFUSALS]} if refusals else {}
+        noted: dict[str, Any] = {"refusals": refusals[:MOST_REFUSALS]} if refusals else {}
+        if self._letters is not None:
+            row = cast("Row", self.row)
+            # A slot that no letter lies in: what is sent must not change, and the last letter is sent as well.
+            spare = self.slots[(self._turn + 1) % SLOTS].fill_(1.0)
+            dense = [row.shard(spare, k).numpy().view(np.uint8) for k in range(self.client.plan.shards)]
+            noted["compression"] = self._letters.compare(self.client, self.group, dense)
+        return noted
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all shards, kept by the one who leads; what this worker owes them is its own."""
@@ -547,7 +553,7 @@ class Served(Exchange):
 
     def own_state(self) -> dict[str, Any]:
         """What this worker remembers by itself."""
-        return {"clock": self.clock, "letters": [feedback.state_dict() for feedback in self._letters]}
+        return {"clock": self.clock, "letters": [] if self._letters is None else self._letters.state()}
 
     def _go_on(self, resumed: Mapping[str, Any]) -> None:
         """From a snapshot: the one who leads puts the shards' states back, and each sends what it had under way."""
@@ -574,8 +580,8 @@ class Served(Exchange):
             self.refresh()
             return
         self.clock = int(state["clock"])
-        for feedback, own in zip(self._letters, state["letters"], strict=True):
-            feedback.load_state_dict(own)
+        if self._letters is not None:
+            self._letters.load(state["letters"])
         if "resumed" in state:
             self._go_on(state["resumed"])
             return

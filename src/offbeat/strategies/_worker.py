@@ -22,6 +22,7 @@ from offbeat.protocols.servers.consistency import Rule
 from offbeat.runtime.group import Group
 from offbeat.runtime.snapshots import Cut
 from offbeat.runtime.stopwatch import Stopwatch
+from offbeat.simulate.foretelling import Step
 from offbeat.strategies._base import Axis, Strategy
 from offbeat.strategies._compressing import Compressing
 
@@ -40,6 +41,8 @@ class Exchange(ABC):
     """Whether workers meet in every step, so that one whose data has ended must keep the others company."""
     mixes: ClassVar[bool] = False
     """Whether it mixes models after a step, instead of exchanging gradients before it."""
+    unforeseen: ClassVar[str] = "its exchanges are not known as schedules beforehand"
+    """Why nobody can foretell what a step takes, unless `foreseen` says what it exchanges."""
 
     def __init__(self, group: Group, stopwatch: Stopwatch) -> None:
         self.group = group
@@ -159,6 +162,15 @@ class Exchange(ABC):
         """More entries for the result; all workers are asked together."""
         return {}
 
+    def foreseen(self) -> Step | str:
+        """What a step exchanges, from which its time can be foretold; or why it cannot."""
+        return self.unforeseen
+
+    def foreseen_means(self, rows: Sequence[int]) -> Step | str:
+        """The same, of means of rows of so many bytes, such as `mean` makes."""
+        del rows
+        return self.unforeseen
+
     def figures(self) -> dict[str, Any]:
         """What this worker has seen so far, for each line of the metrics and for the display; plain data."""
         return {}
@@ -212,6 +224,10 @@ class Pace(ABC):
     @abstractmethod
     def updating(self) -> bool:
         """Whether optimizer steps in this batch are real updates."""
+
+    def foreseen(self, exchange: Exchange) -> Step | str:
+        """What a step exchanges, or a period of them; or why nobody can foretell it."""
+        return exchange.foreseen()
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,13 +20,16 @@ from offbeat.protocols.compression import Shapes
 from offbeat.protocols.partition import mixed
 from offbeat.runtime.buckets import GradientBuckets, hook
 from offbeat.runtime.choices import Sums, stored_choices
-from offbeat.runtime.compression import Feedback, GroupLink
+from offbeat.runtime.compression import Account, Feedback, GroupLink, together
+from offbeat.runtime.compression.account import COMPARING
 from offbeat.runtime.compression.sums import CompressedSums
 from offbeat.runtime.group import Group
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.runtime.sums import GradientSums
+from offbeat.simulate.foretelling import Step, Timed
 from offbeat.strategies._base import Axis, Strategy, Traits, require
 from offbeat.strategies._compressing import compressor
+from offbeat.strategies._foreseeing import CODED, formats, letters, summed, trials, why_not
 from offbeat.strategies._sharding import ShardedSteps, Shards
 from offbeat.strategies._worker import Exchange, Exchanging
 
@@ -136,8 +140,10 @@ class _AllReducing(Exchange):
         self._held = False
         self._sums: list[GradientBuckets | GradientSums] = []
         self._sparse: list[_SparseSums] = []
-        self._means: dict[str, Feedback] = {}
+        self._means: dict[str, tuple[Feedback, Account]] = {}
         self._states_of_means: dict[str, Any] = {}
+        self._lane = group
+        self._trials: tuple[Timed, ...] = ()
 
     def install(self, model: nn.Module) -> None:
         """Sums of dense gradients; sparse ones are summed one by one after them, as sparse ones."""
@@ -147,7 +153,7 @@ class _AllReducing(Exchange):
         self._known.update(map(id, new))
         # Models meet in one backward pass in an order that may differ between workers, and a worker that leaves out a
         # backward pass comes to something else instead: each model has a lane, so that nothing is mistaken for another.
-        lane = self.group.lane()
+        lane = self._lane = self.group.lane()
         sums = self._summed([p for p in new if id(p) not in sparse], lane)
         sums.suspended = self._held
         self._sums.append(sums)
@@ -176,14 +182,67 @@ class _AllReducing(Exchange):
             return
         name = f"{what}, {row.numel()} numbers"
         if name not in self._means:
-            self._means[name] = self._compressor(-1, shapes or [(row.numel(),)], len(self._means))
+            feedback = self._compressor(-1, shapes or [(row.numel(),)], len(self._means))
             if name in self._states_of_means:
-                self._means[name].load_state_dict(self._states_of_means.pop(name))
+                feedback.load_state_dict(self._states_of_means.pop(name))
+            self._means[name] = feedback, Account()
+        feedback, account = self._means[name]
+        if account.due:
+            account.probe(self.group, partial(self.group.sum, row.clone(), COMPARING))
         narrow = row.dtype not in (torch.float32, torch.float64)
-        held = row.float() if narrow else row
-        self._means[name].sum(held.div_(self.group.size), GroupLink(self.group, what))
+        with account.compared(self.group):
+            link, start = GroupLink(self.group, what), time.perf_counter()
+            held = row.float() if narrow else row
+            feedback.sum(held.div_(self.group.size), link)
+            took = time.perf_counter() - start
+        account.note(row.nbytes, link.nbytes, took - link.seconds, link.seconds)
         if narrow:
             row.copy_(held)
+
+    def begin(self) -> None:
+        """Learn what the links cost, so that the result can tell what a step should take."""
+        if self._sums and self._unforeseen() is None:
+            most = sum(p.numel() * p.element_size() for sums in self._sums for p in sums.parameters)
+            self._trials = trials(self._lane, most, formats(self.compressions) or (), self._by())
+
+    def _by(self) -> str | None:
+        """The algorithm's name; None: what the backend does by itself."""
+        named = self._settings.algorithm
+        return {Algorithm.NATIVE: None, Algorithm.GLOO: "ring"}.get(named, named.value)
+
+    def _unforeseen(self) -> str | None:
+        if self._settings.algorithm is Algorithm.AUTO:
+            return "auto has measured every algorithm by itself; see choices"
+        if self._sparse:
+            return "how long sparse gradients are is for the data to say"
+        if formats(self.compressions) is None:
+            return CODED
+        return why_not(self._lane)
+
+    def foreseen(self) -> Step | str:
+        """Sums of gradients; of compressed ones the header, and then letters."""
+        rows = [nbytes for sums in self._sums for nbytes in sums.rows()]
+        accounts = [account for sums in self._sums if isinstance(sums, CompressedSums) for account in sums.accounts]
+        buckets = any(isinstance(sums, GradientBuckets) for sums in self._sums)
+        return self._step(rows, accounts, beside=buckets)
+
+    def foreseen_means(self, rows: Sequence[int]) -> Step | str:
+        """Means of models; compressed, where they are."""
+        if self._by() is not None:
+            return f"models are averaged by the backend itself, and links were measured by {self._settings.algorithm}"
+        kept = [nbytes for nbytes in rows if nbytes <= 8 * self.group.size] if self.compressions else rows
+        return self._step(kept, [account for _, account in self._means.values()])
+
+    def _step(self, rows: Sequence[int], accounts: Sequence[Account], beside: bool = False) -> Step | str:
+        view, reason, forms = self.group.view, self._unforeseen(), formats(self.compressions)
+        if reason is not None:
+            return reason
+        sums = [summed(nbytes, view, self._by()) for nbytes in rows]
+        more = [one for a in accounts if a.letter for one in letters(forms or (), a.letter, view)]
+        if not sums and not more:
+            return "no gradients were exchanged"
+        hosts = tuple(view.hosts.tolist())
+        return Step(hosts=hosts, exchanges=(*sums, *more), beside=beside, trials=self._trials)
 
     def weigh(self, examples: int, total: int | None) -> None:
         """Gradients count by the examples behind them."""
@@ -203,7 +262,7 @@ class _AllReducing(Exchange):
         return {
             "orders": [sums.state() for sums in self._sums],
             "choices": [choice.choices for choice in self._choices],
-            "means": {name: feedback.state_dict() for name, feedback in self._means.items()},
+            "means": {name: feedback.state_dict() for name, (feedback, _) in self._means.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -218,15 +277,15 @@ class _AllReducing(Exchange):
     def notes(self) -> dict[str, Any]:
         """What was chosen, by size, against which others, with the slowest worker's seconds; what compression did."""
         if self.compressions:
-            return {"compression": self._compression()}
+            return {"compression": together(self._accounts(), self.group)} if self.group.size > 1 else {}
         if self._settings.algorithm is not Algorithm.AUTO:
             return {}
         return {"choices": {"all_reduce": [choice.choices for choice in self._choices]}}
 
-    def _compression(self) -> dict[str, float]:
-        """Bytes of gradients and of what was left of them, and seconds of this worker for both, over all sums."""
-        accounts = [sums.account for sums in self._sums if isinstance(sums, CompressedSums)]
-        return {name: sum(account[name] for account in accounts) for name in (accounts[0] if accounts else ())}
+    def _accounts(self) -> list[Account]:
+        """Of all rows of gradients, and of all kinds of means."""
+        compressed = [sums for sums in self._sums if isinstance(sums, CompressedSums)]
+        return [account for sums in compressed for account in sums.accounts] + [one for _, one in self._means.values()]
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -242,6 +301,9 @@ class _Sharding(_AllReducing):
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: AllReduce) -> None:
         super().__init__(group, stopwatch, settings)
         self._steps = ShardedSteps()
+
+    def _unforeseen(self) -> str:
+        return "slices are summed, updated and handed round in turn, which no schedule here says as a whole"
 
     def _summed(self, dense: Sequence[Parameter], lane: Group) -> GradientBuckets | GradientSums:
         shards = Shards(dense, lane)

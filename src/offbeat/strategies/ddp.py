@@ -52,6 +52,7 @@ class _Stock(Exchange):
     """Runs DDP's forward hooks around the user's model instead of wrapping it, as torch's own `replicate` does."""
 
     joins_late = False
+    unforeseen = "torch's own DistributedDataParallel sums in buckets and at times of its own"
 
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: DDP) -> None:
         super().__init__(group, stopwatch)

@@ -7,9 +7,10 @@ Stochastic Gradient Descent" (2017), algorithm 1, with the step before the mixin
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,13 +24,17 @@ from offbeat.protocols.partition import mixed
 from offbeat.protocols.schedule import Layout
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.topology import Mixing, RandomRegular, Shape, mixing
+from offbeat.runtime.compression import together
 from offbeat.runtime.execute import programs
 from offbeat.runtime.group import Group
+from offbeat.runtime.links import measured
 from offbeat.runtime.served import ServedGroup
 from offbeat.runtime.stopwatch import Stopwatch
+from offbeat.simulate.foretelling import Exchanged, Step, Timed
 from offbeat.strategies._base import Axis, Setting, Strategy, Traits, require
 from offbeat.strategies._compressing import compressor
 from offbeat.strategies._estimating import Estimates
+from offbeat.strategies._foreseeing import CODED, formats, why_not
 from offbeat.strategies._pairing import Pairing
 from offbeat.strategies._parted import Parted
 from offbeat.strategies._rows import Rows, parameters_of, still_fits
@@ -148,6 +153,7 @@ class _Mixing(Parted):
         self._rows: dict[int, Rows] = {}
         self._mixed: dict[int, int] = {}
         self._measured: tuple[float, float] | None = None
+        self._trials: tuple[Timed, ...] = ()
 
     def attend(self, optimizer: Optimizer) -> None:
         """Mix after its steps."""
@@ -156,8 +162,31 @@ class _Mixing(Parted):
 
     def begin(self) -> None:
         """All models are equal still: that is what workers know of each other."""
-        if self.compressions and self.group.size > 1:
+        if self.group.size == 1:
+            return
+        if why_not(self.group) is None:
+            most = sum(p.numel() * p.element_size() for one in self._attended for p in parameters_of(one))
+            self._trials = measured(self.group, most, partial(_mixed, 0), self._trial)
+        if self.compressions:
             self._estimates = [self._first_estimates(number, one) for number, one in enumerate(self._attended)]
+
+    def _trial(self, size: int) -> Callable[[], object]:
+        return partial(self._mix, torch.zeros(max(1, size // 4)), 0)
+
+    def foreseen(self) -> Step | str:
+        """Every row, or the letter that is left of it, goes to the neighbours of each step."""
+        forms, reason = formats(self.compressions), why_not(self.group)
+        if forms is None or reason is not None:
+            return reason or CODED
+        if forms:
+            rows = [estimates.account.letter for of_one in self._estimates for estimates in of_one]
+            rows += [] if forms[0].fixed else [8 for _ in rows]
+        else:
+            rows = [row.nbytes for of_one in self._rows.values() for row in of_one.read()]
+        exchanges = tuple(_mixed(turn, nbytes) for turn in range(len(self._schedules)) for nbytes in rows)
+        matrices = tuple(tuple(map(tuple, matrix.tolist())) for matrix in self.mixing.matrices)
+        hosts = tuple(self.group.view.hosts.tolist())
+        return Step(hosts=hosts, exchanges=exchanges, matrices=matrices, trials=self._trials)
 
     def _first_estimates(self, number: int, optimizer: Optimizer) -> list[Estimates]:
         rows, (matrix,) = Rows(parameters_of(optimizer)), self.mixing.matrices
@@ -185,7 +214,11 @@ class _Mixing(Parted):
             flat = rows.read()
             for place, row in enumerate(flat):
                 if self.compressions:
-                    self._estimates[number][place].mix(row, self.group)
+                    estimates = self._estimates[number][place]
+                    if estimates.account.due:
+                        estimates.account.probe(self.group, partial(self._mix, row.clone(), turn))
+                    with estimates.account.compared(self.group):
+                        estimates.mix(row, self.group)
                 else:
                     self._mix(row, turn)
             rows.write(flat)
@@ -224,7 +257,11 @@ class _Mixing(Parted):
     def notes(self) -> dict[str, Any]:
         """What the graph promises, and what was measured at the last evaluation."""
         found = None if self._measured is None else self._measured[1] / self._measured[0]
-        return {"gossip": {**super().notes()["gossip"], "measured_rate": found}}
+        told: dict[str, Any] = {"gossip": {**super().notes()["gossip"], "measured_rate": found}}
+        if self._estimates:
+            accounts = [estimates.account for rows in self._estimates for estimates in rows]
+            told["compression"] = together(accounts, self.group)
+        return told
 
     def state_dict(self) -> dict[str, Any]:
         """How often each optimizer's parameters were mixed, where in its turn the graph is, and what is known."""
@@ -237,3 +274,8 @@ class _Mixing(Parted):
         for rows, known in zip(self._estimates, state["known"], strict=True):
             for estimates, one in zip(rows, known, strict=True):
                 estimates.load_state_dict(one)
+
+
+def _mixed(turn: int, nbytes: int) -> Exchanged:
+    """Rows of so many bytes, mixed by the matrix of this turn."""
+    return Exchanged(what="mix", by=str(turn), nbytes=nbytes)

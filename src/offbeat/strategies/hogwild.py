@@ -73,6 +73,7 @@ class Hogwild(Exchanging):
 class _Unlocked(Exchange):
     replicated = False
     lockstep = False
+    unforeseen = "workers write to shared memory, and exchange nothing"
 
     def __init__(self, group: Group, stopwatch: Stopwatch) -> None:
         super().__init__(group, stopwatch)

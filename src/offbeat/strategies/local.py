@@ -18,12 +18,14 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import RunError, StrategyError
+from offbeat.simulate.foretelling import Step
 from offbeat.strategies._base import Axis, Setting, Strategy, Traits, require
 from offbeat.strategies._rows import Idle, Rows, averaged_parameters, parameters_of, state_tensors, still_fits
 from offbeat.strategies._worker import Exchange, Pace, Timing, closure_of
@@ -195,6 +197,10 @@ class _Spacing(_Counting):
         del last
         self._exchange.weigh(examples, total)
 
+    def foreseen(self, exchange: Exchange) -> Step | str:
+        """What the exchange says, in every so manieth step."""
+        return _every(exchange.foreseen(), self._settings)
+
     def _stepping(self, number: int, optimizer: Optimizer) -> None:
         del optimizer
         done, settings = self._steps[number] + 1, self._settings
@@ -242,6 +248,14 @@ class _Averaging(_Counting):
         elif number == 0 and self._steps[0] >= self._settings.after:
             self._alone = True
             self._exchange.suspend(True)
+
+    def foreseen(self, exchange: Exchange) -> Step | str:
+        """The mean of models, in every so manieth step."""
+        if self._settings.momentum == "averaged":
+            return "what an optimizer remembers, which is averaged too, is known only after its steps"
+        counts = [8 * exchange.group.size for _ in self._ways]
+        rows = [row.nbytes for way in self._ways for row in way.rows.read()]
+        return _every(exchange.foreseen_means([*counts, *rows]), self._settings)
 
     def _average(self, way: _Way) -> None:
         group = self._exchange.group
@@ -360,6 +374,14 @@ class _Way:
         if self._outer is not None:
             saved = {int(number): entry for number, entry in state["outer"].items()}
             self._outer.load_state_dict({**self._outer.state_dict(), "state": saved})
+
+
+def _every(step: Step | str, settings: Local) -> Step | str:
+    if isinstance(step, str):
+        return step
+    if settings.after:
+        return "its first steps exchange something else than the later ones"
+    return structs.replace(step, period=settings.period, beside=False)
 
 
 def _copied(value: Any) -> Any:

@@ -46,6 +46,8 @@ from offbeat.protocols.servers.messages import (
     Recorded,
     Settings,
     Timing,
+    Trial,
+    Tried,
     Turned,
     Viewed,
     Want,
@@ -67,7 +69,7 @@ from offbeat.protocols.servers.requests import ASIDE, ENTERING, Requests, key_of
 TICK = "tick"
 
 
-_Answer = PushReply | PullReply | Fetched | Entered
+_Answer = PushReply | PullReply | Fetched | Entered | Tried
 _Brought = PullReply | Fetched
 _State = Literal["member", "gone", "joining", "entering", "leaving", "left"]
 
@@ -238,6 +240,20 @@ class ClientMachine(Requests):
             self._request(token, state.shard, message, state.payload, now)
         return self._asked(token)
 
+    def trial(self, parts: Iterable[Part], now: float, *, letter: bool) -> Asked:
+        """Bring payloads to shards and have them looked at, without changing anything."""
+        token = self._begin()
+        for part in parts:
+            message = Trial(
+                worker=self.worker,
+                life=self._life,
+                number=self._next_number(),
+                epoch=self.view.epoch,
+                letter=letter,
+            )
+            self._request(token, part.shard, message, part.payload, now)
+        return self._asked(token)
+
     def meet(
         self,
         what: str,
@@ -370,7 +386,7 @@ class ClientMachine(Requests):
                 self._open.pop(key_of(message, -1), None)
             case Announce() if event.sender == self._coordinator:
                 self.colour.announced = max(self.colour.announced, message.colour)
-            case PushReply() | PullReply() | Fetched() | Entered():
+            case PushReply() | PullReply() | Fetched() | Entered() | Tried():
                 if message.life == self._life:
                     self._answered(event.sender, message, payload, now)
             case Met():
@@ -467,6 +483,9 @@ class ClientMachine(Requests):
             return
         if isinstance(reply, Entered):
             self._enter_on(shard, reply, now)
+            return
+        if isinstance(reply, Tried):
+            self._finish(request, reply)
             return
         self.colour.hear(reply.colour, self.known)
         if isinstance(reply, PullReply) and isinstance(request.message, Pull) and request.message.whole:

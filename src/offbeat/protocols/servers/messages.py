@@ -175,6 +175,25 @@ class Fresh(Struct, frozen=True, tag=True, kw_only=True):
     colour: int = 0
 
 
+class Trial(Struct, frozen=True, tag=True, kw_only=True):
+    """A payload that is only to be brought here and looked at like a push, to see what that takes: nothing changes."""
+
+    worker: int
+    life: int = 0
+    number: int
+    epoch: int = 0
+    letter: bool = False
+    """Whether it is compressed as pushes are; else numbers as they are."""
+
+
+class Tried(Struct, frozen=True, tag=True, kw_only=True):
+    """The payload was here and has been looked at; its memory is the sender's again."""
+
+    life: int = 0
+    number: int
+    epoch: int
+
+
 class Fetch(Struct, frozen=True, tag=True, kw_only=True):
     """Asks for the whole state of the shard, optimizer and all, for a checkpoint."""
 
@@ -484,10 +503,10 @@ class Noted(Struct, frozen=True, tag=True, kw_only=True):
     """Of the request; what a shard has recorded goes by its colour."""
 
 
-Request = Push | Pull | Fetch | Load | Enter | Turned
+Request = Push | Pull | Fetch | Load | Enter | Turned | Trial
 """What a worker asks of a shard's primary."""
 
-Reply = PushReply | PullReply | Fetched | Entered | Noted
+Reply = PushReply | PullReply | Fetched | Entered | Noted | Tried
 
 Message = (
     Request

@@ -44,6 +44,8 @@ from offbeat.protocols.servers.messages import (
     Replicated,
     Request,
     Timing,
+    Trial,
+    Tried,
     Turned,
     Viewed,
     Volunteer,
@@ -53,7 +55,7 @@ from offbeat.protocols.servers.renewal import Renewal
 from offbeat.protocols.servers.replication import Feed, Log
 from offbeat.protocols.servers.shard import Answer, Ask, Outcome, Restore, Shard
 from offbeat.protocols.servers.snapshots import ShardColour
-from offbeat.protocols.servers.works import Door, Inspect, Read, Reading
+from offbeat.protocols.servers.works import Door, Inspect, Look, Read, Reading
 
 STASH = 1024
 """Messages from an epoch to come that are kept until it has come; more are dropped, and will be sent again."""
@@ -159,6 +161,10 @@ class ServerMachine:
         elif what == "renewal":
             if self._renewal is not None and self._renewal.number == number:
                 self._renewal.read(result, self.view.epoch, now, self._out)
+        elif what == "look":
+            trial: Trial = number
+            tried = Tried(life=trial.life, number=trial.number, epoch=self.view.epoch)
+            self._out.send(worker_name(trial.worker), tried)
         elif result:
             self.colour.written(number, token[2], self.view.epoch)
             self.colour.report(self._coordinator, self._out)
@@ -409,6 +415,8 @@ class ServerMachine:
             self._keep_for_later(event)
         elif isinstance(message, Enter):
             self._append(message, NOTHING, now)
+        elif isinstance(message, Trial):
+            self._out.start(Look(event.payload, message.letter), ("look", message))
         elif isinstance(message, Turned):
             self._turn(message.colour)
             self.colour.told(message)

@@ -34,6 +34,14 @@ class Read:
     """Of values: only [start, stop); -1: up to the end."""
 
 
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Go over a payload as a push is gone over, and forget it: only the time it takes is of interest."""
+
+    payload: Payload
+    letter: bool
+
+
 @dataclass(slots=True)
 class Reading:
     """A read under way, and who gets it."""

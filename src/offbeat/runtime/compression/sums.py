@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,16 +19,12 @@ from torch.nn import Parameter
 
 from offbeat.errors import RunError
 from offbeat.protocols.compression import Shapes
+from offbeat.runtime.compression.account import COMPARING, Account
 from offbeat.runtime.compression.coder import Feedback
 from offbeat.runtime.compression.link import GroupLink
 from offbeat.runtime.group import Group
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.runtime.sums import GradientSums, gradient_of
-
-PROBED = 2
-"""After so many sums a dense one is made to compare with: by then everything is warm."""
-PROBES, CHEAP = 6, 0.1
-"""Dense sums that are made where one takes less than so many seconds; elsewhere one is enough, and dear enough."""
 
 
 class CompressedSums(GradientSums):
@@ -44,9 +41,15 @@ class CompressedSums(GradientSums):
         kinds = sorted({_kind(p) for p in self.parameters}, key=str)
         chosen = [[i for i, p in enumerate(self.parameters) if _kind(p) == kind] for kind in kinds]
         self._rows = [_Row(self.parameters, members, compressor, n) for n, members in enumerate(chosen)]
-        names: list[str] = ["sums", "dense_bytes", "letter_bytes", "coding_seconds", "sending_seconds"]
-        self.account: dict[str, float] = dict.fromkeys([*names, "probes", "dense_seconds", "probing_seconds"], 0.0)
-        """What compression has cost and saved here so far, and what dense sums took that were made to compare."""
+
+    @property
+    def accounts(self) -> list[Account]:
+        """What compressing each row has come to so far."""
+        return [row.account for row in self._rows]
+
+    def rows(self) -> list[int]:
+        """Bytes of what is summed as it is; letters come after it."""
+        return [self._row.nbytes] if any(p.requires_grad for p in self.parameters) else []
 
     def state(self) -> list[Any]:
         """What is owed, and what coders remember."""
@@ -66,39 +69,15 @@ class CompressedSums(GradientSums):
             members = used[row.members]
             if not members.any():
                 continue
-            if row.sums == PROBED:
-                self._probe(row.flat)
-            row.sums += 1
-            link, start = GroupLink(self._group, "the sum of compressed gradients"), time.perf_counter()
-            row.fill(weight, members)
-            row.feedback.settle(row.flat, link, row.idle(members))
-            self._note(row.flat, link, time.perf_counter() - start)
+            if row.account.due:
+                row.account.probe(self._group, partial(self._group.sum, row.flat.clone(), COMPARING))
+            with row.account.compared(self._group):
+                link, start = GroupLink(self._group, "the sum of compressed gradients"), time.perf_counter()
+                row.fill(weight, members)
+                row.feedback.settle(row.flat, link, row.idle(members))
+                took = time.perf_counter() - start
+            row.account.note(row.flat.nbytes, link.nbytes, took - link.seconds, link.seconds)
             row.hand_out(members)
-
-    def _probe(self, flat: Tensor) -> None:
-        """Sum as many numbers as they are, and see what that takes: often where it is cheap, else once."""
-        start, sent = time.perf_counter(), self._group.bytes_sent
-        for number in range(PROBES):
-            trial = flat.clone()
-            self._group.barrier("a dense sum, to compare with")
-            begun = time.perf_counter()
-            self._group.sum(trial, "a dense sum, to compare with")
-            took = float(self._group.gather([time.perf_counter() - begun], "a dense sum, to compare with").max())
-            if number or took > CHEAP:  # The first of several warms up.
-                self.account["probes"] += 1
-                self.account["dense_seconds"] += took
-            if took > CHEAP:
-                break
-        self._group.bytes_sent = sent
-        self.account["probing_seconds"] += time.perf_counter() - start
-
-    def _note(self, flat: Tensor, link: GroupLink, seconds: float) -> None:
-        account = self.account
-        account["sums"] += 1
-        account["dense_bytes"] += flat.numel() * flat.element_size()
-        account["letter_bytes"] += link.nbytes
-        account["coding_seconds"] += seconds - link.seconds
-        account["sending_seconds"] += link.seconds
 
 
 class _Row:
@@ -119,8 +98,7 @@ class _Row:
         self.flat = torch.zeros(sum(sizes), dtype=_kind(self.parameters[0]))
         self._views = [piece.view(shape) for piece, shape in zip(self.flat.split(sizes), shapes, strict=True)]
         self.feedback = compressor(shapes, number)
-        self.sums = 0
-        """How many were made."""
+        self.account = Account()
 
     def fill(self, weight: float, used: Any) -> None:
         """Add this worker's gradients, weighted, to what it owes; if nothing is ever owed, put them into the row.

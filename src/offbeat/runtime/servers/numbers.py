@@ -11,6 +11,7 @@ import json
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any, cast
 
@@ -29,7 +30,7 @@ from offbeat.protocols.compression import AnyFormat
 from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.messages import Settings
 from offbeat.protocols.servers.shard import Accumulate, Discard, Restore, Update
-from offbeat.protocols.servers.works import Inspect, Read
+from offbeat.protocols.servers.works import Inspect, Look, Read
 from offbeat.runtime.compression import Coder, build
 from offbeat.runtime.shared.segment import Segment
 from offbeat.runtime.trees import put_together, take_apart
@@ -91,6 +92,8 @@ class Numbers:
         match work:
             case Inspect(payload, _, start, stop, absent):
                 return self._misplaced(payload, start, stop, absent) or self._unfit(payload)
+            case Look(payload, letter):
+                self._look(payload, letter)
             case Read(state, start, stop):
                 return self._whole() if state else self._read(start, stop)
             case Accumulate(payload, weight, start, stop, absent):
@@ -143,6 +146,15 @@ class Numbers:
         with np.errstate(over="ignore", invalid="ignore"):
             fit = math.isfinite(np.dot(numbers, numbers)) or np.isfinite(numbers).all()
         return "" if fit else f"{np.count_nonzero(~np.isfinite(numbers)):,} of {numbers.size:,} numbers are NaN or inf"
+
+    def _look(self, payload: Payload, letter: bool) -> None:
+        """Go over it twice, as over a push: once to see whether it is fit, once to add it."""
+        if payload.handle is None or (not letter and payload.nbytes % self._values.itemsize):
+            return
+        with np.errstate(over="ignore", invalid="ignore"), suppress(RunError):
+            for _ in range(2):
+                numbers = self._view(payload) if letter else payload.handle.view(self._values.dtype)
+                np.dot(numbers, numbers)
 
     def _accumulate(self, payload: Payload, weight: float, start: int, stop: int) -> None:
         if payload.handle is None:
