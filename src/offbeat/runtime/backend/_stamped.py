@@ -49,6 +49,12 @@ _COLLECTIVES = {
     "monitored_barrier": Shape("monitored_barrier", None, blocks=True),
 }
 _MESSAGES = {"send": "send to", "recv": "receive from", "recv_anysource": "receive from"}
+_OLDER = {
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+"""By which name torch calls groups in Python that do not know the newer one."""
 _EXCHANGES = {
     "at_once": Shape("exchange", None, blocks=True, exchanged=2),
     "later": Shape("exchange", None, exchanged=2),
@@ -63,11 +69,12 @@ Act = Callable[[Any], Callable[..., Any]]
 
 def _acting(base: type[Any], method: str, stock: Callable[[Any], Any]) -> Act:
     """How a method does what it did before it was written down."""
-    own = getattr_static(base, method, None)
-    if own is None or own is getattr_static(_ProcessGroup, method, None):
-        # Calling torch's own method of a group in Python would find the one that is written down, again and again.
-        return lambda group: getattr(stock(group), method)
-    return own.__get__
+    for name in (method, _OLDER.get(method, method)):
+        own = getattr_static(base, name, None)
+        if own is not None and own is not getattr_static(_ProcessGroup, name, None):
+            return own.__get__
+    # Calling torch's own method of a group in Python would find the one that is written down, again and again.
+    return lambda group: getattr(stock(group), method)
 
 
 def _collective(method: str, shape: Shape, acting: Act) -> Callable[..., Any]:
@@ -187,6 +194,14 @@ class TorchGroup(_ProcessGroup):
         self._usual = kind
         super()._set_default_backend(kind)
         self.stock._set_default_backend(kind)
+
+    def _set_group_name(self, name: str) -> None:
+        super()._set_group_name(name)
+        self.stock._set_group_name(name)
+
+    def _set_group_desc(self, text: str) -> None:
+        super()._set_group_desc(text)
+        self.stock._set_group_desc(text)
 
     @property
     def bound_device_id(self) -> torch.device | None:
