@@ -102,6 +102,9 @@ class Stamps:
         except BaseException:
             recorder.stamp(FAIL, name, sequence)
             raise
+        if not CAPTURES and self._gathered is None and work is not None and work.is_completed():
+            recorder.stamp(EXIT, name, sequence)  # What happens most, without further calls.
+            return work
         return self._begun(work, name, sequence, waited, self._devices and trails(args))
 
     def _describe(self, key: _Key) -> int:
