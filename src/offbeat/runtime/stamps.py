@@ -78,7 +78,9 @@ class Mark(IntEnum):
     TURN = 8
     """From here on time is spent on something else: `sequence` is its number in `KINDS`."""
     READ = 9
-    """Values of a shard have come to a worker; `value` says how many steps old they are."""
+    """Values of a shard have come to a worker; `value` says how many steps old they are.
+
+    Of parameters in shared memory: a worker has changed what it had read, and `value` others have in the meantime."""
     CHECKPOINT = 10
     FAULT = 11
     """Something that `--disturb` asked for happens now."""
