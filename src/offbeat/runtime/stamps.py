@@ -118,7 +118,7 @@ Write = Callable[..., None]
 _Records = npt.NDArray[np.void]
 
 
-class About(msgspec.Struct, frozen=True, omit_defaults=True):
+class About(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """What a record is about, as the table of names has it."""
 
     group: str
@@ -148,7 +148,7 @@ class About(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of a view: who serves each shard."""
 
 
-class Stamp(msgspec.Struct, frozen=True):
+class Stamp(msgspec.Struct, frozen=True, gc=False):
     """One event that was read back."""
 
     mark: Mark

@@ -191,10 +191,10 @@ def forecasts(
     known = arrivals(computation) if late is None else late
     savings = [_savings(computation, took, name, known) for name in processes]
     seconds = _duration(_times(computation))
-    times = _replayed(computation, took, [saved for saved, _ in savings])
+    without = _duration(_replayed(computation, took, [saved for saved, _ in savings]))
     return [
-        Forecast(name, seconds, _duration([one[:, column] for one in times]), removed)
-        for column, (name, (_, removed)) in enumerate(zip(processes, savings, strict=True))
+        Forecast(name, float(seconds), float(least), removed)
+        for name, (_, removed), least in zip(processes, savings, without, strict=True)
     ]
 
 
@@ -309,9 +309,9 @@ def _times(computation: Computation) -> tuple[FloatArray, ...]:
     return tuple(np.array([event.time for event in history]) for history in computation.histories)
 
 
-def _duration(times: Sequence[FloatArray]) -> float:
-    """From the first event of all to the last."""
+def _duration(times: Sequence[FloatArray]) -> FloatArray:
+    """From the first event of all to the last; of each column, where times have several."""
     some = [one for one in times if one.size]
     if not some:
         raise UsageError("without events there is no time to forecast: give the histories of a run.")
-    return float(max(one.max() for one in some) - min(one.min() for one in some))
+    return np.max([one.max(axis=0) for one in some], axis=0) - np.min([one.min(axis=0) for one in some], axis=0)
