@@ -140,7 +140,7 @@ def nanoseconds_of_an_event() -> float:
     given = [torch.ones(1000)]
     with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder(Path(folder) / "a.events", 0)
-        stamps = Stamps(recorder, "world", (0, 1))
+        stamps = Stamps(recorder, "world", lambda: (0, 1))
         shape = Shape("all_reduce", reduces=True)
         found: list[float] = []
         for _ in range(15):

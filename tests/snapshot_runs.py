@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -76,8 +75,7 @@ def _copy(path: Path, to: Path) -> None:
         return
     try:
         shutil.copytree(path, draft)
-        time.sleep(0.05)  # Had its removal begun before the copy, it is gone by now, or has fewer files still.
-        if {file.name for file in path.iterdir()} != {file.name for file in draft.iterdir()}:
+        if not path.exists():  # Its removal had begun, by which it loses its name.
             raise FileNotFoundError(path)
         draft.rename(to)
     except OSError:  # It was removed meanwhile.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,8 +18,11 @@ import offbeat
 from cli_support import write
 from offbeat.errors import StrategyError, WorkerError
 from offbeat.fitting import Result
+from offbeat.monitor import recorded, staleness
+from offbeat.monitor.history import history_of
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.records import MODEL_FILE
+from offbeat.runtime.stamps import Mark
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies import Hogwild, Traits, parse
 from offbeat.strategies.hogwild import OPTIMIZERS
@@ -294,9 +298,20 @@ def test_sparse_logistic_regression_is_learned(launcher: Launcher, tmp_path: Pat
 @pytest.mark.slow
 def test_updates_of_accumulated_batches_are_counted_once(launcher: Launcher, tmp_path: Path) -> None:
     task = Curve(str(tmp_path), examples=32)
-    result = offbeat.fit(task, "hogwild + accumulate(2)", workers=2, epochs=3, out=tmp_path / "runs", launcher=launcher)
+    options: Any = {"workers": 2, "epochs": 3, "out": tmp_path / "runs", "launcher": launcher, "watch": True}
+    result = offbeat.fit(task, "hogwild + accumulate(2)", **options)
     assert (result.steps, result.samples) == (6, 96)
     assert sum(result.staleness.values()) == 12
+    events = recorded(Path(result.run))
+    told = staleness(events.stamps)
+    assert [one.worker for one in told] == ["worker 0", "worker 1"]
+    read = Counter({str(age): 0 for age in result.staleness})
+    for one in told:
+        read.update({str(age): count for age, count in one.reads.items()})
+    assert dict(read) == result.staleness
+    steps = [stamp.step for stamp in events.stamps[0] if stamp.mark is Mark.READ]
+    assert steps == [2, 4, 6, 8, 10, 12]  # Calls of optimizer.step are counted, those that are held, too.
+    assert history_of(events.stamps).size == 2
 
 
 @pytest.mark.slow

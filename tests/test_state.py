@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -345,10 +346,52 @@ def test_the_newest_checkpoint_is_loaded_and_older_ones_are_gone(tmp_path: Path)
 
 def test_what_a_kill_has_left_is_swept_up(tmp_path: Path) -> None:
     (tmp_path / ".draft-000000007").mkdir()
+    (tmp_path / ".gone-step-000000002-abcd1234").mkdir()
     (tmp_path / "step-000000001").mkdir()
     (tmp_path / "step-notes").mkdir()
     path = _save(tmp_path, 8)
     assert {found.name for found in tmp_path.iterdir()} == {path.name, "step-notes"}
+
+
+def _seen(path: Path) -> set[str] | None:
+    """The files of a checkpoint that is found under its name before they are read and after."""
+    try:
+        found = {file.name for file in path.iterdir()}
+    except FileNotFoundError:
+        return None
+    return found if path.exists() else None
+
+
+def test_whoever_looks_while_checkpoints_are_removed_finds_whole_ones(tmp_path: Path) -> None:
+    path = _save(tmp_path, 0)
+    whole = {file.name for file in path.iterdir()}
+    seen: list[set[str] | None] = []
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            seen.extend(_seen(path) for path in tmp_path.glob("step-*"))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        for step in range(1, 30):
+            _save(tmp_path, step)
+    finally:
+        over.set()
+        looking.join()
+    found = [files for files in seen if files is not None]
+    assert len(found) > 30
+    assert all(files == whole for files in found)
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_said_to_be_gone(tmp_path: Path) -> None:
+    path = _save(tmp_path, 3)
+    checkpoint.remove(path)
+    checkpoint.remove(path)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(CheckpointError, match="a run removes a checkpoint once the next one is written"):
+        read_manifest(path)
 
 
 class Crash(BaseException):

@@ -6,7 +6,7 @@ A long run is looked at in stretches of some steps, each by itself; a very long 
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -15,16 +15,18 @@ from msgspec import Struct, structs
 
 from offbeat.monitor.history import history_of
 from offbeat.monitor.verdicts import worker_name
-from offbeat.protocols.causality.critical import Arrival, arrivals, without_lateness
+from offbeat.protocols.causality.critical import Arrival, Forecast, arrivals, forecasts
 from offbeat.protocols.causality.histories import Computation
 from offbeat.runtime.stamps import KINDS, UNKNOWN, Mark, Stamp
 
 LATEST: Final = 8192
 """How many of each worker's events are looked at, the last ones, of a run without steps."""
 STRETCH: Final = 2048
-"""About as many events of each worker are in a stretch."""
+"""At most about as many events of each worker are in a stretch."""
 STRETCHES: Final = 24
 """So many stretches are looked at; of a longer run, as many that lie evenly in it."""
+LOOKED: Final = 4 * STRETCH * STRETCHES
+"""About as many events are looked at in all: of many workers, fewer in a stretch."""
 OFTEN: Final = 0.75
 """A straggler is last in at least this share of all steps; its cause makes up at least this share of its lateness …"""
 MUCH: Final = 0.2
@@ -131,8 +133,8 @@ def blame(stamps: Stamps, servers: ServerStamps | None = None) -> list[Blame]:
         judged = _by_step(history, late, _steps_of(some))
         steps += len(judged)
         collectives += len(late)
-        for name in history.processes[: len(some)]:
-            totals[name].add(name, history, late, judged)
+        for forecast in forecasts(history, history.processes[: len(some)], late):
+            totals[forecast.process].add(forecast, late, judged)
     return sorted((one.told(name, steps, collectives) for name, one in totals.items()), key=lambda one: -one.lost)
 
 
@@ -153,10 +155,9 @@ class _Total:
         self._lost = self._took = self._without = 0.0
         self._steps = 0
 
-    def add(self, name: str, history: Computation, late: Sequence[Arrival], judged: Sequence[Late]) -> None:
-        self._late += [one for one in judged if one.worker == name]
-        self._lost += sum(arrival.lost for arrival in late if arrival.last == name)
-        forecast = without_lateness(history, name, late)
+    def add(self, forecast: Forecast, late: Sequence[Arrival], judged: Sequence[Late]) -> None:
+        self._late += [one for one in judged if one.worker == forecast.process]
+        self._lost += sum(arrival.lost for arrival in late if arrival.last == forecast.process)
         self._took += forecast.seconds
         self._without += forecast.without
         self._steps += len({one.step for one in judged if one.step >= 0})
@@ -229,26 +230,30 @@ def stretches(stamps: Stamps, servers: ServerStamps) -> Iterator[tuple[Stamps, S
         return
     first, last = max(some[0] for some in numbers.values()), max(some[-1] for some in numbers.values())
     events = max(len(some) for some in stamps.values())
-    pieces = max(1, events // STRETCH)
+    pieces = max(1, events // min(STRETCH, LOOKED // (STRETCHES * len(stamps))))
     length = max(ENOUGH, -(-(last - first) // pieces))
     starts = list(range(first, max(last, first + 1), length))
     for start in starts if len(starts) <= STRETCHES else starts[:: -(-len(starts) // STRETCHES)]:
-        some = {rank: _between(stamps[rank], steps[rank], start, start + length) for rank in stamps}
+        some = {
+            rank: _between(stamps[rank], steps[rank], numbers.get(rank, ()), start, start + length) for rank in stamps
+        }
         times = [stamp.time for one in some.values() for stamp in one]
         if times:
             window = (min(times), max(times))
             yield some, {name: _during(one, window) for name, one in servers.items()}
 
 
-def _between(stamps: Sequence[Stamp], steps: Sequence[int], start: int, stop: int) -> Sequence[Stamp]:
+def _between(
+    stamps: Sequence[Stamp], steps: Sequence[int], numbers: Sequence[int], start: int, stop: int
+) -> Sequence[Stamp]:
     """Events from one step on, up to and with another."""
-    inside = [at for at in steps if start <= stamps[at].sequence <= stop]
-    if not inside:
+    begin, end = bisect_left(numbers, start), bisect_right(numbers, stop)
+    if begin == end:
         return ()
-    first, closed = inside[0], stamps[inside[-1]].sequence == stop
-    turns = (one for one in reversed(stamps[max(0, first - LATEST) : first]) if one.mark is Mark.TURN)
+    first, closed = steps[begin], numbers[end - 1] == stop
+    turns = (stamps[at] for at in range(first - 1, max(0, first - LATEST) - 1, -1) if stamps[at].mark is Mark.TURN)
     before = [structs.replace(one, time=stamps[first].time) for one in itertools.islice(turns, 1)]
-    return [*before, *stamps[first : inside[-1] + 1 if closed else len(stamps)]]
+    return [*before, *stamps[first : steps[end - 1] + 1 if closed else len(stamps)]]
 
 
 def _during(stamps: Sequence[Stamp], window: tuple[float, float]) -> Sequence[Stamp]:

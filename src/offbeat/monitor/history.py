@@ -119,7 +119,7 @@ class _Worker:
             yield from self._message(stamp, about, stamp.mark is Mark.SENT)
         elif about.group == SERVERS:
             yield from self._at_servers(stamp, about)
-        elif stamp.mark in (Mark.WAIT, Mark.FAIL):
+        elif stamp.mark in (Mark.WAIT, Mark.FAIL, Mark.READ):
             return
         elif about.peer is None:
             call = call_of(about, stamp.sequence)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 from offbeat.monitor.serving import Served
@@ -50,7 +51,7 @@ def call_of(about: About, sequence: int) -> Call:
     return Call(
         about.group,
         sequence,
-        tuple(map(worker_name, members_of(about))),
+        _names(about.members),
         about.operation,
         None if about.elements is None else (about.elements,),
         about.dtype,
@@ -58,6 +59,12 @@ def call_of(about: About, sequence: int) -> Call:
         None if about.root is None else worker_name(about.root),
         about.caller,
     )
+
+
+@lru_cache(maxsize=64)
+def _names(members: tuple[int, ...] | int) -> tuple[str, ...]:
+    """What workers are called: the same for thousands of calls of a group."""
+    return tuple(map(worker_name, range(members) if isinstance(members, int) else members))
 
 
 def members_of(about: About) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 A checkpoint is a folder `step-<n>`: a safetensors file with what all workers share, one per worker with what is its
 own, and a manifest that lists every file with its size and checksum, and has a checksum itself. All of it is written
 beside its place and moved there by one rename after everything is on the disk, and the one before is removed only
-then. So a kill at any moment leaves the last complete one.
+then, by one rename out of sight. So a kill at any moment leaves the last complete one, and no reader finds a part.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +33,7 @@ CERTIFICATE = "certificate.json"
 """What a snapshot has beside, and other checkpoints have not."""
 _SHARED = "shared.safetensors"
 _OWN = "worker-"
+_GONE = ".gone-"
 
 
 class Checkpoints:
@@ -150,8 +153,21 @@ def publish(
     final = _move(draft, folder, step)
     _sync_folder(folder)
     for old in _all(folder)[:-1]:
-        shutil.rmtree(old, ignore_errors=True)
+        remove(old)
+    for left in folder.glob(f"{_GONE}*"):
+        shutil.rmtree(left, ignore_errors=True)
     return final
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint or a draft at once: it loses its name first, so that nobody finds a part of it there.
+
+    Whoever still finds it under its name after having read it has read all of it. What a kill leaves is swept later.
+    """
+    hidden = path.with_name(f"{_GONE}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
+    with suppress(OSError):  # Another may have been quicker.
+        path.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _move(draft: Path, folder: Path, step: int) -> Path:
@@ -185,6 +201,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         known = manifest["format"]
         whole = manifest.pop("checksum", None) == digest(manifest) if known == FORMAT else True
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _refuse_gone(path)
         raise CheckpointError(
             f"{path} is damaged: its manifest cannot be read ({error}). Use an older checkpoint."
         ) from error
@@ -196,6 +213,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         try:
             actual = _fingerprint(path / name)
         except OSError as error:
+            _refuse_gone(path)
             raise CheckpointError(f"{path} is damaged: {name} cannot be read ({error}).") from error
         if actual != expected:
             raise CheckpointError(
@@ -203,6 +221,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
                 f"expected, or another checksum). Remove that folder to resume from an older checkpoint."
             )
     return manifest
+
+
+def _refuse_gone(path: Path) -> None:
+    if not path.exists():
+        raise CheckpointError(
+            f"{path} is not there (any more): a run removes a checkpoint once the next one is written. Take the newest "
+            f"of {path.parent}."
+        )
 
 
 def _all(folder: Path) -> list[Path]:
@@ -221,7 +247,7 @@ def _number(path: Path) -> tuple[int, int]:
 def _sweep(folder: Path) -> None:
     """Remove what a kill has left: drafts, and old checkpoints that were half removed."""
     for path in folder.iterdir() if folder.is_dir() else ():
-        if path.name.startswith(".draft-") or (_NAME.fullmatch(path.name) and not (path / _MANIFEST).exists()):
+        if path.name.startswith((".draft-", _GONE)) or (_NAME.fullmatch(path.name) and not (path / _MANIFEST).exists()):
             shutil.rmtree(path, ignore_errors=True)
 
 

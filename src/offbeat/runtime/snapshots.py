@@ -9,7 +9,6 @@ by one rename, from which a run goes on like from any other.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from offbeat.errors import CheckpointError
 from offbeat.protocols.gossip_cuts import GossipCut
 from offbeat.protocols.servers.messages import Push, ShardCut
 from offbeat.runtime import certificates
-from offbeat.runtime.checkpoint import file_of, metadata_of, publish, write_tensors
+from offbeat.runtime.checkpoint import file_of, metadata_of, publish, remove, write_tensors
 from offbeat.runtime.group import Group
 from offbeat.runtime.trees import take_apart
 
@@ -119,7 +118,7 @@ def _publish_pairs(checkpoints: Path, colour: int, identity: Mapping[str, Any], 
         print(f"snapshot {colour} was not published: {error}", file=sys.stderr, flush=True)
         discard(checkpoints, colour)
     for older in (path for path in checkpoints.glob(f"{DRAFT}*") if path.name < draft_of(checkpoints, colour).name):
-        shutil.rmtree(older, ignore_errors=True)
+        remove(older)
 
 
 def write_part(folder: Path, name: str, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
@@ -180,7 +179,7 @@ def discard(checkpoints: Path, colour: int | None = None) -> None:
     """Remove what was written of a snapshot that has not come about; of all, if none is named."""
     found = checkpoints.glob(f"{DRAFT}*") if colour is None else [draft_of(checkpoints, colour)]
     for path in found:
-        shutil.rmtree(path, ignore_errors=True)
+        remove(path)
 
 
 # -- going on ----------------------------------------------------------------------------------------------------------

@@ -78,7 +78,9 @@ class Mark(IntEnum):
     TURN = 8
     """From here on time is spent on something else: `sequence` is its number in `KINDS`."""
     READ = 9
-    """Values of a shard have come to a worker; `value` says how many steps old they are."""
+    """Values of a shard have come to a worker; `value` says how many steps old they are.
+
+    Of parameters in shared memory: a worker has changed what it had read, and `value` others have in the meantime."""
     CHECKPOINT = 10
     FAULT = 11
     """Something that `--disturb` asked for happens now."""
@@ -116,7 +118,7 @@ Write = Callable[..., None]
 _Records = npt.NDArray[np.void]
 
 
-class About(msgspec.Struct, frozen=True, omit_defaults=True):
+class About(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """What a record is about, as the table of names has it."""
 
     group: str
@@ -146,7 +148,7 @@ class About(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of a view: who serves each shard."""
 
 
-class Stamp(msgspec.Struct, frozen=True):
+class Stamp(msgspec.Struct, frozen=True, gc=False):
     """One event that was read back."""
 
     mark: Mark

@@ -13,7 +13,7 @@ from typing import Any, Final
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter  # pyright: ignore[reportPrivateUsage]
 
-from offbeat.runtime.backend import OffbeatGroup, stamped_gloo
+from offbeat.runtime.backend import stamp_groups, stand_in_for_gloo
 from offbeat.runtime.stamps import COMPUTING, INPUT, RECORDER, Mark, Recorder, events_file, stack_file
 
 ASK: Final = signal.SIGRTMIN + 7
@@ -43,9 +43,8 @@ def _recording(folder: Path, rank: int, ours: bool) -> Recorder:
     recorder = Recorder(path, rank)
     RECORDER.set(recorder)
     if ours:
-        stamped_gloo(recorder, OffbeatGroup)
-    else:
-        stamped_gloo(recorder)
+        stand_in_for_gloo()
+    stamp_groups(recorder)
 
     def stepping(*_: Any) -> None:
         recorder.step()

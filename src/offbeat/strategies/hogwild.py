@@ -24,6 +24,7 @@ from offbeat.errors import StrategyError
 from offbeat.runtime.backend import OffbeatGroup
 from offbeat.runtime.group import Group
 from offbeat.runtime.shared.segment import Segment
+from offbeat.runtime.stamps import RECORDER, About, Mark
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._base import Traits
 from offbeat.strategies._worker import Exchange, Exchanging, averaged_buffers, closure_of
@@ -35,6 +36,9 @@ OPTIMIZERS: tuple[type[Optimizer], ...] = (
 """Optimizers that treat every number by itself, and whose steps are as long as their learning rate says."""
 MOST_STALE: Final = 1000
 """What is more updates old than this is counted as this old."""
+_SHARED: Final = "shared parameters"
+"""The group of events that are about them."""
+_READ: Final = int(Mark.READ)
 _LINE: Final = 64
 """Bytes that no two workers write to: a line of the cache, and where tensors begin."""
 
@@ -86,6 +90,7 @@ class _Unlocked(Exchange):
         self._rates: list[tuple[dict[str, Any], Any]] = []
         self._hidden: list[tuple[Parameter, Tensor]] = []
         self._handles: list[Any] = []
+        self._recorder = RECORDER.get()
 
     def install(self, model: nn.Module) -> None:
         """Move the model's parameters into shared memory."""
@@ -153,10 +158,18 @@ class _Unlocked(Exchange):
             parameter.grad = gradient
         if self._pending and self._clocks is not None:
             self._written += self._pending
-            self._stale[min(self._clocks.written(), MOST_STALE)] += 1
+            late = self._clocks.written()
+            self._stale[min(late, MOST_STALE)] += 1
+            self._note(late)
         self._pending = 0
         self._rates.clear()
         self._hidden.clear()
+
+    def _note(self, late: int) -> None:
+        """In a run that is watched: what this update was computed from was so many updates of others old."""
+        if self._recorder is not None:
+            name = self._recorder.name(_SHARED, lambda: About(_SHARED, "read"))
+            self._recorder.stamp(_READ, name, self._stale.total(), self._recorder.steps, late)
 
     @contextmanager
     def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:

@@ -149,35 +149,73 @@ class _Causes:
 
 def replayed(computation: Computation, saved: Mapping[Place, float]) -> tuple[FloatArray, ...]:
     """For each process the times of its events, if so many seconds had been saved just before some of them."""
-    causes = _Causes(computation)
-    times = [np.zeros(length) for length in computation.lengths]
-    joined: dict[int, float] = {}
+    took = _durations(computation, _Causes(computation))
+    return tuple(times[:, 0] for times in _replayed(computation, took, [saved]))
+
+
+def _replayed(
+    computation: Computation, took: Mapping[Place, float], saved: Sequence[Mapping[Place, float]]
+) -> list[FloatArray]:
+    """The same for several sets of savings at once: for each process a row for each event, a column for each set."""
+    less = defaultdict[Place, list[tuple[int, float]]](list)
+    for column, some in enumerate(saved):
+        for place, seconds in some.items():
+            less[place].append((column, seconds))
+    times = [np.zeros((length, len(saved))) for length in computation.lengths]
+    joined: dict[int, FloatArray] = {}
+    nothing = np.zeros(len(saved))
     for place in computation.order:
-        starts = [float(times[place.process][place.number - 2])] if place.number > 1 else []
+        rows, number = times[place.process], place.number
+        start = rows[number - 2] if number > 1 else None
         for join in computation.joins_to.get(place, ()):
             if id(join) not in joined:
-                joined[id(join)] = max(float(times[i][k - 1]) for i, k in join.causes)
-            starts.append(joined[id(join)])
-        took = computation.event(place).time - _latest(computation, causes, place)
-        times[place.process][place.number - 1] = max(starts, default=0.0) + took - saved.get(place, 0.0)
-    return tuple(times)
+                joined[id(join)] = np.max([times[i][k - 1] for i, k in join.causes], axis=0)
+            start = joined[id(join)] if start is None else np.maximum(start, joined[id(join)])
+        np.add(nothing if start is None else start, took[place], out=rows[number - 1])
+        for column, seconds in less.get(place, ()):
+            rows[number - 1, column] -= seconds
+    return times
 
 
 def without_lateness(computation: Computation, process: Name, late: Sequence[Arrival] | None = None) -> Forecast:
     """What the run would have taken if a process had never been later than the others are on average."""
-    index = computation.index(process)
+    return forecasts(computation, [process], late)[0]
+
+
+def forecasts(
+    computation: Computation, processes: Sequence[Name], late: Sequence[Arrival] | None = None
+) -> list[Forecast]:
+    """The same for several processes, each by itself, in one go through the events."""
     causes = _Causes(computation)
+    took = _durations(computation, causes)
+    known = arrivals(computation) if late is None else late
+    savings = [_savings(computation, took, name, known) for name in processes]
+    seconds = _duration(_times(computation))
+    without = _duration(_replayed(computation, took, [saved for saved, _ in savings]))
+    return [
+        Forecast(name, float(seconds), float(least), removed)
+        for name, (_, removed), least in zip(processes, savings, without, strict=True)
+    ]
+
+
+def _savings(
+    computation: Computation, took: Mapping[Place, float], process: Name, late: Sequence[Arrival]
+) -> tuple[dict[Place, float], dict[str, float]]:
+    """What a process would have to save before which event to be never late, and on what."""
+    index = computation.index(process)
     saved: dict[Place, float] = {}
     removed = defaultdict[str, float](float)
-    for arrival in arrivals(computation) if late is None else late:
+    for arrival in late:
+        if arrival.last != process:
+            continue
         window = [Place(index, number) for number in range(max(arrival.since, 1), arrival.entry.number + 1)]
         excess = arrival.lateness - sum(saved.get(place, 0.0) for place in window)
-        if arrival.last == process and excess > 0:
-            _save(computation, causes, window, excess, saved)
+        if excess > 0:
+            _save(computation, took, window, excess, saved)
             positive = {kind: seconds for kind, seconds in arrival.by_kind.items() if seconds > 0}
             for kind, seconds in positive.items():
                 removed[kind] += excess * seconds / sum(positive.values())
-    return Forecast(process, _duration(_times(computation)), _duration(replayed(computation, saved)), dict(removed))
+    return saved, dict(removed)
 
 
 def _arrival(
@@ -240,19 +278,27 @@ def _kinds(computation: Computation, causes: _Causes, cause: Place, effect: Plac
     return {**kinds, left: kinds.get(left, 0.0) + rest}
 
 
-def _latest(computation: Computation, causes: _Causes, place: Place) -> float:
-    """When the last of what an event waited for was there."""
-    return max((computation.event(cause).time for cause in causes.of(place)), default=0.0)
+def _durations(computation: Computation, causes: _Causes) -> dict[Place, float]:
+    """How long after the last of what it waited for each event came."""
+    found: dict[Place, float] = {}
+    for place in computation.order:
+        latest = max((computation.event(cause).time for cause in causes.of(place)), default=0.0)
+        found[place] = computation.event(place).time - latest
+    return found
 
 
 def _save(
-    computation: Computation, causes: _Causes, window: Iterable[Place], excess: float, saved: dict[Place, float]
+    computation: Computation,
+    took: Mapping[Place, float],
+    window: Iterable[Place],
+    excess: float,
+    saved: dict[Place, float],
 ) -> None:
-    """Take so many seconds off some events, the longest first, none below 0."""
-    durations: dict[Place, float] = {}
-    for place in window:
-        took = computation.event(place).time - _latest(computation, causes, place)
-        durations[place] = took - saved.get(place, 0.0) if causes.of(place) else 0.0
+    """Take so many seconds off some events, the longest first, none below 0; nothing off one that waited for none."""
+    durations = {
+        place: took[place] - saved.get(place, 0.0) if place.number > 1 or place in computation.joins_to else 0.0
+        for place in window
+    }
     for place in sorted(durations, key=lambda place: -durations[place]):
         taken = min(max(durations[place], 0.0), excess)
         saved[place] = saved.get(place, 0.0) + taken
@@ -263,9 +309,9 @@ def _times(computation: Computation) -> tuple[FloatArray, ...]:
     return tuple(np.array([event.time for event in history]) for history in computation.histories)
 
 
-def _duration(times: Sequence[FloatArray]) -> float:
-    """From the first event of all to the last."""
+def _duration(times: Sequence[FloatArray]) -> FloatArray:
+    """From the first event of all to the last; of each column, where times have several."""
     some = [one for one in times if one.size]
     if not some:
         raise UsageError("without events there is no time to forecast: give the histories of a run.")
-    return float(max(one.max() for one in some) - min(one.min() for one in some))
+    return np.max([one.max(axis=0) for one in some], axis=0) - np.min([one.min(axis=0) for one in some], axis=0)

@@ -42,7 +42,7 @@ class Kind(StrEnum):
     EXIT = "exit"
 
 
-class Call(Struct, frozen=True):
+class Call(Struct, frozen=True, gc=False):
     """One collective, as one of its members calls it."""
 
     group: str
@@ -79,7 +79,7 @@ class Call(Struct, frozen=True):
         return f"{self.operation} #{self.sequence}{f' ({details})' if details else ''} of group {self.group}{where}"
 
 
-class Event(Struct, frozen=True):
+class Event(Struct, frozen=True, gc=False):
     """Something that a process did."""
 
     kind: Kind = Kind.LOCAL

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -33,30 +32,25 @@ def register() -> None:
 
 
 def _create(told: Any, given: Any) -> Any:
+    from offbeat.runtime.backend._group import OffbeatGroup
+
     host = given.host if isinstance(given, Options) else None
     names = list(told.global_ranks_in_group)
-    return open_group(told.store, told.group_rank, told.group_size, told.timeout, names, told.group_id, host)
+    return OffbeatGroup(told.store, told.group_rank, told.group_size, told.timeout, names, told.group_id, host)
 
 
-def open_group(
-    store: dist.Store,
-    rank: int,
-    size: int,
-    timeout: timedelta,
-    names: Sequence[int] = (),
-    label: str = "",
-    host: str | None = None,
-) -> OffbeatGroup:
-    """A group of ours; in a run that is watched, one that writes down what is asked of it."""
+def open_group(store: dist.Store, rank: int, size: int, timeout: timedelta, label: str = "") -> OffbeatGroup:
+    """A group of ours that torch does not know; in a run that is watched, one that writes down what is asked of it."""
     from offbeat.runtime.backend._group import OffbeatGroup
     from offbeat.runtime.stamps import RECORDER
 
+    group = OffbeatGroup(store, rank, size, timeout, label=label)
     recorder = RECORDER.get()
-    if recorder is None:
-        return OffbeatGroup(store, rank, size, timeout, names, label, host)
-    from offbeat.runtime.backend._stamped import StampedOffbeat
+    if recorder is not None:
+        from offbeat.runtime.backend._stamped import stamp_group
 
-    return StampedOffbeat(recorder, store, rank, size, timeout, names, label, host)
+        stamp_group(recorder, group, label, range(size))
+    return group
 
 
 def _teach_monitored_barrier() -> None:

@@ -1,28 +1,29 @@
-"""Process groups that write down what is asked of them, and when it is done: Gloo's and ours.
+"""Process groups that write down what is asked of them, and when it is done, whatever their backend is.
 
 Torch's own code calls a group's methods, whether in Python or in C++ as DDP's reducer does; here they are overridden.
-Nothing is added to what is exchanged.
+Backends are left alone: whoever asks a group for its backend gets the very one that torch has made. Nothing is added to
+what is exchanged.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
+from inspect import getattr_static
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from offbeat.runtime.backend._core import ALIVE
 from offbeat.runtime.backend._group import OffbeatGroup
-from offbeat.runtime.backend._stamping import Shape, Stamps
+from offbeat.runtime.backend._stamping import Shape, Stamps, device_of
 from offbeat.runtime.stamps import Recorder
 
 _ProcessGroup: Any = dist.ProcessGroup
-_Gloo: Any = dist.ProcessGroupGloo
+_Meta: Any = type(_ProcessGroup)
 _COLLECTIVES = {
     "allreduce": Shape("all_reduce", reduces=True),
     "allreduce_coalesced": Shape("all_reduce_coalesced", reduces=True),
@@ -30,204 +31,256 @@ _COLLECTIVES = {
     "reduce": Shape("reduce", rooted=True, reduces=True),
     "allgather": Shape("all_gather", None),
     "allgather_coalesced": Shape("all_gather_coalesced", None),
-    "all_gather_single": Shape("all_gather_into_tensor", 1, gloo="_allgather_base"),
+    "all_gather_single": Shape("all_gather_into_tensor", 1),
     "_allgather_base": Shape("all_gather_into_tensor", 1),
     "all_gather_single_coalesced": Shape("all_gather_coalesced", None),
     "allgather_into_tensor_coalesced": Shape("all_gather_coalesced", None),
     "gather": Shape("gather", None, rooted=True),
     "scatter": Shape("scatter", None, rooted=True),
     "reduce_scatter": Shape("reduce_scatter", None, reduces=True),
-    "reduce_scatter_single": Shape("reduce_scatter_tensor", 1, gloo="_reduce_scatter_base", reduces=True),
+    "reduce_scatter_single": Shape("reduce_scatter_tensor", 1, reduces=True),
     "_reduce_scatter_base": Shape("reduce_scatter_tensor", 1, reduces=True),
     "reduce_scatter_single_coalesced": Shape("reduce_scatter_coalesced", None, reduces=True),
     "reduce_scatter_tensor_coalesced": Shape("reduce_scatter_coalesced", None, reduces=True),
     "alltoall": Shape("all_to_all", None),
-    "all_to_all_single": Shape("all_to_all_single", None, gloo="alltoall_base"),
+    "all_to_all_single": Shape("all_to_all_single", None),
     "alltoall_base": Shape("all_to_all_single", None),
     "barrier": Shape("barrier", None),
     "monitored_barrier": Shape("monitored_barrier", None, blocks=True),
 }
 _MESSAGES = {"send": "send to", "recv": "receive from", "recv_anysource": "receive from"}
+_OLDER = {
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+"""By which name torch calls groups in Python that do not know the newer one."""
+_EXCHANGES = {
+    "at_once": Shape("exchange", None, blocks=True, exchanged=2),
+    "later": Shape("exchange", None, exchanged=2),
+}
+"""What our own algorithms do in shared memory is an exchange, too: now, or on the group's thread."""
+
+_Type = dist.ProcessGroup.BackendType
+_TYPES = (_Type.CUSTOM, _Type.GLOO, _Type.NCCL, _Type.MPI, _Type.UCC, _Type.XCCL)
+
+Act = Callable[[Any], Callable[..., Any]]
 
 
-def _collective(method: str, shape: Shape) -> Callable[..., Any]:
+def _acting(base: type[Any], method: str, stock: Callable[[Any], Any]) -> Act:
+    """How a method does what it did before it was written down."""
+    for name in (method, _OLDER.get(method, method)):
+        own = getattr_static(base, name, None)
+        if own is not None and own is not getattr_static(_ProcessGroup, name, None):
+            return own.__get__
+    # Calling torch's own method of a group in Python would find the one that is written down, again and again.
+    return lambda group: getattr(stock(group), method)
+
+
+def _collective(method: str, shape: Shape, acting: Act) -> Callable[..., Any]:
     def stamped(self: Any, *args: Any, **more: Any) -> Any:
-        return self.stamps.collective(shape, getattr(super(self.own, self), method), args, more)
+        return self.stamps.collective(shape, acting(self), args, more)
 
     stamped.__name__ = method
     return stamped
 
 
-def _message(method: str, what: str) -> Callable[..., Any]:
+def _message(method: str, what: str, acting: Act) -> Callable[..., Any]:
     def stamped(self: Any, tensors: Any, *args: Any, **more: Any) -> Any:
         anybody = method == "recv_anysource"
         peer = -1 if anybody else (args[0] if args else more.get("dst", more.get("src", -1)))
         rest = args if anybody else args[1:]
         tag = rest[0] if rest else more.get("tag", 0)
-        act = getattr(super(self.own, self), method)
-        return self.stamps.message(what, lambda: act(tensors, *args, **more), peer, tag)
+        act = acting(self)
+        return self.stamps.message(what, lambda: act(tensors, *args, **more), tensors, peer, tag)
 
     stamped.__name__ = method
     return stamped
 
 
-def _stamped(own: type[Any]) -> type[Any]:
-    """A class whose methods are its parent's, and written down."""
-    own.own = own
-    for method, shape in _COLLECTIVES.items():
-        setattr(own, method, _collective(method, shape))
-    for method, what in _MESSAGES.items():
-        setattr(own, method, _message(method, what))
-    return own
+def _stamped(base: type[Any], stock: Callable[[Any], Any]) -> dict[str, Any]:
+    """The methods of a class of groups, written down; `stock`: a group that does what the class leaves to torch."""
+    shapes = _COLLECTIVES | _EXCHANGES if issubclass(base, OffbeatGroup) else _COLLECTIVES
+    calls = {name: _collective(name, shape, _acting(base, name, stock)) for name, shape in shapes.items()}
+    return calls | {name: _message(name, what, _acting(base, name, stock)) for name, what in _MESSAGES.items()}
 
 
-class _Gloos(_ProcessGroup):
-    """A Gloo group as a group in Python: everything is handed on."""
+class Several:
+    """The calls on a group with several backends, as "cpu:gloo,cuda:nccl" has: each backend counts its own.
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    An operation on the CPU and one on a device may be called in another order on another rank.
+    """
+
+    def __init__(self, usual: Stamps, by: Mapping[str, Stamps]) -> None:
+        self._usual, self._by = usual, by
+
+    def at(self, device: torch.device | None) -> Stamps:
+        """Who counts the calls with tensors there, or without any."""
+        return self._usual if device is None else self._by.get(device.type, self._usual)
+
+    def collective(self, shape: Shape, act: Callable[..., Any], args: Sequence[Any], more: dict[str, Any]) -> Any:
+        """Do it, and say so before and after."""
+        return self.at(device_of(args)).collective(shape, act, args, more)
+
+    def message(self, what: str, act: Callable[[], Any], tensors: Any, peer: int, tag: int) -> Any:
+        """Send or receive, and say so before and after."""
+        return self.at(device_of((tensors,))).message(what, act, tensors, peer, tag)
+
+
+def _counting(recorder: Recorder, group: Any, name: str, members: Callable[[], Sequence[int]]) -> Stamps | Several:
+    """Who writes down what is asked of a group."""
+    name = "world" if name in ("", "0", "default_pg") else name
+    usual = Stamps(recorder, name, members)
+    backends = {device.type: group._get_backend(device) for device in group._device_types}
+    if len({id(backend) for backend in backends.values()}) < 2:
+        return usual
+    return Several(usual, {kind: Stamps(recorder, f"{name} on {kind}", members) for kind in sorted(backends)})
+
+
+def _known(group: Any) -> Callable[[], Sequence[int]]:
+    """Who is in a group, once torch says so: not before it is used for the first time."""
+    # Not the group itself: it should go, with its threads and sockets, as soon as it is let go.
+    kept = weakref.ref(group)
+
+    def members() -> Sequence[int]:
+        found: Any = kept()
+        ranks: dict[int, int] = c10d._world.pg_group_ranks.get(found, {})  # pyright: ignore
+        return sorted(ranks, key=ranks.__getitem__) or range(found.size())
+
+    return members
+
+
+def stamp_group(recorder: Recorder, group: Any, name: str, members: Sequence[int] | None = None) -> None:
+    """From now on, a group that is written in Python is written down. It stays what it is, of a class below its own."""
+    base = type(group)
+    group.stamps = _counting(recorder, group, name, _known(group) if members is None else lambda: members)
+    group.__class__ = type(f"Stamped{base.__name__}", (base,), _stamped(base, _plain))
+
+
+def _plain(group: Any) -> Any:
+    """A group of torch's own around the same backends, for what a group in Python leaves to torch."""
+    plain = _ProcessGroup(group.rank(), group.size())
+    # Torch would take backends of one type for the same.
+    for device, kind in zip(group._device_types, _TYPES, strict=False):
+        plain._register_backend(device, kind, group._get_backend(device))
+    plain._set_default_backend(_TYPES[0])
+    return plain
+
+
+class TorchGroup(_ProcessGroup):
+    """A group of torch's own, written down: everything is handed on to one that has the same backends."""
+
+    recorder: Recorder
+    """Where it is written down."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         super().__init__(rank, size)
         ALIVE.add(self)
-        self._rank, self._size, self._store = rank, size, store
-        self._gloo: Any = _Gloo(store, rank, size, timeout)
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
-        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        # A group of torch's own around the same Gloo, for what Gloo's class does not show in Python.
-        self.stock: Any = _ProcessGroup(rank, size)
-        self.stock._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
+        self._store, self.stock = store, _ProcessGroup(store, rank, size)
+        self._kinds: dict[str, Any] = {}
+        self._usual: Any = None
+        self.named("unnamed")
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """What was asked for."""
-        return "gloo"
+    def named(self, name: str) -> None:
+        """Torch has said who this is."""
+        self.stamps = _counting(self.recorder, self, name, _known(self))
 
-    def getRank(self) -> int:  # noqa: N802 - torch's name
-        """Its own number."""
-        return self._rank
+    def _register_backend(self, device: torch.device, kind: Any, backend: Any) -> None:
+        self._kinds[device.type] = kind
+        super()._register_backend(device, kind, backend)
+        self.stock._register_backend(device, kind, backend)
 
-    def getSize(self) -> int:  # noqa: N802 - torch's name
-        """How many ranks there are."""
-        return self._size
+    def _set_default_backend(self, kind: Any) -> None:
+        self._usual = kind
+        super()._set_default_backend(kind)
+        self.stock._set_default_backend(kind)
+
+    def _set_group_name(self, name: str) -> None:
+        super()._set_group_name(name)
+        self.stock._set_group_name(name)
+
+    def _set_group_desc(self, text: str) -> None:
+        super()._set_group_desc(text)
+        self.stock._set_group_desc(text)
+
+    @property
+    def bound_device_id(self) -> torch.device | None:
+        """The only device that its ranks use, if that is known."""
+        return self.stock.bound_device_id
+
+    @bound_device_id.setter
+    def bound_device_id(self, device: torch.device | None) -> None:
+        _ProcessGroup.bound_device_id.fset(self, device)
+        self.stock.bound_device_id = device
 
     def get_group_store(self) -> dist.Store:
         """Where its ranks met."""
         return self._store
 
-    def _get_sequence_number_for_group(self) -> int:
-        return self._gloo._get_sequence_number_for_group()
+    def _start_coalescing(self, device: torch.device) -> None:
+        super()._start_coalescing(device)
+        self.stamps.at(device).gather()
 
-    def _set_sequence_number_for_group(self) -> None:
-        self._gloo._set_sequence_number_for_group()
+    def _end_coalescing(self, device: torch.device) -> Any:
+        return self.stamps.at(device).gathered(lambda: self.stock._end_coalescing(device))
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """How long operations wait that say nothing else."""
-        self._gloo._set_default_timeout(timeout)
+    def split_group(self, *args: Any, **more: Any) -> Any:
+        """A group of some of its ranks, written down, too."""
+        return self._followed(self.stock.split_group(*args, **more))
 
-    def abort(self) -> None:
-        """Give up whatever is going on here."""
-        self._gloo.abort()
+    def merge_remote_group(self, *args: Any, **more: Any) -> Any:
+        """A group of its ranks and others, written down, too."""
+        return self._followed(self.stock.merge_remote_group(*args, **more))
+
+    def _followed(self, made: Any) -> Any:
+        if made is None:
+            return None
+        group = type(self)(made.get_group_store(), made.rank(), made.size())
+        group.stock = made
+        for device in made._device_types:
+            group._register_backend(device, self._kinds[device.type], made._get_backend(device))
+        group._set_default_backend(self._usual)
+        group._set_group_name(made.group_name)
+        group._set_group_desc(made.group_desc)
+        return group
 
     def shutdown(self) -> None:
         """Leave the group."""
-        self._gloo.shutdown()
+        self.recorder.kept.append(self.stock)
+        super().shutdown()
 
 
-def _handed_on(method: str) -> Callable[..., Any]:
-    shown = hasattr(_Gloo, method)
-
-    def call(self: Any, *args: Any, **more: Any) -> Any:
-        return getattr(self._gloo if shown else self.stock, method)(*args, **more)
-
-    call.__name__ = method
-    return call
+for _name, _call in _stamped(_ProcessGroup, attrgetter("stock")).items():
+    setattr(TorchGroup, _name, _call)
 
 
-for _method, _shape in _COLLECTIVES.items():
-    setattr(_Gloos, _method, _handed_on(_shape.gloo or _method))
-for _method in _MESSAGES:
-    setattr(_Gloos, _method, _handed_on(_method))
+class _AnyGroup(_Meta):
+    """What is a group for torch stays one, whether it is written down or not."""
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, _ProcessGroup)
+
+    def __subclasscheck__(self, subclass: type) -> bool:
+        return issubclass(subclass, _ProcessGroup)
 
 
-class _Noted:
-    """What torch notes down about a Gloo group once it is made: who is in it, and its name."""
+def stamp_groups(recorder: Recorder) -> None:
+    """From now on, all groups of this process that torch makes are written down, whatever their backends are."""
 
-    def __init__(self, group: Any) -> None:
-        # Not the group itself: it should go, with its threads and sockets, as soon as it is let go.
-        self._group = weakref.ref(group)
-        self.global_ranks_in_group: Any = ()
+    class Watched(TorchGroup, metaclass=_AnyGroup):
+        """What torch takes for its class of groups."""
 
-    @property
-    def group_name(self) -> str:
-        """What torch calls the group."""
-        return self._found().name
+    Watched.recorder = recorder
+    register = c10d._register_pg_in_world  # pyright: ignore
 
-    @group_name.setter
-    def group_name(self, name: str) -> None:
-        self._found().named(name, self.global_ranks_in_group)
+    def registered(pg: Any, *args: Any, **more: Any) -> None:
+        register(pg, *args, **more)
+        recorder.kept.clear()
+        name = c10d._world.pg_names[pg]  # pyright: ignore
+        if isinstance(pg, TorchGroup):
+            pg.named(name)
+        else:
+            stamp_group(recorder, pg, name)
 
-    def _found(self) -> Any:
-        return self._group()
-
-
-@_stamped
-class StampedOffbeat(OffbeatGroup):
-    """Our group, written down."""
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        store: dist.Store,
-        rank: int,
-        size: int,
-        timeout: timedelta,
-        names: Sequence[int],
-        label: str,
-        host: str | None,
-    ) -> None:
-        super().__init__(store, rank, size, timeout, names, label, host)
-        self.stamps = Stamps(recorder, _readable(label), tuple(names) or tuple(range(size)))
-
-    def at_once(self, act: Callable[[Any], None], what: str, tensors: Sequence[Tensor] = ()) -> None:
-        """What our own algorithms do in shared memory is an exchange, too."""
-        self.stamps.collective(_EXCHANGE_NOW, super().at_once, (act, what, tensors), {})
-
-    def later(self, act: Callable[[], None], what: str, tensors: Sequence[Tensor]) -> Any:
-        """The same on the group's thread."""
-        return self.stamps.collective(_EXCHANGE, super().later, (act, what, tensors), {})
-
-
-_EXCHANGE = Shape("exchange", None, exchanged=2)
-_EXCHANGE_NOW = Shape("exchange", None, blocks=True, exchanged=2)
-
-
-def stamped_gloo(recorder: Recorder, base: type[Any] = _Gloos) -> None:
-    """From now on, groups of this process that torch makes by the name of Gloo are written down."""
-
-    class StampedGloo(base):
-        """Made as torch makes a Gloo group."""
-
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any = c10d.default_pg_timeout) -> None:
-            recorder.kept.clear()
-            super().__init__(store, rank, size, timeout)
-            self.named("unnamed", ())
-            self.options = _Noted(self)
-
-        name = ""
-
-        def named(self, name: str, members: Sequence[int]) -> None:
-            """Torch has said who this is."""
-            self.name = name
-            self.stamps = Stamps(recorder, _readable(name), tuple(members) or tuple(range(self.getSize())))
-
-        def getBackendName(self) -> str:  # noqa: N802 - torch's name
-            """What was asked for."""
-            return "gloo"
-
-        def shutdown(self) -> None:
-            """Leave the group."""
-            recorder.kept.append(self._gloo)
-            super().shutdown()
-
-    c10d.ProcessGroupGloo = _stamped(StampedGloo)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _readable(name: str) -> str:
-    return "world" if name in ("", "0", "default_pg") else name
+    c10d.ProcessGroup = Watched  # pyright: ignore[reportAttributeAccessIssue]
+    c10d._register_pg_in_world = registered  # pyright: ignore

@@ -7,45 +7,21 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
+from torch._C import _distributed_c10d as _c10d  # pyright: ignore[reportPrivateUsage]
 
+from offbeat.runtime.backend._works import CAPTURES, EXIT, FAIL, Gathered, StampedWork, may_ask
 from offbeat.runtime.stamps import About, Mark, Recorder
 
-_OPTIONS: Final = frozenset[Any](
-    {
-        AllgatherOptions,
-        AllreduceCoalescedOptions,
-        AllreduceOptions,
-        AllToAllOptions,
-        BarrierOptions,
-        BroadcastOptions,
-        GatherOptions,
-        ReduceOptions,
-        ReduceScatterOptions,
-        ScatterOptions,
-    }
-)
+_OPTIONS: Final = frozenset[Any](kind for kind in vars(_c10d).values() if hasattr(kind, "asyncOp"))
 # A member of an enumeration is looked up and written more slowly than a number.
-_ENTER, _START, _WAIT, _EXIT, _FAIL = (int(m) for m in (Mark.ENTER, Mark.START, Mark.WAIT, Mark.EXIT, Mark.FAIL))
-_NAN = int(Mark.NAN)
+_ENTER, _START, _NAN = int(Mark.ENTER), int(Mark.START), int(Mark.NAN)
 _SINGLE = torch.float32
 _Key = tuple[str, int | None, torch.dtype | None, int | None, int | None, str, int]
 _OFFBEAT = str(Path(__file__).parents[2]) + os.sep
@@ -59,8 +35,6 @@ class Shape(NamedTuple):
     given: int | None = 0
     """Which argument holds what this rank gives, if all ranks must give as much; None where they may differ."""
     rooted: bool = False
-    gloo: str | None = None
-    """What Gloo's own class calls it, if otherwise."""
     reduces: bool = False
     blocks: bool = False
     """Whether the call itself waits, where no options say so."""
@@ -69,17 +43,31 @@ class Shape(NamedTuple):
 
 
 class Stamps:
-    """Counts the calls on one group and writes them down."""
+    """Counts the calls on one backend of one group and writes them down."""
 
-    def __init__(self, recorder: Recorder, name: str, members: Sequence[int]) -> None:
+    def __init__(self, recorder: Recorder, name: str, members: Callable[[], Sequence[int]]) -> None:
         self._recorder = recorder
         self._group = recorder.group(name)
-        self._members = tuple(members)
-        size = len(self._members)
-        self._written = size if self._members == tuple(range(size)) else self._members
+        self._asked = members  # Torch says who is in a group after it has made it.
         self._calls = 0
+        self._gathered: list[tuple[int, int]] | None = None
+        # Where there are no devices, nobody need ask where tensors are.
+        self._devices = torch.accelerator.current_accelerator() is not None
         self._known: dict[_Key, int] = {}
         self._channels: Counter[tuple[str, int, int]] = Counter()
+
+    def at(self, device: torch.device | None) -> Stamps:  # noqa: ARG002 - as a group with several backends has it
+        """Who counts the calls with tensors there: a single backend counts all of them."""
+        return self
+
+    @cached_property
+    def _members(self) -> tuple[int, ...]:
+        return tuple(self._asked())
+
+    @cached_property
+    def _written(self) -> int | tuple[int, ...]:
+        size = len(self._members)
+        return size if self._members == tuple(range(size)) else self._members
 
     def collective(self, shape: Shape, act: Callable[..., Any], args: Sequence[Any], more: dict[str, Any]) -> Any:
         """Do it, and say so before and after."""
@@ -89,7 +77,7 @@ class Stamps:
         tensors: Sequence[Tensor] = ()
         if shape.given is not None and len(args) > shape.given:
             given = args[shape.given]
-            tensors = given if type(given) is list else [given]
+            tensors = given if type(given) is list or type(given) is tuple else [given]
             elements = tensors[0].numel() if len(tensors) == 1 else sum(tensor.numel() for tensor in tensors)
             dtype = tensors[0].dtype if tensors else None
         elif shape.exchanged is not None:
@@ -105,16 +93,19 @@ class Stamps:
         self._calls = sequence = self._calls + 1
         if tensors and recorder.suspicious and (shape.reduces or shape.exchanged):
             self._inspect(tensors[0], name)
-        waited = shape.blocks if options is None else not options.asyncOp
+        waited = self._gathered is None and (shape.blocks if options is None else not options.asyncOp)
         if recorder.open:
             recorder.look()
         recorder.stamp(_ENTER if waited else _START, name, sequence)
         try:
             work = act(*args, **more)
         except BaseException:
-            recorder.stamp(_FAIL, name, sequence)
+            recorder.stamp(FAIL, name, sequence)
             raise
-        return self._begun(work, name, sequence, waited)
+        if not CAPTURES and self._gathered is None and work is not None and work.is_completed():
+            recorder.stamp(EXIT, name, sequence)  # What happens most, without further calls.
+            return work
+        return self._begun(work, name, sequence, waited, self._devices and trails(args))
 
     def _describe(self, key: _Key) -> int:
         """Say what a call is about, once for all calls like it."""
@@ -144,13 +135,38 @@ class Stamps:
             recorder.sick = True
             recorder.stamp(_NAN, name, self._calls, recorder.steps + 1)
 
-    def _begun(self, work: Any, name: int, sequence: int, waited: bool) -> Any:
-        if work is None or work.is_completed():
-            self._recorder.stamp(_EXIT, name, sequence)
+    def _begun(self, work: Any, name: int, sequence: int, waited: bool, behind: bool) -> Any:
+        if self._gathered is not None:
+            self._gathered.append((name, sequence))
             return work
-        return StampedWork(work, self._recorder, name, sequence, waited)
+        # While a graph is captured nothing happens yet.
+        if work is None or (CAPTURES and not may_ask()) or work.is_completed():
+            self._recorder.stamp(EXIT, name, sequence)
+            return work
+        return StampedWork(work, self._recorder, name, sequence, waited, behind)
 
-    def message(self, what: str, act: Callable[[], Any], peer: int, tag: int) -> Any:
+    def gather(self) -> None:
+        """What is begun from now on is done together, by `gathered`."""
+        self._gathered = []
+
+    def gathered(self, act: Callable[[], Any]) -> Any:
+        """Do all that was begun since; it is under way as one piece of work."""
+        parts, self._gathered = self._gathered or (), None
+        try:
+            work = act()
+        except BaseException:
+            self._end(parts, FAIL)
+            raise
+        if parts and work is not None and may_ask():
+            return Gathered(work, self._recorder, parts, self._devices)
+        self._end(parts, EXIT)
+        return work
+
+    def _end(self, parts: Sequence[tuple[int, int]], mark: int) -> None:
+        for name, sequence in parts:
+            self._recorder.stamp(mark, name, sequence)
+
+    def message(self, what: str, act: Callable[[], Any], tensors: Any, peer: int, tag: int) -> Any:
         """Send or receive, and say so before and after; nobody is -1."""
         recorder = self._recorder
         other = self._members[peer] if 0 <= peer < len(self._members) else -1
@@ -166,90 +182,29 @@ class Stamps:
         try:
             work = act()
         except BaseException:
-            recorder.stamp(_FAIL, name, sequence)
+            recorder.stamp(FAIL, name, sequence)
             raise
-        found = self._begun(work, name, sequence, False)
+        found = self._begun(work, name, sequence, False, self._devices and trails((tensors,)))
         if other < 0 and isinstance(found, StampedWork):
             found.sources = self._members
         return found
 
 
-class StampedWork(dist._Work):  # pyright: ignore[reportPrivateUsage]
-    """An operation under way, whose end is written down."""
+def device_of(args: Sequence[Any]) -> torch.device | None:
+    """Where the first tensor of a call is; None if it has none."""
+    for arg in args:
+        found = arg
+        while isinstance(found, list | tuple) and found:
+            found: Any = found[0]
+        if isinstance(found, Tensor):
+            return found.device
+    return None
 
-    def __init__(self, work: Any, recorder: Recorder, name: int, sequence: int, waiting: bool) -> None:
-        super().__init__()
-        self._work, self._recorder, self._name, self._sequence = work, recorder, name, sequence
-        self._waiting = waiting
-        self._future: Any = None
-        self.sources: Sequence[int] = ()
-        """Of a receipt from anybody: who may have sent it, by their ranks in the group."""
-        recorder.open.append(self)
 
-    def _over(self, mark: int) -> None:
-        if self in self._recorder.open:
-            self._recorder.open.remove(self)
-            self._recorder.stamp(mark, self._name, self._sequence, 0, self._sender() if mark == _EXIT else 0)
-
-    def _sender(self) -> int:
-        """1 + who has sent what was received from anybody; 0 if that is not known."""
-        if not self.sources:
-            return 0
-        try:
-            return 1 + self.sources[self._work._source_rank()]
-        except (RuntimeError, IndexError):
-            return 0
-
-    def look(self) -> None:
-        """Write its end down if it has ended."""
-        # Gloo tells those who wait for its future a moment before it says so itself.
-        if self._work.is_completed() or (self._future is not None and self._future.done()):
-            self._over(_EXIT)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for it, and say so."""
-        if not self._waiting:
-            self._waiting = True
-            self._recorder.stamp(_WAIT, self._name, self._sequence)
-        try:
-            answer = self._work.wait() if timeout is None else self._work.wait(timeout)
-        except BaseException:
-            self._over(_FAIL)
-            raise
-        self._over(_EXIT)
-        return answer
-
-    def synchronize(self) -> None:
-        """The same as wait."""
-        self.wait()
-
-    def is_completed(self) -> bool:
-        """Whether it is over, one way or the other."""
-        return self._work.is_completed()
-
-    def is_success(self) -> bool:
-        """Whether it is over and well."""
-        return self._work.is_success()
-
-    def exception(self) -> Any:
-        """What it failed of."""
-        return self._work.exception()
-
-    def result(self) -> Any:
-        """What came of it."""
-        return self._work.result()
-
-    def get_future(self) -> Any:
-        """Torch's own: what follows on it is not delayed."""
-        self._future = self._work.get_future()
-        return self._future
-
-    def _source_rank(self) -> int:
-        return self._work._source_rank()
-
-    def source_rank(self) -> int:
-        """From whom a message came."""
-        return self._work._source_rank()
+def trails(args: Sequence[Any]) -> bool:
+    """Whether waiting for a call returns before it is done: on a device its queue waits, this process goes on."""
+    device = device_of(args)
+    return device is not None and device.type != "cpu"
 
 
 def _is_sick(tensor: Tensor) -> bool | None:
