@@ -183,7 +183,7 @@ def test_parts_of_a_snapshot_hold_no_pickle_and_say_where_they_were_cut(snapshot
 
 
 def test_a_run_in_step_has_no_snapshots() -> None:
-    with offbeat.init() as team, pytest.raises(UsageError, match=r"use team\.checkpoint\(\)"):
+    with offbeat.init() as team, pytest.raises(UsageError, match=r"Use team\.checkpoint\(\)"):
         team.snapshot()
 
 

@@ -83,9 +83,9 @@ class Exchange(ABC):
     def want_snapshot(self) -> None:
         """Have the run recorded, as soon as everybody comes to a boundary."""
         raise UsageError(
-            "this run's workers exchange in step, so there is nothing to record while they go on: use "
-            "team.checkpoint(). Snapshots are for server(consistency=ssp(s) or asp), downpour and "
-            "gossip(asynchronous=True)."
+            "a run of this strategy cannot be recorded while it goes on: its workers exchange in step, or keep what a "
+            "snapshot does not cover (elastic, coded, hogwild). Use team.checkpoint(), for which all workers meet. "
+            "Snapshots are for server(consistency=ssp(s) or asp), downpour and gossip(asynchronous=True)."
         )
 
     def vector(self, counted: Callable[[], None]) -> Vector:
