@@ -48,6 +48,8 @@ LONGEST_NAME = 200
 """Bytes of a name."""
 HIGH_WATER = 1_000
 """Messages that wait for a peer before further ones are dropped."""
+TRIES = 30
+"""How often sockets are looked at, letting others run in between, before a wait sleeps: waking up takes longer."""
 _ENCRYPTION = 1024
 """Bytes, and some to spare, by which a frame is longer under CURVE."""
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # Plain numbers: the enumeration is slow.
@@ -357,7 +359,14 @@ class Endpoint(Generic[M]):
     def _poll(self, milliseconds: int) -> bool:
         """Wait until a socket has something; True if another thread has rung."""
         rung = False
-        found: list[tuple[Any, int]] = zmq.zmq_poll(self._polled, milliseconds)  # pyright: ignore[reportAssignmentType]
+        found: list[tuple[Any, int]] = []
+        for _ in range(TRIES if milliseconds else 0):
+            found = zmq.zmq_poll(self._polled, 0)  # pyright: ignore[reportAssignmentType]
+            if found:
+                break
+            os.sched_yield()
+        if not found:
+            found = zmq.zmq_poll(self._polled, milliseconds)  # pyright: ignore[reportAssignmentType]
         for entry, _ in found:
             if isinstance(entry, int):
                 os.eventfd_read(entry)
