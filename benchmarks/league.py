@@ -96,7 +96,7 @@ def _bar(name: str, found: float, at_least: float | None = None, at_most: float 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--leagues", type=int, default=10)
-    parser.add_argument("--seeds", type=int, default=7)
+    parser.add_argument("--seeds", type=int, default=11)
     parser.add_argument("--out", type=Path, default=RESULTS / "league.json")
     options = parser.parse_args()
     leagues: list[dict[str, Any]] = []
