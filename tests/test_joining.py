@@ -36,18 +36,19 @@ KILLED_AT = 6
 
 @dataclass(eq=False)
 class Awaiting(Tally):
-    """Goes on until a worker that was to die (None: any) has seen two epochs more than it had by then."""
+    """Goes on until any worker of these, which were to die, has seen two epochs more than it had by then; or all."""
 
-    rank: int | None = 1
+    ranks: tuple[int, ...] = (1,)
+    every: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.score_by_parts = False
 
     def score(self, model: nn.Module, data: Iterable[Any]) -> float:
-        ranks = (1, 2) if self.rank is None else (self.rank,)
-        most = max(len(batches_seen(Path(self.folder), rank)) for rank in ranks)
-        return float(most >= KILLED_AT + 2 * STEPS_OF_AN_EPOCH)
+        seen = [len(batches_seen(Path(self.folder), rank)) for rank in self.ranks]
+        wanted = KILLED_AT + 2 * STEPS_OF_AN_EPOCH
+        return float(min(seen) >= wanted if self.every else max(seen) >= wanted)
 
 
 def replaced(
@@ -56,11 +57,12 @@ def replaced(
     strategy: str,
     killed: Sequence[int] = (1,),
     replace: int = 1,
-    awaited: int | None = 1,
+    awaited: tuple[int, ...] = (1,),
+    every: bool = False,
 ) -> Result:
-    """A run of three workers, some of which die early; it ends when the awaited one has joined again."""
+    """A run of three workers, some of which die early; it ends when one of the awaited has joined again, or all."""
     folder.mkdir(exist_ok=True)
-    task = Awaiting(str(folder), awaited)
+    task = Awaiting(str(folder), awaited, every)
     disturb = [f"worker {rank}: kill at step {KILLED_AT}" for rank in killed]
     learn = partial(fit, task, strategy, workers=3, target=1.0, epochs=100_000, seed=0, timeout=60.0)
     result = learn(out=folder / "runs", launcher=launcher, disturb=disturb, replace=replace)
@@ -86,7 +88,7 @@ def test_a_new_worker_takes_the_place_of_a_dead_one(launcher: Launcher, tmp_path
 
 @pytest.mark.slow
 def test_the_first_worker_may_be_replaced_and_leads_again(launcher: Launcher, tmp_path: Path) -> None:
-    result = replaced(launcher, tmp_path, "server(shards=2, replicas=1)", [0], awaited=0)
+    result = replaced(launcher, tmp_path, "server(shards=2, replicas=1)", [0], awaited=(0,))
     assert (result.died, result.joined) == (["worker 0"], ["worker 0"])
     assert (parameters(result)["weight"] == result.steps).all()
     reported = [json.loads(line)["step"] for line in (result.run / "metrics.jsonl").read_text().splitlines()]
@@ -96,9 +98,9 @@ def test_the_first_worker_may_be_replaced_and_leads_again(launcher: Launcher, tm
 
 @pytest.mark.slow
 def test_several_may_be_replaced_but_no_more_than_was_asked_for(launcher: Launcher, tmp_path: Path) -> None:
-    both = replaced(launcher, tmp_path / "both", "server", [1, 2], replace=2)
+    both = replaced(launcher, tmp_path / "both", "server", [1, 2], replace=2, awaited=(1, 2), every=True)
     assert sorted(both.died) == sorted(both.joined) == ["worker 1", "worker 2"]
-    one = replaced(launcher, tmp_path / "one", "server", [1, 2], replace=1, awaited=None)
+    one = replaced(launcher, tmp_path / "one", "server", [1, 2], replace=1, awaited=(1, 2))
     assert len(one.died) == 2
     assert len(one.joined) == 1
 

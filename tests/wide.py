@@ -1,8 +1,8 @@
 """Variants of tests that `make chaos` runs and `make test` leaves out, to stay within its time.
 
 Each pattern is searched for in the name of a test. Of all but the last four, siblings stay in `make test`;
-of the contract of `coded` and `elastic`, what is exact and that uneven parts finish; of that of `ddp`, which is
-torch's own, that and how it ends.
+of the contract of `coded` and `elastic`, what is exact and that uneven parts finish; of those of `ddp` and
+`single`, that and how they end.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 
 _PATTERNS = (
     r"test_contracts\.py::.*\[(coded-4|elastic\(period=2,asynchronous=False\)-3)-(?!exact|uneven)",
-    r"test_contracts\.py::.*\[ddp-2-(?!exact|uneven|a_crash|success)",
+    r"test_contracts\.py::.*\[(ddp-2|single-1)-(?!exact|uneven|a_crash|success)",
     r"test_own_loops\.py::test_a_loop_ends.*-(allreduce-3|ddp \+ accumulate\(2\)-3)\]",
     r"test_own_loops\.py::test_a_loop_ends.*\[(clip_value|schedule_per_batch|parameter_groups|two_optimizers|gan_maker_first"
     r"|zeros_kept|two_losses|penalty_on_weights|called_twice|numbered_epochs|evaluated)-(ddp|allreduce \+)",
@@ -21,6 +21,8 @@ _PATTERNS = (
     r"test_own_models\.py::test_a_model_ends.*-(allreduce-3|allreduce\(gloo, bucket=0\.0001\)-2)\]",
     r"test_contracts\.py::.*\[allreduce\+accumulate\(3\)\+topk",
     r"test_own_models\.py::test_a_model_ends.*-allreduce \+ accumulate\(2\)-3\]",
+    r"test_own_models\.py::test_a_model_ends.*\[(words_of_a_stream|all_frozen_at_first|recomputed_reentrant|odd_buffers)-",
+    r"test_own_models\.py::test_what_ddp_cannot.*\[(unfrozen_later|all_frozen_at_first|methods)-",
     r"test_own_models\.py::test_ddp_trains_it_alike\[(frozen|complex_part|recomputed|several_outputs)\]",
     r"test_own_models\.py::test_a_compiled_model.*\[compiled\]",
     r"test_own_resume\.py::.*\[(map-epochs|2|ddp \+ accumulate\(3\)|1\.second\.3\.0)\]",
@@ -39,7 +41,7 @@ _PATTERNS = (
     r"test_backend_stress\.py::.*\[3-0-1\]",
     r"test_any_backend\.py::test_sick_and_healthy.*\[(outer|cpu:other,cuda:gloo)\]",
     r"test_local\.py::test_a_period_of_one.*\[(schedule_per_epoch|two_losses|gan|evaluated)-local",
-    r"test_backend_collectives\.py::.*\[(aa|ab)\]",
+    r"test_backend_collectives\.py::.*\[(aa|ab|aaaaa)\]",
     r"test_backend_groups\.py::.*\[aa\]",
     r"test_disturbances\.py::test_pauses_slow.*\[(single-1|ddp-2)\]",
     r"test_disturbances\.py::test_a_worker_is_killed.*\[ddp\]",
