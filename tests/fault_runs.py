@@ -216,8 +216,7 @@ def random_schedule(seed: int) -> Schedule:
     return drawn
 
 
-def survive(schedule: Schedule, launcher: Launcher, folder: Path) -> Result:
-    """Run under these faults, and see that nothing was lost, doubled or left behind."""
+def _disturbed(schedule: Schedule, launcher: Launcher, folder: Path) -> Result:
     with struck(schedule.blow, folder, folder / "runs"):
         result = fit(
             Tally(str(folder)),
@@ -232,6 +231,12 @@ def survive(schedule: Schedule, launcher: Launcher, folder: Path) -> Result:
             launcher=launcher,
         )
     assert_nothing_is_left(result.run)
+    return result
+
+
+def survive(schedule: Schedule, launcher: Launcher, folder: Path) -> Result:
+    """Run under these faults, and see that nothing was lost, doubled or left behind."""
+    result = _disturbed(schedule, launcher, folder)
     told = f"{schedule}: died {result.died}, disturbances {result.disturbances}, servers {result.servers}"
     assert result.disturbances["asked"] == result.disturbances["fired"], told
     assert {f"worker {rank}" for rank in schedule.killed} == {name for name in result.died if "worker" in name}, told
@@ -284,20 +289,7 @@ def random_gossip(seed: int) -> Schedule:
 
 def survive_gossip(schedule: Schedule, launcher: Launcher, folder: Path) -> Result:
     """Run under these faults, and see that the living have come to the end and nothing was left behind."""
-    with struck(schedule.blow, folder, folder / "runs"):
-        result = fit(
-            Tally(str(folder)),
-            schedule.strategy,
-            workers=schedule.workers,
-            steps=STEPS,
-            seed=7,
-            target=1e9,
-            timeout=60.0,
-            disturb=schedule.disturb,
-            out=folder / "runs",
-            launcher=launcher,
-        )
-    assert_nothing_is_left(result.run)
+    result = _disturbed(schedule, launcher, folder)
     told = f"{schedule}: died {result.died}, disturbances {result.disturbances}"
     assert {f"worker {rank}" for rank in schedule.killed} == set(result.died), told
     assert result.steps == STEPS, told
