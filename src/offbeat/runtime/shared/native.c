@@ -12,7 +12,7 @@
 #include <string.h>
 #include <time.h>
 
-#define VERSION 3
+#define VERSION 4
 
 /* x86 has several widths of vectors; the widest that is there is chosen when the library is loaded. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
@@ -39,6 +39,8 @@ typedef struct {
     sem_t **posts, **takes;
     int64_t tries, yields, starved, fewest_naps, most_naps, slice;
     int64_t sleepy, naps;
+    volatile int64_t *cores; /* on which each rank was last seen */
+    int64_t settled;         /* when this rank has last looked for a freer one */
 } room_t;
 
 /* An operation, and how far it has come: the next step, and how many of the others were heard in it. */
@@ -69,6 +71,38 @@ static inline void rest(void) {
 #endif
 }
 
+/* Tell the others on which core this rank is. */
+static void appear(room_t *room) {
+    int64_t core = sched_getcpu();
+    if (room->cores[room->rank] != core) room->cores[room->rank] = core;
+}
+
+/* Go to another core if that has two ranks fewer than this one. Ranks that wait look busy to the system, which would
+ * leave three of four on one of two cores. Of the ranks on a core the last one goes; where it may run stays as it was. */
+static void settle(room_t *room, int64_t moment) {
+    enum { OFTEN = 1000000 }; /* nanoseconds */
+    cpu_set_t allowed, there;
+    int64_t mine = room->cores[room->rank], beside = 0, best = -1, fewest = 0;
+    if (moment - room->settled < OFTEN) return;
+    for (int64_t rank = 0; rank < room->ranks; rank++) beside += room->cores[rank] == mine;
+    for (int64_t rank = room->rank + 1; rank < room->ranks; rank++)
+        if (room->cores[rank] == mine) return;
+    if (beside < 2) return;
+    room->settled = moment;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+    for (int64_t core = 0; core < CPU_SETSIZE; core++) {
+        int64_t ranks = 0;
+        if (!CPU_ISSET(core, &allowed)) continue;
+        for (int64_t rank = 0; rank < room->ranks; rank++) ranks += room->cores[rank] == core;
+        if (best < 0 || ranks < fewest) best = core, fewest = ranks;
+    }
+    if (best < 0 || beside - fewest < 2) return;
+    CPU_ZERO(&there);
+    CPU_SET(best, &there);
+    if (sched_setaffinity(0, sizeof there, &there) == 0) sched_setaffinity(0, sizeof allowed, &allowed);
+    appear(room);
+}
+
 /* Whether a signal came while others were let run a few times. */
 static int came_soon(room_t *room, sem_t *signal) {
     if (room->sleepy) {
@@ -80,6 +114,7 @@ static int came_soon(room_t *room, sem_t *signal) {
         rest();
     }
     int64_t before = now();
+    settle(room, before);
     for (int64_t i = 0; i < room->yields; i++) {
         sched_yield();
         int there = sem_trywait(signal) == 0;
@@ -111,8 +146,9 @@ static int came(room_t *room, sem_t *signal) {
 
 /* An iteration reads and writes its own elements only, so that a row may be added to itself. */
 #define EACH _Pragma("GCC ivdep") for (int64_t i = 0; i < n; i++)
-#define SUM(T, NAME) \
-    WIDE static void add_##NAME(T *out, const T *a, const T *b, int64_t n) { EACH out[i] = a[i] + b[i]; }
+#define SUM(T, NAME)                                                                                      \
+    WIDE static void add_##NAME(T *out, const T *a, const T *b, int64_t n) { EACH out[i] = a[i] + b[i]; } \
+    WIDE static void both_##NAME(T *a, T *b, int64_t n) { EACH a[i] = b[i] = a[i] + b[i]; }
 #define WEIGHTED(T, NAME)                                                                  \
     WIDE static void scale_##NAME(T *out, const T *a, T factor, int64_t n) {               \
         EACH out[i] = a[i] * factor;                                                       \
@@ -139,6 +175,16 @@ static void add(int64_t kind, void *out, const void *a, const void *b, int64_t n
     }
 }
 
+/* Two rows both get their sum. */
+static void both(int64_t kind, void *a, void *b, int64_t n) {
+    switch (kind) {
+        case FLOAT32: both_f32(a, b, n); break;
+        case FLOAT64: both_f64(a, b, n); break;
+        case INT32: both_i32(a, b, n); break;
+        default: both_i64(a, b, n);
+    }
+}
+
 static void scale(int64_t kind, void *out, const void *a, double factor, int64_t n) {
     if (kind == FLOAT32) scale_f32(out, a, (float)factor, n);
     else scale_f64(out, a, factor, n);
@@ -156,10 +202,14 @@ static void divide(int64_t kind, void *out, double by, int64_t n) {
 
 /* Rows of as many ranks as there are bases from `first` on are summed in their order, and all get the sum. */
 static void spread(const step_t *step, char **bases) {
-    enum { PIECE = 8192 };
+    enum { PIECE = 1024 }; /* Many libraries copy longer pieces by an instruction that is slow to begin. */
     char sum[PIECE] __attribute__((aligned(64)));
     int64_t width = SIZES[step->kind], ranks = step->b, bytes = step->count * width;
     char **rows = bases + step->a;
+    if (ranks == 2 && step->divisor == 0.0) {
+        both(step->kind, rows[0] + step->out, rows[1] + step->out, step->count);
+        return;
+    }
     for (int64_t at = 0; at < bytes; at += PIECE) {
         int64_t here = bytes - at < PIECE ? bytes - at : PIECE, offset = step->out + at;
         add(step->kind, sum, rows[0] + offset, rows[1] + offset, here / width);
@@ -215,6 +265,7 @@ int64_t offbeat_go_on(task_t *task) {
 int64_t offbeat_start(task_t *task) {
     room_t *room = task->room;
     int64_t calls = ++room->counts[0];
+    appear(room);
     task->marks = room->board + (calls & 1) * room->ranks * 2;
     task->marks[2 * room->rank + 1] = task->mark;
     task->marks[2 * room->rank] = calls;

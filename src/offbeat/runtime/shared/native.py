@@ -23,7 +23,7 @@ from offbeat.runtime.shared import signals
 from offbeat.runtime.shared.kernels import Array, Ways
 from offbeat.runtime.shared.room import Room
 
-VERSION = 3
+VERSION = 4
 LIBRARY = Path(__file__).with_name("_native.so")
 """Where the build puts it."""
 LATE, DIFFERENT = 1, 2
@@ -43,6 +43,8 @@ class _Room(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rank", "ranks")),
         *((name, ctypes.c_void_p) for name in ("counts", "board", "posts", "takes")),
         *((name, ctypes.c_int64) for name in _WAITING),
+        ("cores", ctypes.c_void_p),
+        ("settled", ctypes.c_int64),
     ]
 
 
@@ -117,6 +119,8 @@ class Executor:
             signals.MOST_NAPS,
             int(signals.SLICE * 1e9),
             0,
+            0,
+            room.cores,
             0,
         )
         self._start: Callable[[int], int] = library.offbeat_start

@@ -27,7 +27,7 @@ DEPTH = 5
 """Slots of the ring, which overlapping stages go round."""
 PHASES = 2
 """Stages that overlap in one operation: what is brought, and what came of it."""
-_BOARD = 4096
+_BOARD = 8192
 _FIELDS = 2
 _NUMBERS = 16
 """Words of the board for tickets, which a rank gives out to the others."""
@@ -69,10 +69,11 @@ class Room:
         self._late_since: float | None = None
         words: Any = segment.array(0, _BOARD // 8, np.int64)
         self.words: memoryview = memoryview(words)
-        """The board: for each parity of a call and each rank its number and its mark; then processes and statuses."""
+        """The board: for each parity of a call and each rank its number and its mark; then processes, statuses and cores."""
         self._pids = size * _FIELDS * 2
         self._statuses = self._pids + size
-        self._tickets = self._statuses + size
+        self._cores = self._statuses + size
+        self._tickets = self._cores + size
         if self._tickets + _NUMBERS > len(words):
             raise SegmentError(f"{size} ranks on one host are more than a board has room for")
         self.counts: NDArray[np.int64] = np.zeros(2, np.int64)
@@ -242,6 +243,11 @@ class Room:
     def board(self) -> int:
         """Where the board lies in this process."""
         return self._segment.address
+
+    @property
+    def cores(self) -> int:
+        """Where on the board the core of each rank stands, as an address in this process."""
+        return self._segment.address + 8 * self._cores
 
     @property
     def signals(self) -> tuple[list[int], list[int]]:

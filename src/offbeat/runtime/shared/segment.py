@@ -2,10 +2,14 @@
 
 It has no name: it is a file that lives in memory only (memfd), which peers open through the process that made it. When
 the last process that has it mapped is gone, however it went, so is the memory.
+
+Large ones are asked to be kept in huge pages (decision 12): a core knows the places of a few thousand pages by heart,
+which is some MiB of small ones. Linux does so only where address and offset are both at the border of such a page.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from pathlib import Path
@@ -18,6 +22,10 @@ from numpy.typing import NDArray
 from offbeat.errors import OffbeatError
 
 _PAGE = mmap.PAGESIZE
+_HUGE = 2 << 20
+"""Bytes of a huge page, on most machines."""
+_FIXED, _COLLAPSE = 16, 25
+"""Linux's numbers for "just there" and "gather these pages into huge ones, now"."""
 
 
 class SegmentError(OffbeatError, RuntimeError):
@@ -31,8 +39,7 @@ class Segment:
         self._descriptor: int | None = descriptor
         self.size = size
         """Bytes, in whole pages."""
-        self._map = mmap.mmap(descriptor, size)
-        self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+        self.bytes: NDArray[np.uint8] = _mapped(descriptor, size)
         """All of it."""
 
     @classmethod
@@ -43,12 +50,16 @@ class Segment:
             descriptor = os.memfd_create("offbeat", os.MFD_CLOEXEC)
             try:
                 os.posix_fallocate(descriptor, 0, whole)
-                return cls(descriptor, whole)
+                made = cls(descriptor, whole)
             except OSError:
                 os.close(descriptor)
                 raise
         except OSError as error:
             raise SegmentError(f"{whole:,} bytes of shared memory could not be had: {error}") from error
+        if whole >= _HUGE:
+            # Where it is refused, small pages do as well, more slowly.
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(made.address), ctypes.c_size_t(whole), _COLLAPSE)
+        return made
 
     @classmethod
     def attach(cls, ticket: str) -> Segment:
@@ -90,6 +101,22 @@ class Segment:
     def address(self) -> int:
         """Where it lies in this process."""
         return int(self.bytes.ctypes.data)
+
+
+def _mapped(descriptor: int, size: int) -> NDArray[np.uint8]:
+    """A file in this process's memory; a large one from the border of a huge page on, inside a larger reservation."""
+    if size < _HUGE:
+        return np.frombuffer(mmap.mmap(descriptor, size), dtype=np.uint8)
+    reserved = np.frombuffer(mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
+    start = -reserved.ctypes.data % _HUGE
+    place = ctypes.c_void_p(reserved.ctypes.data + start)
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    flags = mmap.MAP_SHARED | _FIXED
+    found = library.mmap(place, ctypes.c_size_t(size), mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    if found != place.value:
+        raise OSError(ctypes.get_errno(), "mmap failed")
+    return reserved[start : start + size]
 
 
 def host_identity() -> str:
