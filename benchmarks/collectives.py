@@ -24,7 +24,7 @@ from rich.console import Console
 from offbeat.benching import Measured, Spread, described, geometric_mean, holds, measured, ratio, table, why_no_mpi
 from offbeat.protocols.collectives import Collective, algorithm
 from offbeat.protocols.schedule import Layout, Schedule, View
-from offbeat.runtime.shared.room import SMALL
+from offbeat.runtime.shared.room import ONE_SHOT
 from offbeat.simulate.fit import cost_of, fit_regimes
 from offbeat.simulate.network import Network
 from offbeat.simulate.schedules import finish_times
@@ -35,8 +35,6 @@ SIZES = (4096, 256 << 10, 1 << 20, 4 << 20, LARGE)
 PEERS = ("offbeat", "gloo", "mpi")
 FITTED = (4096, 1 << 20, LARGE)
 FORETOLD = 0.15
-CACHE = 1 << 20
-"""Where a byte begins to cost more: a core's own cache."""
 RESAMPLES = 200
 GLOO, MPI, AGAIN = "gloo", "mpi", "gloo again"
 
@@ -98,17 +96,28 @@ def zero_copy_bars(found: Measured) -> list[Bar]:
 
 def schedule_for(size: int) -> Schedule:
     """What the backend runs for so many bytes."""
-    return algorithm(Collective.ALL_REDUCE, "one_shot" if size <= SMALL else "two_shot").schedule
+    return algorithm(Collective.ALL_REDUCE, "one_shot" if size <= ONE_SHOT else "two_shot").schedule
 
 
 def foretold(ranks: int, seconds: Mapping[int, float], size: int) -> float:
     """The time at a size, from those at the fitted sizes and what the schedules cost."""
     view = View.of(ranks)
     costs = [cost_of(schedule_for(fitted), view, Layout(fitted // 4)) for fitted in FITTED]
-    link = fit_regimes(FITTED, [seconds[fitted] for fitted in FITTED], costs, [CACHE]).link(size)
+    knots = [cache() // (4 * ranks)]
+    regimes = fit_regimes(FITTED, [seconds[fitted] for fitted in FITTED], costs, knots, calls=True)
     layout = Layout(size // 4)
     rounds = schedule_for(size)(view, layout)
-    return float(finish_times(rounds, view, layout, Network.uniform(link)).max())
+    return regimes.call + float(finish_times(rounds, view, layout, Network.uniform(regimes.link(size))).max())
+
+
+def cache() -> int:
+    """Bytes of the last cache, which all cores share.
+
+    A byte costs more when that is full. Each rank's numbers are in it twice, where they lie and in the slots through
+    which they go; and a cache that is more than half full begins to lose what is still needed.
+    """
+    told = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(size.removesuffix("K")) << 10 for size in told if size.endswith("K")), default=32 << 20)
 
 
 def prediction_bars(found: Measured) -> list[Bar]:

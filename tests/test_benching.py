@@ -148,8 +148,8 @@ def test_each_size_is_measured_at_the_thread_level_at_which_mpi_is_faster(monkey
         level = config["thread level"]
         runs.append((level, config["sizes"], config["peers"]))
         for size in config["sizes"]:
-            for name in reversed(config["peers"]):
-                heard({"bytes": size, "peer": name, "seconds": took[level, size], "calls": 1, "block": 0})
+            heard({"begins": size})
+            heard({"bytes": size, "seconds": {name: [took[level, size]] for name in config["peers"]}, "calls": 1})
 
     monkeypatch.setattr("offbeat.benching._measure.run_under_mpi", pretend)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
@@ -209,8 +209,9 @@ def test_mpi_and_gloo_are_measured_in_the_same_processes() -> None:
     heard: list[Mapping[str, Any]] = []
     run_under_mpi(config, heard.append)
     assert heard[0]["library"]
-    assert [message["peer"] for message in heard[1:]] == ["gloo", "mpi", "mpi", "gloo"]
-    assert all(message["seconds"] > 0 for message in heard[1:])
+    assert heard[1] == {"begins": 64}
+    assert list(heard[2]["seconds"]) == ["gloo", "mpi"]
+    assert all(len(times) == 2 and min(times) > 0 for times in heard[2]["seconds"].values())
 
 
 @pytest.mark.slow

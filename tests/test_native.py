@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import shutil
 import subprocess
 import sys
@@ -14,18 +16,19 @@ import torch
 from torch.distributed import ReduceOp
 
 from conftest import clean_environment
-from offbeat.runtime.shared.kernels import ways_of, words_of
-from offbeat.runtime.shared.native import address_of, compiled, executor, overlap
+from offbeat.runtime.shared.kernels import Ways, ways_of, words_of
+from offbeat.runtime.shared.native import LATE, UNKNOWN, address_of, compiled, executor, overlap
 from offbeat.runtime.shared.room import Room
-from offbeat.runtime.shared.segment import SegmentError
+from offbeat.runtime.shared.segment import Segment, SegmentError
 
 needed = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler (cc) on this machine")
 
 
-def alone() -> Room:
-    def explain(why: str, peers: Sequence[int]) -> Exception:
-        return SegmentError(f"{why} {peers}")
+def explain(why: str, peers: Sequence[int]) -> Exception:
+    return SegmentError(f"{why} {peers}")
 
+
+def alone() -> Room:
     return Room(Room.create(1), 0, (0,), explain)
 
 
@@ -74,6 +77,52 @@ def test_its_steps_do_what_the_functions_of_a_script_do(
     task = native.task(steps, [start for start, _ in stretches_of(rows)], 5, 1.0 if weight is None else weight)
     native.run(task, lambda: AssertionError("nobody else is here"))
     assert np.array_equal(rows, expected)
+
+
+@needed
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core only")
+def test_a_rank_that_waits_goes_to_a_core_with_fewer_ranks() -> None:
+    room = Room(Room.create(2), 1, (0, 1), explain)
+    cores = (ctypes.c_int64 * 2).from_address(room.cores)
+    native = executor(room)
+    assert native is not None
+    ways = ways_of(ReduceOp.SUM, torch.float32, 2)
+    waiting = compiled([(room.take, ())], room.stretches, ways, np.float32, room)
+    assert waiting is not None
+    turns, allowed = native.turns(small=True, advance=1), os.sched_getaffinity(0)
+    for turn in (0, 1):
+        turns.put(turn, native.task(waiting, [0]))
+    for crowded in sorted(allowed)[:2]:
+        os.sched_setaffinity(0, {crowded})
+        os.sched_setaffinity(0, allowed)
+        cores[0] = crowded
+        assert native.start_turn(turns.address) == LATE  # Nobody else is here.
+        assert cores[1] != crowded
+        assert cores[1] in allowed
+        assert os.sched_getaffinity(0) == allowed
+
+
+@needed
+def test_what_was_not_compiled_for_a_turn_is_left_to_others() -> None:
+    room = alone()
+    native = executor(room)
+    assert native is not None
+    turns = native.turns(small=False, advance=3)
+    nothing = compiled([], room.stretches, Ways(), np.float32, room)
+    assert nothing is not None
+    turns.put(0, native.task(nothing, [0]))
+    assert native.start_turn(turns.address) == 0
+    assert room.next_turn(small=False) == 3
+    assert native.start_turn(turns.address) == UNKNOWN
+    assert (room.next_turn(small=False), room.calls) == (3, 1)
+
+
+def test_large_segments_lie_where_huge_pages_can() -> None:
+    made = Segment.create(5 << 20)
+    found = Segment.attach(made.ticket)
+    assert made.address % (2 << 20) == found.address % (2 << 20) == 0
+    made.bytes[[0, 3 << 20, -1]] = 7
+    assert (found.bytes.sum(), found.size) == (21, 5 << 20)
 
 
 @pytest.mark.parametrize("operation", [ReduceOp.PRODUCT, ReduceOp.MIN])

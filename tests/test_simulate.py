@@ -486,6 +486,16 @@ def test_a_knot_lets_bytes_cost_more_beyond_a_cache() -> None:
         assert link.alpha + link.beta * size == pytest.approx(truth(size), rel=1e-6)
 
 
+def test_what_any_call_takes_is_told_apart_from_its_hops() -> None:
+    sizes, hops = [1000, 100_000, 10_000_000], [1, 2, 2]
+    costs = [Cost(count, size, 0, 0) for count, size in zip(hops, sizes, strict=True)]
+    seconds = [5e-6 + 1e-10 * min(size, 100_000) + 4e-10 * max(size - 100_000, 0) for size in sizes]
+    found = fit_regimes(sizes, seconds, costs, knots=[100_000], calls=True)
+    assert (found.call, found.alpha) == (pytest.approx(5e-6, rel=1e-6), 0.0)
+    assert found.betas == pytest.approx((1e-10, 4e-10), rel=1e-6)
+    assert fit_regimes(sizes, seconds, costs, knots=[100_000]).call == 0.0
+
+
 def test_a_fit_without_a_time_per_size_is_refused() -> None:
     with pytest.raises(UsageError, match="2 sizes, 1 times and 1 costs"):
         fit_link([1, 2], [1.0], [Cost(1, 1, 0, 0)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,8 +17,8 @@ INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
 COMPLEX = (torch.complex64, torch.complex128)
 ARITHMETIC = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
 BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-SIZES = (0, 1, 3, 1023, 16_383, 16_384, 16_385, 32_767, 32_769, 262_144, 262_145, 1_500_001)
-"""In elements of 4 bytes: none, one, odd ones, and around 64 KB, 128 KB, 1 MiB and several MiB."""
+SIZES = (0, 1, 3, 1023, 4095, 4096, 4097, 16_384, 32_767, 32_769, 262_144, 262_145, 1_500_001)
+"""In elements of 4 bytes: none, one, odd ones, and around 16 KB, 64 KB, 128 KB, 1 MiB and several MiB."""
 
 
 def all_reduced(world: World, operation: ReduceOp.RedOpType, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -61,6 +63,39 @@ def case_all_reduce_of_every_size(world: World) -> None:
         all_reduced(world, ReduceOp.SUM, (size,), torch.float32)
     all_reduced(world, ReduceOp.MAX, (1_300_003,), torch.int8)
     all_reduced(world, ReduceOp.SUM, (300_001,), torch.bfloat16)
+
+
+def case_all_reduce_again_and_again_at_the_same_place(world: World) -> None:
+    """Tensors that stay where they are, of sizes that take different slots, in an order that changes; then others."""
+    for kind in (torch.float32, torch.int64):
+        held = [torch.empty(count, dtype=kind) for count in (1000, 4097, 40_001, 300_007, 700_001)]
+        for turn in range(14):
+            for tensor in held[turn % 3 :: 1 + turn % 2]:
+                operation = (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.SUM)[turn % 3]
+                parts = [contribution(rank + turn, tensor.shape, kind) for rank in world.ranks]
+                tensor.copy_(parts[world.rank])
+                dist.all_reduce(tensor, operation)
+                same(tensor, reduced(operation, parts), (operation, turn, tensor.shape))
+                world.shared(tensor)
+
+
+def case_beyond_gloo_all_reduce_of_tensors_in_shared_memory(world: World) -> None:
+    """The whole and parts of it, mixed with tensors of one's own."""
+    group: Any = dist.new_group(backend="offbeat")
+    own = torch.empty(50_001)
+    for count in (1000, 50_001, 400_003):
+        whole: Tensor = group.shared_tensor(count)
+        assert not whole.any()
+        for turn in range(3):
+            for tensor in (whole, whole[count // 3 :], own):
+                for operation in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN):
+                    parts = [contribution(rank + turn, tensor.shape, torch.float32) for rank in world.ranks]
+                    tensor.copy_(parts[world.rank])
+                    dist.all_reduce(tensor, operation, group=group)
+                    same(tensor, reduced(operation, parts), (operation, turn, tensor.shape))
+                    world.shared(tensor)
+                    dist.barrier(group=group)
+    dist.destroy_process_group(group)
 
 
 def case_beyond_gloo_all_reduce_of_every_layout(world: World) -> None:

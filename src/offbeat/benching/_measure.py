@@ -88,11 +88,11 @@ def _run(
         if "library" in message:
             found.library = message["library"]
             return
-        size = message["bytes"]
-        if size not in found.times:
-            say(f"{size} bytes on {ranks} ranks")
-        found.calls[size] = message["calls"]
-        found.times.setdefault(size, {}).setdefault(message["peer"], []).append(message["seconds"])
+        if "begins" in message:
+            say(f"{message['begins']} bytes on {ranks} ranks")
+            return
+        found.calls[message["bytes"]] = message["calls"]
+        found.times[message["bytes"]] = message["seconds"]
 
     store = serve_store()
     config = {"ranks": ranks, "sizes": list(sizes), "peers": list(peers), "blocks": blocks, "hurry": hurry}
@@ -101,8 +101,6 @@ def _run(
         _run_launched(config, heard)
     else:
         run_under_mpi(config, heard)
-    # Rotation names them in another order.
-    found.times = {size: {peer: by_peer[peer] for peer in peers} for size, by_peer in found.times.items()}
     return found
 
 

@@ -47,7 +47,10 @@ def role(config: Mapping[str, Any], control: Control) -> None:
 
 
 def measure(config: Mapping[str, Any], rank: int, say: Say) -> None:
-    """Time every peer at every size; rank 0 tells the slowest rank's seconds per call, block by block."""
+    """Time every peer at every size; rank 0 tells the slowest rank's seconds per call in each block.
+
+    It says nothing between blocks: whoever hears it would take a core from the ranks, in the next peer's time.
+    """
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", config["port"], is_master=False, timeout=TIMEOUT)
     ranks = config["ranks"]
@@ -55,13 +58,17 @@ def measure(config: Mapping[str, Any], rank: int, say: Say) -> None:
     peers = {name: peer(name) for name in config["peers"]}
     for size in config["sizes"]:
         calls = max(1, repeats(size, ranks) // config["hurry"])
-        for block, name, seconds in _at(size, peers, config["blocks"], calls):
-            if rank == 0:
-                say({"bytes": size, "block": block, "peer": name, "seconds": seconds, "calls": calls})
+        if rank == 0:
+            say({"begins": size})
+        times: dict[str, list[float]] = {name: [] for name in peers}
+        for name, seconds in _at(size, peers, config["blocks"], calls):
+            times[name].append(seconds)
+        if rank == 0:
+            say({"bytes": size, "seconds": times, "calls": calls})
     dist.destroy_process_group()
 
 
-def _at(size: int, peers: Mapping[str, Peer], blocks: int, calls: int) -> Iterator[tuple[int, str, float]]:
+def _at(size: int, peers: Mapping[str, Peer], blocks: int, calls: int) -> Iterator[tuple[str, float]]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     contributions = [_contribution(size // 4, other) for other in range(ranks)]
     own, total = contributions[rank], np.asarray(np.sum(contributions, axis=0, dtype=np.float64))
@@ -78,7 +85,7 @@ def _at(size: int, peers: Mapping[str, Peer], blocks: int, calls: int) -> Iterat
             seconds = _block(places[name], own, calls)
             verify(places[name], own, total, ranks, calls + 1, f"{name}, block {block} of {size} bytes", every=97)
             if block >= 0:
-                yield block, name, seconds
+                yield name, seconds
 
 
 def _contribution(count: int, rank: int) -> FloatArray:

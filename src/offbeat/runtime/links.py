@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from offbeat.protocols.schedule import View
 from offbeat.runtime.group import Group
-from offbeat.runtime.shared.room import SMALL
+from offbeat.runtime.shared.room import ONE_SHOT
 from offbeat.simulate.foretelling import Exchanged, Timed
 
 SMALLEST, LARGER = 4096, 16
@@ -54,5 +54,5 @@ def native(what: str, nbytes: int, view: View) -> str:
     """By which algorithm the backend sums or gathers so many bytes by itself."""
     hosts = len(set(view.hosts.tolist()))
     if hosts == 1:
-        return "two_shot" if what == "all_reduce" and nbytes > SMALL else "one_shot"
+        return "two_shot" if what == "all_reduce" and nbytes > ONE_SHOT else "one_shot"
     return "ring" if hosts == view.size or what == "all_gather" else "hierarchical_ring"

@@ -54,6 +54,8 @@ class Regimes:
     copy: float
     knots: tuple[int, ...] = ()
     """Working sets, in bytes of a rank's buffer, at which the cost per byte changes."""
+    call: float = 0.0
+    """Seconds that any call takes, however many hops there are: what the program does around it."""
 
     def link(self, size: int) -> Link:
         """The link as data of this size sees it: with the mean cost of its bytes."""
@@ -66,9 +68,17 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float], costs: Sequence[Cos
 
 
 def fit_regimes(
-    sizes: Sequence[int], seconds: Sequence[float], costs: Sequence[Cost], knots: Sequence[int] = ()
+    sizes: Sequence[int],
+    seconds: Sequence[float],
+    costs: Sequence[Cost],
+    knots: Sequence[int] = (),
+    calls: bool = False,
 ) -> Regimes:
-    """The same, with another cost per byte beyond each knot; with one knot, three sizes are met exactly."""
+    """The same, with another cost per byte beyond each knot; with one knot, three sizes are met exactly.
+
+    With `calls`, what does not grow with the size is put down to the call rather than to its hops, if either would do:
+    inside a host a signal takes far less than what a program does around it.
+    """
     if not len(sizes) == len(seconds) == len(costs) or not sizes:
         raise UsageError(
             f"{len(sizes)} sizes, {len(seconds)} times and {len(costs)} costs: a fit needs one of each per measurement."
@@ -78,11 +88,12 @@ def fit_regimes(
     knots = tuple(sorted(knots))
     shares = np.stack([_shares(size, knots) for size in sizes])
     table = np.asarray(costs, dtype=np.float64)
-    columns = np.column_stack([table[:, 0], shares * table[:, 1:2], table[:, 2:]])
+    called = np.full(len(table), float(calls))
+    columns = np.column_stack([called, table[:, 0], shares * table[:, 1:2], table[:, 2:]])
     weights = 1 / np.asarray(seconds, dtype=np.float64)
     found = not_negative(columns * weights[:, np.newaxis])
-    alpha, *betas, gamma, copy = (float(value) for value in found)
-    return Regimes(alpha, tuple(betas), gamma, copy, knots)
+    call, alpha, *betas, gamma, copy = (float(value) for value in found)
+    return Regimes(alpha, tuple(betas), gamma, copy, knots, call)
 
 
 def _shares(size: int, knots: Sequence[int]) -> NDArray[np.float64]:

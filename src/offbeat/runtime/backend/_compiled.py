@@ -11,9 +11,9 @@ import numpy as np
 from offbeat.runtime.backend._marks import CollectiveError, in_words
 from offbeat.runtime.shared.engine import Action, Engine, Piece, reductions, results_stay
 from offbeat.runtime.shared.kernels import Array, Ways
-from offbeat.runtime.shared.native import Pair, Task, address_of, compiled, executor, overlap, spread_steps
+from offbeat.runtime.shared.native import Task, Turns, address_of, compiled, executor, overlap, spread_steps
 from offbeat.runtime.shared.programs import Stage, even_blocks
-from offbeat.runtime.shared.room import DEPTH, Room
+from offbeat.runtime.shared.room import Room
 
 _MOST = 128
 
@@ -35,15 +35,15 @@ class Compiled:
         self._native = native = executor(room)
         self._known: dict[Any, _Known | None] = {}
         self._live: dict[Any, Task | None] = {}
-        self.start_stage: Any = None if native is None else native.start_stage
-        """Begins a small operation by the address of its pair; anything but 0 is for `finish_stage`."""
+        self.start_turn: Any = None if native is None else native.start_turn
+        """Begins an operation by the address of its turns; `UNKNOWN` if it was not compiled, else not 0: `finish`."""
 
     def run(self, key: Any, mark: int, addresses: Sequence[int], ways: Ways) -> bool:
         """Do what was compiled for this key, on memory at these addresses; False if nothing was."""
         room, native, found = self._room, self._native, self._known.get(key)
         if native is None or found is None:
             return False
-        task = found.tasks.get(self._next(found.small))
+        task = found.tasks.get(room.next_turn(found.small))
         if task is None:
             return False
         room.turn(found.small, found.pieces)
@@ -51,9 +51,6 @@ class Compiled:
         task.move([*addresses, *(start for start, _ in room.stretches)], mark, weight)
         native.run(task, self._mismatch)
         return True
-
-    def _next(self, small: bool) -> int:
-        return (self._room.stage + 1) & 1 if small else self._room.round % DEPTH
 
     def learn(
         self,
@@ -73,7 +70,7 @@ class Compiled:
         stretches = [*((address_of(row), row.nbytes) for row in rows), *room.stretches]
         if overlap(stretches):
             return False
-        turn = self._next(small)
+        turn = room.next_turn(small)
         script = self._engine.script(stages, pieces, width, words, small, turn, ways)
         steps = compiled(script, stretches, ways, words, room)
         entry = self._known.get(key)
@@ -85,14 +82,29 @@ class Compiled:
         entry.tasks[turn] = native.task(steps, [start for start, _ in stretches])
         return True
 
-    # -- small ones ---------------------------------------------------------------------------------------------------
+    # -- of what lies at one place ------------------------------------------------------------------------------------
 
-    def pair(
-        self, turns: Sequence[Sequence[Array]], order: Sequence[int], row: Array, ways: Ways, mark: int
-    ) -> Pair | None:
+    def settled(self, key: Any, turn: int, address: int, mark: int, turns: Turns | None) -> Turns | None:
+        """What was compiled for this key, on one row that stays where it is, with one turn more than before."""
+        native, found = self._native, self._known.get(key)
+        if native is None or found is None or turn not in found.tasks:
+            return turns
+        turns = turns or native.turns(found.small, found.pieces)
+        bases = [address, *(start for start, _ in self._room.stretches)]
+        turns.put(turn, native.task(found.tasks[turn].steps, bases, mark))
+        return turns
+
+    def small(
+        self, slots: Sequence[Sequence[Array]], order: Sequence[int], row: Array, ways: Ways, mark: int
+    ) -> Turns | None:
         """A small all-reduce of a row, through either set of slots; None if it cannot be compiled."""
-        first, second = (self._stage(slots, order, row, ways, mark) for slots in turns)
-        return None if first is None or second is None else Pair((first, second))
+        native, tasks = self._native, [self._stage(set_, order, row, ways, mark) for set_ in slots]
+        turns = None if native is None else native.turns(small=True, advance=1)
+        for turn, task in enumerate(tasks):
+            if task is None or turns is None:
+                return None
+            turns.put(turn, task)
+        return turns
 
     def _stage(self, slots: Sequence[Array], order: Sequence[int], row: Array, ways: Ways, mark: int) -> Task | None:
         room, native = self._room, self._native
@@ -108,10 +120,10 @@ class Compiled:
         steps = compiled(script, stretches, ways, row.dtype, room)
         return None if steps is None else native.task(steps, [start for start, _ in stretches], mark)
 
-    def finish_stage(self, pair: Pair, code: int) -> None:
-        """Go on with a small operation that somebody is late for."""
+    def finish(self, turns: Turns, code: int) -> None:
+        """Go on with an operation that somebody is late for."""
         native: Any = self._native
-        native.finish(pair.tasks[self._room.stage & 1], code, self._mismatch)
+        native.finish(turns.latest, code, self._mismatch)
 
     # -- on memory that is shared already -----------------------------------------------------------------------------
 

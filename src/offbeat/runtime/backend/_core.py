@@ -21,7 +21,7 @@ from offbeat.runtime.backend._local import Local
 from offbeat.runtime.backend._marks import CollectiveError, in_words, ranks_in_words, shapes
 from offbeat.runtime.backend._meeting import Hosts, find_hosts, open_room
 from offbeat.runtime.backend._spread import Spread
-from offbeat.runtime.shared.room import FAILED, SMALL
+from offbeat.runtime.shared.room import FAILED, ONE_SHOT, SMALL
 
 # Torch's annotations do not know what its groups really take.
 _ProcessGroup: Any = dist.ProcessGroup
@@ -78,7 +78,7 @@ class Core(_ProcessGroup):
         local: Any = self.local
         self._plans: dict[Any, Any] = {} if local is None else local.plans
         self._all_reduce_small: Any = None if local is None else local.all_reduce_small
-        self._start_stage: Any = None if local is None else local.compiled.start_stage
+        self._start_turn: Any = None if local is None else local.compiled.start_turn
         several = room is not None and 1 < self.hosts.count < size
         self._spread = Spread(room, self.hosts, store, timeout) if room is not None and several else None
         self._way: Any = self.local or self._far(dist.PrefixStore("far/", store))
@@ -199,7 +199,7 @@ class Core(_ProcessGroup):
                 local.all_reduce_live(live, dtype, operation)
                 return
         with in_place(tensors) as held:
-            if len(held) == 1 and held[0].nbytes <= SMALL:
+            if len(held) == 1 and held[0].nbytes <= ONE_SHOT:
                 local.all_reduce_small(local.known(held[0], int(operation)))
             else:
                 local.all_reduce(held, operation)

@@ -37,6 +37,7 @@ from offbeat.runtime.backend._checks import (
 )
 from offbeat.runtime.backend._core import DONE, Core, profiling
 from offbeat.runtime.backend._marks import CollectiveError
+from offbeat.runtime.shared.native import UNKNOWN, Turns
 
 _STRIDED = torch.strided
 _NOTHING: tuple[Tensor, ...] = ()
@@ -52,7 +53,7 @@ class OffbeatGroup(Core):
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         """Combine one tensor over all ranks, in place."""
         if type(opts) is AllreduceOptions and type(tensors) is list and len(tensors) == 1 and not opts.asyncOp:
-            # What most programs do most: a small tensor, waited for, at a place in memory that was seen before.
+            # What most programs do most: a tensor, waited for, at a place in memory that was seen before.
             tensor, line = tensors[0], self._line
             if tensor.layout is _STRIDED and tensor.is_contiguous() and not profiling():
                 key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, number_of(opts.reduceOp))
@@ -60,12 +61,15 @@ class OffbeatGroup(Core):
                 if plan is not None and not line.queue and line.lock.acquire(False):
                     self._asked += 1
                     try:
-                        if plan.pair is None:
+                        if type(plan) is not Turns:
                             self._now = ("all_reduce", tensors, opts)
                             self._all_reduce_small(plan)
-                        elif code := self._start_stage(plan.pair.address):
+                        elif code := self._start_turn(plan.address):
                             self._now = ("all_reduce", tensors, opts)
-                            self.local.compiled.finish_stage(plan.pair, code)  # pyright: ignore[reportOptionalMemberAccess]
+                            if code == UNKNOWN:
+                                self._all_reduce(tensors, operation_of(opts))
+                            else:
+                                self.local.compiled.finish(plan, code)  # pyright: ignore[reportOptionalMemberAccess]
                     finally:
                         line.lock.release()
                     return DONE

@@ -20,7 +20,7 @@ from offbeat.runtime.backend._compiled import Compiled, mismatch
 from offbeat.runtime.backend._marks import count_of, mark
 from offbeat.runtime.shared.engine import Blocks, Engine, Piece
 from offbeat.runtime.shared.kernels import OPERATIONS, Array, Ways, as_words, row_at, ways_of, words_of
-from offbeat.runtime.shared.native import Pair, address_of
+from offbeat.runtime.shared.native import Turns, address_of
 from offbeat.runtime.shared.programs import Stage, compile_one_sided, even_blocks
 from offbeat.runtime.shared.room import SMALL, Room
 from offbeat.runtime.shared.segment import Segment
@@ -34,16 +34,20 @@ LIVE_ROOT = 1
 OPERATIONS_BY_NUMBER = {int(operation): operation for operation in OPERATIONS}
 
 
-class _Plan(NamedTuple):
-    """A small all-reduce of what lies at one place in memory, worked out."""
+class _Written(NamedTuple):
+    """A small all-reduce of what lies at one place in memory, for the interpreter."""
 
     mark: int
     slots: tuple[tuple[Array, ...], tuple[Array, ...]]
     order: tuple[int, ...]
     ways: Ways
     row: Array
-    pair: Pair | None
-    """The same for the compiled executor; None where it cannot do it."""
+
+
+Plan = Turns | _Written
+"""An all-reduce of what lies at one place in memory, worked out: compiled, or for the interpreter."""
+Place = tuple[int, int, torch.dtype, int]
+"""Address, count and kind of numbers, and what is done with them."""
 
 
 class Local:
@@ -54,8 +58,9 @@ class Local:
         self._engine = Engine(room)
         self._view = View.of(room.size)
         self._programs: dict[tuple[Collective, str, int], tuple[Stage, ...]] = {}
-        self.plans: dict[tuple[int, int, torch.dtype, int], _Plan] = {}
-        """Small all-reduces that were worked out, by place in memory, count, kind and operation."""
+        self.plans: dict[Place, Plan] = {}
+        """All-reduces that were worked out: small ones, and large ones that came to the same place again."""
+        self._seen: dict[Place, None] = {}
         # Numbers may overflow here as anywhere in torch, without a word. A context of one's own is the cheapest way to
         # tell numpy so: only who has the turn uses it.
         context = contextvars.copy_context()
@@ -82,35 +87,44 @@ class Local:
 
     # -- all-reduce --------------------------------------------------------------------------------------------------
 
-    def known(self, tensor: Tensor, operation: int) -> _Plan:
+    def known(self, tensor: Tensor, operation: int) -> Plan:
         """The plan for a small contiguous tensor; worked out once for each place in memory, kind and operation."""
         key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, operation)
         return self.plans.get(key) or self._plan(key)
 
-    def _plan(self, key: tuple[int, int, torch.dtype, int]) -> _Plan:
-        if len(self.plans) >= _MOST_PLANS:
-            self.plans.pop(next(iter(self.plans)))
+    def _plan(self, key: Place) -> Plan:
         address, count, dtype, number = key
         operation = OPERATIONS_BY_NUMBER[number]
         slots = [[slot[:count] for slot in turn] for turn in self._engine.small(words_of(dtype))]
         ways = ways_of(operation, dtype, self.room.size)
         row = row_at(address, count, words_of(dtype))
         number = mark("all_reduce", dtype, count, operation)
-        pair = self.compiled.pair(slots, self._order, row, ways, number)
-        plan = _Plan(number, (tuple(slots[0]), tuple(slots[1])), self._order, ways, row, pair)
-        self.plans[key] = plan
+        turns = self.compiled.small(slots, self._order, row, ways, number)
+        plan = turns or _Written(number, (tuple(slots[0]), tuple(slots[1])), self._order, ways, row)
+        _keep(self.plans, key, plan)
         return plan
 
-    def all_reduce_small(self, plan: _Plan) -> None:
-        """Up to `SMALL` bytes, in one stage: everybody reads everybody's slot. Written out, for speed."""
-        room = self.room
-        number, turns, order, ways, row, pair = plan
-        if pair is not None:
-            code = self.compiled.start_stage(pair.address)
-            if code:
-                self.compiled.finish_stage(pair, code)
+    def _remember(self, tensor: Tensor, operation: int, compiled: Any, turn: int, number: int) -> None:
+        """If a large tensor comes to the same place again, what was compiled for it need not be looked for again."""
+        key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, operation)
+        if key not in self._seen:
+            _keep(self._seen, key, None)
             return
-        slots = turns[room.next_stage() & 1]
+        before: Any = self.plans.get(key)
+        plan = self.compiled.settled(compiled, turn, key[0], number, before)
+        if plan is not None and plan is not before:
+            _keep(self.plans, key, plan)
+
+    def all_reduce_small(self, plan: Plan) -> None:
+        """Up to `ONE_SHOT` bytes, in one stage: everybody reads everybody's slot. Written out, for speed."""
+        room = self.room
+        if isinstance(plan, Turns):
+            code = self.compiled.start_turn(plan.address)
+            if code:
+                self.compiled.finish(plan, code)
+            return
+        number, turns, order, ways, row = plan
+        slots = turns[room.turn(small=True)]
         base = room.enter(number)
         np.copyto(slots[room.rank], row)
         for post in room.posts:
@@ -141,7 +155,10 @@ class Local:
 
         number = mark("all_reduce", dtype, sum(tensor.numel() for tensor in tensors), operation)
         key = ("all_reduce", algorithm, int(operation), weight is None, weight == 1.0)
-        self._in_place(key, stages, tensors, pieces, width, number, ways_of(operation, dtype, size, weight))
+        turn = self.room.next_turn(small=False)
+        whole = self._in_place(key, stages, tensors, pieces, width, number, ways_of(operation, dtype, size, weight))
+        if len(tensors) == 1 and weight is None and algorithm == "two_shot":
+            self._remember(tensors[0], int(operation), whole, turn, number)
 
     def sum_own_blocks(self, tensors: Sequence[Tensor], weight: float) -> None:
         """Sum contiguous tensors, but each rank only its block of each, in place, as `even_blocks` cuts them."""
@@ -170,8 +187,8 @@ class Local:
         width: int,
         number: int,
         ways: Ways,
-    ) -> None:
-        """Run on memory where it lies."""
+    ) -> tuple[Any, ...]:
+        """Run on memory where it lies; answers under which key that was compiled, if it was."""
         self._large += 1
         if self._large % _LOOK_AT_MEMORY == 0:
             give_back_excess()
@@ -180,6 +197,7 @@ class Local:
         if not self.compiled.run(whole, number, [tensor.data_ptr() for tensor in tensors], ways):
             rows = [row_at(tensor.data_ptr(), tensor.numel(), words) for tensor in tensors]
             self._run(whole, stages, lambda: pieces(rows), rows, width, words, number, ways)
+        return whole
 
     def _run(
         self,
@@ -226,6 +244,9 @@ class Local:
         segment = self.room.share_segment(each * self.room.size)
         tensor = segment.tensor(each * self.room.rank, count, dtype)
         self._live[tensor.untyped_storage().data_ptr()] = (segment, each)
+        # Other numbers may have lain at this place before, for which memory was not shared.
+        self.plans.clear()
+        self._seen.clear()
         self.sharing = True
         return tensor
 
@@ -376,6 +397,12 @@ class Local:
 def as_bytes(tensor: Tensor) -> Array:
     """The bytes of a contiguous tensor, without a copy."""
     return as_words(tensor).view(np.uint8)
+
+
+def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(known) >= _MOST_PLANS:
+        known.pop(next(iter(known)))
+    known[key] = value
 
 
 def _only(size: int, rank: int, row: Array) -> list[Any]:

@@ -23,7 +23,7 @@
 
 enum { POST, TAKE, COPY, ADD, SCALE, BLEND, DIVIDE, SPREAD };
 enum { FLOAT32, FLOAT64, INT32, INT64 };
-enum { DONE, LATE, DIFFERENT };
+enum { DONE, LATE, DIFFERENT, UNKNOWN };
 
 /* A place is the number of a base in its upper 16 bits, and an offset in bytes in the others. */
 typedef struct {
@@ -34,7 +34,7 @@ typedef struct {
 /* What one rank has of its room: the board, signals to and from each of the others, and how it waits. */
 typedef struct {
     int64_t rank, ranks;
-    int64_t *counts; /* operations and single stages so far */
+    int64_t *counts; /* operations, single stages, and slots of the ring so far */
     volatile int64_t *board;
     sem_t **posts, **takes;
     int64_t tries, yields, starved, fewest_naps, most_naps, slice;
@@ -54,6 +54,13 @@ typedef struct {
     int64_t at, taken, checked;
     volatile int64_t *marks;
 } task_t;
+
+/* An operation, as it is done from each of the slots with which it may begin; the room's counter says which it is. */
+typedef struct {
+    room_t *room;
+    int64_t counter, turns, advance, turn;
+    task_t **tasks;
+} turns_t;
 
 static const int64_t SIZES[] = {4, 8, 4, 8};
 
@@ -273,5 +280,11 @@ int64_t offbeat_start(task_t *task) {
     return offbeat_go_on(task);
 }
 
-/* The same in the room's next single stage, for which there is a task on each of the two slots. */
-int64_t offbeat_start_stage(task_t *const tasks[2]) { return offbeat_start(tasks[++tasks[0]->room->counts[1] & 1]); }
+/* The same from the slot whose turn it is. UNKNOWN: that was not compiled, and nothing is done. */
+int64_t offbeat_start_turn(turns_t *turns) {
+    int64_t *count = turns->room->counts + turns->counter;
+    task_t *task = turns->tasks[turns->turn = *count % turns->turns];
+    if (!task) return UNKNOWN;
+    *count += turns->advance;
+    return offbeat_start(task);
+}

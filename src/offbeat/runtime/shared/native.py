@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 from offbeat.runtime.shared import signals
 from offbeat.runtime.shared.kernels import Array, Ways
-from offbeat.runtime.shared.room import Room
+from offbeat.runtime.shared.room import DEPTH, SLOTS, STAGES, Room
 
 VERSION = 4
 LIBRARY = Path(__file__).with_name("_native.so")
 """Where the build puts it."""
-LATE, DIFFERENT = 1, 2
-"""What an operation returns early for: a peer does not come; ranks have come with different operations."""
+LATE, DIFFERENT, UNKNOWN = 1, 2, 3
+"""Why an operation returns early: a peer does not come, ranks have come with different ones, it was not compiled."""
 _POST, _TAKE, _COPY, _ADD, _SCALE, _BLEND, _DIVIDE, _SPREAD = range(8)
 _KINDS = {"float32": 0, "float64": 1, "int32": 2, "int64": 3}
 _BASE = 48
@@ -60,12 +60,20 @@ class _Task(ctypes.Structure):
     ]
 
 
+class _Turns(ctypes.Structure):
+    _fields_ = [
+        ("room", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("counter", "turns", "advance", "turn")),
+        ("tasks", ctypes.c_void_p),
+    ]
+
+
 class Task:
     """An operation that is ready to be done, as often as its memory stays where it is."""
 
     def __init__(self, room: _Room, steps: Steps, bases: Sequence[int], mark: int, weight: float) -> None:
         self._bases = (ctypes.c_int64 * len(bases))(*bases)
-        self._kept = (room, steps)
+        self._room, self.steps = room, steps
         self.fields = _Task(
             ctypes.addressof(room),
             steps.ctypes.data,
@@ -88,15 +96,28 @@ class Task:
         self.fields.mark, self.fields.weight = mark, weight
 
 
-class Pair:
-    """A small operation, ready to be done in either of the two slots that single stages use in turn."""
+class Turns:
+    """An operation on memory at one place, ready to be done from whichever slot comes next; some may be missing."""
 
-    def __init__(self, tasks: tuple[Task, Task]) -> None:
-        self.tasks = tasks
-        """By the parity of the stage."""
-        self._addresses = (ctypes.c_void_p * 2)(*(task.address for task in tasks))
-        self.address = ctypes.addressof(self._addresses)
+    def __init__(self, room: _Room, small: bool, advance: int) -> None:
+        counter, turns = (STAGES, 2) if small else (SLOTS, DEPTH)
+        self._tasks: list[Task | None] = [None] * turns
+        self._addresses = (ctypes.c_void_p * turns)()
+        self._room = room
+        self._fields = _Turns(ctypes.addressof(room), counter, turns, advance, 0, ctypes.addressof(self._addresses))
+        self.address = ctypes.addressof(self._fields)
         """Where the library sees it."""
+
+    def put(self, turn: int, task: Task) -> None:
+        """What is to be done when it is this slot's turn."""
+        self._tasks[turn] = task
+        self._addresses[turn] = task.address
+
+    @property
+    def latest(self) -> Task:
+        """What was begun last."""
+        task: Any = self._tasks[self._fields.turn]
+        return task
 
 
 class Executor:
@@ -124,13 +145,17 @@ class Executor:
             0,
         )
         self._start: Callable[[int], int] = library.offbeat_start
-        self.start_stage: Callable[[int], int] = library.offbeat_start_stage
-        """Begin the one of a pair's tasks (its address) whose turn it is; anything but 0 is for `finish`."""
+        self.start_turn: Callable[[int], int] = library.offbeat_start_turn
+        """Begin what is to be done in this turn (its address); anything but 0 or `UNKNOWN` is for `finish`."""
         self._go_on: Callable[[int], int] = library.offbeat_go_on
 
     def task(self, steps: Steps, bases: Sequence[int], mark: int = 0, weight: float = 1.0) -> Task:
         """The operation that these steps make on this memory."""
         return Task(self._fields, steps, bases, mark, weight)
+
+    def turns(self, small: bool, advance: int) -> Turns:
+        """An operation that takes so many slots, of which nothing is known yet."""
+        return Turns(self._fields, small, advance)
 
     def run(self, task: Task, mismatch: Callable[[], Exception]) -> None:
         """Do it, as the next operation of the room."""
@@ -169,7 +194,7 @@ def library() -> Any:
             return None  # Built from another version of its source.
     except (OSError, AttributeError):
         return None
-    for function in (found.offbeat_start, found.offbeat_start_stage, found.offbeat_go_on):
+    for function in (found.offbeat_start, found.offbeat_start_turn, found.offbeat_go_on):
         function.argtypes, function.restype = (ctypes.c_void_p,), ctypes.c_int64
     return found
 

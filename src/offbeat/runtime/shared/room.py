@@ -21,6 +21,8 @@ from offbeat.runtime.shared.signals import SIGNAL_BYTES, Life, Waiter, lay_out, 
 
 SMALL = 1 << 17
 """Bytes of a slot for single stages."""
+ONE_SHOT = 1 << 14
+"""Bytes up to which an all-reduce is one stage; beyond, two take less time, as each reads less of what others wrote."""
 CHUNK = 1 << 19
 """Bytes of a slot of the ring: small enough for the caches, large enough that the interpreter does not matter."""
 DEPTH = 5
@@ -33,6 +35,8 @@ _NUMBERS = 16
 """Words of the board for tickets, which a rank gives out to the others."""
 FAILED = "has failed"
 """Why nothing more comes from a rank that has given up itself."""
+CALLS, STAGES, SLOTS = range(3)
+"""What is counted: operations entered, single stages, and slots of the ring used."""
 _STATUS = ("there", "failed", "left")
 """What has become of a rank, by the number on the board."""
 
@@ -69,18 +73,16 @@ class Room:
         self._late_since: float | None = None
         words: Any = segment.array(0, _BOARD // 8, np.int64)
         self.words: memoryview = memoryview(words)
-        """The board: for each parity of a call and each rank its number and its mark; then processes, statuses and cores."""
+        """The board: by parity of a call and by rank its number and its mark; then processes, statuses and cores."""
         self._pids = size * _FIELDS * 2
         self._statuses = self._pids + size
         self._cores = self._statuses + size
         self._tickets = self._cores + size
         if self._tickets + _NUMBERS > len(words):
             raise SegmentError(f"{size} ranks on one host are more than a board has room for")
-        self.counts: NDArray[np.int64] = np.zeros(2, np.int64)
-        """Operations entered and single stages so far, where the compiled executor counts them, too."""
+        self.counts: NDArray[np.int64] = np.zeros(3, np.int64)
+        """What was done so far, where the compiled executor counts it, too."""
         self._counts = memoryview(self.counts)  # pyright: ignore[reportArgumentType]
-        self.round = 0
-        """Slots of the ring used so far."""
         self._wire()
         self._ring: Segment | None = None
 
@@ -114,18 +116,13 @@ class Room:
     @property
     def calls(self) -> int:
         """Operations entered so far."""
-        return self._counts[0]
-
-    @property
-    def stage(self) -> int:
-        """Single stages so far."""
-        return self._counts[1]
+        return self._counts[CALLS]
 
     # -- where everybody is ------------------------------------------------------------------------------------------
 
     def enter(self, mark: int) -> int:
         """Begin an operation: write on the board which one. Returns where the marks of this call stand."""
-        self._counts[0] = calls = self._counts[0] + 1
+        self._counts[CALLS] = calls = self._counts[CALLS] + 1
         base = (calls & 1) * self.size * _FIELDS
         place = base + self.rank * _FIELDS
         words = self.words
@@ -136,24 +133,21 @@ class Room:
     @property
     def base(self) -> int:
         """Where the marks of the latest call stand."""
-        return (self._counts[0] & 1) * self.size * _FIELDS
+        return (self._counts[CALLS] & 1) * self.size * _FIELDS
 
     def marks(self, base: int) -> list[int]:
         """What each rank has written for this call; to be read after a signal of each."""
         words = self.words
         return [words[base + 1 + peer * _FIELDS] for peer in range(self.size)]
 
-    def next_stage(self) -> int:
-        """Begin a single stage: its number, whose parity says which slots are used."""
-        self._counts[1] = stage = self._counts[1] + 1
-        return stage
+    def next_turn(self, small: bool) -> int:
+        """Which slot comes next: of the two for single stages, or of the ring."""
+        return self._counts[STAGES] % 2 if small else self._counts[SLOTS] % DEPTH
 
-    def turn(self, small: bool, pieces: int) -> int:
+    def turn(self, small: bool, pieces: int = 1) -> int:
         """Begin a single stage, or take so many slots of the ring: which slot comes first."""
-        if small:
-            return self.next_stage() & 1
-        first = self.round % DEPTH
-        self.round += pieces
+        first = self.next_turn(small)
+        self._counts[STAGES if small else SLOTS] += pieces
         return first
 
     def whereabouts(self) -> list[tuple[int, int]]:
