@@ -5,7 +5,7 @@ Claims, for digits on 4 workers paced to 40 ms a step, any step of which is paus
 the same small grid of learning rates. With one worker that is always slow the two are within 10 %: there staleness
 cannot help. The simulator's times per step are within 10 % of the measured ones.
 
-Runs of the two rules take turns, with the same seed in a pair. Time per step is a run's training time, evaluations
+Runs of the two rules take turns, with the same seed in a pair; the learning rate is the one with the shortest mean time. Time per step is a run's training time, evaluations
 included, over its steps. What is foretold knows the pace, the pauses' length and probability, how many steps lie
 between two evaluations (where all meet), and the time of an undisturbed exchange, which is measured in runs without
 pauses.
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 import offbeat
-from offbeat.benching import environment, holds, ratio
+from offbeat.benching import Spread, environment, holds, ratio
 from offbeat.fitting import WARM, Result
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.runtime.launch import Launcher
@@ -33,11 +33,12 @@ from offbeat.tasks.digits import Digits
 
 RESULTS = Path(__file__).parent / "results"
 WORKERS, PACE, PAUSE, CHANCE, EPOCH = 4, 0.04, 0.2, 0.15, 19
+TO_TARGET = "time to target, pauses, both tuned, ssp(3) / bsp, mean over seeds"
 RULES = {"bsp": Rule(0), "ssp(3)": Rule(3)}
 PACED = "worker *: pace 40ms"
 TRANSIENT = (PACED, "any worker: pause 200ms with probability 0.15")
 ALWAYS_SLOW = (PACED, "worker 0: pace 80ms")
-RATES = (0.01, 0.015, 0.02, 0.03)
+RATES = (0.015, 0.02, 0.025, 0.03)
 
 
 class Bench:
@@ -103,7 +104,7 @@ def best(by_rate: dict[str, Any]) -> tuple[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=15)
-    parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--out", type=Path, default=RESULTS / "staleness.json")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, Launcher(WARM) as launcher:
@@ -122,7 +123,9 @@ def main() -> None:
 
     bar("time per step, pauses, ssp(3) / bsp", transient["ssp(3)"], transient["bsp"], at_most=0.75)
     chosen = {rule: best(by_rate) for rule, by_rate in targets.items()}
-    bar("time to target, pauses, both tuned, ssp(3) / bsp", chosen["ssp(3)"][1], chosen["bsp"][1], at_most=0.85)
+    to_target = mean_ratio(chosen["ssp(3)"][1], chosen["bsp"][1])
+    holding = holds(Spread(**to_target), at_most=0.85)
+    bars.append({"bar": TO_TARGET, "at most": 0.85, "found": to_target, "holds": holding})
     bar("time per step, one always slow, ssp(3) / bsp", slow["ssp(3)"], slow["bsp"], at_least=0.9, at_most=1.1)
     predictions: dict[str, Any] = {}
     for rule, plain in RULES.items():
@@ -132,8 +135,7 @@ def main() -> None:
             "exchange": exchange,
             "measured mean": float(np.mean(transient[rule])),
         }
-        told = [predictions[rule]["seconds per step"]] * len(transient[rule])
-        spread = mean_ratio(told, transient[rule])
+        spread = mean_ratio([predictions[rule]["seconds per step"]] * len(transient[rule]), transient[rule])
         bars.append(
             {
                 "bar": f"time per step, pauses, foretold / measured, {rule}",
@@ -166,13 +168,17 @@ def main() -> None:
         sys.exit("a bar was missed")
 
 
-def mean_ratio(told: list[float], measured: list[float]) -> dict[str, float]:
-    """What was foretold over the mean of what was measured, with a bootstrap interval."""
+def mean_ratio(over: list[float], under: list[float]) -> dict[str, float]:
+    """The ratio of means, with a bootstrap interval over pairs.
+
+    A time to the target is known to an epoch only, so that a median jumps by a fifth of it from one draw to the next;
+    and what was foretold is a mean.
+    """
     random = np.random.default_rng(0)
-    times = np.asarray(measured)
-    drawn = told[0] / times[random.integers(0, len(times), (4000, len(times)))].mean(axis=1)
-    low, high = np.percentile(drawn, [2.5, 97.5])
-    return {"median": float(told[0] / times.mean()), "low": float(low), "high": float(high)}
+    a, b = np.asarray(over), np.asarray(under)
+    picks = random.integers(0, len(a), (4000, len(a)))
+    low, high = np.percentile(a[picks].mean(axis=1) / b[picks].mean(axis=1), [2.5, 97.5])
+    return {"median": float(a.mean() / b.mean()), "low": float(low), "high": float(high)}
 
 
 if __name__ == "__main__":
