@@ -5,10 +5,10 @@ Claims, for digits on 4 workers paced to 40 ms a step, any step of which is paus
 the same small grid of learning rates. With one worker that is always slow the two are within 10 %: there staleness
 cannot help. The simulator's times per step are within 10 % of the measured ones.
 
-Runs of the two rules take turns, with the same seed in a pair; the learning rate is the one with the shortest mean time. Time per step is a run's training time, evaluations
-included, over its steps. What is foretold knows the pace, the pauses' length and probability, how many steps lie
-between two evaluations (where all meet), and the time of an undisturbed exchange, which is measured in runs without
-pauses.
+Runs of the two rules take turns, with the same seed in a pair; each rule has the learning rate with which its mean time
+is the shortest. Time per step is a run's training time, evaluations included, over its steps. What is foretold knows
+the pace, the pauses' length and probability, how many steps lie between two evaluations (where all meet), and the time
+of an undisturbed exchange, which is measured in runs without pauses.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Compiled:
     def settled(self, key: Any, turn: int, address: int, mark: int, turns: Turns | None) -> Turns | None:
         """What was compiled for this key, on one row that stays where it is, with one turn more than before."""
         native, found = self._native, self._known.get(key)
-        if native is None or found is None or turn not in found.tasks:
+        if native is None or found is None or turn not in found.tasks or (turns is not None and turns.has(turn)):
             return turns
         turns = turns or native.turns(found.small, found.pieces)
         bases = [address, *(start for start, _ in self._room.stretches)]

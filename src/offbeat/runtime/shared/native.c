@@ -39,7 +39,7 @@ typedef struct {
     sem_t **posts, **takes;
     int64_t tries, yields, starved, fewest_naps, most_naps, slice;
     int64_t sleepy, naps;
-    volatile int64_t *cores; /* on which each rank was last seen */
+    volatile int64_t *cores; /* on which each rank was last seen, counted from 1; 0: not seen yet */
     int64_t settled;         /* when this rank has last looked for a freer one */
 } room_t;
 
@@ -80,7 +80,7 @@ static inline void rest(void) {
 
 /* Tell the others on which core this rank is. */
 static void appear(room_t *room) {
-    int64_t core = sched_getcpu();
+    int64_t core = sched_getcpu() + 1;
     if (room->cores[room->rank] != core) room->cores[room->rank] = core;
 }
 
@@ -100,7 +100,7 @@ static void settle(room_t *room, int64_t moment) {
     for (int64_t core = 0; core < CPU_SETSIZE; core++) {
         int64_t ranks = 0;
         if (!CPU_ISSET(core, &allowed)) continue;
-        for (int64_t rank = 0; rank < room->ranks; rank++) ranks += room->cores[rank] == core;
+        for (int64_t rank = 0; rank < room->ranks; rank++) ranks += room->cores[rank] == core + 1;
         if (best < 0 || ranks < fewest) best = core, fewest = ranks;
     }
     if (best < 0 || beside - fewest < 2) return;

@@ -113,6 +113,10 @@ class Turns:
         self._tasks[turn] = task
         self._addresses[turn] = task.address
 
+    def has(self, turn: int) -> bool:
+        """Whether that is known."""
+        return self._tasks[turn] is not None
+
     @property
     def latest(self) -> Task:
         """What was begun last."""

@@ -240,7 +240,7 @@ class Room:
 
     @property
     def cores(self) -> int:
-        """Where on the board the core of each rank stands, as an address in this process."""
+        """Where on the board the core of each rank stands, counted from 1: an address in this process."""
         return self._segment.address + 8 * self._cores
 
     @property
