@@ -41,7 +41,7 @@ class SSP(Setting):
     bound: int
     """Steps."""
     mode: Literal["lazy", "eager"] = "lazy"
-    """When values are read: only when the bound demands it (lazy), or whenever servers have newer ones (eager)."""
+    """When values are read: when the bound is about to break (lazy), or whenever servers have newer ones (eager)."""
 
     name = "ssp"
 
@@ -207,7 +207,8 @@ class _Pushing(Served):
             return True
         if self.rule.eager:
             return self._exchange_eagerly(slot)
-        due = not self._lazy or self._pulled < self.rule.needed(self.clock + 1)
+        # One step before the bound would break: the answer is there at once, and nobody is waited for.
+        due = not self._lazy or self._pulled < self.rule.needed(self.clock + 2)
         pull = self.push(slot, then_pull=due, weight=max(self.examples, 1e-9) if self.rule.aggregated else 1.0)
         if due:
             self.arrive(pull)
