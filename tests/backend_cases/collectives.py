@@ -17,8 +17,8 @@ INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
 COMPLEX = (torch.complex64, torch.complex128)
 ARITHMETIC = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
 BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-SIZES = (0, 1, 3, 1023, 4095, 4096, 4097, 16_384, 32_767, 32_769, 262_144, 262_145, 1_500_001)
-"""In elements of 4 bytes: none, one, odd ones, and around 16 KB, 64 KB, 128 KB, 1 MiB and several MiB."""
+SIZES = (0, 1, 3, 511, 512, 513, 1023, 16_384, 32_767, 32_769, 262_144, 262_145, 1_500_001)
+"""In elements of 4 bytes: none, one, odd ones, and around 2 KB, 64 KB, 128 KB, 1 MiB and several MiB."""
 
 
 def all_reduced(world: World, operation: ReduceOp.RedOpType, shape: tuple[int, ...], dtype: torch.dtype) -> None:

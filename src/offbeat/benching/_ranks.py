@@ -28,8 +28,11 @@ from offbeat.runtime.launch import Control
 Say = Callable[[Mapping[str, Any]], None]
 WARM_UP = 2
 """Blocks that are run and not counted."""
-MOST_BYTES = 64 << 20
-"""How much a block of one peer exchanges, unless that is too many or too few calls."""
+MOST_BYTES = 256 << 20
+"""How much a block of one peer exchanges, unless that is too many or too few calls.
+
+In shorter blocks one would see how ranks find together again after another peer, rather than how long a call takes.
+"""
 MOST_CALLS, FEWEST_CALLS = 200, 3
 FIRST = 2.0**-100
 """Values start this small, because each call multiplies them by the number of ranks."""

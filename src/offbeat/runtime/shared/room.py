@@ -21,7 +21,7 @@ from offbeat.runtime.shared.signals import SIGNAL_BYTES, Life, Waiter, lay_out, 
 
 SMALL = 1 << 17
 """Bytes of a slot for single stages."""
-ONE_SHOT = 1 << 14
+ONE_SHOT = 1 << 11
 """Bytes up to which an all-reduce is one stage; beyond, two take less time, as each reads less of what others wrote."""
 CHUNK = 1 << 19
 """Bytes of a slot of the ring: small enough for the caches, large enough that the interpreter does not matter."""
