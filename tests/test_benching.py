@@ -84,7 +84,7 @@ def test_one_wrong_value_is_refused_before_timing(damage: float) -> None:
 def test_blocks_have_many_calls_of_small_sizes_and_few_of_large_ones() -> None:
     assert repeats(4096, 2) == MOST_CALLS
     assert repeats(4096, 4) < repeats(4096, 2)
-    assert 1 < repeats(25 << 20, 2) < 10
+    assert 1 < repeats(25 << 20, 2) < 20
 
 
 def test_numbers_read_as_people_write_them() -> None:
