@@ -18,7 +18,7 @@ from offbeat.protocols.topology import Shape, mixing
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.links import native
-from offbeat.runtime.shared.room import SMALL
+from offbeat.runtime.shared.room import ONE_SHOT
 from offbeat.simulate import Link, Network, compressed_sum_time, finish_times, gossip_step_time, local_step_time
 from offbeat.simulate.foretelling import Exchanged, Step, Timed, network_of, step_time
 from offbeat.strategies._foreseeing import letters
@@ -137,9 +137,9 @@ def test_where_the_rate_is_known_only_latency_is_measured() -> None:
 
 def test_the_backends_own_way_is_known() -> None:
     here = View.of(4)
-    assert native("all_reduce", SMALL, here) == "one_shot"
-    assert native("all_reduce", SMALL + 1, here) == "two_shot"
-    assert native("all_gather", SMALL + 1, here) == "one_shot"
+    assert native("all_reduce", ONE_SHOT, here) == "one_shot"
+    assert native("all_reduce", ONE_SHOT + 1, here) == "two_shot"
+    assert native("all_gather", ONE_SHOT + 1, here) == "one_shot"
     assert native("all_reduce", 8, APART) == native("all_gather", 8, APART) == "ring"
     assert native("all_reduce", 8, View.of(4, [0, 0, 1, 1])) == "hierarchical_ring"
 
