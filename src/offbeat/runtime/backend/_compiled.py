@@ -76,7 +76,7 @@ class Compiled:
         entry = self._known.get(key)
         if entry is None:
             entry = None if steps is None else _Known(small, len(pieces), {})
-            _keep(self._known, key, entry)
+            keep(self._known, key, entry)
         if steps is None or entry is None:
             return False
         entry.tasks[turn] = native.task(steps, [start for start, _ in stretches])
@@ -134,7 +134,7 @@ class Compiled:
             return False
         key = (mark, address_of(rows[0]), ways.plain)
         if key not in self._live:
-            _keep(self._live, key, self._live_task(stages, rows, ways, mark))
+            keep(self._live, key, self._live_task(stages, rows, ways, mark))
         task = self._live[key]
         if task is None:
             return False
@@ -163,7 +163,8 @@ def mismatch(room: Room) -> Exception:
     )
 
 
-def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(known) >= _MOST:
+def keep(known: dict[Any, Any], key: Any, value: Any, most: int = _MOST) -> None:
+    """Remember it, and forget the oldest of too many."""
+    if len(known) >= most:
         known.pop(next(iter(known)))
     known[key] = value

@@ -16,7 +16,7 @@ from offbeat.protocols.collectives import Collective
 from offbeat.protocols.collectives import algorithm as algorithm_of
 from offbeat.protocols.schedule import View
 from offbeat.runtime.allocation import give_back_excess
-from offbeat.runtime.backend._compiled import Compiled, mismatch
+from offbeat.runtime.backend._compiled import Compiled, keep, mismatch
 from offbeat.runtime.backend._marks import count_of, mark
 from offbeat.runtime.shared.engine import Blocks, Engine, Piece
 from offbeat.runtime.shared.kernels import OPERATIONS, Array, Ways, as_words, row_at, ways_of, words_of
@@ -101,19 +101,19 @@ class Local:
         number = mark("all_reduce", dtype, count, operation)
         turns = self.compiled.small(slots, self._order, row, ways, number)
         plan = turns or _Written(number, (tuple(slots[0]), tuple(slots[1])), self._order, ways, row)
-        _keep(self.plans, key, plan)
+        keep(self.plans, key, plan, _MOST_PLANS)
         return plan
 
     def _remember(self, tensor: Tensor, operation: int, compiled: Any, turn: int, number: int) -> None:
         """If a large tensor comes to the same place again, what was compiled for it need not be looked for again."""
         key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, operation)
         if key not in self._seen:
-            _keep(self._seen, key, None)
+            keep(self._seen, key, None, _MOST_PLANS)
             return
         before: Any = self.plans.get(key)
         plan = self.compiled.settled(compiled, turn, key[0], number, before)
         if plan is not None and plan is not before:
-            _keep(self.plans, key, plan)
+            keep(self.plans, key, plan, _MOST_PLANS)
 
     def all_reduce_small(self, plan: Plan) -> None:
         """Up to `ONE_SHOT` bytes, in one stage: everybody reads everybody's slot. Written out, for speed."""
@@ -397,12 +397,6 @@ class Local:
 def as_bytes(tensor: Tensor) -> Array:
     """The bytes of a contiguous tensor, without a copy."""
     return as_words(tensor).view(np.uint8)
-
-
-def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(known) >= _MOST_PLANS:
-        known.pop(next(iter(known)))
-    known[key] = value
 
 
 def _only(size: int, rank: int, row: Array) -> list[Any]:
