@@ -82,17 +82,16 @@ def test_its_steps_do_what_the_functions_of_a_script_do(
 @needed
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core only")
 def test_a_rank_that_waits_goes_to_a_core_with_fewer_ranks() -> None:
-    room = Room(Room.create(2), 1, (0, 1), explain)
-    cores = (ctypes.c_int64 * 2).from_address(room.cores)
-    native = executor(room)
-    assert native is not None
-    ways = ways_of(ReduceOp.SUM, torch.float32, 2)
-    waiting = compiled([(room.take, ())], room.stretches, ways, np.float32, room)
-    assert waiting is not None
-    turns, allowed = native.turns(small=True, advance=1), os.sched_getaffinity(0)
-    for turn in (0, 1):
-        turns.put(turn, native.task(waiting, [0]))
+    allowed = os.sched_getaffinity(0)
     for crowded in sorted(allowed)[:2]:
+        room = Room(Room.create(2), 1, (0, 1), explain)
+        cores = (ctypes.c_int64 * 2).from_address(room.cores)
+        native = executor(room)
+        assert native is not None
+        waiting = compiled([(room.take, ())], room.stretches, Ways(), np.float32, room)
+        assert waiting is not None
+        turns = native.turns(small=True, advance=1)
+        turns.put(0, native.task(waiting, [0]))
         os.sched_setaffinity(0, {crowded})
         os.sched_setaffinity(0, allowed)
         cores[0] = crowded + 1

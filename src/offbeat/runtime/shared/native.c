@@ -106,8 +106,9 @@ static void settle(room_t *room, int64_t moment) {
     if (best < 0 || beside - fewest < 2) return;
     CPU_ZERO(&there);
     CPU_SET(best, &there);
-    if (sched_setaffinity(0, sizeof there, &there) == 0) sched_setaffinity(0, sizeof allowed, &allowed);
+    if (sched_setaffinity(0, sizeof there, &there) != 0) return;
     appear(room);
+    sched_setaffinity(0, sizeof allowed, &allowed);
 }
 
 /* Whether a signal came while others were let run a few times. */
