@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from offbeat.protocols.causality.cuts import Cut
 from offbeat.protocols.causality.histories import Call, Computation, Edge, Event, Kind, Place, computation
 
-many = settings(deadline=None)
-few = settings(deadline=None, max_examples=40)
+few = settings(max_examples=40)
 COLLECTIVES = ("barrier", "all_reduce", "broadcast", "reduce")
 
 

@@ -10,11 +10,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from offbeat.fitting import WARM
 from offbeat.runtime.hosts import existing, made_here, why_not
 from offbeat.runtime.launch import Launcher
 from wide import WIDE
+
+# A machine that is busy with something else is no failure.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from causal_support import computations, lines, many, places
+from causal_support import computations, lines, places
 from offbeat.errors import UsageError
 from offbeat.protocols.causality.clocks import concurrent, lamport, precedes, tick
 from offbeat.protocols.causality.histories import Call, Computation, Event, Kind, Place, computation
@@ -13,7 +13,6 @@ from offbeat.protocols.causality.histories import Call, Computation, Event, Kind
 WORLD = ("worker 0", "worker 1", "worker 2")
 
 
-@many
 @given(computations())
 def test_vector_clocks_say_exactly_what_happened_before_what(run: Computation) -> None:
     for one in places(run):
@@ -25,7 +24,6 @@ def test_vector_clocks_say_exactly_what_happened_before_what(run: Computation) -
             assert concurrent(run.vector(one), run.vector(other)) == unrelated
 
 
-@many
 @given(computations())
 def test_lamport_clocks_rise_from_cause_to_effect(run: Computation) -> None:
     for one in places(run):
@@ -34,7 +32,6 @@ def test_lamport_clocks_rise_from_cause_to_effect(run: Computation) -> None:
                 assert run.lamports[one.process][one.number] < run.lamports[other.process][other.number]
 
 
-@many
 @given(computations())
 def test_the_rules_that_processes_follow_give_the_same_clocks(run: Computation) -> None:
     vectors, numbers = {}, {}

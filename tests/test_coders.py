@@ -213,7 +213,7 @@ def test_signs_stand_for_the_mean_magnitude_of_their_block() -> None:
         torch.testing.assert_close(found[start : start + BLOCK], block.sign() * block.abs().mean())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_topk_finds_exactly_the_largest(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 400))

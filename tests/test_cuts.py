@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from causal_support import all_cuts, closed, computations, lines, many, places
+from causal_support import all_cuts, closed, computations, lines, places
 from offbeat.errors import UsageError
 from offbeat.protocols.causality.cuts import (
     Cut,
@@ -37,7 +37,6 @@ from offbeat.protocols.causality.lattice import (
 SMALL = computations(3, 14)
 
 
-@many
 @given(SMALL)
 def test_a_cut_is_consistent_if_and_only_if_no_cause_is_missing(run: Computation) -> None:
     for cut in all_cuts(run):
@@ -51,7 +50,6 @@ def test_a_cut_is_consistent_if_and_only_if_no_cause_is_missing(run: Computation
             assert effect.number <= cut[effect.process]
 
 
-@many
 @given(SMALL)
 def test_unions_and_intersections_of_consistent_cuts_are_consistent(run: Computation) -> None:
     cuts = list(itertools.islice(consistent_cuts(run), 60))
@@ -60,7 +58,6 @@ def test_unions_and_intersections_of_consistent_cuts_are_consistent(run: Computa
         assert closed(run, intersection(one, other))
 
 
-@many
 @given(SMALL)
 def test_the_causal_past_is_the_smallest_consistent_cut_with_an_event(run: Computation) -> None:
     consistent = [cut for cut in all_cuts(run) if closed(run, cut)]
@@ -69,7 +66,6 @@ def test_the_causal_past_is_the_smallest_consistent_cut_with_an_event(run: Compu
         assert past == reduce(intersection, (cut for cut in consistent if cut[place.process] >= place.number))
 
 
-@many
 @given(SMALL, st.data())
 def test_the_latest_consistent_cut_is_the_largest_inside(run: Computation, data: st.DataObject) -> None:
     cut = tuple(data.draw(st.integers(0, length)) for length in run.lengths)
@@ -77,7 +73,6 @@ def test_the_latest_consistent_cut_is_the_largest_inside(run: Computation, data:
     assert latest_consistent(run, cut) == reduce(union, inside)
 
 
-@many
 @given(SMALL)
 def test_the_lattice_has_every_consistent_cut_once(run: Computation) -> None:
     cuts = list(consistent_cuts(run))
@@ -105,7 +100,6 @@ def conditions(run: Computation, seed: int) -> dict[int, list[bool]]:
     return {i: table for i, table in enumerate(tables) if random.random() < 0.9}
 
 
-@many
 @given(computations(3, 10), st.integers(0, 2**32))
 def test_possibly_and_definitely_are_what_holds_on_some_and_on_every_way(run: Computation, seed: int) -> None:
     conjunction = conditions(run, seed)
@@ -122,7 +116,6 @@ def test_possibly_and_definitely_are_what_holds_on_some_and_on_every_way(run: Co
     assert search_definitely(run, holds).answer is (Answer.YES if always else Answer.NO)
 
 
-@many
 @given(computations(4, 40), st.integers(0, 2**32))
 def test_in_larger_runs_both_ways_of_looking_agree(run: Computation, seed: int) -> None:
     conjunction = conditions(run, seed)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from causal_support import computations, many
+from causal_support import computations
 from offbeat.errors import UsageError
 from offbeat.protocols.causality.cuts import latest_consistent
 from offbeat.protocols.causality.deadlock import Deadlock, Wait, deadlock, natural, waits
@@ -55,7 +55,6 @@ def stuck(found: list[Wait], ended: frozenset[str]) -> frozenset[str]:
     return judged.stuck if judged else frozenset()
 
 
-@many
 @given(some_waits(), st.frozensets(st.sampled_from(NAMES), max_size=1))
 def test_stuck_are_those_that_no_schedule_releases(found: list[Wait], ended: frozenset[str]) -> None:
     waiting = {wait.process for wait in found} - ended
@@ -67,7 +66,6 @@ def holds_alone(found: list[Wait], names: frozenset[str], ended: frozenset[str])
     return bool(names) and stuck([wait for wait in found if wait.process in names], ended) == names
 
 
-@many
 @given(some_waits(), st.frozensets(st.sampled_from(NAMES), max_size=1))
 def test_nobody_in_a_knot_can_be_left_out(found: list[Wait], ended: frozenset[str]) -> None:
     judged = deadlock(found, ended)
@@ -86,7 +84,6 @@ def test_nobody_in_a_knot_can_be_left_out(found: list[Wait], ended: frozenset[st
     assert not stuck(repaired, ended)
 
 
-@many
 @given(some_waits(5, only_all=True), st.frozensets(st.sampled_from(NAMES), max_size=1))
 def test_where_all_are_waited_for_the_knot_is_the_smallest(found: list[Wait], ended: frozenset[str]) -> None:
     judged = deadlock(found, ended)
@@ -171,7 +168,6 @@ def test_names_are_counted_as_people_count() -> None:
     assert natural(["worker 10", "worker 2", "server 1"]) == ["server 1", "worker 2", "worker 10"]
 
 
-@many
 @given(computations(3, 14))
 def test_a_run_that_goes_on_is_in_no_deadlock_at_any_consistent_cut(run: Computation) -> None:
     # A collective that the run's end cut short is still entered by whoever has not: they run.
@@ -283,7 +279,6 @@ def test_a_different_order_is_told_as_such() -> None:
     assert "the same calls in a different order" in str(mismatches(computation(histories))[0])
 
 
-@many
 @given(computations(4, 24))
 def test_matching_calls_are_no_mismatch(run: Computation) -> None:
     assert mismatches(run) == []

@@ -159,7 +159,7 @@ networks = st.builds(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.integers(0, 10_000), st.sampled_from(list(Shape)), networks, faults)
 def test_losses_delays_stops_and_partitions_cost_only_time(
     seed: int, shape: Shape, network: Network, faults: list[Fault]
@@ -178,7 +178,7 @@ def test_losses_delays_stops_and_partitions_cost_only_time(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(
     st.integers(0, 10_000),
     networks,

@@ -223,7 +223,7 @@ networks = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 10_000), networks, st.lists(kills, max_size=3), st.lists(others, max_size=3))
 def test_whoever_hears_of_a_mean_hears_of_the_same_one(
     seed: int, network: Network, deaths: list[Kill], more: list[Fault]

@@ -153,7 +153,7 @@ def photographed(seed: int) -> Photographed:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(st.integers(0, 2**32))
 def test_every_snapshot_is_a_consistent_cut_that_keeps_the_mean(seed: int) -> None:
     assert photographed(seed).judge() > 0

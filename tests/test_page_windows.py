@@ -110,7 +110,7 @@ def test_who_was_last_is_counted_by_calls_of_several(written: Written) -> None:
     assert drawn.often_last(0.75, 5) == []
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.integers(0, 1), st.floats(0, 100), st.floats(1e-4, 5)), min_size=1, max_size=200),
     st.floats(0, 90), st.floats(0.01, 100), st.integers(1, 50),

@@ -449,7 +449,7 @@ def test_a_shard_without_replicas_is_announced_as_lost():
     assert Lost(0) in world.complaints
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     kill=st.floats(0, 2),
     stop=st.floats(0, 2),

@@ -122,14 +122,14 @@ def test_when_the_primary_dies_during_the_transfer_its_successor_hands_over_anew
         assert len(world.coordinator.view.backups[0]) == 2
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32))
 def test_nothing_is_lost_or_doubled_however_often_servers_die_and_are_replaced(seed: int) -> None:
     world, _ = renewed_world(seed)
     world.run().check()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     kills=st.lists(st.floats(0.1, 4.0), min_size=1, max_size=5),
     jitter=st.sampled_from([0.0, 0.02, 0.1]),

@@ -273,7 +273,7 @@ def test_work_that_takes_no_time_holds_no_processor_up() -> None:
 
 
 @given(worlds(), networks)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_all_ranks_at_once_end_as_entry_by_entry(
     world: tuple[View, list[Round], list[float]], network: Network
 ) -> None:
@@ -293,7 +293,6 @@ def test_all_ranks_at_once_end_as_entry_by_entry(
 
 
 @given(worlds(), networks, st.integers(0, 6), st.floats(0, 30), st.sampled_from(["alpha", "beta", "gamma", "copy"]))
-@settings(deadline=None)
 def test_nobody_is_done_earlier_because_someone_is_late_or_a_link_slow(
     world: tuple[View, list[Round], list[float]], network: Network, who: int, late: float, what: str
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -154,7 +154,6 @@ def test_asp_never_waits_and_takes_the_mean() -> None:
     assert np.allclose(found.ends, durations.sum(axis=0))
 
 
-@settings(deadline=None)
 @given(st.integers(0, 6), st.integers(2, 12), st.integers(0, 1000))
 def test_the_bound_is_never_broken_and_a_larger_one_is_never_slower(bound: int, workers: int, seed: int) -> None:
     durations = TRANSIENT.draw(workers, 30, seed)

@@ -333,7 +333,7 @@ def photographed(seed: int, faulty: bool = True) -> Photographed:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.integers(0, 2**32))
 def test_every_snapshot_is_a_consistent_cut_with_every_push_once(seed: int) -> None:
     world = photographed(seed).run()

@@ -149,7 +149,7 @@ def test_what_is_wrong_with_a_class_of_ones_own_is_said(mine: Path, text: str, m
 
 
 @given(st.text(max_size=30))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_garbage_after_a_class_of_ones_own_is_refused_or_read(mine: Path, text: str) -> None:
     with contextlib.suppress(StrategyError):
         assert isinstance(parse("mine.py:Push" + text), Strategy)

@@ -65,7 +65,7 @@ def test_every_matrix_is_doubly_stochastic_and_its_schedule_does_it(kind: Kind) 
     assert found >= 14
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(2, 14), st.floats(0.1, 0.9), st.integers(0, 1000))
 def test_metropolis_weights_fit_any_connected_graph(size: int, share: float, seed: int) -> None:
     drawn = nx.gnp_random_graph(size, share, seed=seed)
