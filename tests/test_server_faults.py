@@ -220,7 +220,9 @@ def test_without_a_copy_the_run_says_what_is_lost_and_is_resumed_from_its_checkp
     assert_nothing_is_left(run)
     told = json.loads((run / "run.json").read_text())
     assert (told["state"], told["disturbances"]["fired"]) == ("failed", 1)
-    resumed = fit(Watched(str(tmp_path / "run-1"), examples=48, batch=6), resume=run, launcher=launcher)
+    task = Watched(str(tmp_path / "run-1"), examples=48, batch=6)
+    resumed = fit(task, resume=run, launcher=launcher, disturb="server 0: kill at step 4")
+    assert resumed.disturbances == {"asked": 1, "fired": 0}, "that step was done before"
     assert (resumed.steps, resumed.died, resumed.run) == (24, [], run)
     equal(resumed, plain)
 

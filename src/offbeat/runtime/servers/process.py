@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.protocols import disturbances
-from offbeat.protocols.machine import Effect, Event, Payload, Received
+from offbeat.protocols.machine import Effect, Event, Payload, Received, Start
 from offbeat.protocols.servers.messages import COORDINATOR, ClusterView, Load, Message, server_name
 from offbeat.protocols.servers.server import ServerMachine
+from offbeat.protocols.servers.shard import Restore
 from offbeat.protocols.servers.snapshots import Keep, Record, Write
 from offbeat.protocols.servers.works import Inspect
 from offbeat.runtime.allocation import keep_freed_memory
@@ -86,6 +87,8 @@ class _Watched:
             step = self._machine.shard.minimum
             # What was to happen up to here has happened to the one before, and may be why this one serves.
             self._disturber = self._disturber or self._disturb(step)
+            if any(isinstance(effect, Start) and isinstance(effect.work, Restore) for effect in effects):
+                self._disturber.go_on_from(step)
             self._disturber.step(step)
         return effects
 
