@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load
 from torch import Tensor, optim
 from torch.nn import Parameter
 
@@ -125,12 +126,37 @@ def test_the_more_a_gradient_has_missed_the_shorter_its_step() -> None:
 
 def test_a_late_gradient_is_corrected_by_how_far_the_values_have_moved() -> None:
     numbers = made(sgd(1.0, delay_compensation=0.5), torch.zeros(4))
-    numbers.do(Read())  # Somebody reads version 0.
-    numbers.do(Update(1, 1.0, (), payload=payload(2, 2, 2, 2)))
-    numbers.do(Update(2, 1.0, (), payload=payload(1, -1, 3, 0), missed=1))
+    numbers.do(Update(1, 1.0, (), payload=payload(2, 2, 2, 2), oldest=0))
+    # Another replica, which nobody has read from, is made in between: it knows what was read before.
+    state, another = numbers.do(Read(state=True, kept=True)), Numbers(lambda _segment: None)
+    another.do(Restore(state, 1))
+    for one in (numbers, another):
+        one.do(Update(2, 1.0, (), payload=payload(1, -1, 3, 0), missed=1, oldest=0))
     gradient, moved = torch.tensor([1.0, -1, 3, 0]), torch.full((4,), -2.0)
     expected = moved - (gradient + 0.5 * gradient * gradient * moved)
     torch.testing.assert_close(held(numbers), expected)
+    assert torch.equal(held(another), held(numbers))
+
+
+def test_values_are_kept_as_long_as_gradients_may_come_from_them_and_not_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbers = made(sgd(1.0, delay_compensation=0.5), torch.zeros(4))
+
+    def versions(kept: bool = True) -> list[int]:
+        names = load(numbers.do(Read(state=True, kept=kept)).handle.tobytes())
+        return sorted(int(name.split()[-1]) for name in names if name.startswith("kept"))
+
+    for version in range(1, 8):
+        numbers.do(Update(version, 1.0, (), payload=payload(1, 1, 1, 1), oldest=max(0, version - 4)))
+    assert versions() == [3, 4, 5, 6]
+    assert versions(kept=False) == [], "checkpoints, at which nobody computes, need none"
+    monkeypatch.setattr("offbeat.runtime.servers.numbers._LEAST_KEPT", 2)
+    monkeypatch.setattr("offbeat.runtime.servers.numbers._KEPT_BYTES", 0)
+    numbers.do(Update(8, 1.0, (), payload=payload(1, 1, 1, 1), oldest=0))
+    assert versions() == [6, 7]
+    numbers.do(Update(9, 1.0, (), payload=payload(1, 1, 1, 1)))
+    assert versions() == [6, 7], "where it was not asked for nothing is kept"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.protocols.machine import Effect, Event, Name, Received, Send, SetTimer, Timer
+from offbeat.protocols.machine import Effect, Event, Name, Payload, Received, Send, SetTimer, Timer
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.coordinator import CoordinatorMachine
 from offbeat.protocols.servers.messages import ClusterView, Gone, Install, Ready, Replicate, Viewed, Volunteer
@@ -285,3 +286,47 @@ def test_a_novice_holds_nothing_before_it_has_the_state_and_then_what_has_overta
     assert novice.on(Timer("tick"), 1.0)
     again = novice.on(Received("server 0.0", message), 0.0)
     assert [e.message for e in again if isinstance(e, Send)] == [Replicated(3, 8)], "once, however often it is said"
+
+
+# -- what late gradients were computed from ----------------------------------------------------------------------------
+
+REMEMBERING = [Rule(None, remembers=True), Rule(3, remembers=True), Rule(2, eager=True, remembers=True)]
+
+
+def late_after(seed: int, server: type[ServerMachine] = ServerMachine) -> int:
+    """How many late gradients whoever serves in the end has known the origin of; every store checks that it does."""
+    rule = Random(seed).choice(REMEMBERING)
+    world, _ = renewed_world(seed, server, rule=rule, workers=3, parts=1)
+    world.run().check()
+    return sum(world.primary(shard).late for shard in range(world.setting.shards))
+
+
+def test_whoever_takes_over_knows_what_gradients_were_computed_from() -> None:
+    assert sum(late_after(seed) for seed in range(25)) > 100
+
+
+class RemembersNothingOfItsPredecessor(ServerMachine):
+    def _install(self, event: Received, message: Install) -> None:
+        payload = event.payload
+        if payload.handle is not None:
+            payload = Payload(payload.nbytes, replace(payload.handle, kept={}))
+        super()._install(Received(event.sender, message, payload), message)
+
+
+class ForgetsTooMuch(ServerMachine):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.shard._oldest = lambda: max(self.shard._origins.values(), default=0)
+
+
+@pytest.mark.parametrize("mutant", [RemembersNothingOfItsPredecessor, ForgetsTooMuch], ids=lambda one: one.__name__)
+def test_a_replica_that_does_not_know_an_origin_is_noticed(mutant: type[ServerMachine]) -> None:
+    with pytest.raises((AssertionError, KeyError)):
+        sum(late_after(seed, mutant) for seed in range(200))
+
+
+def test_nothing_is_kept_where_nobody_asked_for_it_nor_longer_than_needed() -> None:
+    plain = World(Setting(workers=2, rule=Rule(None), steps=20, pace=0.1)).run().check()
+    assert not any(store.kept for store in plain.stores.values())
+    kept = World(Setting(workers=2, rule=Rule(None, remembers=True), steps=60, pace=0.1)).run().check()
+    assert all(0 < len(store.kept) < 15 for store in kept.stores.values())

@@ -490,6 +490,7 @@ class ClientMachine(Requests):
         self.colour.hear(reply.colour, self.known)
         if isinstance(reply, PullReply) and isinstance(request.message, Pull) and request.message.whole:
             reply = self._newest(shard, reply)
+            payload = NOTHING if reply.unchanged else payload
         if isinstance(reply, _Brought):
             self.expect(payload.nbytes)
             self._out.start(Arrived(request.token, shard, reply, payload))
@@ -519,8 +520,12 @@ class ClientMachine(Requests):
         if fresh.colour > self.colour.own:
             return  # From after a cut that is still to come here: who needs values asks for them.
         if fresh.version > self.known.get(shard, (-1, 0))[0]:
-            self.known[shard] = (fresh.version, fresh.clock)
             self._out.start(Refreshed(shard, fresh, payload))
+
+    def took(self, shard: int, fresh: Fresh) -> None:
+        """The loop goes on from values that were sent unasked: its gradients are computed from them from now on."""
+        if fresh.version > self.known.get(shard, (-1, 0))[0]:
+            self.known[shard] = (fresh.version, fresh.clock)
 
     # Views, leaving and joining.
 

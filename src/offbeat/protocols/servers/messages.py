@@ -305,6 +305,8 @@ class ShardState(Struct, frozen=True, kw_only=True):
     overdue: bool = False
     counts: dict[str, int] = {}
     """Pushes by what became of them."""
+    origins: tuple[tuple[int, int], ...] = ()
+    """Of workers, the version that their last gradient was computed from, where that is remembered."""
 
 
 class Volunteer(Struct, frozen=True, tag=True):

@@ -368,7 +368,7 @@ class ServerMachine:
         if self._applied == self._known_committed and self.shard.between_steps:
             renewal.take(self._applied, self.shard.state())
             self._feed.add(renewal.name, self._applied, now)
-            self._out.start(Read(state=True), ("renewal", renewal.number))
+            self._out.start(Read(state=True, kept=True), ("renewal", renewal.number))
 
     def _held_by(self, name: Name, held: int, now: float) -> None:
         """A backup, or who is becoming one, holds so many entries."""

@@ -346,7 +346,10 @@ class Client:
         with self._lock:
             while self._driver.turn(0.0):
                 pass
-            return self.fresh.pop(shard, None)
+            found = self.fresh.pop(shard, None)
+            if found is not None:
+                self.machine.took(shard, found[0])
+            return found
 
     def _look_in(self) -> None:
         """In a thread: what happens while the loop computes."""

@@ -43,7 +43,11 @@ ADD = "add"
 """In place of an optimizer: what is pushed is added to the values."""
 KINDS: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
 """Kinds of numbers that servers hold."""
-_MOST_SEEN = 64
+_MOST_KEPT, _LEAST_KEPT = 1024, 64
+"""Versions whose values are kept, for gradients that come late: so many, if they are small, or at least so many."""
+_KEPT_BYTES = 256 * 1024**2
+"""From which on they are not small."""
+_KEPT = "kept at version "
 Ranges = Sequence[tuple[int, int]]
 
 
@@ -84,7 +88,7 @@ class Numbers:
         self._gradients: list[tuple[Parameter, tuple[int, int]]] = []
         """What the optimizer updates, and which range of the shard each is."""
         self._coder: Coder | None = None
-        self._seen: OrderedDict[int, NDArray[Any]] = OrderedDict()
+        self._kept: OrderedDict[int, NDArray[Any]] = OrderedDict()
         self._segment: Segment | None = None
 
     def do(self, work: Any, _token: Any = None) -> Any:
@@ -94,8 +98,8 @@ class Numbers:
                 return self._misplaced(payload, start, stop, absent) or self._unfit(payload)
             case Look(payload, letter):
                 self._look(payload, letter)
-            case Read(state, start, stop):
-                return self._whole() if state else self._read(start, stop)
+            case Read(state, start, stop, kept):
+                return self._whole(kept) if state else self._read(start, stop)
             case Accumulate(payload, weight, start, stop, absent):
                 self._accumulate(payload, weight, start, stop)
                 self._cover(start, stop, absent)
@@ -211,6 +215,8 @@ class Numbers:
         self._accumulate(work.payload, 1.0, work.start, work.stop)
         self._cover(work.start, work.stop, work.absent)
         self._clear()
+        if work.oldest is not None:
+            self._keep(work.oldest)
         if recipe.delay_compensation:
             self._compensate(work.version - 1 - work.missed, recipe.delay_compensation)
         return work.scale / (1.0 + work.missed * work.scale) if recipe.staleness_scaling else work.scale
@@ -255,9 +261,16 @@ class Numbers:
                 own = value[low - start : high - start].clone() if rows else deepcopy(value)
                 cast("Optimizer", self._optimizer).state[member][name] = own
 
+    def _keep(self, oldest: int) -> None:
+        """Keep the values of this version; of those that were kept, let go of what nobody can come with any more."""
+        self._kept[self.version] = self._values.copy()
+        most = min(_MOST_KEPT, max(_LEAST_KEPT, _KEPT_BYTES // max(1, self._values.nbytes)))
+        while len(self._kept) > most or next(iter(self._kept)) < oldest:
+            self._kept.popitem(last=False)
+
     def _compensate(self, version: int, strength: float) -> None:
         """Correct a gradient by how far the values have moved since it was computed (Zheng et al. 2017, DC-ASGD)."""
-        then = self._seen.get(version)
+        then = self._kept.get(version)
         if then is not None:
             self._sum += strength * self._sum * self._sum * (self._values - then)
 
@@ -277,20 +290,18 @@ class Numbers:
 
     def whole(self) -> bytes:
         """The state, as a file has it."""
-        return self._whole().handle.tobytes()
+        return self._whole(kept=True).handle.tobytes()
 
     # -- values ------------------------------------------------------------------------------------------------------
 
     def _read(self, start: int, stop: int) -> Payload:
-        if self.recipe is not None and self.recipe.delay_compensation and self.version not in self._seen:
-            self._seen[self.version] = self._values.copy()
-            if len(self._seen) > _MOST_SEEN:
-                self._seen.popitem(last=False)
         values = self._values[max(0, start) : None if stop < 0 else stop]
         return Payload(values.nbytes, values)
 
-    def _whole(self) -> Payload:
+    def _whole(self, kept: bool = False) -> Payload:
         tensors: dict[str, Tensor] = {"values": torch.from_numpy(self._values)}
+        if kept:
+            tensors |= {f"{_KEPT}{version}": torch.from_numpy(then) for version, then in self._kept.items()}
         state = {} if self._optimizer is None else self._optimizer.state_dict()["state"]
         recipe = self.recipe
         if recipe is not None and self._optimizer is not None:
@@ -315,7 +326,8 @@ class Numbers:
             plain["state"] = {int(key): value for key, value in state.items()}
             self._optimizer.load_state_dict(plain)
         self.version = version
-        self._seen.clear()
+        kept = {int(name.removeprefix(_KEPT)): then for name, then in tensors.items() if name.startswith(_KEPT)}
+        self._kept = OrderedDict((then, kept[then].numpy()) for then in sorted(kept))
 
     def _make(self, recipe: Recipe, values: Tensor) -> None:
         self.recipe = recipe
