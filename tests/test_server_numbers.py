@@ -14,9 +14,10 @@ from torch.nn import Parameter
 from offbeat.protocols.compression import Format, Half, Quantize, RandomK, Threshold, TopK
 from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.shard import Accumulate, Discard, Restore, Update
-from offbeat.protocols.servers.works import Inspect, Read
+from offbeat.protocols.servers.works import Inspect, Read, Release
 from offbeat.runtime.compression import Coder, build
 from offbeat.runtime.servers.numbers import ADD, OPTIMIZERS, Numbers, Recipe, first_state, settings_of
+from offbeat.runtime.shared.segment import Segment
 
 
 def payload(*numbers: float, kind: Any = np.float32) -> Payload:
@@ -36,8 +37,8 @@ def held(numbers: Numbers) -> Tensor:
     return torch.from_numpy(numbers.do(Read()).handle.copy())
 
 
-def sgd(rate: float = 0.5, **more: Any) -> Recipe:
-    optimizer = optim.SGD([Parameter(torch.zeros(4))], lr=rate)
+def sgd(rate: float = 0.5, momentum: float = 0.0, **more: Any) -> Recipe:
+    optimizer = optim.SGD([Parameter(torch.zeros(4))], lr=rate, momentum=momentum)
     return Recipe(optimizer="SGD", ranges=(((0, 4),),), settings=settings_of(optimizer), **more)
 
 
@@ -136,6 +137,30 @@ def test_a_late_gradient_is_corrected_by_how_far_the_values_have_moved() -> None
     expected = moved - (gradient + 0.5 * gradient * gradient * moved)
     torch.testing.assert_close(held(numbers), expected)
     assert torch.equal(held(another), held(numbers))
+
+
+def test_a_state_is_handed_over_in_lent_memory_which_goes_when_it_is_held() -> None:
+    lent: list[Segment] = []
+    numbers = Numbers(lent.append, lent.remove)
+    numbers.do(Restore(made(sgd(momentum=0.5), torch.arange(4.0)).do(Read(state=True)), 0))
+    numbers.do(Update(1, 1.0, (), payload=payload(1, 1, 1, 1)))
+    state = numbers.do(Read(state=True, kept=True))
+    (_, memory) = lent
+    assert np.shares_memory(state.handle, memory.bytes)
+    novice = Numbers(lent.append)
+    novice.do(Restore(state, 1))
+    numbers.do(Release(state))
+    assert memory not in lent
+    assert not memory.bytes.any(), "whoever has it mapped keeps no copy of it"
+    for one in (numbers, novice):
+        one.do(Update(2, 1.0, (), payload=payload(1, 2, 3, 4)))
+    assert torch.equal(held(novice), held(numbers))
+
+
+def test_a_shard_that_nothing_was_put_on_yet_can_be_copied() -> None:
+    empty, novice = Numbers(lambda _segment: None), Numbers(lambda _segment: None)
+    novice.do(Restore(empty.do(Read(state=True, kept=True)), 0))
+    assert (novice.recipe, novice.version) == (None, 0)
 
 
 def test_values_are_kept_as_long_as_gradients_may_come_from_them_and_not_without_end(

@@ -428,7 +428,7 @@ class ClientMachine(Requests):
     def _sign_of_life(self) -> None:
         """Also asks for what this worker needs of the coordinator: a newer view, to be let in, to be let go."""
         if self._state in ("member", "entering"):
-            self._out.send(self._coordinator, Heartbeat(self.view.epoch))
+            self._out.send(self._coordinator, Heartbeat(self.view.epoch, self._largest))
         elif self._state == "joining":
             self._out.send(self._coordinator, Hello(self.worker, self._process, self._patient))
         elif self._state == "leaving":

@@ -37,6 +37,13 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
+class Release:
+    """Whom a state was read for has it, or needs it no more: its memory may go."""
+
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True)
 class Look:
     """Go over a payload as a push is gone over, and forget it: only the time it takes is of interest."""
 

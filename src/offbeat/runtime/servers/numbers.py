@@ -30,7 +30,7 @@ from offbeat.protocols.compression import AnyFormat
 from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.messages import Settings
 from offbeat.protocols.servers.shard import Accumulate, Discard, Restore, Update
-from offbeat.protocols.servers.works import Inspect, Look, Read
+from offbeat.protocols.servers.works import Inspect, Look, Read, Release
 from offbeat.runtime.compression import Coder, build
 from offbeat.runtime.shared.segment import Segment
 from offbeat.runtime.trees import put_together, take_apart
@@ -49,6 +49,7 @@ _KEPT_BYTES = 256 * 1024**2
 """From which on they are not small."""
 _KEPT = "kept at version "
 Ranges = Sequence[tuple[int, int]]
+_Lending = Callable[[Segment], None]
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,8 +75,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 class Numbers:
     """What a server holds. `do` is what its machine's `Start` effects are given to."""
 
-    def __init__(self, lend: Callable[[Segment], None]) -> None:
-        self._lend = lend
+    def __init__(self, lend: _Lending, reclaim: _Lending | None = None) -> None:
+        self._lend, self._reclaim = lend, reclaim
         self.version = 0
         self.recipe: Recipe | None = None
         self._values = np.empty(0, np.float32)
@@ -90,6 +91,8 @@ class Numbers:
         self._coder: Coder | None = None
         self._kept: OrderedDict[int, NDArray[Any]] = OrderedDict()
         self._segment: Segment | None = None
+        self._handed: Segment | None = None
+        """A state that is being handed over."""
 
     def do(self, work: Any, _token: Any = None) -> Any:
         """Do what the machine says; answers what it asks for."""
@@ -99,7 +102,11 @@ class Numbers:
             case Look(payload, letter):
                 self._look(payload, letter)
             case Read(state, start, stop, kept):
-                return self._whole(kept) if state else self._read(start, stop)
+                if kept:
+                    return self._handed_over()
+                return self._whole() if state else self._read(start, stop)
+            case Release():
+                self._let_go()
             case Accumulate(payload, weight, start, stop, absent):
                 self._accumulate(payload, weight, start, stop)
                 self._cover(start, stop, absent)
@@ -314,12 +321,31 @@ class Numbers:
         written = np.frombuffer(save_tensors(tensors, {"said": json.dumps(said)}), dtype=np.uint8)
         return Payload(written.nbytes, written)
 
+    def _handed_over(self) -> Payload:
+        """All that another copy needs, in memory that it reads if it is on this host."""
+        self._let_go()
+        written = self._whole(kept=True).handle
+        self._handed = Segment.create(written.nbytes)
+        self._lend(self._handed)
+        lent = self._handed.bytes[: written.nbytes]
+        lent[:] = written
+        return Payload(lent.nbytes, lent)
+
+    def _let_go(self) -> None:
+        if self._handed is not None:
+            if self._reclaim is not None:
+                self._reclaim(self._handed)
+            self._handed.give_back()
+            self._handed = None
+
     def _restore(self, written: NDArray[np.uint8], version: int) -> None:
         raw = written.tobytes()
-        tensors = load_tensors(raw)
-        said = json.loads(_metadata(raw)["said"])
+        tensors, said = load_tensors(raw), json.loads(_metadata(raw)["said"])
+        del raw  # It may be gigabytes.
+        if said["recipe"] is None:
+            return  # Of a shard on which nothing was put yet.
         recipe = msgspec.convert(said["recipe"], Recipe)
-        self._make(recipe, tensors["values"])
+        self._make(recipe, tensors.pop("values"))
         if self._optimizer is not None and said["state"] is not None:
             state: Mapping[str, Any] = put_together(said["state"], tensors)
             plain = self._optimizer.state_dict()
