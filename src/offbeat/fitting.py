@@ -318,8 +318,7 @@ def _launch(
             )
             collected.died, collected.joined = servers.died, servers.joined
             if there is not None:
-                plan = servers.plan
-                collected.hosts = there.plain(0 if plan is None else plan.shards * (plan.replicas + 1))
+                collected.hosts = there.plain(servers.places)
     except BaseException as error:
         with suppress(OutputError, CheckpointError):  # A disk that is full may be the very reason.
             state = "failed" if isinstance(error, Exception) else "interrupted"
