@@ -49,6 +49,8 @@ class Gradient:
     shard: int
     part: int
     fit: bool = True
+    read: float | None = field(default=None, compare=False)
+    """The value that it was computed from."""
 
     @property
     def value(self) -> float:
@@ -65,6 +67,17 @@ class Store:
     used: list[Gradient] = field(default_factory=list)
     discarded: list[Gradient] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    kept: dict[int, float] = field(default_factory=dict)
+    late: int = 0
+    """Gradients that were computed from an earlier version, which was kept."""
+
+    def remember(self, work: Update) -> None:
+        """What a gradient was computed from must be known here, whoever has read it from whom."""
+        self.kept[work.version - 1] = self.value
+        self.kept = {version: value for version, value in self.kept.items() if version >= work.oldest}
+        read, origin = work.payload.handle.read, work.version - 1 - work.missed
+        assert read is None or self.kept[origin] == read, f"version {origin} was {read}, not {self.kept[origin]}"
+        self.late += work.missed > 0
 
     def perform(self, work: Any) -> Any:
         match work:
@@ -78,6 +91,8 @@ class Store:
                 self.total = 0.0
                 self.versions.append(work.version)
             case Update():
+                if work.oldest is not None:
+                    self.remember(work)
                 self.used.append(work.payload.handle)
                 self.value += work.scale * work.payload.handle.value
                 self.versions.append(work.version)
@@ -125,6 +140,7 @@ class Loop:
         self.finished = False
         self.waiting = 0
         self.pushing = False
+        self.values: dict[int, float] = {}
         self.random = Random(f"{world.seed} {client.worker} {process}")
 
     def begin(self, now: float) -> Sequence[Effect]:
@@ -165,11 +181,9 @@ class Loop:
             return ()
         setting = self.world.setting
         mine = (self.client.worker, self.client.life, self.process, self.clock)
+        fit = (self.client.worker, self.clock) not in self.world.unfit
         parts = [
-            Part(
-                shard,
-                Payload(1, Gradient(*mine, shard, part, fit=(self.client.worker, self.clock) not in self.world.unfit)),
-            )
+            Part(shard, Payload(1, Gradient(*mine, shard, part, fit=fit, read=self.values.get(shard))))
             for shard in range(setting.shards)
             for part in range(setting.parts)
         ]
@@ -190,14 +204,22 @@ class Loop:
             case Failed() | Lost():
                 self.world.complaints.append(work)
             case Arrived():
+                self.take(work.shard, work.payload)
                 self.world.read(self, work)
             case Completed() if work.token == self.waiting:
                 return self.completed([reply for _, reply in work.replies], now)
             case Refreshed():
+                self.client.took(work.shard, work.fresh)
+                self.take(work.shard, work.payload)
                 self.world.refreshed += 1
             case _:
                 pass
         return ()
+
+    def take(self, shard: int, payload: Payload) -> None:
+        """Go on from these values, if they are some."""
+        if payload.nbytes and isinstance(payload.handle, tuple):
+            self.values[shard] = payload.handle[0]
 
     def completed(self, replies: list[Any], now: float) -> Sequence[Effect]:
         self.waiting = 0

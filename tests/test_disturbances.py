@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +202,9 @@ def test_of_several_paces_the_slowest_holds() -> None:
 def walk(config: Mapping[str, Any], control: Control) -> None:
     """A role that takes steps under a disturber, and tells how long each beginning took."""
     sentences = [parse(text) for text in config["sentences"]]
-    disturber = Disturber(sentences, config["role"], config["rank"], 5, control.send)
+    disturber = Disturber(sentences, config["role"], config["rank"], 5, control.send, config["fired"])
+    if config["resumed"]:
+        disturber.go_on_from(config["resumed"])
     guards = [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
     control.send({"kind": "guards", "pids": guards, "descriptors": [held(pid) for pid in guards]})
     ticks = Ticks()
@@ -247,10 +249,19 @@ def held(pid: int) -> list[str]:
     return [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()]
 
 
-def walked(launcher: Launcher, folder: Path, sentences: list[str], numbers: list[int], kind: str = "worker") -> Any:
+def walked(
+    launcher: Launcher,
+    folder: Path,
+    sentences: list[str],
+    numbers: list[int],
+    kind: str = "worker",
+    fired_before: Sequence[int] = (),
+    resumed: int = 0,
+) -> Any:
     """What such a role has said: what fired after how many steps, its steps, its guards; and how it failed."""
     said: list[dict[str, Any]] = []
     config = {"sentences": sentences, "role": kind, "rank": 0, "steps": numbers}
+    config |= {"fired": list(fired_before), "resumed": resumed}
     role = Role(kind, 0, f"{__name__}:walk", config, {}, folder / "walk.log", 1)
     failure: WorkerError | None = None
     try:
@@ -291,6 +302,23 @@ def test_what_a_servers_clock_jumps_over_still_happens(launcher: Launcher, tmp_p
     assert failure is None
     assert fired == [(0, 2), (1, 2)]
     assert steps[2]["end"] - steps[2]["start"] >= 0.05
+
+
+def test_what_has_fired_before_in_the_same_place_does_not_fire_again_but_what_has_not_does(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    sentences = ["worker *: pace 20ms", "worker 0: stop 10ms at step 2", "worker 0: stop 10ms with probability 1"]
+    sentences += ["worker 0: kill at step 2", "worker 0: kill at step 3"]
+    fired, steps, _, failure = walked(launcher, tmp_path, sentences, [2, 3, 4], fired_before=[0, 1, 2, 3])
+    assert fired == [(2, 0), (2, 1), (4, 1)]
+    assert failure is not None
+    assert steps[0]["end"] - steps[0]["start"] >= 0.02, "the pace is kept, though it was counted before"
+
+
+def test_what_was_to_happen_before_a_resumed_run_goes_on_does_not_happen(launcher: Launcher, tmp_path: Path) -> None:
+    sentences = [f"server 0: stop 1ms at step {step}" for step in (3, 6, 7)]
+    fired, _, _, failure = walked(launcher, tmp_path, sentences, [6, 7], kind="server", resumed=6)
+    assert (fired, failure) == ([(1, 0), (2, 1)], None)
 
 
 def test_who_joins_after_the_step_is_not_disturbed(launcher: Launcher, tmp_path: Path) -> None:

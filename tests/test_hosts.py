@@ -301,19 +301,26 @@ def test_hosts_give_what_one_host_gives(networks: None, launcher: Launcher, tmp_
 
 
 @pytest.mark.slow
-def test_a_server_killed_on_one_host_is_replaced_by_its_copy_on_another(
+def test_a_server_killed_on_one_host_is_replaced_by_its_copy_on_another_and_that_by_a_new_one(
     networks: None, launcher: Launcher, tmp_path: Path
 ) -> None:
     (tmp_path / "seen").mkdir()
+    disturb = ["worker *: pace 40ms", "server 0: kill at step 10", "server 0: kill at step 80"]
     result = offbeat.fit(
-        Curve(str(tmp_path / "seen")), "server(replicas=1)", hosts=Hosts.alike(2), epochs=4, out=tmp_path / "runs",
-        disturb="server 0: kill at step 5", launcher=launcher,
+        Curve(str(tmp_path / "seen")), "server(replicas=1)", hosts=Hosts.alike(2), steps=90, out=tmp_path / "runs",
+        disturb=disturb, launcher=launcher, target=1e9,
     )  # fmt: skip
-    assert result.disturbances == {"asked": 1, "fired": 1}
-    assert result.died == ["server 0.0"]
-    assert [host["servers"] for host in result.hosts] == [[0], [1]]
-    assert result.servers[0]["served_by"] == "server 0.1"
-    assert result.samples == 4 * 37
+    assert result.disturbances == {"asked": 4, "fired": 4}
+    assert result.died == ["server 0.0", "server 0.1"]
+    assert result.joined[0] == "server 0.2"
+    # Each new one is where the dead one was, so that copies stay on different hosts.
+    assert [host["servers"] for host in result.hosts] == [[0, 2], [1, 3]]
+    (account,) = result.servers
+    assert (account["served_by"], account["version"]) == ("server 0.2", result.steps)
+    pushes = account["pushes"]
+    assert pushes["applied"] == 2 * result.steps
+    assert account["links"]["worker 0"]["lent"] > 0
+    assert account["links"]["worker 1"]["lent"] == 0, "it is on the other host, and is sent what it reads"
 
 
 @pytest.mark.slow
@@ -358,6 +365,23 @@ def test_the_command_line_takes_a_file_and_ctrl_c_leaves_nothing(networks: None,
 
 def _of(process: int) -> list[str]:
     return [name for name in existing() if name.startswith(f"offbeat-{process}-")]
+
+
+def test_new_copies_are_where_the_dead_were_as_long_as_there_are_numbers() -> None:
+    from offbeat.protocols.servers.consistency import Rule
+    from offbeat.runtime.servers.plan import Plan
+    from offbeat.serving import SPARES, Serving, home_of
+
+    plan = Plan(workers=2, shards=2, replicas=1, rule=Rule(0), folder="/nowhere")
+    serving = Serving(plan)
+    made: list[int] = []
+    while (new := serving._next_replica(1, dead=1, plan=plan)) is not None:
+        made.append(new)
+        serving._replicas[len(serving._replicas)] = (1, new)
+    assert len(made) == len(set(made)) == SPARES
+    beside = [home_of(1, number, plan) for number in made]
+    assert beside == [3] * (SPARES // 2) + [2] * (SPARES // 2)
+    assert serving._next_replica(0, dead=0, plan=plan) == 2
 
 
 def test_addresses_of_servers_are_on_their_hosts_and_need_the_keys_of_the_run() -> None:

@@ -64,9 +64,11 @@ def replaced(
     folder.mkdir(exist_ok=True)
     task = Awaiting(str(folder), awaited, every)
     disturb = [f"worker {rank}: kill at step {KILLED_AT}" for rank in killed]
+    disturb += ["worker *: pace 1ms", "worker 1: stop 1ms at step 3"]
     learn = partial(fit, task, strategy, workers=3, target=1.0, epochs=100_000, seed=0, timeout=60.0)
     result = learn(out=folder / "runs", launcher=launcher, disturb=disturb, replace=replace)
     assert_nothing_is_left(result.run)
+    assert result.disturbances == {"asked": len(killed) + 4, "fired": len(killed) + 4}
     return result
 
 

@@ -195,6 +195,18 @@ def test_the_one_who_took_over_may_be_killed_too_because_a_new_copy_was_made(lea
 
 
 @pytest.mark.slow
+def test_gradients_from_before_a_takeover_are_corrected_after_it(learn: Fit) -> None:
+    """One worker, which reads every few steps only: pushes come late, and always in the same order."""
+    strategy = "server(replicas=1, consistency=ssp(3), delay_compensation={})"
+    plain, off = (learn(strategy.format(strength), workers=1) for strength in (0.5, 0.0))
+    killed = learn(strategy.format(0.5), workers=1, disturb="server 0: kill at step 10")
+    assert killed.died == ["server 0.0"]
+    equal(killed, plain)
+    with pytest.raises(AssertionError):
+        equal(off, plain, 1e-4)
+
+
+@pytest.mark.slow
 def test_a_server_that_was_stopped_and_goes_on_is_fenced(learn: Fit) -> None:
     plain = learn("server(shards=2, replicas=1)", workers=2, steps=130)
     sentences = ["worker *: pace 40ms", "server 0: stop 5s at step 5"]
@@ -220,7 +232,9 @@ def test_without_a_copy_the_run_says_what_is_lost_and_is_resumed_from_its_checkp
     assert_nothing_is_left(run)
     told = json.loads((run / "run.json").read_text())
     assert (told["state"], told["disturbances"]["fired"]) == ("failed", 1)
-    resumed = fit(Watched(str(tmp_path / "run-1"), examples=48, batch=6), resume=run, launcher=launcher)
+    task = Watched(str(tmp_path / "run-1"), examples=48, batch=6)
+    resumed = fit(task, resume=run, launcher=launcher, disturb="server 0: kill at step 4")
+    assert resumed.disturbances == {"asked": 1, "fired": 0}, "that step was done before"
     assert (resumed.steps, resumed.died, resumed.run) == (24, [], run)
     equal(resumed, plain)
 

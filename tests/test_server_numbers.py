@@ -7,15 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load
 from torch import Tensor, optim
 from torch.nn import Parameter
 
 from offbeat.protocols.compression import Format, Half, Quantize, RandomK, Threshold, TopK
 from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.shard import Accumulate, Discard, Restore, Update
-from offbeat.protocols.servers.works import Inspect, Read
+from offbeat.protocols.servers.works import Inspect, Read, Release
 from offbeat.runtime.compression import Coder, build
 from offbeat.runtime.servers.numbers import ADD, OPTIMIZERS, Numbers, Recipe, first_state, settings_of
+from offbeat.runtime.shared.segment import Segment
 
 
 def payload(*numbers: float, kind: Any = np.float32) -> Payload:
@@ -35,8 +37,8 @@ def held(numbers: Numbers) -> Tensor:
     return torch.from_numpy(numbers.do(Read()).handle.copy())
 
 
-def sgd(rate: float = 0.5, **more: Any) -> Recipe:
-    optimizer = optim.SGD([Parameter(torch.zeros(4))], lr=rate)
+def sgd(rate: float = 0.5, momentum: float = 0.0, **more: Any) -> Recipe:
+    optimizer = optim.SGD([Parameter(torch.zeros(4))], lr=rate, momentum=momentum)
     return Recipe(optimizer="SGD", ranges=(((0, 4),),), settings=settings_of(optimizer), **more)
 
 
@@ -125,12 +127,61 @@ def test_the_more_a_gradient_has_missed_the_shorter_its_step() -> None:
 
 def test_a_late_gradient_is_corrected_by_how_far_the_values_have_moved() -> None:
     numbers = made(sgd(1.0, delay_compensation=0.5), torch.zeros(4))
-    numbers.do(Read())  # Somebody reads version 0.
-    numbers.do(Update(1, 1.0, (), payload=payload(2, 2, 2, 2)))
-    numbers.do(Update(2, 1.0, (), payload=payload(1, -1, 3, 0), missed=1))
+    numbers.do(Update(1, 1.0, (), payload=payload(2, 2, 2, 2), oldest=0))
+    # Another replica, which nobody has read from, is made in between: it knows what was read before.
+    state, another = numbers.do(Read(state=True, kept=True)), Numbers(lambda _segment: None)
+    another.do(Restore(state, 1))
+    for one in (numbers, another):
+        one.do(Update(2, 1.0, (), payload=payload(1, -1, 3, 0), missed=1, oldest=0))
     gradient, moved = torch.tensor([1.0, -1, 3, 0]), torch.full((4,), -2.0)
     expected = moved - (gradient + 0.5 * gradient * gradient * moved)
     torch.testing.assert_close(held(numbers), expected)
+    assert torch.equal(held(another), held(numbers))
+
+
+def test_a_state_is_handed_over_in_lent_memory_which_goes_when_it_is_held() -> None:
+    lent: list[Segment] = []
+    numbers = Numbers(lent.append, lent.remove)
+    numbers.do(Restore(made(sgd(momentum=0.5), torch.arange(4.0)).do(Read(state=True)), 0))
+    numbers.do(Update(1, 1.0, (), payload=payload(1, 1, 1, 1)))
+    state = numbers.do(Read(state=True, kept=True))
+    (_, memory) = lent
+    assert np.shares_memory(state.handle, memory.bytes)
+    novice = Numbers(lent.append)
+    novice.do(Restore(state, 1))
+    numbers.do(Release(state))
+    assert memory not in lent
+    assert not memory.bytes.any(), "whoever has it mapped keeps no copy of it"
+    for one in (numbers, novice):
+        one.do(Update(2, 1.0, (), payload=payload(1, 2, 3, 4)))
+    assert torch.equal(held(novice), held(numbers))
+
+
+def test_a_shard_that_nothing_was_put_on_yet_can_be_copied() -> None:
+    empty, novice = Numbers(lambda _segment: None), Numbers(lambda _segment: None)
+    novice.do(Restore(empty.do(Read(state=True, kept=True)), 0))
+    assert (novice.recipe, novice.version) == (None, 0)
+
+
+def test_values_are_kept_as_long_as_gradients_may_come_from_them_and_not_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbers = made(sgd(1.0, delay_compensation=0.5), torch.zeros(4))
+
+    def versions(kept: bool = True) -> list[int]:
+        names = load(numbers.do(Read(state=True, kept=kept)).handle.tobytes())
+        return sorted(int(name.split()[-1]) for name in names if name.startswith("kept"))
+
+    for version in range(1, 8):
+        numbers.do(Update(version, 1.0, (), payload=payload(1, 1, 1, 1), oldest=max(0, version - 4)))
+    assert versions() == [3, 4, 5, 6]
+    assert versions(kept=False) == [], "checkpoints, at which nobody computes, need none"
+    monkeypatch.setattr("offbeat.runtime.servers.numbers._LEAST_KEPT", 2)
+    monkeypatch.setattr("offbeat.runtime.servers.numbers._KEPT_BYTES", 0)
+    numbers.do(Update(8, 1.0, (), payload=payload(1, 1, 1, 1), oldest=0))
+    assert versions() == [6, 7]
+    numbers.do(Update(9, 1.0, (), payload=payload(1, 1, 1, 1)))
+    assert versions() == [6, 7], "where it was not asked for nothing is kept"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -10,12 +11,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.protocols.machine import Effect, Event, Name, Received, Send, SetTimer, Timer
+from offbeat.protocols.machine import Done, Effect, Event, Name, Payload, Received, Send, SetTimer, Start, Timer
+from offbeat.protocols.servers.client import ClientMachine
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.coordinator import CoordinatorMachine
-from offbeat.protocols.servers.messages import ClusterView, Gone, Install, Ready, Replicate, Viewed, Volunteer
+from offbeat.protocols.servers.messages import (
+    ClusterView,
+    Gone,
+    Heartbeat,
+    Install,
+    Message,
+    Ready,
+    Replicate,
+    Replicated,
+    Timing,
+    Viewed,
+    Volunteer,
+)
 from offbeat.protocols.servers.server import ServerMachine
 from offbeat.protocols.servers.shard import Shard
+from offbeat.protocols.servers.works import Read, Release
+from offbeat.runtime.messages import Codec, FrameError
+from offbeat.runtime.messages.frames import Reference
+from offbeat.runtime.servers.plan import Plan
 from offbeat.simulate.machines import Kill, Network
 from server_worlds import CALM, Setting, World
 
@@ -274,7 +292,7 @@ def test_a_novice_holds_nothing_before_it_has_the_state_and_then_what_has_overta
     assert [e.message for e in novice.begin(0.0) if isinstance(e, Send)] == [Volunteer(0)]
     novice.on(Received("coordinator", Viewed(view)), 0.0)
     other = Shard(Rule(None), view)
-    from offbeat.protocols.servers.messages import Push, Replicated
+    from offbeat.protocols.servers.messages import Push
 
     early = Replicate(epoch=3, index=8, committed=7, entry=Push(worker=0, number=0, clock=0))
     assert novice.on(Received("server 0.0", early), 0.0) == []
@@ -285,3 +303,109 @@ def test_a_novice_holds_nothing_before_it_has_the_state_and_then_what_has_overta
     assert novice.on(Timer("tick"), 1.0)
     again = novice.on(Received("server 0.0", message), 0.0)
     assert [e.message for e in again if isinstance(e, Send)] == [Replicated(3, 8)], "once, however often it is said"
+
+
+# -- what late gradients were computed from ----------------------------------------------------------------------------
+
+REMEMBERING = [Rule(None, remembers=True), Rule(3, remembers=True), Rule(2, eager=True, remembers=True)]
+
+
+def late_after(seed: int, server: type[ServerMachine] = ServerMachine) -> int:
+    """How many late gradients whoever serves in the end has known the origin of; every store checks that it does."""
+    rule = Random(seed).choice(REMEMBERING)
+    world, _ = renewed_world(seed, server, rule=rule, workers=3, parts=1)
+    world.run().check()
+    return sum(world.primary(shard).late for shard in range(world.setting.shards))
+
+
+def test_whoever_takes_over_knows_what_gradients_were_computed_from() -> None:
+    assert sum(late_after(seed) for seed in range(25)) > 100
+
+
+class RemembersNothingOfItsPredecessor(ServerMachine):
+    def _install(self, event: Received, message: Install) -> None:
+        payload = event.payload
+        if payload.handle is not None:
+            payload = Payload(payload.nbytes, replace(payload.handle, kept={}))
+        super()._install(Received(event.sender, message, payload), message)
+
+
+class ForgetsTooMuch(ServerMachine):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.shard._oldest = lambda: max(self.shard._origins.values(), default=0)
+
+
+@pytest.mark.parametrize("mutant", [RemembersNothingOfItsPredecessor, ForgetsTooMuch], ids=lambda one: one.__name__)
+def test_a_replica_that_does_not_know_an_origin_is_noticed(mutant: type[ServerMachine]) -> None:
+    with pytest.raises((AssertionError, KeyError)):
+        sum(late_after(seed, mutant) for seed in range(200))
+
+
+def test_nothing_is_kept_where_nobody_asked_for_it_nor_longer_than_needed() -> None:
+    plain = World(Setting(workers=2, rule=Rule(None), steps=20, pace=0.1)).run().check()
+    assert not any(store.kept for store in plain.stores.values())
+    kept = World(Setting(workers=2, rule=Rule(None, remembers=True), steps=60, pace=0.1)).run().check()
+    assert all(0 < len(store.kept) < 15 for store in kept.stores.values())
+
+
+# -- large states ------------------------------------------------------------------------------------------------------
+
+GIBIBYTE = 1024**3
+
+
+def test_a_state_of_gigabytes_is_no_larger_than_a_payload_may_be() -> None:
+    install = Install(epoch=3, number=1, index=8, state=Shard(Rule(0), ClusterView.of(1, 1)).state())
+    plan = Plan(workers=1, shards=1, replicas=1, rule=Rule(0), folder="")
+    reference = Reference("1:2:3", 0, 0, 3 * GIBIBYTE)
+    frame = plan.codec().encode_reference(install, reference)
+    assert plan.codec().decode([frame]) == (install, reference)
+    with pytest.raises(FrameError, match="contradicts itself"):
+        Codec(Message).decode([frame])
+
+
+def test_who_deals_with_gigabytes_may_be_silent_for_longer_and_who_deals_with_little_may_not() -> None:
+    for burden, patient in ((25 * 1024**2, False), (2 * GIBIBYTE, True)):
+        machine = CoordinatorMachine(ClusterView.of(1, 1, 1))
+        machine.begin(0.0)
+        for name in ("worker 0", "server 0.0", "server 0.1"):
+            machine.on(Received(name, Heartbeat(0, burden if name == "worker 0" else 0)), 0.0)
+        for tick in range(1, 81):
+            now = tick / 4
+            machine.on(Received("worker 0", Heartbeat(0)), now)
+            machine.on(Received("server 0.1", Heartbeat(0)), now)
+            machine.on(Timer("tick"), now)
+        assert (machine.view.primaries == ("server 0.0",)) == patient
+
+
+def test_a_worker_says_what_is_to_come_before_it_comes_and_is_patient_itself() -> None:
+    client = ClientMachine(0, ClusterView.of(1, 1))
+    assert client.announce(2 * GIBIBYTE) == [Send("coordinator", Heartbeat(0, 2 * GIBIBYTE))]
+    assert Heartbeat(0, 2 * GIBIBYTE) in [one.message for one in client.begin(0.0) if isinstance(one, Send)]
+    assert Timing().patience(2 * GIBIBYTE) > 60
+    assert Timing().patience(25 * 1024**2) == Timing().resend
+
+
+def released(effects: Sequence[Effect]) -> list[Payload]:
+    return [one.work.payload for one in effects if isinstance(one, Start) and isinstance(one.work, Release)]
+
+
+def handing_over() -> tuple[ServerMachine, Payload]:
+    """A primary that has read its state for a novice, and sent it."""
+    view = ClusterView(3, (0,), ("server 0.0",), ((),), novices=("server 0.2",))
+    primary = ServerMachine("server 0.0", 0, Rule(None), ClusterView.of(1, 1, 1))
+    effects = primary.on(Received("coordinator", Viewed(view)), 0.0)
+    (reading,) = [one for one in effects if isinstance(one, Start) and isinstance(one.work, Read)]
+    state = Payload(2 * GIBIBYTE, "the state")
+    sent = primary.on(Done(reading.token, state), 0.0)
+    assert [(one.to, one.payload) for one in sent if isinstance(one, Send)] == [("server 0.2", state)]
+    return primary, state
+
+
+def test_the_memory_of_a_state_is_free_once_the_novice_holds_it_or_is_gone() -> None:
+    primary, state = handing_over()
+    assert released(primary.on(Timer("tick"), 60.0)) == [], "it is not sent again as long as it may be on its way"
+    assert released(primary.on(Received("server 0.2", Replicated(3, -1)), 60.0)) == [state]
+    primary, state = handing_over()
+    gone = ClusterView(4, (0,), ("server 0.0",), ((),), novices=("server 0.3",))
+    assert released(primary.on(Received("coordinator", Viewed(gone)), 1.0)) == [state]

@@ -307,7 +307,8 @@ def _launch(
                         watch.lost_server(servers.name_of(outcome.role), outcome)
                 new = servers.replacement(outcome, job.goal.replace)
                 if new is not None:
-                    starter.add(new)
+                    config = {**new.config, "disturbed": collected.disturbed.at(new)}
+                    starter.add(dataclasses.replace(new, config=config))
 
             starter.run(
                 [*_roles(job, folder, port, servers, there), *servers.roles(job, folder)],
@@ -317,8 +318,7 @@ def _launch(
             )
             collected.died, collected.joined = servers.died, servers.joined
             if there is not None:
-                plan = servers.plan
-                collected.hosts = there.plain(0 if plan is None else plan.shards * (plan.replicas + 1))
+                collected.hosts = there.plain(servers.places)
     except BaseException as error:
         with suppress(OutputError, CheckpointError):  # A disk that is full may be the very reason.
             state = "failed" if isinstance(error, Exception) else "interrupted"
@@ -442,7 +442,7 @@ class _Collected:
         elif message.get("kind") == "server":
             self._hear_server({name: value for name, value in message.items() if name != "kind"})
         elif message.get("kind") == "disturbed":
-            self.disturbed.fired[message["number"]] += 1
+            self.disturbed.fired[message["number"], str(role)] += 1
         self.watcher.message(role, message)
 
     def _hear_server(self, account: dict[str, Any]) -> None:
@@ -458,17 +458,25 @@ class _Disturbed:
     def __init__(self, job: Job) -> None:
         self._sentences = job.goal.disturb
         self._asked = asked(job.goal.disturbances, _cast(job))
-        self.fired: Counter[int] = Counter()
+        self.fired: Counter[tuple[int, str]] = Counter()
+        """How often each sentence, by its number, has come true for each role."""
 
     def counts(self) -> dict[str, int]:
         """For the result."""
         return {"asked": self._asked, "fired": self.fired.total()}
 
+    def at(self, role: Role) -> list[int]:
+        """Numbers of the sentences that have come true for those who had this role."""
+        return [number for number, name in self.fired if name == str(role)]
+
     def told(self) -> dict[str, Any]:
         """For run.json: how often each sentence came true; nothing if none was said."""
         if not self._sentences:
             return {}
-        each = [{"sentence": sentence, "fired": self.fired[i]} for i, sentence in enumerate(self._sentences)]
+        fired: Counter[int] = Counter()
+        for (number, _), count in self.fired.items():
+            fired[number] += count
+        each = [{"sentence": sentence, "fired": fired[i]} for i, sentence in enumerate(self._sentences)]
         return {"disturbances": {**self.counts(), "each": each}}
 
 

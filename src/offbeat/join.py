@@ -135,7 +135,7 @@ class Team:
         self._memory = self._open_memory()
         self.exchange.seed = self.seed
         self._disturber = Disturber(
-            goal.disturbances, "worker", self.rank, self.seed, assignment.send, assignment.joins
+            goal.disturbances, "worker", self.rank, self.seed, assignment.send, assignment.disturbed
         )
         self._step_hooks: list[RemovableHandle] = []
         self.gauge = None if goal.gauge is None else Gauge(self.group)

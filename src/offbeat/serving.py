@@ -100,16 +100,33 @@ class Serving:
         names = {server_name(*place): place for place in self._replicas.values()}
         new: list[Role] = []
         for name in self._fallen:
-            shard, _ = names.get(name, (-1, 0))
+            shard, dead = names.get(name, (-1, 0))
             if name in self._succeeded or shard < 0 or shard in lost:
                 continue
             self._succeeded.add(name)
-            copies = sum(of == shard for of, _ in self._replicas.values())
-            if copies < plan.replicas + 1 + SPARES:
+            replica = self._next_replica(shard, dead, plan)
+            if replica is not None:
                 rank = len(self._replicas)
-                self._replicas[rank] = (shard, copies)
-                new.append(self._make(rank, self._homes(plan)[home_of(shard, copies, plan)]))
+                self._replicas[rank] = (shard, replica)
+                new.append(self._make(rank, self._homes(plan)[home_of(shard, replica, plan)]))
         return new
+
+    def _next_replica(self, shard: int, dead: int, plan: Plan) -> int | None:
+        """The number of a new copy, or None if there were enough: one that puts it where the dead one was.
+
+        So copies of a shard stay on different hosts, as they were.
+        """
+        taken = {replica for of, replica in self._replicas.values() if of == shard}
+        free = [n for n in range(plan.replicas + 1, plan.replicas + 1 + SPARES) if n not in taken]
+        return min(free, key=lambda n: ((n - dead) % (plan.replicas + 1) != 0, n), default=None)
+
+    @property
+    def places(self) -> list[int]:
+        """Of each server process that there was, which host it was on; only where there are hosts."""
+        if self.plan is None or self._placed is None:
+            return []
+        first = self._placed.wanted.of_servers(self.plan.shards * (self.plan.replicas + 1))
+        return [first[home_of(*place, self.plan)] for place in self._replicas.values()]
 
     @property
     def _fallen(self) -> list[str]:

@@ -42,6 +42,7 @@ def work(config: Mapping[str, Any], control: Control) -> None:
         folder=Path(config["folder"]),
         resume=config["resume"],
         joins=config.get("joins", False),
+        disturbed=tuple(config.get("disturbed", ())),
         identity=config["identity"],
         send=control.send,
         servers=Plan.from_plain(config["servers"]) if config.get("servers") else None,

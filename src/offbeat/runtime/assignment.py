@@ -30,6 +30,8 @@ class Assignment:
     """Whether to go on from the folder's newest checkpoint."""
     joins: bool = False
     """Whether the others have begun without this worker, which joins them."""
+    disturbed: tuple[int, ...] = ()
+    """Numbers of the sentences of `--disturb` that came true for those whose place it takes."""
     identity: Mapping[str, Any] = field(default_factory=dict)
     """What a checkpoint must agree with to be resumed from."""
     send: Callable[[Mapping[str, Any]], None] = _to_nobody

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from offbeat.errors import StrategyError, UsageError
@@ -165,7 +166,9 @@ class Server(Exchanging):
     def servers(self, workers: int) -> tuple[int, int, Rule]:
         """Shards, further copies of each, and the rule."""
         del workers
-        return self.shards, self.replicas, rule_of(self.consistency)
+        rule = rule_of(self.consistency)
+        remembers = self.delay_compensation > 0 and not rule.aggregated
+        return self.shards, self.replicas, structs.replace(rule, remembers=remembers)
 
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
         """The worker's side."""

@@ -428,7 +428,7 @@ class ClientMachine(Requests):
     def _sign_of_life(self) -> None:
         """Also asks for what this worker needs of the coordinator: a newer view, to be let in, to be let go."""
         if self._state in ("member", "entering"):
-            self._out.send(self._coordinator, Heartbeat(self.view.epoch))
+            self._out.send(self._coordinator, Heartbeat(self.view.epoch, self._largest))
         elif self._state == "joining":
             self._out.send(self._coordinator, Hello(self.worker, self._process, self._patient))
         elif self._state == "leaving":
@@ -490,6 +490,7 @@ class ClientMachine(Requests):
         self.colour.hear(reply.colour, self.known)
         if isinstance(reply, PullReply) and isinstance(request.message, Pull) and request.message.whole:
             reply = self._newest(shard, reply)
+            payload = NOTHING if reply.unchanged else payload
         if isinstance(reply, _Brought):
             self.expect(payload.nbytes)
             self._out.start(Arrived(request.token, shard, reply, payload))
@@ -519,8 +520,12 @@ class ClientMachine(Requests):
         if fresh.colour > self.colour.own:
             return  # From after a cut that is still to come here: who needs values asks for them.
         if fresh.version > self.known.get(shard, (-1, 0))[0]:
-            self.known[shard] = (fresh.version, fresh.clock)
             self._out.start(Refreshed(shard, fresh, payload))
+
+    def took(self, shard: int, fresh: Fresh) -> None:
+        """The loop goes on from values that were sent unasked: its gradients are computed from them from now on."""
+        if fresh.version > self.known.get(shard, (-1, 0))[0]:
+            self.known[shard] = (fresh.version, fresh.clock)
 
     # Views, leaving and joining.
 

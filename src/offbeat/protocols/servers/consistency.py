@@ -39,6 +39,8 @@ class Rule(Struct, frozen=True):
     """Workers that a step can do without, as others compute the same (gradient coding): it loses nothing by it."""
     cyclic: bool = False
     """Of the two codes the one that repeats parts cyclically."""
+    remembers: bool = False
+    """Replicas keep the values that gradients may still be computed from, to correct such as come late."""
 
     def __post_init__(self) -> None:
         """Refuse bounds that make no sense, and dropping where no step is waited for."""

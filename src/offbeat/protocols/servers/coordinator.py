@@ -107,6 +107,7 @@ class CoordinatorMachine:
         self._lives = view.members
         self._processes: dict[int, int] = {}
         self._heard: dict[Name, float] = {}
+        self._burden = 0
         self._begun = 0.0
         self._ticked = 0.0
         self._meetings: dict[str, _Meeting] = {}
@@ -173,6 +174,7 @@ class CoordinatorMachine:
             self._out.send(sender, Gone(self.view.epoch))
             return
         self._heard[sender] = now
+        self._burden = max(self._burden, message.burden)
         if message.epoch < self.view.epoch:
             self._out.send(sender, Viewed(self.view))
 
@@ -197,7 +199,7 @@ class CoordinatorMachine:
     def _is_silent(self, name: Name, now: float) -> bool:
         if name not in self._heard:
             return now - self._begun > self._timing.startup
-        return now - self._heard[name] > self._timing.silence
+        return now - self._heard[name] > self._timing.longest_silence(self._burden)
 
     # Views.
 

@@ -17,6 +17,8 @@ from offbeat.protocols.machine import Name
 from offbeat.protocols.servers.consistency import worker_name as worker_name
 
 COORDINATOR: Name = "coordinator"
+LIGHT = 64 * 1024**2
+"""Bytes of a payload that a process deals with so quickly that nobody need be patient."""
 
 Settings = tuple[dict[str, float | tuple[float, ...]], ...]
 """What a learning-rate schedule may change, for each parameter group; empty: as before."""
@@ -305,6 +307,8 @@ class ShardState(Struct, frozen=True, kw_only=True):
     overdue: bool = False
     counts: dict[str, int] = {}
     """Pushes by what became of them."""
+    origins: tuple[tuple[int, int], ...] = ()
+    """Of workers, the version that their last gradient was computed from, where that is remembered."""
 
 
 class Volunteer(Struct, frozen=True, tag=True):
@@ -339,6 +343,8 @@ class Heartbeat(Struct, frozen=True, tag=True):
     """I live, and this is the newest epoch I know."""
 
     epoch: int
+    burden: int = 0
+    """Bytes of the largest payload that its sender has, or is going to have, to deal with."""
 
 
 class Hello(Struct, frozen=True, tag=True):
@@ -550,13 +556,22 @@ class Timing(Struct, frozen=True, kw_only=True):
     longest_resend: float = 2.0
     per_byte: float = 0.0
     """More patience for every byte of the largest payload: how long links, with all that shares them, take for one."""
+    handling: float = 5e-8
+    """The same for what processes do with a large one: check, copy and apply it, without a sign of life meanwhile."""
     deadline: float = 120.0
     """Until a request is given up, naming who was waited for."""
 
     def patience(self, nbytes: int) -> float:
         """Until what is unanswered is sent again, where payloads have so many bytes."""
-        return self.resend + self.per_byte * nbytes
+        return self.resend + self.per_byte * nbytes + self._busy(nbytes)
 
     def longest_patience(self, nbytes: int) -> float:
         """The same, after many times."""
-        return self.longest_resend + 2 * self.per_byte * nbytes
+        return self.longest_resend + 2 * (self.per_byte * nbytes + self._busy(nbytes))
+
+    def longest_silence(self, burden: int) -> float:
+        """Without a sign of life for so long one is declared dead, where payloads have so many bytes."""
+        return self.silence + self._busy(burden)
+
+    def _busy(self, nbytes: int) -> float:
+        return self.handling * max(0, nbytes - LIGHT)

@@ -71,7 +71,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Refreshed:
-    """A shard has sent fresh values unasked; the payload is to be copied now."""
+    """A shard has sent fresh values unasked; who goes on from them says so (`took`)."""
 
     shard: int
     fresh: Fresh

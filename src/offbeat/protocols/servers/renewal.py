@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from offbeat.protocols.machine import Effects, Name, Payload
 from offbeat.protocols.servers.messages import Install, Ready, ShardState
+from offbeat.protocols.servers.works import Release
 
 
 @dataclass(slots=True)
@@ -39,11 +40,6 @@ class Renewal:
         """Whether the state was taken: from then on the novice must hold what is answered."""
         return self.index >= 0
 
-    @property
-    def nbytes(self) -> int:
-        """Of the state."""
-        return 0 if self._payload is None else self._payload.nbytes
-
     def take(self, index: int, state: ShardState) -> None:
         """The shard as it is after so many entries; its numbers are being read."""
         self.index, self._state = index, state
@@ -60,13 +56,20 @@ class Renewal:
 
     def answered(self, shard: int, to: Name, out: Effects) -> None:
         """The novice holds the state: it can take over from now on."""
-        self.installed, self._state, self._payload = True, None, None
+        self.installed = True
+        self.release(out)
         self.report(shard, to, out)
 
     def report(self, shard: int, to: Name, out: Effects) -> None:
         """Say so, if it is so."""
         if self.installed:
             out.send(to, Ready(shard, self.name))
+
+    def release(self, out: Effects) -> None:
+        """The state need not be handed over any more."""
+        if self._payload is not None:
+            out.start(Release(self._payload))
+        self._state = self._payload = None
 
     def _send(self, epoch: int, now: float, out: Effects) -> None:
         if self._state is not None and self._payload is not None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from offbeat.protocols.machine import NOTHING, Effects, Name, Payload
+from offbeat.protocols.machine import NOTHING, Effect, Effects, Name, Payload, Send
 from offbeat.protocols.servers.messages import (
     Awaiting,
     Bring,
     ClusterView,
     Fetch,
+    Heartbeat,
     Load,
     Meet,
     Met,
@@ -87,6 +89,11 @@ class Requests:
     def expect(self, nbytes: int) -> None:
         """Payloads of so many bytes are to be borne with."""
         self._largest = max(self._largest, nbytes)
+
+    def announce(self, nbytes: int) -> Sequence[Effect]:
+        """The same, by everybody: whoever deals with them is silent for a while, and is not to be taken for dead."""
+        self.expect(nbytes)
+        return [Send(self._coordinator, Heartbeat(self.view.epoch, self._largest))]
 
     def _next_number(self) -> int:
         self._numbers += 1

@@ -160,6 +160,7 @@ class ServerMachine:
             self._inspected(number, result, now)
         elif what == "renewal":
             if self._renewal is not None and self._renewal.number == number:
+                self._largest = max(self._largest, result.nbytes)
                 self._renewal.read(result, self.view.epoch, now, self._out)
         elif what == "look":
             trial: Trial = number
@@ -203,7 +204,7 @@ class ServerMachine:
 
     def _sign_of_life(self) -> None:
         """Also asks for the view, if there is a newer one; or, of one who is in none yet, to be in the next."""
-        known = Volunteer(self.number) if self._joining else Heartbeat(self.view.epoch)
+        known = Volunteer(self.number) if self._joining else Heartbeat(self.view.epoch, self._largest)
         self._out.send(self._coordinator, known)
 
     def _fenced(self, message: Fenced | Gone) -> None:
@@ -354,9 +355,10 @@ class ServerMachine:
 
     def _renew(self, novice: Name) -> None:
         """Bring the view's novice up to date, unless that is under way."""
-        if not novice:
+        if self._renewal is not None and self._renewal.name != novice:
+            self._renewal.release(self._out)
             self._renewal = None
-        elif self._renewal is None or self._renewal.name != novice:
+        if novice and self._renewal is None:
             self._tokens += 1
             self._renewal = Renewal(novice, self._tokens)
 
@@ -368,7 +370,7 @@ class ServerMachine:
         if self._applied == self._known_committed and self.shard.between_steps:
             renewal.take(self._applied, self.shard.state())
             self._feed.add(renewal.name, self._applied, now)
-            self._out.start(Read(state=True), ("renewal", renewal.number))
+            self._out.start(Read(state=True, kept=True), ("renewal", renewal.number))
 
     def _held_by(self, name: Name, held: int, now: float) -> None:
         """A backup, or who is becoming one, holds so many entries."""
@@ -380,8 +382,7 @@ class ServerMachine:
 
     def _look_after_novice(self, now: float) -> None:
         if self._renewal is not None:
-            patience = self._timing.patience(max(self._largest, self._renewal.nbytes))
-            self._renewal.look(self.view.epoch, patience, now, self._out)
+            self._renewal.look(self.view.epoch, self._timing.patience(self._largest), now, self._out)
             self._renewal.report(self.number, self._coordinator, self._out)
         self._advance(now)
 

@@ -15,6 +15,11 @@ is used by its coefficient in that sum, and those that are not needed are discar
 The staleness of a read at clock c is how far the slowest clock that is fully in it is behind: c - minimum, at least 0.
 A read is due once minimum >= c - s, so it sees all updates of clocks up to c - s (exclusive, as clocks count finished
 steps), and its staleness is at most s.
+
+Where gradients that come late are corrected by how far the values have moved since, what they were computed from must
+be known, and to whoever takes over, too. Reads are not in the log. But replicas have the same values at the same
+version, and nobody computes from an older version than it has done before: so each replica keeps, by itself, all
+versions from the oldest of those on.
 """
 
 from __future__ import annotations
@@ -74,6 +79,8 @@ class Update:
     """Updates that have come since the values were read that the gradient was computed from."""
     absent: tuple[tuple[int, int], ...] = ()
     """Ranges of the shard that the given gradient does not have."""
+    oldest: int | None = None
+    """Keep the values as they are before this update, and of earlier ones those from this version on; None: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +161,8 @@ class Shard:
         self._parked: Parked[Ask] = Parked()
         self._asked: set[tuple[int, int, int]] = set()
         self._unwritten: dict[int, list[Ask]] = {}
+        self._origins: dict[int, int] = {}
+        """Of each worker, the version that its last gradient was computed from."""
 
     @property
     def minimum(self) -> int:
@@ -212,6 +221,7 @@ class Shard:
             settings=self._settings,
             overdue=self._overdue,
             counts=dict(self.counts),
+            origins=tuple(self._origins.items()) if self.rule.remembers else (),
         )
 
     def adopt(self, state: ShardState) -> None:
@@ -226,6 +236,7 @@ class Shard:
         self._held, self._weight = {}, 0.0
         self._completed, self._settings, self._overdue = state.completed, state.settings, state.overdue
         self._parked, self._asked, self._unwritten = Parked(), set(), {}
+        self._origins = dict(state.origins)
 
     def holds(self, worker: int, number: int) -> bool:
         """Whether this push is a part that waits for the step's last one, and is not answered yet."""
@@ -306,14 +317,18 @@ class Shard:
         push = part.push
         if part.payload.nbytes and not part.unfit:
             missed = max(0, self.version - push.version)
+            oldest = self._oldest() if self.rule.remembers else None
+            self._origins[push.worker] = min(push.version, self.version)
             self.version += 1
-            scale = 1 / len(self._clocks)
-            outcome.works.append(
-                Update(self.version, scale, push.settings, push.start, push.stop, part.payload, missed, push.absent)
-            )
+            scale, given = 1 / len(self._clocks), (part.payload, missed, push.absent, oldest)
+            outcome.works.append(Update(self.version, scale, push.settings, push.start, push.stop, *given))
         self._settle(push, part.payload, outcome, "refused" if part.unfit else "applied", part.unfit)
         if push.last:
             self._clocks.tick(push.worker, push.clock + 1)
+
+    def _oldest(self) -> int:
+        """No gradient will come that was computed from an older version; of who has not pushed yet nothing is known."""
+        return min((self._origins.get(worker, 0) for worker in self._clocks.workers), default=0)
 
     def _collect(self, part: _Part, outcome: Outcome) -> None:
         push = part.push
@@ -391,12 +406,14 @@ class Shard:
                 self._clocks.join(worker, clock)
                 self._next[worker] = pushes
         self._completed = load.clock
+        self._origins.clear()
         self._weight, self._overdue = 0.0, False
 
     def _enter(self, enter: Enter, outcome: Outcome) -> None:
         if self._members.get(enter.worker) != enter.life:
             return
         at = max(enter.clock, self.minimum)
+        self._origins.setdefault(enter.worker, self.version)
         if enter.worker in self._clocks:
             self._clocks.tick(enter.worker, at)
         else:
@@ -415,6 +432,7 @@ class Shard:
                 self._settle(part.push, part.payload, outcome, "refused", "its sender does not take part")
             self._clocks.leave(worker)
             self._unwritten.pop(worker, None)
+            self._origins.pop(worker, None)
             del self._next[worker]
         self._next |= {worker: 0 for worker in now if worker not in self._next}
         self._members = now

@@ -32,6 +32,15 @@ class Read:
     start: int = 0
     stop: int = -1
     """Of values: only [start, stop); -1: up to the end."""
+    kept: bool = False
+    """Of a state: with the values of earlier versions that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Whom a state was read for has it, or needs it no more: its memory may go."""
+
+    payload: Payload
 
 
 @dataclass(frozen=True, slots=True)

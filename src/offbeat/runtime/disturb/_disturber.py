@@ -6,10 +6,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from offbeat.protocols.disturbances import Disturbance, Kill, Pause, Plan
+from offbeat.protocols.disturbances import AtStep, Disturbance, Kill, Pause, Plan
 from offbeat.runtime.disturb._owner import GuardProcess
 from offbeat.runtime.stamps import RECORDER, About, Mark
 
@@ -20,9 +20,10 @@ class Disturber:
     """Lives in the process that is to be disturbed, and is told when its steps begin.
 
     `tell` gets `{"kind": "disturbed", "number": sentence}` for each firing, before it where nothing could be said
-    afterwards. To be made on the main thread: the guard ends with the thread that started it. A process that has
-    `joined` in place of another is not killed as that one was; to one who takes over `after` a step, what was to happen
-    up to that step has happened already.
+    afterwards. To be made on the main thread: the guard ends with the thread that started it. What is asked for once
+    happens once in a run, however many processes take each other's place: sentences that have `fired` for those before
+    this one are neither done nor counted again, though a pace is kept; to one who takes over `after` a step, what was
+    to happen up to that step has happened already.
     """
 
     def __init__(
@@ -32,10 +33,10 @@ class Disturber:
         rank: int,
         seed: int,
         tell: Tell,
-        joined: bool = False,
+        fired: Collection[int] = (),
         after: int | None = None,
     ) -> None:
-        self._joined = joined
+        self._fired = frozenset(fired)
         self._plan = Plan(disturbances, role, rank, seed)
         self._tell = tell
         self._next: int | None = None if after is None else after + 1
@@ -69,15 +70,20 @@ class Disturber:
         if self._pacer is not None:
             self._pacer.begin(self._paused_by_the_clock)
 
+    def go_on_from(self, number: int) -> None:
+        """So many steps were done in an earlier run: what was to happen before them does not happen in this one."""
+        self._next = max(number, self._next or 0)
+
     def _begin(self) -> None:
         self._begun = True
         for sentence in self._plan.paces:
-            self._count(sentence)
+            if sentence not in self._fired:
+                self._count(sentence)
         if self._guard is not None:
             self._guard.begin()
 
     def _fire(self, sentence: int, action: Kill | Pause) -> None:
-        if self._joined and isinstance(action, Kill):
+        if sentence in self._fired and isinstance(action.when, AtStep):
             return
         self._count(sentence)
         if isinstance(action, Kill):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,9 +71,12 @@ class Placed:
         first = homes.index(number)
         return Seat(self.hosts[number], number, len(self.hosts), worker - first, homes.count(number))
 
-    def plain(self, servers: int = 0) -> list[dict[str, Any]]:
-        """The hosts with their addresses, and the numbers of the workers and servers on each, as JSON data."""
-        workers, serving = self.wanted.of_workers(), self.wanted.of_servers(servers)
+    def plain(self, servers: Sequence[int] = ()) -> list[dict[str, Any]]:
+        """The hosts with their addresses, and the numbers of the workers and servers on each, as JSON data.
+
+        `servers` says which host each server process was on.
+        """
+        workers = self.wanted.of_workers()
         sent = self._sent()
         return [
             {
@@ -82,7 +85,7 @@ class Placed:
                 "address": there.address,
                 "rate": there.host.rate,
                 "workers": [rank for rank, home in enumerate(workers) if home == number],
-                "servers": [rank for rank, home in enumerate(serving) if home == number],
+                "servers": [rank for rank, home in enumerate(servers) if home == number],
                 "sent_bytes": None if there.port is None else sent.get(there.port),
             }
             for number, there in enumerate(self.hosts)

@@ -29,7 +29,6 @@ from offbeat.protocols.servers.messages import (
     ClusterView,
     Fresh,
     Lost,
-    Message,
     Met,
     PullReply,
     Push,
@@ -49,7 +48,7 @@ from offbeat.protocols.servers.notices import (
     Refreshed,
     Wanted,
 )
-from offbeat.runtime.messages import Codec, Driver, Endpoint
+from offbeat.runtime.messages import Driver, Endpoint
 from offbeat.runtime.servers.noting import Requests, message_number
 from offbeat.runtime.servers.plan import Plan
 from offbeat.runtime.shared.segment import Segment
@@ -112,7 +111,7 @@ class Client:
             self._notes.viewed(view)
         self._lock = threading.RLock()
         self._over = threading.Event()
-        self._endpoint: Endpoint[Any] = Endpoint(worker_name(worker), Codec(Message), keys=plan.keys)
+        self._endpoint: Endpoint[Any] = Endpoint(worker_name(worker), plan.codec(), keys=plan.keys)
         self._endpoint.connect(COORDINATOR, plan.address(COORDINATOR))
         self._connected: set[Name] = set()
         self._connect(plan.view)
@@ -141,6 +140,8 @@ class Client:
     def expect(self, nbytes: int) -> None:
         """Payloads of so many bytes are going to come: on a slow link, asking again too soon would double them."""
         with self._lock:
+            if self.machine.member:
+                self._driver.perform(self.machine.announce(nbytes))
             self.machine.expect(nbytes)
 
     # -- what the loop asks for --------------------------------------------------------------------------------------
@@ -346,7 +347,10 @@ class Client:
         with self._lock:
             while self._driver.turn(0.0):
                 pass
-            return self.fresh.pop(shard, None)
+            found = self.fresh.pop(shard, None)
+            if found is not None:
+                self.machine.took(shard, found[0])
+            return found
 
     def _look_in(self) -> None:
         """In a thread: what happens while the loop computes."""

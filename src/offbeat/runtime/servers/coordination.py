@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from offbeat.errors import OffbeatError, RunError
 from offbeat.protocols.machine import Ended, Name, Payload
 from offbeat.protocols.servers.coordinator import Add, Changed, CoordinatorMachine, Total
-from offbeat.protocols.servers.messages import COORDINATOR, Lost, Message
+from offbeat.protocols.servers.messages import COORDINATOR, Lost
 from offbeat.protocols.servers.snapshots import GivenUp, Snapshot
-from offbeat.runtime.messages import Codec, Endpoint, Inbox, drive
+from offbeat.runtime.messages import Endpoint, Inbox, drive
 from offbeat.runtime.servers.plan import Plan
 
 Publish = Callable[[Snapshot | GivenUp], None]
@@ -64,7 +64,7 @@ class Coordination:
         self._over = False
         self._failure: BaseException | None = None
         self._endpoint: Endpoint[Any] = Endpoint(
-            COORDINATOR, Codec(Message), bind=plan.address(COORDINATOR), keys=plan.keys
+            COORDINATOR, plan.codec(), bind=plan.address(COORDINATOR), keys=plan.keys
         )
         self._inbox = Inbox(self._endpoint)
         self._thread = threading.Thread(target=self._drive, name="offbeat coordinator", daemon=True)

@@ -30,7 +30,7 @@ from offbeat.protocols.compression import AnyFormat
 from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.messages import Settings
 from offbeat.protocols.servers.shard import Accumulate, Discard, Restore, Update
-from offbeat.protocols.servers.works import Inspect, Look, Read
+from offbeat.protocols.servers.works import Inspect, Look, Read, Release
 from offbeat.runtime.compression import Coder, build
 from offbeat.runtime.shared.segment import Segment
 from offbeat.runtime.trees import put_together, take_apart
@@ -43,8 +43,13 @@ ADD = "add"
 """In place of an optimizer: what is pushed is added to the values."""
 KINDS: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
 """Kinds of numbers that servers hold."""
-_MOST_SEEN = 64
+_MOST_KEPT, _LEAST_KEPT = 1024, 64
+"""Versions whose values are kept, for gradients that come late: so many, if they are small, or at least so many."""
+_KEPT_BYTES = 256 * 1024**2
+"""From which on they are not small."""
+_KEPT = "kept at version "
 Ranges = Sequence[tuple[int, int]]
+_Lending = Callable[[Segment], None]
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,8 +75,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 class Numbers:
     """What a server holds. `do` is what its machine's `Start` effects are given to."""
 
-    def __init__(self, lend: Callable[[Segment], None]) -> None:
-        self._lend = lend
+    def __init__(self, lend: _Lending, reclaim: _Lending | None = None) -> None:
+        self._lend, self._reclaim = lend, reclaim
         self.version = 0
         self.recipe: Recipe | None = None
         self._values = np.empty(0, np.float32)
@@ -84,8 +89,10 @@ class Numbers:
         self._gradients: list[tuple[Parameter, tuple[int, int]]] = []
         """What the optimizer updates, and which range of the shard each is."""
         self._coder: Coder | None = None
-        self._seen: OrderedDict[int, NDArray[Any]] = OrderedDict()
+        self._kept: OrderedDict[int, NDArray[Any]] = OrderedDict()
         self._segment: Segment | None = None
+        self._handed: Segment | None = None
+        """A state that is being handed over."""
 
     def do(self, work: Any, _token: Any = None) -> Any:
         """Do what the machine says; answers what it asks for."""
@@ -94,8 +101,12 @@ class Numbers:
                 return self._misplaced(payload, start, stop, absent) or self._unfit(payload)
             case Look(payload, letter):
                 self._look(payload, letter)
-            case Read(state, start, stop):
+            case Read(state, start, stop, kept):
+                if kept:
+                    return self._handed_over()
                 return self._whole() if state else self._read(start, stop)
+            case Release():
+                self._let_go()
             case Accumulate(payload, weight, start, stop, absent):
                 self._accumulate(payload, weight, start, stop)
                 self._cover(start, stop, absent)
@@ -211,6 +222,8 @@ class Numbers:
         self._accumulate(work.payload, 1.0, work.start, work.stop)
         self._cover(work.start, work.stop, work.absent)
         self._clear()
+        if work.oldest is not None:
+            self._keep(work.oldest)
         if recipe.delay_compensation:
             self._compensate(work.version - 1 - work.missed, recipe.delay_compensation)
         return work.scale / (1.0 + work.missed * work.scale) if recipe.staleness_scaling else work.scale
@@ -255,9 +268,16 @@ class Numbers:
                 own = value[low - start : high - start].clone() if rows else deepcopy(value)
                 cast("Optimizer", self._optimizer).state[member][name] = own
 
+    def _keep(self, oldest: int) -> None:
+        """Keep the values of this version; of those that were kept, let go of what nobody can come with any more."""
+        self._kept[self.version] = self._values.copy()
+        most = min(_MOST_KEPT, max(_LEAST_KEPT, _KEPT_BYTES // max(1, self._values.nbytes)))
+        while len(self._kept) > most or next(iter(self._kept)) < oldest:
+            self._kept.popitem(last=False)
+
     def _compensate(self, version: int, strength: float) -> None:
         """Correct a gradient by how far the values have moved since it was computed (Zheng et al. 2017, DC-ASGD)."""
-        then = self._seen.get(version)
+        then = self._kept.get(version)
         if then is not None:
             self._sum += strength * self._sum * self._sum * (self._values - then)
 
@@ -277,20 +297,18 @@ class Numbers:
 
     def whole(self) -> bytes:
         """The state, as a file has it."""
-        return self._whole().handle.tobytes()
+        return self._whole(kept=True).handle.tobytes()
 
     # -- values ------------------------------------------------------------------------------------------------------
 
     def _read(self, start: int, stop: int) -> Payload:
-        if self.recipe is not None and self.recipe.delay_compensation and self.version not in self._seen:
-            self._seen[self.version] = self._values.copy()
-            if len(self._seen) > _MOST_SEEN:
-                self._seen.popitem(last=False)
         values = self._values[max(0, start) : None if stop < 0 else stop]
         return Payload(values.nbytes, values)
 
-    def _whole(self) -> Payload:
+    def _whole(self, kept: bool = False) -> Payload:
         tensors: dict[str, Tensor] = {"values": torch.from_numpy(self._values)}
+        if kept:
+            tensors |= {f"{_KEPT}{version}": torch.from_numpy(then) for version, then in self._kept.items()}
         state = {} if self._optimizer is None else self._optimizer.state_dict()["state"]
         recipe = self.recipe
         if recipe is not None and self._optimizer is not None:
@@ -303,19 +321,39 @@ class Numbers:
         written = np.frombuffer(save_tensors(tensors, {"said": json.dumps(said)}), dtype=np.uint8)
         return Payload(written.nbytes, written)
 
+    def _handed_over(self) -> Payload:
+        """All that another copy needs, in memory that it reads if it is on this host."""
+        self._let_go()
+        written = self._whole(kept=True).handle
+        self._handed = Segment.create(written.nbytes)
+        self._lend(self._handed)
+        lent = self._handed.bytes[: written.nbytes]
+        lent[:] = written
+        return Payload(lent.nbytes, lent)
+
+    def _let_go(self) -> None:
+        if self._handed is not None:
+            if self._reclaim is not None:
+                self._reclaim(self._handed)
+            self._handed.give_back()
+            self._handed = None
+
     def _restore(self, written: NDArray[np.uint8], version: int) -> None:
         raw = written.tobytes()
-        tensors = load_tensors(raw)
-        said = json.loads(_metadata(raw)["said"])
+        tensors, said = load_tensors(raw), json.loads(_metadata(raw)["said"])
+        del raw  # It may be gigabytes.
+        if said["recipe"] is None:
+            return  # Of a shard on which nothing was put yet.
         recipe = msgspec.convert(said["recipe"], Recipe)
-        self._make(recipe, tensors["values"])
+        self._make(recipe, tensors.pop("values"))
         if self._optimizer is not None and said["state"] is not None:
             state: Mapping[str, Any] = put_together(said["state"], tensors)
             plain = self._optimizer.state_dict()
             plain["state"] = {int(key): value for key, value in state.items()}
             self._optimizer.load_state_dict(plain)
         self.version = version
-        self._seen.clear()
+        kept = {int(name.removeprefix(_KEPT)): then for name, then in tensors.items() if name.startswith(_KEPT)}
+        self._kept = OrderedDict((then, kept[then].numpy()) for then in sorted(kept))
 
     def _make(self, recipe: Recipe, values: Tensor) -> None:
         self.recipe = recipe

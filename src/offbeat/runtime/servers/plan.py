@@ -10,8 +10,11 @@ import msgspec
 
 from offbeat.protocols.machine import Name
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.messages import ClusterView, Timing
-from offbeat.runtime.messages import Keys, address_in
+from offbeat.protocols.servers.messages import ClusterView, Message, Timing
+from offbeat.runtime.messages import Codec, Keys, address_in
+
+PAYLOAD_LIMIT = 64 * 1024**3
+"""Bytes of the largest payload: memory is taken for what arrives, not for what a header claims."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +48,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def address(self, name: Name) -> str:
         """Where somebody is found."""
         return self.addresses.get(name) or address_in(Path(self.folder), name)
+
+    def codec(self) -> Codec[Any]:
+        """What is said on this run's lines; a payload may be all of a large shard, with its optimizer."""
+        return Codec(Message, payload_limit=PAYLOAD_LIMIT)
 
     def plain(self) -> dict[str, Any]:
         """As JSON data."""

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.protocols import disturbances
-from offbeat.protocols.machine import Effect, Event, Payload, Received
-from offbeat.protocols.servers.messages import COORDINATOR, ClusterView, Load, Message, server_name
+from offbeat.protocols.machine import Effect, Event, Payload, Received, Start
+from offbeat.protocols.servers.messages import COORDINATOR, ClusterView, Load, server_name
 from offbeat.protocols.servers.server import ServerMachine
+from offbeat.protocols.servers.shard import Restore
 from offbeat.protocols.servers.snapshots import Keep, Record, Write
 from offbeat.protocols.servers.works import Inspect
 from offbeat.runtime.allocation import keep_freed_memory
 from offbeat.runtime.disturb import Disturber
 from offbeat.runtime.launch import Control
-from offbeat.runtime.messages import Codec, Endpoint, Inbox, drive
+from offbeat.runtime.messages import Endpoint, Inbox, drive
 from offbeat.runtime.servers.noting import Serves
 from offbeat.runtime.servers.numbers import Numbers
 from offbeat.runtime.servers.plan import Plan
@@ -86,6 +87,8 @@ class _Watched:
             step = self._machine.shard.minimum
             # What was to happen up to here has happened to the one before, and may be why this one serves.
             self._disturber = self._disturber or self._disturb(step)
+            if any(isinstance(effect, Start) and isinstance(effect.work, Restore) for effect in effects):
+                self._disturber.go_on_from(step)
             self._disturber.step(step)
         return effects
 
@@ -109,7 +112,7 @@ def serve(config: Mapping[str, Any], control: Control) -> None:
     plan = Plan.from_plain(config["plan"])
     shard, replica = int(config["shard"]), int(config["replica"])
     name = server_name(shard, replica)
-    endpoint: Endpoint[Any] = Endpoint(name, Codec(Message), bind=plan.address(name), keys=plan.keys)
+    endpoint: Endpoint[Any] = Endpoint(name, plan.codec(), bind=plan.address(name), keys=plan.keys)
     asked = [disturbances.parse(sentence) for sentence in config["disturb"]]
 
     def disturb(after: int | None) -> Disturber:
@@ -118,7 +121,7 @@ def serve(config: Mapping[str, Any], control: Control) -> None:
 
     joins = replica > plan.replicas
     machine = ServerMachine(name, shard, plan.rule, plan.view, timing=plan.timing, joins=joins)
-    inbox, numbers = Inbox(endpoint), Numbers(endpoint.lend)
+    inbox, numbers = Inbox(endpoint), Numbers(endpoint.lend, endpoint.reclaim)
     recorder = _recorder(config, shard, replica)
     scribe = Scribe(numbers, Path(config["checkpoints"]), inbox) if config.get("checkpoints") else None
     lines = _Lines(plan, endpoint, name, shard)

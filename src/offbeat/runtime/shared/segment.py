@@ -24,8 +24,8 @@ from offbeat.errors import OffbeatError
 _PAGE = mmap.PAGESIZE
 _HUGE = 2 << 20
 """Bytes of a huge page, on most machines."""
-_FIXED, _COLLAPSE = 16, 25
-"""Linux's numbers for "just there" and "gather these pages into huge ones, now"."""
+_FIXED, _COLLAPSE, _REMOVE = 16, 25, 9
+"""Linux's numbers for "just there", "gather these pages into huge ones, now" and "free these pages"."""
 
 
 class SegmentError(OffbeatError, RuntimeError):
@@ -87,6 +87,11 @@ class Segment:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+    def give_back(self) -> None:
+        """Let go of the memory and of the descriptor; whoever still has it mapped reads zeros from now on."""
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size), _REMOVE)
+        self.seal()
 
     def array(self, offset: int, count: int, dtype: Any) -> NDArray[Any]:
         """`count` numbers from byte `offset` on."""
