@@ -132,7 +132,7 @@ class Blow:
     """A kill from outside, at any moment: so long after a worker has noted so many lines of what it has seen."""
 
     log: str
-    """Of whom: `server-1`."""
+    """Of whom: `server-0.1`."""
     rank: int
     lines: int
     seconds: float
@@ -210,9 +210,9 @@ def random_schedule(seed: int) -> Schedule:
         # Servers that nothing else happens to, so that a copy is left of every shard.
         free = [k for k in range(shards) if not any(said.startswith(f"server {k}:") for said in drawn.disturb)]
         if free:
-            number = 2 * chance.choice(free) + chance.randint(0, 1)
+            name = f"server-{chance.choice(free)}.{chance.randint(0, 1)}"
             spared = min(set(range(workers)) - set(drawn.killed))
-            drawn.blow = Blow(f"server-{number}", spared, chance.randint(1, STEPS // 2), chance.random() * 0.05)
+            drawn.blow = Blow(name, spared, chance.randint(1, STEPS // 2), chance.random() * 0.05)
     return drawn
 
 

@@ -68,6 +68,17 @@ def test_a_run_elsewhere_is_listed_read_and_ended_as_by_ctrl_c(offbeat_: Offbeat
     assert offbeat_("logs", "latest", "--rank", "0", "--follow").out == "I am 0\n"
 
 
+def test_logs_are_named_by_worker_and_by_shard_and_copy(offbeat_: Offbeat, tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "runs", "task", "server(replicas=1)")
+    folder.write(config={}, state="done")
+    for kind, number in [("server", "0.10"), ("server", "0.2"), ("worker", 10), ("worker", 9)]:
+        folder.log(kind, number).write_text(f"{kind} {number}\n")
+    names = ["worker 9", "worker 10", "server 0.2", "server 0.10"]
+    assert offbeat_("logs", "latest").out == "".join(f"{name} | {name}\n" for name in names)
+    assert offbeat_("logs", "latest", "--server", "0.10").out == "server 0.10\n"
+    assert "no log of server 0.0" in offbeat_("logs", "latest", "--server", "0").err
+
+
 # -- processes that play a run
 
 PLAYED = """\

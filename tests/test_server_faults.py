@@ -162,7 +162,7 @@ def test_a_killed_server_loses_no_acknowledged_push_and_applies_none_twice(learn
 @pytest.mark.slow
 @pytest.mark.parametrize("replica", [0, 1, 2])
 def test_any_replica_may_be_killed_at_any_moment(launcher: Launcher, tmp_path: Path, replica: int) -> None:
-    blow = Blow(f"server-{replica}", rank=1, lines=6, seconds=random.Random(replica).random() * 0.02)
+    blow = Blow(f"server-0.{replica}", rank=1, lines=6, seconds=random.Random(replica).random() * 0.02)
     schedule = Schedule("server(replicas=2, consistency=asp)", 2, ["worker *: pace 20ms"], blow, aggregated=False)
     result = survive(schedule, launcher, tmp_path)
     assert result.died == [f"server 0.{replica}"]
@@ -172,7 +172,7 @@ def test_any_replica_may_be_killed_at_any_moment(launcher: Launcher, tmp_path: P
 @pytest.mark.slow
 def test_two_copies_may_die_if_there_is_a_third(learn: Fit, tmp_path: Path) -> None:
     plain = learn("server(replicas=2)", workers=2)
-    blow = Blow("server-1", rank=0, lines=3 * 15, seconds=0.0)
+    blow = Blow("server-0.1", rank=0, lines=3 * 15, seconds=0.0)
     with struck(blow, tmp_path / "run-1", tmp_path / "runs"):
         killed = learn("server(replicas=2)", workers=2, disturb=["server 0: kill at step 6", "worker *: pace 20ms"])
     assert sorted(killed.died) == ["server 0.0", "server 0.1"]
@@ -214,7 +214,7 @@ def test_a_server_that_was_stopped_and_goes_on_is_fenced(learn: Fit) -> None:
     assert fenced.disturbances == {"asked": 3, "fired": 3}
     assert fenced.died == ["server 0.0"]
     # It has gone on while the others still trained, and found that nobody needs it.
-    assert "server 0.0 gave no sign of life for 1.5 s and was declared dead" in log_of(fenced, "server-0")
+    assert "server 0.0 gave no sign of life for 1.5 s and was declared dead" in log_of(fenced, "server-0.0")
     assert [applied(account) for account in fenced.servers] == [2 * 130, 2 * 130]
     equal(fenced, plain)
 

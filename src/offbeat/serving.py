@@ -78,7 +78,7 @@ class Serving:
                     "events": str(folder.path.resolve()) if job.goal.watch else None,
                 },
                 environment={},
-                log=folder.log("server", rank),
+                log=folder.log("server", f"{shard}.{replica}"),
                 threads=1,
                 serves=True,
                 expendable=True,

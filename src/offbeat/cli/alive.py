@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -37,7 +37,7 @@ def ps(
 
     if output not in ("text", "json"):
         raise UsageError(f"--format {output!r} is unknown: text or json.")
-    rows = [_with_servers_named(row) for row in statuses(folder) if everything or row.alive]
+    rows = [row for row in statuses(folder) if everything or row.alive]
     if output == "json":
         print(json.dumps([row.plain() for row in rows]))
         return
@@ -46,28 +46,6 @@ def ps(
     for row in rows:
         for line in _lines(row):
             typer.echo(line)
-
-
-def _with_servers_named(row: Status) -> Status:
-    """The same with servers named by shard and copy, as everywhere."""
-    from msgspec import structs
-
-    if not any(one.role.startswith("server") for one in row.processes):
-        return row
-    config = {"goal": {"strategy": row.strategy}, "workers": row.workers}
-    copies = _copies(config)
-    named = [
-        structs.replace(one, role=_server_name(int(one.role.split()[1]), copies))
-        if one.role.startswith("server")
-        else one
-        for one in row.processes
-    ]
-    return structs.replace(row, processes=tuple(named))
-
-
-def _server_name(number: int, copies: int) -> str:
-    shard, copy = divmod(number, copies)
-    return f"server {shard}.{copy}"
 
 
 def _lines(row: Status) -> Iterator[str]:
@@ -152,21 +130,8 @@ def _files(folder: RunFolder, ranks: list[int], servers: list[str]) -> dict[str,
 
 
 def _named(folder: RunFolder) -> dict[str, Path]:
-    """All logs of a run: a server's name is its shard and its copy."""
-    copies = _copies(folder.read().get("config", {}))
-    found: dict[str, Path] = {}
-    logs = [(path.stem.rpartition("-"), path) for path in (folder.path / "logs").glob("*-*.log")]
-    for (kind, _, number), path in sorted(logs, key=lambda log: (log[0][0] != "worker", int(log[0][2]))):
-        found[_server_name(int(number), copies) if kind == "server" else f"{kind} {number}"] = path
-    return found
+    """All logs of a run, by whose they are."""
+    from offbeat.runtime.living import in_order
 
-
-def _copies(config: Mapping[str, Any]) -> int:
-    """How many processes serve each shard."""
-    from offbeat.strategies import combined, parse
-    from offbeat.strategies._worker import Exchanging
-
-    strategy = config.get("goal", {}).get("strategy")
-    exchange = None if strategy is None else combined(parse(strategy)).exchange
-    needs = exchange.servers(config["workers"]) if isinstance(exchange, Exchanging) else None
-    return 1 if needs is None else needs[1] + 1
+    found = {path.stem.replace("-", " "): path for path in (folder.path / "logs").glob("*-*.log")}
+    return {name: found[name] for name in sorted(found, key=in_order)}

@@ -114,7 +114,13 @@ def processes(folder: RunFolder) -> tuple[Process, ...]:
     """The workers and servers of a run that live now: those that print into its logs."""
     there = writing_to(folder.path / "logs")
     rows = [_process(file, one) for file, one in there.items() if file.suffix == ".log" and "-" in file.stem]
-    return tuple(sorted(rows, key=lambda row: (row.role.split()[0] != "worker", int(row.role.split()[1]))))
+    return tuple(sorted(rows, key=lambda row: in_order(row.role)))
+
+
+def in_order(role: str) -> tuple[bool, list[int]]:
+    """For sorting processes by name: workers first, each kind by its numbers."""
+    kind, _, number = role.rpartition(" ")
+    return kind != "worker", [int(part) for part in number.split(".")]
 
 
 def _process(file: Path, one: Seen) -> Process:

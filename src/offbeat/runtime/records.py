@@ -64,9 +64,9 @@ class RunFolder:
         """Where checkpoints are."""
         return self.path / "checkpoint"
 
-    def log(self, kind: str, rank: int) -> Path:
-        """The log file of one process."""
-        return self.path / "logs" / f"{kind}-{rank}.log"
+    def log(self, kind: str, number: int | str) -> Path:
+        """The log file of one process; a server's number is its shard and its copy."""
+        return self.path / "logs" / f"{kind}-{number}.log"
 
     def read(self) -> dict[str, Any]:
         """What run.json says."""
