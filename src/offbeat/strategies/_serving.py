@@ -29,10 +29,11 @@ from offbeat.protocols.servers.messages import PullReply, Push, PushReply, Setti
 from offbeat.runtime.group import Group
 from offbeat.runtime.served import ServedGroup
 from offbeat.runtime.servers.client import Client
-from offbeat.runtime.servers.numbers import KINDS, OPTIMIZERS, Recipe, first_state, is_number, settings_of
+from offbeat.runtime.servers.numbers import KINDS, OPTIMIZERS, Recipe, is_number, settings_of
 from offbeat.runtime.shared.segment import Segment
 from offbeat.runtime.snapshots import Cut
 from offbeat.runtime.stopwatch import Stopwatch
+from offbeat.strategies._carried import first_of
 from offbeat.strategies._letters import Letters
 from offbeat.strategies._worker import Exchange, averaged_buffers, closure_of
 
@@ -216,7 +217,8 @@ class Served(Exchange):
 
     def first_states(self, row: Row) -> list[NDArray[np.uint8]]:
         """What each shard begins with."""
-        return [first_state(self.recipe(row, k), row.shard(row.values, k)) for k in range(self.client.plan.shards)]
+        optimizer = cast("Optimizer", self.optimizer)
+        return [first_of(optimizer, self.recipe(row, shard), row, shard) for shard in range(self.client.plan.shards)]
 
     def recipe(self, row: Row, shard: int) -> Recipe:
         """How a shard is updated."""

@@ -81,7 +81,7 @@ class Deadline(Setting):
     """
 
     seconds: float
-    """From when the first gradient of the step has come."""
+    """From when the step was opened; in the first step, from when its first gradient has come."""
 
     name = "deadline"
 
