@@ -19,12 +19,12 @@ from offbeat.strategies._carried import first_of
 from offbeat.strategies._serving import Row
 
 SHARDS = 2
-OPTIMIZERS: dict[str, Any] = {
-    "momentum": lambda groups: optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
-    "sums of its own": lambda groups: optim.Adagrad(groups, lr=0.1, initial_accumulator_value=0.5, lr_decay=0.1),
-    "most squares": lambda groups: optim.Adam(groups, lr=0.1, amsgrad=True),
-    "centred": lambda groups: optim.RMSprop(groups, lr=0.1, centered=True, momentum=0.5),
-    "plain": lambda groups: optim.SGD(groups, lr=0.1),
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "momentum": (optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "sums of its own": (optim.Adagrad, {"initial_accumulator_value": 0.5, "lr_decay": 0.1}),
+    "most squares": (optim.Adam, {"amsgrad": True}),
+    "centred": (optim.RMSprop, {"centered": True, "momentum": 0.5}),
+    "plain": (optim.SGD, {}),
 }
 
 
@@ -66,7 +66,8 @@ def served(optimizer: Optimizer, row: Row) -> list[Numbers]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_servers_go_on_where_the_optimizer_was(name: str, without: int | None) -> None:
     parameters, groups = model()
-    optimizer = OPTIMIZERS[name](groups)
+    kind, settings = OPTIMIZERS[name]
+    optimizer = kind(groups, lr=0.1, **settings)
     for seed in range(3):
         stepped(optimizer, parameters, seed, without if seed == 1 else None)
     row = Row(parameters, SHARDS)
@@ -85,4 +86,5 @@ def test_neighbours_with_the_same_count_of_steps_stay_joined() -> None:
     optimizer = optim.Adam(groups, lr=0.1)
     stepped(optimizer, parameters, 0)
     (first, *_) = served(optimizer, Row(parameters, SHARDS))
-    assert first.recipe is not None and first.recipe.ranges == (((0, 5),), ())
+    assert first.recipe is not None
+    assert first.recipe.ranges == (((0, 5),), ())

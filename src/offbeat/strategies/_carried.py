@@ -1,4 +1,4 @@
-"""The state that an optimizer has before training begins, cut into what each server needs of it.
+"""What servers take over from an optimizer when training begins: its state, cut into what each needs of it.
 
 A loop may load the momentum of an earlier run, and Adagrad begins with sums of its own. Servers run the optimizer from
 there on, so they start with what it has.
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
+from offbeat.errors import StrategyError
 from offbeat.runtime.servers.numbers import Recipe, first_state
 
 if TYPE_CHECKING:
@@ -42,6 +43,17 @@ def first_of(optimizer: Optimizer, recipe: Recipe, row: Row, shard: int) -> NDAr
         recipe = msgspec.structs.replace(recipe, ranges=recipe.pieces)
         states = [state for group in found for _, state in group]
     return first_state(recipe, values, {number: state for number, state in enumerate(states) if state})
+
+
+def refuse_more_groups(now: int, known: int, strategy: object) -> None:
+    """Refuse parameter groups that came or went after servers were told which numbers are in which."""
+    if now != known:
+        raise StrategyError(
+            f"the optimizer had {known} parameter groups when it was given to prepare(), and has {now} now. {strategy} "
+            f"has told its servers then which parameters they update, so that the others would never change. Put all "
+            f"into its groups before, frozen (requires_grad_(False)) as long as they are not to learn, or use "
+            f"allreduce."
+        )
 
 
 def _state_of(optimizer: Optimizer, row: Row, shard: int, place: Range) -> State:

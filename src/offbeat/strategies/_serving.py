@@ -33,7 +33,7 @@ from offbeat.runtime.servers.numbers import KINDS, OPTIMIZERS, Recipe, is_number
 from offbeat.runtime.shared.segment import Segment
 from offbeat.runtime.snapshots import Cut
 from offbeat.runtime.stopwatch import Stopwatch
-from offbeat.strategies._carried import first_of
+from offbeat.strategies._carried import first_of, refuse_more_groups
 from offbeat.strategies._letters import Letters
 from offbeat.strategies._worker import Exchange, averaged_buffers, closure_of
 
@@ -135,6 +135,7 @@ class Served(Exchange):
         self._sent: list[int | None] = [None] * SLOTS
         self._turn = 0
         self._told: Settings = ()
+        self._groups = 0
         self._letters: Letters | None = None
         self._hidden: list[list[Any]] = []
         self._handles: list[Any] = []
@@ -202,7 +203,7 @@ class Served(Exchange):
 
     def open(self, row: Row) -> None:
         """From now on this row is what the servers hold."""
-        self.row = row
+        self.row, self._groups = row, len(self._settings_now())
         width = -(-row.count * row.values.element_size() // 64) * 64
         memory = Segment.create(width * SLOTS)
         self.client.lend(memory)
@@ -394,6 +395,7 @@ class Served(Exchange):
     def _settings(self) -> Settings:
         """What the optimizer's groups are set to, if that has changed."""
         now = self._settings_now()
+        refuse_more_groups(len(now), self._groups, self.strategy)
         if now == self._told:
             return ()
         self._told = now
