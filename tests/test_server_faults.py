@@ -212,6 +212,10 @@ def test_without_a_copy_the_run_says_what_is_lost_and_is_resumed_from_its_checkp
     launcher: Launcher, learn: Fit, tmp_path: Path
 ) -> None:
     plain = learn("server(shards=2)")
+    said = json.loads((plain.run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (said["pushes"], list(said["waits"])) == ({"applied": 3 * 2 * 24}, [f"worker {rank}" for rank in range(3)])
+    assert all(link["sent"] and link["received"] for of_worker in said["links"].values() for link in of_worker.values())
+    assert {name for of_worker in said["links"].values() for name in of_worker} == {"server 0.0", "server 1.0"}
     with pytest.raises(RunError, match="server 1 is gone, and with it the only copy") as lost:
         learn("server(shards=2)", checkpoint_every=5, disturb="server 1: kill at step 13")
     assert "--resume" in str(lost.value)

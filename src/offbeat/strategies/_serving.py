@@ -33,17 +33,13 @@ from offbeat.runtime.servers.numbers import KINDS, OPTIMIZERS, Recipe, is_number
 from offbeat.runtime.shared.segment import Segment
 from offbeat.runtime.snapshots import Cut
 from offbeat.runtime.stopwatch import Stopwatch
+from offbeat.strategies._accounts import Account, refusals, together
 from offbeat.strategies._carried import first_of, refuse_more_groups
 from offbeat.strategies._letters import Letters
 from offbeat.strategies._worker import Exchange, averaged_buffers, closure_of
 
 SLOTS = 2
 """Gradients that may be under way at once: the memory of one that is not answered yet is not written."""
-
-MOST_REFUSALS = 20
-"""Refusals that the result tells of."""
-LONGEST_REASON = 150
-"""Letters of each: all of a worker's go to one meeting."""
 
 
 def served(group: Group, strategy: object) -> ServedGroup:
@@ -489,6 +485,12 @@ class Served(Exchange):
         """Pushes of this worker by what became of them, and how stale its reads were."""
         return {"pushes": dict(self.pushes), "staleness": {str(k): self.stale[k] for k in sorted(self.stale)}}
 
+    def accounts(self) -> dict[str, Any]:
+        """Pushes and reads of all workers, and what each has waited, sent to servers and got from them."""
+        self.stopwatch.total()
+        mine = Account(self.group.rank, self.stopwatch.seconds["wait"], self.pushes, self.stale, self.client.links)
+        return together(map(Account.of, self.group.gather(mine.row(), "a report").tolist()))
+
     def staleness(self, steps: int) -> dict[str, int]:
         """Reads of all workers by how many steps old they were, values that were kept and used again too."""
         del steps
@@ -502,12 +504,7 @@ class Served(Exchange):
         All workers call this together.
         """
         self.settle_all()
-        mine = [f"worker {self.group.rank}: {reason}"[:LONGEST_REASON] for reason in self.refused[:MOST_REFUSALS]]
-        rows = self.group.gather(list(msgspec.json.encode(mine)), "the end of the run")
-        # Rows are as long as the longest of them; no letter of JSON is 0.
-        told = [msgspec.json.decode(bytes(int(n) for n in row if n), type=list[str]) for row in rows.tolist()]
-        refusals = [reason for of_worker in told for reason in of_worker]
-        noted: dict[str, Any] = {"refusals": refusals[:MOST_REFUSALS]} if refusals else {}
+        noted: dict[str, Any] = {"refusals": told} if (told := refusals(self.group, self.refused)) else {}
         if self._letters is not None:
             row = cast("Row", self.row)
             # A slot that no letter lies in: what is sent must not change, and the last letter is sent as well.

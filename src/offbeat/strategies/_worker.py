@@ -175,6 +175,10 @@ class Exchange(ABC):
         """What this worker has seen so far, for each line of the metrics and for the display; plain data."""
         return {}
 
+    def accounts(self) -> dict[str, Any]:
+        """What all workers have seen so far, for each line of the metrics; plain data. All call this together."""
+        return {}
+
     def staleness(self, steps: int) -> dict[str, int]:
         """How many steps old what this worker read was: how often each, in `steps` steps. In lockstep it never is."""
         return {"0": steps}

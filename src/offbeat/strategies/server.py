@@ -148,6 +148,16 @@ class Server(Exchanging):
         require(self.shards >= 1, self, "shards", self.shards, "there is at least one server")
         require(self.replicas >= 0, self, "replicas", self.replicas, "a shard has 0 or more further copies")
         require(self.delay_compensation >= 0, self, "delay_compensation", self.delay_compensation, "it is 0 or more")
+        late = isinstance(self.consistency, SSP | ASP)
+        for name in ("staleness_scaling", "delay_compensation"):
+            asked = getattr(self, name)
+            require(
+                late or not asked,
+                self,
+                name,
+                asked,
+                f"under {self.consistency} no old gradient is applied: take ssp or asp",
+            )
 
     @property
     def traits(self) -> Traits:  # pyright: ignore[reportIncompatibleVariableOverride]
