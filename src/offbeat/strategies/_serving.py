@@ -141,6 +141,8 @@ class Served(Exchange):
         self._sent_unasked: dict[int, tuple[int, int]] = {}
         self.written: dict[int, int] = {}
         """Version of each shard that has all this worker has pushed."""
+        self.unused: set[int] = set()
+        """Shards on which pushes came to nothing: they were refused, or their step was complete without them."""
         self.pushes: Counter[str] = Counter()
         """What became of this worker's pushes, on all shards."""
         self.stale: Counter[int] = Counter()
@@ -446,6 +448,7 @@ class Served(Exchange):
                 continue
             if pushed is reply:  # A pull's answer may say it too.
                 self.pushes[pushed.status] += 1
+                self.unused |= {shard} if pushed.status in ("refused", "late") else set()
                 self.refused += [pushed.reason] if pushed.status == "refused" else []
             self.written[shard] = max(pushed.version, self.written.get(shard, 0))
             # A step that was closed without this worker is given up when its last microbatch is done.

@@ -297,8 +297,13 @@ class _Totals:
         flat = self._flat(statistics)
         exchange = self._exchange
         exchange.row.parameters[0].grad = flat - self._last  # pyright: ignore[reportOptionalMemberAccess]
-        exchange.arrive(exchange.push(exchange.gradient(), then_pull=True))
-        self._last = flat
+        slot = exchange.gradient()
+        exchange.unused.clear()
+        exchange.arrive(exchange.push(slot, then_pull=True))
+        exchange.settle(slot)
+        # What a shard has not used is a part of the next difference: else it would be missing for ever.
+        for shard in set(range(exchange.client.plan.shards)) - exchange.unused:
+            self._row.shard(self._last, shard).copy_(self._row.shard(flat, shard))
         pieces = self._row.values.clone().split([statistics[name].numel() for name in self._names])
         return {
             name: piece.view(statistics[name].shape).to(statistics[name].dtype)
