@@ -30,6 +30,7 @@ from offbeat.fitting import Result, drive, fit
 from offbeat.jobs import Job, Script
 from offbeat.runtime.goal import Goal
 from offbeat.runtime.launch import Launcher
+from offbeat.tasks.mixture import Mixture
 
 Fit = Callable[..., Result]
 RULES = ("bsp", "ssp(2)", "asp")
@@ -227,6 +228,19 @@ def test_without_a_copy_the_run_says_what_is_lost_and_is_resumed_from_its_checkp
     resumed = fit(Watched(str(tmp_path / "run-1"), examples=48, batch=6), resume=run, launcher=launcher)
     assert (resumed.steps, resumed.died, resumed.run) == (24, [], run)
     equal(resumed, plain)
+
+
+@pytest.mark.slow
+def test_the_part_of_a_dead_worker_is_taken_over_where_nothing_is_learned_by_gradients(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    known: dict[str, Any] = {"steps": 30, "target": 0.0, "out": tmp_path / "runs", "launcher": launcher}
+    alone = fit(Mixture(examples=600), "single", workers=1, **known)
+    killed = ["worker 1: kill at step 2", "worker *: pace 5ms"]
+    result = fit(Mixture(examples=600), "server(shards=2)", workers=3, disturb=killed, **known)
+    assert (result.died, result.disturbances["fired"]) == (["worker 1"], 4)
+    # With what the dead worker told last in the sum for ever, it would come to another place.
+    assert result.score == pytest.approx(alone.score, abs=1e-7)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------

@@ -18,18 +18,22 @@ SHARDS = 2
 class Servers:
     """Stands in for a worker's exchange and its servers, of which some do not use a push."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: list[Tensor] | None = None) -> None:
         self.client = SimpleNamespace(plan=SimpleNamespace(shards=SHARDS))
         self.first_states: Any = None
         self.unused: set[int] = set()
         self.deaf: set[int] = set()
         """Shards that are too late for the next push, or refuse it."""
         self.settled = 0
+        self.group: Any = None
         self.row: Any = None
-        self._held = torch.empty(0)
+        self._shared = [] if shared is None else shared
 
     def open(self, row: Row) -> None:
-        self.row, self._held = row, row.values.clone()
+        self.row = row
+        if not self._shared:
+            self._shared.append(row.values.clone())
+        self._held = self._shared[0]
 
     def gradient(self) -> int:
         return 0
@@ -44,6 +48,9 @@ class Servers:
     def arrive(self, pull: int) -> None:
         assert pull == 1
         self.row.values.copy_(self._held)
+
+    def together(self) -> None:
+        self.arrive(1)
 
     def settle(self, slot: int) -> None:
         """Only the answer to the push itself says what became of it."""
@@ -67,3 +74,30 @@ def test_what_a_shard_has_not_used_comes_with_the_next_push(deaf: set[int]) -> N
         found = totals.total(statistics)
         assert all(torch.equal(found[name], statistics[name]) for name in statistics)
     assert servers.settled == 3
+
+
+class Living:
+    """Stands in for the group of those who live, one after the other: what they bring to the sum is known."""
+
+    def __init__(self, rank: int, brought: Tensor) -> None:
+        self.rank, self.present, self._brought = rank, (0, 2), brought
+
+    def sum(self, _mine: Tensor, _what: str) -> Tensor:
+        return self._brought
+
+
+def test_what_the_dead_have_told_is_taken_back_by_one_of_the_living() -> None:
+    shared: list[Tensor] = []
+    workers: list[Any] = [Servers(shared) for _ in range(3)]
+    told = [{"count": torch.tensor([float(rank + 1), 10.0 * rank])} for rank in range(3)]
+    totals = [_Totals(worker, mine) for worker, mine in zip(workers, told, strict=True)]
+    for of_worker, mine in zip(totals, told, strict=True):
+        of_worker.total(mine)
+    assert shared[0].tolist() == [6.0, 30.0]
+    living = (told[0]["count"] + told[2]["count"]).double()  # Worker 1 has died.
+    for rank in (0, 2):
+        workers[rank].group = Living(rank, living)
+        totals[rank].take_over()
+    totals[0].total({"count": torch.tensor([100.0, 1.0])})
+    found = totals[2].total({"count": torch.tensor([200.0, 2.0])})
+    assert found["count"].tolist() == [300.0, 3.0]

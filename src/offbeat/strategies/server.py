@@ -270,6 +270,11 @@ class _Pushing(Served):
             self._totals = _Totals(self, statistics)
         return self._totals.total(statistics)
 
+    def take_over(self) -> None:
+        """What the dead have told last is taken back with somebody's next push."""
+        if self._totals is not None:
+            self._totals.take_over()
+
 
 class _Totals:
     """Sums of statistics that servers hold, for tasks that are no gradient descent.
@@ -292,6 +297,14 @@ class _Totals:
 
     def _flat(self, statistics: Mapping[str, Tensor]) -> Tensor:
         return torch.cat([statistics[name].detach().double().reshape(-1) for name in self._names])
+
+    def take_over(self) -> None:
+        """Have the first of those who live answer for what the dead have told: the rest of what servers hold."""
+        exchange = self._exchange
+        exchange.together()
+        living = exchange.group.sum(self._last.clone(), "what the living have told")
+        if exchange.group.rank == min(exchange.group.present):
+            self._last += self._row.values - living
 
     def total(self, statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:
         flat = self._flat(statistics)
