@@ -121,6 +121,13 @@ def test_a_short_stop_is_no_death(learn: Fit) -> None:
 
 
 @pytest.mark.slow
+def test_what_was_read_at_an_evaluation_is_fresh(learn: Fit) -> None:
+    result = learn("server(consistency=ssp(50))", workers=2)
+    assert (result.steps, result.epochs) == (24, 3)
+    assert max(map(int, result.staleness)) <= 24 // 3, "the bound alone would let all steps go without a read"
+
+
+@pytest.mark.slow
 def test_the_last_worker_is_not_given_up_for_being_silent(learn: Fit) -> None:
     result = learn("server", disturb=["worker 0: kill at step 3", "worker 1: stop 2s at step 4"], workers=2)
     assert (result.died, result.disturbances["fired"]) == (["worker 0"], 2)

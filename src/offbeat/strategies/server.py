@@ -222,7 +222,7 @@ class _Pushing(Served):
         pull = self.push(slot, then_pull=due, weight=max(self.examples, 1e-9) if self.rule.aggregated else 1.0)
         if due:
             self.arrive(pull)
-            self._pulled = min((clock for _, clock in self.client.machine.known.values()), default=0)
+            self._has_read()
             return True
         self.stale[self.clock - self._pulled] += 1
         self.client.used_again(self.clock, self.clock - self._pulled)
@@ -234,6 +234,14 @@ class _Pushing(Served):
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] / len(self.group.members)
         return False
+
+    def _has_read(self) -> None:
+        self._pulled = min((clock for _, clock in self.client.machine.known.values()), default=0)
+
+    def refresh(self) -> None:
+        """Take the newest values; what is read at an evaluation need not be read again for the steps after it."""
+        super().refresh()
+        self._has_read()
 
     def _exchange_eagerly(self, slot: int | None) -> bool:
         """Push, and take what servers have sent by themselves; ask only if that is not enough."""
