@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.cli.served import histogram, served_in_words
+from offbeat.cli.ages import ages_in_words
+from offbeat.cli.served import served_in_words
 from offbeat.errors import StrategyError
 from offbeat.fitting import Result
 from offbeat.protocols.servers.messages import place_of, server_name
@@ -71,7 +72,8 @@ def test_the_summary_says_who_was_refused_who_has_waited_and_what_went_over_link
 
 
 def test_old_reads_are_told_together() -> None:
-    assert histogram({str(age): 1 for age in range(20)}).endswith("7: 1, older: 12")
+    assert ages_in_words(dict.fromkeys(range(20), 1)).endswith("7: 1, older: 12")
+    assert ages_in_words({0: 1000, 1: 0, 2: 1}) == "0: 1,000, 2: 1"
 
 
 @pytest.mark.parametrize("tolerance", ["staleness_scaling=True", "delay_compensation=0.1"])

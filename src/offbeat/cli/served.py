@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from offbeat.cli.ages import ages_in_words
 from offbeat.cli.display import pushes_in_words, staleness_in_words
 from offbeat.fitting import Result
 from offbeat.protocols.servers.messages import worker_name
 
 MOST_LINKS = 4
 """Links that are told of by themselves, the busiest ones."""
-MOST_AGES = 8
-"""Ages of reads that are told of by themselves."""
 
 
 def served_in_words(result: Result) -> Iterator[tuple[str, str]]:
@@ -26,18 +25,10 @@ def served_in_words(result: Result) -> Iterator[tuple[str, str]]:
         more = pushes["refused"] - 1
         yield "refused", result.refusals[0] + (f"; {more:,} more (refusals in run.json)" if more > 0 else "")
     if stale:
-        yield "reads by age", histogram(result.staleness)
+        yield "reads by age", ages_in_words({int(age): count for age, count in result.staleness.items()})
     if result.workers > 1:
         yield "waited", waits_in_words(result)
     yield "links", links_in_words(result)
-
-
-def histogram(counts: dict[str, int]) -> str:
-    """`0: 53, 1: 135, 2: 12`, the youngest first; the oldest together."""
-    ages = sorted(map(int, counts))
-    said = [f"{age}: {counts[str(age)]:,}" for age in ages[:MOST_AGES]]
-    older = sum(counts[str(age)] for age in ages[MOST_AGES:])
-    return ", ".join([*said, f"older: {older:,}"] if older else said)
 
 
 def waits_in_words(result: Result) -> str:
