@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,12 @@ from torch import Tensor, optim
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from offbeat.errors import StrategyError
 from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.shard import Restore, Update
 from offbeat.protocols.servers.works import Read
 from offbeat.runtime.servers.numbers import Numbers, Recipe, settings_of
-from offbeat.strategies._carried import first_of
+from offbeat.strategies._carried import first_of, refuse_different_models
 from offbeat.strategies._serving import Row
 
 SHARDS = 2
@@ -88,3 +90,32 @@ def test_neighbours_with_the_same_count_of_steps_stay_joined() -> None:
     (first, *_) = served(optimizer, Row(parameters, SHARDS))
     assert first.recipe is not None
     assert first.recipe.ranges == (((0, 5),), ())
+
+
+class Meeting:
+    """Stands in for a group: what every worker has brought is known when the last one comes."""
+
+    def __init__(self, rank: int, brought: list[list[float]]) -> None:
+        self.rank, self._brought = rank, brought
+
+    def gather(self, values: list[float], _what: str) -> Tensor:
+        self._brought.append(values)
+        return torch.tensor(self._brought, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "refused"),
+    [
+        ((2, 3), optim.SGD, ""),
+        ((3, 2), optim.SGD, "others have 6 in 1, of other shapes"),
+        ((2, 3), optim.Adam, "worker 1 has 6 numbers .float32. in 1 parameters under Adam with 1 groups"),
+        ((7,), optim.SGD, "worker 1 has 7 numbers"),
+    ],
+)
+def test_workers_that_do_not_train_the_same_are_refused(shape: tuple[int, ...], kind: Any, refused: str) -> None:
+    brought: list[list[float]] = []
+    first, other = Parameter(torch.zeros(2, 3)), Parameter(torch.zeros(shape))
+    refuse_different_models(Meeting(0, brought), Row([first], SHARDS), optim.SGD([first], lr=0.1))  # type: ignore
+    expected: Any = pytest.raises(StrategyError, match=refused) if refused else nullcontext()
+    with expected:
+        refuse_different_models(Meeting(1, brought), Row([other], SHARDS), kind([other], lr=0.1))  # type: ignore

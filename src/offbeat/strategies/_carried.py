@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
+from offbeat.runtime.group import Group
 from offbeat.runtime.servers.numbers import Recipe, first_state
 
 if TYPE_CHECKING:
@@ -43,6 +45,24 @@ def first_of(optimizer: Optimizer, recipe: Recipe, row: Row, shard: int) -> NDAr
         recipe = msgspec.structs.replace(recipe, ranges=recipe.pieces)
         states = [state for group in found for _, state in group]
     return first_state(recipe, values, {number: state for number, state in enumerate(states) if state})
+
+
+def refuse_different_models(group: Group, row: Row, optimizer: Optimizer | None) -> None:
+    """Refuse workers that do not train the same: servers have one row for all. All workers call this together."""
+    groups = () if optimizer is None else tuple(len(one["params"]) for one in optimizer.param_groups)
+    shapes = [tuple(p.shape) for p in row.parameters]
+    under = "" if optimizer is None else f" under {type(optimizer).__name__} with {len(groups)} groups"
+    mark = crc32(f"{shapes} {row.kind} {groups}{under}".encode())
+    known = group.gather([float(mark), float(row.count), float(len(shapes))], "comparing the workers' models")
+    if bool((known[:, 0] == mark).all()):
+        return
+    others = {(int(count), int(parts)) for other, count, parts in known.tolist() if other != mark}
+    said = " or ".join(f"{count:,} in {parts}" for count, parts in sorted(others))
+    raise StrategyError(
+        f"the workers do not train the same: worker {group.rank} has {row.count:,} numbers ({row.kind}) in "
+        f"{len(shapes)} parameters{under}; others have {said}, of other shapes, kinds or groups. Servers hold one "
+        f"model for all: make it, and its optimizer, alike in every worker."
+    )
 
 
 def refuse_more_groups(now: int, known: int, strategy: object) -> None:

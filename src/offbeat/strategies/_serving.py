@@ -34,7 +34,7 @@ from offbeat.runtime.shared.segment import Segment
 from offbeat.runtime.snapshots import Cut
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._accounts import Account, refusals, together
-from offbeat.strategies._carried import first_of, refuse_more_groups
+from offbeat.strategies._carried import first_of, refuse_different_models, refuse_more_groups
 from offbeat.strategies._letters import Letters
 from offbeat.strategies._worker import Exchange, averaged_buffers, closure_of
 
@@ -201,6 +201,7 @@ class Served(Exchange):
 
     def open(self, row: Row) -> None:
         """From now on this row is what the servers hold."""
+        refuse_different_models(self.group, row, self.optimizer)
         self.row, self._groups = row, len(self._settings_now())
         width = -(-row.count * row.values.element_size() // 64) * 64
         memory = Segment.create(width * SLOTS)
