@@ -20,7 +20,7 @@ import pytest
 import launch_entries
 from launch_support import MakeRole, Pids, is_alive, role_maker, run, wait_until
 from offbeat.errors import CheckpointError, NonFiniteError, OffbeatError, RunError, WaitError, WorkerError
-from offbeat.runtime.launch import Launcher, RemoteError, Role, _run, serve_store, worker_environment
+from offbeat.runtime.launch import Launcher, Outcome, RemoteError, Role, _run, serve_store, worker_environment
 from offbeat.runtime.launch._cause import Failure, cause_of
 from offbeat.runtime.launch._report import describe
 
@@ -379,6 +379,24 @@ def test_a_run_in_which_all_have_died_has_failed(launcher: Launcher, role: MakeR
     server = dataclasses.replace(role(0, "sleep_well", kind="server"), serves=True, expendable=True)
     with pytest.raises(WorkerError, match="was ended by SIGKILL"):
         run(launcher, server, *dying)
+
+
+def test_a_death_that_was_borne_is_not_the_cause_of_a_later_failure(
+    launcher: Launcher, role: MakeRole, tmp_path: Path
+) -> None:
+    killed = tmp_path / "killed"
+    dying = dataclasses.replace(role(0, "kill_oneself"), expendable=True)
+    server = dataclasses.replace(role(0, "kill_oneself", kind="server"), serves=True, expendable=True)
+    failing = role(1, "fail", raises="ValueError", text="bad digit", after=str(killed))
+    ended: list[str] = []
+
+    def note(outcome: Outcome) -> None:
+        ended.append(str(outcome.role))
+        if len(ended) == 2:
+            killed.touch()
+
+    with pytest.raises(WorkerError, match="worker 1 failed with ValueError: bad digit"):
+        run(launcher, server, dying, dataclasses.replace(failing, expendable=True), on_end=note)
 
 
 def test_an_expendable_role_that_raises_fails_the_run(launcher: Launcher, role: MakeRole) -> None:

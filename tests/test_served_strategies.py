@@ -132,6 +132,15 @@ SCRIPT = """
             optimizer.step(lambda: gradients(model, optimizer, batch))
 
 
+    def a_group_that_comes_later(team):
+        model, _, batches = plain()
+        model, optimizer, batches = team.prepare(model, SGD([model.weight], lr=0.1), batches)
+        optimizer.add_param_group({"params": [model.bias]})
+        for batch in batches:
+            gradients(model, optimizer, batch)
+            optimizer.step()
+
+
     def a_loader_of_its_own(team):
         team.prepare(*plain(), split=False)
 
@@ -520,6 +529,11 @@ def test_numbers_that_make_no_sense_are_refused(text: str, words: str) -> None:
         ("elastic(rho=6.0, asynchronous=False)", "steps", "is 0.6, and 2 workers at once would .* rho below 5"),
         ("elastic", "a_closure", r"elastic cannot be used with optimizer.step\(closure\)"),
         ("downpour", "a_closure", r"downpour cannot be used with optimizer.step\(closure\)"),
+        (
+            "server",
+            "a_group_that_comes_later",
+            r"had 1 parameter groups when it was given to prepare\(\), and has 2 now",
+        ),
         ("coded", "a_loader_of_its_own", "coded decides which workers compute the same slice .* Leave out split=False"),
     ],
 )

@@ -30,6 +30,7 @@ from offbeat.fitting import Result, drive, fit
 from offbeat.jobs import Job, Script
 from offbeat.runtime.goal import Goal
 from offbeat.runtime.launch import Launcher
+from offbeat.tasks.mixture import Mixture
 
 Fit = Callable[..., Result]
 RULES = ("bsp", "ssp(2)", "asp")
@@ -117,6 +118,13 @@ def test_a_short_stop_is_no_death(learn: Fit) -> None:
     stopped = learn("server(shards=2)", disturb=["worker 1: stop 400ms at step 5", "server 0: stop 400ms at step 9"])
     assert (stopped.died, stopped.disturbances) == ([], {"asked": 2, "fired": 2})
     equal(stopped, plain)
+
+
+@pytest.mark.slow
+def test_what_was_read_at_an_evaluation_is_fresh(learn: Fit) -> None:
+    result = learn("server(consistency=ssp(50))", workers=2)
+    assert (result.steps, result.epochs) == (24, 3)
+    assert max(map(int, result.staleness)) <= 24 // 3, "the bound alone would let all steps go without a read"
 
 
 @pytest.mark.slow
@@ -224,6 +232,10 @@ def test_without_a_copy_the_run_says_what_is_lost_and_is_resumed_from_its_checkp
     launcher: Launcher, learn: Fit, tmp_path: Path
 ) -> None:
     plain = learn("server(shards=2)")
+    said = json.loads((plain.run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (said["pushes"], list(said["waits"])) == ({"applied": 3 * 2 * 24}, [f"worker {rank}" for rank in range(3)])
+    assert all(link["sent"] and link["received"] for of_worker in said["links"].values() for link in of_worker.values())
+    assert {name for of_worker in said["links"].values() for name in of_worker} == {"server 0.0", "server 1.0"}
     with pytest.raises(RunError, match="server 1 is gone, and with it the only copy") as lost:
         learn("server(shards=2)", checkpoint_every=5, disturb="server 1: kill at step 13")
     assert "--resume" in str(lost.value)
@@ -237,6 +249,19 @@ def test_without_a_copy_the_run_says_what_is_lost_and_is_resumed_from_its_checkp
     assert resumed.disturbances == {"asked": 1, "fired": 0}, "that step was done before"
     assert (resumed.steps, resumed.died, resumed.run) == (24, [], run)
     equal(resumed, plain)
+
+
+@pytest.mark.slow
+def test_the_part_of_a_dead_worker_is_taken_over_where_nothing_is_learned_by_gradients(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    known: dict[str, Any] = {"steps": 30, "target": 0.0, "out": tmp_path / "runs", "launcher": launcher}
+    alone = fit(Mixture(examples=600), "single", workers=1, **known)
+    killed = ["worker 1: kill at step 2", "worker *: pace 5ms"]
+    result = fit(Mixture(examples=600), "server(shards=2)", workers=3, disturb=killed, **known)
+    assert (result.died, result.disturbances["fired"]) == (["worker 1"], 4)
+    # With what the dead worker told last in the sum for ever, it would come to another place.
+    assert result.score == pytest.approx(alone.score, abs=1e-7)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------

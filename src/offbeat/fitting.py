@@ -125,9 +125,9 @@ class Result:
     """What a step took, and what its schedules on these links foretell; or why nobody can foretell it."""
 
     waits: list[float] = field(default_factory=list[float])
-    """Seconds that each worker has waited for others, in the order of their ranks."""
+    """Seconds that each worker that is there at the end has waited for others, in the order of their ranks."""
     refusals: list[str] = field(default_factory=list[str])
-    """Why servers have refused pushes of worker 0, the first ones."""
+    """Why servers have refused pushes, and whose they were; the first ones."""
     servers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """What each shard has to say: pushes by what became of them, staleness of reads, bytes by link."""
     hosts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])

@@ -131,6 +131,7 @@ class Team:
         self._watch = Watch(self.group, self._holdings, self.exchange, self.pace, self.ledger)
         self.reports = Reports(self.group, self.ledger, self.stopwatch, assignment.send)
         self.reports.figures, self.reports.payload = self.exchange.figures, self.exchange.payload
+        self.reports.accounts = self.exchange.accounts
         self.reports.write_to(assignment.folder, goal.tensorboard)
         self._memory = self._open_memory()
         self.exchange.seed = self.seed

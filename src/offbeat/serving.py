@@ -15,7 +15,7 @@ from offbeat.jobs import Job, identity_of
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import server_name, worker_name
 from offbeat.runtime.hosts import Placed
-from offbeat.runtime.launch import Outcome, Role
+from offbeat.runtime.launch import Outcome, Role, obituary
 from offbeat.runtime.records import RunFolder
 from offbeat.strategies import combined, parse
 from offbeat.strategies._worker import Exchanging
@@ -54,7 +54,8 @@ class Serving:
         """Shard and replica of every server process, by its rank."""
         self._make: Callable[[int, Path | None], Role] | None = None
         self._succeeded: set[str] = set()
-        self._ended: list[str] = []
+        self._ended: dict[str, str] = {}
+        """Servers that have ended before the workers did, and how."""
 
     def roles(self, job: Job, folder: RunFolder) -> list[Role]:
         """A process for every replica of every shard."""
@@ -178,7 +179,7 @@ class Serving:
             self._coordination.ended(name)
         elif self._working and not _was_asked_to_end(outcome):
             name = self.name_of(role)
-            self._ended.append(name)
+            self._ended[name] = obituary(outcome)
             self._coordination.ended(name)
 
     def name_of(self, role: Role) -> str:
@@ -227,7 +228,13 @@ class Serving:
             gone = error.role == "server" and not error.remote_traceback
             return RunError(f"{lost} {error}") if gone else error
         # A worker that has heard of the loss raises just this; what is more special has other reasons.
-        return lost if type(error) is RunError else error
+        return RunError(" ".join([str(lost), *self._how_lost()])) if type(error) is RunError else error
+
+    def _how_lost(self) -> list[str]:
+        """How the last server of a shard whose parameters are lost has ended, if it is known."""
+        lost = set() if self._coordination is None else set(self._coordination.machine.lost)
+        names = {server_name(*place) for place in self._replicas.values() if place[0] in lost}
+        return [how for name, how in self._ended.items() if name in names][-1:]
 
 
 def _replicas(plan: Plan) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import runpy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -242,7 +242,8 @@ def iterate(task: IterativeTask, team: Team) -> None:
     params = team.prepare(_Parameters(task.initial()))
     for name in sorted(params.values):
         team.group.share(params.values[name], "the sharing of worker 0's parameters")
-    part = _part_of(data.train, task, team)
+    members = tuple(range(team.size))
+    part = _part_of(data.train, task, team, members)
     validate = list(_loader(data.validation, _size(data.validation), task.collate, shuffle=False))
     team.resume()
     while team.boundary():
@@ -260,6 +261,10 @@ def iterate(task: IterativeTask, team: Team) -> None:
             with team.stopwatch.spent_on("evaluate"):
                 score = float(task.score(params.values, validate))
             team.report(score=score)
+            if team.group.present != members:
+                team.exchange.take_over()
+                members = team.group.present
+                part = _part_of(data.train, task, team, members)
     test = list(_loader(data.test, _size(data.test), task.collate, shuffle=False))
     team.notes["test_score"] = team.mean(score=float(task.score(params.values, test)))["score"]
     team.notes["epochs"] = team.step
@@ -267,9 +272,9 @@ def iterate(task: IterativeTask, team: Team) -> None:
         _write_model({name: value.contiguous() for name, value in params.values.items()}, team.folder / MODEL_FILE)
 
 
-def _part_of(train: Dataset[Any], task: IterativeTask, team: Team) -> Iterable[Any]:
-    start, stop = share(_size(train), team.rank, team.size)
-    size = stop - start if task.global_batch is None else max(1, task.global_batch // team.size)
+def _part_of(train: Dataset[Any], task: IterativeTask, team: Team, members: Sequence[int]) -> Iterable[Any]:
+    start, stop = share(_size(train), members.index(team.rank), len(members))
+    size = stop - start if task.global_batch is None else max(1, task.global_batch // len(members))
     loader = _loader(Subset(train, range(start, stop)), size, task.collate, shuffle=False)
     # A whole part in one batch is made once and kept: it is the same in every step.
     return list(loader) if task.global_batch is None else loader

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
+from offbeat.cli.ages import ages_in_words
 from offbeat.errors import UsageError, did_you_mean
 from offbeat.protocols.collectives import ALGORITHMS, Collective
 from offbeat.simulate.league import Comparison, Crossover, compare_collectives
@@ -253,7 +254,14 @@ def _print_servers(
         f"stragglers: {escape(asked.stragglers)}, {escape(through)}: simulated time"
     )
     console.print(_servers_table(found, over_bsp), crop=False)
-    console.print("Staleness: steps that a worker was ahead of the slowest when it read.", style="dim")
+    console.print(
+        "Over bsp: how many times as fast. Staleness: steps that a worker was ahead of the slowest when it read.",
+        style="dim",
+    )
+    for name, one in found.items():
+        ages = {age: int(count) for age, count in enumerate(one.staleness)}
+        if len(ages) > 1:
+            console.print(f"{name}: reads by staleness {ages_in_words(ages)}.", style="dim", markup=False)
     late = {name: one.late for name, one in found.items() if one.late}
     for name, count in late.items():
         console.print(f"{name}: {count:,} gradients came too late and were discarded.", style="dim", markup=False)

@@ -7,7 +7,6 @@ import os
 import shlex
 import shutil
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from offbeat.cli.display import Display, gossip_in_words, kinds_in_words, pushes_in_words, staleness_in_words
+from offbeat.cli.display import Display, gossip_in_words, kinds_in_words
+from offbeat.cli.served import amount, served_in_words
 from offbeat.errors import OffbeatError, TaskError
 from offbeat.fitting import WARM, Result, drive
 from offbeat.jobs import Job, Script, agreed_workers, earlier, target_of
@@ -106,13 +106,9 @@ def _print(result: Result, asked: Asked) -> None:
     console.print(f"  speed               {speed}{result.core_seconds:.1f} core-seconds")
     console.print(f"  where the time went {kinds_in_words(result.seconds_by_kind)}")
     if result.workers > 1:
-        console.print(f"  sent                {_megabytes(result.bytes_sent)} between {result.workers} workers")
-    if result.servers:
-        pushes: Counter[str] = Counter()
-        for shard in result.servers:
-            pushes.update(shard["pushes"])
-        stale = staleness_in_words(result.staleness)
-        console.print(f"  servers             pushes {pushes_in_words(pushes)}{f'; {stale}' if stale else ''}")
+        console.print(f"  sent                {amount(result.bytes_sent)} between {result.workers} workers")
+    for name, said in served_in_words(result) if result.servers else ():
+        console.print(f"  {name:<19} {said}", markup=False)
     if result.hosts:
         console.print(f"  hosts               {_hosts_in_words(result.hosts)}", markup=False)
     if result.foretold:
@@ -181,7 +177,3 @@ def _this_command() -> str:
     if shutil.which("offbeat"):
         return "offbeat"
     return sys.argv[0] if Path(sys.argv[0]).name == "offbeat" else "python -m offbeat"
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count / 1e3:,.1f} kB"

@@ -39,6 +39,8 @@ class Reports:
         """The loss of the latest step here, if the loop says it."""
         self.figures: Callable[[], Mapping[str, Any]] = dict
         """What the strategy has to say of this worker so far, for metrics and display."""
+        self.accounts: Callable[[], Mapping[str, Any]] = dict
+        """What the strategy has to say of all workers so far, for metrics; all call it together."""
         self.payload: Callable[[], int] = int
         """Bytes that this worker has sent outside of the group so far."""
 
@@ -81,7 +83,8 @@ class Reports:
         return {name: float(mean[names.index(name)]) for name in values}
 
     def record(self, metrics: Mapping[str, float], epoch: int | None) -> None:
-        """Worker 0 writes a line and tells the launcher."""
+        """Worker 0 writes a line and tells the launcher; all workers call this together."""
+        accounts = self.accounts()
         if not self._group.leads:
             return
         far = self._how_far(epoch)
@@ -90,7 +93,7 @@ class Reports:
         if self._metrics is not None:
             told = ("step", "epoch", "samples", "seconds", "seconds_by_kind", "bytes_sent", *self.figures())
             loss = {} if self.last_loss is None else {"loss": self.last_loss}
-            self._metrics.append({name: far[name] for name in told} | loss | dict(metrics))
+            self._metrics.append({name: far[name] for name in told} | dict(accounts) | loss | dict(metrics))
         self._send({"kind": "report", "metrics": dict(metrics), **far})
 
     def tell(self, epoch: int | None) -> None:

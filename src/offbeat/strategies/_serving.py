@@ -29,20 +29,17 @@ from offbeat.protocols.servers.messages import PullReply, Push, PushReply, Setti
 from offbeat.runtime.group import Group
 from offbeat.runtime.served import ServedGroup
 from offbeat.runtime.servers.client import Client
-from offbeat.runtime.servers.numbers import KINDS, OPTIMIZERS, Recipe, first_state, is_number, settings_of
+from offbeat.runtime.servers.numbers import KINDS, OPTIMIZERS, Recipe, is_number, settings_of
 from offbeat.runtime.shared.segment import Segment
 from offbeat.runtime.snapshots import Cut
 from offbeat.runtime.stopwatch import Stopwatch
+from offbeat.strategies._accounts import Account, refusals, together
+from offbeat.strategies._carried import first_of, refuse_different_models, refuse_more_groups
 from offbeat.strategies._letters import Letters
 from offbeat.strategies._worker import Exchange, averaged_buffers, closure_of
 
 SLOTS = 2
 """Gradients that may be under way at once: the memory of one that is not answered yet is not written."""
-
-MOST_REFUSALS = 20
-"""Refusals that the result tells of."""
-LONGEST_REASON = 150
-"""Letters of each: all of a worker's go to one meeting."""
 
 
 def served(group: Group, strategy: object) -> ServedGroup:
@@ -134,6 +131,7 @@ class Served(Exchange):
         self._sent: list[int | None] = [None] * SLOTS
         self._turn = 0
         self._told: Settings = ()
+        self._groups = 0
         self._letters: Letters | None = None
         self._hidden: list[list[Any]] = []
         self._handles: list[Any] = []
@@ -143,6 +141,8 @@ class Served(Exchange):
         self._sent_unasked: dict[int, tuple[int, int]] = {}
         self.written: dict[int, int] = {}
         """Version of each shard that has all this worker has pushed."""
+        self.unused: set[int] = set()
+        """Shards on which pushes came to nothing: they were refused, or their step was complete without them."""
         self.pushes: Counter[str] = Counter()
         """What became of this worker's pushes, on all shards."""
         self.stale: Counter[int] = Counter()
@@ -201,7 +201,8 @@ class Served(Exchange):
 
     def open(self, row: Row) -> None:
         """From now on this row is what the servers hold."""
-        self.row = row
+        refuse_different_models(self.group, row, self.optimizer)
+        self.row, self._groups = row, len(self._settings_now())
         width = -(-row.count * row.values.element_size() // 64) * 64
         memory = Segment.create(width * SLOTS)
         self.client.lend(memory)
@@ -216,7 +217,8 @@ class Served(Exchange):
 
     def first_states(self, row: Row) -> list[NDArray[np.uint8]]:
         """What each shard begins with."""
-        return [first_state(self.recipe(row, k), row.shard(row.values, k)) for k in range(self.client.plan.shards)]
+        optimizer = cast("Optimizer", self.optimizer)
+        return [first_of(optimizer, self.recipe(row, shard), row, shard) for shard in range(self.client.plan.shards)]
 
     def recipe(self, row: Row, shard: int) -> Recipe:
         """How a shard is updated."""
@@ -392,6 +394,7 @@ class Served(Exchange):
     def _settings(self) -> Settings:
         """What the optimizer's groups are set to, if that has changed."""
         now = self._settings_now()
+        refuse_more_groups(len(now), self._groups, self.strategy)
         if now == self._told:
             return ()
         self._told = now
@@ -446,6 +449,7 @@ class Served(Exchange):
                 continue
             if pushed is reply:  # A pull's answer may say it too.
                 self.pushes[pushed.status] += 1
+                self.unused |= {shard} if pushed.status in ("refused", "late") else set()
                 self.refused += [pushed.reason] if pushed.status == "refused" else []
             self.written[shard] = max(pushed.version, self.written.get(shard, 0))
             # A step that was closed without this worker is given up when its last microbatch is done.
@@ -485,6 +489,12 @@ class Served(Exchange):
         """Pushes of this worker by what became of them, and how stale its reads were."""
         return {"pushes": dict(self.pushes), "staleness": {str(k): self.stale[k] for k in sorted(self.stale)}}
 
+    def accounts(self) -> dict[str, Any]:
+        """Pushes and reads of all workers, and what each has waited, sent to servers and got from them."""
+        self.stopwatch.total()
+        mine = Account(self.group.rank, self.stopwatch.seconds["wait"], self.pushes, self.stale, self.client.links)
+        return together(map(Account.of, self.group.gather(mine.row(), "a report").tolist()))
+
     def staleness(self, steps: int) -> dict[str, int]:
         """Reads of all workers by how many steps old they were, values that were kept and used again too."""
         del steps
@@ -498,12 +508,7 @@ class Served(Exchange):
         All workers call this together.
         """
         self.settle_all()
-        mine = [f"worker {self.group.rank}: {reason}"[:LONGEST_REASON] for reason in self.refused[:MOST_REFUSALS]]
-        rows = self.group.gather(list(msgspec.json.encode(mine)), "the end of the run")
-        # Rows are as long as the longest of them; no letter of JSON is 0.
-        told = [msgspec.json.decode(bytes(int(n) for n in row if n), type=list[str]) for row in rows.tolist()]
-        refusals = [reason for of_worker in told for reason in of_worker]
-        noted: dict[str, Any] = {"refusals": refusals[:MOST_REFUSALS]} if refusals else {}
+        noted: dict[str, Any] = {"refusals": told} if (told := refusals(self.group, self.refused)) else {}
         if self._letters is not None:
             row = cast("Row", self.row)
             # A slot that no letter lies in: what is sent must not change, and the last letter is sent as well.

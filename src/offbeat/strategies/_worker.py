@@ -141,6 +141,9 @@ class Exchange(ABC):
         """Statistics summed over the workers, for tasks that are no gradient descent."""
         return self.group.sums(statistics, "the sum of statistics")
 
+    def take_over(self) -> None:  # noqa: B027 - most strategies remember nothing of parts
+        """Workers have died: others tell of their parts of the data from now on. All call this together."""
+
     def mean(self, row: Tensor, what: str, shapes: Shapes = ()) -> None:
         """Replace a row by its mean over the workers: how parameters, or how they have changed, are averaged.
 
@@ -173,6 +176,10 @@ class Exchange(ABC):
 
     def figures(self) -> dict[str, Any]:
         """What this worker has seen so far, for each line of the metrics and for the display; plain data."""
+        return {}
+
+    def accounts(self) -> dict[str, Any]:
+        """What all workers have seen so far, for each line of the metrics; plain data. All call this together."""
         return {}
 
     def staleness(self, steps: int) -> dict[str, int]:

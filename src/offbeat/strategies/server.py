@@ -82,7 +82,7 @@ class Deadline(Setting):
     """
 
     seconds: float
-    """From when the first gradient of the step has come."""
+    """From when the step was opened; in the first step, from when its first gradient has come."""
 
     name = "deadline"
 
@@ -149,6 +149,16 @@ class Server(Exchanging):
         require(self.shards >= 1, self, "shards", self.shards, "there is at least one server")
         require(self.replicas >= 0, self, "replicas", self.replicas, "a shard has 0 or more further copies")
         require(self.delay_compensation >= 0, self, "delay_compensation", self.delay_compensation, "it is 0 or more")
+        late = isinstance(self.consistency, SSP | ASP)
+        for name in ("staleness_scaling", "delay_compensation"):
+            asked = getattr(self, name)
+            require(
+                late or not asked,
+                self,
+                name,
+                asked,
+                f"under {self.consistency} no old gradient is applied: take ssp or asp",
+            )
 
     @property
     def traits(self) -> Traits:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -215,7 +225,7 @@ class _Pushing(Served):
         pull = self.push(slot, then_pull=due, weight=max(self.examples, 1e-9) if self.rule.aggregated else 1.0)
         if due:
             self.arrive(pull)
-            self._pulled = min((clock for _, clock in self.client.machine.known.values()), default=0)
+            self._has_read()
             return True
         self.stale[self.clock - self._pulled] += 1
         self.client.used_again(self.clock, self.clock - self._pulled)
@@ -227,6 +237,14 @@ class _Pushing(Served):
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] / len(self.group.members)
         return False
+
+    def _has_read(self) -> None:
+        self._pulled = min((clock for _, clock in self.client.machine.known.values()), default=0)
+
+    def refresh(self) -> None:
+        """Take the newest values; what is read at an evaluation need not be read again for the steps after it."""
+        super().refresh()
+        self._has_read()
 
     def _exchange_eagerly(self, slot: int | None) -> bool:
         """Push, and take what servers have sent by themselves; ask only if that is not enough."""
@@ -263,6 +281,11 @@ class _Pushing(Served):
             self._totals = _Totals(self, statistics)
         return self._totals.total(statistics)
 
+    def take_over(self) -> None:
+        """What the dead have told last is taken back with somebody's next push."""
+        if self._totals is not None:
+            self._totals.take_over()
+
 
 class _Totals:
     """Sums of statistics that servers hold, for tasks that are no gradient descent.
@@ -286,12 +309,25 @@ class _Totals:
     def _flat(self, statistics: Mapping[str, Tensor]) -> Tensor:
         return torch.cat([statistics[name].detach().double().reshape(-1) for name in self._names])
 
+    def take_over(self) -> None:
+        """Have the first of those who live answer for what the dead have told: the rest of what servers hold."""
+        exchange = self._exchange
+        exchange.together()
+        living = exchange.group.sum(self._last.clone(), "what the living have told")
+        if exchange.group.rank == min(exchange.group.present):
+            self._last += self._row.values - living
+
     def total(self, statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:
         flat = self._flat(statistics)
         exchange = self._exchange
         exchange.row.parameters[0].grad = flat - self._last  # pyright: ignore[reportOptionalMemberAccess]
-        exchange.arrive(exchange.push(exchange.gradient(), then_pull=True))
-        self._last = flat
+        slot = exchange.gradient()
+        exchange.unused.clear()
+        exchange.arrive(exchange.push(slot, then_pull=True))
+        exchange.settle(slot)
+        # What a shard has not used is a part of the next difference: else it would be missing for ever.
+        for shard in set(range(exchange.client.plan.shards)) - exchange.unused:
+            self._row.shard(self._last, shard).copy_(self._row.shard(flat, shard))
         pieces = self._row.values.clone().split([statistics[name].numel() for name in self._names])
         return {
             name: piece.view(statistics[name].shape).to(statistics[name].dtype)

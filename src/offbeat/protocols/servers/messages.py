@@ -32,6 +32,13 @@ def server_name(shard: int, replica: int) -> Name:
     return f"server {shard}.{replica}"
 
 
+def place_of(name: Name) -> tuple[int, int] | None:
+    """Shard and replica of a server; None if it is none."""
+    kind, _, place = name.partition(" ")
+    shard, dot, replica = place.partition(".")
+    return (int(shard), int(replica)) if kind == "server" and dot else None
+
+
 class ClusterView(Struct, frozen=True):
     """Who takes part, in one epoch. Only the coordinator makes them, each with a higher epoch than the last."""
 

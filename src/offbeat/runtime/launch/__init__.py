@@ -1,5 +1,6 @@
 """The local launcher: roles as real processes, forked from a server that has torch imported already."""
 
+from offbeat.runtime.launch._cause import obituary
 from offbeat.runtime.launch._control import Control
 from offbeat.runtime.launch._launcher import GRACE, PRELOAD, Launcher
 from offbeat.runtime.launch._logs import LogFollower, last_lines
@@ -18,6 +19,7 @@ __all__ = [
     "Role",
     "free_port",
     "last_lines",
+    "obituary",
     "serve_store",
     "threads_for",
     "worker_environment",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from offbeat import errors
 from offbeat.errors import OffbeatError, WorkerError
 from offbeat.runtime.launch._logs import last_lines
-from offbeat.runtime.launch._roles import RemoteError, Role
+from offbeat.runtime.launch._roles import Outcome, RemoteError, Role
 
 HEAD_START = 0.1
 """Seconds by which a death is dated back: the kernel closes a dying process's sockets, which its peers notice,
@@ -44,6 +44,11 @@ class Failure:
 def cause_of(failures: Sequence[Failure]) -> Failure:
     """The first in time, but one that only complains of a peer after all others."""
     return min(failures, key=lambda f: (f.is_consequence, f.at - (HEAD_START if f.signal is not None else 0.0)))
+
+
+def obituary(outcome: Outcome) -> str:
+    """How a process that did not end well has ended, with the end of its log."""
+    return str(error_for(Failure(outcome.role, 0.0, outcome.error, outcome.exit_code, outcome.signal)))
 
 
 def error_for(failure: Failure) -> OffbeatError:

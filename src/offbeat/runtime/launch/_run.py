@@ -118,8 +118,10 @@ class Run:
 
     def _verdict(self) -> list[Outcome]:
         outcomes = [child.outcome for child in self._children.values() if child.outcome is not None]
-        if self._borne and not any(o.exit_code == 0 for o in outcomes if not o.role.serves):
-            self._failures += self._borne  # Nobody is left who could have done the work.
+        done = any(o.exit_code == 0 for o in outcomes if not o.role.serves)
+        # Nobody is left who could have done the work. What others went on after is not why one has failed by itself.
+        if self._borne and not done and all(failure.is_consequence for failure in self._failures):
+            self._failures += self._borne
         cause = cause_of(self._failures) if self._failures else None
         if cause is not None and not (cause.is_consequence and self._problem is not None):
             raise error_for(cause)

@@ -35,6 +35,7 @@ from offbeat.protocols.servers.messages import (
     Settings,
     Timing,
     WorkerCut,
+    place_of,
     worker_name,
 )
 from offbeat.protocols.servers.notices import (
@@ -131,6 +132,13 @@ class Client:
     def bytes_sent(self) -> int:
         """Payload bytes that went to servers, lent ones too."""
         return sum(traffic.bytes_sent for traffic in self._endpoint.traffic.values())
+
+    @property
+    def links(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """Payload bytes that went to each server and came from it, lent ones too, by shard and replica."""
+        with self._lock:
+            known = {place_of(peer): traffic for peer, traffic in self._endpoint.traffic.items()}
+        return {place: (one.bytes_sent, one.bytes_received) for place, one in known.items() if place is not None}
 
     def lend(self, segment: Segment) -> None:
         """Let servers of this host read this memory instead of sending them what lies there."""

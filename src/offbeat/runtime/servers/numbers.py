@@ -387,10 +387,17 @@ class Numbers:
             self._optimizer = cast("Any", OPTIMIZERS[recipe.optimizer])(groups)
 
 
-def first_state(recipe: Recipe, values: Tensor) -> NDArray[np.uint8]:
-    """What a worker puts on a shard in the beginning, in the form in which states are fetched and put back."""
-    said = {"recipe": msgspec.to_builtins(recipe), "state": None}
-    written = save_tensors({"values": values.detach().contiguous()}, {"said": json.dumps(said)})
+def first_state(
+    recipe: Recipe, values: Tensor, held: Mapping[int, Mapping[str, Any]] | None = None
+) -> NDArray[np.uint8]:
+    """What a worker puts on a shard in the beginning, in the form in which states are fetched and put back.
+
+    `held` is what the optimizer knows already, for each of the ranges of the recipe that it knows anything of.
+    """
+    tensors = {"values": values.detach().contiguous()}
+    state = None if not held else take_apart({str(k): dict(v) for k, v in held.items()}, "state", tensors)
+    said = {"recipe": msgspec.to_builtins(recipe), "state": state}
+    written = save_tensors(tensors, {"said": json.dumps(said)})
     return np.frombuffer(written, dtype=np.uint8)
 
 
