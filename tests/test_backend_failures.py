@@ -87,6 +87,8 @@ def test_ranks_that_call_different_things_are_told_so(
     heard = run(launcher, tmp_path, "disagree", 2, elements=elements, calls=["all_reduce", other])
     for rank in (0, 1):
         assert heard[rank]["error"], f"rank {rank} was not told of {other}: {heard}"
+        assert "nothing was said" not in heard[rank]["again"], f"a group that is out of step went on: {heard}"
+        assert "Destroy the group" in heard[rank]["again"]
 
 
 @pytest.mark.slow

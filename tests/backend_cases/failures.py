@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from backend_cases.running import World
 from offbeat.runtime.launch import Control
@@ -19,15 +20,32 @@ SHORT = timedelta(seconds=2)
 LONG = timedelta(seconds=120)
 
 
-def told(control: Control, world: World, started: float, error: Exception | None) -> None:
-    """What this rank heard, and how long it took to hear it."""
-    control.send({"rank": world.rank, "error": str(error or ""), "seconds": time.monotonic() - started})
+def told(control: Control, world: World, started: float, error: Exception | None, again: str = "") -> None:
+    """What this rank heard, how long it took to hear it, and what it heard when it tried again."""
+    seconds = time.monotonic() - started
+    control.send({"rank": world.rank, "error": str(error or ""), "seconds": seconds, "again": again})
+
+
+def heard_again(*sizes: int) -> str:
+    """What is said to more all-reduces of a group that has failed."""
+    heard: list[str] = []
+    for size in sizes:
+        try:
+            dist.all_reduce(torch.ones(size))
+            heard.append("nothing was said")
+        except RuntimeError as caught:
+            heard.append(str(caught))
+    return "; ".join(heard)
 
 
 def never_arrive(config: Mapping[str, Any], control: Control) -> None:
-    """The last rank stays away from the third call; it is there for as long as the others wait."""
+    """The last rank stays away from the third call; it is there for as long as the others wait.
+
+    How long they do was told to torch when the group was there already.
+    """
     world = World(config["backend"])
-    world.open(SHORT)
+    world.open(LONG)
+    distributed_c10d._set_pg_timeout(SHORT)
     size = config["elements"]
     for _ in range(2):
         dist.all_reduce(torch.ones(size, 3))
@@ -116,7 +134,7 @@ def disagree(config: Mapping[str, Any], control: Control) -> None:
             dist.barrier()
     except (RuntimeError, ValueError) as caught:
         error = caught
-    told(control, world, started, error)
+    told(control, world, started, error, heard_again(3, size, 3))
     world.meet()
     end(world)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -118,7 +118,18 @@ def combiner(operation: Any, dtype: torch.dtype) -> Combine:
     plain, strange = _UFUNCS[operation]
     if dtype in _WORDS:
         return plain
+    _try(strange, dtype, operation.name)
     return partial(_by_torch, strange, dtype)
+
+
+@lru_cache
+def _try(function: Callable[..., Any], dtype: torch.dtype, name: str) -> None:
+    """Refuse what torch cannot do before any rank waits for another."""
+    one = torch.zeros(1, dtype=dtype)
+    try:
+        function(one, one, out=one)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ReductionError(f"ReduceOp.{name} cannot be done with numbers of the kind {dtype}: {error}") from error
 
 
 def _by_torch(function: Callable[..., Any], dtype: torch.dtype, a: Array, b: Array, out: Array) -> None:
@@ -128,6 +139,10 @@ def _by_torch(function: Callable[..., Any], dtype: torch.dtype, a: Array, b: Arr
 
 def averager(dtype: torch.dtype, size: int) -> Callable[[Array], None]:
     """Divides a row of such numbers by the number of ranks, in place; whole numbers are rounded towards zero."""
+    if dtype == torch.bool:
+        raise ReductionError(f"ReduceOp.AVG cannot be done with numbers of the kind {dtype}: truth has no mean")
+    if dtype in (torch.uint16, torch.uint32, torch.uint64):
+        return lambda row: _divide(row, size)
     if dtype.is_floating_point or dtype.is_complex:
 
         def divide(row: Array) -> None:
@@ -138,6 +153,10 @@ def averager(dtype: torch.dtype, size: int) -> Callable[[Array], None]:
             torch.from_numpy(row).view(dtype).div_(size, rounding_mode="trunc")
 
     return divide
+
+
+def _divide(row: Array, size: int) -> None:
+    np.floor_divide(row, row.dtype.type(size), out=row)
 
 
 def weigher(dtype: torch.dtype, weight: float) -> Callable[[Array, Array], Any]:
