@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -223,6 +224,25 @@ def case_beyond_gloo_views_that_count_as_negated(world: World) -> None:
         same(tensor.resolve_neg(), torch.full((size,), -float(world.size)))
         dist.broadcast(tensor, 0)
         same(tensor.resolve_neg(), torch.full((size,), -float(world.size)))
+
+
+def case_memory_that_was_communicated_can_be_given_back(world: World) -> None:
+    """As sharding libraries do with what they have gathered."""
+    whole, part = torch.zeros(40 * world.size), torch.ones(40)
+    dist.all_gather_into_tensor(whole, part)
+    dist.broadcast(part, 0)
+    dist.reduce_scatter_tensor(part, whole)
+    dist.all_reduce(part)
+    for tensor in (whole, part):
+        tensor.untyped_storage().resize_(0)
+
+
+def case_nothing_is_warned_of(world: World) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for operation in (*ARITHMETIC, ReduceOp.AVG):
+            dist.all_reduce(torch.ones(3), operation)
+            dist.all_reduce(torch.ones(3, dtype=torch.bfloat16), operation)
 
 
 def case_the_same_sum_has_the_same_bits_each_time(world: World) -> None:

@@ -369,17 +369,23 @@ class OffbeatGroup(Core):
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         """Send one tensor to one rank."""
         tensors = listed(tensors)
-        return (self._gloo if alike(tensors) else self._stock).send(tensors, dst, tag)
+        return self._carrier(tensors, dst).send(tensors, dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         """Receive one tensor from one rank."""
         tensors = listed(tensors)
-        return (self._gloo if alike(tensors) else self._stock).recv(tensors, src, tag)
+        return self._carrier(tensors, src).recv(tensors, src, tag)
+
+    def _carrier(self, tensors: Sequence[Tensor], peer: int | None = None) -> Any:
+        if peer is not None and not 0 <= peer < self._size:
+            # Gloo would reach for memory that is not there.
+            raise ValueError(f"there is no rank {peer} in a group of {self._size}: ranks go from 0 to {self._size - 1}")
+        return self._gloo if alike(tensors) else self._stock
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """Receive one tensor from whoever sends first."""
         tensors = listed(tensors)
-        return (self._gloo if alike(tensors) else self._stock).recv_anysource(tensors, tag)
+        return self._carrier(tensors).recv_anysource(tensors, tag)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names at rank 0 who has not come."""
