@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from backend_cases.running import World
+from offbeat.runtime.backend import open_group
 from offbeat.runtime.launch import Control
 
 SHORT = timedelta(seconds=2)
@@ -57,9 +58,20 @@ def never_arrive(config: Mapping[str, Any], control: Control) -> None:
                 work.wait()
         except RuntimeError as caught:
             error = caught
-    told(control, world, started, error)
+    told(control, world, started, error, heard_of_a_new_group(world))
     world.meet()
     end(world)
+
+
+def heard_of_a_new_group(world: World) -> str:
+    """What is said to those who open a group to which the last rank never comes."""
+    if world.rank == world.size - 1 or world.backend == "gloo":
+        return ""
+    try:
+        open_group(dist.PrefixStore("late", world.store), world.rank, world.size, timedelta(seconds=1), "late")
+    except RuntimeError as caught:
+        return str(caught)
+    return ""
 
 
 def end(world: World) -> None:
@@ -78,7 +90,7 @@ def be_killed(config: Mapping[str, Any], control: Control) -> None:
     last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
     if last and (process := os.fork()):
         os.waitpid(process, 0)
-        control.send({"rank": int(os.environ["RANK"]), "error": "", "seconds": 0.0})
+        control.send({"rank": int(os.environ["RANK"]), "error": "", "seconds": 0.0, "again": ""})
         return
     world = World(config["backend"])
     world.open(LONG)
@@ -92,7 +104,12 @@ def be_killed(config: Mapping[str, Any], control: Control) -> None:
             dist.all_reduce(torch.ones(config["elements"]))
     except RuntimeError as caught:
         error = caught
-    told(control, world, started, error)
+    try:
+        dist.recv(torch.ones(7), world.size - 1)
+        again = ""
+    except RuntimeError as caught:
+        again = str(caught)
+    told(control, world, started, error, again)
     end(world)
 
 

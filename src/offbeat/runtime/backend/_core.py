@@ -56,17 +56,17 @@ class Core(_ProcessGroup):
         self._label = label
         self._names = tuple(names) or tuple(range(size))
         self._line = Line(label)
-        self._asked = 0
+        self._asked = self._messages = 0
         self._now: tuple[str, Sequence[Tensor], Any] = ("its first operation", (), None)
         meeting = dist.PrefixStore("offbeat/", store)
+        self.hosts = find_hosts(meeting, rank, self._names, timeout, label, host) if size > 1 else Hosts((0,), 0)
+        """Which ranks share a host."""
         self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._stock = _as_torch_asks(self._gloo, store, rank, size)
         """Gloo behind torch's dispatcher, which knows what to do with tensors that have no numbers to send."""
         self._spoiled = ""
-        self.hosts = find_hosts(meeting, rank, size, host) if size > 1 else Hosts((0,), 0)
-        """Which ranks share a host."""
         # The room must not keep the group alive: it should go, with its threads and memory, when it is let go.
         me: Any = weakref.ref(self)
         room = None

@@ -5,7 +5,7 @@ What Gloo would refuse is handed to Gloo, which says so as torch programs expect
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import (
     ScatterOptions,
 )
 
+from offbeat.runtime.backend._carried import carried, undelivered
 from offbeat.runtime.backend._checks import (
     alike,
     cut,
@@ -368,24 +369,31 @@ class OffbeatGroup(Core):
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         """Send one tensor to one rank."""
-        tensors = listed(tensors)
-        return self._carrier(tensors, dst).send(tensors, dst, tag)
+        given = listed(tensors)
+        return self._message("send", given, dst, lambda gloo: gloo.send(given, dst, tag))
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         """Receive one tensor from one rank."""
-        tensors = listed(tensors)
-        return self._carrier(tensors, src).recv(tensors, src, tag)
-
-    def _carrier(self, tensors: Sequence[Tensor], peer: int | None = None) -> Any:
-        if peer is not None and not 0 <= peer < self._size:
-            # Gloo would reach for memory that is not there.
-            raise ValueError(f"there is no rank {peer} in a group of {self._size}: ranks go from 0 to {self._size - 1}")
-        return self._gloo if alike(tensors) else self._stock
+        given = listed(tensors)
+        return self._message("recv", given, src, lambda gloo: gloo.recv(given, src, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """Receive one tensor from whoever sends first."""
-        tensors = listed(tensors)
-        return self._carrier(tensors).recv_anysource(tensors, tag)
+        given = listed(tensors)
+        return self._message("recv", given, None, lambda gloo: gloo.recv_anysource(given, tag))
+
+    def _message(self, what: str, tensors: list[Tensor], peer: int | None, begin: Callable[[Any], Any]) -> Any:
+        if peer is not None and not 0 <= peer < self._size:
+            # Gloo would reach for memory that is not there.
+            raise ValueError(f"there is no rank {peer} in a group of {self._size}: ranks go from 0 to {self._size - 1}")
+        self._messages += 1
+        peers = self._names if peer is None else (self._names[peer],)
+        whom = "any rank" if peer is None else f"rank {self._names[peer]}"
+        direction = "to" if what == "send" else "from"
+        told = f"rank {self._names[self._rank]} in {what} {direction} {whom} (message #{self._messages} of this group)"
+        explained = partial(undelivered, told, self._room, peers, tensors)
+        gloo = self._gloo if alike(tensors) else self._stock
+        return carried(lambda: begin(gloo), explained)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names at rank 0 who has not come."""
