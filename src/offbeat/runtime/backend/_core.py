@@ -19,7 +19,7 @@ from offbeat.runtime.backend._far import Far
 from offbeat.runtime.backend._line import Finished, Line, Pending
 from offbeat.runtime.backend._local import Local
 from offbeat.runtime.backend._marks import CollectiveError, in_words, ranks_in_words, shapes
-from offbeat.runtime.backend._meeting import Hosts, find_hosts, open_room
+from offbeat.runtime.backend._meeting import Hosts, anew, find_hosts, open_room
 from offbeat.runtime.backend._spread import Spread
 from offbeat.runtime.shared.room import FAILED, ONE_SHOT, SMALL
 
@@ -58,6 +58,12 @@ class Core(_ProcessGroup):
         self._line = Line(label)
         self._asked = self._messages = 0
         self._now: tuple[str, Sequence[Tensor], Any] = ("its first operation", (), None)
+        self._spoiled = ""
+        with anew(store, rank) as own:
+            self._open(own, timeout, host)
+
+    def _open(self, store: dist.Store, timeout: timedelta, host: str | None) -> None:
+        rank, size, label = self._rank, self._size, self._label
         meeting = dist.PrefixStore("offbeat/", store)
         self.hosts = find_hosts(meeting, rank, self._names, timeout, label, host) if size > 1 else Hosts((0,), 0)
         """Which ranks share a host."""
@@ -66,7 +72,6 @@ class Core(_ProcessGroup):
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._stock = _as_torch_asks(self._gloo, store, rank, size)
         """Gloo behind torch's dispatcher, which knows what to do with tensors that have no numbers to send."""
-        self._spoiled = ""
         # The room must not keep the group alive: it should go, with its threads and memory, when it is let go.
         me: Any = weakref.ref(self)
         room = None

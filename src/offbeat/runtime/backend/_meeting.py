@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
 from offbeat.runtime.backend._marks import CollectiveError, ranks_in_words
 from offbeat.runtime.shared.room import Explains, Room
@@ -36,6 +37,21 @@ class Hosts:
     def count(self) -> int:
         """How many hosts there are."""
         return max(self.of) + 1
+
+
+@contextmanager
+def anew(store: Store, rank: int) -> Generator[Store]:
+    """A part of the store that no earlier group of this name has used; an attempt that fails does not count.
+
+    A world that is ended and begun again has the same names in torch's store, where those of the first are still told.
+    """
+    mine = f"opened/{rank}"
+    number = store.add(mine, 1)
+    try:
+        yield PrefixStore(f"{number}/", store)
+    except BaseException:
+        store.add(mine, -1)
+        raise
 
 
 def find_hosts(
