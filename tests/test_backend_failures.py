@@ -47,6 +47,7 @@ def test_a_rank_that_never_comes_is_named_with_what_was_called(
             assert re.search(r"\b3\b", text), f"its place in the order of calls: {text}"
             assert re.search(r"rank 2\b|ranks? \[?2\b", text), f"who did not come: {text}"
             assert re.search(r"ranks? (\[|\()?0(, | and )1", text), f"who did come: {text}"
+            assert re.search(r"group late: Timed out after 1 s of waiting for rank 2;", heard[rank]["again"]), heard
 
 
 @pytest.mark.slow
@@ -58,6 +59,7 @@ def test_survivors_of_a_killed_rank_are_told_at_once(launcher: Launcher, tmp_pat
         assert heard[rank]["seconds"] < 15, "the deadline was two minutes"
         if BACKEND != "gloo":
             assert re.search(r"rank 2\b|ranks? \[?2\b", heard[rank]["error"]), heard[rank]["error"]
+            assert re.search(rf"rank 2 died: rank {rank} in recv from rank 2 .*\(7,\)", heard[rank]["again"]), heard
 
 
 @pytest.mark.slow
@@ -87,6 +89,8 @@ def test_ranks_that_call_different_things_are_told_so(
     heard = run(launcher, tmp_path, "disagree", 2, elements=elements, calls=["all_reduce", other])
     for rank in (0, 1):
         assert heard[rank]["error"], f"rank {rank} was not told of {other}: {heard}"
+        assert "nothing was said" not in heard[rank]["again"], f"a group that is out of step went on: {heard}"
+        assert "Destroy the group" in heard[rank]["again"]
 
 
 @pytest.mark.slow

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import ReduceOp
+from torch.distributed import _functional_collectives as functional
 
 from backend_cases.running import World, contribution, reduced, same
 
@@ -156,6 +159,90 @@ def case_bits_of_floats_are_refused(world: World) -> None:
         with pytest.raises((RuntimeError, ValueError)):
             dist.all_reduce(torch.ones(3), operation)
     all_reduced(world, ReduceOp.SUM, (3,), torch.float32)
+
+
+def case_beyond_gloo_what_cannot_be_combined_is_refused_and_the_group_goes_on(world: World) -> None:
+    for size in (4, 300_000):
+        for dtype, operation in ((torch.float8_e4m3fn, ReduceOp.SUM), (torch.bool, ReduceOp.AVG)):
+            with pytest.raises(RuntimeError, match=rf"ReduceOp.{operation.name} cannot be done.*{dtype}"):
+                dist.all_reduce(torch.ones(size).to(dtype), operation)
+            with pytest.raises(RuntimeError, match=rf"ReduceOp.{operation.name} cannot be done.*{dtype}"):
+                dist.reduce_scatter_tensor(
+                    torch.ones(size).to(dtype), torch.ones(size * world.size).to(dtype), operation
+                )
+        with pytest.raises(RuntimeError, match="PREMUL_SUM"):
+            dist.all_reduce(torch.ones(size), dist._make_nccl_premul_sum(2.0))
+        all_reduced(world, ReduceOp.SUM, (size,), torch.float32)
+    all_reduced(world, ReduceOp.SUM, (3,), torch.uint8)
+    for dtype in (torch.uint16, torch.uint32):
+        found = torch.tensor([2 + 2 * world.rank], dtype=dtype)
+        dist.all_reduce(found, ReduceOp.AVG)
+        assert found.item() == world.size + 1
+
+
+def case_tensors_without_numbers_of_their_own(world: World) -> None:
+    """Results that are waited for when they are used, fake tensors, tensors that are nowhere: as Gloo takes them."""
+    under_way = functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD)
+    dist.all_reduce(under_way)
+    same(under_way * 1, torch.full((4,), float(world.size**2)))
+    with FakeTensorMode():
+        fake = torch.ones(4)
+        dist.all_reduce(fake)
+        dist.broadcast(fake, 0)
+    nowhere = torch.ones(4, device="meta")
+    dist.all_reduce(nowhere)
+    dist.broadcast(nowhere, 0)
+    all_reduced(world, ReduceOp.SUM, (4,), torch.float32)
+
+
+def case_quantized_tensors_are_refused(world: World) -> None:
+    """Their numbers mean nothing without their scale, which is not sent."""
+    tensor = torch.quantize_per_tensor(torch.ones(4), 0.1 * (world.rank + 1), 0, torch.quint8)
+    with pytest.raises(NotImplementedError):
+        dist.broadcast(tensor, 0)
+    with pytest.raises(NotImplementedError):
+        dist.all_reduce(tensor)
+
+
+def case_beyond_gloo_expanded_tensors_may_be_sent_but_not_written(world: World) -> None:
+    expanded = torch.full((1,), float(world.rank + 1)).expand(300)
+    with pytest.raises(RuntimeError, match="several of its elements lie at one place"):
+        dist.all_reduce(expanded)
+    tensor = expanded if world.rank == 0 else torch.empty(300)
+    dist.broadcast(tensor, 0)
+    same(tensor, torch.ones(300))
+    tensor = expanded if world.rank else torch.ones(300)
+    dist.reduce(tensor, 0)
+    if world.rank == 0:
+        same(tensor, torch.full((300,), world.size * (world.size + 1) / 2))
+
+
+def case_beyond_gloo_views_that_count_as_negated(world: World) -> None:
+    for size in (4, 300_000):
+        tensor = torch.full((size,), -1.0) if world.rank else torch._neg_view(torch.ones(size))
+        dist.all_reduce(tensor)
+        same(tensor.resolve_neg(), torch.full((size,), -float(world.size)))
+        dist.broadcast(tensor, 0)
+        same(tensor.resolve_neg(), torch.full((size,), -float(world.size)))
+
+
+def case_memory_that_was_communicated_can_be_given_back(world: World) -> None:
+    """As sharding libraries do with what they have gathered."""
+    whole, part = torch.zeros(40 * world.size), torch.ones(40)
+    dist.all_gather_into_tensor(whole, part)
+    dist.broadcast(part, 0)
+    dist.reduce_scatter_tensor(part, whole)
+    dist.all_reduce(part)
+    for tensor in (whole, part):
+        tensor.untyped_storage().resize_(0)
+
+
+def case_nothing_is_warned_of(world: World) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for operation in (*ARITHMETIC, ReduceOp.AVG):
+            dist.all_reduce(torch.ones(3), operation)
+            dist.all_reduce(torch.ones(3, dtype=torch.bfloat16), operation)
 
 
 def case_the_same_sum_has_the_same_bits_each_time(world: World) -> None:

@@ -11,23 +11,42 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from backend_cases.running import World
+from offbeat.runtime.backend import open_group
 from offbeat.runtime.launch import Control
 
 SHORT = timedelta(seconds=2)
 LONG = timedelta(seconds=120)
 
 
-def told(control: Control, world: World, started: float, error: Exception | None) -> None:
-    """What this rank heard, and how long it took to hear it."""
-    control.send({"rank": world.rank, "error": str(error or ""), "seconds": time.monotonic() - started})
+def told(control: Control, world: World, started: float, error: Exception | None, again: str = "") -> None:
+    """What this rank heard, how long it took to hear it, and what it heard when it tried again."""
+    seconds = time.monotonic() - started
+    control.send({"rank": world.rank, "error": str(error or ""), "seconds": seconds, "again": again})
+
+
+def heard_again(*sizes: int) -> str:
+    """What is said to more all-reduces of a group that has failed."""
+    heard: list[str] = []
+    for size in sizes:
+        try:
+            dist.all_reduce(torch.ones(size))
+            heard.append("nothing was said")
+        except RuntimeError as caught:
+            heard.append(str(caught))
+    return "; ".join(heard)
 
 
 def never_arrive(config: Mapping[str, Any], control: Control) -> None:
-    """The last rank stays away from the third call; it is there for as long as the others wait."""
+    """The last rank stays away from the third call; it is there for as long as the others wait.
+
+    How long they do was told to torch when the group was there already.
+    """
     world = World(config["backend"])
-    world.open(SHORT)
+    world.open(LONG)
+    distributed_c10d._set_pg_timeout(SHORT)
     size = config["elements"]
     for _ in range(2):
         dist.all_reduce(torch.ones(size, 3))
@@ -39,9 +58,20 @@ def never_arrive(config: Mapping[str, Any], control: Control) -> None:
                 work.wait()
         except RuntimeError as caught:
             error = caught
-    told(control, world, started, error)
+    told(control, world, started, error, heard_of_a_new_group(world))
     world.meet()
     end(world)
+
+
+def heard_of_a_new_group(world: World) -> str:
+    """What is said to those who open a group to which the last rank never comes."""
+    if world.rank == world.size - 1 or world.backend == "gloo":
+        return ""
+    try:
+        open_group(dist.PrefixStore("late", world.store), world.rank, world.size, timedelta(seconds=1), "late")
+    except RuntimeError as caught:
+        return str(caught)
+    return ""
 
 
 def end(world: World) -> None:
@@ -60,7 +90,7 @@ def be_killed(config: Mapping[str, Any], control: Control) -> None:
     last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
     if last and (process := os.fork()):
         os.waitpid(process, 0)
-        control.send({"rank": int(os.environ["RANK"]), "error": "", "seconds": 0.0})
+        control.send({"rank": int(os.environ["RANK"]), "error": "", "seconds": 0.0, "again": ""})
         return
     world = World(config["backend"])
     world.open(LONG)
@@ -74,7 +104,12 @@ def be_killed(config: Mapping[str, Any], control: Control) -> None:
             dist.all_reduce(torch.ones(config["elements"]))
     except RuntimeError as caught:
         error = caught
-    told(control, world, started, error)
+    try:
+        dist.recv(torch.ones(7), world.size - 1)
+        again = ""
+    except RuntimeError as caught:
+        again = str(caught)
+    told(control, world, started, error, again)
     end(world)
 
 
@@ -116,7 +151,7 @@ def disagree(config: Mapping[str, Any], control: Control) -> None:
             dist.barrier()
     except (RuntimeError, ValueError) as caught:
         error = caught
-    told(control, world, started, error)
+    told(control, world, started, error, heard_again(3, size, 3))
     world.meet()
     end(world)
 

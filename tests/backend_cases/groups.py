@@ -212,6 +212,20 @@ def case_a_world_found_through_the_environment(world: World) -> None:
     world.open()
 
 
+def case_beyond_gloo_a_world_begun_again_with_the_same_keys(world: World) -> None:
+    """Under torchrun the store outlives a world, and torch gives the next one the same names."""
+    world.close()
+    store = dist.PrefixStore("again and again", world.store)
+    for seed in range(3):
+        dist.init_process_group(
+            world.backend, store=store, rank=world.rank, world_size=world.size, timeout=world.timeout
+        )
+        summed(world, None, list(world.ranks), seed=seed)
+        summed(world, member(dist.new_group()), list(world.ranks), seed=seed)
+        world.close()
+    world.open()
+
+
 def case_a_backend_named_for_a_device(world: World) -> None:
     world.close()
     world.backend, name = f"cpu:{world.backend}", world.backend

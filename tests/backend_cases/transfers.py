@@ -159,6 +159,13 @@ def case_what_is_not_in_one_piece_is_refused(world: World) -> None:
         dist.isend(contribution(world.rank, (40, 30))[:, 3], after)
 
 
+def case_beyond_gloo_ranks_that_are_not_there_are_refused(world: World) -> None:
+    """Gloo waits for a rank beyond the last one until its time is over."""
+    for call in (dist.send, dist.recv):
+        with pytest.raises(ValueError, match=f"no rank {world.size + 1} in a group of {world.size}"):
+            call(torch.ones(1), world.size + 1)
+
+
 def case_threads_send_beside_each_other(world: World) -> None:
     before, after = neighbours(world)
     bad: list[str] = []

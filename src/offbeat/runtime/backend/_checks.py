@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from offbeat.errors import UsageError
 from offbeat.runtime.shared.kernels import OPERATIONS
+
+_SEES_TO_ITSELF = "__torch_dispatch__"
+_BY_TORCH: Any = getattr(Tensor, _SEES_TO_ITSELF)
+
+
+class ExpandedError(UsageError, RuntimeError):
+    """A tensor whose elements share places in memory was to take a result; a RuntimeError too, as torch's own."""
 
 
 def listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
@@ -47,17 +55,40 @@ number_of: Callable[[Any], int] = (
 def alike(tensors: Sequence[Tensor]) -> bool:
     """Whether these lie densely in main memory and are of one kind of number; others are Gloo's business."""
     kind = tensors[0].dtype if tensors else None
-    return all(tensor.is_cpu and tensor.layout is torch.strided and tensor.dtype == kind for tensor in tensors)
+    return all(_usual(tensor) and tensor.dtype == kind for tensor in tensors)
+
+
+def _usual(tensor: Tensor) -> bool:
+    """Whether its numbers lie where its address says, and mean by themselves what they mean."""
+    # Tensors that see to operations themselves (fake ones, ones that wait for a collective) may have no memory at all.
+    own = getattr(type(tensor), _SEES_TO_ITSELF) is _BY_TORCH
+    return own and tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The same numbers in a row, as they are: a view that only counts as negated or conjugated is written out."""
+    return tensor.contiguous().resolve_neg().resolve_conj()
 
 
 @contextmanager
-def in_place(tensors: Sequence[Tensor]) -> Generator[list[Tensor]]:
-    """The same tensors where their numbers lie in a row; of others a copy, which is put back in the end."""
-    held = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
+def in_place(tensors: Sequence[Tensor], written: bool = True) -> Generator[list[Tensor]]:
+    """The same tensors where their numbers lie in a row; of others a copy, which is put back if it was `written`."""
+    held = [dense(tensor) for tensor in tensors]
+    back = [(tensor, copy) for tensor, copy in zip(tensors, held, strict=True) if written and copy is not tensor]
+    for tensor, _ in back:
+        _refuse_expanded(tensor)
     yield held
-    for tensor, copy in zip(tensors, held, strict=True):
-        if copy is not tensor:
-            tensor.detach().copy_(copy)
+    for tensor, copy in back:
+        tensor.detach().copy_(copy)
+
+
+def _refuse_expanded(tensor: Tensor) -> None:
+    places = zip(tensor.shape, tensor.stride(), strict=True)
+    if tensor.numel() and any(length > 1 and not stride for length, stride in places):
+        raise ExpandedError(
+            f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} cannot take a result: "
+            f"several of its elements lie at one place in memory. Give the collective a clone() of it."
+        )
 
 
 def rows(tensor: Tensor, size: int) -> list[Tensor]:

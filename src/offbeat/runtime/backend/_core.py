@@ -19,7 +19,7 @@ from offbeat.runtime.backend._far import Far
 from offbeat.runtime.backend._line import Finished, Line, Pending
 from offbeat.runtime.backend._local import Local
 from offbeat.runtime.backend._marks import CollectiveError, in_words, ranks_in_words, shapes
-from offbeat.runtime.backend._meeting import Hosts, find_hosts, open_room
+from offbeat.runtime.backend._meeting import Hosts, anew, find_hosts, open_room
 from offbeat.runtime.backend._spread import Spread
 from offbeat.runtime.shared.room import FAILED, ONE_SHOT, SMALL
 
@@ -53,17 +53,25 @@ class Core(_ProcessGroup):
         super().__init__(rank, size)
         ALIVE.add(self)
         self._rank, self._size, self._store = rank, size, store
-        self._label, self._timeout = label, timeout
+        self._label = label
         self._names = tuple(names) or tuple(range(size))
         self._line = Line(label)
-        self._asked = 0
+        self._asked = self._messages = 0
         self._now: tuple[str, Sequence[Tensor], Any] = ("its first operation", (), None)
+        self._spoiled = ""
+        with anew(store, rank) as own:
+            self._open(own, timeout, host)
+
+    def _open(self, store: dist.Store, timeout: timedelta, host: str | None) -> None:
+        rank, size, label = self._rank, self._size, self._label
         meeting = dist.PrefixStore("offbeat/", store)
+        self.hosts = find_hosts(meeting, rank, self._names, timeout, label, host) if size > 1 else Hosts((0,), 0)
+        """Which ranks share a host."""
         self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self.hosts = find_hosts(meeting, rank, size, host) if size > 1 else Hosts((0,), 0)
-        """Which ranks share a host."""
+        self._stock = _as_torch_asks(self._gloo, store, rank, size)
+        """Gloo behind torch's dispatcher, which knows what to do with tensors that have no numbers to send."""
         # The room must not keep the group alive: it should go, with its threads and memory, when it is let go.
         me: Any = weakref.ref(self)
         room = None
@@ -90,6 +98,11 @@ class Core(_ProcessGroup):
         return Far(gloo, self._spread, self._rank, self._size, lambda: me()._patience())
 
     # -- what went wrong, in words -----------------------------------------------------------------------------------
+
+    @property
+    def _timeout(self) -> timedelta:
+        """Torch tells the Gloo group beside this one when it is to be another (`_set_pg_timeout`)."""
+        return self._gloo.options._timeout
 
     def _patience(self) -> float:
         options = self._now[2]
@@ -130,7 +143,7 @@ class Core(_ProcessGroup):
 
         def acted() -> None:
             self._now = (what, tensors, options)
-            act()
+            self._in_step(act)
 
         if profiling():
             return self._line.put(self._recorded(what, acted, tensors), result)
@@ -141,6 +154,31 @@ class Core(_ProcessGroup):
                 self._line.leave()
             return DONE
         return self._line.put(acted, result)
+
+    def _in_step(self, act: Callable[[], None]) -> None:
+        """Do it, unless an earlier one broke off in the middle: signals and slots would be taken for another's."""
+        if self._spoiled:
+            raise CollectiveError(
+                f"{self._now[0]} cannot be done, because ranks of this group may be out of step since {self._spoiled}. "
+                f"Destroy the group and make a new one."
+            )
+        room: Any = self._room
+        before = 0 if room is None else room.calls
+        try:
+            act()
+        except BaseException as error:
+            if room is not None and room.calls != before:
+                self._spoil(error)
+            raise
+
+    def _spoil(self, error: BaseException) -> None:
+        """Let nobody use the shared memory again, here or on other ranks."""
+        room: Any = self._room
+        if not self._spoiled:
+            what = str(error).split(". ")[0] or type(error).__name__
+            self._spoiled = f"{self._now[0]} #{room.calls} failed ({what})"
+        self._plans.clear()
+        room.fail()
 
     def _recorded(self, what: str, act: Callable[[], None], tensors: Sequence[Tensor]) -> Callable[[], None]:
         """An event for torch's profiler, as Gloo makes them: from the call until it is done, on another thread."""
@@ -159,14 +197,14 @@ class Core(_ProcessGroup):
         """Let `act` use the shared memory when all that stands in line is done; every rank calls this with the same."""
         with self._line.turn():
             self._now = (what, tensors, None)
-            act(self)
+            self._in_step(lambda: act(self))
 
     def later(self, act: Callable[[], None], what: str, tensors: Sequence[Tensor]) -> Pending:
         """Do `act` on the group's thread, when all that stands in line is done; every rank asks for the same."""
 
         def acted() -> None:
             self._now = (what, tensors, None)
-            act()
+            self._in_step(act)
 
         return self._line.put(acted, tensors)
 
@@ -256,7 +294,6 @@ class Core(_ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long operations wait that say nothing else."""
-        self._timeout = timeout
         self._gloo._set_default_timeout(timeout)
 
     def abort(self) -> None:
@@ -271,3 +308,11 @@ class Core(_ProcessGroup):
         if self._room is not None:
             self._room.leave()
         self._gloo.shutdown()
+
+
+def _as_torch_asks(gloo: Any, store: dist.Store, rank: int, size: int) -> Any:
+    """The same Gloo group in one of torch's own, so that calls of it take the way that they take in any program."""
+    group = _ProcessGroup(store, rank, size)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    return group

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import (
 )
 
 from offbeat.runtime.backend._spread import Spread
-from offbeat.runtime.shared.kernels import combiner
+from offbeat.runtime.shared.kernels import ways_of
 
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
@@ -53,7 +53,7 @@ class Far:
 
     def _widened(self, tensor: Tensor, operation: Any, copy: bool = False) -> Tensor:
         """Numbers that Gloo can combine; what nobody can is refused on all ranks, before any waits for another."""
-        combiner(operation, tensor.dtype)
+        ways_of(operation, tensor.dtype, self._size)
         return tensor.detach().to(_WIDER.get(tensor.dtype, tensor.dtype), copy=copy)
 
     def all_reduce(self, tensors: Sequence[Tensor], operation: Any) -> None:

@@ -5,7 +5,7 @@ What Gloo would refuse is handed to Gloo, which says so as torch programs expect
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,10 +24,12 @@ from torch._C._distributed_c10d import (
     ScatterOptions,
 )
 
+from offbeat.runtime.backend._carried import carried, undelivered
 from offbeat.runtime.backend._checks import (
     alike,
     cut,
     cuts_well,
+    dense,
     in_place,
     listed,
     number_of,
@@ -55,7 +57,7 @@ class OffbeatGroup(Core):
         if type(opts) is AllreduceOptions and type(tensors) is list and len(tensors) == 1 and not opts.asyncOp:
             # What most programs do most: a tensor, waited for, at a place in memory that was seen before.
             tensor, line = tensors[0], self._line
-            if tensor.layout is _STRIDED and tensor.is_contiguous() and not profiling():
+            if type(tensor) is Tensor and tensor.layout is _STRIDED and tensor.is_contiguous() and not profiling():
                 key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, number_of(opts.reduceOp))
                 plan = self._plans.get(key)
                 if plan is not None and not line.queue and line.lock.acquire(False):
@@ -70,6 +72,9 @@ class OffbeatGroup(Core):
                                 self._all_reduce(tensors, operation_of(opts))
                             else:
                                 self.local.compiled.finish(plan, code)  # pyright: ignore[reportOptionalMemberAccess]
+                    except BaseException as error:
+                        self._spoil(error)
+                        raise
                     finally:
                         line.lock.release()
                     return DONE
@@ -79,8 +84,8 @@ class OffbeatGroup(Core):
         return self._all_reduce_any(tensors, opts)
 
     def _all_reduce_any(self, tensors: list[Tensor], opts: Any) -> Any:
-        if len(tensors) != 1 or tensors[0].layout is not _STRIDED or not tensors[0].is_cpu:
-            return self._gloo.allreduce(tensors, opts)
+        if len(tensors) != 1 or not alike(tensors):
+            return self._stock.allreduce(tensors, opts)
         operation = operation_of(opts)
         act = self._all_reduce_far if self.local is None else self._all_reduce
         return self._do("all_reduce", lambda: act(tensors, operation), opts, tensors, tensors)
@@ -93,7 +98,7 @@ class OffbeatGroup(Core):
         """Combine several tensors of one kind over all ranks, in place."""
         opts, tensors = opts or AllreduceCoalescedOptions(), list(tensors)
         if not tensors or not alike(tensors):
-            return self._gloo.allreduce_coalesced(tensors, opts)
+            return self._stock.allreduce_coalesced(tensors, opts)
         act = self._all_reduce_far if self.local is None else self._all_reduce_packed
         return self._do("all_reduce", partial(act, tensors, operation_of(opts)), opts, tensors, tensors)
 
@@ -105,10 +110,10 @@ class OffbeatGroup(Core):
             opts.rootRank = root or 0
         way, source = self._way, opts.rootRank
         if len(tensors) != 1 or opts.rootTensor or not self._usual(source, tensors):
-            return self._gloo.broadcast(tensors, opts)
+            return self._stock.broadcast(tensors, opts)
 
         def act() -> None:
-            with in_place(tensors) as (held,):
+            with in_place(tensors, self._rank != source) as (held,):
                 way.broadcast(held, source)
 
         return self._do("broadcast", act, opts, tensors, tensors)
@@ -123,10 +128,10 @@ class OffbeatGroup(Core):
             opts.rootRank = root or 0
         way, source, operation = self._way, opts.rootRank, operation_of(opts)
         if len(tensors) != 1 or opts.rootTensor or not self._usual(source, tensors):
-            return self._gloo.reduce(tensors, opts)
+            return self._stock.reduce(tensors, opts)
 
         def act() -> None:
-            with in_place(tensors) as (held,):
+            with in_place(tensors, self._rank == source) as (held,):
                 way.reduce(held, operation, source)
 
         return self._do("reduce", act, opts, tensors, tensors)
@@ -139,12 +144,12 @@ class OffbeatGroup(Core):
             opts = options(AllgatherOptions(), opts, None, timeout)
         way = self._way
         if not self._one_for_each(output_tensors, input_tensors, uneven=True):
-            return self._gloo.allgather(output_tensors, input_tensors, opts)
+            return self._stock.allgather(output_tensors, input_tensors, opts)
         outputs, given = output_tensors[0], input_tensors[0]
 
         def act() -> None:
             with in_place(outputs) as held:
-                way.all_gather(held, given.contiguous())
+                way.all_gather(held, dense(given))
 
         return self._do("all_gather", act, opts, input_tensors, outputs)
 
@@ -157,12 +162,12 @@ class OffbeatGroup(Core):
             self._one_for_each([column], [given]) for column, given in zip(columns, input_list, strict=True)
         )
         if not fits or not input_list:
-            return self._gloo.allgather_coalesced(output_lists, input_list, opts)
+            return self._stock.allgather_coalesced(output_lists, input_list, opts)
 
         def act() -> None:
             for column, given in zip(columns, input_list, strict=True):
                 with in_place(column) as held:
-                    way.all_gather(held, given.contiguous())
+                    way.all_gather(held, dense(given))
 
         return self._do("all_gather", act, opts, input_list, [tensor for row in output_lists for tensor in row])
 
@@ -170,7 +175,7 @@ class OffbeatGroup(Core):
         """Everybody's tensor, on every rank, one after the other in one tensor."""
         opts = opts or AllgatherOptions()
         if not self._times([output], [input]):
-            return self._gloo._allgather_base(output, input, opts)
+            return self._stock._allgather_base(output, input, opts)
         return self._all_gather_singles([output], [input], opts, "all_gather_into_tensor")
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -186,7 +191,7 @@ class OffbeatGroup(Core):
         def act() -> None:
             for output, given in zip(outputs, inputs, strict=True):
                 with in_place([output]) as (held,):
-                    way.all_gather(rows(held, self._size), given.contiguous())
+                    way.all_gather(rows(held, self._size), dense(given))
 
         return self._do(what, act, opts, inputs, outputs)
 
@@ -202,13 +207,13 @@ class OffbeatGroup(Core):
         opts = opts or GatherOptions()
         way, source = self._way, opts.rootRank
         if not self._at_root(source, output_tensors, input_tensors):
-            return self._gloo.gather(output_tensors, input_tensors, opts)
+            return self._stock.gather(output_tensors, input_tensors, opts)
         outputs: Sequence[Tensor] = output_tensors[0] if self._rank == source else ()
         given = input_tensors[0]
 
         def act() -> None:
             with in_place(outputs) as held:
-                way.gather(held, given.contiguous(), source)
+                way.gather(held, dense(given), source)
 
         return self._do("gather", act, opts, input_tensors, outputs)
 
@@ -224,12 +229,12 @@ class OffbeatGroup(Core):
         opts = opts or ScatterOptions()
         way, source = self._way, opts.rootRank
         if not self._at_root(source, input_tensors, output_tensors):
-            return self._gloo.scatter(output_tensors, input_tensors, opts)
+            return self._stock.scatter(output_tensors, input_tensors, opts)
         given: Sequence[Tensor] = input_tensors[0] if self._rank == source else ()
 
         def act() -> None:
             with in_place(output_tensors) as (held,):
-                way.scatter(held, [tensor.contiguous() for tensor in given], source)
+                way.scatter(held, [dense(tensor) for tensor in given], source)
 
         return self._do("scatter", act, opts, output_tensors, output_tensors)
 
@@ -243,12 +248,12 @@ class OffbeatGroup(Core):
             opts = options(ReduceScatterOptions(), opts, op, timeout)
         way = self._way
         if not self._one_for_each(input_tensors, output_tensors, uneven=True):
-            return self._gloo.reduce_scatter(output_tensors, input_tensors, opts)
+            return self._stock.reduce_scatter(output_tensors, input_tensors, opts)
         output, inputs, operation = output_tensors[0], input_tensors[0], operation_of(opts)
 
         def act() -> None:
             with in_place([output]) as (held,):
-                way.reduce_scatter(held, [tensor.contiguous() for tensor in inputs], operation)
+                way.reduce_scatter(held, [dense(tensor) for tensor in inputs], operation)
 
         return self._do("reduce_scatter", act, opts, inputs, output_tensors)
 
@@ -256,7 +261,7 @@ class OffbeatGroup(Core):
         """Rank r gets the r-th part of the combination of everybody's tensor."""
         opts = opts or ReduceScatterOptions()
         if not self._times([input], [output]):
-            return self._gloo._reduce_scatter_base(output, input, opts)
+            return self._stock._reduce_scatter_base(output, input, opts)
         return self._reduce_scatter_singles([output], [input], opts, "reduce_scatter_tensor")
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -273,7 +278,7 @@ class OffbeatGroup(Core):
         def act() -> None:
             for output, given in zip(outputs, inputs, strict=True):
                 with in_place([output]) as (held,):
-                    way.reduce_scatter(held, rows(given.contiguous(), self._size), operation)
+                    way.reduce_scatter(held, rows(dense(given), self._size), operation)
 
         return self._do(what, act, opts, inputs, outputs)
 
@@ -283,11 +288,11 @@ class OffbeatGroup(Core):
         way, size = self._way, self._size
         fits = len(output_tensors) == len(input_tensors) == size and alike([*output_tensors, *input_tensors])
         if not fits:
-            return self._gloo.alltoall(output_tensors, input_tensors, opts)
+            return self._stock.alltoall(output_tensors, input_tensors, opts)
 
         def act() -> None:
             with in_place(output_tensors) as held:
-                way.all_to_all(held, [tensor.contiguous() for tensor in input_tensors])
+                way.all_to_all(held, [dense(tensor) for tensor in input_tensors])
 
         return self._do("all_to_all", act, opts, input_tensors, output_tensors)
 
@@ -304,11 +309,11 @@ class OffbeatGroup(Core):
         way, size = self._way, self._size
         fits = cuts_well(output, output_splits, size) and cuts_well(input, input_splits, size)
         if not fits or not alike([output, input]):
-            return self._gloo.alltoall_base(output, input, output_splits, input_splits, opts)
+            return self._stock.alltoall_base(output, input, output_splits, input_splits, opts)
 
         def act() -> None:
             with in_place([output]) as (held,):
-                given = cut(input.contiguous(), input_splits, size)
+                given = cut(dense(input), input_splits, size)
                 way.all_to_all(cut(held, output_splits, size), given)
 
         return self._do("all_to_all", act, opts, [input], [output])
@@ -364,15 +369,31 @@ class OffbeatGroup(Core):
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         """Send one tensor to one rank."""
-        return self._gloo.send(listed(tensors), dst, tag)
+        given = listed(tensors)
+        return self._message("send", given, dst, lambda gloo: gloo.send(given, dst, tag))
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         """Receive one tensor from one rank."""
-        return self._gloo.recv(listed(tensors), src, tag)
+        given = listed(tensors)
+        return self._message("recv", given, src, lambda gloo: gloo.recv(given, src, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """Receive one tensor from whoever sends first."""
-        return self._gloo.recv_anysource(listed(tensors), tag)
+        given = listed(tensors)
+        return self._message("recv", given, None, lambda gloo: gloo.recv_anysource(given, tag))
+
+    def _message(self, what: str, tensors: list[Tensor], peer: int | None, begin: Callable[[Any], Any]) -> Any:
+        if peer is not None and not 0 <= peer < self._size:
+            # Gloo would reach for memory that is not there.
+            raise ValueError(f"there is no rank {peer} in a group of {self._size}: ranks go from 0 to {self._size - 1}")
+        self._messages += 1
+        peers = self._names if peer is None else (self._names[peer],)
+        whom = "any rank" if peer is None else f"rank {self._names[peer]}"
+        direction = "to" if what == "send" else "from"
+        told = f"rank {self._names[self._rank]} in {what} {direction} {whom} (message #{self._messages} of this group)"
+        explained = partial(undelivered, told, self._room, peers, tensors)
+        gloo = self._gloo if alike(tensors) else self._stock
+        return carried(lambda: begin(gloo), explained)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names at rank 0 who has not come."""

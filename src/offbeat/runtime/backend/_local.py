@@ -19,7 +19,7 @@ from offbeat.runtime.allocation import give_back_excess
 from offbeat.runtime.backend._compiled import Compiled, keep, mismatch
 from offbeat.runtime.backend._marks import count_of, mark
 from offbeat.runtime.shared.engine import Blocks, Engine, Piece
-from offbeat.runtime.shared.kernels import OPERATIONS, Array, Ways, as_words, row_at, ways_of, words_of
+from offbeat.runtime.shared.kernels import Array, Ways, as_words, row_at, ways_of, words_of
 from offbeat.runtime.shared.native import Turns, address_of
 from offbeat.runtime.shared.programs import Stage, compile_one_sided, even_blocks
 from offbeat.runtime.shared.room import SMALL, Room
@@ -31,7 +31,6 @@ _LOOK_AT_MEMORY = 64
 """Large operations between two looks at how much memory this process keeps free."""
 LIVE_ROOT = 1
 """Told in the mark of an all-reduce in place, so that it is not mistaken for one that copies."""
-OPERATIONS_BY_NUMBER = {int(operation): operation for operation in OPERATIONS}
 
 
 class _Written(NamedTuple):
@@ -94,7 +93,7 @@ class Local:
 
     def _plan(self, key: Place) -> Plan:
         address, count, dtype, number = key
-        operation = OPERATIONS_BY_NUMBER[number]
+        operation = dist.ReduceOp.RedOpType(number)
         slots = [[slot[:count] for slot in turn] for turn in self._engine.small(words_of(dtype))]
         ways = ways_of(operation, dtype, self.room.size)
         row = row_at(address, count, words_of(dtype))

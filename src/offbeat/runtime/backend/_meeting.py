@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
+from offbeat.runtime.backend._marks import CollectiveError, ranks_in_words
 from offbeat.runtime.shared.room import Explains, Room
 from offbeat.runtime.shared.segment import Segment, SegmentError, host_identity
 
@@ -36,11 +39,42 @@ class Hosts:
         return max(self.of) + 1
 
 
-def find_hosts(store: Store, rank: int, size: int, identity: str | None) -> Hosts:
-    """Ask everybody where it lives; waits until all have come."""
-    store.set(f"host/{rank}", identity or host_identity())
-    told = store.multi_get([f"host/{other}" for other in range(size)])
+@contextmanager
+def anew(store: Store, rank: int) -> Generator[Store]:
+    """A part of the store that no earlier group of this name has used; an attempt that fails does not count.
+
+    A world that is ended and begun again has the same names in torch's store, where those of the first are still told.
+    """
+    mine = f"opened/{rank}"
+    number = store.add(mine, 1)
+    try:
+        yield PrefixStore(f"{number}/", store)
+    except BaseException:
+        store.add(mine, -1)
+        raise
+
+
+def find_hosts(
+    store: Store, rank: int, names: Sequence[int], timeout: timedelta, label: str, identity: str | None
+) -> Hosts:
+    """Ask everybody where it lives; waits until all have come, and says who has not."""
+    keys = [f"host/{other}" for other in range(len(names))]
+    store.set(keys[rank], identity or host_identity())
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:
+        come = [store.check([key]) for key in keys]
+        missing = [name for name, there in zip(names, come, strict=True) if not there]
+        if not missing:
+            raise
+        raise CollectiveError(
+            f"rank {names[rank]} cannot open group {label or 'default'}: Timed out after {timeout.total_seconds():g} s "
+            f"of waiting for {ranks_in_words(missing)}; "
+            f"{ranks_in_words([name for name in names if name not in missing])} had arrived. All ranks of a group must "
+            f"open it, in the same order as other groups."
+        ) from error
     numbers: dict[bytes, int] = {}
+    told = store.multi_get(keys)
     return Hosts(tuple(numbers.setdefault(bytes(name), len(numbers)) for name in told), rank)
 
 

@@ -71,7 +71,17 @@ def stand_in_for_gloo() -> None:
     """From now on, groups of this process that are asked for by the name of Gloo are ours."""
     from offbeat.runtime.backend._group import OffbeatGroup
 
-    class StandIn(OffbeatGroup):
+    stock: Any = dist.ProcessGroupGloo
+    kind: Any = type(OffbeatGroup)
+
+    class Kind(kind):
+        """Torch asks whether the group that carries our messages is of Gloo's kind, too."""
+
+        def __instancecheck__(self, instance: object) -> bool:
+            """Whether it is of the kind that was put in Gloo's place, or of Gloo's."""
+            return super().__instancecheck__(instance) or isinstance(instance, stock)
+
+    class StandIn(OffbeatGroup, metaclass=Kind):
         """Made as torch makes a Gloo group."""
 
         def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any = c10d.default_pg_timeout) -> None:

@@ -13,7 +13,8 @@ from offbeat.runtime.stamps import Mark, Recorder
 
 # A member of an enumeration is looked up and written more slowly than a number.
 WAIT, EXIT, FAIL = int(Mark.WAIT), int(Mark.EXIT), int(Mark.FAIL)
-_Work: Any = dist._Work  # pyright: ignore[reportPrivateUsage]
+BareWork: Any = dist._Work  # pyright: ignore[reportPrivateUsage]
+"""Torch's own, which torch's annotations do not know well."""
 CAPTURES = torch.backends.cuda.is_built()
 """Whether there can be CUDA graphs here."""
 
@@ -23,7 +24,24 @@ def may_ask() -> bool:
     return not (CAPTURES and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
-class StampedWork(_Work):
+def _handed_on(method: str) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **more: Any) -> Any:
+        return getattr(self._work, method)(*args, **more)
+
+    call.__name__ = method
+    return call
+
+
+def handing_on(kind: type[Any]) -> type[Any]:
+    """Let a class of works ask the work it holds whatever it does not answer itself."""
+    for method in vars(BareWork):
+        if not method.startswith("__") and method not in vars(kind):
+            setattr(kind, method, _handed_on(method))
+    return kind
+
+
+@handing_on
+class StampedWork(BareWork):
     """An operation under way, whose end is written down."""
 
     def __init__(
@@ -89,18 +107,6 @@ class StampedWork(_Work):
     def __getattr__(self, name: str) -> Any:
         """Whatever else the work of this backend can say."""
         return getattr(self._work, name)
-
-
-def _handed_on(method: str) -> Callable[..., Any]:
-    def call(self: Any, *args: Any, **more: Any) -> Any:
-        return getattr(self._work, method)(*args, **more)
-
-    call.__name__ = method
-    return call
-
-
-for _method in (name for name in vars(_Work) if not name.startswith("__") and name not in vars(StampedWork)):
-    setattr(StampedWork, _method, _handed_on(_method))
 
 
 class Gathered(StampedWork):

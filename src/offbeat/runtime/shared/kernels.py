@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,13 +67,24 @@ _WORDS: dict[torch.dtype, Any] = {
     torch.uint64: np.uint64,
     torch.bool: np.bool_,
 }
-_BY_SIZE = {1: (torch.uint8, np.uint8), 2: (torch.uint16, np.uint16), 4: (torch.int32, np.int32)}
+
+
+# NumPy warns if these two are given a third by its place.
+def _least(a: Array, b: Array, out: Array) -> None:
+    np.minimum(a, b, out=out)
+
+
+def _greatest(a: Array, b: Array, out: Array) -> None:
+    np.maximum(a, b, out=out)
+
+
+_BY_SIZE = {1: np.uint8, 2: np.uint16, 4: np.int32}
 _UFUNCS: dict[Any, tuple[Any, Any]] = {
     ReduceOp.SUM: (np.add, torch.add),
     ReduceOp.AVG: (np.add, torch.add),
     ReduceOp.PRODUCT: (np.multiply, torch.mul),
-    ReduceOp.MIN: (np.minimum, torch.minimum),
-    ReduceOp.MAX: (np.maximum, torch.maximum),
+    ReduceOp.MIN: (_least, torch.minimum),
+    ReduceOp.MAX: (_greatest, torch.maximum),
 }
 _BITS: dict[Any, Any] = {
     ReduceOp.BAND: np.bitwise_and,
@@ -87,16 +98,13 @@ OPERATIONS = (*_UFUNCS, *_BITS)
 def words_of(dtype: torch.dtype) -> Any:
     """The numpy kind in which numbers of this kind are moved."""
     found = _WORDS.get(dtype)
-    return found if found is not None else _BY_SIZE[dtype.itemsize][1]
+    return found if found is not None else _BY_SIZE[dtype.itemsize]
 
 
 def as_words(tensor: Tensor) -> Array:
-    """The numbers of a contiguous tensor in one row, without a copy; free of autograd and of inference mode."""
-    flat = tensor.detach() if tensor.requires_grad else tensor
-    flat = flat.reshape(-1)
-    if flat.dtype in _WORDS:
-        return flat.numpy()
-    return flat.view(_BY_SIZE[flat.dtype.itemsize][0]).numpy()
+    """The numbers of a contiguous tensor in one row, without a copy; whoever uses them holds the tensor meanwhile."""
+    # Not by `numpy()`: the tensor's memory could never be given back afterwards, which some libraries do (FSDP).
+    return row_at(tensor.data_ptr(), tensor.numel(), words_of(tensor.dtype))
 
 
 def row_at(address: int, count: int, words: Any) -> Array:
@@ -118,7 +126,18 @@ def combiner(operation: Any, dtype: torch.dtype) -> Combine:
     plain, strange = _UFUNCS[operation]
     if dtype in _WORDS:
         return plain
+    _try(strange, dtype, operation.name)
     return partial(_by_torch, strange, dtype)
+
+
+@lru_cache
+def _try(function: Callable[..., Any], dtype: torch.dtype, name: str) -> None:
+    """Refuse what torch cannot do before any rank waits for another."""
+    one = torch.zeros(1, dtype=dtype)
+    try:
+        function(one, one, out=one)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ReductionError(f"ReduceOp.{name} cannot be done with numbers of the kind {dtype}: {error}") from error
 
 
 def _by_torch(function: Callable[..., Any], dtype: torch.dtype, a: Array, b: Array, out: Array) -> None:
@@ -128,6 +147,10 @@ def _by_torch(function: Callable[..., Any], dtype: torch.dtype, a: Array, b: Arr
 
 def averager(dtype: torch.dtype, size: int) -> Callable[[Array], None]:
     """Divides a row of such numbers by the number of ranks, in place; whole numbers are rounded towards zero."""
+    if dtype == torch.bool:
+        raise ReductionError(f"ReduceOp.AVG cannot be done with numbers of the kind {dtype}: truth has no mean")
+    if dtype in (torch.uint16, torch.uint32, torch.uint64):
+        return lambda row: _divide(row, size)
     if dtype.is_floating_point or dtype.is_complex:
 
         def divide(row: Array) -> None:
@@ -138,6 +161,10 @@ def averager(dtype: torch.dtype, size: int) -> Callable[[Array], None]:
             torch.from_numpy(row).view(dtype).div_(size, rounding_mode="trunc")
 
     return divide
+
+
+def _divide(row: Array, size: int) -> None:
+    np.floor_divide(row, row.dtype.type(size), out=row)
 
 
 def weigher(dtype: torch.dtype, weight: float) -> Callable[[Array, Array], Any]:

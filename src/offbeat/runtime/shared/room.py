@@ -202,8 +202,7 @@ class Room:
             self._late_since = now - 0.1
         if self.aborted:
             raise self._failed("this rank has aborted the group", [])
-        others = self.others
-        dead = [other for other in others if self._life(other).over]
+        others, dead = self.others, self.dead()
         if dead:
             raise self._failed("has died", dead)
         statuses = {other: _STATUS[self.words[self._statuses + other]] for other in others}
@@ -215,6 +214,10 @@ class Room:
             raise self._failed("has left the group", left) if left else self._failed(FAILED, failed)
         if now - self._late_since > self.timeout():
             raise self._failed("", [peer])
+
+    def dead(self) -> list[int]:
+        """The others whose processes are gone."""
+        return [other for other in self.others if self._life(other).over]
 
     def _failed(self, why: str, peers: Sequence[int]) -> Exception:
         error = self._explain(why, peers)
