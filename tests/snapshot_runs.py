@@ -17,6 +17,8 @@ from offbeat.runtime.launch import Launcher
 
 STEPS = 24
 EVERY = 3
+PACE = "worker *: pace 30ms"
+"""So that a snapshot can be copied before the next one takes its place."""
 
 
 @dataclass
@@ -85,7 +87,7 @@ def _copy(path: Path, to: Path) -> None:
 def photographed(scene: Scene, launcher: Launcher, folder: Path) -> list[Path]:
     """Let it happen; answers the snapshots that were taken."""
     with kept(folder / "runs", folder / "kept"):
-        _fit(scene, launcher, folder, disturb=scene.disturb)
+        _fit(scene, launcher, folder, disturb=[*scene.disturb, PACE])
     return sorted(path for path in (folder / "kept").iterdir() if not path.name.startswith("."))
 
 
