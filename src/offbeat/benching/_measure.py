@@ -40,20 +40,28 @@ class Measured:
         return float(np.median(self.times[size][peer]))
 
     def add(self, other: Measured) -> None:
-        """Take in what was measured at other sizes."""
-        self.times |= other.times
+        """Take in what was measured at other sizes, and further blocks of the same ones."""
+        for size, peers in other.times.items():
+            mine = self.times.setdefault(size, {})
+            for peer, seconds in peers.items():
+                mine[peer] = [*mine.get(peer, []), *seconds]
         self.calls |= other.calls
         self.library = self.library or other.library
 
 
-def measured(ranks: int, sizes: Sequence[int], peers: Sequence[str], blocks: int, say: Say) -> Measured:
-    """Measure peers in turn; with MPI among them, each size at the thread level at which MPI is faster."""
-    if "mpi" not in peers:
-        return _run(ranks, sizes, peers, blocks, say)
-    found = _settle_levels(ranks, sizes, say)
-    for level in LEVELS:
-        if here := [size for size in sizes if found.levels[size] == level]:
-            found.add(_run(ranks, here, peers, blocks, say, level))
+def measured(
+    ranks: int, sizes: Sequence[int], peers: Sequence[str], blocks: int, say: Say, launches: int = 1
+) -> Measured:
+    """Measure peers in turn; with MPI among them, each size at the thread level at which MPI is faster.
+
+    Each of the `launches` has so many blocks and processes of its own: on which pages and cores these find themselves
+    is luck that lasts as long as they live.
+    """
+    found = Measured(ranks) if "mpi" not in peers else _settle_levels(ranks, sizes, say)
+    for _ in range(launches):
+        for level in LEVELS if found.levels else (None,):
+            if here := [size for size in sizes if found.levels.get(size) == level]:
+                found.add(_run(ranks, here, peers, blocks, say, level))
     found.times = {size: found.times[size] for size in sizes}
     return found
 
