@@ -34,6 +34,11 @@ MOST_BYTES = 256 << 20
 In shorter blocks one would see how ranks find together again after another peer, rather than how long a call takes.
 """
 MOST_CALLS, FEWEST_CALLS = 200, 3
+LONG, MOST_BURSTS = 0.2, 200
+"""Seconds that a block of a quick peer takes at least, in bursts of so many calls; and how many bursts at the most.
+
+Sums of sums would soon be infinite, so a burst begins with the values of old.
+"""
 FIRST = 2.0**-100
 """Values start this small, because each call multiplies them by the number of ranks."""
 
@@ -82,10 +87,13 @@ def _at(size: int, peers: Mapping[str, Peer], blocks: int, calls: int) -> Iterat
             place.call()
             verify(place, own, total, ranks, 1, f"{name}, call {again + 1} of {size} bytes")
     names = list(places)
+    bursts = dict.fromkeys(names, 1)
     for block in range(-WARM_UP, blocks):
         turn = block % len(names)
         for name in names[turn:] + names[:turn]:
-            seconds = _block(places[name], own, calls)
+            seconds = _block(places[name], own, calls, bursts[name])
+            if block < 0:
+                bursts[name] = max(1, min(MOST_BURSTS, math.ceil(LONG / (seconds * calls))))
             verify(places[name], own, total, ranks, calls + 1, f"{name}, block {block} of {size} bytes", every=97)
             if block >= 0:
                 yield name, seconds
@@ -95,18 +103,22 @@ def _contribution(count: int, rank: int) -> FloatArray:
     return np.random.default_rng(rank).standard_normal(count, dtype=np.float32) * np.float32(FIRST)
 
 
-def _block(place: Place, own: FloatArray, calls: int) -> float:
+def _block(place: Place, own: FloatArray, calls: int, bursts: int) -> float:
     """Seconds per call of the slowest rank."""
-    np.copyto(place.data, own)
     dist.barrier()
-    place.call()  # The ranks leave it closer together than any barrier would line them up.
+    elapsed = torch.tensor([sum(_burst(place, own, calls) for _ in range(bursts)) / (calls * bursts)])
+    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+    return float(elapsed)
+
+
+def _burst(place: Place, own: FloatArray, calls: int) -> float:
+    np.copyto(place.data, own)
     call = place.call
+    call()  # The ranks leave it closer together than any barrier would line them up.
     start = time.perf_counter()
     for _ in range(calls):
         call()
-    elapsed = torch.tensor([(time.perf_counter() - start) / calls])
-    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-    return float(elapsed)
+    return time.perf_counter() - start
 
 
 def verify(
