@@ -1,4 +1,4 @@
-"""Builds the small library in C that makes shared memory faster; where that fails, offbeat is installed without it."""
+"""Builds the small parts in C that make shared memory faster; where that fails, offbeat is installed without them."""
 
 from __future__ import annotations
 
@@ -10,25 +10,34 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FOLDER = Path("src/offbeat/runtime/shared")
+RUNTIME = Path("src/offbeat/runtime")
 FLAGS = ("-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
+PARTS = (("shared/native.c", "shared/_native.so"), ("backend/quick.c", "backend/_quicker.abi3.so"))
+"""What is compiled into what: a library without headers of Python's, and an extension module of its stable ABI."""
 
 
 class NativeLibrary(BuildHookInterface):
-    """Compiles native.c into _native.so, beside it."""
+    """Compiles the parts, each beside its source."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called before files are collected."""
         del version
-        library = Path(self.root) / FOLDER / "_native.so"
+        built = [self._build(source, library) for source, library in PARTS]
+        if any(built):
+            python = "cp311-abi3" if built[1] else "py3-none"
+            build_data["pure_python"] = False
+            build_data["tag"] = f"{python}-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+
+    def _build(self, source: str, target: str) -> bool:
+        library = Path(self.root) / RUNTIME / target
         fresh = library.with_suffix(f".{os.getpid()}")
-        compiler = os.environ.get("CC", "cc").split()
+        compiler, headers = os.environ.get("CC", "cc").split(), f"-I{sysconfig.get_paths()['include']}"
         try:
-            subprocess.run([*compiler, *FLAGS, "-o", fresh, library.with_name("native.c")], check=True)
+            subprocess.run([*compiler, *FLAGS, headers, "-o", fresh, Path(self.root) / RUNTIME / source], check=True)
         except (OSError, subprocess.CalledProcessError) as error:
             fresh.unlink(missing_ok=True)
-            self.app.display_warning(f"offbeat works without its compiled part, but more slowly: {error}")
-            return
+            library.unlink(missing_ok=True)
+            self.app.display_warning(f"offbeat works without {target}, but more slowly: {error}")
+            return False
         fresh.replace(library)
-        build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        return True

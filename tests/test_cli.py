@@ -227,7 +227,15 @@ def test_the_doctor_finds_this_machine_well(cli: Cli) -> None:
     assert found["self_test"]["ok"] is True
     assert found["offbeat"] == __version__
     assert found["packages"]["torch"]
-    assert {"cores", "limits", "memory_gib", "shared_memory_gib", "compiled_executor", "backends"} <= set(found)
+    assert {
+        "cores",
+        "limits",
+        "memory_gib",
+        "shared_memory_gib",
+        "compiled_executor",
+        "compiled_calls",
+        "backends",
+    } <= set(found)
 
 
 # --- what a run prints

@@ -219,11 +219,27 @@ def case_beyond_gloo_expanded_tensors_may_be_sent_but_not_written(world: World) 
 
 def case_beyond_gloo_views_that_count_as_negated(world: World) -> None:
     for size in (4, 300_000):
-        tensor = torch.full((size,), -1.0) if world.rank else torch._neg_view(torch.ones(size))
+        memory = torch.ones(size)
+        for _ in range(8):  # It is known now, and from every slot, as what it is.
+            dist.all_reduce(memory)
+        memory.fill_(1.0)
+        tensor = torch.full((size,), -1.0) if world.rank else torch._neg_view(memory)
         dist.all_reduce(tensor)
         same(tensor.resolve_neg(), torch.full((size,), -float(world.size)))
         dist.broadcast(tensor, 0)
         same(tensor.resolve_neg(), torch.full((size,), -float(world.size)))
+
+
+def case_beyond_gloo_views_that_count_as_conjugated(world: World) -> None:
+    group: Any = dist.group.WORLD
+    for size in (4, 300_000):
+        memory = torch.full((size,), 1j)
+        for _ in range(8):
+            group.allreduce([memory]).wait()
+        memory.fill_(1j)
+        tensor = torch.full((size,), -1j) if world.rank else memory.conj()
+        group.allreduce([tensor]).wait()
+        same(tensor.resolve_conj(), torch.full((size,), -1j * world.size))
 
 
 def case_memory_that_was_communicated_can_be_given_back(world: World) -> None:

@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 
 from offbeat.errors import OffbeatError
+from offbeat.runtime.backend import _quick
 from offbeat.runtime.group import Group
 from offbeat.runtime.hosts import why_not
 from offbeat.runtime.launch import Control, Launcher, Role, serve_store, worker_environment
 from offbeat.runtime.place import where
 from offbeat.runtime.records import environment
-from offbeat.runtime.shared.native import state
+from offbeat.runtime.shared import native
 
 _PACKAGES = ("torch", "numpy", "msgspec", "safetensors", "typer", "rich", "tensorboard")
 _VARIABLES = (
@@ -55,7 +56,8 @@ def facts() -> dict[str, Any]:
         "backends": _backends(),
         "memory_gib": _memory(),
         "shared_memory_gib": _gib(shutil.disk_usage("/dev/shm").free) if Path("/dev/shm").exists() else None,  # noqa: S108
-        "compiled_executor": state(),
+        "compiled_executor": native.state(),
+        "compiled_calls": _quick.state(),
         "temporary_disk_gib": _gib(shutil.disk_usage(tempfile.gettempdir()).free),
         "hosts": {"namespaces": why_not() or "can be made"},
         "limits": {"open_files": list(files), "processes": list(processes)},

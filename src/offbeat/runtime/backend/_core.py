@@ -16,20 +16,19 @@ from torch._C._distributed_c10d import AllreduceOptions
 from offbeat.runtime.allocation import keep_freed_memory
 from offbeat.runtime.backend._checks import in_place
 from offbeat.runtime.backend._far import Far
-from offbeat.runtime.backend._line import Finished, Line, Pending
+from offbeat.runtime.backend._line import Line, Pending
 from offbeat.runtime.backend._local import Local
 from offbeat.runtime.backend._marks import CollectiveError, in_words, ranks_in_words, shapes
 from offbeat.runtime.backend._meeting import Hosts, anew, find_hosts, open_room
+from offbeat.runtime.backend._quick import DONE, profiling, quick
 from offbeat.runtime.backend._spread import Spread
 from offbeat.runtime.shared.room import FAILED, ONE_SHOT, SMALL
 
 # Torch's annotations do not know what its groups really take.
 _ProcessGroup: Any = dist.ProcessGroup
-DONE = Finished()
 _UNSET = timedelta(milliseconds=-1)
 ReduceOp = dist.ReduceOp
 _Record: Any = torch._C._profiler._RecordFunctionFast  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-profiling = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 # A forked child must not tear down its parent's groups: Gloo would wait for threads that the child does not have. So
 # those that are alive, or not yet collected, when a process forks are kept in the child for ever.
 ALIVE: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -85,8 +84,8 @@ class Core(_ProcessGroup):
         """The collectives in shared memory; None where ranks live on several hosts or cannot share memory."""
         local: Any = self.local
         self._plans: dict[Any, Any] = {} if local is None else local.plans
-        self._all_reduce_small: Any = None if local is None else local.all_reduce_small
-        self._start_turn: Any = None if local is None else local.compiled.start_turn
+        self._quick = quick(self._plans, self._line, None if local is None else local.compiled.start_turn)
+        self._begin = self._quick.begin
         several = room is not None and 1 < self.hosts.count < size
         self._spread = Spread(room, self.hosts, store, timeout) if room is not None and several else None
         self._way: Any = self.local or self._far(dist.PrefixStore("far/", store))
@@ -275,7 +274,7 @@ class Core(_ProcessGroup):
 
     def _get_sequence_number_for_group(self) -> int:
         """How many operations were asked for."""
-        return self._asked
+        return self._asked + self._quick.asked
 
     def _set_sequence_number_for_group(self) -> None:
         """Every group begins with 0."""

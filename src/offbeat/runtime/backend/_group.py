@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._C._distributed_c10d import (
     AllgatherOptions,
@@ -32,16 +31,15 @@ from offbeat.runtime.backend._checks import (
     dense,
     in_place,
     listed,
-    number_of,
     operation_of,
     options,
     rows,
 )
-from offbeat.runtime.backend._core import DONE, Core, profiling
+from offbeat.runtime.backend._core import Core
 from offbeat.runtime.backend._marks import CollectiveError
-from offbeat.runtime.shared.native import UNKNOWN, Turns
+from offbeat.runtime.backend._quick import DONE, WRITTEN
+from offbeat.runtime.shared.native import UNKNOWN
 
-_STRIDED = torch.strided
 _NOTHING: tuple[Tensor, ...] = ()
 
 
@@ -54,34 +52,34 @@ class OffbeatGroup(Core):
 
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         """Combine one tensor over all ranks, in place."""
-        if type(opts) is AllreduceOptions and type(tensors) is list and len(tensors) == 1 and not opts.asyncOp:
-            # What most programs do most: a tensor, waited for, at a place in memory that was seen before.
-            tensor, line = tensors[0], self._line
-            if type(tensor) is Tensor and tensor.layout is _STRIDED and tensor.is_contiguous() and not profiling():
-                key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, number_of(opts.reduceOp))
-                plan = self._plans.get(key)
-                if plan is not None and not line.queue and line.lock.acquire(False):
-                    self._asked += 1
-                    try:
-                        if type(plan) is not Turns:
-                            self._now = ("all_reduce", tensors, opts)
-                            self._all_reduce_small(plan)
-                        elif code := self._start_turn(plan.address):
-                            self._now = ("all_reduce", tensors, opts)
-                            if code == UNKNOWN:
-                                self._all_reduce(tensors, operation_of(opts))
-                            else:
-                                self.local.compiled.finish(plan, code)  # pyright: ignore[reportOptionalMemberAccess]
-                    except BaseException as error:
-                        self._spoil(error)
-                        raise
-                    finally:
-                        line.lock.release()
-                    return DONE
-        elif not isinstance(opts, AllreduceOptions) or isinstance(tensors, Tensor):
+        done = self._begin(tensors, opts)
+        if done is DONE:
+            return DONE
+        if done is not None:
+            return self._finish_quick(done, tensors, opts)
+        if not isinstance(opts, AllreduceOptions) or isinstance(tensors, Tensor):
             given = opts if not isinstance(opts, AllreduceOptions) else None
             tensors, opts = listed(tensors), options(AllreduceOptions(), given, op, timeout)
         return self._all_reduce_any(tensors, opts)
+
+    def _finish_quick(self, begun: Any, tensors: list[Tensor], opts: Any) -> Any:
+        """What was begun in the quick way goes on: somebody is late, or it is for the interpreter. The turn is had."""
+        local: Any = self.local
+        plan, code = begun
+        self._now = ("all_reduce", tensors, opts)
+        try:
+            if code == WRITTEN:
+                local.all_reduce_small(plan)
+            elif code == UNKNOWN:
+                self._all_reduce(tensors, operation_of(opts))
+            else:
+                local.compiled.finish(plan, code)
+        except BaseException as error:
+            self._spoil(error)
+            raise
+        finally:
+            self._line.leave()
+        return DONE
 
     def _all_reduce_any(self, tensors: list[Tensor], opts: Any) -> Any:
         if len(tensors) != 1 or not alike(tensors):

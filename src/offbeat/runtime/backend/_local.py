@@ -100,12 +100,15 @@ class Local:
         number = mark("all_reduce", dtype, count, operation)
         turns = self.compiled.small(slots, self._order, row, ways, number)
         plan = turns or _Written(number, (tuple(slots[0]), tuple(slots[1])), self._order, ways, row)
-        keep(self.plans, key, plan, _MOST_PLANS)
+        if not dtype.is_complex:  # The same memory may count as conjugated the next time.
+            keep(self.plans, key, plan, _MOST_PLANS)
         return plan
 
     def _remember(self, tensor: Tensor, operation: int, compiled: Any, turn: int, number: int) -> None:
         """If a large tensor comes to the same place again, what was compiled for it need not be looked for again."""
         key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, operation)
+        if tensor.dtype.is_complex:
+            return
         if key not in self._seen:
             keep(self._seen, key, None, _MOST_PLANS)
             return
