@@ -6,9 +6,11 @@ import itertools
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from backend_cases.running import World, contribution, reduced, same
@@ -237,3 +239,50 @@ def case_a_backend_named_for_a_device(world: World) -> None:
     finally:
         world.backend = name
     world.open()
+
+
+def case_calls_of_a_group_by_all_names_of_their_arguments(world: World) -> None:
+    group: Any = dist.group.WORLD
+    mine, total = torch.tensor([float(world.rank)]), torch.tensor([float(sum(world.ranks))])
+    everybody = [torch.tensor([float(rank)]) for rank in world.ranks]
+
+    def empty() -> list[Tensor]:
+        return [torch.empty(1) for _ in world.ranks]
+
+    summed, told, reduced_here = mine.clone(), mine.clone(), mine.clone()
+    group.allreduce(tensor=summed, op=ReduceOp.SUM).wait()
+    same(summed, total)
+    group.broadcast(tensor=told, root=1).wait()
+    same(told, everybody[1])
+    group.reduce(tensor=reduced_here, root=0, op=ReduceOp.SUM).wait()
+    gathered = empty()
+    group.allgather(output_tensors=gathered, input_tensor=mine).wait()
+    same(torch.cat(gathered), torch.cat(everybody))
+    at_root, here = empty(), torch.empty(1)
+    group.gather(output_tensors=at_root if world.rank == 0 else [], input_tensor=mine, root=0).wait()
+    if world.rank == 0:
+        same(reduced_here, total)
+        same(torch.cat(at_root), torch.cat(everybody))
+    group.scatter(output_tensor=here, input_tensors=everybody if world.rank == 0 else [], root=0).wait()
+    same(here, mine)
+    group.reduce_scatter(output=here, input=everybody, op=ReduceOp.SUM).wait()
+    same(here, mine * world.size)
+    group._reduce_scatter_base(outputTensor=here, inputTensor=torch.cat(everybody)).wait()
+    same(here, mine * world.size)
+    swapped = torch.empty(world.size)
+    group.alltoall_base(
+        swapped, torch.full((world.size,), float(world.rank)), output_split_sizes=[], input_split_sizes=[]
+    ).wait()
+    same(swapped, torch.cat(everybody))
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    sent = group.send([mine], dstRank=after, tag=0)
+    group.recv([here], srcRank=before, tag=0).wait()
+    sent.wait()
+    same(here, everybody[before])
+
+
+def case_futures_of_coalesced_gathers_have_a_list_for_each_rank(world: World) -> None:
+    given = [torch.tensor([10 * world.rank]), torch.tensor([10 * world.rank + 1])]
+    lists = [[torch.empty_like(tensor) for tensor in given] for _ in world.ranks]
+    found: Any = dist.all_gather_coalesced(lists, given, async_op=True)
+    assert [[int(tensor) for tensor in row] for row in found.wait()] == [[10 * r, 10 * r + 1] for r in world.ranks]

@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import (
 from offbeat.runtime.backend._carried import carried, undelivered
 from offbeat.runtime.backend._checks import (
     alike,
+    also_called,
     cut,
     cuts_well,
     dense,
@@ -38,6 +39,7 @@ from offbeat.runtime.backend._checks import (
     rows,
 )
 from offbeat.runtime.backend._core import DONE, Core, profiling
+from offbeat.runtime.backend._line import may_be_waited_for_by_tensor
 from offbeat.runtime.backend._marks import CollectiveError
 from offbeat.runtime.shared.native import UNKNOWN, Turns
 
@@ -52,13 +54,15 @@ class OffbeatGroup(Core):
     at once if nothing stands in line; all others are done by a thread of the group, so that its caller can go on.
     """
 
-    def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
+    def allreduce(
+        self, tensors: Any = None, opts: Any = None, op: Any = None, timeout: Any = None, *, tensor: Any = None
+    ) -> Any:
         """Combine one tensor over all ranks, in place."""
         if type(opts) is AllreduceOptions and type(tensors) is list and len(tensors) == 1 and not opts.asyncOp:
             # What most programs do most: a tensor, waited for, at a place in memory that was seen before.
-            tensor, line = tensors[0], self._line
-            if type(tensor) is Tensor and tensor.layout is _STRIDED and tensor.is_contiguous() and not profiling():
-                key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, number_of(opts.reduceOp))
+            one, line = tensors[0], self._line
+            if type(one) is Tensor and one.layout is _STRIDED and one.is_contiguous() and not profiling():
+                key = (one.data_ptr(), one.numel(), one.dtype, number_of(opts.reduceOp))
                 plan = self._plans.get(key)
                 if plan is not None and not line.queue and line.lock.acquire(False):
                     self._asked += 1
@@ -80,7 +84,8 @@ class OffbeatGroup(Core):
                     return DONE
         elif not isinstance(opts, AllreduceOptions) or isinstance(tensors, Tensor):
             given = opts if not isinstance(opts, AllreduceOptions) else None
-            tensors, opts = listed(tensors), options(AllreduceOptions(), given, op, timeout)
+            tensors = listed(tensors if tensor is None else tensor)
+            opts = options(AllreduceOptions(), given, op, timeout)
         return self._all_reduce_any(tensors, opts)
 
     def _all_reduce_any(self, tensors: list[Tensor], opts: Any) -> Any:
@@ -102,6 +107,7 @@ class OffbeatGroup(Core):
         act = self._all_reduce_far if self.local is None else self._all_reduce_packed
         return self._do("all_reduce", partial(act, tensors, operation_of(opts)), opts, tensors, tensors)
 
+    @also_called(tensor="tensors")
     def broadcast(self, tensors: Any, opts: Any = None, root: int | None = None, timeout: Any = None) -> Any:
         """The root's tensor, on every rank, in place."""
         if not isinstance(opts, BroadcastOptions):
@@ -118,6 +124,7 @@ class OffbeatGroup(Core):
 
         return self._do("broadcast", act, opts, tensors, tensors)
 
+    @also_called(tensor="tensors")
     def reduce(
         self, tensors: Any, opts: Any = None, root: int | None = None, op: Any = None, timeout: Any = None
     ) -> Any:
@@ -136,6 +143,7 @@ class OffbeatGroup(Core):
 
         return self._do("reduce", act, opts, tensors, tensors)
 
+    @also_called(input_tensor="input_tensors")
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Everybody's tensor, on every rank, in a list; sizes may differ."""
         if isinstance(input_tensors, Tensor):
@@ -169,7 +177,7 @@ class OffbeatGroup(Core):
                 with in_place(column) as held:
                     way.all_gather(held, dense(given))
 
-        return self._do("all_gather", act, opts, input_list, [tensor for row in output_lists for tensor in row])
+        return self._do("all_gather", act, opts, input_list, output_lists)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002 - torch's name
         """Everybody's tensor, on every rank, one after the other in one tensor."""
@@ -195,6 +203,7 @@ class OffbeatGroup(Core):
 
         return self._do(what, act, opts, inputs, outputs)
 
+    @also_called(input_tensor="input_tensors")
     def gather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: int | None = None, timeout: Any = None
     ) -> Any:
@@ -217,6 +226,7 @@ class OffbeatGroup(Core):
 
         return self._do("gather", act, opts, input_tensors, outputs)
 
+    @also_called(output_tensor="output_tensors")
     def scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: int | None = None, timeout: Any = None
     ) -> Any:
@@ -238,6 +248,7 @@ class OffbeatGroup(Core):
 
         return self._do("scatter", act, opts, output_tensors, output_tensors)
 
+    @also_called(output="output_tensors", input="input_tensors")
     def reduce_scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> Any:
@@ -257,6 +268,7 @@ class OffbeatGroup(Core):
 
         return self._do("reduce_scatter", act, opts, inputs, output_tensors)
 
+    @also_called(outputTensor="output", inputTensor="input")
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002 - torch's name
         """Rank r gets the r-th part of the combination of everybody's tensor."""
         opts = opts or ReduceScatterOptions()
@@ -296,6 +308,7 @@ class OffbeatGroup(Core):
 
         return self._do("all_to_all", act, opts, input_tensors, output_tensors)
 
+    @also_called(output_split_sizes="output_splits", input_split_sizes="input_splits")
     def all_to_all_single(
         self,
         output: Tensor,
@@ -367,11 +380,13 @@ class OffbeatGroup(Core):
 
     # -- point to point, and what else Gloo does ---------------------------------------------------------------------
 
+    @also_called(dstRank="dst")
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         """Send one tensor to one rank."""
         given = listed(tensors)
         return self._message("send", given, dst, lambda gloo: gloo.send(given, dst, tag))
 
+    @also_called(srcRank="src")
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         """Receive one tensor from one rank."""
         given = listed(tensors)
@@ -392,7 +407,8 @@ class OffbeatGroup(Core):
         direction = "to" if what == "send" else "from"
         told = f"rank {self._names[self._rank]} in {what} {direction} {whom} (message #{self._messages} of this group)"
         explained = partial(undelivered, told, self._room, peers, tensors)
-        gloo = self._gloo if alike(tensors) else self._stock
+        # Behind torch's dispatcher a message becomes known by its tensors, too.
+        gloo = self._gloo if alike(tensors) and not may_be_waited_for_by_tensor() else self._stock
         return carried(lambda: begin(gloo), explained)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
