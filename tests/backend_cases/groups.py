@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -286,3 +288,38 @@ def case_futures_of_coalesced_gathers_have_a_list_for_each_rank(world: World) ->
     lists = [[torch.empty_like(tensor) for tensor in given] for _ in world.ranks]
     found: Any = dist.all_gather_coalesced(lists, given, async_op=True)
     assert [[int(tensor) for tensor in row] for row in found.wait()] == [[10 * r, 10 * r + 1] for r in world.ranks]
+
+
+def case_wrong_calls_of_a_group_are_refused_in_the_words_that_programs_know(world: World) -> None:
+    group: Any = dist.group.WORLD
+    single, double, longer = torch.zeros(1), torch.zeros(1, dtype=torch.float64), torch.zeros(2)
+    wrong: list[tuple[str, Callable[[], Any]]] = [
+        ("invalid root rank", lambda: group.broadcast(single, root=world.size)),
+        ("invalid root rank", lambda: group.reduce(single, root=-1)),
+        ("invalid root rank", lambda: group.gather([], single, root=world.size)),
+        ("invalid root rank", lambda: group.scatter(single, [], root=-1)),
+        ("invalid tensor type", lambda: group.allreduce([single, double])),
+        ("invalid tensor size", lambda: group.allreduce([single, longer])),
+        ("must all have the same type", lambda: group.allreduce_coalesced([single, double])),
+        ("single-element tensor list", lambda: group.reduce([single, single])),
+        ("invalid output tensor list", lambda: group.allgather([[single] * (world.size + 1)], [single])),
+        ("invalid tensor type", lambda: group.allgather([[double] * world.size], [single])),
+        ("Incorrect output list size", lambda: group.gather([single] * (world.size + 1), single, root=world.rank)),
+        ("Incorrect input list size", lambda: group.scatter(single, [single] * (world.size + 1), root=world.rank)),
+        ("invalid tensor size", lambda: group.scatter(single, [longer] * world.size, root=world.rank)),
+    ]
+    for words, call in wrong:
+        with pytest.raises(RuntimeError, match=words):
+            call()
+    summed(world, None, list(world.ranks))
+
+
+def case_groups_made_in_debug_mode(world: World) -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        group = dist.new_group()
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+    summed(world, member(group), list(world.ranks))
+    dist.barrier(group)
+    dist.destroy_process_group(group)  # pyright: ignore[reportArgumentType]

@@ -61,6 +61,8 @@ def _teach_monitored_barrier() -> None:
 
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         if not c10d._rank_not_in_group(group) and c10d.get_backend(group) == NAME:  # pyright: ignore[reportPrivateUsage]
+            if timeout is not None:
+                c10d._check_valid_timeout(timeout)  # pyright: ignore[reportPrivateUsage]
             ours: Any = c10d._get_default_group() if group is None else group  # pyright: ignore[reportPrivateUsage]
             return ours.monitored_barrier(timeout, wait_all_ranks)
         return stock(group, timeout, wait_all_ranks)
