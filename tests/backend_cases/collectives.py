@@ -578,4 +578,7 @@ def case_wrong_calls_are_refused_where_they_are_made(world: World) -> None:
         dist.all_to_all_single(torch.zeros(3 * world.size), torch.zeros(3 * world.size), [1] * world.size, None)
     with pytest.raises((RuntimeError, ValueError)):
         dist.all_gather_into_tensor(torch.zeros(world.size * 2 + 1), torch.zeros(2))
+    seconds: Any = 5
+    with pytest.raises(TypeError, match="Expected timeout argument to be of type"):
+        dist.monitored_barrier(timeout=seconds)
     all_reduced(world, ReduceOp.SUM, (3,), torch.float32)

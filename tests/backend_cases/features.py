@@ -6,11 +6,13 @@ import copy
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.checkpoint as checkpoints
 from torch import Tensor, nn
+from torch._C._distributed_c10d import _get_work_registry_size
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -111,6 +113,19 @@ def case_a_communication_hook_of_half_precision(world: World) -> None:
     for mine, theirs in zip(own.parameters(), trained_alone(world, 2).parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=5e-2, atol=5e-3)
     world.shared(*own.parameters())
+
+
+def case_the_built_in_hooks(world: World) -> None:
+    for hook in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):
+        own = model()
+        wrapped = DistributedDataParallel(own)
+        wrapped._register_builtin_comm_hook(hook)
+        train(world, wrapped, torch.optim.SGD(own.parameters(), lr=0.1), 2)
+        for mine, theirs in zip(own.parameters(), trained_alone(world, 2).parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=5e-2, atol=5e-3)
+        with pytest.raises(RuntimeError, match="can only be called once"):
+            wrapped.register_comm_hook(None, lambda state, bucket: (state, bucket))
+        world.shared(*own.parameters())
 
 
 def case_a_hook_that_calls_again_when_a_call_is_done(world: World) -> None:
@@ -220,6 +235,44 @@ def case_functional_collectives_are_differentiable(world: World) -> None:
     (gathered * (world.rank + 1)).sum().backward()
     assert mine.grad is not None
     same(mine.grad, torch.full((world.size * 2,), float(sum(rank + 1 for rank in world.ranks))))
+
+
+def case_what_is_under_way_can_be_waited_for_by_its_tensor(world: World) -> None:
+    total, before = float(sum(world.ranks)), _get_work_registry_size()
+    for wait in (
+        functional.wait_tensor,
+        torch.compile(lambda given: functional.wait_tensor(given) + 0, backend="eager"),
+    ):
+        with functional.allow_inflight_collective_as_graph_input_ctx():
+            sums = [torch.full((100_000,), float(world.rank)) for _ in range(3)]
+            for tensor in sums:
+                dist.all_reduce(tensor, async_op=True)
+            gathered = [torch.empty(1) for _ in world.ranks]
+            dist.all_gather(gathered, torch.tensor([float(world.rank)]), async_op=True)
+            for tensor in sums:
+                same(wait(tensor), torch.full((100_000,), total))
+            same(torch.cat([wait(tensor) for tensor in gathered]), torch.arange(float(world.size)))
+    assert _get_work_registry_size() == before
+
+
+def case_what_was_waited_for_is_not_kept_for_its_tensors(world: World) -> None:
+    before = _get_work_registry_size()
+    with functional.allow_inflight_collective_as_graph_input_ctx():
+        works = [
+            dist.all_reduce(torch.ones(4), async_op=True),
+            dist.all_gather([torch.empty(1) for _ in world.ranks], torch.ones(1), async_op=True),
+            dist.barrier(async_op=True),
+        ]
+        received = torch.zeros(1)
+        if world.rank == 0:
+            works.append(dist.isend(torch.full((1,), 7.0), 1))
+        elif world.rank == 1:
+            dist.irecv(received, 0)
+            same(functional.wait_tensor(received), torch.full((1,), 7.0))
+        for work in works:
+            assert work is not None
+            work.wait()
+    assert _get_work_registry_size() == before
 
 
 def case_distributed_tensors_change_their_placement(world: World) -> None:

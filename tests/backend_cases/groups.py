@@ -5,10 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from backend_cases.running import World, contribution, reduced, same
@@ -237,3 +241,85 @@ def case_a_backend_named_for_a_device(world: World) -> None:
     finally:
         world.backend = name
     world.open()
+
+
+def case_calls_of_a_group_by_all_names_of_their_arguments(world: World) -> None:
+    group: Any = dist.group.WORLD
+    mine, total = torch.tensor([float(world.rank)]), torch.tensor([float(sum(world.ranks))])
+    everybody = [torch.tensor([float(rank)]) for rank in world.ranks]
+
+    def empty() -> list[Tensor]:
+        return [torch.empty(1) for _ in world.ranks]
+
+    summed, told, reduced_here = mine.clone(), mine.clone(), mine.clone()
+    group.allreduce(tensor=summed, op=ReduceOp.SUM).wait()
+    same(summed, total)
+    group.broadcast(tensor=told, root=1).wait()
+    same(told, everybody[1])
+    group.reduce(tensor=reduced_here, root=0, op=ReduceOp.SUM).wait()
+    gathered = empty()
+    group.allgather(output_tensors=gathered, input_tensor=mine).wait()
+    same(torch.cat(gathered), torch.cat(everybody))
+    at_root, here = empty(), torch.empty(1)
+    group.gather(output_tensors=at_root if world.rank == 0 else [], input_tensor=mine, root=0).wait()
+    if world.rank == 0:
+        same(reduced_here, total)
+        same(torch.cat(at_root), torch.cat(everybody))
+    group.scatter(output_tensor=here, input_tensors=everybody if world.rank == 0 else [], root=0).wait()
+    same(here, mine)
+    group.reduce_scatter(output=here, input=everybody, op=ReduceOp.SUM).wait()
+    same(here, mine * world.size)
+    group._reduce_scatter_base(outputTensor=here, inputTensor=torch.cat(everybody)).wait()
+    same(here, mine * world.size)
+    swapped = torch.empty(world.size)
+    group.alltoall_base(
+        swapped, torch.full((world.size,), float(world.rank)), output_split_sizes=[], input_split_sizes=[]
+    ).wait()
+    same(swapped, torch.cat(everybody))
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    sent = group.send([mine], dstRank=after, tag=0)
+    group.recv([here], srcRank=before, tag=0).wait()
+    sent.wait()
+    same(here, everybody[before])
+
+
+def case_futures_of_coalesced_gathers_have_a_list_for_each_rank(world: World) -> None:
+    given = [torch.tensor([10 * world.rank]), torch.tensor([10 * world.rank + 1])]
+    lists = [[torch.empty_like(tensor) for tensor in given] for _ in world.ranks]
+    found: Any = dist.all_gather_coalesced(lists, given, async_op=True)
+    assert [[int(tensor) for tensor in row] for row in found.wait()] == [[10 * r, 10 * r + 1] for r in world.ranks]
+
+
+def case_wrong_calls_of_a_group_are_refused_in_the_words_that_programs_know(world: World) -> None:
+    group: Any = dist.group.WORLD
+    single, double, longer = torch.zeros(1), torch.zeros(1, dtype=torch.float64), torch.zeros(2)
+    wrong: list[tuple[str, Callable[[], Any]]] = [
+        ("invalid root rank", lambda: group.broadcast(single, root=world.size)),
+        ("invalid root rank", lambda: group.reduce(single, root=-1)),
+        ("invalid root rank", lambda: group.gather([], single, root=world.size)),
+        ("invalid root rank", lambda: group.scatter(single, [], root=-1)),
+        ("invalid tensor type", lambda: group.allreduce([single, double])),
+        ("invalid tensor size", lambda: group.allreduce([single, longer])),
+        ("must all have the same type", lambda: group.allreduce_coalesced([single, double])),
+        ("single-element tensor list", lambda: group.reduce([single, single])),
+        ("invalid output tensor list", lambda: group.allgather([[single] * (world.size + 1)], [single])),
+        ("invalid tensor type", lambda: group.allgather([[double] * world.size], [single])),
+        ("Incorrect output list size", lambda: group.gather([single] * (world.size + 1), single, root=world.rank)),
+        ("Incorrect input list size", lambda: group.scatter(single, [single] * (world.size + 1), root=world.rank)),
+        ("invalid tensor size", lambda: group.scatter(single, [longer] * world.size, root=world.rank)),
+    ]
+    for words, call in wrong:
+        with pytest.raises(RuntimeError, match=words):
+            call()
+    summed(world, None, list(world.ranks))
+
+
+def case_groups_made_in_debug_mode(world: World) -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        group = dist.new_group()
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+    summed(world, member(group), list(world.ranks))
+    dist.barrier(group)
+    dist.destroy_process_group(group)  # pyright: ignore[reportArgumentType]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import torch
@@ -25,6 +26,24 @@ class ExpandedError(UsageError, RuntimeError):
 def listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """Torch's calls take one tensor or a list of one."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def flat(result: Sequence[Any]) -> list[Tensor]:
+    """The tensors of a result, which are in a list or in lists of a list."""
+    return [tensor for entry in result for tensor in ([entry] if isinstance(entry, Tensor) else entry)]
+
+
+def also_called(**names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let a method know arguments by the names that they have in other forms of torch's call, too."""
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(self: Any, *args: Any, **more: Any) -> Any:
+            return method(self, *args, **{names.get(name, name): value for name, value in more.items()})
+
+        return call
+
+    return decorate
 
 
 def options(made: Any, given: Any, operation: Any, timeout: timedelta | None) -> Any:

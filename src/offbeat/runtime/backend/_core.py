@@ -14,9 +14,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions
 
 from offbeat.runtime.allocation import keep_freed_memory
-from offbeat.runtime.backend._checks import in_place
+from offbeat.runtime.backend._checks import flat, in_place
 from offbeat.runtime.backend._far import Far
-from offbeat.runtime.backend._line import Line, Pending
+from offbeat.runtime.backend._line import Line, Pending, may_be_waited_for_by_tensor
 from offbeat.runtime.backend._local import Local
 from offbeat.runtime.backend._marks import CollectiveError, in_words, ranks_in_words, shapes
 from offbeat.runtime.backend._meeting import Hosts, anew, find_hosts, open_room
@@ -145,14 +145,17 @@ class Core(_ProcessGroup):
             self._in_step(act)
 
         if profiling():
-            return self._line.put(self._recorded(what, acted, tensors), result)
-        if not options.asyncOp and self._line.idle():
+            acted = self._recorded(what, acted, tensors)
+        elif not options.asyncOp and self._line.idle():
             try:
                 acted()
             finally:
                 self._line.leave()
             return DONE
-        return self._line.put(acted, result)
+        pending = self._line.put(acted, result)
+        if may_be_waited_for_by_tensor():
+            pending.announce(flat(result))
+        return pending
 
     def _in_step(self, act: Callable[[], None]) -> None:
         """Do it, unless an earlier one broke off in the middle: signals and slots would be taken for another's."""

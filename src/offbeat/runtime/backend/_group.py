@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import (
 from offbeat.runtime.backend._carried import carried, undelivered
 from offbeat.runtime.backend._checks import (
     alike,
+    also_called,
     cut,
     cuts_well,
     dense,
@@ -36,6 +37,7 @@ from offbeat.runtime.backend._checks import (
     rows,
 )
 from offbeat.runtime.backend._core import Core
+from offbeat.runtime.backend._line import may_be_waited_for_by_tensor
 from offbeat.runtime.backend._marks import CollectiveError
 from offbeat.runtime.backend._quick import DONE, WRITTEN
 from offbeat.runtime.shared.native import UNKNOWN
@@ -50,7 +52,9 @@ class OffbeatGroup(Core):
     at once if nothing stands in line; all others are done by a thread of the group, so that its caller can go on.
     """
 
-    def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
+    def allreduce(
+        self, tensors: Any = None, opts: Any = None, op: Any = None, timeout: Any = None, *, tensor: Any = None
+    ) -> Any:
         """Combine one tensor over all ranks, in place."""
         done = self._begin(tensors, opts)
         if done is DONE:
@@ -59,7 +63,8 @@ class OffbeatGroup(Core):
             return self._finish_quick(done, tensors, opts)
         if not isinstance(opts, AllreduceOptions) or isinstance(tensors, Tensor):
             given = opts if not isinstance(opts, AllreduceOptions) else None
-            tensors, opts = listed(tensors), options(AllreduceOptions(), given, op, timeout)
+            tensors = listed(tensors if tensor is None else tensor)
+            opts = options(AllreduceOptions(), given, op, timeout)
         return self._all_reduce_any(tensors, opts)
 
     def _finish_quick(self, begun: Any, tensors: list[Tensor], opts: Any) -> Any:
@@ -100,6 +105,7 @@ class OffbeatGroup(Core):
         act = self._all_reduce_far if self.local is None else self._all_reduce_packed
         return self._do("all_reduce", partial(act, tensors, operation_of(opts)), opts, tensors, tensors)
 
+    @also_called(tensor="tensors")
     def broadcast(self, tensors: Any, opts: Any = None, root: int | None = None, timeout: Any = None) -> Any:
         """The root's tensor, on every rank, in place."""
         if not isinstance(opts, BroadcastOptions):
@@ -116,6 +122,7 @@ class OffbeatGroup(Core):
 
         return self._do("broadcast", act, opts, tensors, tensors)
 
+    @also_called(tensor="tensors")
     def reduce(
         self, tensors: Any, opts: Any = None, root: int | None = None, op: Any = None, timeout: Any = None
     ) -> Any:
@@ -134,6 +141,7 @@ class OffbeatGroup(Core):
 
         return self._do("reduce", act, opts, tensors, tensors)
 
+    @also_called(input_tensor="input_tensors")
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Everybody's tensor, on every rank, in a list; sizes may differ."""
         if isinstance(input_tensors, Tensor):
@@ -167,7 +175,7 @@ class OffbeatGroup(Core):
                 with in_place(column) as held:
                     way.all_gather(held, dense(given))
 
-        return self._do("all_gather", act, opts, input_list, [tensor for row in output_lists for tensor in row])
+        return self._do("all_gather", act, opts, input_list, output_lists)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002 - torch's name
         """Everybody's tensor, on every rank, one after the other in one tensor."""
@@ -193,6 +201,7 @@ class OffbeatGroup(Core):
 
         return self._do(what, act, opts, inputs, outputs)
 
+    @also_called(input_tensor="input_tensors")
     def gather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: int | None = None, timeout: Any = None
     ) -> Any:
@@ -215,6 +224,7 @@ class OffbeatGroup(Core):
 
         return self._do("gather", act, opts, input_tensors, outputs)
 
+    @also_called(output_tensor="output_tensors")
     def scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: int | None = None, timeout: Any = None
     ) -> Any:
@@ -236,6 +246,7 @@ class OffbeatGroup(Core):
 
         return self._do("scatter", act, opts, output_tensors, output_tensors)
 
+    @also_called(output="output_tensors", input="input_tensors")
     def reduce_scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> Any:
@@ -255,6 +266,7 @@ class OffbeatGroup(Core):
 
         return self._do("reduce_scatter", act, opts, inputs, output_tensors)
 
+    @also_called(outputTensor="output", inputTensor="input")
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002 - torch's name
         """Rank r gets the r-th part of the combination of everybody's tensor."""
         opts = opts or ReduceScatterOptions()
@@ -294,6 +306,7 @@ class OffbeatGroup(Core):
 
         return self._do("all_to_all", act, opts, input_tensors, output_tensors)
 
+    @also_called(output_split_sizes="output_splits", input_split_sizes="input_splits")
     def all_to_all_single(
         self,
         output: Tensor,
@@ -365,11 +378,13 @@ class OffbeatGroup(Core):
 
     # -- point to point, and what else Gloo does ---------------------------------------------------------------------
 
+    @also_called(dstRank="dst")
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         """Send one tensor to one rank."""
         given = listed(tensors)
         return self._message("send", given, dst, lambda gloo: gloo.send(given, dst, tag))
 
+    @also_called(srcRank="src")
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         """Receive one tensor from one rank."""
         given = listed(tensors)
@@ -390,7 +405,8 @@ class OffbeatGroup(Core):
         direction = "to" if what == "send" else "from"
         told = f"rank {self._names[self._rank]} in {what} {direction} {whom} (message #{self._messages} of this group)"
         explained = partial(undelivered, told, self._room, peers, tensors)
-        gloo = self._gloo if alike(tensors) else self._stock
+        # Behind torch's dispatcher a message becomes known by its tensors, too.
+        gloo = self._gloo if alike(tensors) and not may_be_waited_for_by_tensor() else self._stock
         return carried(lambda: begin(gloo), explained)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:

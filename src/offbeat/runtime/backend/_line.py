@@ -5,15 +5,19 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as _c10d  # pyright: ignore[reportPrivateUsage]
 
 from offbeat.runtime.backend._marks import CollectiveError
+
+may_be_waited_for_by_tensor = _c10d._allow_inflight_collective_as_graph_input  # pyright: ignore[reportPrivateUsage]
+"""Whether torch is to know what is under way by its tensors, so that a compiled function can wait for its arguments."""
 
 
 class Finished(dist._Work):  # pyright: ignore[reportPrivateUsage]
@@ -57,9 +61,10 @@ class Finished(dist._Work):  # pyright: ignore[reportPrivateUsage]
 class Pending(dist._Work):  # pyright: ignore[reportPrivateUsage]
     """An operation that stands in line."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Any]) -> None:
         super().__init__()
         self._tensors = list(tensors)
+        self._announced: Sequence[Tensor] = ()
         self._running = threading.Lock()
         self._running.acquire()
         self._failure: BaseException | None = None
@@ -74,9 +79,24 @@ class Pending(dist._Work):  # pyright: ignore[reportPrivateUsage]
             if not self._running.acquire(timeout=seconds if seconds > 0 else -1):
                 raise CollectiveError(f"Timed out after {seconds:g} s: the operation is still in line or at work.")
             self._running.release()
+        if self._announced:
+            self._forget()
         if self._failure is not None:
             raise self._failure
         return True
+
+    def announce(self, tensors: Sequence[Tensor]) -> None:
+        """Let who waits for one of these tensors (`wait_tensor`) wait for this."""
+        self._announced = tensors
+        for tensor in tensors:
+            _c10d._register_work(tensor, self)  # pyright: ignore[reportPrivateUsage]
+
+    def _forget(self) -> None:
+        """Torch would keep it, and so its tensors, until somebody waits for each of them."""
+        tensors, self._announced = self._announced, ()
+        for tensor in tensors:
+            with suppress(RuntimeError):  # This one's is about to be told, another's when that is waited for.
+                torch.ops._c10d_functional.wait_tensor(tensor)
 
     def synchronize(self) -> None:
         """The same as wait."""
@@ -161,7 +181,7 @@ class Line:
         finally:
             self.lock.release()
 
-    def put(self, act: Callable[[], None], tensors: Sequence[Tensor]) -> Pending:
+    def put(self, act: Callable[[], None], tensors: Sequence[Any]) -> Pending:
         """Stand in line."""
         if self._closed:
             raise CollectiveError("this group has been destroyed: nothing more can be done with it")

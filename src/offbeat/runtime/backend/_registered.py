@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -34,6 +35,7 @@ def register() -> None:
 def _create(told: Any, given: Any) -> Any:
     from offbeat.runtime.backend._group import OffbeatGroup
 
+    _teach_built_in_hooks()
     host = given.host if isinstance(given, Options) else None
     names = list(told.global_ranks_in_group)
     return OffbeatGroup(told.store, told.group_rank, told.group_size, told.timeout, names, told.group_id, host)
@@ -59,12 +61,38 @@ def _teach_monitored_barrier() -> None:
 
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         if not c10d._rank_not_in_group(group) and c10d.get_backend(group) == NAME:  # pyright: ignore[reportPrivateUsage]
+            if timeout is not None:
+                c10d._check_valid_timeout(timeout)  # pyright: ignore[reportPrivateUsage]
             ours: Any = c10d._get_default_group() if group is None else group  # pyright: ignore[reportPrivateUsage]
             return ours.monitored_barrier(timeout, wait_all_ranks)
         return stock(group, timeout, wait_all_ranks)
 
     monitored_barrier.__doc__ = stock.__doc__
     c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier
+
+
+@cache
+def _teach_built_in_hooks() -> None:
+    """DDP's hook in C++ for half precision takes results of groups in C++ only; torch has the same one in Python."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from offbeat.runtime.backend._group import OffbeatGroup
+
+    kind: Any = DistributedDataParallel
+    stock = kind._register_builtin_comm_hook
+
+    def register_hook(self: Any, comm_hook_type: Any) -> None:
+        half = comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS
+        if not (half and isinstance(self.process_group, OffbeatGroup)):
+            stock(self, comm_hook_type)
+            return
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        self.register_comm_hook(self.process_group, fp16_compress_hook)
+        self.logger._set_comm_hook_name(str(comm_hook_type))
+
+    register_hook.__doc__ = stock.__doc__
+    kind._register_builtin_comm_hook = register_hook
 
 
 def stand_in_for_gloo() -> None:
@@ -85,6 +113,7 @@ def stand_in_for_gloo() -> None:
         """Made as torch makes a Gloo group."""
 
         def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any = c10d.default_pg_timeout) -> None:
+            _teach_built_in_hooks()
             super().__init__(store, rank, size, timeout)
             self.options = Asked()
 
