@@ -22,7 +22,7 @@ from offbeat.runtime.compression.coder import finite
 from offbeat.runtime.group import Group
 from offbeat.runtime.servers.numbers import settings_of
 from offbeat.runtime.stopwatch import Stopwatch
-from offbeat.strategies._base import Traits, require
+from offbeat.strategies._base import Traits, require, require_servers
 from offbeat.strategies._serving import Row, Served
 from offbeat.strategies._worker import Exchange, Exchanging
 
@@ -60,8 +60,7 @@ class Downpour(Exchanging):
         super().__post_init__()
         require(self.push >= 1, self, "push", self.push, "gradients are pushed every step or every few")
         require(self.fetch >= 1, self, "fetch", self.fetch, "parameters are fetched every step or every few")
-        require(self.shards >= 1, self, "shards", self.shards, "there is at least one server")
-        require(self.replicas >= 0, self, "replicas", self.replicas, "a shard has 0 or more further copies")
+        require_servers(self, self.shards, self.replicas)
         require(self.warm >= 0, self, "warm", self.warm, "a warm start takes 0 or more steps")
 
     def servers(self, workers: int) -> tuple[int, int, Rule]:

@@ -23,7 +23,7 @@ from offbeat.runtime.compression.coder import finite
 from offbeat.runtime.group import Group
 from offbeat.runtime.servers.numbers import ADD, Recipe, first_state
 from offbeat.runtime.stopwatch import Stopwatch
-from offbeat.strategies._base import Setting, Traits, require
+from offbeat.strategies._base import Setting, Traits, require, require_servers
 from offbeat.strategies._serving import Row, Served
 from offbeat.strategies._vector import Vector
 from offbeat.strategies._worker import Exchange, Exchanging
@@ -147,8 +147,7 @@ class Server(Exchanging):
     def __post_init__(self) -> None:
         """Refuse numbers of servers that make no sense."""
         super().__post_init__()
-        require(self.shards >= 1, self, "shards", self.shards, "there is at least one server")
-        require(self.replicas >= 0, self, "replicas", self.replicas, "a shard has 0 or more further copies")
+        require_servers(self, self.shards, self.replicas)
         require(self.delay_compensation >= 0, self, "delay_compensation", self.delay_compensation, "it is 0 or more")
         late = isinstance(self.consistency, SSP | ASP)
         for name in ("staleness_scaling", "delay_compensation"):

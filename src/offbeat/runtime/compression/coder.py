@@ -175,7 +175,7 @@ class Feedback:
 
 
 def finite(row: Tensor) -> bool:
-    """Whether no number is NaN or inf. The sum of squares tells it quickest; it may overflow, then each is looked at."""
+    """Whether no number is NaN or inf. The sum of squares tells it quickest; if it overflows, each is looked at."""
     return math.isfinite(float(torch.dot(row, row))) or bool(row.isfinite().all())
 
 
