@@ -1,4 +1,4 @@
-"""What a step on servers must not do to later ones: spoil them, lose a setting, or forget who had no gradient."""
+"""What one step, or one pause, on servers must not do to what follows: spoil it, lose a setting, give up a shard."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from cli_support import write
 from fault_runs import parameters
 from offbeat.fitting import Result, drive, fit
 from offbeat.jobs import Job, Script
-from offbeat.protocols.machine import Payload
+from offbeat.protocols.machine import Ended, Payload, Received, Start, Timer
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.messages import ClusterView, Push, Refused
+from offbeat.protocols.servers.coordinator import CoordinatorMachine
+from offbeat.protocols.servers.messages import ClusterView, Heartbeat, Push, Refused
 from offbeat.protocols.servers.shard import Shard, Update
 from offbeat.runtime.goal import Goal
 from offbeat.runtime.launch import Launcher
@@ -150,3 +151,30 @@ def test_a_sum_that_is_pushed_after_a_resume_lacks_what_it_lacked_before(launche
     options.pop("seed")
     resumed = fit(task, strategy, steps=11, resume=cut.run, **options)
     same(parameters(whole), parameters(resumed), tolerance=0)
+
+
+def tick(machine: CoordinatorMachine, number: int, *alive: str) -> list[Any]:
+    """A quarter of a second later these give a sign of life; answers what the coordinator starts."""
+    for name in alive:
+        machine.on(Received(name, Heartbeat(machine.view.epoch)), number * 0.25)
+    return [effect.work for effect in machine.on(Timer("tick"), number * 0.25) if isinstance(effect, Start)]
+
+
+def test_the_last_copies_of_a_shard_are_not_given_up_for_being_silent() -> None:
+    machine = CoordinatorMachine(ClusterView.of(1, 1, 1))
+    machine.begin(0.0)
+    for number in range(40):
+        servers = ["server 0.0", "server 0.1"] if number < 2 else ["server 0.1"] if number > 30 else []
+        started = tick(machine, number, "worker 0", *servers)
+        assert number > 30 or started == [], "both may come back"
+    assert (machine.lost, machine.view.primaries) == ((), ("server 0.1",)), "one has, so the other is not waited for"
+    machine.on(Ended("server 0.1"), 10.0)
+    assert machine.lost == (0,)
+
+
+def test_a_server_that_never_came_is_given_up() -> None:
+    machine = CoordinatorMachine(ClusterView.of(1, 1))
+    machine.begin(0.0)
+    for number in range(4 * 61):
+        tick(machine, number, "worker 0")
+    assert machine.lost == (0,)

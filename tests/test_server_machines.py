@@ -317,27 +317,6 @@ def test_one_who_is_silent_is_declared_dead_and_the_first_backup_takes_over():
     assert messages(told(machine, C, Heartbeat(0), 3.0)) == [(C, Viewed(machine.view))]
 
 
-def test_the_last_copies_of_a_shard_are_not_given_up_for_being_silent():
-    machine = CoordinatorMachine(ClusterView.of(1, 1, 1))
-    machine.begin(0.0)
-    for tick in range(40):
-        for name in ("worker 0", *([P, B] if tick < 2 else [B] if tick > 30 else [])):
-            told(machine, name, Heartbeat(machine.view.epoch), tick * 0.25)
-        effects = machine.on(Timer("tick"), tick * 0.25)
-        assert tick > 30 or works(effects) == [], "both may come back"
-    assert (machine.lost, machine.view.primaries) == ((), (B,)), "one has, so the other is not waited for"
-    assert Lost(0) in works(machine.on(Ended(B), 10.0))
-
-
-def test_one_that_never_came_is_given_up():
-    machine = CoordinatorMachine(ClusterView.of(1, 1))
-    machine.begin(0.0)
-    for tick in range(4 * 61):
-        told(machine, "worker 0", Heartbeat(0), tick * 0.25)
-        machine.on(Timer("tick"), tick * 0.25)
-    assert machine.lost == (0,)
-
-
 def test_a_coordinator_that_was_stopped_itself_blames_nobody():
     machine = CoordinatorMachine(ClusterView.of(2, 1))
     machine.begin(0.0)
