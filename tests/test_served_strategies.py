@@ -514,6 +514,8 @@ def test_digits_are_learned(launcher: Launcher, tmp_path: Path, strategy: str) -
         ("coded(s=0)", "s is 0, but at least one worker is not waited for"),
         ("coded(shards=0)", "shards is 0"),
         ("coded(replicas=-1)", "replicas is -1"),
+        ("coded(replicas=256)", "replicas is 256, but each of 257 servers would be a process of its own"),
+        ("server(shards=100, replicas=2)", "shards is 100, but each of 300 servers .* at most 256 are started"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(text: str, words: str) -> None:

@@ -134,6 +134,13 @@ def test_the_last_worker_is_not_given_up_for_being_silent(learn: Fit) -> None:
 
 
 @pytest.mark.slow
+def test_the_only_copy_of_a_shard_is_not_given_up_for_being_silent(learn: Fit) -> None:
+    plain, stopped = learn("server"), learn("server", disturb=["server 0: stop 2500ms at step 9"])
+    assert (stopped.died, stopped.disturbances["fired"]) == ([], 1)
+    equal(stopped, plain)
+
+
+@pytest.mark.slow
 def test_a_run_that_nobody_finishes_has_not_gone_well(learn: Fit, tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="was ended by SIGKILL"):
         learn("server", disturb=["worker 0: kill at step 3", "worker 1: kill at step 4"], workers=2)

@@ -392,10 +392,10 @@ class Served(Exchange):
         return self._letters.write(values, waited)
 
     def _settings(self) -> Settings:
-        """What the optimizer's groups are set to, if that has changed."""
+        """What the optimizer's groups are set to; where all make a step together, only if that has changed."""
         now = self._settings_now()
         refuse_more_groups(len(now), self._groups, self.strategy)
-        if now == self._told:
+        if now == self._told and self.rule.aggregated:  # Else what the last one to push has told would hold for all.
             return ()
         self._told = now
         return now

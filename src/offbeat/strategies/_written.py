@@ -21,6 +21,8 @@ from offbeat.errors import StrategyError
 
 LARGEST: Final = 2**63
 """Whole numbers stay below it, as they do in the tensors and headers that carry them."""
+MOST_SERVERS: Final = 256
+"""Processes beside the workers, all on their machines."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,17 @@ def require(condition: bool, strategy: Written, field: str, value: object, why: 
     """Refuse a value out of range, uniformly: `why` says what it must be, and the reason."""
     if not condition:
         raise StrategyError(f"{strategy.name}: {field} is {shown(value)}, but {why}.")
+
+
+def require_servers(strategy: Written, shards: int, replicas: int) -> None:
+    """Refuse numbers of servers that make no sense, or that would take a machine down."""
+    require(shards >= 1, strategy, "shards", shards, "there is at least one server")
+    require(replicas >= 0, strategy, "replicas", replicas, "a shard has 0 or more further copies")
+    field, value = ("shards", shards) if shards > replicas else ("replicas", replicas)
+    why = (
+        f"each of {shards * (1 + replicas):,} servers would be a process of its own: at most {MOST_SERVERS} are started"
+    )
+    require(shards * (1 + replicas) <= MOST_SERVERS, strategy, field, value, why)
 
 
 @functools.cache

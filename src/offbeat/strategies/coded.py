@@ -26,7 +26,7 @@ from offbeat.protocols.coding import code_for
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.runtime.group import Group
 from offbeat.runtime.stopwatch import Stopwatch
-from offbeat.strategies._base import Axis, Strategy, Traits, require
+from offbeat.strategies._base import Axis, Strategy, Traits, require, require_servers
 from offbeat.strategies._serving import Served
 from offbeat.strategies._worker import Exchange, Exchanging
 
@@ -56,8 +56,7 @@ class Coded(Exchanging):
         """Refuse numbers that make no sense."""
         super().__post_init__()
         require(self.s >= 1, self, "s", self.s, "at least one worker is not waited for (else say server)")
-        require(self.shards >= 1, self, "shards", self.shards, "there is at least one server")
-        require(self.replicas >= 0, self, "replicas", self.replicas, "a shard has 0 or more further copies")
+        require_servers(self, self.shards, self.replicas)
 
     def check(self, workers: int) -> None:
         """Refuse numbers of workers that there is no such code for."""

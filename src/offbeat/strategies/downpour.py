@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
 from offbeat.protocols.servers.consistency import Rule
+from offbeat.runtime.compression.coder import finite
 from offbeat.runtime.group import Group
 from offbeat.runtime.servers.numbers import settings_of
 from offbeat.runtime.stopwatch import Stopwatch
-from offbeat.strategies._base import Traits, require
+from offbeat.strategies._base import Traits, require, require_servers
 from offbeat.strategies._serving import Row, Served
 from offbeat.strategies._worker import Exchange, Exchanging
 
@@ -59,8 +60,7 @@ class Downpour(Exchanging):
         super().__post_init__()
         require(self.push >= 1, self, "push", self.push, "gradients are pushed every step or every few")
         require(self.fetch >= 1, self, "fetch", self.fetch, "parameters are fetched every step or every few")
-        require(self.shards >= 1, self, "shards", self.shards, "there is at least one server")
-        require(self.replicas >= 0, self, "replicas", self.replicas, "a shard has 0 or more further copies")
+        require_servers(self, self.shards, self.replicas)
         require(self.warm >= 0, self, "warm", self.warm, "a warm start takes 0 or more steps")
 
     def servers(self, workers: int) -> tuple[int, int, Rule]:
@@ -114,19 +114,22 @@ class _Raining(Served):
         """Add up the gradient; no step is made here if its outcome would be replaced at once, or is not to be."""
         self._steps += 1
         trains = bool(self.examples) and (self._steps > self._warm or self.group.leads)
-        if trains:
-            self._accrue()
-        return not trains or self._every_fetch == 1
+        if not trains:
+            return True
+        # What servers will refuse is no step here either: NaN would stay in the optimizer's state for ever.
+        return not finite(self._accrue()) or self._every_fetch == 1
 
-    def _accrue(self) -> None:
+    def _accrue(self) -> Tensor:
+        """Answers the sum of all that is to be pushed next."""
         if self._filling is None:
             self._filling = self.gradient()
-            return
+            return self.slots[self._filling]
         filled = zip(self.views[self._filling], cast("Row", self.row).parameters, strict=True)
         for number, (view, parameter) in enumerate(filled):
             if parameter.grad is not None:
                 view.add_(parameter.grad)
                 self.absent[self._filling].discard(number)
+        return self.slots[self._filling]
 
     def stepped(self) -> None:
         """Push and fetch what is due."""
@@ -172,7 +175,8 @@ class _Raining(Served):
     def own_state(self) -> dict[str, Any]:
         """The sum that is not pushed yet, too."""
         accrued = None if self._filling is None else self.slots[self._filling].clone()
-        return {**super().own_state(), "steps": self._steps, "accrued": accrued}
+        absent = [] if self._filling is None else sorted(self.absent[self._filling])
+        return {**super().own_state(), "steps": self._steps, "accrued": accrued, "absent": absent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put the shards' state back; between fetches the parameters are this worker's own, which it has already."""
@@ -188,3 +192,4 @@ class _Raining(Served):
         if accrued is not None:
             self._filling = self.free_slot()
             self.slots[self._filling].copy_(accrued)
+            self.absent[self._filling] = set(state.get("absent", ()))

@@ -24,7 +24,7 @@ from offbeat.protocols.servers.consistency import Rule
 from offbeat.runtime.group import Group
 from offbeat.runtime.servers.numbers import ADD
 from offbeat.runtime.stopwatch import Stopwatch
-from offbeat.strategies._base import Traits, require
+from offbeat.strategies._base import Traits, require, require_servers
 from offbeat.strategies._serving import Row, Served
 from offbeat.strategies._worker import Exchange, Exchanging
 
@@ -61,8 +61,7 @@ class Elastic(Exchanging):
         super().__post_init__()
         require(self.rho is None or self.rho > 0, self, "rho", self.rho, "a spring pulls with more than 0")
         require(self.period >= 1, self, "period", self.period, "exchanges are at least 1 step apart")
-        require(self.shards >= 1, self, "shards", self.shards, "there is at least one server")
-        require(self.replicas >= 0, self, "replicas", self.replicas, "a shard has 0 or more further copies")
+        require_servers(self, self.shards, self.replicas)
 
     def servers(self, workers: int) -> tuple[int, int, Rule]:
         """Shards, further copies of each, and whether workers wait for each other."""

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols.servers.consistency import Rule
+from offbeat.runtime.compression.coder import finite
 from offbeat.runtime.group import Group
 from offbeat.runtime.servers.numbers import ADD, Recipe, first_state
 from offbeat.runtime.stopwatch import Stopwatch
-from offbeat.strategies._base import Setting, Traits, require
+from offbeat.strategies._base import Setting, Traits, require, require_servers
 from offbeat.strategies._serving import Row, Served
 from offbeat.strategies._vector import Vector
 from offbeat.strategies._worker import Exchange, Exchanging
@@ -146,8 +147,7 @@ class Server(Exchanging):
     def __post_init__(self) -> None:
         """Refuse numbers of servers that make no sense."""
         super().__post_init__()
-        require(self.shards >= 1, self, "shards", self.shards, "there is at least one server")
-        require(self.replicas >= 0, self, "replicas", self.replicas, "a shard has 0 or more further copies")
+        require_servers(self, self.shards, self.replicas)
         require(self.delay_compensation >= 0, self, "delay_compensation", self.delay_compensation, "it is 0 or more")
         late = isinstance(self.consistency, SSP | ASP)
         for name in ("staleness_scaling", "delay_compensation"):
@@ -222,6 +222,7 @@ class _Pushing(Served):
             return self._exchange_eagerly(slot)
         # One step before the bound would break: the answer is there at once, and nobody is waited for.
         due = not self._lazy or self._pulled < self.rule.needed(self.clock + 2)
+        fit = slot is not None and (due or finite(self.slots[slot]))  # What servers refuse is no update here either.
         pull = self.push(slot, then_pull=due, weight=max(self.examples, 1e-9) if self.rule.aggregated else 1.0)
         if due:
             self.arrive(pull)
@@ -229,7 +230,7 @@ class _Pushing(Served):
             return True
         self.stale[self.clock - self._pulled] += 1
         self.client.used_again(self.clock, self.clock - self._pulled)
-        if slot is None:
+        if not fit:
             return True
         # Read-my-writes: until values are read again, this worker's own updates are made here too.
         optimizer: Any = self.optimizer

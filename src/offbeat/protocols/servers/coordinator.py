@@ -189,8 +189,19 @@ class CoordinatorMachine:
         if all(worker_name(worker) in silent for worker in self.view.workers):
             # Without them nobody could go on; they may have been stopped together, and come back.
             silent = [name for name in silent if name in self.view.servers]
-        self._bury(silent)
+        self._bury([name for name in silent if name not in self._last_copies(silent)])
         self._look_at_snapshots(now)
+
+    def _last_copies(self, silent: Sequence[Name]) -> set[Name]:
+        """All that there is of a shard, if it has stood still together.
+
+        To give it up would lose the shard, and it may come back; who has ended is told of, and is lost.
+        """
+        found: set[Name] = set()
+        for first, rest in zip(self.view.primaries, self.view.backups, strict=True):
+            if all(name in silent and name in self._heard for name in (first, *rest)):
+                found |= {first, *rest}
+        return found
 
     def _look_at_snapshots(self, now: float) -> None:
         meeting = any(meeting.waiting for meeting in self._meetings.values() if not meeting.over)

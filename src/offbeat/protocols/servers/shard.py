@@ -392,7 +392,7 @@ class Shard:
             self._settle(push, part.payload, outcome, "refused" if unfit else "applied", unfit)
         if not unfit:
             self._weight += factor * last.weight
-            self._settings = last.settings or self._settings
+        self._settings = last.settings or self._settings  # Told once: also with numbers that are not used.
 
     def _load(self, load: Load, payload: Payload, outcome: Outcome) -> None:
         if not self._meet(load, payload, outcome):

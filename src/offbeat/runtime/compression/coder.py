@@ -6,6 +6,7 @@ Coders whose letters can be summed on the way do so in `sum`; the others have ev
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
@@ -148,6 +149,9 @@ class Feedback:
         """A letter for one receiver, such as a server."""
         if not self.on:
             return self.coder.encode(row)
+        if not finite(row):
+            # Who reads it refuses it. What is owed would stay NaN, and every later letter would be refused, too.
+            return self.coder.encode(self.owing(row) + row)
         owed = self.owing(row).add_(row)
         letter = self.coder.encode(owed)
         self.coder.add(letter, owed, -1.0)
@@ -168,6 +172,11 @@ class Feedback:
         owed = state["owed"]
         self._owed = None if owed is None else owed.clone()
         self.coder.load_state_dict(state["coder"])
+
+
+def finite(row: Tensor) -> bool:
+    """Whether no number is NaN or inf. The sum of squares tells it quickest; if it overflows, each is looked at."""
+    return math.isfinite(float(torch.dot(row, row))) or bool(row.isfinite().all())
 
 
 def expect(letter: Tensor, length: int) -> None:

@@ -419,6 +419,8 @@ def settings_of(optimizer: Optimizer) -> tuple[dict[str, Any], ...]:
 def _plain_value(value: Any) -> Any:
     if isinstance(value, Tensor):
         return float(value)
+    if isinstance(value, np.generic):
+        return value.item()  # A schedule that is computed with numpy: else it would count for no number.
     return list(cast("Sequence[Any]", value)) if isinstance(value, tuple | list) else value
 
 
