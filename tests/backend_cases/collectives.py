@@ -308,16 +308,22 @@ def case_a_callback_may_itself_call_and_wait(world: World) -> None:
         same(work.get_future().then(once_more).wait(), torch.full((size,), float(world.size**2)))
 
 
-def case_the_profiler_sees_each_call_with_its_shape(world: World) -> None:
+def case_the_profiler_sees_each_call_with_its_shape_and_when_it_was_done(world: World) -> None:
     tensor = torch.ones(3, 4)
     with torch.autograd.profiler.profile(record_shapes=True) as seen:
         dist.all_reduce(tensor)
         work = dist.broadcast(tensor, 0, async_op=True)
         assert work is not None
         work.wait()
+        with torch.profiler.record_function("afterwards"):
+            tensor.add_(1)
+    found = {event.name: event for event in seen.function_events or []}
     for name in ("all_reduce", "broadcast"):
-        events = [event for event in seen.function_events or [] if event.name == f"{world.backend}:{name}"]
-        assert [event.input_shapes for event in events] == [[[3, 4]]], name
+        event = found[f"{world.backend}:{name}"]
+        assert event.input_shapes == [[3, 4]], name
+        assert event.is_async, name
+        if world.backend != "gloo":  # Which lets go of who waits before its event has ended.
+            assert event.time_range.end <= found["afterwards"].time_range.start, name
 
 
 def case_calls_are_counted(world: World) -> None:

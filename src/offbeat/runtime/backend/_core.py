@@ -28,7 +28,7 @@ from offbeat.runtime.shared.room import FAILED, ONE_SHOT, SMALL
 _ProcessGroup: Any = dist.ProcessGroup
 _UNSET = timedelta(milliseconds=-1)
 ReduceOp = dist.ReduceOp
-_Record: Any = torch._C._profiler._RecordFunctionFast  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+_begin_event: Any = torch._C._autograd._record_function_with_args_enter  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 # A forked child must not tear down its parent's groups: Gloo would wait for threads that the child does not have. So
 # those that are alive, or not yet collected, when a process forks are kept in the child for ever.
 ALIVE: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -184,14 +184,16 @@ class Core(_ProcessGroup):
 
     def _recorded(self, what: str, act: Callable[[], None], tensors: Sequence[Tensor]) -> Callable[[], None]:
         """An event for torch's profiler, as Gloo makes them: from the call until it is done, on another thread."""
-        record = _Record(f"{self.getBackendName()}:{what}", list(tensors), {})
-        record.__enter__()
+        record = _begin_event(f"{self.getBackendName()}:{what}", *tensors)
+        done: Any = torch.futures.Future()
+        # The profiler is the caller's alone: another thread ends an event only through a future, which brings it along.
+        torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(record, done)
 
         def recorded() -> None:
             try:
                 act()
             finally:
-                record.__exit__(None, None, None)
+                done.set_result(None)
 
         return recorded
 
