@@ -30,7 +30,6 @@ check: $(VENV)/.tools ## What to run before a commit: format, lint, types, impor
 	@$(BIN)/pytest -n 2 --dist worksteal -q -m "not slow"
 
 chaos: $(VENV)/.tools ## Random kills and stops, snapshots, mutated messages, torch's own tests, and variants that `make test` leaves out (25 minutes)
-	@$(BIN)/pytest -n 2 -q tests/chaos/random_faults.py tests/chaos/snapshots.py tests/chaos/mutated_messages.py tests/chaos/torchs_own.py
 	@$(BIN)/pytest -n 2 --dist worksteal -q --wide
 
 .PHONY: lint

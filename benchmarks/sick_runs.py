@@ -45,7 +45,7 @@ RESULTS = Path(__file__).parent / "results"
 BAR = 2.0
 DISTURBED = (
     ("any worker: pause 200ms with probability 0.1",),
-    ("worker 1: pause 150ms every 1s",),
+    ("any worker: pause 100ms with probability 0.05",),
     ("worker *: pace 20ms",),
 )
 FOLDERS = "runs"

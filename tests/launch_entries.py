@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import builtins
 import ctypes
+import gzip
+import multiprocessing
 import os
 import random
 import signal
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,8 @@ from offbeat.runtime.launch import Control, Launcher, Role, serve_store
 Config = dict[str, Any]
 
 TORCH_WAS_THERE = "torch" in sys.modules
+POOL: ThreadPoolExecutor
+OPEN: list[Any]
 
 
 class OwnError(errors.CheckpointError):
@@ -205,10 +210,51 @@ def end_with_handlers(config: Config, control: Control) -> None:
 
 
 def hang_at_exit(config: Config, control: Control) -> None:
-    from offbeat.runtime.launch import _child
-
-    _child.EXIT_SECONDS = 0.2
     atexit.register(time.sleep, 60)
+
+
+def hold_a_used_pool(config: Config, control: Control) -> None:
+    """End as a script does whose module holds an executor: its thread waits for work until `threading` shuts down."""
+    global POOL
+    POOL = ThreadPoolExecutor(1)
+    control.send({"sum": POOL.submit(sum, [1, 2]).result()})
+    Path(config["order"]).write_text("")
+
+    def write(text: str) -> None:
+        with Path(config["order"]).open("a") as file:
+            file.write(f"{text}\n")
+
+    atexit.register(write, "exit handler")
+    POOL.submit(write, "last work of the pool")
+    if config["ends"] == "exit":
+        sys.exit(3)
+    if config["ends"] == "raise":
+        raise ValueError("at the end")
+
+
+def leave_a_thread_for_ever(config: Config, control: Control) -> None:
+    threading.Thread(target=wait_for, args=("/nothing/ever", 60.0), name="uploader").start()
+
+
+def leave_a_process_working(config: Config, control: Control) -> None:
+    """End while a process that is not a daemon has its work to do, as multiprocessing allows."""
+    from offbeat.runtime.launch import _ending
+
+    _ending.NOTICE_SECONDS = 0.1
+    process = multiprocessing.get_context("fork").Process(target=_touch_later, args=(config["mark"],), name="exporter")
+    process.start()
+
+
+def _touch_later(path: str) -> None:
+    time.sleep(0.8)
+    Path(path).touch()
+
+
+def leave_files_open(config: Config, control: Control) -> None:
+    global OPEN
+    OPEN = [Path(config["text"]).open("w"), gzip.open(config["archive"], "wt")]  # noqa: SIM115 - that is what is tested
+    for file in OPEN:
+        file.write("kept")
 
 
 def all_reduce_until_dead(config: Config, control: Control) -> None:

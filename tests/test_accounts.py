@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.cli.ages import ages_in_words
-from offbeat.cli.served import served_in_words
 from offbeat.errors import StrategyError
 from offbeat.fitting import Result
 from offbeat.protocols.servers.messages import place_of, server_name
+from offbeat.runtime.summaries import ages_in_words, served_in_words
 from offbeat.strategies import parse
 from offbeat.strategies._accounts import OLDEST, Account, together
 

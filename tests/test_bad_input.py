@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import socket
 import subprocess
 import sys
@@ -221,7 +222,7 @@ def test_a_task_whose_constructor_raises_shows_its_own_traceback(run: Offbeat, t
 def test_a_folder_below_a_file_cannot_be_written(run: Offbeat, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     said = run(DIGITS, "--out", "file/runs", "--format", "json")
-    assert (said.code, said.out) == (1, "")
+    assert (said.code, json.loads(said.out)["error"]["type"]) == (1, "OutputError")
     assert "file/runs cannot be written: Not a directory" in said.err
     assert "--out" in said.err
     assert (tmp_path / "file").read_text() == "in the way"
@@ -326,7 +327,8 @@ def test_a_file_that_starts_a_run_when_imported_is_told_of_the_guard(tmp_path: P
 @pytest.mark.slow
 def test_a_refused_command_prints_one_error_and_leaves_nothing(cli: Cli, tmp_path: Path) -> None:
     done = cli("run", DIGITS, "--strategy", "alreduce", "--format", "json")
-    assert (done.returncode, done.stdout) == (2, "")
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["error"]["type"], told["error"]["exit_code"]) == (2, "StrategyError", 2)
     assert done.stderr.startswith("error: There is no strategy 'alreduce'. Did you mean 'allreduce'?")
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from offbeat.benching._peers import FloatArray, Place
 from offbeat.benching._ranks import FIRST, MOST_CALLS, repeats, verify
 from offbeat.benching._show import in_bytes, in_seconds
 from offbeat.errors import RunError, UsageError, WaitError
-from offbeat.runtime.launch import serve_store
+from offbeat.runtime.launch import private_store
 
 needs_mpi = pytest.mark.skipif(why_no_mpi() is not None, reason=str(why_no_mpi()))
 Heard = Callable[[Mapping[str, Any]], None]
@@ -96,7 +97,7 @@ def test_numbers_read_as_people_write_them() -> None:
     ("change", "says"),
     [
         ({"ranks": 1}, "nothing to exchange"),
-        ({"blocks": 0}, "measure nothing"),
+        ({"blocks": 0}, "1 or more"),
         ({"sizes": [6]}, "multiple of 4"),
         ({"sizes": []}, "at least one size"),
         ({"peers": ["glo"]}, "Did you mean 'gloo'"),
@@ -181,10 +182,11 @@ def test_tensors_in_shared_memory_are_measured_beside_a_plain_copy() -> None:
     assert {name: len(times) for name, times in found.times[1 << 20].items()} == {"zero copy": 2, "copy": 2}
 
 
-def mpi_config(peers: list[str]) -> tuple[dict[str, Any], Any]:
-    store = serve_store()
+@contextmanager
+def mpi_config(peers: list[str]) -> Generator[dict[str, Any]]:
     config = {"ranks": 2, "sizes": [64], "peers": peers, "blocks": 2, "hurry": 100, "thread level": "multiple"}
-    return config | {"port": store.port}, store
+    with private_store() as store:
+        yield config | {"store": store.path}
 
 
 def descendants() -> list[str]:
@@ -205,9 +207,9 @@ def descendants() -> list[str]:
 @pytest.mark.slow
 @needs_mpi
 def test_mpi_and_gloo_are_measured_in_the_same_processes() -> None:
-    config, _store = mpi_config(["gloo", "mpi"])
     heard: list[Mapping[str, Any]] = []
-    run_under_mpi(config, heard.append)
+    with mpi_config(["gloo", "mpi"]) as config:
+        run_under_mpi(config, heard.append)
     assert heard[0]["library"]
     assert heard[1] == {"begins": 64}
     assert list(heard[2]["seconds"]) == ["gloo", "mpi"]
@@ -218,8 +220,7 @@ def test_mpi_and_gloo_are_measured_in_the_same_processes() -> None:
 @needs_mpi
 def test_ranks_that_fail_under_mpiexec_say_why_and_leave_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFBEAT_TEST", str(os.getpid()))
-    config, _store = mpi_config(["gloo", "nonsense"])
-    with pytest.raises(RunError, match="nonsense"):
+    with mpi_config(["gloo", "nonsense"]) as config, pytest.raises(RunError, match="nonsense"):
         run_under_mpi(config, print)
     wait_until(lambda: not descendants(), "the ranks to be gone")
 
@@ -228,12 +229,11 @@ def test_ranks_that_fail_under_mpiexec_say_why_and_leave_no_process(monkeypatch:
 @needs_mpi
 def test_silent_ranks_under_mpiexec_are_given_up_and_leave_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFBEAT_TEST", str(os.getpid()))
-    config, _store = mpi_config(["mpi"])
 
     def lose_patience(_: Mapping[str, Any]) -> None:
         assert descendants() != []
         monkeypatch.setattr("offbeat.benching._mpi.SILENCE", 0.0)
 
-    with pytest.raises(WaitError, match="said nothing"):
+    with mpi_config(["mpi"]) as config, pytest.raises(WaitError, match="said nothing"):
         run_under_mpi(config | {"blocks": 10**6}, lose_patience)
     wait_until(lambda: not descendants(), "the ranks to be gone")

@@ -18,7 +18,7 @@ from offbeat.protocols.servers.shard import Restore, Update
 from offbeat.protocols.servers.works import Read
 from offbeat.runtime.servers.numbers import Numbers, Recipe, settings_of
 from offbeat.strategies._carried import first_of, refuse_different_models
-from offbeat.strategies._serving import Row
+from offbeat.strategies._parameter_row import Row
 
 SHARDS = 2
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {

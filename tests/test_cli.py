@@ -45,7 +45,18 @@ COMPARE_OPTIONS = {
     "--budget", "--epochs", "--steps", "--disturb", "--parts", "--device", "--threads", "--timeout", "--out", "-o",
     "--resume", "--format", "--output",
 }  # fmt: skip
-EXPLAIN_OPTIONS = {"--draw", "--window", "--cut", "--export", "--as", "--pattern", "--execution", "--check", "--format"}
+EXPLAIN_OPTIONS = {
+    "--draw",
+    "--window",
+    "--cut",
+    "--export",
+    "--as",
+    "--pattern",
+    "--delimiter",
+    "--execution",
+    "--check",
+    "--format",
+}
 EXPORTS = [
     "BatchSize", "Data", "Host", "Hosts", "IterativeTask", "League", "OffbeatError", "Result", "Scaling", "Strategy",
     "Task", "Team", "__version__", "accuracy", "batch_size", "compare", "fit", "init", "parse", "scale",
@@ -88,6 +99,7 @@ RESULT = [
     "died",
     "joined",
     "first_batch",
+    "error",
 ]  # fmt: skip
 KINDS = ["input", "compute", "communicate", "wait", "evaluate", "other"]
 
@@ -280,6 +292,14 @@ def test_what_a_script_prints_is_passed_on(offbeat_: Offbeat, tmp_path: Path) ->
     quiet = offbeat_("run", "train.py", "--format", "json")
     assert json.loads(quiet.out)["steps"] == 0
     assert "I am 0" in quiet.err
+
+
+def test_options_that_a_script_without_a_team_cannot_heed_are_named(offbeat_: Offbeat, tmp_path: Path) -> None:
+    write(tmp_path / "train.py", "import torch\n")
+    said = offbeat_("run", "train.py", "-w", "2", "--strategy", "gossip", "--steps", "3", "--format", "json")
+    assert said.code == 0, said.err
+    assert "warning: --strategy, --steps had no effect: only a script that calls offbeat.init() heeds them" in said.err
+    assert "no effect" not in offbeat_("run", "train.py", "-w", "2", "--seed", "1", "--backend", "offbeat").err
 
 
 def test_square_brackets_in_a_path_are_shown(offbeat_: Offbeat, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import re
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -361,6 +362,25 @@ def test_a_league_is_the_same_after_it_was_written_and_read(told: League, tmp_pa
     assert (tmp_path / "latest-league").resolve() == folder.path.resolve()
     with pytest.raises(CheckpointError, match="is no league"):
         League.read(tmp_path)
+
+
+@pytest.mark.parametrize("named", ["{folder}/stranger.py:Push", "stranger:Push(0.5)", "local(4) + stranger:Push"])
+def test_reading_a_league_never_runs_code_that_its_file_names(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stranger.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "stranger", raising=False)
+    name = named.format(folder=tmp_path)
+    folder = LeagueFolder.create(tmp_path, "x")
+    folder.write(league({"ddp": [2.0] * 3, name: [1.0] * 3, "single": [3.0] * 3}).kept())
+    found = League.read(folder.path)
+    assert found.winner == name
+    assert found.outcome.words
+    assert report.page(found)
+    assert report.markdown(found)
+    assert report.json_of(found)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_league_that_was_asked_for_differently_is_not_gone_on_with(told: League) -> None:

@@ -1,25 +1,25 @@
-"""Who may start its next step: the predicate, the clocks, parked requests, and the machine that decides."""
+"""Who may start its next step: the predicate, the clocks, parked requests, and the object that decides."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from offbeat.errors import UsageError
-from offbeat.protocols.machine import Effect, Ended, Event, Received, Send, SetTimer, Timer
-from offbeat.protocols.servers.consistency import (
-    Admitted,
-    Clocks,
-    Finished,
-    Joined,
-    PaceMachine,
-    Parked,
-    Rule,
-    worker_name,
-)
+from offbeat.protocols.machine import Done, Effect, Payload, Received, Send, SetTimer, Start, Timer
+from offbeat.protocols.servers.consistency import Rule
+from offbeat.protocols.servers.messages import ClusterView, PullReply, Push, worker_name
+from offbeat.protocols.servers.pacing import Clocks, Pacing, Parked
+from offbeat.protocols.servers.rhythm import EveryStep
+from offbeat.protocols.servers.server import ServerMachine
+from offbeat.simulate.queues import Times
+from offbeat.simulate.server_events import Drive, Worker
 
 BSP, SSP, ASP = Rule(0), Rule(3), Rule(None)
 
@@ -141,51 +141,46 @@ def test_parked_items_come_back_once_the_minimum_suffices_and_in_order(deeds: li
         assert len(parked) == len(waiting)
 
 
-# --- the machine
+# --- who may start
 
 
 class Team:
-    """Workers as the machine sees them: each is running a step, or has asked for the next."""
+    """Workers as a server's pacing sees them: each is running a step, or has asked for the next."""
 
     def __init__(self, rule: Rule, workers: int) -> None:
-        self.machine = PaceMachine(rule, range(workers))
-        self.running: dict[int, int] = {}
-        self.timers: list[SetTimer] = []
-        self.take(self.machine.begin(0.0))
+        self.pacing: Pacing[int] = Pacing(rule, range(workers))
+        self.running = dict.fromkeys(range(workers), 0)
+        self.clocks = dict.fromkeys(range(workers), 0)
 
-    def take(self, effects: object) -> list[int]:
-        admitted: list[int] = []
-        for effect in effects:  # type: ignore[attr-defined]
-            if isinstance(effect, SetTimer):
-                self.timers.append(effect)
-                continue
-            worker, step = told(effect)
-            self.running[worker] = step
-            admitted.append(worker)
-        return admitted
+    def settle(self) -> list[int]:
+        while self.pacing.is_complete():
+            self.pacing.close()
+        return self.start(self.pacing.released())
 
-    def tell(self, event: Event) -> list[int]:
-        return self.take(self.machine.on(event, 0.0))
+    def start(self, workers: list[int]) -> list[int]:
+        for worker in workers:
+            self.clocks[worker] = max(self.clocks[worker], self.pacing.minimum if self.pacing.rule.closes else 0)
+            self.running[worker] = self.clocks[worker]
+        return workers
 
     def finish(self, worker: int) -> list[int]:
-        clock = self.running.pop(worker) + 1
-        return self.tell(Received(worker_name(worker), Finished(worker, clock)))
+        self.clocks[worker] = self.running.pop(worker) + 1
+        if self.clocks[worker] > self.pacing.minimum or not self.pacing.rule.aggregated:
+            self.pacing.contribute(worker)
+            self.pacing.finish(worker, self.clocks[worker])
+        started = self.settle()
+        if self.pacing.admits(self.pacing.rule.needed(self.clocks[worker]), worker):
+            started += self.start([worker])
+        return started
 
-    def again(self, worker: int, clock: int) -> list[int]:
-        return self.tell(Received(worker_name(worker), Finished(worker, clock)))
-
-
-def told(effect: Effect) -> tuple[int, int]:
-    assert isinstance(effect, Send)
-    message = effect.message
-    assert isinstance(message, Admitted)
-    assert effect.to == worker_name(message.worker)
-    return message.worker, message.step
+    def leave(self, worker: int) -> list[int]:
+        self.running.pop(worker, None)
+        self.pacing.leave(worker)
+        return self.settle()
 
 
 def test_bsp_lets_all_go_when_the_last_has_come() -> None:
     team = Team(BSP, 3)
-    assert team.running == {0: 0, 1: 0, 2: 0}
     assert team.finish(1) == []
     assert team.finish(0) == []
     assert team.finish(2) == [1, 0, 2]
@@ -197,7 +192,7 @@ def test_a_copy_goes_its_own_way() -> None:
     team.finish(0)
     copied = copy.deepcopy(team)
     assert copied.finish(1) == [0, 1]
-    assert team.machine.clocks.of(1) == 0
+    assert team.pacing.clocks.of(1) == 0
     assert team.finish(1) == [0, 1]
 
 
@@ -228,68 +223,44 @@ def test_the_bound_is_never_broken_and_nobody_waits_without_need(
             assert max(clocks.values()) - minimum <= bound + 1
 
 
-def test_what_comes_twice_is_answered_again_and_counted_once() -> None:
-    team = Team(Rule(1), 2)
-    assert team.finish(0) == [0]
-    assert team.again(0, 1) == [0]
-    assert team.machine.clocks.of(0) == 1
-    assert team.finish(0) == []
-    assert team.again(0, 2) == [], "it is parked, and stays so"
-    assert team.finish(1) == [0, 1], "once each"
-
-
-def test_a_dead_worker_is_waited_for_no_more_and_a_new_one_starts_at_once() -> None:
+def test_a_dead_worker_is_waited_for_no_more_and_a_new_one_starts_with_the_others() -> None:
     team = Team(BSP, 3)
     team.finish(0)
     team.finish(1)
-    assert team.tell(Ended("worker 2")) == [0, 1]
-    assert team.again(2, 1) == [], "it is no longer of the team"
-    assert team.tell(Received("worker 7", Joined(7))) == [7]
-    assert team.running[7] == 1
+    assert team.leave(2) == [0, 1]
+    assert team.pacing.enter(7, 0) == 1, "it begins with the step that is open"
+    team.clocks[7] = team.running[7] = 1
     team.finish(0)
     team.finish(1)
     assert team.finish(7) == [0, 1, 7]
 
 
-def test_one_that_was_parked_left_and_came_again_is_not_let_go_too_early() -> None:
-    team = Team(Rule(1), 2)
-    team.finish(0)
-    team.finish(0)
-    assert team.tell(Ended("worker 0")) == []
-    assert team.tell(Received("worker 0", Joined(0))) == [0]
-    assert team.running[0] == 0
-    team.finish(0)
-    team.finish(0)
-    assert team.machine.clocks.of(0) == 2
-    assert len(team.machine._parked) == 1, "what it had asked for before it left is forgotten"
-    assert set(team.finish(1)) == {0, 1}
-    assert team.running == {0: 2, 1: 1}
-
-
-def test_backup_workers_complete_a_step_without_the_slowest_whose_answer_is_late() -> None:
+def test_a_step_closes_without_the_slowest_who_goes_on_with_the_others() -> None:
     team = Team(Rule(0, drop=1), 3)
     assert team.finish(0) == []
     assert team.finish(2) == [0, 2]
-    assert team.machine.step == 1
+    assert (team.pacing.completed, team.pacing.clocks.of(1)) == (1, 1)
     assert team.finish(1) == [1], "late: it begins the step that is open"
-    assert (team.machine.late, team.running[1]) == (1, 1)
+    assert team.running[1] == 1
     assert team.finish(1) == []
-    assert team.again(1, 2) == [], "its answer is counted once"
     assert team.finish(0) == [1, 0]
-    assert team.machine.late == 1
 
 
-def test_a_deadline_completes_a_step_with_what_has_come_and_waits_for_one() -> None:
+def test_a_deadline_runs_from_the_first_gradient_then_from_when_a_step_is_opened() -> None:
     team = Team(Rule(0, deadline=0.5), 3)
-    assert team.timers == [SetTimer(0.5, 0)]
+    assert team.pacing.timed is None, "nothing has come yet"
     team.finish(0)
-    assert team.tell(Timer(0)) == [0]
-    assert team.timers[-1] == SetTimer(0.5, 1)
-    assert team.tell(Timer(0)) == [], "of a step that is long complete"
-    assert team.tell(Timer(1)) == [], "nobody has answered"
+    assert team.pacing.timed == 0
+    team.pacing.expire(0)
+    assert team.settle() == [0]
+    assert team.pacing.timed == 1, "it runs from when the step was opened"
+    team.pacing.expire(0)
+    assert team.settle() == [], "of a step that is long complete"
+    team.pacing.expire(1)
+    assert team.settle() == [], "nobody has answered"
     assert team.finish(1) == [1], "late"
     assert team.finish(1) == [1], "the first answer completes an overdue step"
-    assert team.machine.step == 2
+    assert team.pacing.completed == 2
     assert team.finish(0) == [0], "late"
     assert team.finish(2) == [2], "late"
     for worker in (0, 1):
@@ -297,9 +268,134 @@ def test_a_deadline_completes_a_step_with_what_has_come_and_waits_for_one() -> N
     assert team.finish(2) == [0, 1, 2], "all have answered: no need to wait for the deadline"
 
 
+def test_what_a_worker_sent_before_it_died_still_counts_when_the_deadline_passes() -> None:
+    team = Team(Rule(0, deadline=0.5), 2)
+    team.pacing.contribute(0)
+    team.leave(0)
+    team.pacing.expire(0)
+    assert team.pacing.is_complete()
+
+
 def test_dropping_goes_on_when_a_worker_dies() -> None:
     team = Team(Rule(0, drop=1), 3)
     team.finish(0)
-    assert team.tell(Ended("worker 1")) == [0], "one of two is enough now"
+    assert team.leave(1) == [0], "one of two is enough now"
     assert team.finish(2) == [2]
-    assert team.machine.late == 1
+
+
+def test_a_coded_step_is_complete_with_answers_that_give_the_whole_sum() -> None:
+    team = Team(Rule(0, coded=1), 4)
+    assert team.finish(0) == []
+    assert team.finish(2) == [], "these two have computed the same slice"
+    assert team.finish(1) == [0, 2, 1]
+
+
+# --- the simulator and the servers start the same workers at the same moments
+
+RULES = [
+    Rule(0),
+    Rule(1),
+    Rule(3),
+    Rule(None),
+    Rule(0, drop=1),
+    Rule(0, drop=2),
+    Rule(0, deadline=0.7),
+    Rule(0, deadline=2.0),
+    Rule(0, coded=1),
+    Rule(0, coded=1, cyclic=True),
+]
+
+
+class Recorded(Drive):
+    """Who started which step when, in the simulator."""
+
+    def __init__(self, rule: Rule, durations: Times) -> None:
+        super().__init__(rule, durations, lambda _: EveryStep(), None, None)
+        self.starts: list[tuple[float, int, int]] = []
+
+    def _begin(self, number: int, worker: Worker, now: float) -> None:
+        if worker.clock < self.steps:
+            self.starts.append((now, number, worker.clock))
+        super()._begin(number, worker, now)
+
+
+class Served:
+    """The same on the server machine that processes run: pushes in order of time, answers at once."""
+
+    def __init__(self, rule: Rule, durations: Times) -> None:
+        self.steps, self.workers = durations.shape
+        self.durations, self.rule = durations, rule
+        view = ClusterView.of(self.workers, 1)
+        self.machine = ServerMachine("server 0.0", 0, rule, view, inspect=False)
+        self.starts: list[tuple[float, int, int]] = []
+        self.clocks = [0] * self.workers
+        self.numbers = [0] * self.workers
+        self.events: list[tuple[float, int, int]] = []
+
+    def run(self) -> list[tuple[float, int, int]]:
+        for worker in range(self.workers):
+            self.begin(worker, 0.0)
+        while self.events and not (self.rule.closes and self.machine.shard.minimum >= self.steps):
+            now, worker, step = heappop(self.events)
+            if worker < 0:
+                self.handle(self.machine.on(Timer(("deadline", step)), now), now)
+            else:
+                self.push(worker, now)
+        return self.starts
+
+    def begin(self, worker: int, now: float) -> None:
+        if (step := self.clocks[worker]) < self.steps:
+            self.starts.append((now, worker, step))
+            heappush(self.events, (now + float(self.durations[step, worker]), worker, step))
+
+    def push(self, worker: int, now: float) -> None:
+        clock, number = self.clocks[worker], self.numbers[worker]
+        self.clocks[worker], self.numbers[worker] = clock + 1, number + 1
+        push = Push(worker=worker, number=number, clock=clock, then_pull=number + 1)
+        self.handle(self.machine.on(Received(worker_name(worker), push, Payload(1)), now), now)
+
+    def handle(self, effects: Sequence[Effect], now: float) -> None:
+        for effect in effects:
+            if isinstance(effect, Start) and effect.token is not None:
+                self.handle(self.machine.on(Done(effect.token, Payload(1)), now), now)
+            elif isinstance(effect, SetTimer) and isinstance(effect.token, tuple):
+                heappush(self.events, (now + effect.after, -1, effect.token[1]))
+            elif isinstance(effect, Send) and isinstance(effect.message, PullReply):
+                worker, reply = int(effect.to.removeprefix("worker ")), effect.message
+                if reply.pushed is not None and reply.pushed.status == "late":
+                    self.clocks[worker] = max(self.clocks[worker], reply.clock)
+                self.begin(worker, now)
+
+
+@given(st.sampled_from(RULES), st.sampled_from([2, 4, 6]), st.integers(1, 12), st.integers(0, 10**6))
+def test_the_simulator_and_the_server_machine_start_the_same_workers_at_the_same_moments(
+    rule: Rule, workers: int, steps: int, seed: int
+) -> None:
+    assume(rule.drop < workers)
+    durations = np.random.default_rng(seed).exponential(1.0, (steps, workers)) + 0.01
+    simulated = Recorded(rule, durations)
+    simulated.run()
+    assert sorted(simulated.starts) == sorted(Served(rule, durations).run())
+
+
+@pytest.mark.parametrize("broken", ["admits", "released", "is_complete"])
+def test_a_pacing_that_is_wrong_is_wrong_in_the_simulator_and_on_the_server(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    durations = np.random.default_rng(3).exponential(1.0, (8, 4)) + 0.01
+    rule = Rule(2) if broken == "admits" else Rule(0, drop=1)
+
+    def starts() -> tuple[list[tuple[float, int, int]], list[tuple[float, int, int]]]:
+        simulated = Recorded(rule, durations)
+        simulated.run()
+        return sorted(simulated.starts), sorted(Served(rule, durations).run())
+
+    right = starts()
+    wrong: dict[str, Callable[..., object]] = {
+        "admits": lambda self, needed, item, real=Pacing.admits: real(self, needed + 1, item),
+        "released": lambda self, real=Pacing.released: real(self)[1:],
+        "is_complete": lambda self: self.clocks.minimum > self.completed,
+    }
+    monkeypatch.setattr(Pacing, broken, wrong[broken])
+    assert right[0] == right[1]
+    assert all(one != other for one, other in zip(right, starts(), strict=True))

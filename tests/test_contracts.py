@@ -7,6 +7,7 @@ import pytest
 from offbeat.runtime.launch import Launcher
 from offbeat.strategies import Axis, available, combined, parse
 from offbeat.testing import Check, bench, checks_for
+from offbeat.testing._checks import a_watched_run_goes_on_from_its_checkpoints
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +47,25 @@ def test_the_contract_is_kept(strategy: str, workers: int, check: Check, launche
         check.run(place)
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "gossip(asynchronous=True)",
+        "gossip(exponential) + local(2)",
+        "gossip + quantize(4)",
+        "server(consistency=ssp(2), replicas=1)",
+        "server(shards=2, consistency=asp) + topk(0.1)",
+        "elastic",
+        "coded(code=cyclic)",
+        "allreduce(auto)",
+        "ddp + accumulate(2)",
+    ],
+)
+def test_other_kinds_go_on_from_their_checkpoints_while_watched(strategy: str, launcher: Launcher) -> None:
+    with bench(parse(strategy), 2, launcher) as place:
+        a_watched_run_goes_on_from_its_checkpoints(place)
+
+
 def test_all_built_in_exchanges_promise_all_that_can_be_checked() -> None:
     for text, _ in WORLDS:
         assert len(checks_for(parse(text))) == _demands(text)
@@ -55,19 +75,19 @@ def _demands(text: str) -> int:
     """How many of the checks a strategy must pass."""
     name = text.partition("(")[0]
     if name in ("downpour", "elastic") or "ssp" in text or "asp" in text:
-        return 7  # Who comes first is chance; and a worker that is killed does not end the run.
+        return 8  # Who comes first is chance; and a worker that is killed does not end the run.
     if name == "coded":
-        return 10  # As exact as bsp; but the slow leave out steps.
+        return 11  # As exact as bsp; but the slow leave out steps.
     if name == "server":
-        return 11  # As exact as the others; but sums are made in the order of arrival, so bits may differ.
+        return 12  # As exact as the others; but sums are made in the order of arrival, so bits may differ.
     if name == "gossip":
         return (
-            7 if "asynchronous" in text else 10
+            8 if "asynchronous" in text else 11
         )  # Replicas differ; without a beat there is chance, and a death ends nothing.
     if name == "local":
-        return 11  # Several steps alone are not one step on the joined batch.
+        return 12  # Several steps alone are not one step on the joined batch.
     if combined(parse(text)).compressions:
-        return 8 if name.startswith("server") else 11  # Never exact.
+        return 9 if name.startswith("server") else 12  # Never exact.
     if "hogwild" in text:
-        return 8  # Who comes first is chance.
-    return 12 if "auto" in text else 14  # What is fastest may be another algorithm in the next run, with other bits.
+        return 9  # Who comes first is chance.
+    return 13 if "auto" in text else 15  # What is fastest may be another algorithm in the next run, with other bits.

@@ -123,11 +123,31 @@ heard
 
 def test_of_several_executions_in_a_log_one_is_named(offbeat_: Offbeat, tmp_path: Path) -> None:
     log = write(tmp_path / "a.log", SEVERAL)
-    assert "holds several executions: name one of first, second" in offbeat_("explain", log).err
+    both = offbeat_("explain", log)
+    assert both.code == 0
+    assert [line for line in both.out.splitlines() if line.startswith(("Execution", "1 proc", "2 proc"))] == [
+        "Execution first:",
+        "1 processes, 1 events, 0 messages.",
+        "Execution second:",
+        "2 processes, 2 events, 1 messages.",
+    ]
+    told = json.loads(offbeat_("explain", log, "--format", "json").out)["executions"]
+    assert [(one["execution"], one["events"]) for one in told] == [("first", 1), ("second", 2)]
+    assert "pictures, cuts and exports are of one: name it" in offbeat_("explain", log, "--draw", "a.svg").err
     assert "has no execution 'third'" in offbeat_("explain", log, "--execution", "third").err
     assert offbeat_("explain", log, "--execution", "second").out.startswith("2 processes, 2 events, 1 messages.")
     with pytest.raises(UsageError, match=r"the clock in line 9 of the log knows of event 4 of 'a'"):
         parse(SEVERAL.replace('"b": 1, "a": 1', '"b": 1, "a": 4'), execution="second")
+
+
+def test_a_pattern_that_would_never_end_is_given_up(
+    offbeat_: Offbeat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offbeat.cli.pictured.MATCHING", 0.2)
+    pattern = r"(?<host>(a+)+) (?<clock>{.*}) (?<event>.*)"
+    said = offbeat_("explain", write(tmp_path / "a.log", f"{pattern}\n\n{'a' * 200}\n"))
+    assert said.code == 2
+    assert "was given up after 0.2 s of computing" in said.err
 
 
 @pytest.mark.parametrize(

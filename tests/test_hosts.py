@@ -291,7 +291,7 @@ def test_hosts_give_what_one_host_gives(networks: None, launcher: Launcher, tmp_
     assert all(host["sent_bytes"] > 1000 for host in apart.hosts)  # As the kernel counted on the links.
     assert json.loads((apart.run / "run.json").read_text())["config"]["hosts"]["host"][0]["rate"] == "1Gbit"
     if strategy.startswith("server"):
-        assert [host["servers"] for host in apart.hosts] == [[0, 2], [1, 3]]
+        assert [host["servers"] for host in apart.hosts] == [["0.0", "1.0"], ["0.1", "1.1"]]
         links = {peer: link for shard in apart.servers for peer, link in shard["links"].items() if "worker" in peer}
         assert any(link["received"] > 0 for link in links.values())
     if not strategy.startswith("elastic"):
@@ -314,7 +314,7 @@ def test_a_server_killed_on_one_host_is_replaced_by_its_copy_on_another_and_that
     assert result.died == ["server 0.0", "server 0.1"]
     assert result.joined[0] == "server 0.2"
     # Each new one is where the dead one was, so that copies stay on different hosts.
-    assert [host["servers"] for host in result.hosts] == [[0, 2], [1, 3]]
+    assert [host["servers"] for host in result.hosts] == [["0.0", "0.2"], ["0.1", "0.3"]]
     (account,) = result.servers
     assert (account["served_by"], account["version"]) == ("server 0.2", result.steps)
     pushes = account["pushes"]

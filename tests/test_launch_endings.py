@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import os
 import signal
 import socket
@@ -196,11 +197,58 @@ def test_exit_handlers_run_and_threads_are_waited_for(launcher: Launcher, role: 
     assert (tmp_path / "t").exists()
 
 
-def test_an_exit_handler_that_hangs_is_cut_off(launcher: Launcher, role: MakeRole) -> None:
-    hanging = role(0, "hang_at_exit")
-    outcomes, _ = run(launcher, hanging)
+@pytest.mark.parametrize(("ends", "error"), [("return", None), ("exit", "exit code 3"), ("raise", "at the end")])
+def test_a_pool_that_a_module_holds_ends_before_the_exit_handlers(
+    launcher: Launcher, role: MakeRole, tmp_path: Path, ends: str, error: str | None
+) -> None:
+    with nullcontext() if error is None else pytest.raises(WorkerError, match=error):
+        run(launcher, role(0, "hold_a_used_pool", order=str(tmp_path / "order"), ends=ends))
+    assert (tmp_path / "order").read_text().splitlines() == ["last work of the pool", "exit handler"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "waited_for"),
+    [
+        ("hang_at_exit", "an exit handler"),
+        ("leave_a_thread_for_ever", r"thread 'uploader' \(launch_entries.py:\d+ in "),
+    ],
+)
+def test_what_never_ends_at_the_end_of_a_role_is_named(
+    launcher: Launcher, role: MakeRole, entry: str, waited_for: str
+) -> None:
+    hanging = dataclasses.replace(role(0, entry), patience=0.2)
+    with pytest.raises(WaitError, match=rf"worker 0 had done its work .* 0\.2 s, because it waited for {waited_for}"):
+        run(launcher, hanging)
+    assert "most recent call first" in hanging.log.read_text()
+
+
+def test_a_process_that_still_works_at_the_end_of_a_role_is_named_and_waited_for(
+    launcher: Launcher, role: MakeRole, tmp_path: Path
+) -> None:
+    working = role(0, "leave_a_process_working", mark=str(tmp_path / "mark"))
+    outcomes, messages = run(launcher, working)
+    text = "worker 0 has done its work and waits for process 'exporter'."
     assert outcomes[0].exit_code == 0
-    assert "Exit handlers did not end within 0.2 s" in hanging.log.read_text()
+    assert messages == [(0, {"kind": "lingering", "text": text})]
+    assert text in working.log.read_text()
+    assert (tmp_path / "mark").exists()
+
+
+def test_files_that_are_left_open_are_written_out(launcher: Launcher, role: MakeRole, tmp_path: Path) -> None:
+    run(launcher, role(0, "leave_files_open", text=str(tmp_path / "text"), archive=str(tmp_path / "archive.gz")))
+    assert (tmp_path / "text").read_text() == "kept"
+    assert gzip.decompress((tmp_path / "archive.gz").read_bytes()) == b"kept"
+
+
+def test_a_role_that_is_stopped_for_too_long_is_ended_and_named(
+    launcher: Launcher, role: MakeRole, tmp_path: Path
+) -> None:
+    stopped = dataclasses.replace(role(0, "stop_oneself", mark=str(tmp_path / "mark")), patience=0.3)
+    with pytest.raises(WaitError, match=r"worker 0 was stopped \(SIGSTOP\) for longer than 0\.3 s and has been ended"):
+        run(launcher, stopped, role(1, "greet"))
+    borne = dataclasses.replace(stopped, expendable=True)
+    outcomes, _ = run(launcher, borne, role(1, "greet"))
+    assert [outcome.signal for outcome in outcomes] == [signal.SIGKILL, None]
 
 
 # The cause among several.
@@ -366,12 +414,34 @@ def test_who_serves_is_ended_when_the_others_are_done(launcher: Launcher, role: 
     assert [outcome.exit_code for outcome in outcomes if not outcome.role.serves] == [0]
 
 
-def test_a_run_goes_on_without_an_expendable_role(launcher: Launcher, role: MakeRole, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGSEGV])
+def test_a_run_goes_on_without_an_expendable_role(
+    launcher: Launcher, role: MakeRole, tmp_path: Path, number: signal.Signals
+) -> None:
     killed = tmp_path / "killed"
-    dying = dataclasses.replace(role(0, "kill_oneself"), expendable=True)
+    dying = dataclasses.replace(role(0, "kill_oneself", signal=int(number)), expendable=True)
     staying = dataclasses.replace(role(1, "await_file", path=str(killed)), expendable=True)
     outcomes, _ = run(launcher, dying, staying, on_end=lambda _: killed.touch())
-    assert [(outcome.exit_code, outcome.signal) for outcome in outcomes] == [(None, signal.SIGKILL), (0, None)]
+    assert [(outcome.exit_code, outcome.signal) for outcome in outcomes] == [(None, number), (0, None)]
+
+
+def test_an_exit_code_ends_the_run_unless_its_role_only_serves(
+    launcher: Launcher, role: MakeRole, tmp_path: Path
+) -> None:
+    ended = tmp_path / "ended"
+    waiting = role(1, "await_file", path=str(ended))
+    server = dataclasses.replace(role(0, "exit_with", kind="server", code=5), serves=True, expendable=True)
+    run(launcher, server, waiting, on_end=lambda _: ended.touch())
+    worker = dataclasses.replace(role(0, "exit_with", code=5), expendable=True)
+    with pytest.raises(WorkerError, match="worker 0 ended with exit code 5"):
+        run(launcher, worker, role(1, "sleep_well"))
+
+
+def test_a_role_is_called_by_its_name(launcher: Launcher, role: MakeRole) -> None:
+    failing = dataclasses.replace(role(3, "fail", kind="server", raises="ValueError", text="bad"), name="server 1.1")
+    with pytest.raises(WorkerError, match=r"^server 1\.1 failed with ValueError: bad") as caught:
+        run(launcher, failing)
+    assert (caught.value.name, caught.value.rank) == ("server 1.1", 3)
 
 
 def test_a_run_in_which_all_have_died_has_failed(launcher: Launcher, role: MakeRole) -> None:

@@ -43,7 +43,7 @@ def test_a_run_elsewhere_is_listed_read_and_ended_as_by_ctrl_c(offbeat_: Offbeat
         wait_until(lambda: all((logs / f"worker-{i}.log").is_file() for i in (0, 1)), "two logs")
         wait_until(lambda: "I am 1" in (logs / "worker-1.log").read_text(), "worker 1's words")
         (row,) = json.loads(offbeat_("ps", "--format", "json").out)
-        assert (row["state"], row["strategy"], row["workers"], row["launcher"]) == ("running", "allreduce", 2, run.pid)
+        assert (row["state"], row["strategy"], row["workers"], row["launcher"]) == ("running", "script", 2, run.pid)
         assert [one["role"] for one in row["processes"]] == ["worker 0", "worker 1"]
         pids = [one["pid"] for one in row["processes"]]
         assert len({*pids, run.pid, os.getpid()}) == 4
@@ -166,7 +166,7 @@ def test_a_number_that_was_given_to_another_process_is_never_signalled(played: P
     assert process.poll() is None
 
 
-def test_runs_are_found_by_name_and_odd_folders_are_passed_over(
+def test_runs_are_found_by_name_and_odd_folders_do_no_harm(
     played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = played
@@ -174,7 +174,8 @@ def test_runs_are_found_by_name_and_odd_folders_are_passed_over(
     (tmp_path / "runs/empty").mkdir()
     (tmp_path / "runs/broken").mkdir()
     (tmp_path / "runs/broken/run.json").write_text("{")
-    (row,) = statuses(tmp_path / "runs")
+    row, broken = sorted(statuses(tmp_path / "runs"), key=lambda one: one.state)
+    assert (broken.state, broken.alive) == ("not readable", False)
     assert (row.state, row.step, row.score, row.alive) == ("finished", 7, 0.5, False)
     (folder.path / "metrics.jsonl").write_text('{"step": 8, "score": 0.6, "seconds": 3.0}\n{"step": 9, "sc')
     assert (status(folder).step, status(folder).score) == (8, 0.6)

@@ -6,7 +6,7 @@ Workers are simulated in this process, one after the other, each with a loader o
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.utils.data import (
 from offbeat.errors import DataError
 from offbeat.runtime.loaders import Batch, Loader, Share, divide
 from offbeat.runtime.parts import Parts
-from offbeat.runtime.randomness import capture, restore, seed_everything
+from offbeat.runtime.randomness import State, capture, restore, seed_everything, seeded
 
 SIZE = 23
 """Examples: no multiple of a batch or of a number of workers, and a last batch of 3."""
@@ -54,10 +54,27 @@ class Feed:
     """Steps that are made without this worker while it does its next."""
     endings: int = 0
     looked: int = 0
+    starts: list[State] | None = None
+    """What worker 0's random state was when each epoch began; None: workers do not meet."""
+    follows: bool = False
+    """Whether this is worker 0, whose state it is."""
+    steps: bool = True
+    """Whether an optimizer steps on every training batch."""
+    taken_back: list[int] = field(default_factory=list)
+    """Examples of batches that were evaluated, though gradients were on."""
+    _loader: Loader | None = None
+    _begun: int = 0
     _mine: int = 0
     _calls: int = 0
 
+    def evaluates(self, loader: Loader) -> bool:
+        return False
+
+    def took_back(self, batches: Sequence[Batch]) -> None:
+        self.taken_back += [batch.examples for batch in batches]
+
     def asked(self, loader: Loader) -> bool:
+        self._loader = loader
         if self.random_state is not None:
             restore(self.random_state)
             self.random_state = None
@@ -66,6 +83,8 @@ class Feed:
     def given(self, batch: Batch, training: bool) -> None:
         self.given_out.append(batch)
         self.looked += not training
+        if self.steps and training and self._loader is not None:
+            self._loader.stepped()
 
     def fetching(self, training: bool) -> None:
         pass
@@ -74,6 +93,14 @@ class Feed:
         self._calls += 1
         self._mine += has
         return has if self.rounds is None else self._calls <= self.rounds
+
+    def agreed(self, state: State, seed: int) -> tuple[State, bool]:
+        if self.starts is None:
+            return seeded(seed) | {"own": state["own"]}, False
+        if self.follows:
+            self.starts.append(state)
+        self._begun += 1
+        return self.starts[self._begun - 1], self.follows
 
     def passed_over(self) -> int:
         missed, self.missed = self.missed, 0
@@ -94,7 +121,7 @@ Epochs = list[list[Batch]]
 def worker(make: Make, rank: int, size: int, epochs: int = 2, **kwargs: Any) -> tuple[Epochs, Feed]:
     """What one worker gets in each epoch."""
     seed_everything(1000 + rank)  # Workers' own random state differs, as it does in a team.
-    feed = Feed(rounds=kwargs.pop("rounds", None))
+    feed = Feed(rounds=kwargs.pop("rounds", None), starts=kwargs.pop("starts", None), follows=rank == 0)
     loader = divide(make(), [Share(rank, size, 5, 0)], feed, kwargs.pop("parts", Parts()), **kwargs)
     got: Epochs = []
     for _ in range(epochs):
@@ -108,9 +135,18 @@ def worker(make: Make, rank: int, size: int, epochs: int = 2, **kwargs: Any) -> 
 
 def team(make: Make, size: int, **kwargs: Any) -> list[Epochs]:
     """What every worker gets; streams that end at different times keep each other company."""
-    alone = [worker(make, rank, size, **kwargs)[1] for rank in range(size)]
+    starts: list[State] = []
+    alone = [worker(make, rank, size, starts=starts, **kwargs)[1] for rank in range(size)]
     rounds = max((count for feed in alone for count in feed.lengths), default=0)
-    return [worker(make, rank, size, rounds=rounds or None, **kwargs)[0] for rank in range(size)]
+    starts = []
+    return [worker(make, rank, size, rounds=rounds or None, starts=starts, **kwargs)[0] for rank in range(size)]
+
+
+def plain(make: Make, epochs: int = 2) -> tuple[list[list[list[Any]]], State]:
+    """What a script without a team gets that is seeded like worker 0, and the random state that it ends with."""
+    seed_everything(1000)
+    loader = make()
+    return [[rows(content) for content in loader] for _ in range(epochs)], capture()
 
 
 def rows(content: Any) -> list[Any]:
@@ -255,25 +291,63 @@ class Rows(Pairs):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_workers_together_get_what_one_process_gets(kind: str) -> None:
+def test_workers_together_get_what_a_script_without_a_team_gets(kind: str) -> None:
     make = KINDS[kind]
-    one = joined(team(make, 1))
-    assert one[0]
-    assert sum(len(batch) for batch in one[0]) > 10
-    for size in (2, 5):
+    expected, _ = plain(make)
+    assert sum(len(batch) for batch in expected[0]) > 10
+    for size in (1, 2, 5):
         together = team(make, size)
-        assert joined(together) == one
+        assert joined(together) == expected
         phantoms = [batch for epochs in together for batches in epochs for batch in batches if batch.examples == 0]
         assert all(len(rows(batch.content)) == 1 for batch in phantoms)
         assert phantoms or size < 5 or kind in ("finished_batches", "stream_of_batches"), "five share batches of four"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_worker_0_draws_on_where_a_script_without_a_team_would(kind: str, size: int) -> None:
+    _, expected = plain(KINDS[kind])
+    lengths = worker(KINDS[kind], 0, size, starts=[])[1].lengths
+    worker(KINDS[kind], 0, size, starts=[], rounds=max(lengths) or None)
+    assert repr(capture()) == repr(expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", PROCESSES)
-def test_workers_with_loading_processes_together_get_what_one_process_gets(kind: str) -> None:
-    one = joined(team(PROCESSES[kind], 1))
-    assert joined(team(PROCESSES[kind], 3)) == one
-    assert one[0] != one[1], "each epoch has its own order or its own noise"
+def test_workers_with_loading_processes_together_get_what_a_script_without_a_team_gets(kind: str) -> None:
+    expected, _ = plain(PROCESSES[kind])
+    assert expected[0] != expected[1], "each epoch has its own order or its own noise"
+    assert joined(team(PROCESSES[kind], 1)) == expected
+    several = joined(team(PROCESSES[kind], 3))
+    assert several[0] == expected[0]
+    # From the second epoch on the seed says what several workers' processes draw that live on: so they can resume.
+    assert several[1] == expected[1] or kind == "persistent_stream"
+    assert several == joined(team(PROCESSES[kind], 2))
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "sampler", "weighted", "stream", "factory"])
+def test_workers_that_do_not_meet_draw_what_the_seed_says(kind: str) -> None:
+    alone = [worker(KINDS[kind], rank, 2)[1] for rank in range(2)]
+    rounds = max(count for feed in alone for count in feed.lengths) or None
+    first, second = (worker(KINDS[kind], rank, 2, rounds=rounds)[0] for rank in range(2))
+    again = joined([worker(KINDS[kind], rank, 3, rounds=rounds)[0] for rank in range(3)])
+    assert joined([first, second]) == again
+    assert again[0] != again[1]
+
+
+def test_an_evaluation_draws_on_worker_0_what_it_draws_without_a_team() -> None:
+    def looked(loader: Iterable[Any]) -> str:
+        seed_everything(3)
+        with torch.no_grad():
+            for _ in loader:
+                pass
+        return repr(capture())
+
+    for kind in ("shuffled", "sequential", "weighted", "stream_of_batches"):
+        expected = looked(KINDS[kind]())
+        for size in (1, 2):
+            share = Share(0, size, 5, 0)
+            assert looked(divide(KINDS[kind](), [share], Feed(), Parts())) == expected or kind == "stream_of_batches"
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "sampler", "weighted", "generator", "stream", "factory"])
@@ -285,7 +359,7 @@ def test_every_epoch_is_reshuffled_by_the_seed(kind: str) -> None:
 def test_loaders_of_one_run_shuffle_differently() -> None:
     feeds = [Feed(), Feed()]
     for number, feed in enumerate(feeds):
-        list(divide(DataLoader(Pairs(), 4, shuffle=True), [Share(0, 1, 5, number)], feed, Parts()))
+        list(divide(DataLoader(Pairs(), 4, shuffle=True), [Share(0, 2, 5, number)], feed, Parts()))
     assert len({str([rows(batch.content) for batch in feed.given_out]) for feed in feeds}) == 2
 
 
@@ -365,7 +439,9 @@ def test_an_evaluation_has_no_phantoms_and_its_union_is_exact(kind: str) -> None
             assert (loader.epoch, feed.endings) == (0, 0), "an evaluation is no epoch of training"
         return sorted(found, key=repr)
 
-    assert seen(5) == seen(1)
+    assert seen(5) == seen(2)
+    drawn = ("sampler", "weighted", "stream", "stream_of_batches", "finished_batches", "factory")
+    assert seen(5) == seen(1) or kind in drawn, "one worker evaluates on what the script itself draws"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -473,51 +549,3 @@ def test_the_users_own_dataset_is_what_a_loading_process_shows() -> None:
             DataLoader(dataset, 4, num_workers=1, worker_init_fn=begin), [Share(0, 1, 5, 0)], Feed(), Parts()
         )
         assert len(list(loader)) == 6
-
-
-RESUMED: dict[str, Make] = {
-    "generator": _given_generator,
-    "noise": lambda: DataLoader(Noisy(), 4, shuffle=True),
-    "sampler": KINDS["sampler"],
-    "stream": KINDS["stream"],
-    "factory": Batches,
-    "finished": KINDS["finished_batches"],
-    "whole": lambda: DataLoader(TensorDataset(torch.arange(SIZE)), 4, shuffle=True),
-    "processes": lambda: DataLoader(Noisy(), 4, shuffle=True, num_workers=2, generator=torch.Generator()),
-    "persistent": lambda: DataLoader(Noisy(), 4, shuffle=True, num_workers=2, persistent_workers=True),
-    "stream processes": lambda: DataLoader(Stream(), 4, num_workers=2, persistent_workers=True),
-}
-
-
-@pytest.mark.parametrize("kind", RESUMED)
-def test_a_resumed_loader_goes_on_with_exactly_the_rest(kind: str) -> None:
-    """A run of three epochs is left at batch 2 of the second; a fresh loader fast-forwards and goes on."""
-
-    def start(feed: Feed) -> Loader:
-        return divide(RESUMED[kind](), [Share(1, 2, 5, 0)], feed, Parts(), split=kind != "whole")
-
-    loader, rest, feed, state = start(Feed()), [], Feed(), {}
-    for epoch in range(1, 4):
-        for content in loader:
-            if state:
-                rest.append(rows(content))
-            elif (epoch, loader.batches) == (2, 2):
-                state, feed.random_state = loader.state_dict(), capture()
-    fresh = start(feed)
-    fresh.load_state_dict(state)
-    assert fresh.state_dict()["batches"] == 2, "a checkpoint before the loader is reached keeps its place"
-    assert [rows(content) for _ in range(3) for content in fresh] == rest
-    assert len(rest) == 2 * loader.batches - 2
-    assert (fresh.epoch, fresh.complete, feed.random_state) == (3, True, None)
-
-
-def test_a_checkpoint_at_the_end_of_an_epoch_goes_on_with_the_next() -> None:
-    loader = divide(_given_generator(), [Share(0, 2, 5, 0)], Feed(), Parts())
-    list(loader)
-    states = loader.state_dict(at_end=True), loader.state_dict()
-    expected = [rows(content) for content in loader]
-    for state in states:
-        fresh = divide(_given_generator(), [Share(0, 2, 5, 0)], Feed(), Parts())
-        fresh.load_state_dict(state)
-        assert list(fresh) == []
-        assert [rows(content) for content in fresh] == expected

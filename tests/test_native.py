@@ -117,7 +117,7 @@ def test_what_was_not_compiled_for_a_turn_is_left_to_others() -> None:
 
 def test_large_segments_lie_where_huge_pages_can() -> None:
     made = Segment.create(5 << 20)
-    found = Segment.attach(made.ticket)
+    found = Segment.attach(made.ticket, made.size)
     assert made.address % (2 << 20) == found.address % (2 << 20) == 0
     made.bytes[[0, 3 << 20, -1]] = 7
     assert (found.bytes.sum(), found.size) == (21, 5 << 20)

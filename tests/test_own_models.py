@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -52,12 +53,16 @@ def matrix(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Matr
     return Matrix(launcher, tmp_path_factory.mktemp("models"), "nets.py", CASES)
 
 
+ROUNDING = {"bfloat16_part": 0.03, "many_small_one_huge": 1e-4}
+"""How far sums in another order may bring parameters, where it is further than usual: few digits, or many layers."""
+
+
 def compare(matrix: Matrix, case: str, strategy: str, workers: int, cases: tuple[str, ...] = CASES) -> list[dict]:
     alone = "single + accumulate(2)" if "accumulate" in strategy else "single"
     [expected] = matrix.outcome(case, alone, 1)
     found = matrix.outcome(case, strategy, workers, cases)
     for one in found:
-        same(expected["state"], one["state"], tolerance=0.03 if case == "bfloat16_part" else 1e-5)
+        same(expected["state"], one["state"], tolerance=ROUNDING.get(case, 1e-5))
         same(found[0]["state"], one["state"], tolerance=0)
         assert one["facts"] == expected["facts"]
     return found
@@ -93,7 +98,9 @@ def test_ddp_trains_branches_if_it_is_told_to_look_for_unused_parameters(matrix:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("branches", "Expected to have finished reduction"),
+        ("branches", r"ddp waits for .*never\.weight.*no gradient.*ddp\(find_unused=True\)"),
+        ("zeros_kept", r"ddp waits for .*never\.weight.*no gradient.*ddp\(find_unused=True\)"),
+        ("frozen_later", r"ddp waits for .*weight.*no gradient.*ddp\(find_unused=True\)"),
         ("unfrozen_later", "was frozen in prepare"),
         ("all_frozen_at_first", "was frozen in prepare"),
         ("shared_by_two_models", "share a parameter"),
@@ -109,3 +116,14 @@ def test_what_ddp_cannot_train_it_refuses(launcher: Launcher, tmp_path: Path, ca
 def test_many_small_layers_and_a_huge_one_share_buckets(launcher: Launcher, tmp_path: Path) -> None:
     matrix = Matrix(launcher, tmp_path, "nets.py", ("many_small_one_huge",))
     compare(matrix, "many_small_one_huge", "allreduce(gloo, bucket=0.01)", 2, ("many_small_one_huge",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "ddp + accumulate(2)", "allreduce(shard=optimizer)", "server", "hogwild"])
+def test_a_loop_may_copy_and_save_its_model_and_optimizer(launcher: Launcher, tmp_path: Path, strategy: str) -> None:
+    run_script(launcher, tmp_path, "saving.py", tmp_path / "out", workers=2, strategy=strategy, timeout=30.0)
+    for rank in range(2):
+        with ZipFile(tmp_path / f"out-objects-{rank}.pt") as saved:
+            [pickled] = [saved.read(name) for name in saved.namelist() if name.endswith("data.pkl")]
+        assert b"Linear" in pickled
+        assert b"offbeat" not in pickled, "it can be loaded where offbeat is not installed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -16,6 +17,7 @@ import pytest
 from cli_support import Offbeat, in_process
 from offbeat.cli.watch import LivePage
 from offbeat.errors import UsageError
+from offbeat.monitor.page import connections
 from offbeat.monitor.page.export import ASSETS
 from offbeat.monitor.page.folders import Folder, Metrics, opened
 from offbeat.monitor.page.following import Run
@@ -134,6 +136,28 @@ def test_the_server_listens_on_loopback_only_and_a_port_that_is_taken_is_refused
         Served(Folder(Path()), port=70000)
 
 
+def test_connections_without_a_request_make_room_and_end(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "PATIENCE", 0.5)
+    held = [socket.create_connection(("127.0.0.1", client.served.port), timeout=30) for _ in range(200)]
+    for connection in held[::2]:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: ")
+    assert client.get("/api/runs").status == 200
+    for connection in held:
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
+        connection.close()
+    assert client.get("/api/runs").status == 200
+
+
+def test_whoever_is_refused_is_disconnected(client: Client) -> None:
+    with socket.create_connection(("127.0.0.1", client.served.port), timeout=30) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        said = b""
+        while more := connection.recv(4096):
+            said += more
+    assert said.startswith(b"HTTP/1.1 403")
+
+
 # --- what is refused
 
 
@@ -212,8 +236,9 @@ def test_a_run_is_told_in_words(client: Client) -> None:
 
 def test_a_straggler_is_named_and_so_is_a_run_that_was_not_watched(client: Client) -> None:
     slow = client.get("/api/run?run=20260102-second").json()["verdicts"]
-    assert [one["kind"] for one in slow] == ["healthy", "straggler"]
-    assert slow[1]["message"].startswith("worker 0 was last in")
+    assert [one["kind"] for one in slow] == ["straggler"]
+    assert slow[0]["message"].startswith("worker 0 was last in")
+    assert "worker-seconds" in slow[0]["message"]
     third = client.get("/api/run?run=league/20260103-third").json()
     assert [one["kind"] for one in third["verdicts"]] == ["unwatched"]
     assert "offbeat run --watch" in third["verdicts"][0]["message"]

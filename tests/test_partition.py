@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from offbeat.errors import DataError
 from offbeat.protocols.partition import batches_of_parts, dirichlet, mine, mixed, order, share
-from offbeat.runtime.randomness import Lent, capture, restore, seed_everything
+from offbeat.runtime.randomness import Lent, capture, packed, restore, seed_everything, seeded, unpacked
 from offbeat.runtime.trees import put_together, take_apart
 
 labels = st.lists(st.integers(0, 4), min_size=0, max_size=60)
@@ -135,8 +135,25 @@ def test_random_state_survives_a_round_trip() -> None:
     assert [_draw() for _ in range(3)] == expected
 
 
+def test_packed_random_state_goes_on_elsewhere_where_it_was() -> None:
+    generator = torch.Generator().manual_seed(4)
+    seed_everything(9)
+    _draw()
+    random.gauss(0, 1)  # It keeps the second of a pair, as NumPy does.
+    np.random.randn()
+    row = packed(capture([generator]))
+    expected = [_draw(), random.gauss(0, 1), float(np.random.randn()), float(torch.rand((), generator=generator))]
+    seed_everything(10)
+    _draw()
+    like = capture([generator])
+    assert len(packed(like)) == len(row)
+    restore(unpacked(row, like), [generator])
+    again = [_draw(), random.gauss(0, 1), float(np.random.randn()), float(torch.rand((), generator=generator))]
+    assert again == expected
+
+
 def test_lent_random_state_runs_on_and_leaves_the_processs_own_alone() -> None:
-    lent, again, other = Lent(1), Lent(1), Lent(2)
+    lent, again, other = (Lent(seeded(seed)) for seed in (1, 1, 2))
     seed_everything(9)
     undisturbed = [_draw() for _ in range(2)]
     seed_everything(9)

@@ -63,8 +63,8 @@ def test_a_parent_that_is_a_file_is_refused(tmp_path: Path) -> None:
 def test_entries_of_run_json_are_replaced_and_others_kept(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.write(task="digits", path=Path("x"), nested={"a": [1, None]})
-    folder.write(result=3, task="mnist")
-    assert folder.read() == {"task": "mnist", "path": "x", "nested": {"a": [1, None]}, "result": 3}
+    folder.write(result={"steps": 3}, task="mnist")
+    assert folder.read() == {"task": "mnist", "path": "x", "nested": {"a": [1, None]}, "result": {"steps": 3}}
     assert [path.name for path in tmp_path.iterdir()] == [RUN_FILE]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,11 @@ from fit_tasks import Watched
 from offbeat.errors import RunError, StrategyError, WorkerError
 from offbeat.fitting import Result, drive, fit
 from offbeat.jobs import Job, Script
+from offbeat.monitor import Verdict
 from offbeat.runtime.goal import Goal
-from offbeat.runtime.launch import Launcher
+from offbeat.runtime.launch import Launcher, Role
+from offbeat.runtime.living import processes
+from offbeat.runtime.records import RunFolder
 from offbeat.tasks.mixture import Mixture
 
 Fit = Callable[..., Result]
@@ -85,6 +90,39 @@ def test_the_others_go_on_when_a_worker_is_killed(launcher: Launcher, tmp_path: 
     result = survive(schedule, launcher, tmp_path)
     assert result.died == [f"worker {worker}"]
     assert result.test_score == pytest.approx(result.score)
+
+
+class Signals:
+    """Told how a run goes, sends signals to some of its processes once it has made a few steps."""
+
+    def __init__(self, wanted: dict[str, signal.Signals]) -> None:
+        self._wanted = wanted
+        self._folder: RunFolder | None = None
+
+    def begin(self, job: Job, folder: RunFolder) -> None:
+        del job
+        self._folder = folder
+
+    def message(self, role: Role, message: Mapping[str, Any]) -> None:
+        del role
+        if message.get("step", 0) >= 5 and self._folder is not None:
+            for process in processes(self._folder):
+                if process.role in self._wanted:
+                    os.kill(process.pid, self._wanted.pop(process.role))
+
+    def tick(self) -> None: ...
+
+    def verdict(self, verdict: Verdict) -> None: ...
+
+
+@pytest.mark.slow
+def test_a_copy_and_a_worker_may_be_interrupted_like_any_death(learn: Fit) -> None:
+    wanted = {"server 1.1": signal.SIGINT, "worker 1": signal.SIGINT}
+    sent = Signals(dict(wanted))
+    paced = ["worker *: pace 40ms"]
+    result = learn("server(shards=2, replicas=1)", workers=3, steps=90, disturb=paced, watcher=sent)
+    assert sorted(result.died) == sorted(wanted)
+    assert result.steps == 90
 
 
 @pytest.mark.slow
@@ -243,7 +281,7 @@ def test_without_a_copy_the_run_says_what_is_lost_and_is_resumed_from_its_checkp
     assert (said["pushes"], list(said["waits"])) == ({"applied": 3 * 2 * 24}, [f"worker {rank}" for rank in range(3)])
     assert all(link["sent"] and link["received"] for of_worker in said["links"].values() for link in of_worker.values())
     assert {name for of_worker in said["links"].values() for name in of_worker} == {"server 0.0", "server 1.0"}
-    with pytest.raises(RunError, match="server 1 is gone, and with it the only copy") as lost:
+    with pytest.raises(RunError, match=r"shard 1 is lost: .*server 1\.0 was ended by SIGKILL") as lost:
         learn("server(shards=2)", checkpoint_every=5, disturb="server 1: kill at step 13")
     assert "--resume" in str(lost.value)
     assert "replicas=1" in str(lost.value)

@@ -12,7 +12,7 @@ from msgspec import Struct, structs
 
 from offbeat.protocols.machine import Done, Effect, Ended, Name, Payload, Received, Send, Start, Timer
 from offbeat.protocols.servers.client import ClientMachine
-from offbeat.protocols.servers.consistency import Parked, Rule
+from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.coordinator import Changed, CoordinatorMachine
 from offbeat.protocols.servers.messages import (
     COORDINATOR,
@@ -35,6 +35,7 @@ from offbeat.protocols.servers.messages import (
     Viewed,
 )
 from offbeat.protocols.servers.notices import Completed, Departed, Failed, Part
+from offbeat.protocols.servers.pacing import Parked
 from offbeat.protocols.servers.replication import Feed
 from offbeat.protocols.servers.server import ServerMachine
 from offbeat.simulate.machines import Kill, Network, Partition, Restart, Stop
@@ -527,7 +528,7 @@ class ExactlyParked(Parked[Any]):
 class WakesOnlyTheExactMinimum(ServerMachine):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.shard._parked = ExactlyParked()
+        self.shard.pacing._parked = ExactlyParked()
 
 
 class TakesWhateverComesAsNext(ServerMachine):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,7 +16,8 @@ from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.shard import Accumulate, Discard, Restore, Update
 from offbeat.protocols.servers.works import Inspect, Read, Release
 from offbeat.runtime.compression import Coder, build
-from offbeat.runtime.servers.numbers import ADD, OPTIMIZERS, Numbers, Recipe, first_state, settings_of
+from offbeat.runtime.optimizers import ELEMENT_WISE, why_not
+from offbeat.runtime.servers.numbers import ADD, Numbers, Recipe, first_state, settings_of
 from offbeat.runtime.shared.segment import Segment
 
 
@@ -78,11 +79,29 @@ def test_what_is_discarded_changes_nothing() -> None:
     assert held(numbers).tolist() == [1.0] * 4
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_does_on_a_slice_what_it_does_on_the_whole(name: str) -> None:
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in ELEMENT_WISE),
+    *((name, {"weight_decay": 0.01, "maximize": True}) for name in ELEMENT_WISE if name != "Rprop"),
+    ("Rprop", {"etas": (0.4, 1.3), "step_sizes": (1e-5, 2.0), "maximize": True}),
+    ("SGD", {"momentum": 0.9, "nesterov": True}),
+    ("SGD", {"momentum": 0.9, "dampening": 0.3, "foreach": True}),
+    ("Adam", {"amsgrad": True, "betas": (0.8, 0.95)}),
+    ("Adam", {"fused": True}),
+    ("Adam", {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+    ("AdamW", {"amsgrad": True}),
+    ("NAdam", {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+    ("RAdam", {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+    ("RMSprop", {"centered": True, "momentum": 0.9}),
+    ("Adagrad", {"lr_decay": 0.1}),
+    ("ASGD", {"t0": 2, "lambd": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), VARIANTS)
+def test_every_optimizer_does_on_a_slice_what_it_does_on_the_whole(name: str, settings: dict[str, Any]) -> None:
     whole = [Parameter(torch.linspace(-1, 1, 5)), Parameter(torch.linspace(1, 2, 3))]
-    settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.01} | ({"momentum": 0.9} if name == "SGD" else {})
-    own = OPTIMIZERS[name]([{"params": [whole[0]]}, {"params": [whole[1]], "lr": 0.01}], **settings)  # type: ignore
+    groups = [{"params": [whole[0]]}, {"params": [whole[1]], "lr": 0.01}]
+    own = cast("Any", ELEMENT_WISE[name])(groups, lr=0.1, **settings)
     recipe = Recipe(optimizer=name, ranges=(((0, 3),), ((3, 5),)), settings=settings_of(own))
     numbers = made(recipe, torch.cat([whole[0].data[2:], whole[1].data[:2]]))
     for step in range(4):
@@ -219,13 +238,22 @@ def test_a_push_for_a_range_that_the_shard_does_not_have_is_refused(
     assert said == "" if not why else why in said
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_of_torch_is_taken_or_refused_with_a_reason() -> None:
+    kinds = [kind for kind in vars(optim).values() if isinstance(kind, type) and issubclass(kind, optim.Optimizer)]
+    refused = {kind.__name__: why_not(kind) for kind in kinds if kind is not optim.Optimizer and why_not(kind)}
+    assert set(refused) == {"LBFGS", "Adafactor", "Muon", "SparseAdam"}
+    assert not any("not known" in why for why in refused.values()), "a new one: try it, or say why not"
+    assert "not known" in why_not(type("Own", (optim.SGD,), {}))
+    assert "learning rate" in why_not(optim.Rprop, by_rate=True)
+
+
+@pytest.mark.parametrize("name", ELEMENT_WISE)
 def test_a_parameter_without_a_gradient_is_passed_over_as_by_torch(name: str) -> None:
     """Three parameters side by side, of which the middle one has a gradient in every other step only."""
-    settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
+    settings: dict[str, Any] = {"lr": 0.1} | ({} if name == "Rprop" else {"weight_decay": 0.1})
     settings |= {"momentum": 0.9} if name == "SGD" else {}
     plain = [Parameter(torch.ones(2) * (k + 1)) for k in range(3)]
-    alone = OPTIMIZERS[name](plain, **settings)  # pyright: ignore[reportCallIssue]
+    alone = ELEMENT_WISE[name](plain, **settings)  # pyright: ignore[reportCallIssue]
     recipe = Recipe(
         optimizer=name, ranges=(((0, 6),),), pieces=(((0, 2), (2, 4), (4, 6)),), settings=settings_of(alone)
     )

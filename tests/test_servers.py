@@ -27,13 +27,22 @@ from own_scripts.running import left, run_script, same
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda params: optim.SGD(params, lr=0.1),
     "momentum": lambda params: optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "Adagrad": lambda params: optim.Adagrad(params, lr=0.1, lr_decay=0.01),
+    "Adagrad": lambda params: optim.Adagrad(params, lr=0.1, lr_decay=0.01, initial_accumulator_value=0.1),
     "RMSprop": lambda params: optim.RMSprop(params, lr=0.01, momentum=0.5, centered=True),
     "Adam": lambda params: optim.Adam(params, lr=0.02, betas=(0.8, 0.95), amsgrad=True),
     "AdamW": lambda params: optim.AdamW(params, lr=0.02, weight_decay=0.1),
+    "Adadelta": lambda params: optim.Adadelta(params, lr=0.5, rho=0.8, weight_decay=0.01),
+    "Adamax": lambda params: optim.Adamax(params, lr=0.02),
+    "NAdam": lambda params: optim.NAdam(params, lr=0.02, weight_decay=0.1, decoupled_weight_decay=True),
+    "RAdam": lambda params: optim.RAdam(params, lr=0.02),
+    "ASGD": lambda params: optim.ASGD(params, lr=0.1, t0=5),
+    "Rprop": lambda params: optim.Rprop(params, lr=0.01),
     "LBFGS": lambda params: optim.LBFGS(params, lr=0.1),
     "Adafactor": lambda params: optim.Adafactor(params, lr=0.1),
 }
+LATER = [
+    pytest.param(name, marks=pytest.mark.slow) for name in ("Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
+]
 
 
 class Partly(nn.Module):
@@ -108,7 +117,7 @@ def as_in_one_process(learn: Learn, task: Sine, strategy: str, workers: int) -> 
     return served
 
 
-@pytest.mark.parametrize("name", ["SGD", "momentum", "Adagrad", "RMSprop", "Adam", "AdamW"])
+@pytest.mark.parametrize("name", ["SGD", "momentum", "Adagrad", "RMSprop", "Adam", "AdamW", *LATER])
 def test_every_optimizer_on_shards_computes_what_it_does_on_the_whole(learn: Learn, name: str) -> None:
     result = as_in_one_process(learn, Sine(name), "server(shards=2)", 2)
     assert [account["version"] for account in result.servers] == [20, 20]
@@ -139,6 +148,11 @@ def test_what_a_scheduler_changes_reaches_the_servers(learn: Learn, strategy: st
 def test_an_optimizer_that_needs_the_whole_vector_is_refused_with_the_reason(learn: Learn, name: str) -> None:
     with pytest.raises(StrategyError, match=f"servers cannot run {name}: each has only a slice of the parameters"):
         learn(Sine(name), "server", 2)
+
+
+def test_rprop_is_refused_where_each_push_is_a_step_of_its_own(learn: Learn) -> None:
+    with pytest.raises(StrategyError, match=r"servers cannot run Rprop.*do not follow the learning rate"):
+        learn(Sine("Rprop"), "server(consistency=asp)", 2)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from offbeat.errors import UsageError
 from offbeat.protocols.causality.cuts import is_consistent
 from offbeat.protocols.causality.exports import json_lines, perfetto
 from offbeat.protocols.causality.histories import Call, Computation, Event, Kind, Place, computation
-from offbeat.protocols.causality.shiviz import parse, write
+from offbeat.protocols.causality.shiviz import parse, parse_all, write
 
 LOG = """\
 node0 {"node0": 1}
@@ -78,8 +79,8 @@ def test_clocks_that_leave_out_what_follows_are_completed_and_told() -> None:
     ("text", "why"),
     [
         ("", "no event in this log"),
-        (LOG + "garbage\n", "line 9 of the log, 'garbage'"),
-        ("\n\nwhat is this\n" + LOG, "line 3 of the log, 'what is this'"),
+        (LOG.replace('node0 {"node0": 2}', "node0 lost it"), "knows of event 2 of 'node0', of which the log has 1"),
+        (LOG.replace('node0 {"node0": 1}', "node0 lost it"), "event 1 should be.*Line 1 fits no event"),
         (LOG.replace('{"node0": 2}', "{node0: 2}"), "clock in line 3 of the log.*is no JSON"),
         (LOG.replace('{"node0": 2}', '{"node0": "2"}'), "clock in line 3.*must have a count"),
         (LOG.replace('{"node0": 2}', '{"node0": -2}'), "clock in line 3.*must have a count"),
@@ -103,6 +104,72 @@ def test_a_bad_log_is_refused_with_its_line(text: str, why: str) -> None:
 def test_a_pattern_that_cannot_be_used_is_refused(pattern: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         parse(LOG, pattern)
+
+
+def test_lines_that_fit_no_event_are_skipped_and_told() -> None:
+    log = parse("\n\nwhat is this\n" + LOG + "garbage\n")
+    assert log.skipped == (3, 12)
+    assert log.computation == parse(LOG).computation
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        # As Akka, TLA+ and programs with named threads write them.
+        "[INFO] [10/13/2014 04:23:20.113] [app-dispatcher-4] [akka://App/user/{host}] {clock} {event}",
+        'State 2: <{event} line 1, col 3 of module M>\n/\\ Host = {host}\n/\\ Clock = "{escaped}"\n/\\ x = (n :> 1)\n',
+        "[2013-05-24 23:28:00,637 app.Store] INFO {event}\n{host} {clock}  ",
+        "1456966522870845696 {event}\n{host} {clock}",
+    ],
+)
+def test_what_shiviz_brings_along_is_read_without_a_pattern(events: str) -> None:
+    told = (("n1", '{"n1":1, "n2":0}', "send"), ("n2", '{"n1":1, "n2":1}', "receive"))
+    text = "\n".join(
+        events.format(host=host, clock=clock, event=event, escaped=clock.replace('"', '\\"'))
+        for host, clock, event in told
+    )
+    log = parse(text)
+    assert log.computation.processes == ("n1", "n2")
+    assert list(log.computation.edges) == [((0, 1), (1, 1))]
+    assert [history[0].what.split()[-1] for history in log.computation.histories] == ["send", "receive"]
+    assert log.skipped == ()
+
+
+EXECUTIONS = '=== first ===\nask\na {"a":1}\n=== second ===\nask\na {"a":1}\nheard\nb {"a":1, "b":1}\n'
+
+
+def test_executions_are_parted_as_in_logs_of_shiviz_or_as_is_said() -> None:
+    assert [(name, log.computation.lengths) for name, log in parse_all(EXECUTIONS).items()] == [
+        ("first", (1,)),
+        ("second", (1, 1)),
+    ]
+    other = EXECUTIONS.replace("=== first ===", "--").replace("=== second ===", "--")
+    assert list(parse_all(other, delimiter="^--$")) == ["1", "2"]
+    assert list(parse_all(EXECUTIONS, execution="second")) == ["second"]
+    with pytest.raises(UsageError, match="second execution called 'first'"):
+        parse_all(EXECUTIONS.replace("second", "first"))
+
+
+def test_a_line_that_only_looks_like_one_between_executions_is_skipped() -> None:
+    (log,) = parse_all(f"=== begin ===\n{LOG}=== end ===\n").values()
+    assert log.skipped == (1, 10)
+    assert log.computation == parse(LOG).computation
+
+
+@pytest.mark.parametrize(
+    "line", ["a" * 100_000, "{ " * 50_000, '"' * 100_000, " " * 100_000 + "x", "a {" + '"' * 99_999]
+)
+@pytest.mark.parametrize("heading", ["", "(?<event>.*)\\n(?<host>\\S*) (?<clock>{.*})\n\n"])
+def test_a_long_line_takes_no_longer_than_it_is_long(line: str, heading: str) -> None:
+    began = time.process_time()
+    log = parse(f'{heading}start\na {{"a": 1}}\n{line}\n')
+    assert time.process_time() - began < 2.0
+    assert log.computation.lengths == (1,)
+
+
+def test_clocks_that_would_fill_the_memory_are_refused() -> None:
+    with pytest.raises(UsageError, match="too many clocks"):
+        parse("".join(f'h{i} {{"h{i}": 1}}\nx\n' for i in range(6000)))
 
 
 def test_names_that_become_the_same_are_refused() -> None:

@@ -20,7 +20,7 @@ from offbeat.protocols.machine import Effects
 from offbeat.protocols.servers.messages import ClusterView, Recorded, ShardCut, WorkerCut
 from offbeat.protocols.servers.snapshots import GivenUp, Snapshots, WorkerColour, faults
 from offbeat.runtime.certificates import REFUSED, check, read
-from offbeat.runtime.checkpoint import _fingerprint, digest, metadata_of
+from offbeat.runtime.checkpoint import digest, fingerprint, metadata_of
 from offbeat.runtime.launch import Launcher
 from snapshot_runs import Scene, goes_on, photographed
 
@@ -153,7 +153,7 @@ def test_a_spoilt_snapshot_is_not_gone_on_from(
     forged(lambda told: told["shards"][0].update(version=0))(snapshot)
     manifest = json.loads((snapshot / "manifest.json").read_text())
     manifest.pop("checksum")
-    manifest["files"]["certificate.json"] = _fingerprint(snapshot / "certificate.json")
+    manifest["files"]["certificate.json"] = fingerprint(snapshot / "certificate.json", "blake2b")
     (snapshot / "manifest.json").write_text(json.dumps(manifest | {"checksum": digest(manifest)}))
     shutil.copytree(snapshot, again / "checkpoint" / snapshot.name)
     with pytest.raises(CheckpointError, match="is refused: its files say that they were cut elsewhere"):

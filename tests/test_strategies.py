@@ -100,7 +100,7 @@ def test_the_public_names_are_these() -> None:
     classes |= {"BSP", "SSP", "ASP", "DropSlowest", "Deadline"}
     classes |= {"Half", "BFloat", "Quantize", "Sign", "TopK", "Threshold", "RandomK", "LowRank"}
     classes |= {"Exchanging", "Exchange", "Timing", "Pace", "Compressing"}  # what a strategy of one's own is made of
-    functions = {"combined", "parse", "expand", "available", "aliases", "describe", "overview"}
+    functions = {"combined", "parse", "parse_built_in", "expand", "available", "aliases", "describe", "overview"}
     assert set(offbeat.strategies.__all__) == classes | functions
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offbeat.strategies._serving import Row
+from offbeat.strategies._parameter_row import Row
 from offbeat.strategies.server import _Totals  # pyright: ignore[reportPrivateUsage]
 
 SHARDS = 2

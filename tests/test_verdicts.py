@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
 import pytest
+from msgspec import structs
 
 from offbeat.monitor import Judge, blame, held_up, late_steps, staleness, unfit
 from offbeat.monitor.blaming import STRETCH
-from offbeat.runtime.servers.noting import GROUP, MEETINGS
+from offbeat.monitor.queues import FILE, QueueWriter, queued, read_queues
+from offbeat.runtime.servers.noting import GROUP, MEETINGS, WARM_START
 from offbeat.runtime.stamps import COMPUTING, INPUT, About, Mark, Stamp
 
 WORLD = About("world", "all_reduce", 2, 4, "float32", "sum", caller="a.py:1")
@@ -280,12 +286,101 @@ def test_lateness_is_split_into_kinds_step_by_step() -> None:
     worst = blame(stamps)[0]
     assert worst.by_kind["input"] == pytest.approx(0.23)
     assert worst.by_kind["computing"] == pytest.approx(0.0, abs=1e-9)
-    assert str(worst).startswith("worker 1 was last in 19 of 19 steps, by 230 ms in the mean: 230 ms input; the others")
+    assert str(worst).startswith(
+        "worker 1 was last in 19 of 19 steps, by 230 ms in the mean: 230 ms input; the run lost"
+    )
     assert "without it a step would take 37" in str(worst)
     assert worst.cause == "input"
     assert blame({0: by_kind(0.02), 1: by_kind(0.02)})[0].cause is None
     now_and_then = [*by_kind(0.03)[:70], *by_kind(0.28)[70:]]
     assert blame({0: by_kind(0.02), 1: now_and_then})[0].cause is None
+
+
+def meeting(late: Mapping[int, Mapping[int, float]], workers: int = 2, count: int = 300) -> dict[int, list[Stamp]]:
+    """Steps of 20 ms of which everybody leaves the exchange when the last has come; `late`: by worker and step."""
+    found: dict[int, list[Stamp]] = {rank: [] for rank in range(workers)}
+    group, now = structs.replace(WORLD, members=workers), 0.0
+    for number in range(1, count + 1):
+        came = {rank: now + 0.02 + late.get(rank, {}).get(number, 0.0) for rank in range(workers)}
+        for rank, some in found.items():
+            some += [at(Mark.STEP, None, number, now), at(Mark.ENTER, group, number, came[rank])]
+            some += [at(Mark.EXIT, group, number, max(came.values()) + 0.001)]
+        now = max(came.values()) + 0.002
+    return found
+
+
+NO_WAITS = {rank: [(0.0, 0.0), (1e6, 0.0)] for rank in range(3)}
+"""Everybody had a core whenever it wanted one."""
+
+
+def test_who_costs_the_run_much_is_the_straggler_however_seldom_it_is_last() -> None:
+    often = dict.fromkeys(range(5, 300, 20), 0.15)  # 15 of 300 steps, 2.25 s of about 8.9 s.
+    worst, *others = blame(meeting({1: often}, workers=3), queues=NO_WAITS)
+    assert (worst.worker, worst.straggler, [one.straggler for one in others]) == ("worker 1", True, [False, False])
+    assert worst.last < 0.5 * worst.steps
+    assert worst.run_seconds_lost == pytest.approx(2.25, rel=0.1)
+    assert worst.worker_seconds_lost == pytest.approx(4.5, rel=0.1)
+    assert "the run lost 2.2" in str(worst)
+    assert "and the others together waited 4.5 worker-seconds" in str(worst)
+    told = worst.plain()
+    assert (told["run_seconds_lost"], told["worker_seconds_lost"]) == (
+        worst.run_seconds_lost,
+        worst.worker_seconds_lost,
+    )
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        {0: dict.fromkeys(range(5, 300, 20), 0.15), 1: dict.fromkeys(range(15, 300, 20), 0.15)},
+        {1: dict.fromkeys(range(5, 300, 20), 0.02)},
+        {1: {150: 3.0}},
+        {1: dict.fromkeys(range(150, 165), 0.2)},
+    ],
+    ids=["everybody alike", "little", "once", "in one spell"],
+)
+def test_what_all_do_what_costs_little_and_what_may_be_chance_makes_no_straggler(
+    late: Mapping[int, Mapping[int, float]],
+) -> None:
+    assert not any(one.straggler for one in blame(meeting(late), queues=NO_WAITS))
+
+
+def test_who_waited_for_a_core_is_not_blamed_for_it() -> None:
+    stamps = meeting({1: dict.fromkeys(range(5, 300, 20), 0.15)})
+    end = stamps[0][-1].time
+    for waited, straggler in ((0.0, True), (2.2, False)):
+        queues = {rank: [(0.0, 1.0), (end / 2, 1.0 + rank * waited / 2), (end, 1.0 + rank * waited)] for rank in (0, 1)}
+        worst = blame(stamps, queues=queues)[0]
+        assert worst.queued_seconds == pytest.approx(waited, abs=0.1)
+        assert (worst.worker, worst.straggler) == ("worker 1", straggler)
+    assert not blame(stamps)[0].straggler
+
+
+def test_who_trains_alone_in_a_warm_start_is_not_blamed_for_it() -> None:
+    alone = meeting({0: dict.fromkeys(range(1, 40), 0.1)}, count=40)
+    assert blame(alone)[0].straggler
+    wanted = About(MEETINGS, f"meeting for {WARM_START}", 2)
+    assert (
+        blame(
+            {rank: [structs.replace(one, about=one.about and wanted) for one in some] for rank, some in alone.items()}
+        )
+        == []
+    )
+
+
+def test_waits_for_cores_are_written_and_read_and_damaged_ones_are_nothing(tmp_path: Path) -> None:
+    (tmp_path / "events").mkdir()
+    writer = QueueWriter(tmp_path)
+    writer.note(1.0, {0: os.getpid()})
+    writer.note(1.2, {0: os.getpid()})  # Too soon.
+    writer.note(3.0, {0: os.getpid(), 1: 2**22 + 1})
+    found = read_queues(tmp_path)
+    assert [time for time, _ in found[0]] == [1.0, 3.0]
+    assert list(found) == [0]
+    assert (queued(found, 0, 1.0, 3.0) or 0.0) >= 0.0
+    assert queued(found, 1, 1.0, 3.0) is None
+    (tmp_path / "events" / FILE).write_text("[1, {")
+    assert not read_queues(tmp_path)
 
 
 def test_a_long_run_is_blamed_over_all_of_it() -> None:

@@ -86,13 +86,27 @@ dist.barrier()
     assert offbeat_("explain", "runs/latest").code == 0
 
 
+def test_a_worker_that_is_paused_now_and_then_is_named_by_the_time_it_costs(offbeat_: Offbeat) -> None:
+    sentences = ("worker 1: pause 300ms every 600ms", "worker *: pace 25ms")
+    disturbed = [word for sentence in sentences for word in ("--disturb", sentence)]
+    goal = ("--workers", "2", "--steps", "170", "--target", "2")
+    said = offbeat_("run", "offbeat.tasks.digits", "--strategy", "allreduce", *goal, "--watch", *disturbed)
+    assert said.code == 0, said.err
+    told = json.loads(offbeat_("explain", "runs/latest", "--format", "json").out)
+    assert (told["verdict"]["kind"], told["stragglers"]) == ("straggler", ["worker 1"]), told["blame"]
+    worst = told["blame"][0]
+    assert worst["run_seconds_lost"] > 0.1 * worst["wall_seconds"]
+    assert worst["queued_seconds"] is not None
+    assert "straggler: worker 1 was last in" in said.err
+
+
 def test_a_worker_whose_input_is_slow_is_the_straggler_and_said_to_be(offbeat_: Offbeat, tmp_path: Path) -> None:
     said = offbeat_("run", script_of("slow_input"), "--workers", "2", "--watch")
     assert said.code == 0
     assert "straggler: worker 1 was last in" in said.err
     explained = offbeat_("explain", "runs/latest", "--format", "json")
     told = json.loads(explained.out)
-    assert (explained.code, told["verdict"], told["stragglers"]) == (0, None, ["worker 1"])
+    assert (explained.code, told["verdict"]["kind"], told["stragglers"]) == (0, "straggler", ["worker 1"])
     worst = told["blame"][0]
     assert (worst["worker"], worst["cause"]) == ("worker 1", "input")
     assert worst["without"] < 0.8 * worst["seconds"]

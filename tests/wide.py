@@ -10,6 +10,10 @@ from __future__ import annotations
 import re
 
 _PATTERNS = (
+    r"chaos/random_faults\.py::.*\[(?!1000\])",
+    r"chaos/snapshots\.py::.*\[\d-25\]",
+    r"chaos/mutated_messages\.py::.*\[1000000\]",
+    r"chaos/torchs_own\.py::.*-all\]",
     r"test_contracts\.py::.*\[(coded-4|elastic\(period=2,asynchronous=False\)-3)-(?!exact|uneven)",
     r"test_contracts\.py::.*\[(ddp-2|single-1)-(?!exact|uneven|a_crash|success)",
     r"test_own_loops\.py::test_a_loop_ends.*-(allreduce-3|ddp \+ accumulate\(2\)-3)\]",
@@ -62,5 +66,9 @@ _PATTERNS = (
     r"test_contracts_bite\.py::test_the_command_says_what_fails",
     r"test_tasks\.py::test_text_is_half_way",
     r"test_allocation\.py::test_what_the_user_has_set_stays",
+    r"test_contracts\.py::.*\[(allreduce|gossip|local|server).*a_watched_run",
+    r"test_contracts\.py::test_other_kinds.*\[(gossip\(exp|gossip \+|server\(shards|elastic|coded|ddp)",
+    r"test_updates\.py::.*servers\[(server\(consistency=asp|server\]|downpour|elastic|coded)",
+    r"test_choices\.py::test_auto_sums.*\[(3|4)\]",
 )
 WIDE = re.compile("|".join(_PATTERNS))

@@ -15,12 +15,18 @@ Each message says what was wrong (with the offending value), why it matters, and
     │   └── NonFiniteError         a loss or gradient became NaN or infinite
     ├── CheckpointError            a checkpoint is missing, damaged, or of another run
     └── OutputError                a run folder that cannot be written
+
+    OffbeatWarning                 a run that goes on, and probably does not do what was meant
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+
+
+class OffbeatWarning(UserWarning):
+    """A run goes on, and probably does not do what was meant."""
 
 
 class OffbeatError(Exception):
@@ -52,13 +58,21 @@ class RunError(OffbeatError):
 
 
 class WorkerError(RunError):
-    """A process of the run raised an exception or was killed."""
+    """A process of the run raised an exception or was killed.
 
-    def __init__(self, message: str, *, role: str, rank: int, remote_traceback: str = "") -> None:
+    `exit_code` is what the process ended with, or 128 plus the number of the signal that ended it, and so what
+    `offbeat run` ends with. `name` is what the run calls the process, such as `worker 2` or `server 0.1`.
+    """
+
+    def __init__(
+        self, message: str, *, role: str, rank: int, remote_traceback: str = "", exit_code: int = 1, name: str = ""
+    ) -> None:
         super().__init__(message)
         self.role = role
         self.rank = rank
         self.remote_traceback = remote_traceback
+        self.exit_code = exit_code
+        self.name = name or f"{role} {rank}"
 
 
 class WaitError(RunError):

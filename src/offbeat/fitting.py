@@ -8,11 +8,10 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -23,6 +22,7 @@ from offbeat.jobs import (
     Script,
     agreed_workers,
     earlier,
+    finished_result,
     identity_of,
     named,
     plain_target,
@@ -34,6 +34,7 @@ from offbeat.monitor import LASTING, STRAGGLER, Verdict, Watch
 from offbeat.paying import verdict
 from offbeat.protocols.disturbances import asked, check
 from offbeat.runtime.assignment import ASSIGNED
+from offbeat.runtime.capacity import check_room
 from offbeat.runtime.goal import Goal
 from offbeat.runtime.hosts import Hosts, Placed, placed
 from offbeat.runtime.launch import (
@@ -41,114 +42,22 @@ from offbeat.runtime.launch import (
     PRELOAD,
     Launcher,
     Outcome,
+    PrivateStore,
     Role,
+    private_store,
     serve_store,
     threads_for,
     worker_environment,
 )
 from offbeat.runtime.processes import passport
-from offbeat.runtime.records import RunFolder, environment
+from offbeat.runtime.records import BY_SCRIPT, RunFolder, environment, part
+from offbeat.runtime.results import Result, failure
 from offbeat.serving import Serving, servers_of, serving
 from offbeat.strategies import Strategy
 from offbeat.task import AnyTask, Reference, reference_to
 
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
-
 WARM = (*PRELOAD, "torch._dynamo", "offbeat.working", "offbeat.runtime.servers.process", "offbeat.runtime.served")
 """What the fork server imports, so that a worker has everything there (torch's optimizers import _dynamo)."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run came to; `offbeat run --format json` prints exactly these."""
-
-    strategy: str
-    """How it was distributed."""
-    workers: int
-    """How many processes trained."""
-    task: str
-    """What was learned: a task, or a script's path."""
-    run: Path
-    """The run's folder."""
-    seed: int | None = None
-    """What fixed its random choices."""
-    steps: int = 0
-    """Updates done."""
-    epochs: int | None = None
-    """Passes over the training data, the last one maybe not complete."""
-    samples: int = 0
-    """Training examples seen, over all workers."""
-    score: float | None = None
-    """The last reported score, on validation data for tasks."""
-    best_score: float | None = None
-    """The best reported score."""
-    test_score: float | None = None
-    """The score on test data, taken once, at the end; tasks only."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Everything in the last report."""
-    target: str | None = None
-    """The score that was to be reached."""
-    reached_target: bool | None = None
-    """Whether it was; None if there was none."""
-    seconds_to_target: float | None = None
-    """Training time until the report that reached it."""
-    seconds: float = 0.0
-    """Training time, evaluations included, start-up not; the mean over workers."""
-    startup_seconds: float = 0.0
-    """From the start of the launch until training began."""
-    samples_per_second: float = 0.0
-    """Examples per second of training time."""
-    core_seconds: float = 0.0
-    """Processor time of all workers together."""
-    bytes_sent: int = 0
-    """Payload bytes that the workers sent, by the formulas of the algorithms used."""
-    seconds_by_kind: dict[str, float] = field(default_factory=dict)
-    """Where the time went; sums to `seconds`. `communicate` is only the part that backward did not hide."""
-    overlapped_seconds: float = 0.0
-    """Time during which an exchange was under way beside backward; not part of the sum."""
-    staleness: dict[str, int] = field(default_factory=dict)
-    """How many steps old what a worker read was: how often each."""
-    disturbances: dict[str, int] = field(default_factory=dict)
-    """Faults: how many were asked for, how many have fired; each sentence's own count is in run.json."""
-    choices: dict[str, Any] = field(default_factory=dict)
-    """What the strategy chose by measuring, against which others, in seconds; see `allreduce(auto)`."""
-    optimizer_bytes: list[int] = field(default_factory=list)
-    """How much optimizer state each worker holds, where it is divided."""
-    gossip: dict[str, Any] = field(default_factory=dict[str, Any])
-    """How fast replicas should come together by their graph, and how fast they did; see `gossip`."""
-    compression: dict[str, float] = field(default_factory=dict)
-    """What compressing has cost and saved a worker, their mean: bytes before and after, seconds for both, and dense."""
-    pays: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Whether compression pays: both sides of time per step times steps to the target, and the verdict in words."""
-    foretold: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What a step took, and what its schedules on these links foretell; or why nobody can foretell it."""
-
-    waits: list[float] = field(default_factory=list[float])
-    """Seconds that each worker that is there at the end has waited for others, in the order of their ranks."""
-    refusals: list[str] = field(default_factory=list[str])
-    """Why servers have refused pushes, and whose they were; the first ones."""
-    servers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    """What each shard has to say: pushes by what became of them, staleness of reads, bytes by link."""
-    hosts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    """The hosts of the run: name, kind, address, rate, and the numbers of the workers and server processes there."""
-    died: list[str] = field(default_factory=list[str])
-    """Workers and servers that died on the way, where the run went on without them."""
-    joined: list[str] = field(default_factory=list[str])
-    """Workers that joined on the way, in place of others, and servers that hold a copy in place of others."""
-    first_batch: str | None = None
-    """A fingerprint of the first training batch that the worker had who wrote this: the same data gives the same."""
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON data."""
-        return dataclasses.asdict(self) | {"run": str(self.run)}
-
-    @classmethod
-    def from_plain(cls, data: Mapping[str, Any]) -> Result:
-        """From JSON data; unknown entries are ignored."""
-        known: dict[str, Any] = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name in data}
-        known["run"] = Path(data["run"])
-        return cls(**known)
 
 
 class Watcher(Protocol):
@@ -259,33 +168,44 @@ def drive(job: Job, *, launcher: Launcher | None = None, watcher: Watcher | None
             "`offbeat run`."
         )
     start = time.monotonic()
+    if job.resume is not None and (kept := finished_result(resolve(job))) is not None:
+        return kept
     # The fork server imports torch while everything is checked here.
     with nullcontext(launcher) if launcher else Launcher(WARM) as starter:
         starter.start()
         job = _disturbed_as_asked(resolve(job), job.goal.disturb)
-        with nullcontext() if job.hosts is None else placed(job.hosts) as there:
-            # Before the folder: a port that is taken leaves no traces.
-            store = _store(job, there)
+        check_room(_processes(job), job.threads or threads_for(job.workers))
+        with nullcontext() if job.hosts is None else placed(job.hosts) as there, _store(job, there) as store:
+            # After the store: a port that is taken leaves no traces.
             folder = _folder_for(job)
-            collected = _Collected(watcher or _Nobody(), start, _Disturbed(job))
+            collected = _Collected(watcher or _Nobody(), start, _Disturbed(job), folder)
             collected.watcher.begin(job, folder)
-            try:
-                _launch(starter, job, folder, store.port, collected, there)
-            finally:
-                del store  # Now, not when whoever catches an error lets go of its traceback.
+            _launch(starter, job, folder, store, collected, there)
         return _finish(job, folder, collected)
 
 
-def _store(job: Job, there: Placed | None) -> TCPStore:
-    """Where the workers meet: on loopback, or where only the hosts of the run can reach it."""
+@contextmanager
+def _store(job: Job, there: Placed | None) -> Generator[PrivateStore | int]:
+    """Where the workers meet: in memory of this user's, or at a port that only the hosts of the run can reach."""
     if there is None:
-        return serve_store(job.port)
+        with private_store(job.port) as store:
+            yield store
+        return
     with there.inside():
-        return serve_store(job.port, EVERYWHERE)
+        served = serve_store(job.port, EVERYWHERE)
+    try:
+        yield served.port
+    finally:
+        del served  # Now, not when whoever catches an error lets go of its traceback.
 
 
 def _launch(
-    starter: Launcher, job: Job, folder: RunFolder, port: int, collected: _Collected, there: Placed | None
+    starter: Launcher,
+    job: Job,
+    folder: RunFolder,
+    store: PrivateStore | int,
+    collected: _Collected,
+    there: Placed | None,
 ) -> None:
     watch = Watch(folder.path, job.workers) if job.goal.watch else None
     try:
@@ -304,14 +224,14 @@ def _launch(
                 if watch is not None:
                     watch.ended(outcome)
                     if outcome.role.kind == "server":
-                        watch.lost_server(servers.name_of(outcome.role), outcome)
+                        watch.lost_server(str(outcome.role), outcome)
                 new = servers.replacement(outcome, job.goal.replace)
                 if new is not None:
                     config = {**new.config, "disturbed": collected.disturbed.at(new)}
                     starter.add(dataclasses.replace(new, config=config))
 
             starter.run(
-                [*_roles(job, folder, port, servers, there), *servers.roles(job, folder)],
+                [*_roles(job, folder, store, servers, there), *servers.roles(job, folder)],
                 on_message=collected.message,
                 on_tick=tick,
                 on_end=ended,
@@ -322,7 +242,9 @@ def _launch(
     except BaseException as error:
         with suppress(OutputError, CheckpointError):  # A disk that is full may be the very reason.
             state = "failed" if isinstance(error, Exception) else "interrupted"
-            folder.write(state=state, **collected.disturbed.told())
+            folder.write(
+                state=state, result=_result_so_far(job, folder, collected, error), **collected.disturbed.told()
+            )
             if watch is not None:
                 _conclude(watch, folder, error)
         raise
@@ -359,6 +281,12 @@ def _disturbed_as_asked(job: Job, sentences: tuple[str, ...]) -> Job:
     return dataclasses.replace(job, goal=goal)
 
 
+def _processes(job: Job) -> int:
+    """How many processes the run starts: its workers, and a server for every copy of every shard."""
+    needs = servers_of(job)
+    return job.workers + (needs[0] * (1 + needs[1]) if needs else 0)
+
+
 def _cast(job: Job) -> dict[str, int]:
     """How many processes of each role the run will have; of servers, how many shards."""
     needs = servers_of(job)
@@ -369,7 +297,7 @@ def _folder_for(job: Job) -> RunFolder:
     folder = (
         RunFolder.open(job.resume)
         if job.resume
-        else RunFolder.create(job.out, short_name(job.what), job.goal.strategy or "")
+        else RunFolder.create(job.out, short_name(job.what), job.goal.strategy or BY_SCRIPT)
     )
     config: dict[str, Any] = {
         "what": plain_target(job.what),
@@ -385,11 +313,14 @@ def _folder_for(job: Job) -> RunFolder:
                 f"{folder.path} is a run of {named(known)}, not of {named(config['what'])}. Give the run of this "
                 f"task, or start a new one."
             )
+        folder.write(result={**part(folder.read(), "result"), "error": None})
     folder.write(config=config, environment=environment(), state="running", process=msgspec.to_builtins(passport()))
     return folder
 
 
-def _roles(job: Job, folder: RunFolder, port: int, servers: Serving, there: Placed | None) -> list[Role]:
+def _roles(
+    job: Job, folder: RunFolder, store: PrivateStore | int, servers: Serving, there: Placed | None
+) -> list[Role]:
     target = plain_target(job.what)
     config = {
         "servers": None if servers.plan is None else servers.plan.plain(),
@@ -407,11 +338,12 @@ def _roles(job: Job, folder: RunFolder, port: int, servers: Serving, there: Plac
             rank=rank,
             entry="offbeat.working:work",
             config=config,
-            environment=worker_environment(rank, job.workers, port, address, seat),
+            environment=worker_environment(rank, job.workers, store, address, seat),
             log=folder.log("worker", rank),
             threads=job.threads or threads_for(job.workers),
             expendable=servers.plan is not None,
             network=None if seat is None else seat.host.network,
+            patience=job.goal.timeout,
         )
         for rank, seat in enumerate(seats)
     ]
@@ -420,12 +352,19 @@ def _roles(job: Job, folder: RunFolder, port: int, servers: Serving, there: Plac
 class _Collected:
     """What the workers have said."""
 
-    def __init__(self, watcher: Watcher, start: float, disturbed: _Disturbed) -> None:
+    def __init__(self, watcher: Watcher, start: float, disturbed: _Disturbed, folder: RunFolder) -> None:
         self.watcher = watcher
+        self._folder = folder
+        self.strategy: str | None = None
+        """What the workers' team runs under; None as long as there is no team."""
         self.start = start
         self.disturbed = disturbed
         self.startup_seconds = 0.0
         self.result: dict[str, Any] | None = None
+        self.progress: dict[str, Any] = {}
+        """The latest that the leading worker has told of itself."""
+        self.metrics: dict[str, float] = {}
+        """The latest report's."""
         self.servers: dict[int, dict[str, Any]] = {}
         self.died: list[str] = []
         self.joined: list[str] = []
@@ -436,7 +375,11 @@ class _Collected:
         """Keep what matters for the result, pass everything on."""
         if message.get("kind") == "ready":
             self._ready.add(role.rank)
+            if self.strategy is None:
+                self._note_strategy(message["strategy"])
             self.startup_seconds = time.monotonic() - self.start
+        elif message.get("kind") in ("progress", "report"):
+            self.progress, self.metrics = dict(message), dict(message.get("metrics", self.metrics))
         elif message.get("kind") == "result":
             self.result = {name: value for name, value in message.items() if name != "kind"}
         elif message.get("kind") == "server":
@@ -444,6 +387,14 @@ class _Collected:
         elif message.get("kind") == "disturbed":
             self.disturbed.fired[message["number"], str(role)] += 1
         self.watcher.message(role, message)
+
+    def _note_strategy(self, strategy: str) -> None:
+        """Keep what a script has said, for whoever looks at the run."""
+        self.strategy = strategy
+        config = self._folder.read()["config"]
+        if config["goal"]["strategy"] != strategy:
+            config["goal"]["strategy"] = strategy
+            self._folder.write(config=config)
 
     def _hear_server(self, account: dict[str, Any]) -> None:
         """Of two who claim to serve a shard, the one in the later epoch does."""
@@ -480,20 +431,50 @@ class _Disturbed:
         return {"disturbances": {**self.counts(), "each": each}}
 
 
-def _finish(job: Job, folder: RunFolder, collected: _Collected) -> Result:
-    said = collected.result
-    data: dict[str, Any] = {
-        "strategy": job.goal.strategy,
+def _facts(job: Job, folder: RunFolder, collected: _Collected) -> dict[str, Any]:
+    """What is known of any run that has been started, as entries of its result."""
+    return {
+        "strategy": collected.strategy or job.goal.strategy or BY_SCRIPT,
         "workers": job.workers,
         "task": str(job.what),
         "run": str(folder.path),
+        "target": job.goal.target,
         "startup_seconds": collected.startup_seconds,
         "disturbances": collected.disturbed.counts(),
+    }
+
+
+def _result_so_far(job: Job, folder: RunFolder, collected: _Collected, error: BaseException) -> dict[str, Any]:
+    """What a run that failed had come to: those entries of the result that are known, and why it failed.
+
+    If it was resumed, and had not gone far enough to say anything, that is what it had come to before.
+    """
+    before = part(folder.read(), "result")
+    names = {"steps": "step", "epochs": "epoch", "samples": "samples", "seconds": "seconds"}
+    told = {name: collected.progress[known] for name, known in names.items() if known in collected.progress}
+    if "seconds_by_kind" in collected.progress:
+        told["seconds_by_kind"] = collected.progress["seconds_by_kind"]
+    if collected.metrics:
+        told["metrics"] = collected.metrics
+    return (
+        before
+        | _facts(job, folder, collected)
+        | told
+        | {"died": collected.died, "joined": collected.joined, "error": failure(error)}
+    )
+
+
+def _finish(job: Job, folder: RunFolder, collected: _Collected) -> Result:
+    said = collected.result
+    data: dict[str, Any] = {
+        **_facts(job, folder, collected),
         **(said or {}),
         "died": collected.died,
         "joined": collected.joined,
         "hosts": collected.hosts,
     }
+    if not said:
+        data["strategy"] = BY_SCRIPT  # Whatever was asked for: it joined no team.
     if collected.servers:
         data["servers"] = [collected.servers[shard] for shard in sorted(collected.servers)]
     if said:

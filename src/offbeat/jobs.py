@@ -10,11 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
+
+from offbeat import limits
 from offbeat.errors import CheckpointError, StrategyError, TaskError, UsageError
-from offbeat.runtime.checkpoint import newest
+from offbeat.runtime.checkpoint import newest, newest_step
 from offbeat.runtime.goal import Goal, Target
 from offbeat.runtime.hosts import Hosts
-from offbeat.runtime.records import RunFolder
+from offbeat.runtime.records import RUN_FILE, RunFolder, part
+from offbeat.runtime.results import Result
 from offbeat.strategies import combined, parse
 from offbeat.task import AnyTask, IterativeTask, Reference, Task
 
@@ -50,6 +54,14 @@ class Job:
     """The port to meet at; 0 is any that is free."""
     hosts: Hosts | None = None
     """Where the processes live; None: all on this machine."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that make no sense, or that no machine has room for."""
+        limits.whole("--workers", self.workers, limits.WORKERS, why="each is a process")
+        if self.threads is not None:
+            limits.whole("--threads", self.threads, limits.THREADS)
+        limits.port("--port", self.port)
+        agreed_workers(self.hosts, self.workers, self.workers)
 
 
 def target_of(text: str, arguments: tuple[str, ...]) -> Script | Reference:
@@ -101,11 +113,10 @@ def resolve(job: Job) -> Job:
     """Fill in what was left open, and refuse what cannot be run."""
     if job.resume is not None:
         job = _as_before(job)
-    _check_numbers(job)
     goal = job.goal
     if goal.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UsageError("--tensorboard needs TensorBoard: pip install 'offbeat[tensorboard]'.")
-    strategy = combined(parse(_default_strategy(job.workers) if goal.strategy is None else goal.strategy))
+    strategy = combined(parse(goal.strategy or ("single" if job.workers == 1 else "allreduce")))
     strategy.check(job.workers)
     if goal.replace and not strategy.traits.elastic:
         raise StrategyError(
@@ -114,7 +125,9 @@ def resolve(job: Job) -> Job:
         )
     if job.hosts is not None:
         strategy.check_hosts(len(set(job.hosts.of_workers())))
-    changes: dict[str, Any] = {"strategy": str(strategy)}
+    # A script may say its own to offbeat.init(), or know nothing of offbeat: what it does is heard when it does it.
+    own = isinstance(job.what, Script) and goal.strategy is None
+    changes: dict[str, Any] = {} if own else {"strategy": str(strategy)}
     if isinstance(job.what, Reference):
         task = job.what.build()
         changes |= _from_task(task, goal)
@@ -142,19 +155,6 @@ def agreed_workers(hosts: Hosts | None, wanted: int | None, default: int) -> int
             f"say how many each host has."
         )
     return hosts.workers
-
-
-def _default_strategy(workers: int) -> str:
-    return "single" if workers == 1 else "allreduce"
-
-
-def _check_numbers(job: Job) -> None:
-    for name, value in (("workers", job.workers), ("threads", 1 if job.threads is None else job.threads)):
-        if type(value) is not int or value < 1:
-            raise UsageError(f"--{name} {value!r} makes no sense: it must be a whole number, 1 or more.")
-    if not 0 <= job.port < 1 << 16:
-        raise UsageError(f"--port {job.port} makes no sense: ports go up to 65535, and 0 takes one that is free.")
-    agreed_workers(job.hosts, job.workers, job.workers)
 
 
 def _from_task(task: AnyTask, goal: Goal) -> dict[str, Any]:
@@ -195,6 +195,38 @@ def _as_before(job: Job) -> Job:
     return dataclasses.replace(job, goal=goal, threads=threads, hosts=hosts)
 
 
+def finished_result(job: Job) -> Result | None:
+    """The result of the run that a resolved job goes on with, if nothing is left to do; None if something is."""
+    if job.resume is None:
+        return None
+    folder = RunFolder.open(job.resume)
+    known = folder.read()
+    result, goal = part(known, "result"), job.goal
+    if known.get("state") != "finished" or not {"strategy", "workers", "task"} <= set(result):
+        return None
+    if newest_step(folder.checkpoints) < (result.get("steps") or 0):
+        return None  # It is to go on from an earlier point.
+    if isinstance(job.what, Script) and _modified(Path(job.what.path)) > _modified(folder.path / RUN_FILE):
+        return None  # Its loop may be longer now.
+    before = Goal.from_plain(part(known, "config", "goal"))
+    same = (goal.steps, goal.epochs) == (before.steps, before.epochs)
+    if result.get("reached_target"):
+        over = goal.target == before.target
+    else:
+        steps, epochs = result.get("steps") or 0, result.get("epochs") or 0
+        # Of the last epoch nobody knows whether it is complete.
+        spent = (goal.steps is not None and steps >= goal.steps) or (goal.epochs is not None and epochs > goal.epochs)
+        over = same or spent
+    return Result.from_plain(result | {"run": str(job.resume)}) if over else None
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
 def earlier(run: Path) -> dict[str, Any]:
     """The configuration of an earlier run: what was run, its goal, its workers and their threads."""
     config = RunFolder.open(run).read().get("config")
@@ -223,6 +255,16 @@ def plain_target(what: Script | Reference) -> dict[str, Any]:
     if isinstance(what, Script):
         return {"script": what.path, "arguments": list(what.arguments)}
     return {"task": dataclasses.asdict(what)}
+
+
+def target_from_plain(data: Mapping[str, Any]) -> Script | Reference:
+    """From JSON data, which a file has given."""
+    try:
+        if "script" in data:
+            return Script(data["script"], msgspec.convert(data["arguments"], tuple[str, ...]))
+        return msgspec.convert(data["task"], Reference)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{dict(data)} does not say which script or task was run ({error!r}).") from error
 
 
 def identity_of(job: Job) -> dict[str, Any]:

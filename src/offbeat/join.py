@@ -8,7 +8,7 @@ batch is asked for, everything before it is done: that is where checkpoints are 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cached_property
@@ -33,14 +33,17 @@ from offbeat.runtime.goal import Goal, Target
 from offbeat.runtime.group import Group
 from offbeat.runtime.holdings import Holdings, Stateful
 from offbeat.runtime.ledger import Ledger
-from offbeat.runtime.loaders import Batch, Loader, Share, divide
+from offbeat.runtime.loaders import Batch, Loader, Share, agreed_state, divide
+from offbeat.runtime.losses import FirstLoss
 from offbeat.runtime.memory import Memory, open_memory
 from offbeat.runtime.parts import Parts
 from offbeat.runtime.place import Place, where
 from offbeat.runtime.rates import ScaledRate
 from offbeat.runtime.reports import Reports
+from offbeat.runtime.slicing import note_slice
 from offbeat.runtime.stamps import RECORDER, Mark
 from offbeat.runtime.stopwatch import Stopwatch
+from offbeat.runtime.summaries import reporter
 from offbeat.strategies import Strategy, combined, parse
 from offbeat.strategies._compressing import Compressing
 from offbeat.strategies._vector import Vector
@@ -73,7 +76,8 @@ def init(
     )
     assigned = ASSIGNED.get()
     if assigned is None:
-        return Team(Assignment(said, folder=None if out is None else Path(out)), where())
+        folder = None if out is None else Path(out)
+        return Team(Assignment(said, folder=folder, send=reporter(folder)), where())
     told = assigned.goal
     merged = Goal.from_plain(
         told.plain()
@@ -112,11 +116,15 @@ class Team:
         if goal.seed is not None:
             randomness.seed_everything(goal.seed)
         self._assignment = assignment
-        self._stopping = self._started = self._closed = self._admitting = False
+        self._stopping = self._started = self._closed = self._admitting = self._uncounted = False
+        self._batch: tuple[int, int | None] | None = None
         self._shares: list[Share] = []
         self.group = _group_for(assignment, place, timedelta(seconds=goal.timeout), self.device)
         self.stopwatch = Stopwatch()
         self.ledger = Ledger(Target.parse(goal.target) if goal.target else None)
+        if self.group.presence is not None:
+            self.group.presence.step = lambda: self.step
+            self.group.presence.give_up = assignment.fail or self.group.presence.give_up
         self.exchange = cast("Exchanging", self.strategy.exchange).connect(self.group, self.stopwatch)
         self.exchange.compressions = cast("tuple[Compressing, ...]", self.strategy.compressions)
         when = cast("Timing | None", self.strategy.when)
@@ -128,10 +136,13 @@ class Team:
         self.seed = self._agreed_seed()
         """What fixes the order of the data; the same on all workers."""
         self._holdings = Holdings()
-        self._watch = Watch(self.group, self._holdings, self.exchange, self.pace, self.ledger)
+        self._watch = Watch(self.group, self._holdings, self.exchange, self.pace, self.ledger, str(self.strategy))
+        looks = self.size > 1 and self.rank == 0 and self.strategy.traits.exact
+        self._first_loss = FirstLoss(self.size) if looks else None
         self.reports = Reports(self.group, self.ledger, self.stopwatch, assignment.send)
         self.reports.figures, self.reports.payload = self.exchange.figures, self.exchange.payload
-        self.reports.accounts = self.exchange.accounts
+        self.reports.accounts, self.reports.compare = self.exchange.accounts, self._watch.compare
+        self.reports.first_gradients = lambda: self._watch.first_gradients.fingerprint
         self.reports.write_to(assignment.folder, goal.tensorboard)
         self._memory = self._open_memory()
         self.exchange.seed = self.seed
@@ -148,7 +159,7 @@ class Team:
         memory = open_memory(self._assignment.folder, self.group, identity, self._holdings, replicated)
         memory.keep(exchange=self.exchange, pace=self.pace, ledger=self.ledger)
         # Random state comes last, so that nothing that is put back before it can draw from it.
-        memory.keep(stopwatch=self.stopwatch, group=self.group, random=randomness.Generators())
+        memory.keep(stopwatch=self.stopwatch, group=self.group, reports=self.reports, random=randomness.Generators())
         if self._assignment.resume and not self._assignment.joins:
             self.seed = memory.recall()["seed"]
         return memory
@@ -188,7 +199,7 @@ class Team:
         for loader in self._holdings.loaders:
             if loader.resume_at is not None:
                 loader.epoch = loader.resume_at[0] - 1
-                done = max(done, loader.epoch)
+                done = max(done, loader.trained_epochs)
         while (count is None or done < count) and not self.stopping:
             yield done
             done += 1
@@ -201,6 +212,7 @@ class Team:
         """
         if self._memory.catching_up():
             return False
+        self._watch.check()
         values = self.reports.finite(metrics)
         with self.stopwatch.spent_on("communicate" if self.size > 1 else "other"):
             mean = self.reports.mean(values)
@@ -225,7 +237,7 @@ class Team:
             yield
 
     def _averaged(self, models: list[nn.Module]) -> AbstractContextManager[None]:
-        return self.pace.averaged(models or self._holdings.models, self.exchange)
+        return self._watch.at_averaging(self.pace.averaged(models or self._holdings.models, self.exchange))
 
     def mean(self, **values: float) -> dict[str, float]:
         """Values averaged over the workers, as `report` does, without recording them."""
@@ -291,14 +303,14 @@ class Team:
         if epochs is None or loader is None:
             return False
         # An epoch budget is spent only when its last epoch is complete, not at a report in the middle of it.
-        return loader.epoch > epochs or (loader.epoch == epochs and loader.complete)
+        return loader.trained_epochs > epochs or (loader.trained_epochs == epochs and loader.complete)
 
     @cached_property
     def vector(self) -> Vector:
         """The parameters as servers hold them, for a loop that pushes and pulls ranges of them (docs/servers.md)."""
 
         def counted() -> None:
-            self.ledger.steps += 1
+            self._watch.counted()
             self._stepped()
 
         return self.exchange.vector(counted)
@@ -316,8 +328,9 @@ class Team:
         if isinstance(thing, nn.Module):
             thing.to(self.device)
             self._holdings.models.append(thing)
-            if self.goal.check_finite:
-                self._watch.guard(thing)
+            self._watch.adopt(thing, self.goal.check_finite)
+            if self._first_loss is not None:
+                self._first_loss.watch(thing)
             self.pace.adopt(thing)
             if self.gauge is not None:
                 self.gauge.watch(thing)
@@ -329,7 +342,7 @@ class Team:
             self.pace.watch(thing)
             self._watch.attend(thing)
             self.exchange.attend(thing)
-            self._step_hooks += rate.after_others(thing)
+            self._step_hooks += [*rate.after_others(thing), thing.register_step_post_hook(self._learned)]
             if self._disturber.active:
                 self._step_hooks.append(thing.register_step_post_hook(self._stepped))
         elif isinstance(thing, Stateful) and not isinstance(thing, Iterable):
@@ -378,7 +391,7 @@ class Team:
         self.group.barrier("the start of training")
         if not self._memory.resuming:
             self.stopwatch.restart()
-        self._assignment.send({"kind": "ready", "rank": self.rank})
+        self._assignment.send({"kind": "ready", "rank": self.rank, "strategy": str(self.strategy)})
 
     def _agreed_seed(self) -> int:
         chosen = torch.tensor([self.goal.seed if self.goal.seed is not None else torch.initial_seed() % 2**62])
@@ -391,9 +404,33 @@ class Team:
         here = self._memory.is_here(loader)
         if self._memory.resuming and not here:
             return True  # The checkpoint was written at another loader's boundary, which is still to come.
+        if loader is self._holdings.trained_loader:
+            self._count_batch()
         self.resume()
-        over = self.goal.epochs is not None and loader.epoch > self.goal.epochs
-        return self.boundary(over)
+        return self.boundary(over=self.goal.epochs is not None and loader.trained_epochs > self.goal.epochs)
+
+    def _count_batch(self) -> None:
+        """A batch is done. A loop that updates without a prepared optimizer, by hand or by Keras's, made a step."""
+        if self._uncounted:
+            self._uncounted = False
+            self.ledger.steps += 1
+            self._learned()
+
+    def _learned(self, *_: Any) -> None:
+        for loader in self._holdings.loaders:
+            loader.stepped()
+
+    def evaluates(self, loader: Loader) -> bool:
+        """Whether a pass that begins now is an evaluation, though gradients are on: many scripts only call eval()."""
+        loaders, models = self._holdings.loaders, self._holdings.models
+        training = not models or any(model.training for model in models)
+        return not training and not loader.learned and any(other.learned for other in loaders)
+
+    def took_back(self, batches: Sequence[Batch]) -> None:
+        """A pass over the data has ended without a step: what it handed out was evaluated, not trained on."""
+        self.ledger.samples -= sum(batch.total or 0 for batch in batches)
+        self.ledger.own_samples -= sum(batch.examples for batch in batches if batch.total is None)
+        self.reports.evaluated += sum(batch.examples for batch in batches)
 
     def boundary(self, over: bool = False) -> bool:
         """Between two steps: write a checkpoint if due, tell the launcher, and say whether to go on."""
@@ -435,7 +472,11 @@ class Team:
     def given(self, batch: Batch, training: bool) -> None:
         """A batch goes to the loop."""
         if training:
+            self._batch = batch.examples, batch.total
+            self._uncounted = not self._holdings.optimizers
             self._watch.examples = float(batch.examples)
+            if batch.total is not None:
+                self._watch.first_gradients.told = True  # Each has its own part of the batch.
             if self.gauge is not None:
                 self.gauge.begin(batch.examples, self.step)
             self.pace.begin(batch.examples, batch.total, batch.last)
@@ -459,6 +500,7 @@ class Team:
 
     def ended(self) -> None:
         """The loop has left its training data."""
+        self._count_batch()
         self.stopwatch.switch("other")
 
     def anyone(self, has: bool) -> bool:
@@ -469,6 +511,13 @@ class Team:
             return True  # Who has none left keeps the others company until they meet.
         with self.stopwatch.spent_on("communicate"):
             return bool(self.group.sum(torch.tensor([float(has)]), "the end of the data").item() > 0)
+
+    def agreed(self, state: randomness.State, seed: int) -> tuple[randomness.State, bool]:
+        """The random state to draw an epoch's data from, and whether this worker's own goes on from there."""
+        # Where the result is to be that of one process, workers meet for it even if they do not wait for each other.
+        meeting = self.exchange.aligned or self.strategy.traits.exact
+        with self.stopwatch.spent_on("communicate" if self.size > 1 else "other"):
+            return agreed_state(self.group, meeting, state, seed)
 
     def passed_over(self) -> int:
         """Batches that were learned without this worker since it was last asked."""
@@ -484,6 +533,8 @@ class Team:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         explained = self.exchange.explained(error)
+        if explained is None and self._batch is not None:
+            note_slice(error, *self._batch)
         # A script may end itself inside the team, and well.
         self.close(failed=error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)))
         if explained is not None:
@@ -494,15 +545,24 @@ class Team:
         if self._closed:
             return
         self._closed = True
+        done = False
         try:
             self._disturber.close()
+            if not failed:
+                self._watch.check(at_end=True)
             if not failed and self._started:
+                self.group.leave()
+                self._memory.give_back_account()
                 if not self._memory.catching_up():
                     self.checkpoint(at_end=True)
                 self._conclude()
+            done = not failed
         finally:
+            self.group.depart(failed=not done)
             for hook in self._step_hooks:
                 hook.remove()
+            if self._first_loss is not None:
+                self._first_loss.close()
             if self.gauge is not None:
                 self.gauge.close()
             publishes = self.exchange.publishes
@@ -515,6 +575,7 @@ class Team:
             self.group.close()
 
     def _conclude(self) -> None:
+        self.reports.mean({})  # The last word on what was the same everywhere, if nothing was ever reported.
         if self.gauge is not None:
             self.gauge.conclude(self.folder, self._holdings.examples)
         more = {
@@ -525,6 +586,7 @@ class Team:
             "staleness": self.exchange.staleness(self.step),
             "foreseen": None if self.size == 1 else msgspec.to_builtins(self.pace.foreseen(self.exchange)),
             **self.exchange.notes(),
+            **({"warnings": self._watch.warnings} if self._watch.warnings else {}),
             **self.notes,
         }
         self.reports.conclude(more)

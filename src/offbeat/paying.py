@@ -8,11 +8,11 @@ dense run can tell; if there is one beside it, of the same task, workers and tar
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from offbeat.runtime.reading import read_object
 from offbeat.strategies import Strategy, combined, parse
 from offbeat.strategies._base import Combined
 
@@ -98,7 +98,7 @@ def _dense_run(config: Mapping[str, Any], plain: str, runs: Path) -> dict[str, A
     """The newest finished run of the same, sent as it is: its result."""
     for path in sorted(runs.glob("*/run.json"), reverse=True):
         try:
-            told = cast("dict[str, Any]", json.loads(path.read_text()))
+            told = read_object(path)
             theirs, result = told["config"], told["result"]
             same = all(theirs.get(name) == config.get(name) for name in ("what", "workers", "hosts"))
             goal, ours = theirs["goal"], config["goal"]

@@ -35,6 +35,8 @@ def servers_of(job: Job) -> tuple[int, int, Rule] | None:
 
 SPARES = 16
 """Servers of a shard that are replaced; if more die, something is wrong with what they do."""
+STARTUP = 120.0
+"""Seconds until processes can be started at all: on a busy machine the fork server's imports take long."""
 PATIENCE = 15.0
 """Seconds that one who was declared dead has to notice and end by itself."""
 
@@ -50,6 +52,8 @@ class Serving:
         self._working = 0 if plan is None else plan.workers
         self._replaced = 0
         self._finished: set[str] = set()
+        self._signalled: list[str] = []
+        """Workers that a signal has ended; one that could still say goodbye is not among the dead of any view."""
         self._replicas = {} if plan is None else dict(enumerate(_replicas(plan)))
         """Shard and replica of every server process, by its rank."""
         self._make: Callable[[int, Path | None], Role] | None = None
@@ -84,6 +88,7 @@ class Serving:
                 serves=True,
                 expendable=True,
                 network=home,
+                name=server_name(shard, replica),
             )
 
         self._make = role
@@ -122,12 +127,12 @@ class Serving:
         return min(free, key=lambda n: ((n - dead) % (plan.replicas + 1) != 0, n), default=None)
 
     @property
-    def places(self) -> list[int]:
-        """Of each server process that there was, which host it was on; only where there are hosts."""
+    def places(self) -> dict[str, int]:
+        """Of each server process that there was, such as `0.1`, which host it was on; only where there are hosts."""
         if self.plan is None or self._placed is None:
-            return []
+            return {}
         first = self._placed.wanted.of_servers(self.plan.shards * (self.plan.replicas + 1))
-        return [first[home_of(*place, self.plan)] for place in self._replicas.values()]
+        return {f"{shard}.{copy}": first[home_of(shard, copy, self.plan)] for shard, copy in self._replicas.values()}
 
     @property
     def _fallen(self) -> list[str]:
@@ -157,12 +162,7 @@ class Serving:
         overdue = [name for name, since in self._declared.items() if now - since > PATIENCE]
         for name in overdue:
             self._declared[name] = float("inf")
-        return [self._role_of(name) for name in overdue]
-
-    def _role_of(self, name: str) -> str:
-        """What the launcher calls somebody."""
-        ranks = {server_name(*place): rank for rank, place in self._replicas.items()}
-        return f"server {ranks[name]}" if name in ranks else name
+        return overdue
 
     def ended(self, outcome: Outcome) -> None:
         """A process of the run has ended."""
@@ -176,15 +176,12 @@ class Serving:
             self._declared[name] = float("inf")
             if outcome.exit_code == 0 and name not in self.died:
                 self._finished.add(name)
+            if outcome.signal is not None:
+                self._signalled.append(name)
             self._coordination.ended(name)
         elif self._working and not _was_asked_to_end(outcome):
-            name = self.name_of(role)
-            self._ended[name] = obituary(outcome)
-            self._coordination.ended(name)
-
-    def name_of(self, role: Role) -> str:
-        """What the run calls a server process."""
-        return server_name(*self._replicas.get(role.rank, (role.rank, 0)))
+            self._ended[str(role)] = obituary(outcome)
+            self._coordination.ended(str(role))
 
     def replacement(self, outcome: Outcome, most: int) -> Role | None:
         """A new worker for one that has died, if there are to be so many and others work on, who can let it in."""
@@ -208,6 +205,8 @@ class Serving:
         if self._coordination is None:
             return []
         died = [name for change in self._coordination.changes for name in change.died]
+        for name in dict.fromkeys(self._signalled):
+            died += [name] * (self._signalled.count(name) - died.count(name))
         return [name for name in died if name not in self._finished]
 
     def conclude(self) -> None:
@@ -271,7 +270,7 @@ def serving(job: Job, folder: RunFolder, placed: Placed | None = None) -> Genera
             rule=rule,
             folder=str(sockets),
             # A process that ends is heard of at once; one that has much to read before it begins is not dead.
-            timing=Timing(startup=job.goal.timeout),
+            timing=Timing(startup=STARTUP + job.goal.timeout),
         )
         plan = plan if placed is None else spread(plan, placed)
         with nullcontext() if placed is None else placed.inside():

@@ -5,12 +5,15 @@ The loop of a task is written with the same team that scripts use, so that both 
 
 from __future__ import annotations
 
+import builtins
+import io
 import math
-import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -45,6 +48,7 @@ def work(config: Mapping[str, Any], control: Control) -> None:
         disturbed=tuple(config.get("disturbed", ())),
         identity=config["identity"],
         send=control.send,
+        fail=control.fail,
         servers=Plan.from_plain(config["servers"]) if config.get("servers") else None,
     )
     ASSIGNED.set(assignment)
@@ -61,6 +65,7 @@ def _work(config: Mapping[str, Any], assignment: Assignment) -> None:
     if config.get("script"):
         if assignment.goal.seed is not None:
             seed_everything(assignment.goal.seed)  # A model may be made before the script calls init().
+        assignment.send({"kind": "script", "script": config["script"]})
         _run_script(config["script"], config["arguments"])
         for team in assignment.open_teams:
             team.close()
@@ -69,10 +74,17 @@ def _work(config: Mapping[str, Any], assignment: Assignment) -> None:
 
 
 def _run_script(path: str, arguments: list[str]) -> None:
+    """Run a script as `python` does: its module is `__main__`, and stays so while the process ends."""
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).resolve().parent))
+    module = ModuleType("__main__")
+    loader = SourceFileLoader("__main__", path)
+    vars(module).update(__file__=path, __cached__=None, __loader__=loader, __builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = module
+    with io.open_code(path) as source:
+        code = compile(source.read(), path, "exec", dont_inherit=True)
     try:
-        runpy.run_path(path, run_name="__main__")
+        exec(code, vars(module))  # noqa: S102 - the user's own script
     except SystemExit as request:
         if request.code not in (None, 0):
             raise

@@ -587,4 +587,7 @@ def case_wrong_calls_are_refused_where_they_are_made(world: World) -> None:
     seconds: Any = 5
     with pytest.raises(TypeError, match="Expected timeout argument to be of type"):
         dist.monitored_barrier(timeout=seconds)
+    seconds = 20.0
+    with pytest.warns(UserWarning, match="Please specify timeout arg as a timedelta"):
+        dist.monitored_barrier(timeout=seconds)
     all_reduced(world, ReduceOp.SUM, (3,), torch.float32)

@@ -45,7 +45,7 @@ class World:
         self.rank = int(os.environ["RANK"])
         self.size = int(os.environ["WORLD_SIZE"])
         self.timeout = timeout
-        self.store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        self.store, *_ = next(iter(dist.rendezvous("env://")))
         self.store.set_timeout(timedelta(seconds=60))
         self.digest = hashlib.sha256()
         self._worlds = 0

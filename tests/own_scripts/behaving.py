@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import sys
 import time
 from typing import Any
@@ -72,6 +74,97 @@ def stops_by_report(team: Team, facts: Facts) -> None:
         if team.report(quality=0.1 * epoch + 0.1 * team.rank):
             break
     facts["epochs"], facts["steps"] = epoch + 1, team.step
+
+
+def fixed_batch_size(team: Team, facts: Facts) -> None:
+    """The habit of code that has only ever seen whole batches."""
+    model, optimizer, train = prepared(team, 32)
+    for x, y in train:
+        step(model, optimizer, x.reshape(8, INPUTS), y)
+
+
+def updates_by_hand(team: Team, facts: Facts) -> None:
+    """No optimizer is prepared, so nobody but the loader can say how many steps were made."""
+    model, train, more = team.prepare(network(), batches(), batches())
+    for _ in range(2):
+        for (x, y), _ in zip(train, more, strict=True):
+            model.zero_grad()
+            cross_entropy(model(x), y).backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+    facts["steps"] = team.step
+
+
+def looks_without_saying(team: Team, facts: Facts) -> None:
+    """Evaluations as many write them: gradients are on where the loop begins, and off for the model alone, or never."""
+    model, optimizer, train = prepared(team)
+    held_out, _ = team.prepare(batches(7, shuffle=False), batches(7))
+    next(iter(train))
+    facts["losses"], facts["seen"] = [], []
+    for _ in range(2):
+        model.train()
+        for x, y in train:
+            step(model, optimizer, x, y)
+        model.eval()
+        for x, _ in train:
+            with torch.no_grad():
+                model(x)
+        loss, seen = 0.0, 0
+        for x, y in held_out:
+            loss += float(cross_entropy(model(x), y, reduction="sum"))
+            seen += len(y)
+        facts["seen"].append(seen)
+        facts["losses"].append(loss / max(seen, 1))
+        team.report(loss=facts["losses"][-1])
+    facts["epochs"], facts["steps"], facts["report"] = team._holdings.epoch, team.step, team.ledger.metrics["loss"]
+
+
+def trains_as_if_evaluating(team: Team, facts: Facts) -> None:
+    """Whoever forgets model.train() trains all the same."""
+    model, optimizer, train = prepared(team)
+    held_out = team.prepare(batches(7))
+    for _ in range(3):
+        for x, y in train:
+            step(model, optimizer, x, y)
+        model.eval()
+        for x, _ in held_out:
+            model(x)
+    facts["epochs"], facts["steps"] = team._holdings.epoch, team.step
+    facts["weights"] = model[2].weight.flatten().tolist()
+
+
+def called_several_times(team: Team, facts: Facts) -> None:
+    """As in reinforcement learning and GANs: more calls than backward passes, and two models that learn in turn."""
+    one, other = network(), nn.Linear(CLASSES, CLASSES)
+    optimizers = SGD(one.parameters(), lr=0.1), SGD(other.parameters(), lr=0.1)
+    team.prepare(one, other, *optimizers)
+    for _ in range(4):
+        x = torch.randn(8, INPUTS)
+        sum(one(x).square().mean() for _ in range(5)).backward()
+        optimizers[0].step()
+        other(one(x).detach()).square().mean().backward()
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        optimizers[1].zero_grad()
+    sizes = [sum(p.numel() * p.element_size() for p in model.parameters()) for model in (one, other)]
+    facts["sent"], facts["expected"] = team.exchange.payload(), 4 * sum(sizes)
+
+
+def saved_whole(team: Team, facts: Facts) -> None:
+    """A model that is saved as an object is loaded by whoever trusts its classes alone, and has no hooks of ours."""
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    team.prepare(model, optimizer)
+    step(model, optimizer, torch.ones(8, INPUTS), torch.zeros(8, dtype=torch.long))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    with torch.serialization.safe_globals([nn.Sequential, nn.Linear, nn.Tanh]):
+        loaded = torch.load(file, weights_only=True)
+    x = torch.ones(2, INPUTS)
+    facts["same"] = [bool(torch.equal(one(x), model(x))) for one in (loaded, copy.deepcopy(model))]
+    facts["hooks"] = len(loaded._forward_hooks) + len(loaded._forward_pre_hooks_with_kwargs)
 
 
 def different_metrics(team: Team, facts: Facts) -> None:

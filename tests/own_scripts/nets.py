@@ -104,6 +104,25 @@ def unfrozen_later(team: Team, facts: Facts) -> Models:
     return {"model": model}
 
 
+def frozen_later(team: Team, facts: Facts) -> Models:
+    model = network()
+    trained(team, model, each_epoch=lambda epoch: model[0].requires_grad_(epoch == 0) and None)
+    return {"model": model}
+
+
+def zeros_kept(team: Team, facts: Facts) -> Models:
+    """Gradients of zero in place of none, so that nobody can tell from them which parameters had none."""
+    model = Branched()
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        return cross_entropy(model(x), y)
+
+    trained(team, model, loss=loss)
+    return {"model": model}
+
+
 def all_frozen_at_first(team: Team, facts: Facts) -> Models:
     model, head = network(), nn.Linear(CLASSES, CLASSES)
     model.requires_grad_(False)
@@ -317,6 +336,8 @@ CASES = {
         two_models_one_branch,
         frozen,
         unfrozen_later,
+        frozen_later,
+        zeros_kept,
         all_frozen_at_first,
         tied,
         shared_by_two_models,

@@ -11,18 +11,22 @@ from typing import Any
 
 import torch
 
+from offbeat import limits
 from offbeat._version import __version__
 from offbeat.benching._measure import Measured, measured
 from offbeat.benching._mpi import why_no_mpi
 from offbeat.benching._show import picture as draw
 from offbeat.benching._statistics import ratio
 from offbeat.errors import UsageError, did_you_mean
+from offbeat.runtime.capacity import check_room, free_memory
 
 PEERS = ("offbeat", "gloo", "mpi")
 """Who can be measured."""
 AGAIN = "gloo again"
 """A second gloo beside the first: their ratio is the noise."""
 _ITEM = 4
+_BUFFERS = 6
+"""Of each size that every rank has beside what it verifies with: the peers' and the sum, which is of float64."""
 
 
 def collectives(
@@ -59,13 +63,20 @@ def collectives(
 def _check(ranks: int, sizes: Sequence[int], peers: Sequence[str], blocks: int) -> None:
     if ranks < 2:
         raise UsageError(f"{ranks} ranks have nothing to exchange: give 2 or more")
-    if blocks < 1:
-        raise UsageError(f"{blocks} blocks measure nothing: give 1 or more, and 15 or more for a figure to rely on")
+    limits.whole("--ranks", ranks, limits.WORKERS, why="each is a process")
+    limits.whole("--blocks", blocks, limits.REPEATS)
+    check_room(ranks, 1)
     if not sizes or not peers:
         raise UsageError("give at least one size and one peer to measure")
     for size in sizes:
         if size < _ITEM or size % _ITEM:
             raise UsageError(f"{size} bytes hold no whole number of float32 values: give a multiple of {_ITEM}")
+        needed, free = size * ranks * (ranks + _BUFFERS), free_memory()
+        if free is not None and needed > free:
+            raise UsageError(
+                f"{size:,} bytes on {ranks} ranks take {needed / 1e9:,.0f} GB: each holds what all of them bring, to "
+                f"verify the sum, and {free / 1e9:.1f} GB are free. Measure smaller sizes, or fewer ranks."
+            )
     for name in peers:
         if name not in PEERS:
             raise UsageError(f"there is no peer {name!r} to measure.{did_you_mean(name, PEERS)}")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from offbeat.benching._mpi import LEVELS, run_under_mpi
-from offbeat.runtime.launch import PRELOAD, Launcher, Role, serve_store, worker_environment
+from offbeat.runtime.launch import PRELOAD, Launcher, PrivateStore, Role, private_store, worker_environment
 
 Say = Callable[[str], None]
 PROBE_BLOCKS, PROBE_HURRY = 3, 10
@@ -102,17 +102,17 @@ def _run(
         found.calls[message["bytes"]] = message["calls"]
         found.times[message["bytes"]] = message["seconds"]
 
-    store = serve_store()
     config = {"ranks": ranks, "sizes": list(sizes), "peers": list(peers), "blocks": blocks, "hurry": hurry}
-    config |= {"port": store.port, "thread level": level}
-    if level is None:
-        _run_launched(config, heard)
-    else:
-        run_under_mpi(config, heard)
+    with private_store() as store:
+        config |= {"store": store.path, "thread level": level}
+        if level is None:
+            _run_launched(config, heard, store)
+        else:
+            run_under_mpi(config, heard)
     return found
 
 
-def _run_launched(config: Mapping[str, Any], heard: Callable[[Mapping[str, Any]], None]) -> None:
+def _run_launched(config: Mapping[str, Any], heard: Callable[[Mapping[str, Any]], None], store: PrivateStore) -> None:
     with tempfile.TemporaryDirectory() as folder, Launcher(PRELOAD) as launcher:
         roles = [
             Role(
@@ -120,7 +120,7 @@ def _run_launched(config: Mapping[str, Any], heard: Callable[[Mapping[str, Any]]
                 rank,
                 "offbeat.benching._ranks:role",
                 config,
-                worker_environment(rank, config["ranks"], config["port"]),
+                worker_environment(rank, config["ranks"], store),
                 Path(folder) / f"rank-{rank}.log",
                 threads=1,
             )

@@ -60,7 +60,8 @@ def measure(config: Mapping[str, Any], rank: int, say: Say) -> None:
     It says nothing between blocks: whoever hears it would take a core from the ranks, in the next peer's time.
     """
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", config["port"], is_master=False, timeout=TIMEOUT)
+    store = dist.FileStore(config["store"], -1)
+    store.set_timeout(TIMEOUT)
     ranks = config["ranks"]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
     peers = {name: peer(name) for name in config["peers"]}

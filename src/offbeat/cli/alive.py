@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offbeat.errors import UsageError
+from offbeat.limits import seconds
 
 if TYPE_CHECKING:
     from offbeat.runtime.living import Status
@@ -31,15 +32,14 @@ def ps(
     ] = "text",
 ) -> None:
     """List the runs that are alive, with their processes and how far they are."""
-    import json
-
+    from offbeat.cli.output import print_json
     from offbeat.runtime.living import statuses
 
     if output not in ("text", "json"):
         raise UsageError(f"--format {output!r} is unknown: text or json.")
     rows = [row for row in statuses(folder) if everything or row.alive]
     if output == "json":
-        print(json.dumps([row.plain() for row in rows]))
+        print_json([row.plain() for row in rows])
         return
     if not rows:
         typer.echo(f"No run in {folder} {'at all' if everything else 'is alive; offbeat ps --all shows those before'}.")
@@ -49,13 +49,18 @@ def ps(
 
 
 def _lines(row: Status) -> Iterator[str]:
+    from offbeat.runtime.records import strategy_in_words
+
     since = "" if row.started is None else f" since {row.started[:19].replace('T', ' ')}{_for(row)}"
     yield f"{Path(row.run).name}: {row.state}{since if row.alive else ''}"
+    if not row.strategy:  # Its folder cannot be read: what it was is why.
+        yield f"  {row.what}"
+        return
     far = [] if row.step is None else [f"step {row.step:,}"]
     far += [] if row.score is None else [f"score {row.score:.4g}"]
     far += [] if row.seconds is None else [f"{row.seconds:.1f} s of training"]
     who = f"{row.workers} worker{'' if row.workers == 1 else 's'}"
-    yield f"  {row.what} on {who}, {row.strategy or 'no strategy'}{'; ' if far else ''}{', '.join(far)}"
+    yield f"  {row.what} on {who}, {strategy_in_words(row.strategy)}{'; ' if far else ''}{', '.join(far)}"
     for one in row.processes:
         used = f"{one.cpu_seconds:8.1f} s CPU  {one.memory_bytes / 1e6:6.0f} MB"
         yield f"    {one.role:<10} pid {one.pid:<8} {one.state:<16} {used}"
@@ -82,6 +87,7 @@ def stop(
     from offbeat.runtime.living import found
     from offbeat.runtime.living import stop as end
 
+    seconds("--within", within)
     folder = found(run, out)
     state = end(folder, within, kill)
     typer.echo(f"{folder.path.name} has ended: {state}.")
@@ -129,9 +135,14 @@ def _files(folder: RunFolder, ranks: list[int], servers: list[str]) -> dict[str,
     return {name: there[name] for name in wanted} if wanted else there
 
 
+def _is_plain(path: Path) -> bool:
+    """Whether it is a file of the folder itself: no link to elsewhere, no pipe."""
+    return path.is_file() and not path.is_symlink()
+
+
 def _named(folder: RunFolder) -> dict[str, Path]:
     """All logs of a run, by whose they are."""
     from offbeat.runtime.living import in_order
 
-    found = {path.stem.replace("-", " "): path for path in (folder.path / "logs").glob("*-*.log")}
+    found = {path.stem.replace("-", " "): path for path in (folder.path / "logs").glob("*-*.log") if _is_plain(path)}
     return {name: found[name] for name in sorted(found, key=in_order)}

@@ -6,9 +6,10 @@ Nothing heavy is imported here: `offbeat --help` answers at once, and each comma
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
@@ -20,6 +21,7 @@ from offbeat.cli.compare import EPILOG as COMPARE_EXAMPLES
 from offbeat.cli.compare import compare
 from offbeat.cli.measuring import BATCH_EXAMPLES, SCALE_EXAMPLES, batch_size, scale
 from offbeat.cli.options import Disturb, HostFile, TargetScore, What
+from offbeat.cli.output import LONG_COMMANDS, FailedError, print_failure, tolerant_streams, wants_json
 from offbeat.cli.watch import watch
 from offbeat.errors import OffbeatError, UsageError, VerdictError, WorkerError
 
@@ -117,6 +119,13 @@ PatternOption = Annotated[
 ]
 ExecutionOption = Annotated[
     str | None, typer.Option(metavar="NAME", help="Which execution, of a log that tells of several.")
+]
+DelimiterOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="REGEX",
+        help="What stands between the executions in a log; its group (?<trace>), if there is one, names the next.",
+    ),
 ]
 CheckOption = Annotated[
     bool,
@@ -246,6 +255,7 @@ def explain(
     kind: KindOption = None,
     pattern: PatternOption = None,
     execution: ExecutionOption = None,
+    delimiter: DelimiterOption = None,
     check: CheckOption = False,
     output: FormatOption = Format.text,
 ) -> None:
@@ -263,7 +273,7 @@ def explain(
     from offbeat.cli.pictured import explain
     from offbeat.cli.wanted import Wanted
 
-    wanted = Wanted(draw, window, tuple(cut or ()), export, kind, pattern, execution)
+    wanted = Wanted(draw, window, tuple(cut or ()), export, kind, pattern, execution, delimiter)
     explain(path, wanted, as_json=output is Format.json)
 
 
@@ -478,18 +488,45 @@ def main() -> NoReturn:
     here = str(Path.cwd())
     if "" not in sys.path and here not in sys.path:
         sys.path.insert(0, here)  # As `python -m` does, so that a task beside the user can be imported.
+    words = sys.argv[1:]
+    with tolerant_streams(goes_on=words[:1] != [] and words[0] in LONG_COMMANDS):
+        code = _code_of_command(wants_json(words))
+    sys.exit(code)
+
+
+def _code_of_command(as_json: bool) -> int:
+    """Run the command that was asked for; answers its exit code. A failure is told in JSON, too, where that is read."""
     try:
         code = app(standalone_mode=False)
+    except FailedError as failed:
+        return _report(failed.cause, as_json, failed.known)
     except OffbeatError as error:
-        if isinstance(error, WorkerError) and error.remote_traceback:
-            typer.echo(f"In {error.role} {error.rank}:\n{error.remote_traceback.rstrip()}", err=True)
-        _complain(str(error))
-        sys.exit(_exit_code(error))
+        return _report(error, as_json)
     except Exception as error:
-        _usage_or_raise(error)
+        if not hasattr(error, "show"):  # Not click's: a mistake of ours, whose traceback is needed.
+            if as_json:
+                print_failure(error, 1, str(error), {})
+            raise
+        _show_usage(error)
+        if as_json:
+            print_failure(error, 2, cast("Any", error).format_message(), {})
+        return 2
     if code == INTERRUPTED:
-        _complain("interrupted; all processes were ended.")
-    sys.exit(code if isinstance(code, int) else 0)
+        return _report(KeyboardInterrupt(), as_json)
+    return code if isinstance(code, int) else 0
+
+
+def _report(error: BaseException, as_json: bool, known: Mapping[str, Any] | None = None) -> int:
+    """Say what was wrong; answers the exit code."""
+    if isinstance(error, WorkerError) and error.remote_traceback:
+        typer.echo(f"In {error.name}:\n{error.remote_traceback.rstrip()}", err=True)
+    interrupted = isinstance(error, KeyboardInterrupt)
+    message = "interrupted; all processes were ended." if interrupted else str(error)
+    _complain(message)
+    code = _exit_code(error) if isinstance(error, OffbeatError) else INTERRUPTED if interrupted else 1
+    if as_json:
+        print_failure(error, code, message, known or {})
+    return code
 
 
 def _exit_code(error: OffbeatError) -> int:
@@ -497,20 +534,18 @@ def _exit_code(error: OffbeatError) -> int:
         from offbeat.monitor import EXIT_CODES
 
         return EXIT_CODES[error.kind]
+    if isinstance(error, WorkerError):
+        return error.exit_code
     return 2 if isinstance(error, UsageError) else 1
 
 
-def _usage_or_raise(error: Exception) -> NoReturn:
+def _show_usage(error: Exception) -> None:
     """What click says of wrong options, with a hint where a script's own option was probably meant."""
-    show = getattr(error, "show", None)
-    if show is None:
-        raise error
-    show()
+    cast("Any", error).show()
     if "No such option" in str(error) and any(word.partition(":")[0].endswith(".py") for word in sys.argv):
         typer.echo(
             "A script's own arguments stand after `--`: offbeat run train.py --workers 2 -- --its-option 1", err=True
         )
-    sys.exit(2)
 
 
 def _complain(text: str) -> None:

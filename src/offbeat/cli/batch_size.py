@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from offbeat.cli.output import print_json
 from offbeat.cli.scale import wide_console
 from offbeat.fitting import WARM
 from offbeat.runtime.launch import Launcher
@@ -49,7 +49,7 @@ def measure_batch_size(
             tell=lambda text: console.print(text, style="dim", markup=False),
         )
     if as_json:
-        print(json.dumps(found.plain()))
+        print_json(found.plain())
     else:
         _print(found)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -15,9 +14,13 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from offbeat.cli.ages import ages_in_words
-from offbeat.errors import UsageError, did_you_mean
+from offbeat import limits
+from offbeat.cli.output import print_json
+from offbeat.errors import StrategyError, UsageError, did_you_mean
 from offbeat.protocols.collectives import ALGORITHMS, Collective
+from offbeat.protocols.servers.consistency import Rule
+from offbeat.protocols.servers.rhythm import RhythmOf
+from offbeat.runtime.summaries import ages_in_words
 from offbeat.simulate.league import Comparison, Crossover, compare_collectives
 from offbeat.simulate.network import EXAMPLE, Link, Network, Ports
 from offbeat.simulate.servers import Paced, Shards, parse_rule, simulate
@@ -64,8 +67,7 @@ class Measured(_Options):
 
 def simulated(ranks: int, size: str | None, sizes: str | None, asked: Simulated, as_json: bool) -> None:
     """Print how long each algorithm would take, and where the best one changes."""
-    if ranks < 1:
-        raise UsageError(f"--ranks {ranks} makes no sense: give at least 1.")
+    limits.whole("--ranks", ranks, limits.SIMULATED_RANKS)
     if asked.network is None:
         raise UsageError(f"--simulate needs --network, written like {EXAMPLE}.")
     network = Network.parse(asked.network, asked.inside, _chosen(asked.ports, Ports.RANK, "--ports"))
@@ -79,7 +81,7 @@ def simulated(ranks: int, size: str | None, sizes: str | None, asked: Simulated,
         )
     if as_json:
         links = {"between": asdict(network.between), "inside": asdict(network.inside), "ports": network.ports.value}
-        print(json.dumps({"simulated": True, "network": links} | compared.plain()))
+        print_json({"simulated": True, "network": links} | compared.plain())
     else:
         _print(Console(file=sys.stdout, highlight=False, soft_wrap=True), compared, asked)
 
@@ -97,7 +99,7 @@ def measured(ranks: int, size: str | None, sizes: str | None, asked: Measured, a
         ranks, steps, peers, blocks, asked.out, asked.picture, lambda text: console.print(text, style="dim")
     )
     if as_json:
-        print(json.dumps(result))
+        print_json(result)
     else:
         Console(file=sys.stdout, highlight=False).print(benching.table(result))
 
@@ -124,8 +126,7 @@ def _hosts(ranks: int, hosts: int | None, per_host: int | None) -> list[int] | N
             raise UsageError(f"--hosts {hosts} makes no sense for {ranks} ranks: give 1 to {ranks}.")
         return [rank * hosts // ranks for rank in range(ranks)]
     if per_host is not None:
-        if per_host < 1:
-            raise UsageError(f"--per-host {per_host} makes no sense: give at least 1.")
+        limits.whole("--per-host", per_host, limits.SIMULATED_RANKS)
         return [rank // per_host for rank in range(ranks)]
     return None
 
@@ -146,13 +147,16 @@ def _ladder(largest: int) -> list[int]:
 def _print(console: Console, compared: Comparison, asked: Simulated) -> None:
     where = f"{compared.ranks:,} ranks on {compared.hosts:,} host{'s' if compared.hosts > 1 else ''}"
     console.print(f"[bold]{compared.collective.value}[/bold], {where}, {escape(str(asked.network))}: simulated time")
-    table = _table(compared)
-    # Too many sizes for the terminal: let it wrap the lines, rather than cut the figures.
-    width = max(console.width, console.measure(table, options=console.options.update(width=10_000)).maximum)
-    console.print(table, width=width, crop=False)
+    _print_whole(console, _table(compared))
     console.print("Fastest: " + _in_words(compared.best(0), compared.crossovers))
     for line in _left_out(compared.left_out):
         console.print(line, style="dim", markup=False)
+
+
+def _print_whole(console: Console, table: Table) -> None:
+    """Print a table that may be too wide for the terminal: lines then wrap, and no figure is cut."""
+    width = console.measure(table, options=console.options.update(width=10_000)).maximum
+    Console(file=console.file, highlight=False, width=max(console.width, width)).print(table, crop=False)
 
 
 def _table(compared: Comparison) -> Table:
@@ -212,33 +216,66 @@ class Training:
         return Shards(1 if self.servers is None else self.servers, parse_size(self.size), Link.parse(self.network))
 
 
-def simulated_servers(asked: Training, rules: Sequence[str], as_json: bool) -> None:
-    """Print what a step takes under each rule, who waits, and how stale what is read is."""
-    stragglers = Stragglers.parse(asked.stragglers, parse_duration(asked.step))
+@dataclass(frozen=True)
+class Played:
+    """One way of training with servers, as far as a simulation needs it."""
+
+    rule: Rule
+    rhythm: RhythmOf | None = None
+    """When workers exchange; None: as `server(consistency=...)` does under the rule."""
+    work: int = 1
+    """How many times a worker computes its share of a batch."""
+
+    @classmethod
+    def of(cls, text: str, workers: int) -> Played:
+        """A whole strategy; refused where it has no servers."""
+        from offbeat.strategies import Exchanging, combined, parse
+
+        strategy = combined(parse(text))
+        strategy.check(workers)
+        exchange = strategy.exchange
+        assert isinstance(exchange, Exchanging)  # noqa: S101 (what all strategies of that axis are)
+        rhythm, needed = exchange.rhythm(), exchange.servers(workers)
+        if rhythm is None or needed is None:
+            raise StrategyError(
+                f"{text} trains without servers, so there is nothing to play here. Give server, downpour, elastic or "
+                f"coded; `offbeat bench collectives --simulate` plays all-reduces."
+            )
+        if len(strategy.parts()) > 1:
+            raise StrategyError(f"{text}: only the exchange itself is played. Leave out what is added to {exchange}.")
+        return cls(needed[2], rhythm, exchange.work)
+
+
+def simulated_servers(asked: Training, rules: Sequence[str], strategies: Sequence[str], as_json: bool) -> None:
+    """Print what a step takes under each rule and strategy, who waits, and how stale what is read is."""
+    base = parse_duration(asked.step)
     shards = asked.shards()
-    chosen = {str(rule): rule for rule in map(parse_rule, rules)}
-    if asked.seed < 0:
-        raise UsageError(f"--seed {asked.seed} makes no sense: give 0 or more.")
+    chosen = {str(rule): Played(rule) for rule in map(parse_rule, rules)}
+    chosen |= {text: Played.of(text, asked.workers) for text in strategies}
+    limits.whole("--seed", asked.seed, 2**63 - 1, least=0)
     console = Console(stderr=True)
     found: dict[str, Paced] = {}
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        for name, rule in chosen.items():
+        for name, played in chosen.items():
             bar = progress.add_task(name, total=1.0)
             found[name] = simulate(
-                rule,
+                played.rule,
                 asked.workers,
                 asked.steps,
-                stragglers,
+                Stragglers.parse(asked.stragglers, base * played.work),
                 shards,
                 asked.seed,
+                rhythm=played.rhythm,
                 progress=lambda share, bar=bar: progress.update(bar, completed=share),
             )
             progress.update(bar, completed=1.0)
     bsp = found.get("bsp")
     over_bsp = {name: bsp.seconds_per_step / one.seconds_per_step for name, one in found.items()} if bsp else {}
     if as_json:
-        results = [one.plain() | {"speedup_over_bsp": over_bsp.get(name)} for name, one in found.items()]
-        print(json.dumps({"simulated": True} | asdict(asked) | {"rules": results}))
+        results = [
+            {"name": name} | one.plain() | {"speedup_over_bsp": over_bsp.get(name)} for name, one in found.items()
+        ]
+        print_json({"simulated": True} | asdict(asked) | {"rules": results})
     else:
         _print_servers(Console(file=sys.stdout, highlight=False, soft_wrap=True), asked, found, over_bsp)
 
@@ -253,9 +290,10 @@ def _print_servers(
         f"[bold]servers[/bold], {asked.workers:,} workers, {asked.steps:,} steps of {escape(asked.step)}, "
         f"stragglers: {escape(asked.stragglers)}, {escape(through)}: simulated time"
     )
-    console.print(_servers_table(found, over_bsp), crop=False)
+    _print_whole(console, _servers_table(found, over_bsp))
     console.print(
-        "Over bsp: how many times as fast. Staleness: steps that a worker was ahead of the slowest when it read.",
+        "Over bsp: how many times as fast. Messages: gradients and values sent per worker and step. Staleness: steps "
+        "that a worker was ahead of the slowest in what it computes from.",
         style="dim",
     )
     for name, one in found.items():
@@ -270,7 +308,7 @@ def _print_servers(
 def _servers_table(found: Mapping[str, Paced], over_bsp: Mapping[str, float]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("rule", no_wrap=True)
-    for name in ("time per step", "over bsp", "idle", "exchange", "staleness", "99 %", "most"):
+    for name in ("time per step", "over bsp", "idle", "exchange", "messages", "staleness", "99 %", "most"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, one in found.items():
         table.add_row(
@@ -279,6 +317,7 @@ def _servers_table(found: Mapping[str, Paced], over_bsp: Mapping[str, float]) ->
             f"{over_bsp[name]:.2f}x" if name in over_bsp else "",
             f"{100 * one.idle_share:.1f} %",
             f"{100 * one.exchange_share:.1f} %",
+            f"{one.messages_per_step:.2f}",
             f"{one.staleness_mean:.2f}",
             f"{one.staleness_quantile(0.99):,}",
             f"{len(one.staleness) - 1:,}",

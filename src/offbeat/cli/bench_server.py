@@ -11,7 +11,9 @@ from offbeat.errors import UsageError
 EPILOG = (
     'Examples: offbeat bench server --simulate --workers 100 --stragglers "transient(0.2, 0.15)" [dim]|[/dim] '
     'offbeat bench server --simulate --workers 64 --stragglers "permanent(4)" --rule bsp --rule "drop_slowest(1)" '
-    "[dim]|[/dim] offbeat bench server --simulate --workers 64 --size 100MB --servers 8 --network 10Gbit,50us"
+    "[dim]|[/dim] offbeat bench server --simulate --workers 64 --size 100MB --servers 8 --network 10Gbit,50us "
+    '[dim]|[/dim] offbeat bench server --simulate --workers 8 --strategy "downpour(push=4, fetch=4)" '
+    "--strategy elastic"
 )
 RULES = ("bsp", "ssp(3)", "asp")
 
@@ -39,6 +41,16 @@ def server(
             "3 steps ahead of the slowest, [bold]asp[/bold] nobody; [bold]drop_slowest(2)[/bold] and "
             "[bold]deadline(0.5)[/bold] go on without the last 2, or after 0.5 s. Repeat it to compare. "
             f"Default: {', '.join(RULES)}."
+        ),
+    ] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--strategy",
+            "-s",
+            help="A whole strategy on servers: [bold]server(consistency=ssp(3, eager))[/bold], "
+            "[bold]downpour(push=4, fetch=4)[/bold], [bold]elastic(period=10)[/bold], [bold]coded(s=1)[/bold]. "
+            "Played from the same text that its workers and servers run. Repeat it to compare.",
         ),
     ] = None,
     size: Annotated[
@@ -71,4 +83,5 @@ def server(
     if output not in ("text", "json"):
         raise UsageError(f"--format {output!r} is unknown: give text or json.")
     asked = Training(workers, steps, step, stragglers, size, servers, network, seed)
-    simulated_servers(asked, tuple(rule or RULES), output == "json")
+    rules = tuple(rule or (() if strategy else RULES))
+    simulated_servers(asked, rules, tuple(strategy or ()), output == "json")

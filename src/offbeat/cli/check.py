@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
@@ -10,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from offbeat import limits
+from offbeat.cli.output import print_json
 from offbeat.fitting import WARM
 from offbeat.jobs import agreed_workers
 from offbeat.runtime.hosts import Hosts
@@ -23,6 +24,7 @@ def check_strategy(text: str, wanted: int | None, file: Path | None, as_json: bo
     strategy = combined(parse(text))
     hosts = None if file is None else Hosts.read(file)
     workers = agreed_workers(hosts, wanted, 2)
+    limits.whole("--workers", workers, limits.WORKERS, why="each is a process")
     strategy.check(workers)
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
     console.print(
@@ -39,7 +41,7 @@ def check_strategy(text: str, wanted: int | None, file: Path | None, as_json: bo
                 console.print(f"         {failure}", markup=False)
     failed = [name for name, failure in outcomes.items() if failure is not None]
     if as_json:
-        print(json.dumps({"strategy": str(strategy), "workers": workers, "failed": failed, "checks": outcomes}))
+        print_json({"strategy": str(strategy), "workers": workers, "failed": failed, "checks": outcomes})
     else:
         console.print(f"{len(outcomes) - len(failed)} of {len(outcomes)} hold.")
     if failed:

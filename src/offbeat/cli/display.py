@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
+from offbeat.cli.next_steps import this_command
 from offbeat.cli.watch import LivePage
+from offbeat.errors import OffbeatError
 from offbeat.jobs import Job, Script
 from offbeat.monitor import Verdict
 from offbeat.runtime.checkpoint import newest
 from offbeat.runtime.launch import LogFollower, Role
 from offbeat.runtime.records import RunFolder
+from offbeat.runtime.summaries import kinds_in_words, pushes_in_words, shares, staleness_in_words
 
+PANEL_WIDTH = 58
+"""Columns that a live panel takes at most.
+
+Less than the narrowest terminal that it is made for has: when a window is resized, terminals fold lines anew that are
+longer than it is wide, and nobody can tell afterwards how many lines are to be erased.
+"""
 _LINE_EVERY = 5.0
 """Seconds between two plain lines of progress, when nothing is reported."""
+_SCRIPT_LINE_EVERY = 60.0
+"""The same while a script that has joined no team runs: all there is to tell is that it does."""
 _COLORS = {
     "input": "cyan",
     "compute": "green",
@@ -46,8 +58,9 @@ class Display:
         self._log: LogFollower | None = None
         self._page: LivePage | None = None
         self._far: dict[str, Any] = {}
+        self._teller = "worker 0"
         self._metrics: dict[str, float] = {}
-        self._start = time.monotonic()
+        self._stage, self._start = "starting", time.monotonic()
         self._last_line = self._start
 
     def __enter__(self) -> Self:
@@ -71,10 +84,11 @@ class Display:
         if self._quiet:
             return
         workers = f"{job.workers} worker{'s' if job.workers > 1 else ''}"
+        how = f", {job.goal.strategy}" if job.goal.strategy else ""  # A script may still say it.
         again = ", resumed" if job.resume else ""
         self._console.print(
             f"[bold]{escape(str(job.what))}[/bold] "
-            + escape(f"on {workers}, {job.goal.strategy}{again} (logs in {folder.path / 'logs'})"),
+            + escape(f"on {workers}{how}{again} (logs in {folder.path / 'logs'})"),
             soft_wrap=True,
         )
         if job.goal.watch:
@@ -85,21 +99,36 @@ class Display:
             self._live.start()
 
     def message(self, role: Role, message: Mapping[str, Any]) -> None:
-        """Take in how far a worker is."""
-        if message.get("kind") not in ("progress", "report"):
-            return
-        self._far = dict(message)
-        if message["kind"] == "report":
-            self._metrics = dict(message["metrics"])
-            self._line()
-        del role
+        """Take in how far a worker is; pass on whom it waits for at its end."""
+        match message.get("kind"):
+            case "script":
+                self._enter(f"{Path(message['script']).name} is running")
+            case "ready":
+                self._enter("training starts")
+            case "progress":
+                self._far, self._teller = dict(message), str(role)
+            case "report":
+                self._far, self._teller = dict(message), str(role)
+                self._metrics = dict(message["metrics"])
+                self._line()
+            case "lingering" if role.rank or self._log is None:  # The log of worker 0 is shown.
+                console = self._console if self._live is None else self._live.console
+                console.print(message["text"], soft_wrap=True, markup=False)
+            case _:
+                pass
+
+    def _enter(self, stage: str) -> None:
+        """A run goes through its stages once, whichever worker says it first; then its progress is shown."""
+        if self._stage != stage and not self._far:
+            self._stage, self._start = stage, time.monotonic()
 
     def tick(self) -> None:
         """Refresh what is shown."""
         self._echo()
+        alone = self._stage.endswith("is running") and not self._far
         if self._live is not None:
             self._live.update(self._panel())
-        elif time.monotonic() - self._last_line > _LINE_EVERY:
+        elif time.monotonic() - self._last_line > (_SCRIPT_LINE_EVERY if alone else _LINE_EVERY):
             self._line()
 
     def verdict(self, verdict: Verdict) -> None:
@@ -113,8 +142,15 @@ class Display:
             return
         kept = newest(self._folder.checkpoints)
         if kept is not None:
-            text = f"The last checkpoint is whole ({kept.name}). Go on with: offbeat run --resume {self._folder.path}"
+            command = f"{this_command()} run --resume {shlex.quote(str(self._folder.path))}"
+            text = f"The last checkpoint is whole ({kept.name}). Go on with: {command}"
             self._console.print(text, soft_wrap=True, markup=False)
+
+    def result_so_far(self) -> dict[str, Any]:
+        """After a failure: what the run's folder keeps of its result; nothing if no run was started."""
+        with suppress(OffbeatError):  # What has failed may be the disk.
+            return (self._folder.read().get("result") or {}) if self._folder is not None else {}
+        return {}
 
     def _echo(self, final: bool = False) -> None:
         """Pass on what worker 0 of a script prints; the others are in the logs."""
@@ -135,12 +171,21 @@ class Display:
         if self._quiet or self._live is not None:
             return
         self._last_line = time.monotonic()
+        self._console.print(self.in_words(), soft_wrap=True, markup=False)
+
+    def in_words(self) -> str:
+        """How far it is, in a line."""
         if not self._far:
-            self._console.print(f"starting … {time.monotonic() - self._start:.0f} s", soft_wrap=True)
-            return
-        self._console.print(
-            "  ".join(self._numbers()) + "  " + kinds_in_words(self._far["seconds_by_kind"]), soft_wrap=True
-        )
+            return self._waiting()
+        return "  ".join([*self._numbers(), self._of_whom() + kinds_in_words(self._far["seconds_by_kind"])])
+
+    def _waiting(self) -> str:
+        """What is known as long as nobody has told of any progress."""
+        return f"{self._stage} … {time.monotonic() - self._start:.0f} s"
+
+    def _of_whom(self) -> str:
+        """Whose time is split up while a run goes; in the end it is the mean of all workers."""
+        return f"{self._teller}: " if self._job is not None and self._job.workers > 1 else ""
 
     def _numbers(self) -> list[str]:
         far = self._far
@@ -163,14 +208,15 @@ class Display:
             if part
         ]
 
-    def _panel(self) -> Group | Text:
+    def _panel(self) -> Group:
+        width = panel_width(self._console)
         if not self._far:
-            return Text(f"starting … {time.monotonic() - self._start:.0f} s", style="dim")
-        table = Table.grid(padding=(0, 2))
-        table.add_row(Text("  ".join(self._numbers()), style="bold"))
-        table.add_row(_split_bar(self._far["seconds_by_kind"]))
+            return panel([Text(self._waiting(), style="dim")], width)
+        rows = folded([Text(part, style="bold") for part in self._numbers()], width)
         done = self._share_done()
-        return Group(ProgressBar(total=1.0, completed=done, width=60), table) if done is not None else Group(table)
+        if done is not None:
+            rows.insert(0, progress_bar(done, width))
+        return panel([*rows, *_time_rows(self._far["seconds_by_kind"], self._of_whom(), width)], width)
 
     def _share_done(self) -> float | None:
         goal = self._job.goal if self._job else None
@@ -181,41 +227,44 @@ class Display:
         return None
 
 
-def staleness_in_words(counts: Mapping[str, int]) -> str:
-    """`reads 0.8 steps old (most 3)`; nothing if all were fresh."""
-    total = sum(counts.values())
-    mean = sum(int(steps) * count for steps, count in counts.items()) / total if total else 0.0
-    return f"reads {mean:.2g} steps old (most {max(map(int, counts))})" if mean else ""
+def panel_width(console: Console) -> int:
+    """Columns of a live panel on this terminal as it is now."""
+    return max(1, min(PANEL_WIDTH, console.width - 1))
 
 
-def gossip_in_words(gossip: Mapping[str, Any]) -> str:
-    """What the graph promises of the replicas' coming together, and what was measured."""
-    said = f"spectral gap {gossip['spectral_gap']:.3g}: a step leaves at most {gossip['rate']:.3g} of the distance"
-    if gossip.get("measured_rate") is not None:
-        said += f"; measured {gossip['measured_rate']:.3g}, expected of random ones {gossip['usual_rate']:.3g}"
-    return said
+def panel(rows: Iterable[Text], width: int) -> Group:
+    """Rows, none of them wider than this."""
+    fitting = list(rows)
+    for row in fitting:
+        row.truncate(width, overflow="ellipsis")
+    return Group(*fitting)
 
 
-def pushes_in_words(counts: Mapping[str, int], trouble_only: bool = False) -> str:
-    """`229 applied, 1 late`, largest first."""
-    ranked = sorted(counts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{count:,} {what}" for what, count in ranked if not (trouble_only and what == "applied"))
+def folded(parts: Iterable[Text], width: int) -> list[Text]:
+    """Parts side by side, on as many rows as they need; none is torn apart."""
+    rows: list[Text] = []
+    for part in parts:
+        if rows and rows[-1].cell_len + 2 + part.cell_len <= width:
+            rows[-1].append("  ").append_text(part)
+        else:
+            rows.append(part.copy())
+    return rows
 
 
-def kinds_in_words(seconds: Mapping[str, float]) -> str:
-    """`compute 61 %, communicate 20 %, …`, largest first."""
-    total = sum(seconds.values()) or 1.0
-    ranked = sorted(seconds.items(), key=lambda item: -item[1])
-    return ", ".join(f"{kind} {100 * spent / total:.0f} %" for kind, spent in ranked if spent / total >= 0.005)
+def progress_bar(share: float, width: int) -> Text:
+    """So much of a row is filled."""
+    full = round(width * share)
+    return Text("━" * full, style="magenta").append("━" * (width - full), style="bright_black")
 
 
-def _split_bar(seconds: Mapping[str, float], width: int = 60) -> Text:
-    total = sum(seconds.values()) or 1.0
+def _time_rows(seconds: Mapping[str, float], whose: str, width: int) -> list[Text]:
+    """A bar of where the time went, and what its colours mean."""
+    split = shares(seconds)
     bar = Text()
-    for kind, spent in seconds.items():
-        bar.append("█" * round(width * spent / total), style=_COLORS.get(kind, "white"))
-    bar.append("\n")
-    for kind, spent in seconds.items():
-        if spent / total >= 0.01:
-            bar.append(f"{kind} {100 * spent / total:.0f}% ", style=_COLORS.get(kind, "white"))
-    return bar
+    reached, drawn = 0.0, 0
+    for kind, share in split:
+        reached += width * share
+        bar.append("█" * (round(reached) - drawn), style=_COLORS.get(kind, "white"))
+        drawn = round(reached)
+    names = [Text(f"{kind} {100 * share:.0f} %", style=_COLORS.get(kind, "white")) for kind, share in split]
+    return [bar, *folded([Text(whose.strip()), *names] if whose else names, width)]

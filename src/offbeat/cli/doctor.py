@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import typer
 from rich.console import Console
 
+from offbeat.cli.output import print_json
 from offbeat.runtime.doctor import facts, self_test
 from offbeat.runtime.launch import Launcher
 
@@ -24,7 +24,7 @@ def examine(as_json: bool) -> None:
             console.print("[bold]self-test[/bold]            two processes meet …", end=" ")
         outcome = self_test(launcher)
     if as_json:
-        print(json.dumps(found | {"self_test": outcome}))
+        print_json(found | {"self_test": outcome})
     elif outcome["ok"]:
         print(
             f"fine: {outcome['seconds']:.1f} s, a small sum takes {outcome['small_sum_microseconds']:.0f} microseconds"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +12,11 @@ import typer
 from msgspec import structs
 from rich.console import Console
 
+from offbeat.cli.output import print_json
 from offbeat.monitor import (
     EXIT_CODES,
     NAN,
+    STRAGGLER,
     Blame,
     Held,
     Judge,
@@ -30,7 +31,7 @@ from offbeat.monitor import (
     unfit,
 )
 from offbeat.runtime.certificates import REFUSED, check
-from offbeat.runtime.records import RunFolder
+from offbeat.runtime.records import RunFolder, strategy_of
 
 MOST: Final = 10
 """Of numbers that were not finite so many are told one by one."""
@@ -50,18 +51,19 @@ def explain_run(path: Path, as_json: bool, more: Mapping[str, Any] | None = None
     for rank, stamps in events.stamps.items():
         judge.feed(rank, stamps)
     sick = unfit(events.stamps, events.servers)
-    verdict = _verdict(known, judge, sick)
+    blamed = blame(events.stamps, events.servers, events.queues)
+    verdict = _verdict(known, judge, sick) or _slowed(blamed)
     waiting = [] if known.get("state", "").startswith("finished") else judge.waiting()
     found = _Found(
         verdict,
         waiting,
-        blame(events.stamps, events.servers),
+        blamed,
         staleness(events.stamps),
         held_up(events.stamps),
         sick,
     )
     if as_json:
-        print(json.dumps(_plain(folder, known, found, events) | dict(more or {})))
+        print_json(_plain(folder, known, found, events) | dict(more or {}))
     else:
         _print(found, events)
     raise typer.Exit(0 if verdict is None else EXIT_CODES[verdict.kind])
@@ -71,7 +73,7 @@ def check_checkpoint(path: Path, as_json: bool) -> None:
     """Print whether a checkpoint is whole and true; ends with `REFUSED` if it is not."""
     found = check(path)
     if as_json:
-        print(json.dumps({**msgspec.to_builtins(found), "good": not found.faults}))
+        print_json({**msgspec.to_builtins(found), "good": not found.faults})
     else:
         console = Console(file=sys.stdout, highlight=False, soft_wrap=True, markup=False)
         for fault in found.faults:
@@ -90,6 +92,11 @@ def _verdict(known: dict[str, Any], judge: Judge, sick: list[Unfit]) -> Verdict 
     return Verdict(found["kind"], found["message"], stacks=found["stacks"])
 
 
+def _slowed(blamed: list[Blame]) -> Verdict | None:
+    slow = [one for one in blamed if one.straggler]
+    return Verdict(STRAGGLER, f"{'; '.join(map(str, slow))}.", who=tuple(one.worker for one in slow)) if slow else None
+
+
 class _Found(NamedTuple):
     """What the events of a run say."""
 
@@ -105,6 +112,7 @@ def _plain(folder: RunFolder, known: dict[str, Any], found: _Found, events: Reco
     return {
         "run": str(folder.path),
         "state": known.get("state"),
+        "strategy": strategy_of(known),
         "verdict": None if found.verdict is None else found.verdict.plain(),
         "waiting": found.waiting,
         "stragglers": [one.worker for one in found.blamed if one.straggler],
@@ -121,7 +129,7 @@ def _plain(folder: RunFolder, known: dict[str, Any], found: _Found, events: Reco
 def _print(found: _Found, events: Recorded) -> None:
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True, markup=False)
     console.print("healthy: nobody waited in vain." if found.verdict is None else str(found.verdict))
-    if found.verdict is None and found.waiting:
+    if (found.verdict is None or found.verdict.kind == STRAGGLER) and found.waiting:
         console.print("When it ended:")
         for line in found.waiting:
             console.print(f"  {line}")
@@ -129,7 +137,7 @@ def _print(found: _Found, events: Recorded) -> None:
         console.print(f"not finite: {one}.")
     if len(found.unfit) > MOST:
         console.print(f"not finite: {len(found.unfit) - MOST:,} times more.")
-    _print_blame(found.blamed, console)
+    _print_blame(found, console)
     for one in found.held:
         console.print(f"held up: {one}.")
     if found.staleness:
@@ -142,11 +150,12 @@ def _print(found: _Found, events: Recorded) -> None:
     console.print(f"From {count:,} events of {len(events.stamps)} workers{of_servers}{dropped}.")
 
 
-def _print_blame(blamed: list[Blame], console: Console) -> None:
-    stragglers = [one for one in blamed if one.straggler]
-    for one in stragglers:
-        console.print(f"straggler: {one}.")
-    if blamed and not stragglers:
+def _print_blame(found: _Found, console: Console) -> None:
+    stragglers = [one for one in found.blamed if one.straggler]
+    if found.verdict is not None and found.verdict.kind != STRAGGLER:
+        for one in stragglers:
+            console.print(f"straggler: {one}.")
+    if found.blamed and not stragglers:
         console.print("No straggler. Last to arrive:")
-        for one in blamed:
-            console.print(f"  {one.worker}: in {one.last:,} of {one.steps:,}; the others lost {one.lost:.3g} s to it")
+        for one in found.blamed:
+            console.print(f"  {one.worker}: in {one.last:,} of {one.steps:,}; {one.losses}")

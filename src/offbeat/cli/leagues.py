@@ -14,14 +14,14 @@ from typing import Any, Self
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
-from offbeat.cli.display import Display
+from offbeat import limits
+from offbeat.cli.display import Display, folded, panel, panel_width, progress_bar
+from offbeat.cli.output import FailedError
 from offbeat.comparing import Entry, League, Planned, compare, report
 from offbeat.comparing.report import fine_print, problems, write_whole
-from offbeat.errors import UsageError
+from offbeat.errors import OffbeatError, UsageError
 from offbeat.fitting import WARM
 from offbeat.runtime.launch import Launcher
 
@@ -48,9 +48,9 @@ def compare_strategies(options: dict[str, Any], wanted: Wanted) -> None:
         try:
             with display:
                 league = compare(**options, launcher=launcher, spectator=display)
-        except BaseException:
+        except (OffbeatError, KeyboardInterrupt) as error:
             display.say_how_to_go_on()
-            raise
+            raise FailedError(error, display.so_far()) from error
     kept = [("league.html", report.page(league)), ("league.md", report.markdown(league))]
     for name, text in kept:
         write_whole(league.folder / name, text)
@@ -99,13 +99,15 @@ def _seconds(text: str | None) -> float | None:
     if text is None:
         return None
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(s|m|min|h|)\s*", text)
-    if found is None or float(found[1]) <= 0:
-        raise UsageError(f"--budget {text!r} is no time. Say e.g. 90s, 10m or 1h.")
-    return float(found[1]) * _UNITS[found[2]]
+    if found is None:
+        raise UsageError(f"--budget {text!r} is not a time. Say e.g. 90s, 10m or 1h.")
+    spent = float(found[1]) * _UNITS[found[2]]
+    limits.seconds("--budget", spent)
+    return spent
 
 
 class LeagueDisplay:
-    """Shows a league while it goes, on stderr: a live panel on a terminal, a line for each run elsewhere."""
+    """Shows a league while it goes, on stderr: a line for each run, and on a terminal a live panel below them."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
@@ -151,12 +153,10 @@ class LeagueDisplay:
         self._done, self._left, self._seconds, self._league = self._done + 1, left, seconds, league
         if self._quiet:
             return
-        if self._live is None:
-            of = self._done + left
-            told = f"[{self._done}/{of}] {_name(entry)}: {_came_to(entry)}{_remaining(left, seconds)}"
-            self._console.print(escape(told), soft_wrap=True)
-        else:
-            self._refresh()
+        remaining = _remaining(left, seconds) if self._live is None else ""  # The panel says it, too.
+        told = f"[{self._done}/{self._done + left}] {_name(entry)}: {_came_to(entry)}{remaining}"
+        (self._console if self._live is None else self._live.console).print(escape(told), soft_wrap=True)
+        self._refresh()
 
     def say_how_to_go_on(self) -> None:
         """After an interruption or a failure: what is kept, and how to go on from it."""
@@ -167,24 +167,23 @@ class LeagueDisplay:
                 soft_wrap=True,
             )
 
+    def so_far(self) -> dict[str, Any]:
+        """After an interruption or a failure, for JSON: where the league is kept, and how many runs it has."""
+        return {} if self._league is None else {"folder": str(self._league.folder), "runs": len(self._league.entries)}
+
     def _refresh(self) -> None:
         if self._live is not None:
             self._live.update(self._panel())
 
     def _panel(self) -> Group:
-        of = self._done + self._left
+        of, width = self._done + self._left, panel_width(self._console)
         spent = time.monotonic() - self._since
-        parts: list[Any] = []
-        if self._league is not None and any(row.runs for row in self._league.rows):
-            parts.append(report.table(self._league))
         line = f"{self._done} of {of} runs{_remaining(self._left, max(0.0, self._seconds - spent))}"
+        rows = [progress_bar(self._done / max(of, 1), width), Text(line)]
         if self._current is not None:
-            said = "" if self._run is None else self._run.in_words()
-            line += f"   now: {_name(self._current)}{said}"
-        far = Table.grid()
-        far.add_row(ProgressBar(total=max(of, 1), completed=self._done, width=60))
-        far.add_row(Text(line, overflow="ellipsis", no_wrap=True))
-        return Group(*parts, far)
+            said = [] if self._run is None else self._run.parts()
+            rows += folded([Text(part) for part in (f"now: {_name(self._current)}", *said)], width)
+        return panel(rows, width)
 
 
 class _Run(Display):
@@ -202,13 +201,11 @@ class _Run(Display):
         """About ten times a second."""
         self._refresh()
 
-    def in_words(self) -> str:
-        """`, step 57, score 0.94`."""
-        far = self._far
-        if not far:
-            return ", starting"
-        scores = "".join(f", {name} {value:.4g}" for name, value in self._metrics.items())
-        return f", step {far['step']}{scores}"
+    def parts(self) -> list[str]:
+        """`step 57`, `score 0.94`."""
+        if not self._far:
+            return [self._stage]
+        return [f"step {self._far['step']}", *(f"{name} {value:.4g}" for name, value in self._metrics.items())]
 
 
 def _name(run: Planned | Entry) -> str:

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-import json
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import Any, Final
 
 import typer
 
 from offbeat.cli.explain import explain_run
+from offbeat.cli.output import print_json
 from offbeat.cli.wanted import Done, Wanted
 from offbeat.errors import UsageError
 from offbeat.monitor import recorded
 from offbeat.monitor.accounts import account
 from offbeat.monitor.scenes import Scene
-from offbeat.protocols.causality.shiviz import parse
+from offbeat.protocols.causality.shiviz import parse_all
 from offbeat.runtime.records import RunFolder
+
+LARGEST: Final = 256 * 2**20
+"""Bytes of a log."""
+MATCHING: Final = 20.0
+"""Seconds of computing for finding the events in a log."""
 
 
 def explain(path: Path, wanted: Wanted, as_json: bool) -> None:
     """A run by its folder, or a log of any program by its file."""
     if path.is_file():
         explain_log(path, wanted, as_json)
-    elif wanted.pattern is not None or wanted.execution is not None:
-        option = "--pattern" if wanted.pattern is not None else "--execution"
-        raise UsageError(f"{option} is for logs of other programs, and {path} is no file: give one, or leave it away.")
+    elif wanted.of_logs is not None:
+        raise UsageError(
+            f"{wanted.of_logs} is for logs of other programs, and {path} is no file: give one, or leave it away."
+        )
     else:
         _explain_run(path, wanted, as_json)
 
@@ -46,17 +58,58 @@ def _scene(path: Path) -> Scene:
 
 
 def explain_log(path: Path, wanted: Wanted, as_json: bool) -> None:
-    """Print what a log says, and do what else is wanted with it."""
+    """Print what a log says, of each execution that it tells of, and do what else is wanted with it."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:
+            raw = file.read(LARGEST + 1)
+        text = raw.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read as a log: {error}. Give a text file with vector clocks.") from error
-    log = parse(text, wanted.pattern, wanted.execution)
-    found = account(log)
-    done = wanted.done(Scene(log.computation, " ".join([path.name, *([wanted.execution] if wanted.execution else [])])))
-    if as_json:
-        print(json.dumps({"log": str(path), **found.plain(), **done.plain}))
-    else:
-        for line in (*found.lines(), *done.lines):
+    if len(raw) > LARGEST:
+        raise UsageError(f"{path} has more than {LARGEST:,} bytes: cut it down to the part that matters.")
+    with _computing_at_most(MATCHING, f"finding the events of {path}"):
+        logs = parse_all(text, wanted.pattern, wanted.delimiter, wanted.execution)
+    if len(logs) > 1 and wanted.anything:
+        raise UsageError(
+            f"{path} holds several executions, and pictures, cuts and exports are of one: name it, e.g. --execution "
+            f"'{next(iter(logs))}'. There are: {', '.join(logs)}."
+        )
+    code = 0
+    told: list[dict[str, Any]] = []
+    for name, log in logs.items():
+        found = account(log)
+        title = " ".join([path.name, *([wanted.execution] if wanted.execution else [])])
+        done = wanted.done(Scene(log.computation, title)) if len(logs) == 1 else Done()
+        told.append({**found.plain(), **done.plain})
+        for line in (
+            () if as_json else (*([f"Execution {name}:"] if len(logs) > 1 else []), *found.lines(), *done.lines)
+        ):
             typer.echo(line)
-    raise typer.Exit(done.code)
+        code = code or done.code
+    if as_json:
+        several = {"executions": [{"execution": name, **one} for name, one in zip(logs, told, strict=True)]}
+        print_json({"log": str(path), **(told[0] if len(told) == 1 else several)})
+    raise typer.Exit(code)
+
+
+@contextmanager
+def _computing_at_most(seconds: float, what: str) -> Generator[None]:
+    """Give up what computes for longer: a pattern that a log brings along may try more ways than there are atoms."""
+
+    def give_up(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        raise UsageError(
+            f"{what} was given up after {seconds:g} s of computing: the pattern can fit in too many ways. Let each of "
+            f"its parts exclude what follows it, as [^{{]* does where .* stands before a clock."
+        )
+
+    if threading.current_thread() is not threading.main_thread():  # Only there are signals heard.
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, give_up)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

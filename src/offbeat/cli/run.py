@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shlex
-import shutil
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
-from offbeat.cli.display import Display, gossip_in_words, kinds_in_words
-from offbeat.cli.served import amount, served_in_words
+from offbeat.cli.display import Display
+from offbeat.cli.next_steps import go_on_steps, next_steps
+from offbeat.cli.output import FailedError, print_json
 from offbeat.errors import OffbeatError, TaskError
 from offbeat.fitting import WARM, Result, drive
-from offbeat.jobs import Job, Script, agreed_workers, earlier, target_of
+from offbeat.jobs import (
+    Job,
+    Script,
+    agreed_workers,
+    earlier,
+    finished_result,
+    resolve,
+    target_from_plain,
+    target_of,
+)
 from offbeat.runtime.goal import Goal
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.launch import Launcher
+from offbeat.runtime.summaries import headline, report_lines
 from offbeat.strategies import combined, parse
 from offbeat.task import Reference
 
@@ -42,8 +49,13 @@ class Asked:
     hosts: Path | None = None
 
 
+_STYLES = {"Target reached": "bold green", "Target missed": "bold yellow", "Done": "bold"}
+
+
 def run_job(asked: Asked, goal: dict[str, Any]) -> None:
     """Run what was asked for and print its result."""
+    if asked.resume is not None and _told_as_finished(_job(asked, Goal(**goal)), asked.as_json):
+        return
     display = Display(quiet=asked.as_json)
     try:
         with Launcher(WARM) as launcher:
@@ -51,13 +63,30 @@ def run_job(asked: Asked, goal: dict[str, Any]) -> None:
             job = _job(asked, Goal(**goal))
             with display:
                 result = drive(job, launcher=launcher, watcher=display)
-    except (OffbeatError, KeyboardInterrupt):
+    except (OffbeatError, KeyboardInterrupt) as error:
         display.say_how_to_resume()
-        raise
+        raise FailedError(error, display.result_so_far()) from error
+    if not result.seconds_by_kind and (unheeded := Goal(**goal).without_effect()):
+        named = f"{', '.join(unheeded)} had no effect: only a script that calls offbeat.init() heeds "
+        warning = f"warning: {named}{'them' if len(unheeded) > 1 else 'it'}. See docs/own-loops.md for the four lines."
+        print(warning, file=sys.stderr)
     if asked.as_json:
-        print(json.dumps(result.plain()))
+        print_json(result.plain())
     else:
-        _print(result, asked)
+        _print(result, job, asked)
+
+
+def _told_as_finished(job: Job, as_json: bool) -> bool:
+    """Whether a run that is to be resumed is finished; then its result is printed, and no process is started."""
+    job = resolve(job)
+    result = finished_result(job)
+    if result is None:
+        return False
+    if as_json:
+        print_json(result.plain())
+    else:
+        _print_finished(result, job)
+    return True
 
 
 def _job(asked: Asked, goal: Goal) -> Job:
@@ -74,10 +103,7 @@ def _job(asked: Asked, goal: Goal) -> Job:
 
 
 def _what_was_run(folder: Path) -> Script | Reference:
-    known = earlier(folder)["what"]
-    if "script" in known:
-        return Script(known["script"], tuple(known["arguments"]))
-    return Reference(**known["task"])
+    return target_from_plain(earlier(folder)["what"])
 
 
 def _default_workers(strategy: str | None, resume: Path | None) -> int:
@@ -88,92 +114,42 @@ def _default_workers(strategy: str | None, resume: Path | None) -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _print(result: Result, asked: Asked) -> None:
+def _print(result: Result, job: Job, asked: Asked) -> None:
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     if not result.seconds_by_kind:
         console.print(
             "The script ended well. It never called offbeat.init(), so there is nothing to report about its training."
         )
+        if job.goal.strategy is not None:
+            console.print(f"--strategy {job.goal.strategy} had no effect: the script distributes itself.", markup=False)
         return
     console.print()
-    console.print(_headline(result))
-    if result.test_score is not None:
-        console.print(f"  on test data        {result.test_score:.4g} (scored once, at the end)")
-    epochs = "" if result.epochs is None else f", {result.epochs} epochs"
-    examples = f", {result.samples:,} examples" if result.samples else ""
-    console.print(f"  work done           {result.steps:,} steps{epochs}{examples}")
-    speed = f"{result.samples_per_second:,.0f} examples/s; " if result.samples else ""
-    console.print(f"  speed               {speed}{result.core_seconds:.1f} core-seconds")
-    console.print(f"  where the time went {kinds_in_words(result.seconds_by_kind)}")
-    if result.workers > 1:
-        console.print(f"  sent                {amount(result.bytes_sent)} between {result.workers} workers")
-    for name, said in served_in_words(result) if result.servers else ():
-        console.print(f"  {name:<19} {said}", markup=False)
-    if result.hosts:
-        console.print(f"  hosts               {_hosts_in_words(result.hosts)}", markup=False)
-    if result.foretold:
-        console.print(f"  foretold            {result.foretold['words']}", markup=False)
-    if result.pays:
-        console.print(f"  compression         {result.pays['words']}", markup=False)
-    if result.gossip:
-        console.print(f"  gossip              {gossip_in_words(result.gossip)}")
-    if result.died:
-        console.print(f"  died on the way     {', '.join(result.died)}")
-    if result.joined:
-        console.print(f"  joined on the way   {', '.join(result.joined)}")
-    if result.disturbances.get("asked"):
-        fired = f"{result.disturbances['fired']:,} fired, {result.disturbances['asked']:,} asked for"
-        console.print(f"  disturbances        {fired}")
-    console.print(f"  start-up            {result.startup_seconds:.1f} s, not counted above")
-    console.print(f"  everything is in    {result.run}", markup=False)
+    _print_report(result, console)
     console.print()
-    for line in _next_steps(result, asked):
-        console.print(line, style="dim", markup=False)
+    console.print("Try next:", style="dim")
+    for command in next_steps(result, job, asked.what, asked.hosts):
+        console.print(f"  {command}", style="dim", markup=False)
 
 
-def _hosts_in_words(hosts: Sequence[Mapping[str, Any]]) -> str:
-    """Who was where: `a (10.77.0.2, 100Mbit): workers 0 1, server 0`."""
-    said: list[str] = []
-    for host in hosts:
-        rate = f", {host['rate']}" if host["rate"] else ""
-        numbers = {what: " ".join(map(str, host[f"{what}s"])) for what in ("worker", "server")}
-        here = [f"{what}{'s' if ' ' in known else ''} {known}" for what, known in numbers.items() if known]
-        said.append(f"{host['name']} ({host['address']}{rate}): {', '.join(here) or 'nobody'}")
-    return "; ".join(said)
+def _print_report(result: Result, console: Console) -> None:
+    mark, rest = headline(result)
+    console.print(Text(mark, style=_STYLES[mark]).append(rest, style="not bold default"))
+    for line in report_lines(result):
+        console.print(line, markup=False)
 
 
-def _headline(result: Result) -> str:
-    who = f"{result.workers} worker{'s' if result.workers > 1 else ''}, {result.strategy}"
-    score = "no score reported" if result.score is None else f"score {result.score:.4g}"
-    wanted = (result.target or "").removeprefix("score=")
+def _print_finished(result: Result, job: Job) -> None:
+    """Say that there is nothing left to do, what had come of it, and how to go on all the same."""
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    console.print(f"{result.run} is finished: nothing was started. Its result:", markup=False)
+    if result.seconds_by_kind:
+        _print_report(result, console)
+    console.print()
     if result.reached_target:
-        reached = f"[bold green]Target reached[/bold green]: {score} (wanted {wanted})"
-        return f"{reached} after {result.seconds_to_target:.2f} s. {escape(who)}."
-    if result.reached_target is False:
-        best = "" if result.best_score is None else f", best {result.best_score:.4g}"
-        missed = f"[bold yellow]Target missed[/bold yellow]: {score}{best} (wanted {wanted})"
-        return f"{missed} after {result.seconds:.2f} s. {escape(who)}."
-    return f"[bold]Done[/bold]: {score} after {result.seconds:.2f} s. {escape(who)}."
-
-
-def _next_steps(result: Result, asked: Asked) -> list[str]:
-    target = shlex.quote(asked.what) if asked.what else "TARGET"
-    tail = f" -- {shlex.join(asked.arguments)}" if asked.arguments else ""
-    other = "ddp" if not result.strategy.startswith("ddp") else "allreduce"
-    offbeat = _this_command()
-    lines = ["Try next:"]
-    if result.workers == 1:
-        lines.append(f"  {offbeat} run {target} --workers 2{tail}")
+        console.print("Its target is reached. To go on, give it a better one with --target.")
+    elif commands := go_on_steps(result, job):
+        console.print("To go on, give it more to do:", style="dim")
+        for command in commands:
+            console.print(f"  {command}", style="dim", markup=False)
     else:
-        lines.append(f"  {offbeat} run {target} --workers {result.workers} --strategy {other}{tail}    # another way")
-    lines.append(f"  {offbeat} strategies                     # all ways there are")
-    if result.reached_target is False and result.epochs:
-        lines.append(f"  {offbeat} run --resume {result.run} --epochs {2 * result.epochs}    # go on where it stopped")
-    return lines
-
-
-def _this_command() -> str:
-    """How this program can be called again: by its name, if that is on the path."""
-    if shutil.which("offbeat"):
-        return "offbeat"
-    return sys.argv[0] if Path(sys.argv[0]).name == "offbeat" else "python -m offbeat"
+        console.print("Its script has come to its end. To go on, change how long its loop goes, and resume it then.")

@@ -31,6 +31,8 @@ class Wanted:
     """How the events of a log of another program are written."""
     execution: str | None = None
     """Which of several that such a log tells of."""
+    delimiter: str | None = None
+    """What stands between them."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, before anything is read."""
@@ -47,6 +49,12 @@ class Wanted:
     def anything(self) -> bool:
         """Whether there is more to do than to explain."""
         return bool(self.draw or self.cuts or self.export)
+
+    @property
+    def of_logs(self) -> str | None:
+        """An option that is only for logs of other programs, if one was given."""
+        given = {"--pattern": self.pattern, "--execution": self.execution, "--delimiter": self.delimiter}
+        return next((name for name, value in given.items() if value is not None), None)
 
     def done(self, scene: Scene) -> Done:
         """Do it, and tell what was done."""

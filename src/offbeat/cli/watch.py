@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offbeat.errors import OutputError, UsageError
+from offbeat.limits import port as check_port
 
 if TYPE_CHECKING:
     from offbeat.monitor.page.serving import Served
@@ -31,6 +32,7 @@ def watch(
     ] = None,
 ) -> None:
     """Show runs on a page, those under way as they go; on this machine only, to whoever has the printed address."""
+    check_port("--port", port)
     if export is None:
         serve_page(path, port, open_it)
     else:

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from offbeat import limits
 from offbeat.errors import CheckpointError, UsageError
-from offbeat.jobs import Job, Script
+from offbeat.jobs import Job, target_from_plain
 from offbeat.runtime.goal import Goal
 from offbeat.runtime.hosts import Hosts
 from offbeat.task import Reference
@@ -20,7 +23,6 @@ from offbeat.task import Reference
 GRID = (0.5, 1.0, 2.0)
 """What learning rates are multiplied by, unless told otherwise."""
 SEEDS = 5
-_MOST_SEEDS = 1000
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,11 @@ class Asked:
     """Further entries of the runs' goal."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.seeds <= _MOST_SEEDS:
-            raise UsageError(f"--seeds {self.seeds} makes no sense: it is how often each strategy is run, 1 or more.")
+        limits.whole("--workers", self.workers, limits.WORKERS, why="each is a process")
+        limits.whole("--seeds", self.seeds, limits.SEEDS, why="each strategy is run so often")
+        limits.seed("--seed", self.seed)
+        limits.seed(f"--seed {self.seed} with --seeds {self.seeds}: the last seed", self.seed + self.seeds)
+        limits.whole("the number of factors in --tune,", len(self.tune), limits.FACTORS, least=0)
         if not self.tune or not all(0 < factor < math.inf for factor in self.tune):
             raise UsageError(f"--tune {self.tune} makes no sense: say numbers above 0, such as 0.5,1,2, or none.")
         if len(set(self.tune)) < len(self.tune):
@@ -60,8 +65,7 @@ class Asked:
 
     def job(self, out: Path) -> Job:
         """What every run has in common."""
-        known = self.what
-        what = Script(known["script"], tuple(known["arguments"])) if "script" in known else Reference(**known["task"])
+        what = target_from_plain(self.what)
         goal = Goal.from_plain(self.goal | {"target": self.target})
         hosts = None if self.hosts is None else Hosts.from_plain(self.hosts)
         return Job(what, goal, self.workers, self.threads, out, hosts=hosts)
@@ -73,9 +77,13 @@ class Asked:
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> Asked:
         """From JSON data."""
-        known: dict[str, Any] = {f.name: data[f.name] for f in dataclasses.fields(cls)}
-        known |= {"strategies": tuple(data["strategies"]), "tune": tuple(data["tune"])}
-        return cls(**known)
+        try:
+            found = msgspec.convert(dict(data), cls)
+        except msgspec.ValidationError as error:
+            raise CheckpointError(f"this does not say what a league was asked for: {error}.") from error
+        target_from_plain(found.what)
+        Goal.from_plain(found.goal)
+        return found
 
     def check_same(self, before: Asked) -> None:
         """Refuse to go on with a league that was asked for differently; more or fewer seeds are no difference."""

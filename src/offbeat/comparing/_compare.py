@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import shutil
 import time
@@ -12,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
+from offbeat import limits
 from offbeat.comparing._asked import GRID, SEEDS, Asked
 from offbeat.comparing._conductor import Conductor
 from offbeat.comparing._contestants import field_of, resolved
@@ -78,8 +78,8 @@ def compare(
     script's own rate). `budget` is in seconds: if it does not suffice, all strategies have fewer seeds. With `resume`,
     the folder of a league, that one goes on; what has ended is not run again.
     """
-    if budget is not None and not 0 < budget < math.inf:
-        raise UsageError(f"a budget of {budget} s makes no sense: give a time above 0.")
+    if budget is not None:
+        limits.seconds("--budget", budget)
     goal: dict[str, Any] = {"epochs": epochs, "steps": steps, "parts": parts, "device": device, "timeout": timeout}
     goal["disturb"] = [disturb] if isinstance(disturb, str) else list(disturb)
     asked = None

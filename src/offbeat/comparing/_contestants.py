@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from offbeat import limits
 from offbeat.errors import StrategyError, UsageError
 from offbeat.jobs import Job, resolve
 from offbeat.protocols.disturbances import check
@@ -70,6 +71,7 @@ def field_of(job: Job, strategies: Sequence[str | Strategy], single: bool) -> Fi
     wanted = {BASELINE: BASELINE}
     for one in (strategy for text in strategies or DEFAULT for strategy in expand(str(text))):
         wanted.setdefault(str(combined(one)), str(one))  # What means the same takes part once.
+        limits.whole("the number of strategies,", len(wanted), limits.SWEEP, why="in one league")
     wanted.pop(SINGLE, None)
     named = [
         Contestant(name, text, job.workers, Part.baseline if text == BASELINE else Part.asked)

@@ -15,7 +15,7 @@ from offbeat.errors import OffbeatError
 from offbeat.jobs import Job, Script
 from offbeat.runtime.fingerprint import fingerprint
 from offbeat.runtime.launch import threads_for
-from offbeat.runtime.randomness import Lent
+from offbeat.runtime.randomness import Lent, seeded
 from offbeat.runtime.records import environment
 
 EXAMPLES = 64
@@ -85,7 +85,7 @@ def _data(job: Job) -> dict[str, Any]:
     if isinstance(job.what, Script):
         return {"hash": None, "of": "the first training batch of worker 0 in the first run"}
     try:
-        with Lent(0).use():  # Examples may be changed at random whenever they are read.
+        with Lent(seeded(0)).use():  # Examples may be changed at random whenever they are read.
             data = job.what.build().data()
             parts = [hashed(data.train), hashed(data.validation)]
     except OffbeatError:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from offbeat.comparing._contestants import Contestant, Part
-from offbeat.comparing._records import Entry, LeagueFolder
+import msgspec
+
+from offbeat.comparing._asked import Asked
+from offbeat.comparing._contestants import Contestant
+from offbeat.comparing._records import LEAGUE_FILE, Entry, LeagueFolder
 from offbeat.comparing._rows import Row, complete_seeds, rows_of
 from offbeat.comparing._words import Outcome, outcome, ranking
+from offbeat.errors import CheckpointError, OffbeatError
+from offbeat.runtime.goal import Target
 
 TAGS = {
     "time, relative, speedup, step_seconds, core_seconds, startup_seconds, seconds_by_kind": "measured",
@@ -21,6 +26,64 @@ TAGS = {
     "curve": "measured; bytes between evaluations are scaled from one worker's to all",
 }
 """How each figure came about; nothing in a league is simulated or extrapolated."""
+
+
+_MOST = 1e18
+"""Beyond any figure of a run."""
+
+
+class _Environment(msgspec.Struct):
+    offbeat: str
+    torch: str
+    numpy: str
+    python: str
+    processor: str
+    cores: int
+    platform: str
+    started: str
+
+
+class _Data(msgspec.Struct):
+    hash: str | None
+    of: str
+
+
+class _Facts(msgspec.Struct):
+    commit: str | None
+    environment: _Environment
+    data: _Data
+    source: str | None = None
+    crowded: str | None = None
+
+
+class _LeagueFile(msgspec.Struct):
+    """What league.json must have."""
+
+    asked: dict[str, Any]
+    facts: _Facts
+    contestants: tuple[Contestant, ...]
+    refused: dict[str, str]
+    runs: tuple[Entry, ...]
+    given_up: tuple[str, ...]
+    undone: tuple[str, ...]
+    said: tuple[str, ...] = ()
+
+
+def _check(found: _LeagueFile) -> None:
+    """What types do not say: times are finite and not negative, targets can be read, and each name is there once."""
+    names = [one.name for one in found.contestants]
+    if not names:
+        raise ValueError("nobody takes part in it")
+    if len(set(names)) < len(names):
+        raise ValueError(f"it has a contestant twice: {', '.join(names)[:200]}")
+    for entry in found.runs:
+        numbers = [getattr(entry, one.name) for one in fields(entry)] + list(entry.seconds_by_kind.values())
+        numbers += [getattr(point, one.name) for point in entry.curve for one in fields(point)]
+        wrong = [value for value in numbers if isinstance(value, int | float) and not -_MOST < value < _MOST]
+        if wrong:
+            raise ValueError(f"a run of {entry.name[:200]!r} has the figure {wrong[0]:g}"[:400])
+        if entry.target is not None:
+            Target.parse(entry.target)
 
 
 @dataclass(frozen=True)
@@ -47,20 +110,25 @@ class League:
 
     @classmethod
     def from_plain(cls, folder: Path, data: Mapping[str, Any]) -> League:
-        """From what league.json says."""
+        """From what league.json says; what cannot be so is refused."""
+        try:
+            found = msgspec.convert(dict(data), _LeagueFile)
+            asked = Asked.from_plain(found.asked)
+            _check(found)
+        except (ValueError, OffbeatError) as error:
+            raise CheckpointError(
+                f"{folder / LEAGUE_FILE} cannot be read: {error}. It may have been edited."
+            ) from error
         return cls(
             folder=folder,
-            asked=data["asked"],
+            asked=asked.plain(),
             facts=data["facts"],
-            contestants=tuple(
-                Contestant(**(one | {"part": Part(one["part"]), "left_out": tuple(one["left_out"])}))
-                for one in data["contestants"]
-            ),
-            refused=data["refused"],
-            entries=tuple(Entry.from_plain(entry) for entry in data["runs"]),
-            given_up=tuple(data["given_up"]),
-            undone=tuple(data["undone"]),
-            said=tuple(data.get("said", ())),
+            contestants=found.contestants,
+            refused=found.refused,
+            entries=found.runs,
+            given_up=found.given_up,
+            undone=found.undone,
+            said=found.said,
         )
 
     @classmethod

@@ -10,9 +10,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
+
 from offbeat.errors import CheckpointError, OutputError
 from offbeat.fitting import Result
 from offbeat.runtime.goal import Target
+from offbeat.runtime.reading import read_object
 from offbeat.runtime.records import METRICS_FILE
 
 LEAGUE_FILE = "league.json"
@@ -20,6 +23,8 @@ HOSTS_FILE = "hosts.toml"
 LATEST = "latest-league"
 VERSION = 1
 """Of the file's form."""
+_LARGEST = 256 * 2**20
+"""Bytes of a league's file: it has every evaluation of every run."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +100,7 @@ class Entry:
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> Entry:
         """From JSON data; unknown entries are ignored."""
-        known: dict[str, Any] = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name in data}
-        known["curve"] = [Point(**point) for point in known.get("curve", [])]
-        return cls(**known)
+        return msgspec.convert(dict(data), cls)
 
 
 def of_result(entry: Entry, result: Result) -> Entry:
@@ -179,12 +182,12 @@ class LeagueFolder:
     def read(self) -> dict[str, Any]:
         """What league.json says."""
         try:
-            data = json.loads((self.path / LEAGUE_FILE).read_text())
+            data = read_object(self.path / LEAGUE_FILE, _LARGEST)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path / LEAGUE_FILE} cannot be read: {error}") from error
-        if not isinstance(data, dict) or cast("dict[str, Any]", data).get("version") != VERSION:
+        if data.get("version") != VERSION:
             raise CheckpointError(f"{self.path / LEAGUE_FILE} is of another version of offbeat. Start a new league.")
-        return cast("dict[str, Any]", data)
+        return data
 
     def write(self, data: Mapping[str, Any]) -> None:
         """Replace league.json."""

@@ -10,7 +10,7 @@ from offbeat.comparing._contestants import BASELINE, Part
 from offbeat.comparing._rows import Row
 from offbeat.comparing._spread import ENOUGH
 from offbeat.errors import StrategyError
-from offbeat.strategies import Local, combined, parse
+from offbeat.strategies import Local, combined, parse_built_in
 
 _DIFFERENT = 0.05
 """A share by which two figures must differ to be worth words."""
@@ -89,9 +89,9 @@ def _per_step(row: Row) -> dict[str, float]:
 
 def _habit(row: Row) -> str:
     try:
-        when = combined(parse(row.strategy)).when
+        when = combined(parse_built_in(row.strategy)).when
     except StrategyError:
-        return ""  # A strategy of somebody's own that is not here any more.
+        return ""  # A strategy of somebody's own: reading a league must not run the code that its file names.
     return f"it exchanges every {when.period} steps; " if isinstance(when, Local) else ""
 
 

@@ -53,6 +53,8 @@ class Account(Struct, frozen=True):
     completed: tuple[int, ...]
     """Lines whose clock left out what follows from it."""
     endings: tuple[Ending, ...]
+    skipped: tuple[int, ...] = ()
+    """Lines that are not part of any event."""
 
     def plain(self) -> dict[str, Any]:
         """As JSON data."""
@@ -68,6 +70,9 @@ class Account(Struct, frozen=True):
             yield f"Clocks: {len(self.completed):,} left out what follows from them, and were completed: lines {lines}."
         else:
             yield "Clocks: consistent."
+        if self.skipped:
+            lines = _listed([str(line) for line in self.skipped], ", ")
+            yield f"Skipped, because they fit no event: {len(self.skipped):,} lines: {lines}."
         yield f"Longest causal chain: {self.chain_events:,} events, through {_listed(self.chain, ' > ')}."
         yield "Last events, the earliest first:"
         yield from (f"  {one}" for one in sorted(self.endings, key=lambda one: one.at))
@@ -83,7 +88,16 @@ def account(log: Log) -> Account:
     found: list[Arrow] = list(arrows(run, logical(run)))
     names = tuple(name for name, _ in groupby(run.processes[place.process] for place in chain))
     return Account(
-        run.size, total, len(found), pairs - ordered, pairs, names, len(chain), log.completed, tuple(_endings(run))
+        run.size,
+        total,
+        len(found),
+        pairs - ordered,
+        pairs,
+        names,
+        len(chain),
+        log.completed,
+        tuple(_endings(run)),
+        log.skipped,
     )
 
 

@@ -9,14 +9,18 @@ import itertools
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 from msgspec import Struct, structs
 
 from offbeat.monitor.history import history_of
+from offbeat.monitor.queues import Queues, queued
 from offbeat.monitor.verdicts import worker_name
 from offbeat.protocols.causality.critical import Arrival, Forecast, arrivals, forecasts
-from offbeat.protocols.causality.histories import Computation
+from offbeat.protocols.causality.histories import Computation, Event
+from offbeat.runtime.servers.noting import WARM_START, meeting
 from offbeat.runtime.stamps import KINDS, UNKNOWN, Mark, Stamp
 
 LATEST: Final = 8192
@@ -28,11 +32,15 @@ STRETCHES: Final = 24
 LOOKED: Final = 4 * STRETCH * STRETCHES
 """About as many events are looked at in all: of many workers, fewer in a stretch."""
 OFTEN: Final = 0.75
-"""A straggler is last in at least this share of all steps; its cause makes up at least this share of its lateness …"""
-MUCH: Final = 0.2
-"""… and costs at least this share of the time …"""
+"""A lateness has one cause if that makes up at least this share of it, in at least this share of all steps."""
+MUCH: Final = 0.1
+"""A straggler costs the run at least this share of its time, beyond what the others and the lack of a core cost it …"""
 ENOUGH: Final = 10
-"""… in at least as many steps."""
+"""… over at least so many steps …"""
+BLOCKS: Final = 16
+"""… of which this many parts are compared, or as many as there are steps: …"""
+SURE: Final = 2.5
+"""… so many standard deviations more than what chance would make of it, if everybody were late alike."""
 _LITTLE: Final = 0.05
 """Kinds that make up less of a lateness than this are not told."""
 
@@ -72,8 +80,18 @@ class Blame(Struct, frozen=True):
     """In which share of all steps it was late by at least half of that."""
     collectives: int
     """How many collectives there were."""
-    lost: float
-    """Seconds that the others together have waited for it."""
+    run_seconds_lost: float
+    """By how much shorter the run would have been, had this worker never been later than the others are on average."""
+    worker_seconds_lost: float
+    """Seconds that the others together have waited for it: two who wait for a second are two worker-seconds."""
+    wall_seconds: float
+    """How long what was looked at took."""
+    usual_seconds_lost: float
+    """What the run lost to each of the others, on average."""
+    queued_seconds: float | None
+    """How much longer than the others it waited for a core, which other programs may have had; None: nobody knows."""
+    deviations: float
+    """How far it is from being late as often as the others are: standard deviations, over parts of the run."""
     seconds: float
     """How long a step took; of a run without steps, the whole."""
     without: float
@@ -81,9 +99,14 @@ class Blame(Struct, frozen=True):
 
     @property
     def straggler(self) -> bool:
-        """Whether the run would be notably faster without its lateness."""
-        often = self.steps >= ENOUGH and self.last >= OFTEN * self.steps
-        return often and self.without <= (1 - MUCH) * self.seconds
+        """Whether it has cost the run a notable part of its time, more than chance and a busy machine explain.
+
+        If nobody knows whether it had a core, only a single cause, step by step, tells it from a busy machine.
+        """
+        lost = self.run_seconds_lost - self.usual_seconds_lost - (self.queued_seconds or 0.0)
+        told_apart = self.cause is not None or (self.queued_seconds is not None and self.steps >= BLOCKS)
+        enough = self.steps >= ENOUGH and lost >= MUCH * self.wall_seconds
+        return enough and told_apart and self.deviations >= SURE
 
     @property
     def cause(self) -> str | None:
@@ -101,13 +124,22 @@ class Blame(Struct, frozen=True):
         whole = "a step" if self.unit == "steps" else "the run"
         return (
             f"{self.worker} was last in {self.last:,} of {self.steps:,} {self.unit}, by {_time(self.late)} in the "
-            f"mean: {in_kinds(self.late, self.by_kind)}; the others lost {_time(self.lost)} to it; without it {whole} "
+            f"mean: {in_kinds(self.late, self.by_kind)}; {self.losses}; without it {whole} "
             f"would take {_time(self.without)} instead of {_time(self.seconds)}"
+        )
+
+    @property
+    def losses(self) -> str:
+        """What it has cost, in words: the run's time, and that of the workers."""
+        share = 100 * self.run_seconds_lost / (self.wall_seconds or 1.0)
+        return (
+            f"the run lost {_time(self.run_seconds_lost)} of {_time(self.wall_seconds)} to it ({share:.0f} %), and the "
+            f"others together waited {self.worker_seconds_lost:.3g} worker-seconds"
         )
 
     def plain(self) -> dict[str, Any]:
         """As JSON data."""
-        return {**structs.asdict(self), "straggler": self.straggler, "cause": self.cause}
+        return {**structs.asdict(self), "straggler": self.straggler, "cause": self.cause, "words": str(self)}
 
 
 def in_kinds(seconds: float, by_kind: Mapping[str, float]) -> str:
@@ -121,21 +153,33 @@ def _time(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def blame(stamps: Stamps, servers: ServerStamps | None = None) -> list[Blame]:
+def blame(stamps: Stamps, servers: ServerStamps | None = None, queues: Queues | None = None) -> list[Blame]:
     """What each worker has cost the others, the most costly first; nothing if they have met nowhere."""
+    ranks = {worker_name(rank): rank for rank in stamps}
     totals = defaultdict[str, _Total](_Total)
     steps = collectives = 0
     for some, served in stretches(stamps, servers or {}):
         history = history_of(some, served)
-        late = arrivals(history)
+        late = [one for one in arrivals(history) if not _by_design(history.event(one.entry))]
         if not late:
             continue
         judged = _by_step(history, late, _steps_of(some))
         steps += len(judged)
         collectives += len(late)
+        times = [stamp.time for one in some.values() for stamp in one]
         for forecast in forecasts(history, history.processes[: len(some)], late):
-            totals[forecast.process].add(forecast, late, judged)
-    return sorted((one.told(name, steps, collectives) for name, one in totals.items()), key=lambda one: -one.lost)
+            waited = queued(queues or {}, ranks[forecast.process], min(times), max(times))
+            totals[forecast.process].add(forecast, late, judged, waited)
+    found = [
+        one.told(name, steps, collectives, [other for key, other in totals.items() if key != name])
+        for name, one in totals.items()
+    ]
+    return sorted(found, key=lambda one: (-one.run_seconds_lost, one.worker))
+
+
+def _by_design(entry: Event) -> bool:
+    """Whether the others wait there because the strategy wants it: their waiting is nobody's fault."""
+    return entry.call is not None and entry.call.operation == meeting(WARM_START)
 
 
 def late_steps(stamps: Stamps, servers: ServerStamps | None = None) -> list[Late]:
@@ -152,17 +196,31 @@ class _Total:
 
     def __init__(self) -> None:
         self._late: list[Late] = []
+        self._all: list[Late] = []
         self._lost = self._took = self._without = 0.0
+        self.queued: float | None = 0.0
         self._steps = 0
 
-    def add(self, forecast: Forecast, late: Sequence[Arrival], judged: Sequence[Late]) -> None:
+    def add(self, forecast: Forecast, late: Sequence[Arrival], judged: Sequence[Late], waited: float | None) -> None:
         self._late += [one for one in judged if one.worker == forecast.process]
+        self._all += judged
+        self.queued = None if self.queued is None or waited is None else self.queued + waited
         self._lost += sum(arrival.lost for arrival in late if arrival.last == forecast.process)
         self._took += forecast.seconds
         self._without += forecast.without
         self._steps += len({one.step for one in judged if one.step >= 0})
 
-    def told(self, name: str, steps: int, collectives: int) -> Blame:
+    @property
+    def saved(self) -> float:
+        """By how much shorter the run would have been without its lateness."""
+        return max(0.0, self._took - self._without)
+
+    def _queued_more(self, others: Sequence[_Total]) -> float | None:
+        """How much longer than the others it waited for a core."""
+        usual = [one.queued for one in others if one.queued is not None]
+        return None if self.queued is None or not usual else max(0.0, self.queued - fmean(usual))
+
+    def told(self, name: str, steps: int, collectives: int, others: Sequence[_Total]) -> Blame:
         count = max(1, len(self._late))
         late = sum(one.lateness for one in self._late) / count
         kinds = {kind for one in self._late for kind in one.by_kind}
@@ -175,10 +233,30 @@ class _Total:
             {kind: sum(one.by_kind.get(kind, 0.0) for one in self._late) / count for kind in sorted(kinds)},
             sum(one.lateness >= late / 2 for one in self._late) / max(1, steps),
             collectives,
+            self.saved,
             self._lost,
+            self._took,
+            fmean(one.saved for one in others) if others else 0.0,
+            self._queued_more(others),
+            _deviations(name, self._all, 1 + len(others)),
             self._took / max(1, self._steps),
             self._without / max(1, self._steps),
         )
+
+
+def _deviations(worker: str, steps: Sequence[Late], workers: int) -> float:
+    """How far a worker's lateness is from what chance makes of it if all are late alike, in standard deviations.
+
+    The steps are put into some parts, one after the other, so that a spell of bad luck counts once however many steps
+    it lasts. In each part the lateness of the others, on average, is taken off: who is late as much as they are comes
+    to nothing, and so does one who was late in a single part only.
+    """
+    parts = np.zeros(min(BLOCKS, len(steps)))
+    for number, one in enumerate(steps):
+        own = 1.0 if one.worker == worker else -1.0 / max(1, workers - 1)
+        parts[number * len(parts) // len(steps)] += own * max(0.0, one.lateness)
+    spread = float(np.sqrt((parts**2).sum()))
+    return float(parts.sum()) / spread if spread else 0.0
 
 
 def _by_step(

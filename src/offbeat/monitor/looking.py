@@ -13,6 +13,7 @@ from msgspec import structs
 from offbeat.errors import UsageError
 from offbeat.monitor.blaming import ENOUGH, Blame, blame
 from offbeat.monitor.judging import Judge, how_it_ended
+from offbeat.monitor.queues import QueueWriter
 from offbeat.monitor.reading import recorded
 from offbeat.monitor.tracing import Unfit, unfit
 from offbeat.monitor.verdicts import DESYNC, NAN, SILENT, STRAGGLER, Verdict, worker_name
@@ -28,7 +29,7 @@ ANSWER: Final = 0.5
 """Seconds for a worker to write its stack."""
 STOPPED: Final = 0.8
 """Seconds for which a process that others wait for is stopped, until that is said."""
-RECENT: Final = 1024
+RECENT: Final = 4096
 """How many events of each worker are compared to find one that holds the others up."""
 IDLE: Final = 2
 """Looks between which a worker must not have computed to count as waiting inside torch."""
@@ -68,6 +69,7 @@ class Watch:
         self._failed = False
         self._raised = False  # a worker has raised an error that is not about its peers
         self._died = False
+        self._queues = QueueWriter(folder)
         (folder / FOLDER).mkdir(exist_ok=True)
         for file in (folder / FOLDER).glob("*-*.*"):
             file.unlink(missing_ok=True)
@@ -79,6 +81,7 @@ class Watch:
             return None
         self._next = now + EVERY
         moved = self._read()
+        self._queues.note(now, {rank: reader.pid for rank, reader in self._readers.items()})
         found = self._judge.final(moved, self._idle(moved))
         if found is not None:
             return self._with_stacks(found)
@@ -111,15 +114,15 @@ class Watch:
         return Verdict(NAN, f"{'; '.join(map(str, found[:3]))}.", who=tuple(dict.fromkeys(one.worker for one in found)))
 
     def _straggling(self) -> Verdict | None:
-        """One worker that holds the others up by one thing, looked for ever less often: comparing takes a while."""
+        """A worker that costs the run a notable part of its time, looked for ever less often: that takes a while."""
         if self._judge.progress < self._compare_at:
             return None
-        self._compare_at *= 4
+        self._compare_at *= 2
         found: list[Blame] = []
         with suppress(UsageError):
             events = recorded(self._folder)
             recent = {rank: some[-RECENT:] for rank, some in events.stamps.items()}
-            found = [one for one in blame(recent, events.servers) if one.straggler and one.cause is not None]
+            found = [one for one in blame(recent, events.servers, events.queues) if one.straggler]
         found = [one for one in found if one.worker not in self._slow]
         self._slow.update(one.worker for one in found)
         told = tuple(one.worker for one in found)

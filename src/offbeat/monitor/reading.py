@@ -8,7 +8,9 @@ from pathlib import Path
 from msgspec import Struct
 
 from offbeat.errors import UsageError
-from offbeat.runtime.stamps import FOLDER, Reader, Stamp
+from offbeat.monitor.queues import Queues, read_queues
+from offbeat.monitor.verdicts import worker_name
+from offbeat.runtime.stamps import FOLDER, Reader, Stamp, events_file
 
 _SERVERS = "server-*.events"
 
@@ -22,6 +24,8 @@ class Recorded(Struct, frozen=True):
     """How many older ones were written over."""
     servers: Mapping[str, Sequence[Stamp]] = {}
     """Each server's events, by its name."""
+    queues: Queues = {}
+    """How long each worker had waited for a core, as far as that was written down."""
 
 
 def recorded(folder: Path) -> Recorded:
@@ -33,8 +37,11 @@ def recorded(folder: Path) -> Recorded:
             f"`offbeat run --watch`, which writes them down."
         )
     readers = [Reader(file, kept=True) for file in files]
+    for file, reader in zip(files, readers, strict=True):
+        if file != events_file(folder, reader.rank):
+            raise UsageError(f"{file} is damaged: it says that its events are of {worker_name(reader.rank)}.")
     stamps = {reader.rank: reader.new() for reader in readers}
     served = {file.stem.replace("-", " "): Reader(file, kept=True) for file in sorted((folder / FOLDER).glob(_SERVERS))}
     told = {name: reader.new() for name, reader in served.items()}
     dropped = sum(reader.dropped for reader in (*readers, *served.values()))
-    return Recorded(dict(sorted(stamps.items())), dropped, told)
+    return Recorded(dict(sorted(stamps.items())), dropped, told, read_queues(folder))

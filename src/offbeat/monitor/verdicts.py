@@ -21,7 +21,7 @@ DEAD: Final = "dead"
 NAN: Final = "nan"
 """A worker has given numbers to the others that are not finite."""
 STRAGGLER: Final = "straggler"
-"""One worker holds all others up, step by step."""
+"""One worker has cost the run a notable part of its time."""
 LASTING: Final = frozenset({DEAD, NAN})
 """What stays true of a run that has gone on, and finished."""
 

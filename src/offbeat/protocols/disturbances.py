@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.errors import UsageError
+from offbeat.limits import SECONDS
 from offbeat.protocols.partition import mixed
 
 ROLES = ("worker", "server")
@@ -267,8 +268,8 @@ class _Sentence:
     def _seconds(self) -> float:
         found = _DURATION.fullmatch(self._word() or "")
         seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
-        if not 0 < seconds < math.inf:
-            self._refuse("a time above 0 with its unit, such as 200ms or 5s")
+        if not 0 < seconds <= SECONDS:
+            self._refuse("a time above 0 and up to a year, with its unit, such as 200ms or 5s")
         self._next += 1
         return seconds
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offbeat.errors import OffbeatError
 from offbeat.runtime.goal import Goal
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class Assignment:
     """What a checkpoint must agree with to be resumed from."""
     send: Callable[[Mapping[str, Any]], None] = _to_nobody
     """Tells the launcher how far the work is."""
+    fail: Callable[[OffbeatError], None] | None = None
+    """Tells the launcher why the work cannot go on, from any thread; None: there is no launcher of ours."""
     servers: Plan | None = None
     """The run's parameter servers, if its strategy has any."""
     open_teams: list[Any] = field(default_factory=list)

@@ -68,7 +68,8 @@ class GradientBuckets:
         self._group, self._stopwatch, self._capacity = group, stopwatch, capacity
         self._scale = 1.0 / group.size
         self._seen: list[int] = []
-        self._running = False
+        self.running = False
+        """Whether a backward pass has begun and is not over."""
         self._header = Header(group, stopwatch, 0)
         self._handles = [hook(p, self._ready) for p in self._given]
         self._enlist([])
@@ -163,9 +164,9 @@ class GradientBuckets:
 
     def begin(self) -> None:
         """Backward has begun: when it ends, gradients are handed back. Asked for by hooks; once for each pass."""
-        if self._running or self.suspended:
+        if self.running or self.suspended:
             return
-        self._running = True
+        self.running = True
         Variable._execution_engine.queue_callback(self._finish)  # pyright: ignore[reportPrivateUsage]
         unfrozen = [p for p in self._frozen if p.requires_grad] if self._frozen else None
         if unfrozen:
@@ -235,7 +236,7 @@ class GradientBuckets:
 
     def _finish(self) -> None:
         """Backward is over: what is missing was not used in it. Start the rest, wait for all, hand gradients back."""
-        self._running = False
+        self.running = False
         if self._buckets:
             self._complete()
         for then in self.afterwards:

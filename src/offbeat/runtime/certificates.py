@@ -7,7 +7,6 @@ in which every push, or every move of a pair, is once.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -19,13 +18,30 @@ from offbeat.errors import CheckpointError
 from offbeat.protocols.gossip_cuts import GossipCut, gossip_faults
 from offbeat.protocols.servers.messages import ShardCut, WorkerCut
 from offbeat.protocols.servers.snapshots import faults
-from offbeat.runtime.checkpoint import CERTIFICATE, digest, file_of, metadata_of, newest, read_manifest, write_text
+from offbeat.runtime.checkpoint import (
+    CERTIFICATE,
+    digest,
+    file_of,
+    fingerprint,
+    metadata_of,
+    newest,
+    read_manifest,
+    write_text,
+)
+from offbeat.runtime.reading import parse_json, plain_name, read_object
 
 FORMAT = 1
 REFUSED = 20
 """What `offbeat explain --check` ends with if a checkpoint is refused."""
 Kind = Literal["servers", "gossip"]
 """What the run's workers exchange by."""
+
+
+class FileSum(msgspec.Struct, frozen=True):
+    """By what a file is known again."""
+
+    bytes: int
+    sha256: str
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,9 +61,15 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     """Of workers that mix in pairs."""
     sums: dict[str, int]
     """What was sent, what of it was in the states, and what was under way."""
-    files: dict[str, dict[str, Any]]
+    files: dict[str, FileSum]
     """Every file with its bytes and its sha256."""
     checksum: str = ""
+
+
+class _LatePush(msgspec.Struct):
+    worker: int
+    number: int
+    colour: int
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +107,7 @@ def issue(draft: Path, *, kind: Kind, colour: int, epoch: int, run: str) -> None
         epoch=epoch,
         **cuts,
         sums=_sums(cuts),
-        files={name: _fingerprint(draft / name) for name in names},
+        files={name: FileSum(**fingerprint(draft / name, "sha256")) for name in names},
     )
     data = _plain(made)
     write_text(draft / CERTIFICATE, json.dumps(data | {"checksum": digest(data)}, indent=1) + "\n")
@@ -94,9 +116,10 @@ def issue(draft: Path, *, kind: Kind, colour: int, epoch: int, run: str) -> None
 def read(path: Path) -> Certificate:
     """The certificate of a snapshot; refused if it is not what was written."""
     try:
-        data = cast("dict[str, Any]", json.loads((path / CERTIFICATE).read_text()))
-        found = msgspec.convert(data, Certificate)
-    except (OSError, ValueError, TypeError, AttributeError, msgspec.ValidationError) as error:
+        found = msgspec.convert(read_object(path / CERTIFICATE), Certificate)
+        for name in found.files:
+            plain_name(name)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path / CERTIFICATE} cannot be read: {error}") from error
     if found.format != FORMAT:
         raise CheckpointError(f"{path / CERTIFICATE} has format {found.format}, this version reads {FORMAT}.")
@@ -141,7 +164,7 @@ def _checkpoint_in(path: Path) -> Path:
 def _lists_certificate(place: Path) -> bool:
     """Whether a certificate ought to be there."""
     try:
-        return CERTIFICATE in json.loads((place / "manifest.json").read_text())["files"]
+        return CERTIFICATE in read_object(place / "manifest.json")["files"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -164,12 +187,15 @@ def _changed_files(place: Path, certificate: Certificate) -> list[str]:
     wrong = [f"{name} is not in the certificate" for name in unlisted]
     for name, expected in certificate.files.items():
         try:
-            actual = _fingerprint(place / name)
-        except OSError:
+            actual = FileSum(**fingerprint(place / name, "sha256", expected.bytes))
+        except FileNotFoundError:
             wrong.append(f"{name} is missing")
             continue
-        if actual["bytes"] != expected["bytes"]:
-            wrong.append(f"{name} has {actual['bytes']:,} bytes, and {expected['bytes']:,} were written")
+        except (OSError, ValueError) as error:
+            wrong.append(f"{name} cannot be read ({error})")
+            continue
+        if actual.bytes != expected.bytes:
+            wrong.append(f"{name} has {actual.bytes:,} bytes, and {expected.bytes:,} were written")
         elif actual != expected:
             wrong.append(f"{name} is not what was written (another sha256)")
     return wrong
@@ -197,10 +223,14 @@ def _late_pushes(place: Path, certificate: Certificate) -> list[str]:
     """Pushes that were kept must be those that the cut names, and of an earlier colour."""
     wrong: list[str] = []
     for cut in certificate.shards:
-        pushes = json.loads(metadata_of(place / channel_file(cut.shard))["pushes"])
-        if [(push["worker"], push["number"]) for push in pushes] != list(cut.in_flight):
+        try:
+            told = parse_json(metadata_of(place / channel_file(cut.shard))["pushes"])
+            pushes = msgspec.convert(told, list[_LatePush])
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise CheckpointError(f"{channel_file(cut.shard)} does not say which pushes it holds: {error}") from error
+        if [(push.worker, push.number) for push in pushes] != list(cut.in_flight):
             wrong.append(f"the pushes kept for shard {cut.shard} are not those that were under way")
-        if any(push["colour"] >= certificate.colour for push in pushes):
+        if any(push.colour >= certificate.colour for push in pushes):
             wrong.append(f"a push kept for shard {cut.shard} is from after its sender's cut")
     return wrong
 
@@ -209,10 +239,10 @@ def _said_by_files(folder: Path, kind: Kind, names: list[str]) -> dict[str, Any]
     """Where each part says that it was cut."""
     try:
         if kind == "gossip":
-            channels = [json.loads(metadata_of(folder / n)["cut"]) for n in names if n.startswith("channel-")]
+            channels = [parse_json(metadata_of(folder / n)["cut"]) for n in names if n.startswith("channel-")]
             return {"pairs": tuple(sorted(msgspec.convert(channels, list[GossipCut]), key=lambda cut: cut.worker))}
-        workers = [json.loads(metadata_of(folder / n)["cut"]) for n in names if n.startswith("worker-")]
-        shards = [json.loads(metadata_of(folder / n)["cut"]) for n in names if n.startswith("channel-")]
+        workers = [parse_json(metadata_of(folder / n)["cut"]) for n in names if n.startswith("worker-")]
+        shards = [parse_json(metadata_of(folder / n)["cut"]) for n in names if n.startswith("channel-")]
         return {
             "workers": tuple(sorted(msgspec.convert(workers, list[WorkerCut]), key=lambda cut: cut.worker)),
             "shards": tuple(sorted(msgspec.convert(shards, list[ShardCut]), key=lambda cut: cut.shard)),
@@ -271,9 +301,3 @@ def _plain(certificate: Certificate) -> dict[str, Any]:
     data = cast("dict[str, Any]", msgspec.to_builtins(certificate))
     data.pop("checksum")
     return data
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256")
-    return {"bytes": path.stat().st_size, "sha256": found.hexdigest()}

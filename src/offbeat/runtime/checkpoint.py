@@ -17,13 +17,15 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
+import msgspec
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from offbeat.errors import CheckpointError
 from offbeat.runtime.group import Group
+from offbeat.runtime.reading import parse_json, plain_name, read_object, regular_file
 from offbeat.runtime.trees import put_together, take_apart
 
 FORMAT = 1
@@ -34,6 +36,22 @@ CERTIFICATE = "certificate.json"
 _SHARED = "shared.safetensors"
 _OWN = "worker-"
 _GONE = ".gone-"
+
+
+class _File(msgspec.Struct):
+    bytes: int
+    blake2b: str
+
+
+class _Manifest(msgspec.Struct):
+    """What a manifest must have."""
+
+    format: int
+    files: dict[str, _File]
+    step: int = 0
+    workers: int = 0
+    identity: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
 
 
 class Checkpoints:
@@ -146,7 +164,7 @@ def publish(
         "workers": workers,
         "identity": dict(identity),
         "summary": dict(summary),
-        "files": {name: _fingerprint(draft / name) for name in names},
+        "files": {name: fingerprint(draft / name, "blake2b") for name in names},
     }
     write_text(draft / _MANIFEST, json.dumps(manifest | {"checksum": digest(manifest)}, indent=1))
     _sync_folder(draft)
@@ -196,11 +214,13 @@ def newest_step(folder: Path) -> int:
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, checked against its files."""
     try:
-        manifest = cast("dict[str, Any]", json.loads((path / _MANIFEST).read_text()))
-        files = dict(manifest["files"])
+        manifest = read_object(path / _MANIFEST)
+        files = msgspec.convert(manifest, _Manifest).files
         known = manifest["format"]
         whole = manifest.pop("checksum", None) == digest(manifest) if known == FORMAT else True
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        for name in files:
+            plain_name(name)
+    except (OSError, ValueError) as error:
         _refuse_gone(path)
         raise CheckpointError(
             f"{path} is damaged: its manifest cannot be read ({error}). Use an older checkpoint."
@@ -211,13 +231,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged: {_MANIFEST} is not what was written (another checksum).")
     for name, expected in files.items():
         try:
-            actual = _fingerprint(path / name)
-        except OSError as error:
+            actual = fingerprint(path / name, "blake2b", expected.bytes)
+        except (OSError, ValueError) as error:
             _refuse_gone(path)
             raise CheckpointError(f"{path} is damaged: {name} cannot be read ({error}).") from error
-        if actual != expected:
+        if actual != {"bytes": expected.bytes, "blake2b": expected.blake2b}:
             raise CheckpointError(
-                f"{path} is damaged: {name} is not what was written ({actual['bytes']} bytes, {expected['bytes']} "
+                f"{path} is damaged: {name} is not what was written ({actual['bytes']} bytes, {expected.bytes} "
                 f"expected, or another checksum). Remove that folder to resume from an older checkpoint."
             )
     return manifest
@@ -235,7 +255,7 @@ def _all(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and (path / _MANIFEST).exists()]
-    return sorted(found, key=_number)
+    return sorted((path for path in found if not path.is_symlink()), key=_number)
 
 
 def _number(path: Path) -> tuple[int, int]:
@@ -276,7 +296,7 @@ def _read_state(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
         )
     try:
         tensors = load_file(path)
-        data = json.loads(metadata_of(path)["data"])
+        data = parse_json(metadata_of(path)["data"])
         return cast("dict[str, Any]", put_together(data, tensors))
     except (SafetensorError, ValueError, KeyError, OSError, TypeError, StopIteration) as error:
         raise CheckpointError(f"{path} is damaged and cannot be read: {error}") from error
@@ -284,14 +304,18 @@ def _read_state(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 def metadata_of(path: Path) -> dict[str, str]:
     """The text that stands beside the tensors of a file."""
-    with safe_open(path, framework="pt") as file:
+    with regular_file(path), safe_open(path, framework="pt") as file:
         return dict(file.metadata() or {})
 
 
-def _fingerprint(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
-    return {"bytes": path.stat().st_size, "blake2b": digest.hexdigest()}
+def fingerprint(path: Path, kind: Literal["blake2b", "sha256"], size: int | None = None) -> dict[str, Any]:
+    """A file's bytes and checksum; one of another size than expected is not read, and its checksum is empty."""
+    with regular_file(path) as file:
+        found = os.fstat(file.fileno()).st_size
+        if size is not None and size != found:
+            return {"bytes": found, kind: ""}
+        made = hashlib.file_digest(file, "sha256" if kind == "sha256" else lambda: hashlib.blake2b(digest_size=16))
+    return {"bytes": found, kind: made.hexdigest()}
 
 
 def digest(manifest: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from offbeat.protocols.collectives import ALGORITHMS, Collective, algorithm
 from offbeat.protocols.schedule import Layout, Member, View
 from offbeat.runtime.backend import OffbeatGroup
 from offbeat.runtime.execute import programs, run
+from offbeat.runtime.reading import read_object
 
 NATIVE, STOCK = "native", "gloo"
 """What the backend does by itself; and what torch's own Gloo does."""
@@ -129,7 +130,8 @@ class Stored:
         """What was chosen before for this size class; None if nothing was."""
         names = (NATIVE, STOCK, *ALGORITHMS[Collective.ALL_REDUCE])
         found = self._read().get(self._prefix + kind) if self._group.rank() == 0 else None
-        number = torch.tensor([names.index(found["chosen"]) + 1.0 if found and found.get("chosen") in names else 0.0])
+        name = cast("dict[str, Any]", found).get("chosen") if isinstance(found, dict) else None
+        number = torch.tensor([names.index(name) + 1.0 if name in names else 0.0])
         self._group.sum_now(number)
         chosen = int(number.item())
         return {"chosen": names[chosen - 1], "seconds": {}, "stored": str(self._path)} if chosen else None
@@ -144,7 +146,7 @@ class Stored:
 
     def _read(self) -> dict[str, Any]:
         try:
-            return json.loads(self._path.read_text())
+            return read_object(self._path)
         except (OSError, ValueError):
             return {}
 

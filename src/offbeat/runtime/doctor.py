@@ -21,7 +21,7 @@ from offbeat.errors import OffbeatError
 from offbeat.runtime.backend import _quick
 from offbeat.runtime.group import Group
 from offbeat.runtime.hosts import why_not
-from offbeat.runtime.launch import Control, Launcher, Role, serve_store, worker_environment
+from offbeat.runtime.launch import Control, Launcher, Role, private_store, worker_environment
 from offbeat.runtime.place import where
 from offbeat.runtime.records import environment
 from offbeat.runtime.shared import native
@@ -70,15 +70,14 @@ def self_test(launcher: Launcher) -> dict[str, Any]:
     start = time.monotonic()
     heard: list[dict[str, Any]] = []
     try:
-        with tempfile.TemporaryDirectory(prefix="offbeat-doctor-") as folder:
-            store = serve_store()
+        with tempfile.TemporaryDirectory(prefix="offbeat-doctor-") as folder, private_store() as store:
             roles = [
                 Role(
                     "worker",
                     rank,
                     "offbeat.runtime.doctor:meet",
                     {},
-                    worker_environment(rank, 2, store.port),
+                    worker_environment(rank, 2, store),
                     Path(folder) / f"{rank}.log",
                     1,
                 )

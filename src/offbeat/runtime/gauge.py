@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from offbeat.runtime.buckets import hook
 from offbeat.runtime.group import Group
+from offbeat.runtime.reading import read_object
 
 GRADIENTS_FILE = "gradients.json"
 """Where in a run's folder the figures lie."""
@@ -132,4 +133,4 @@ def squared_norm(gradients: Iterable[Tensor | None]) -> float:
 def read_gradients(folder: Path) -> Mapping[str, Any]:
     """The figures of a run that is over; empty if it has left none."""
     path = folder / GRADIENTS_FILE
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return read_object(path) if path.is_file() else {}

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
+
+from offbeat import limits
 from offbeat.errors import UsageError
 from offbeat.protocols import disturbances
 from offbeat.runtime.parts import Parts
@@ -100,19 +103,17 @@ class Goal:
     """What every learning rate is multiplied by, in scripts and tasks."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "steps", "checkpoint_every", "merge"):
+        for name in ("epochs", "steps", "checkpoint_every", "gauge"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                option = f"--{name.replace('_', '-')} {value!r}"
-                raise UsageError(f"{option} makes no sense: it must be a whole number, 1 or more.")
-        if type(self.replace) is not int or self.replace < 0:
-            raise UsageError(f"--replace {self.replace!r} makes no sense: it is a number of workers, 0 or more.")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise UsageError(f"--seed {self.seed} makes no sense: it must fit into 64 bits.")
+            if value is not None:
+                limits.whole(f"--{name.replace('_', '-')}", value, limits.COUNT, least=0 if name == "gauge" else 1)
+        limits.whole("--merge", self.merge, limits.MERGED)
+        limits.whole("--replace", self.replace, limits.REPLACEMENTS, least=0)
+        if self.seed is not None:
+            limits.seed("--seed", self.seed)
         if not 0 < self.rate_factor < float("inf"):
             raise UsageError(f"--rate-factor {self.rate_factor} makes no sense: it must be a number above 0.")
-        if not 0 < self.timeout < float("inf"):
-            raise UsageError(f"--timeout {self.timeout} makes no sense: it must be a number of seconds above 0.")
+        limits.seconds("--timeout", self.timeout)
         if self.target is not None:
             Target.parse(self.target)
         Parts.parse(self.parts)
@@ -129,6 +130,12 @@ class Goal:
         """The faults that are to happen, understood."""
         return [disturbances.parse(sentence) for sentence in self.disturb]
 
+    def without_effect(self) -> list[str]:
+        """The options among these that were given and have no effect on a script that never joins a team."""
+        names = ("strategy", "target", "epochs", "steps", "checkpoint_every", "parts", "replace", "disturb")
+        given = [name for name in (*names, "rate_factor") if getattr(self, name) != getattr(Goal, name)]
+        return [f"--{name.replace('_', '-')}" for name in given]
+
     def plain(self) -> dict[str, Any]:
         """As JSON data."""
         return asdict(self)
@@ -136,7 +143,10 @@ class Goal:
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> Goal:
         """From JSON data; unknown entries of other versions are ignored."""
-        return cls(**{field.name: data[field.name] for field in fields(cls) if field.name in data})
+        try:
+            return msgspec.convert(dict(data), cls)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"this is not how far a run goes: {error}. The file that says so was changed.") from error
 
 
 def _check_device(text: str) -> None:

@@ -29,12 +29,12 @@ from offbeat.protocols.gossip import (
     Ask,
     Find,
     Gossiper,
+    Grant,
     Lose,
     Meet,
     Message,
     Move,
     Read,
-    Refuse,
 )
 from offbeat.protocols.gossip_cuts import GossipCut, Keep, Record, Recorded
 from offbeat.protocols.machine import NOTHING, Done, Effect, Ended, Event, Machine, Payload, Received, Send, Start
@@ -72,7 +72,7 @@ class _Noted:
         for effect in effects:
             if isinstance(effect, Start) and isinstance(effect.work, Meet) and isinstance(event, Received):
                 self._note(Mark.RECEIVED, event.sender, event.message)
-            elif isinstance(effect, Send) and not isinstance(effect.message, Refuse):
+            elif isinstance(effect, Send) and isinstance(effect.message, Ask | Grant):
                 self._note(Mark.SENT, effect.to, effect.message)
         return effects
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -20,10 +21,11 @@ from torch._C._distributed_c10d import AllreduceOptions
 
 from offbeat.errors import RunError, UsageError, WaitError
 from offbeat.protocols.schedule import View
-from offbeat.runtime.backend import OffbeatGroup, open_group
+from offbeat.runtime.backend import CollectiveError, OffbeatGroup, open_group
 from offbeat.runtime.choices import Sums
 from offbeat.runtime.execute import Program, run
 from offbeat.runtime.place import Place
+from offbeat.runtime.presence import Presence, Waiting
 
 _WAITED_FOR = AllreduceOptions()
 _WAITED_FOR.asyncOp = False
@@ -55,6 +57,10 @@ class Group:
         self._calls = 0
         self._number = 0
         self._store: Any = None
+        self._all = [self]
+        self.presence: Presence | None = None
+        """Where the workers are, so that a wait for one that has left is noticed; None alone."""
+        self._watched: Any = SimpleNamespace(waiting=None)
         self._owns_default = False
         self._opened: list[Any] = []
         self._process_group: Any = None
@@ -64,6 +70,41 @@ class Group:
         self._backend = "offbeat" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
         if self.size > 1:
             self._connect(place)
+            self._attend(lambda: {str(lane._lane): lane._calls for lane in self._all})
+
+    def _attend(self, counts: Callable[[], Mapping[str, int]]) -> None:
+        """Tell the others where this worker is, over a line of its own: a thread must not wait for another's answer."""
+        line = dist.PrefixStore(f"offbeat/team/{self._number}", self._store.clone())
+        self.presence = Presence(line, self.rank, self.size, counts)
+        self.presence.break_off = self._break_off
+        self._watched = self.presence
+
+    def _break_off(self, error: WaitError) -> None:
+        """End waits in shared memory; those inside of Gloo end with the process."""
+        del error  # It is the presence's verdict.
+        for opened in {self._process_group, *self._opened}:
+            if isinstance(opened, OffbeatGroup):
+                opened.abort()
+
+    def leave(self) -> None:
+        """Say that this worker has done its last step, and wait until all others have: a team ends together."""
+        if self.presence is not None:
+            self.presence.leave()
+            self.presence.await_others(self.timeout.total_seconds())
+
+    def depart(self, failed: bool) -> None:
+        """Say that nothing more will come from this worker, so that nobody waits for it."""
+        if self.presence is not None:
+            self.presence.gone(failed)
+
+    def _meet_at(self, place: Place) -> None:
+        """Find the store."""
+        store, rank, _ = next(
+            iter(dist.rendezvous(_meeting_point(place), place.rank, place.size, timeout=self.timeout))
+        )
+        store.set_timeout(self.timeout)
+        # The store may outlive a team: the next one in the same processes must not find this one's addresses.
+        self._store, self._number = store, store.add(f"offbeat/teams/{rank}", 1)
 
     def _connect(self, place: Place) -> None:
         if dist.is_initialized():
@@ -72,12 +113,8 @@ class Group:
             self._process_group = self._another()
             return
         try:
-            store, rank, size = next(
-                iter(dist.rendezvous(_meeting_point(place), self.rank, self.size, timeout=self.timeout))
-            )
-            store.set_timeout(self.timeout)
-            # The store may outlive a team: the next one in the same processes must not find this one's addresses.
-            self._store, self._number = store, store.add(f"offbeat/teams/{rank}", 1)
+            self._meet_at(place)
+            store, rank, size = self._store, self.rank, self.size
             meeting = dist.PrefixStore(f"offbeat/team/{self._number}", store)
             dist.init_process_group(self._backend, store=meeting, rank=rank, world_size=size, timeout=self.timeout)
         except (RuntimeError, ValueError) as error:
@@ -114,6 +151,7 @@ class Group:
         lane._owns_default = False
         lane._process_group = self._another()
         lane._lane = self._lanes[0]
+        self._all.append(lane)
         return lane
 
     @property
@@ -199,10 +237,13 @@ class Group:
     def at_once(self, act: Callable[[OffbeatGroup], None], what: str, tensors: Sequence[Tensor] = ()) -> None:
         """Let `act` use the group's shared memory; every worker calls this with the same."""
         self._calls += 1
+        self._watched.waiting = Waiting(what, str(self._lane), self._calls)
         try:
             self._process_group.at_once(act, what, tensors)
         except RuntimeError as error:
             raise self.explained(error, what, self._calls) from error
+        finally:
+            self._watched.waiting = None
 
     @property
     def view(self) -> View:
@@ -346,17 +387,18 @@ class Group:
 
     def _started(self, start: Callable[[Any], Any], what: str) -> Pending:
         self._calls += 1
-        number = self._calls
-        try:
-            work = start(self._process_group)
-        except RuntimeError as error:
-            raise self.explained(error, what, number) from error
-        return _Work(self, work, what, number)
+        begun = _Work(self, what, self._calls)
+        begun.work = begun.watched(lambda: start(self._process_group))
+        return begun
 
     def explained(self, error: RuntimeError, what: str, number: int) -> RunError:
         """What went wrong in words: who had not arrived, or whose connection broke."""
+        if self.presence is not None and self.presence.verdict is not None:
+            return self.presence.verdict
         text = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         place = f"worker {self.rank} in {what} (exchange {number})"
+        if isinstance(error, CollectiveError) and "imed out" not in text:
+            return WaitError(f"{place}: {text}")  # It says itself who has died, or what the others have called.
         if "imed out" not in text and "timeout" not in text.lower():
             return WaitError(f"{place} lost its connection to another worker, which has most likely died: {text}")
         missing = self._roll_call(number)
@@ -393,6 +435,8 @@ class Group:
 
     def close(self) -> None:
         """Leave the group, if it was opened here."""
+        if self.presence is not None:
+            self.presence.close()
         for opened in self._opened:
             if isinstance(opened, OffbeatGroup):
                 opened.shutdown()
@@ -414,15 +458,30 @@ _DONE = _Done()
 
 
 class _Work:
-    def __init__(self, group: Group, work: Any, what: str, number: int) -> None:
-        self._group, self._work, self._what, self._number = group, work, what, number
+    spare = 0
+
+    def __init__(self, group: Group, what: str, number: int) -> None:
+        self._group, self.what, self.number = group, what, number
+        self._presence = group._watched  # pyright: ignore[reportPrivateUsage]
+        self.work: Any = None
+
+    @property
+    def lane(self) -> str:
+        return str(self._group._lane)  # pyright: ignore[reportPrivateUsage]
 
     def wait(self) -> None:
         """Wait for torch's work, and explain its failure."""
+        self.watched(self.work.wait)
+
+    def watched(self, act: Callable[[], Any]) -> Any:
+        """Do something that may wait for the others."""
+        self._presence.waiting = self
         try:
-            self._work.wait()
+            return act()
         except RuntimeError as error:
-            raise self._group.explained(error, self._what, self._number) from error
+            raise self._group.explained(error, self.what, self.number) from error
+        finally:
+            self._presence.waiting = None
 
 
 def ring_bytes(count: int, size: int) -> int:

@@ -53,7 +53,7 @@ class Holdings:
     def epoch(self) -> int | None:
         """The number of the current epoch, from 1; None without a loader."""
         loader = self.trained_loader
-        return None if loader is None else loader.epoch
+        return None if loader is None else loader.trained_epochs
 
     @property
     def examples(self) -> int | None:

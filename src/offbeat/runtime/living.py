@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
+import msgspec
 from msgspec import Struct, to_builtins
 
 from offbeat.errors import CheckpointError, OutputError, RunError, UsageError, WaitError
 from offbeat.runtime.processes import Passport, Seen, held, ignores, lives, passport, passport_from, seen, writing_to
-from offbeat.runtime.records import METRICS_FILE, RUN_FILE, RunFolder
+from offbeat.runtime.reading import parse_json, regular_file
+from offbeat.runtime.records import METRICS_FILE, RUN_FILE, RunFolder, strategy_of
 
 RUNNING: Final = "running"
 LOST: Final = "lost"
 """A run that says that it is running, whose launching process is gone: it was killed, or the machine was."""
 KILLED: Final = "killed"
+UNREADABLE: Final = "not readable"
+"""A folder whose run.json is damaged; `what` says how."""
 _TAIL: Final = 65536
 _LOOK: Final = 0.05
+
+
+class _Report(Struct, omit_defaults=True):
+    """What a line of the metrics says of how far a run is."""
+
+    step: int | None = None
+    score: float | None = None
+    seconds: float | None = None
 
 
 class Process(Struct, frozen=True):
@@ -44,7 +55,8 @@ class Status(Struct, frozen=True):
     state: str
     """As in run.json, or `lost`."""
     what: str
-    strategy: str | None
+    strategy: str
+    """As in run.json; `script` if the script distributes itself."""
     workers: int | None
     started: str | None
     launcher: int | None
@@ -82,8 +94,11 @@ def statuses(parent: Path) -> list[Status]:
 
 def _told(folders: list[Path]) -> Iterator[Status]:
     for folder in folders:
-        with suppress(CheckpointError):  # Somebody removes it just now, or it never was one.
+        try:
             yield status(RunFolder.open(folder))
+        except CheckpointError as error:
+            if (folder / RUN_FILE).exists():  # Otherwise somebody has removed it just now.
+                yield Status(str(folder.resolve()), UNREADABLE, str(error), "", None, None, None, None, None, None)
 
 
 def status(folder: RunFolder) -> Status:
@@ -99,7 +114,7 @@ def status(folder: RunFolder) -> Status:
         str(folder.path),
         state,
         _what(config.get("what", {})),
-        config.get("goal", {}).get("strategy"),
+        strategy_of(known),
         config.get("workers"),
         known.get("environment", {}).get("started"),
         None if launcher is None or state != RUNNING else launcher.pid,
@@ -120,7 +135,7 @@ def processes(folder: RunFolder) -> tuple[Process, ...]:
 def in_order(role: str) -> tuple[bool, list[int]]:
     """For sorting processes by name: workers first, each kind by its numbers."""
     kind, _, number = role.rpartition(" ")
-    return kind != "worker", [int(part) for part in number.split(".")]
+    return kind != "worker", [int(part) if part.isdecimal() else -1 for part in number.split(".")]
 
 
 def _process(file: Path, one: Seen) -> Process:
@@ -144,10 +159,11 @@ def _launcher(known: dict[str, Any]) -> Passport | None:
 def _last_report(folder: RunFolder) -> dict[str, Any]:
     """The last whole line of the metrics."""
     try:
-        with (folder.path / METRICS_FILE).open("rb") as file:
+        with regular_file(folder.path / METRICS_FILE) as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL))
-            lines = file.read().split(b"\n")[:-1]
-        return json.loads(lines[-1]) if lines else {}
+            lines = file.read(_TAIL).split(b"\n")[:-1]
+        found = parse_json(lines[-1].decode()) if lines else {}
+        return cast("dict[str, Any]", msgspec.to_builtins(msgspec.convert(found, _Report)))
     except (OSError, ValueError):
         return {}
 

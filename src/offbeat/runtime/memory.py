@@ -152,8 +152,12 @@ class Memory:
         for loader, state in zip(held.loaders, own["loaders"], strict=False):
             if loader.epoch == 0 and loader.resume_at is None:
                 loader.load_state_dict(state)
-        for name in names:
+        for name in set(names) & set(own["things"]):
             self._own[name].load_state_dict(own["things"][name])
+
+    def give_back_account(self) -> None:
+        """Count on from the checkpoint, if the run ends before it has come to where that was written."""
+        self.give_back(len(self._holdings.models), len(self._holdings.optimizers), "group", "reports")
 
     def go_back(self) -> None:
         """At the boundary where the checkpoint was written: everything has the bits that it had there."""

@@ -11,8 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from offbeat import limits
 from offbeat.errors import UsageError
 
+STORE = "OFFBEAT_STORE"
+"""The variable in which offbeat's launcher names the file of its private store."""
 _SLURM_FIRST_PORT, _SLURM_PORTS = 20000, 10000
 
 
@@ -34,6 +37,8 @@ class Place:
     """The host of the rendezvous store."""
     port: int = 0
     """Its port; 0 if there is nobody to meet."""
+    store: str | None = None
+    """The file of the launcher's private store, which then stands for that port; None: torch's own store."""
 
 
 def where(environment: Mapping[str, str] | None = None) -> Place:
@@ -57,6 +62,7 @@ def where(environment: Mapping[str, str] | None = None) -> Place:
 
 
 def _checked(place: Place) -> Place:
+    limits.whole("The environment's number of workers,", max(1, place.size), limits.WORLD)
     if not 0 <= place.rank < place.size or not 0 <= place.local_rank < place.local_size or not 0 <= place.port < 2**16:
         raise UsageError(
             f"The environment describes no possible place: worker {place.rank} of {place.size}, number "
@@ -81,6 +87,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Place:
         local_size=_number(env, "LOCAL_WORLD_SIZE", size),
         address=env.get("MASTER_ADDR") or "127.0.0.1",
         port=_number(env, "MASTER_PORT", 0),
+        store=env.get(STORE) or None,
     )
 
 
@@ -116,7 +123,10 @@ def _tasks_here(env: Mapping[str, str], size: int) -> int:
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
         if found is None:
             raise UsageError(f"The environment says SLURM_TASKS_PER_NODE={text!r}, which is no list like 4(x2),3.")
-        counts += [int(found[1])] * int(found[2] or 1)
+        repeated = found[2] or "1"
+        if len(repeated) > 6 or len(found[1]) > 6:
+            raise UsageError(f"The environment says SLURM_TASKS_PER_NODE={text!r}: more than a million makes no sense.")
+        counts += [int(found[1])] * int(repeated)
     return counts[node] if 0 <= node < len(counts) else counts[0]
 
 

@@ -14,12 +14,68 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
+
 from offbeat._version import __version__
 from offbeat.errors import CheckpointError, OutputError, UsageError
+from offbeat.runtime.reading import read_object
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 MODEL_FILE = "model.safetensors"
+BY_SCRIPT = "script"
+"""The strategy of a run whose script distributes itself, as one for torchrun does; offbeat has no part in it."""
+
+
+class _Task(msgspec.Struct):
+    source: str
+    name: str | None = None
+    arguments: dict[str, Any] = {}
+
+
+class _What(msgspec.Struct):
+    script: str = ""
+    arguments: tuple[str, ...] = ()
+    task: _Task | None = None
+
+
+class _Goal(msgspec.Struct):
+    strategy: str | None = None
+
+
+class _Config(msgspec.Struct):
+    what: _What = msgspec.field(default_factory=_What)
+    goal: _Goal = msgspec.field(default_factory=_Goal)
+    workers: int | None = None
+    threads: int | None = None
+    hosts: dict[str, Any] | None = None
+
+
+class _Environment(msgspec.Struct):
+    started: str | None = None
+    command: tuple[str, ...] = ()
+
+
+class _Result(msgspec.Struct):
+    steps: int | None = None
+    score: float | None = None
+    seconds: float | None = None
+
+
+class _Verdict(msgspec.Struct):
+    kind: str
+    message: str
+    stacks: dict[str, str] = {}
+
+
+class _RunFile(msgspec.Struct):
+    """What run.json must look like, as far as anybody here reads it. All of it may be missing."""
+
+    state: str = ""
+    config: _Config = msgspec.field(default_factory=_Config)
+    environment: _Environment = msgspec.field(default_factory=_Environment)
+    result: _Result | None = None
+    verdict: _Verdict | None = None
 
 
 class RunFolder:
@@ -71,18 +127,37 @@ class RunFolder:
     def read(self) -> dict[str, Any]:
         """What run.json says."""
         try:
-            data = json.loads((self.path / RUN_FILE).read_text())
+            data = read_object(self.path / RUN_FILE)
+            msgspec.convert(data, _RunFile)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path / RUN_FILE} cannot be read: {error}") from error
-        if not isinstance(data, dict):
-            raise CheckpointError(f"{self.path / RUN_FILE} cannot be read: it holds no JSON object.")
-        return cast("dict[str, Any]", data)
+            raise CheckpointError(
+                f"{self.path / RUN_FILE} cannot be read: {error}. It may have been edited, or be of another program."
+            ) from error
+        return data
 
     def write(self, **changes: Any) -> None:
         """Replace entries of run.json, keeping the others."""
         target = self.path / RUN_FILE
         known: dict[str, Any] = self.read() if target.exists() else {}
         _replace(target, json.dumps(known | changes, indent=2, default=str) + "\n")
+
+
+def strategy_of(known: Mapping[str, Any]) -> str:
+    """How a run is distributed, by what its run.json says; `script` as long as its script has joined no team."""
+    return str(part(known, "result").get("strategy") or part(known, "config", "goal").get("strategy") or BY_SCRIPT)
+
+
+def strategy_in_words(strategy: str) -> str:
+    """A strategy for people: `script` says little."""
+    return "distributed by the script itself" if strategy == BY_SCRIPT else strategy
+
+
+def part(data: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """An entry within entries that is a table; an empty one where there is none."""
+    found: Any = data
+    for name in names:
+        found = cast("dict[str, Any]", found).get(name) if isinstance(found, dict) else None
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
 
 
 class Metrics:

@@ -41,8 +41,14 @@ class Reports:
         """What the strategy has to say of this worker so far, for metrics and display."""
         self.accounts: Callable[[], Mapping[str, Any]] = dict
         """What the strategy has to say of all workers so far, for metrics; all call it together."""
+        self.first_gradients: Callable[[], float] = float
+        """What this worker's first gradients were, in one number; 0 if it is not known, or no matter."""
+        self.compare: Callable[[list[float]], None] = _ignore
+        """Is told those numbers of all workers."""
         self.payload: Callable[[], int] = int
         """Bytes that this worker has sent outside of the group so far."""
+        self._earlier_payload = 0
+        """Those that it had sent in earlier parts of a resumed run, and that `payload` does not count."""
 
     def write_to(self, folder: Path | None, tensorboard: bool) -> None:
         """Worker 0 also writes metrics into the run's folder; should it die, the one who then leads does."""
@@ -70,7 +76,8 @@ class Reports:
         """Values averaged over the workers, weighted by the examples that each has evaluated (equally if none)."""
         names = sorted(values)
         fingerprint = float(mixed(len(names), *(_hash(name) for name in names)) % 2**52)
-        rows = self._group.gather([fingerprint, float(self.evaluated)], "a report")
+        rows = self._group.gather([fingerprint, float(self.evaluated), self.first_gradients()], "a report")
+        self.compare(rows[:, 2].tolist())
         if not bool((rows[:, 0] == rows[0, 0]).all()):
             said = ", ".join(names) or "none"
             raise UsageError(f"the workers report different metrics; worker {self._group.rank} has {said}.")
@@ -110,16 +117,26 @@ class Reports:
             "samples": self._ledger.samples + self._ledger.own_samples * self._group.size,
             "seconds": round(self._stopwatch.total(), 6),
             "seconds_by_kind": {kind: round(spent, 6) for kind, spent in self._stopwatch.seconds.items()},
-            "bytes_sent": self._group.bytes_sent + self.payload(),
+            "bytes_sent": self._sent(),
             "loss": self.last_loss,
             **self.figures(),
         }
 
+    def _sent(self) -> int:
+        return self._group.bytes_sent + self._earlier_payload + self.payload()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the account must go on from after a resume, beside what the group and the ledger keep."""
+        return {"payload": self._earlier_payload + self.payload()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """From a checkpoint, after the exchange, which may count from where it was by itself."""
+        self._earlier_payload = int(state["payload"]) - self.payload()
+
     def conclude(self, more: Mapping[str, Any]) -> None:
         """All workers bring their accounts together, and worker 0 sends the result."""
         self._stopwatch.total()
-        sent = self._group.bytes_sent + self.payload()
-        counted = [float(sent), self._ledger.cpu(), float(self._ledger.own_samples)]
+        counted = [float(self._sent()), self._ledger.cpu(), float(self._ledger.own_samples)]
         mine = [*counted, self._stopwatch.overlapped, *self._stopwatch.seconds.values()]
         rows = self._group.gather(mine, "the end of the run")
         if self._group.leads:
@@ -146,6 +163,10 @@ class Reports:
         """Each worker's seconds of what it does by itself, evaluations aside."""
         names: list[str] = list(self._stopwatch.seconds)
         return kinds[:, [names.index(kind) for kind in ("input", "compute", "other")]].sum(dim=1)
+
+
+def _ignore(_: list[float]) -> None:
+    """Nobody wants to know."""
 
 
 def _metrics_in(folder: Path, tensorboard: bool) -> Metrics:

@@ -8,7 +8,7 @@ gossip has averaged for evaluations, are summed by the coordinator.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offbeat.errors import RunError
+from offbeat.errors import RunError, WaitError
 from offbeat.protocols.servers.messages import ClusterView
 from offbeat.runtime.group import Group, Pending
 from offbeat.runtime.place import Place
@@ -45,6 +45,27 @@ class ServedGroup(Group):
         self._meetings = 0
         self._waiting: tuple[int, ...] = ()
         self._present = self.members
+        if place.size > 1:
+            self._meet_at(place)
+            self._attend(lambda: {"meeting": self._meetings, "clock": self.client.clock})
+
+    def _attend(self, counts: Callable[[], Mapping[str, int]]) -> None:
+        super()._attend(counts)
+        if self.presence is not None:
+            self.presence.members = lambda: self.members
+            self.client.presence = self.presence
+
+    def depart(self, failed: bool) -> None:
+        """The coordinator tells the others, who go on without this worker."""
+
+    def _break_off(self, error: WaitError) -> None:
+        self.client.break_off(error)
+
+    def leave(self) -> None:
+        """Say that this worker has done its last step, and meet all live ones at the end."""
+        if self.presence is not None:
+            self.presence.leave()
+        self.barrier("the end of the run")
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -212,6 +233,8 @@ class ServedGroup(Group):
 
     def close(self) -> None:
         """Leave the run."""
+        if self.presence is not None:
+            self.presence.close()
         self.client.close()
 
 

@@ -37,6 +37,17 @@ def cut(batch: Any, rank: int, size: int) -> tuple[Any, int, int]:
     return _cut(batch, low, high, total), stop - start, total
 
 
+def note_slice(error: BaseException | None, examples: int, total: int | None) -> None:
+    """Say beside a script's error that its batch was a slice: shapes that do not fit come from a fixed batch size."""
+    if type(error) in (RuntimeError, ValueError, IndexError) and total is not None and examples != total:
+        cast("BaseException", error).add_note(
+            f"This worker's batch held {examples} of the {total} examples that the loader has in a batch, because "
+            f"prepare() divides batches over the workers. If the error is about shapes, look for a batch size that is "
+            f"fixed in the script, as in reshape(batch_size, -1) or a hidden state, and use that of the batch itself, "
+            f"x.size(0)."
+        )
+
+
 def _arrays(batch: Any) -> Iterator[Any]:
     if isinstance(batch, Tensor | np.ndarray):
         if batch.ndim:

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offbeat.errors import OutputError, UsageError
+from offbeat.runtime.reading import read_bytes, regular_file
 
 FOLDER = "events"
 """Where a run folder has them."""
@@ -42,6 +43,10 @@ NAMES = 4096
 """How many different things events may be about."""
 _SPARE = 512
 """Names that are kept for the time when all others are taken: what is named then is named less exactly."""
+MEMBERS = 1 << 16
+"""How many workers a group may have."""
+_MOST = 1 << 53
+"""Beyond any number, step or time that a run comes to, and exact as a float."""
 _SLOT = 1024
 _TABLE_AT = 64
 _RING_AT = _TABLE_AT + NAMES * _SLOT
@@ -254,7 +259,7 @@ class Reader:
 
     def __init__(self, path: Path, kept: bool = False) -> None:
         try:
-            with path.open("rb") as file:
+            with regular_file(path) as file:
                 self._memory = mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ)
             magic, self.pid, self.rank, records, names = _HEADER.unpack_from(self._memory, 0)
         except (OSError, ValueError, struct.error) as error:
@@ -273,16 +278,26 @@ class Reader:
 
     def _older(self) -> _Records:
         """What somebody has kept while the run went; a last one that is torn is left out."""
+        path = kept_file(self._path)
         try:
-            raw = kept_file(self._path).read_bytes()
+            raw = read_bytes(path, (KEPT + 2 * RECORDS) * _RECORD.size)
         except FileNotFoundError:
             return self._ring[:0]
-        return np.frombuffer(raw[: len(raw) // _RECORD.size * _RECORD.size], _FIELDS)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{path} cannot be read as events: {error}.") from error
+        records = np.frombuffer(raw[: len(raw) // _RECORD.size * _RECORD.size], _FIELDS)
+        numbers = records["number"].astype(np.int64)
+        if len(numbers) and (numbers[0] < 1 or (np.diff(numbers) < 1).any()):
+            raise UsageError(f"{path} is damaged: its events are not numbered in their order. Remove it to do without.")
+        return records
 
     @property
     def written(self) -> int:
         """How many events there have been."""
-        return int(self._ring["number"].max())
+        found = int(self._ring["number"].max())
+        if found > _MOST:
+            raise UsageError(f"{self._path} is damaged: it says that it holds event {found:,}.")
+        return found
 
     def new(self) -> list[Stamp]:
         """The events since the last call, as far as they are whole."""
@@ -294,14 +309,23 @@ class Reader:
     def rows(self) -> _Records:
         """The same as a numpy table, a column for each field of a record; `about` tells what the names are about."""
         earlier, self._earlier = self._earlier, self._ring[:0]
-        return np.concatenate([self._counted(earlier), self._counted(self._since(self.read))])
+        found = np.concatenate([self._counted(earlier), self._counted(self._since(self.read))])
+        wrong = (found["kind"] < 1) | (found["kind"] > len(_MARKS)) | (found["name"] > NAMES)
+        wrong |= (found["sequence"] > _MOST) | ~(np.abs(found["time"]) < _MOST)  # Not finite is not less, either.
+        wrong |= (np.abs(found["step"]) > _MOST) | (np.abs(found["value"]) > _MOST)
+        if wrong.any():
+            bad = found[int(np.argmax(wrong))]
+            raise UsageError(f"{self._path} is damaged: its event {bad['number']} is {bad.tolist()}, which cannot be.")
+        return found
 
     def keep(self) -> None:
         """Put aside what may be written over before the run ends; to be called now and then while it goes."""
         if self.written - self._kept < RECORDS // 2 or self._kept > KEPT:
             return
         records = self._since(self._kept)
-        with suppress(OSError), kept_file(self._path).open("ab") as file:  # They are then dropped, and counted so.
+        # A process that takes another's place counts from 1 again: what was kept of the other would not fit.
+        mode = "ab" if self._kept else "wb"
+        with suppress(OSError), kept_file(self._path).open(mode) as file:  # They are then dropped, and counted so.
             file.write(records.tobytes())
         self._kept = int(records["number"][-1])
 
@@ -325,7 +349,15 @@ class Reader:
             at = _TABLE_AT + (number - 1) * _SLOT
             (length,) = _LENGTH.unpack_from(self._memory, at)
             text = self._memory[at + _LENGTH.size : at + _LENGTH.size + length]
-            self._abouts[number] = msgspec.json.decode(text, type=About)
+            try:
+                found = msgspec.json.decode(text, type=About)
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+                raise UsageError(
+                    f"{self._path} is damaged: what its events are about, {text[:80]!r}: {error}."
+                ) from error
+            if not isinstance(found.members, tuple) and not 0 <= found.members <= MEMBERS:
+                raise UsageError(f"{self._path} is damaged: a group of {found.members:,} workers cannot be.")
+            self._abouts[number] = found
         return self._abouts[number]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -59,6 +59,9 @@ class _Pack:
 class GradientSums:
     """The gradients of one model, replaced after every backward pass by their weighted mean over the workers."""
 
+    flags: ClassVar[int] = 0
+    """How many numbers `_flags` answers."""
+
     def __init__(
         self, parameters: Iterable[Parameter], group: Group, stopwatch: Stopwatch, own_blocks: bool = False
     ) -> None:
@@ -68,10 +71,11 @@ class GradientSums:
         self.afterwards: list[Callable[[], None]] = []
         """Called when the gradients of a backward pass have been handed back."""
         self._group, self._stopwatch, self._own_blocks = group, stopwatch, own_blocks
-        self._header = Header(group, stopwatch, len(self.parameters))
+        self._header = Header(group, stopwatch, len(self.parameters) + self.flags)
         self._row = torch.zeros(self._header.length, dtype=torch.float64)
         self._packs: dict[tuple[int, ...], list[_Pack]] = {}
-        self._running = False
+        self.running = False
+        """Whether a backward pass has begun and is not over."""
         self._handles = [hook(p, self._ready) for p in self.parameters]
 
     def weigh(self, examples: float, total: float | None) -> None:
@@ -103,16 +107,16 @@ class GradientSums:
 
     def begin(self) -> None:
         """Backward has begun: when it ends, gradients are exchanged. Asked for by hooks; once for each pass."""
-        if not self._running and not self.suspended:
-            self._running = True
+        if not self.running and not self.suspended:
+            self.running = True
             Variable._execution_engine.queue_callback(self._finish)  # pyright: ignore[reportPrivateUsage]
 
     def _ready(self, _: Tensor) -> None:
-        if not self._running:
+        if not self.running:
             self.begin()
 
     def _finish(self) -> None:
-        self._running = False
+        self.running = False
         if self.parameters:
             entered = time.perf_counter()
             before = self._stopwatch.switch("communicate")
@@ -126,11 +130,15 @@ class GradientSums:
 
     def _tell(self) -> Any:
         numbers = self._row.numpy()
-        used = np.array([p.grad is not None for p in self.parameters], dtype=np.float64)
-        self._header.write(numbers, used)
+        used = [float(p.grad is not None) for p in self.parameters]
+        self._header.write(numbers, np.array([*used, *self._flags()], dtype=np.float64))
         self._group.sum(self._row, "the sum of example counts")
         self._header.check(numbers)
         return numbers
+
+    def _flags(self) -> Sequence[float]:
+        """What else workers tell each other before they exchange: summed, behind the parameters' use."""
+        return ()
 
     def _exchange(self, numbers: Any) -> None:
         members = tuple(np.flatnonzero(self._header.used(numbers) > 0).tolist())

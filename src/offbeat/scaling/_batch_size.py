@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from offbeat import limits
 from offbeat.errors import TaskError, UsageError
 from offbeat.jobs import Script
 from offbeat.runtime.gauge import read_gradients
@@ -151,13 +152,17 @@ def batch_size(
     (tasks with small models only), and compares ways to raise diversity.
     """
     check_budget(steps, seconds)
+    limits.whole("--workers", workers, limits.WORKERS, why="each is a process")
+    limits.whole("--times", times, limits.MERGED)
+    limits.whole("--threads", threads, limits.THREADS)
+    limits.seed("--seed", seed)
     if workers < 2:
         raise UsageError(
             f"{workers} worker has one gradient for each step, and noise is told from how several differ. Give 2 or "
             f"more."
         )
-    if times < 1 or not 0 < delta < math.inf:
-        raise UsageError(f"--times {times} with --delta {delta:g} makes no sense: give 1 or more, and above 0.")
+    if not 0 < delta < math.inf:
+        raise UsageError(f"--delta {delta:g} makes no sense: give a number above 0.")
     with runs_of(target, arguments, threads, seed, out, launcher) as runs:
         if is_iterative(runs.what):
             raise TaskError(f"{runs.what} is no gradient descent: it has no gradients, and no batch to choose.")

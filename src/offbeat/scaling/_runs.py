@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from offbeat import limits
 from offbeat.errors import UsageError
 from offbeat.fitting import WARM, Result, drive
 from offbeat.jobs import Job, Script, target_of
@@ -101,7 +102,6 @@ def busy_seconds(result: Result) -> float:
 
 def check_budget(steps: int | None, seconds: float) -> None:
     """Refuse a length that makes no sense."""
-    if steps is not None and steps < 1:
-        raise UsageError(f"--steps {steps} makes no sense: give 1 or more.")
-    if not 0 < seconds < 1e6:
-        raise UsageError(f"--seconds {seconds:g} makes no sense: give a time above 0.")
+    if steps is not None:
+        limits.whole("--steps", steps, limits.COUNT)
+    limits.seconds("--seconds", seconds)

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from offbeat import limits
 from offbeat.errors import StrategyError, UsageError
 from offbeat.fitting import Result
 from offbeat.runtime.launch import Launcher
@@ -161,8 +162,9 @@ def scale(
     """
     counts = _counts(workers)
     check_budget(steps, seconds)
-    if repeats < 1 or threads < 1:
-        raise UsageError(f"{repeats} repeats with {threads} threads make no sense: give 1 or more of each.")
+    limits.whole("--repeats", repeats, limits.REPEATS)
+    limits.whole("--threads", threads, limits.THREADS)
+    limits.seed("--seed", seed)
     asked = combined(parse(str(strategy)))
     for count in counts[1:]:
         asked.check(count)
@@ -181,8 +183,10 @@ def scale(
 
 
 def _counts(workers: Sequence[int]) -> list[int]:
-    if not workers or min(workers) < 1:
-        raise UsageError(f"--workers {','.join(map(str, workers))} makes no sense: give numbers of 1 or more.")
+    if not workers:
+        raise UsageError("--workers is empty: give several numbers, such as 1,2,4.")
+    for count in workers:
+        limits.whole("--workers", count, limits.WORKERS, why="each is a process")
     counts = sorted({1, *workers})
     if len(counts) < 2:
         raise UsageError("--workers 1 says nothing of more workers. Give several numbers: 1,2,4.")

@@ -1,10 +1,10 @@
 """Parameter servers in virtual time: what a step takes, who waits, and how stale what is read is.
 
-The machine that decides who may start (`PaceMachine`) is driven event by event. A worker pulls the parameters from all
-shards, computes for as long as its stragglers' draw says, and pushes; when the push has arrived, the machine is told.
-A server's port carries one byte at a time each way, and serves first who comes first. So the last of p workers that
-begin together is through after `alpha + beta * max(n, p * n / K)`, the busiest port's time. The first of them compute
-while the others still pull; those out of step queue less.
+What servers decide (`protocols.servers.pacing`) and what workers do (`protocols.servers.rhythm`) is driven event by
+event (`simulate.server_events`). A worker computes for as long as its stragglers' draw says, then pushes, pulls and
+waits as its rhythm says. A server's port carries one byte at a time each way, and serves first who comes first. So the
+last of p workers that begin together is through after `alpha + beta * max(n, p * n / K)`, the busiest port's time. The
+first of them compute while the others still pull; those out of step queue less.
 
 Where nothing queues, `shortcut` computes the same with arrays, step by step: a worker starts step c when it has
 finished c and everybody has finished c - s. A test equates the two to the last bit.
@@ -12,26 +12,23 @@ finished c and everybody has finished c - s. A test equates the two to the last 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from heapq import heappop, heappush
 
 import numpy as np
 
+from offbeat import limits
 from offbeat.errors import UsageError, did_you_mean
-from offbeat.protocols.machine import Effect, Received, Send, SetTimer, Timer
 from offbeat.protocols.schedule import IntArray
-from offbeat.protocols.servers.consistency import Admitted, Finished, PaceMachine, Rule
+from offbeat.protocols.servers.consistency import Rule
+from offbeat.protocols.servers.rhythm import RhythmOf, rhythm_of
 from offbeat.simulate.network import Link
 from offbeat.simulate.queues import Times
+from offbeat.simulate.server_events import Drive, Ports
 from offbeat.simulate.stragglers import Stragglers, Transient, calls
 
-MOST = 100_000_000
-"""Steps of all workers together that one simulation may have: 800 MB of times."""
 PREDICTED_STEPS = 10_000
 """Enough for a hundredth of the time per step under the pauses of `predict`."""
-MANY = 8
-"""Entries are sorted in if there are more of them than this part of what lies ahead."""
 Progress = Callable[[float], None]
 """Told from time to time which share is done."""
 
@@ -69,8 +66,8 @@ class Shards:
 
     def __post_init__(self) -> None:
         """Refuse no servers and no bytes."""
-        if self.count < 1 or self.nbytes < 1:
-            raise UsageError(f"{self.count} servers of {self.nbytes} bytes make no sense: give at least 1 of each.")
+        limits.whole("--servers", self.count, limits.SIMULATED_SERVERS)
+        limits.whole("--size", self.nbytes, limits.BYTES)
 
 
 @dataclass(frozen=True)
@@ -91,6 +88,12 @@ class Paced:
     """How many reads were so many steps old: the reader's clock less the slowest worker's."""
     late: int = 0
     """Gradients that came when their step was complete, and were discarded."""
+    pushes: int = 0
+    """Messages from workers with what they have computed."""
+    reads: int = 0
+    """Messages to workers with values that they asked for."""
+    unasked: int = 0
+    """Messages to workers with values that servers sent by themselves."""
 
     @property
     def seconds_per_step(self) -> float:
@@ -108,6 +111,11 @@ class Paced:
     def exchange_share(self) -> float:
         """Share of the workers' time in which they pushed and pulled, queueing included."""
         return self.exchanged / float(self.ends.sum())
+
+    @property
+    def messages_per_step(self) -> float:
+        """Messages with gradients or values, of one worker in one step."""
+        return (self.pushes + self.reads + self.unasked) / (self.workers * self.steps)
 
     @property
     def staleness_mean(self) -> float:
@@ -133,6 +141,9 @@ class Paced:
                 "histogram": self.staleness.tolist(),
             },
             "late": self.late,
+            "pushes": self.pushes,
+            "reads": self.reads,
+            "unasked": self.unasked,
         }
 
 
@@ -144,19 +155,32 @@ def simulate(
     network: Shards | None = None,
     seed: int = 0,
     *,
+    rhythm: RhythmOf | None = None,
     progress: Progress | None = None,
 ) -> Paced:
-    """Train in virtual time: by the shortcut where it equals the machine, by the machine where it does not."""
-    if workers < 1 or steps < 1:
-        raise UsageError(f"{workers} workers and {steps} steps make no sense: give at least 1 of each.")
-    if workers * steps > MOST:
-        raise UsageError(f"{workers:,} workers x {steps:,} steps are more than {MOST:,}, the most there is memory for.")
+    """Train in virtual time: by the shortcut where it equals the protocol, by the protocol where it does not.
+
+    Args:
+        rule: Who may start a step.
+        workers: How many train.
+        steps: How many each of them makes.
+        stragglers: How long computing takes.
+        network: What exchanges cost; None: nothing.
+        seed: Of the stragglers.
+        rhythm: When workers push and pull; None: as `server(consistency=...)` does under this rule.
+        progress: Told from time to time which share is done.
+
+    """
+    limits.whole("--workers", workers, limits.SIMULATED_WORKERS)
+    limits.whole("--steps", steps, limits.SIMULATED_STEPS)
+    if workers * steps > (most := limits.SIMULATED_STEPS):
+        raise UsageError(f"{workers:,} workers x {steps:,} steps are more than {most:,}, the most there is memory for.")
     if rule.drop >= workers:
         raise UsageError(f"{rule} of {workers} workers leaves nobody: drop fewer.")
     durations = stragglers.draw(workers, steps, seed)
-    if network is None and not rule.closes:
+    if network is None and rhythm is None and not rule.closes and not rule.eager:
         return shortcut(rule, durations)
-    return drive(rule, durations, network, progress=progress)
+    return drive(rule, durations, network, rhythm, progress=progress)
 
 
 def predict(
@@ -184,173 +208,58 @@ def predict(
 
 def shortcut(rule: Rule, durations: Times) -> Paced:
     """The same as `drive` without a network, with arrays: for rules that wait for every worker or for none."""
-    if rule.closes:
-        raise UsageError(f"there is no shortcut for {rule}: who is late depends on the order of events.")
+    if rule.closes or rule.eager:
+        raise UsageError(f"there is no shortcut for {rule}: what happens depends on the order of events.")
     steps, workers = durations.shape
     finished: Times = np.zeros(workers)
     everyone: Times = np.zeros(steps + 1)
     staleness: IntArray = np.zeros(steps + 1, dtype=np.int64)
+    complete: IntArray = np.zeros(workers, dtype=np.int64)  # in what each has read
+    reads = 0
     for clock in range(steps):
         start = np.maximum(finished, everyone[rule.needed(clock)])
-        # Who starts the moment that the slowest comes up sees that it has.
-        seen = np.searchsorted(everyone[rule.needed(clock) + 1 : clock + 1], start, side="right")
-        stale = np.bincount(clock - rule.needed(clock) - seen)
+        if clock:
+            # Who starts the moment that the slowest comes up sees that it has.
+            seen = np.searchsorted(everyone[rule.needed(clock) + 1 : clock + 1], start, side="right")
+            # Under ssp(s) values are read one step before the bound would break, and used again until then.
+            reading = complete < rule.needed(clock + 1) if rule.bound else np.ones(workers, dtype=bool)
+            complete = np.where(reading, rule.needed(clock) + seen, complete)
+            reads += int(reading.sum())
+        stale = np.bincount(clock - complete)
         staleness[: len(stale)] += stale
         finished = start + durations[clock]
         everyone[clock + 1] = finished.max()
     ends = np.maximum(finished, everyone[rule.needed(steps)])
-    return Paced(rule, workers, steps, ends, float(durations.sum()), 0.0, _trimmed(staleness))
+    last = int((complete < rule.needed(steps + 1)).sum()) if rule.bound else workers
+    counts = {"pushes": steps * workers, "reads": reads + last}
+    return Paced(rule, workers, steps, ends, float(durations.sum()), 0.0, _trimmed(staleness), **counts)
 
 
-def drive(rule: Rule, durations: Times, network: Shards | None = None, *, progress: Progress | None = None) -> Paced:
-    """Drive the machine event by event; durations have a row for each step, with a column for each worker."""
-    return _Drive(rule, durations, None if network is None else _Ports(network), progress).run()
-
-
-class _Ports:
-    """The ports of K servers that are all used alike, so that one stands for all of them."""
-
-    def __init__(self, network: Shards) -> None:
-        link = network.link
-        self._alpha = link.alpha
-        self._whole = link.beta * network.nbytes
-        self._part = self._whole / network.count
-        self._apply = link.gamma * network.nbytes / network.count
-        self._inbound = self._outbound = self._applied = 0.0
-
-    def push(self, now: float) -> float:
-        """When all servers have applied what a worker begins to push now."""
-        self._inbound = max(self._inbound, now) + self._part
-        arrived = max(self._inbound, now + self._whole) + self._alpha
-        self._applied = max(self._applied, arrived) + self._apply
-        return self._applied
-
-    def pull(self, now: float) -> float:
-        """When a worker has all that it begins to pull now."""
-        self._outbound = max(self._outbound, now) + self._part
-        return max(self._outbound, now + self._whole) + self._alpha
-
-
-class _Drive:
-    """Events in order of time. Those of the same time are all told before anybody starts, unless steps are closed.
-
-    An event is a number: w for "worker w's push has arrived", p + w for "it has computed", below 0 for a timer.
-    """
-
-    def __init__(self, rule: Rule, durations: Times, ports: _Ports | None, progress: Progress | None) -> None:
-        self.steps, self.workers = durations.shape
-        self.machine = PaceMachine(rule, range(self.workers))
-        self.closes = rule.closes
-        self.ports = ports
-        self.progress = progress
-        self.durations = np.ascontiguousarray(durations).reshape(-1).data
-        self.clocks = [0] * self.workers
-        """What each worker will have finished when its step is done."""
-        self.sorted: list[tuple[float, int]] = []
-        self.heap: list[tuple[float, int]] = []
-        self.staleness = [0] * (self.steps + 1)
-        self.ends = [0.0] * self.workers
-        self.worked = self.exchanged = 0.0
-        self.oldest = 0
-
-    def run(self) -> Paced:
-        """Until every worker has made its steps, or under a rule that closes steps, until all are complete."""
-        self._start(self.machine.begin(0.0), 0.0)
-        now = self._loop()
-        if self.closes:
-            self._stop(now)
-        ends, staleness = np.array(self.ends), np.array(self.staleness, dtype=np.int64)
-        found = (self.worked, self.exchanged, _trimmed(staleness), self.machine.late)
-        return Paced(self.machine.rule, self.workers, self.steps, ends, *found)
-
-    def _loop(self) -> float:
-        ahead, heap, workers, closes = self.sorted, self.heap, self.workers, self.closes
-        on, clocks, message = self.machine.on, self.clocks, Finished(0, 0)
-        finished = Received("workers", message)
-        effects: list[Effect] = []
-        now = 0.0
-        while (ahead or heap) and self.oldest < self.steps:
-            now, event = ahead.pop() if ahead and (not heap or ahead[-1] < heap[0]) else heappop(heap)
-            if event >= workers:
-                self._push(event - workers, now)
-            elif event >= 0:
-                message.worker, message.clock = event, clocks[event]
-                effects += on(finished, now)
-            else:
-                effects += on(Timer(-1 - event), now)
-            if not effects or (not closes and ((ahead and ahead[-1][0] == now) or (heap and heap[0][0] == now))):
-                continue
-            self._start(effects, now)
-            effects = []
-        return now
-
-    def _start(self, effects: Sequence[Effect], now: float) -> None:
-        """Let go whom the machine admits; the clock of its next message is known from then on."""
-        steps, workers, ports, clocks = self.steps, self.workers, self.ports, self.clocks
-        durations, staleness, oldest = self.durations, self.staleness, self._reached()
-        entries: list[tuple[float, int]] = []
-        worked = 0.0
-        for effect in effects:
-            if type(effect) is not Send:
-                self._timer(effect, now)
-                continue
-            admitted = effect.message
-            assert type(admitted) is Admitted  # noqa: S101
-            worker, step = admitted.worker, admitted.step
-            if step >= steps:
-                self.ends[worker] = now
-                continue
-            staleness[step - oldest] += 1
-            clocks[worker] = step + 1
-            duration = durations[step * workers + worker]
-            worked += duration
-            if ports is None:
-                entries.append((now + duration, worker))
-            else:
-                entries.append((self._pull(ports, now) + duration, workers + worker))
-        self.worked += worked
-        self._plan(entries)
-
-    def _plan(self, entries: list[tuple[float, int]]) -> None:
-        """Put events in order: many at once by sorting, a few by the heap."""
-        if len(entries) * MANY > len(self.sorted):
-            self.sorted += entries
-            self.sorted.sort(reverse=True)
-        else:
-            for entry in entries:
-                heappush(self.heap, entry)
-
-    def _reached(self) -> int:
-        """Steps that are behind everybody: what the slowest has finished, or what is complete without it."""
-        oldest = self.machine.step if self.closes else self.machine.clocks.minimum
-        if oldest != self.oldest and self.progress is not None:
-            self.progress(oldest / self.steps)
-        self.oldest = oldest
-        return oldest
-
-    def _pull(self, ports: _Ports, now: float) -> float:
-        pulled = ports.pull(now)
-        self.exchanged += pulled - now
-        return pulled
-
-    def _push(self, worker: int, now: float) -> None:
-        assert self.ports is not None  # noqa: S101
-        arrived = self.ports.push(now)
-        self.exchanged += arrived - now
-        heappush(self.heap, (arrived, worker))
-
-    def _timer(self, effect: Effect, now: float) -> None:
-        assert type(effect) is SetTimer  # noqa: S101
-        heappush(self.heap, (now + effect.after, -1 - effect.token))
-
-    def _stop(self, now: float) -> None:
-        """All steps are complete: what is still being computed or pushed counts up to now."""
-        self.ends = [now] * self.workers
-        for time, event in self.sorted + self.heap:
-            if event >= self.workers or (event >= 0 and self.ports is None):
-                self.worked -= time - now
-            elif event >= 0:
-                self.exchanged -= time - now
+def drive(
+    rule: Rule,
+    durations: Times,
+    network: Shards | None = None,
+    rhythm: RhythmOf | None = None,
+    *,
+    progress: Progress | None = None,
+) -> Paced:
+    """Play it event by event; durations have a row for each step, with a column for each worker."""
+    ports = None if network is None else Ports(network.link, network.nbytes, network.count)
+    played = Drive(rule, durations, rhythm or rhythm_of(rule), ports, progress)
+    played.run()
+    return Paced(
+        rule,
+        played.count,
+        played.steps,
+        np.array(played.ends),
+        played.worked,
+        played.exchanged,
+        _trimmed(np.array(played.staleness, dtype=np.int64)),
+        late=played.late,
+        pushes=played.pushes,
+        reads=played.reads,
+        unasked=played.unasked,
+    )
 
 
 def _trimmed(histogram: IntArray) -> IntArray:

@@ -6,6 +6,7 @@ import math
 import re
 
 from offbeat.errors import UsageError
+from offbeat.limits import BYTES, RATE, SECONDS
 
 SIZES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 """Bytes per unit."""
@@ -22,6 +23,8 @@ def parse_size(text: str) -> int:
     size = number * _factor(unit or "B", SIZES, text, "a size", "1kB, 100MB or 25MiB")
     if not math.isfinite(size) or size < 1:
         raise UsageError(f"a size of {text!r} makes no sense: it must be at least 1 byte, such as 1kB or 100MB.")
+    if size > BYTES:
+        raise UsageError(f"a size of {text!r} is more than {BYTES:,} bytes (1 PiB), the limit.")
     return round(size)
 
 
@@ -32,6 +35,8 @@ def parse_rate(text: str) -> float:
     rate = number * _factor(unit, RATES, text, what, examples)
     if not math.isfinite(rate) or rate <= 0:
         raise UsageError(f"a rate of {text!r} would move nothing: give one above 0, such as {examples}.")
+    if rate > RATE:
+        raise UsageError(f"a rate of {text!r} is more than {RATE:g} bytes per second, the limit.")
     return rate
 
 
@@ -39,7 +44,10 @@ def parse_duration(text: str) -> float:
     """Seconds of a duration such as `50us`, `2ms` or `0s`."""
     number, unit = _quantity(text, "a duration", "50us, 0.2ms or 1s")
     # Divided by how many make a second, which is exact, so that 50us is what 50e-6 is.
-    return number / round(1 / _factor(unit, DURATIONS, text, "a duration", "50us, 0.2ms or 1s"))
+    duration = number / round(1 / _factor(unit, DURATIONS, text, "a duration", "50us, 0.2ms or 1s"))
+    if duration > SECONDS:
+        raise UsageError(f"a duration of {text!r} is more than {SECONDS:,.0f} s (a year), the limit.")
+    return duration
 
 
 def _quantity(text: str, what: str, examples: str) -> tuple[float, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from offbeat.strategies._base import Axis, Combined, Setting, Strategy, Traits, combined
 from offbeat.strategies._compressing import Compressing
 from offbeat.strategies._describe import describe, overview
-from offbeat.strategies._grammar import expand, parse
+from offbeat.strategies._grammar import expand, parse, parse_built_in
 from offbeat.strategies._registry import aliases, available
 from offbeat.strategies._worker import Exchange, Exchanging, Pace, Timing
 from offbeat.strategies.accumulate import Accumulate
@@ -73,4 +73,5 @@ __all__ = [
     "expand",
     "overview",
     "parse",
+    "parse_built_in",
 ]

@@ -23,7 +23,7 @@ from offbeat.runtime.group import Group
 from offbeat.runtime.servers.numbers import Recipe, first_state
 
 if TYPE_CHECKING:
-    from offbeat.strategies._serving import Row
+    from offbeat.strategies._parameter_row import Row
 
 Range = tuple[int, int]
 State = dict[str, Any]

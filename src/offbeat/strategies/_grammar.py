@@ -13,18 +13,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from offbeat.errors import StrategyError, TaskError, did_you_mean
+from offbeat.limits import SWEEP
 from offbeat.strategies._base import Strategy, add, verify
-from offbeat.strategies._registry import resolve
+from offbeat.strategies._registry import BUILT_IN, resolve
 from offbeat.strategies._source import Reference, Source, read
 from offbeat.strategies._written import Field, Written, fields_of, is_word, shown, signature
 from offbeat.task import load_module
-
-MOST: Final = 1_000
-"""Strategies that one sweep may mean; more is a typing error."""
 
 Registry = Mapping[str, type[Strategy]]
 """Strategies by name, in the place of all that are known."""
@@ -37,14 +35,26 @@ def parse(text: str, registry: Registry | None = None) -> Strategy:
     return _parse(text, registry, frozenset())
 
 
+def parse_built_in(text: str) -> Strategy:
+    """The strategy that a text means, where it names only ours; anything else is refused, and nothing is imported.
+
+    For text from a file that somebody else may have written: `parse` would run the code of the module it names.
+    """
+    source = read(text)
+    if source.references:
+        own = next(iter(source.references.values()))
+        raise StrategyError(f"{own.source}:{own.cls} is not a strategy of offbeat's own, and is not imported here.")
+    return parse(text, {cls.name: cls for cls in BUILT_IN})
+
+
 def expand(text: str, registry: Registry | None = None) -> list[Strategy]:
     """The strategies that a text means: one for each choice from its sets, the last set varying fastest."""
     source = read(text)
     sets = _sets(source)
     count = math.prod(len(node.elts) for node in sets)
-    if count > MOST:
+    if count > SWEEP:
         raise StrategyError(
-            f"This sweep means {count:,} strategies; {MOST:,} are allowed. Take values out of its sets."
+            f"This sweep means {count:,} strategies; {SWEEP:,} are allowed. Take values out of its sets."
         )
     found: dict[Strategy, None] = {}
     for chosen in itertools.product(*(node.elts for node in sets)):

@@ -26,6 +26,7 @@ class Parted(Exchange):
 
     replicated = False
     mixes = True
+    acts_in_steps = True
 
     def __init__(self, group: Group, stopwatch: Stopwatch, strategy: str, mixing: Mixing) -> None:
         super().__init__(group, stopwatch)

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
@@ -26,20 +25,24 @@ from offbeat.protocols.compression import AnyFormat
 from offbeat.protocols.partition import mixed
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import PullReply, Push, PushReply, Settings
+from offbeat.protocols.servers.rhythm import IN_FLIGHT, Action
 from offbeat.runtime.group import Group
+from offbeat.runtime.optimizers import ELEMENT_WISE, why_not
 from offbeat.runtime.served import ServedGroup
 from offbeat.runtime.servers.client import Client
-from offbeat.runtime.servers.numbers import KINDS, OPTIMIZERS, Recipe, is_number, settings_of
+from offbeat.runtime.servers.noting import WARM_START
+from offbeat.runtime.servers.numbers import Recipe, is_number, settings_of
 from offbeat.runtime.shared.segment import Segment
 from offbeat.runtime.snapshots import Cut
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._accounts import Account, refusals, together
 from offbeat.strategies._carried import first_of, refuse_different_models, refuse_more_groups
 from offbeat.strategies._letters import Letters
+from offbeat.strategies._parameter_row import Row
 from offbeat.strategies._worker import Exchange, averaged_buffers, closure_of
 
-SLOTS = 2
-"""Gradients that may be under way at once: the memory of one that is not answered yet is not written."""
+SLOTS = IN_FLIGHT
+"""Memory for so many pushes: that of one that is not answered yet is not written."""
 
 
 def served(group: Group, strategy: object) -> ServedGroup:
@@ -52,60 +55,12 @@ def served(group: Group, strategy: object) -> ServedGroup:
     return group
 
 
-class Row:
-    """The parameters of some models in one row of memory, and the shards that it is cut into."""
-
-    def __init__(self, parameters: Sequence[Parameter], shards: int) -> None:
-        kinds = {p.dtype for p in parameters}
-        names = {kind: name for name, kind in KINDS.items()}
-        if len(kinds) != 1 or not kinds <= names.keys():
-            said = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds)) or "none"
-            raise StrategyError(
-                f"servers hold parameters of one kind, {' or '.join(KINDS)}; these models have {said}. Use allreduce."
-            )
-        (dtype,) = kinds
-        self.kind = names[dtype]
-        self.parameters = list(parameters)
-        sizes = [p.numel() for p in parameters]
-        self.count = sum(sizes)
-        self.offsets = [0, *np.cumsum(sizes).tolist()]
-        self.bounds = [self.count * k // shards for k in range(shards + 1)]
-        self.values = torch.empty(self.count, dtype=dtype)
-        for parameter, start in zip(parameters, self.offsets, strict=False):
-            place = self.values[start : start + parameter.numel()].view(parameter.shape)
-            place.copy_(parameter.data)
-            parameter.data = place
-
-    def shard(self, row: Tensor, number: int) -> Tensor:
-        """A shard's part of a row."""
-        return row[self.bounds[number] : self.bounds[number + 1]]
-
-    def ranges(self, members: Iterable[Parameter], number: int, joined: bool = True) -> tuple[tuple[int, int], ...]:
-        """Which ranges of a shard these parameters take, counted from its beginning; neighbours may be joined."""
-        places = {id(p): (start, start + p.numel()) for p, start in zip(self.parameters, self.offsets, strict=False)}
-        low, high = self.bounds[number], self.bounds[number + 1]
-        found: list[tuple[int, int]] = []
-        for start, stop in sorted(places[id(p)] for p in members if id(p) in places):
-            start, stop = max(start, low) - low, min(stop, high) - low
-            if stop <= start:
-                continue
-            if joined and found and found[-1][1] == start:
-                found[-1] = (found[-1][0], stop)
-            else:
-                found.append((start, stop))
-        return tuple(found)
-
-    def views(self, row: Tensor) -> list[Tensor]:
-        """A row like this one, as a tensor for each parameter."""
-        pieces = row.split([p.numel() for p in self.parameters])
-        return [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
-
-
 class Served(Exchange):
     """What all exchanges through servers have: a row of parameters, memory for what is pushed, and a clock."""
 
     replicated = True
     joins_late = True
+    acts_in_steps = True
     unforeseen = "who waits for whom at servers is decided as it happens (offbeat bench server --simulate plays that)"
     cuttable: ClassVar[bool] = False
     """Whether what a worker has of the servers' values between two steps can be read anew by one who goes on."""
@@ -129,6 +84,7 @@ class Served(Exchange):
         self.absent: list[set[int]] = [set() for _ in range(SLOTS)]
         """Of each slot, which parameters of the row have no gradient there."""
         self._sent: list[int | None] = [None] * SLOTS
+        self._pull: int | None = None
         self._turn = 0
         self._told: Settings = ()
         self._groups = 0
@@ -183,11 +139,10 @@ class Served(Exchange):
 
     def check(self, optimizer: Optimizer) -> None:
         """Refuse optimizers that servers cannot run on a slice."""
-        if OPTIMIZERS.get(type(optimizer).__name__) is not type(optimizer):
+        if why := why_not(type(optimizer), by_rate=not self.rule.aggregated):
             raise StrategyError(
-                f"servers cannot run {type(optimizer).__name__}: each has only a slice of the parameters, so it takes "
-                f"an optimizer that treats every number by itself: {', '.join(OPTIMIZERS)}. Use one of those, or "
-                f"allreduce."
+                f"servers cannot run {type(optimizer).__name__}: each has only a slice of the parameters, and {why}. "
+                f"Use one that treats every number by itself ({', '.join(ELEMENT_WISE)}), or allreduce."
             )
 
     def begin(self) -> None:
@@ -315,6 +270,39 @@ class Served(Exchange):
 
     def stepped(self) -> None:
         """The optimizer has stepped, or not."""
+
+    def perform(
+        self, actions: Iterable[Action], slot: Callable[[], int | None] = lambda: None, weight: float = 1.0
+    ) -> None:
+        """Do what the rhythm says, in order; `slot` has what is to be pushed ready when that is due."""
+        for action in actions:
+            match action:
+                case Action.PUSH:
+                    self.push(slot(), then_pull=False, weight=weight)
+                case Action.PUSH_AND_PULL:
+                    self._pull = self.push(slot(), then_pull=True, weight=weight)
+                case Action.PULL:
+                    self._pull = self.client.pull(self.clock, anew=True)
+                case Action.AWAIT:
+                    self.await_values()
+                case Action.SETTLE:
+                    self.settle_all()
+                case Action.TAKE_FRESH:
+                    if not self.take_fresh():
+                        self.arrive(self.client.pull(self.clock, anew=True))
+                case Action.REUSE:
+                    self.reuse()
+                case Action.MEET:
+                    self.group.barrier(WARM_START)
+
+    def await_values(self) -> None:
+        """Wait for values that were asked for, if any were."""
+        token, self._pull = self._pull, None
+        if token is not None:
+            self.arrive(token)
+
+    def reuse(self) -> None:
+        """Say that the next step is computed from the values that are here."""
 
     def gradient(self) -> int:
         """Put the gradients side by side into memory that servers can read; answers which slot."""

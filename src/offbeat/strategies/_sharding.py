@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, optim
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -25,15 +25,10 @@ from offbeat.errors import RunError, StrategyError
 from offbeat.protocols.schedule import Layout
 from offbeat.runtime.backend import OffbeatGroup
 from offbeat.runtime.group import Group
+from offbeat.runtime.optimizers import ELEMENT_WISE, why_not
 from offbeat.runtime.shared.segment import Segment
 from offbeat.runtime.sums import SMALL_GRADIENT
 from offbeat.strategies._worker import closure_of
-
-ELEMENT_WISE: tuple[type[Optimizer], ...] = (
-    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop, optim.Adadelta),
-    *(optim.Adamax, optim.NAdam, optim.RAdam, optim.ASGD, optim.Rprop),
-)
-"""Optimizers that treat every number by itself, so that slices of parameters can be updated apart."""
 
 
 def slices_of(parameters: Sequence[Parameter], size: int) -> list[list[tuple[int, int]]]:
@@ -147,11 +142,11 @@ class ShardedSteps:
 
     def attend(self, optimizer: Optimizer) -> None:
         """From now on this optimizer updates, and keeps state for, slices only."""
-        if type(optimizer) not in ELEMENT_WISE:
-            names = ", ".join(kind.__name__ for kind in ELEMENT_WISE)
+        if why := why_not(type(optimizer)):
             raise StrategyError(
-                f"shard=optimizer cannot divide {type(optimizer).__name__}, which may look at whole parameters at "
-                f"once. It can divide those that treat every number by itself: {names}. Use allreduce without shard."
+                f"shard=optimizer cannot divide {type(optimizer).__name__}: each worker updates slices only, and "
+                f"{why}. It can divide those that treat every number by itself: {', '.join(ELEMENT_WISE)}. Use "
+                f"allreduce without shard."
             )
         self._optimizers.append(optimizer)
         register: tuple[tuple[Any, Any], ...] = (

@@ -24,7 +24,8 @@ from offbeat.protocols.servers.messages import PullReply
 from offbeat.protocols.servers.notices import Wanted
 
 if TYPE_CHECKING:
-    from offbeat.strategies._serving import Row, Served
+    from offbeat.strategies._parameter_row import Row
+from offbeat.strategies._serving import Served
 
 _NOTHING_IS_NEWER = 2**62
 

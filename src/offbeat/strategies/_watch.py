@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -15,15 +17,27 @@ from offbeat.runtime.group import Group
 from offbeat.runtime.holdings import Holdings
 from offbeat.runtime.ledger import Ledger
 from offbeat.runtime.reports import KEPT
+from offbeat.strategies._updates import FirstGradients, HandUpdates, Strangers, say
 from offbeat.strategies._worker import EveryBatch, Exchange, Pace, closure_of
 
 
 class Watch:
     """Watches the models and optimizers of one team."""
 
-    def __init__(self, group: Group, holdings: Holdings, exchange: Exchange, pace: Pace, ledger: Ledger) -> None:
+    def __init__(
+        self, group: Group, holdings: Holdings, exchange: Exchange, pace: Pace, ledger: Ledger, strategy: str
+    ) -> None:
         self._group, self._holdings, self._ledger = group, holdings, ledger
         self._exchange, self._pace = exchange, pace
+        exchanged_in_steps = group.size > 1 and (exchange.acts_in_steps or pace.acts_in_steps)
+        self._by_hand = HandUpdates(holdings, strategy, self.warn) if exchanged_in_steps else None
+        self._strangers = Strangers(self.warn)
+        self.warnings: list[str] = []
+        """What the user was warned of."""
+        self.first_gradients = FirstGradients(exchange.lockstep)
+        """Whether all workers compute the same batches."""
+        self.averaging = False
+        """Whether parameters are the mean of the replicas just now, which differs from each of them by rounding."""
         self._handles: list[Any] = [register_optimizer_step_pre_hook(self._refuse_strangers)]
         self._checked: dict[int, int] = {}
         self.examples = 1.0
@@ -31,7 +45,45 @@ class Watch:
         self.missed = 0
         """Steps that were made without this worker, and whose batches it has not left out yet."""
 
-    def guard(self, model: nn.Module) -> None:
+    def warn(self, message: str) -> None:
+        """Tell the user of something that the run goes on with."""
+        self.warnings.append(message)
+        say(f"worker {self._group.rank}: {message}")
+
+    def adopt(self, model: nn.Module, check_finite: bool) -> None:
+        """Watch this model."""
+        if check_finite:
+            self._guard(model)
+        if self._group.size > 1:
+            self.first_gradients.adopt(model)
+        if self._by_hand is not None:
+            self._by_hand.adopt(model)
+
+    def check(self, at_end: bool = False) -> None:
+        """Refuse to go on if parameters were updated in a way that the strategy does not see."""
+        if self._by_hand is not None and not self.averaging:
+            self._by_hand.check()
+        if at_end:
+            self._strangers.check(training=bool(self._holdings.models))
+
+    def compare(self, fingerprints: Sequence[float]) -> None:
+        """All workers have told what their first gradients were."""
+        if self.first_gradients.same(fingerprints) and self._group.leads:
+            size = self._group.size
+            self.warn(
+                f"all {size} workers had the same gradients in their first backward passes, so they compute the same "
+                f"batches, and do the work of one. Give the training loader to team.prepare(...), which divides each "
+                f"batch over the workers; or have each worker draw batches of its own, by team.rank and team.size."
+            )
+
+    def counted(self) -> None:
+        """A step was made without an optimizer's own, as by ranges of a vector."""
+        self._ledger.steps += 1
+        if self._by_hand is not None:
+            for optimizer in self._holdings.optimizers:
+                self._by_hand.stepping(optimizer)
+
+    def _guard(self, model: nn.Module) -> None:
         """Watch one small gradient of the model: a loss that is not finite shows in all of them."""
         trainable = [p for p in model.parameters() if p.requires_grad]
         if not trainable:
@@ -61,6 +113,8 @@ class Watch:
                 self.missed += missed
 
         def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+            if self._by_hand is not None:
+                self._by_hand.stepping(optimizer)  # Before exchanges hide its parameters from it.
             closure = closure_of(args, kwargs)
             if closure is None and self._group.size > 1:
                 self._exchange.stepping(optimizer)
@@ -72,7 +126,7 @@ class Watch:
                     "Use an exchange alone."
                 )
             # A closure's loss steers line searches: every worker must see the same one, or they part ways.
-            return (optimizer, lambda: self._mean_loss(closure())), {}
+            return (optimizer, self._shared(closure)), {}
 
         self._handles.append(optimizer.register_step_pre_hook(before))
         self._handles.append(optimizer.register_step_post_hook(after))
@@ -81,6 +135,8 @@ class Watch:
         """Called before any optimizer steps: one that was not prepared steps on gradients that are not for it."""
         del args, kwargs
         known = self._holdings.has(optimizer)
+        if not known and self._strangers.knows(optimizer):
+            return
         if known and self._checked.get(id(optimizer)) == len(optimizer.param_groups):
             return
         ours = {id(p) for model in self._holdings.models for p in model.parameters()}
@@ -90,6 +146,8 @@ class Watch:
                 f"{type(optimizer).__name__} updates a prepared model but was not prepared itself, so its steps would "
                 f"not be counted, kept in checkpoints or paced. Give it to team.prepare(...) too."
             )
+        if not known and self._group.size > 1 and not _prepared_elsewhere(optimizer):
+            self._strangers.meet(optimizer, training=bool(self._holdings.models))
         if known and self._group.size > 1 and theirs - ours:
             raise UsageError(
                 f"{type(optimizer).__name__} updates {len(theirs - ours)} parameters that belong to no prepared model: "
@@ -98,6 +156,35 @@ class Watch:
             )
         if known:
             self._checked[id(optimizer)] = len(optimizer.param_groups)
+
+    def _shared(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure of one step, with the loss of all workers."""
+        calls = 0
+
+        def called() -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1 and self._exchange.compressions:
+                raise StrategyError(
+                    "an optimizer that evaluates its closure several times in a step, such as LBFGS, cannot be used "
+                    "with a compressor: each gradient would have in it what the compressor left out of those at other "
+                    "points, and line searches and curvature would be wrong. Leave the compressor out, or use an "
+                    "optimizer without closures."
+                )
+            return self._mean_loss(closure())
+
+        return called
+
+    @contextmanager
+    def at_averaging(self, average: AbstractContextManager[None]) -> Generator[None]:
+        """Around an evaluation on the mean of the replicas."""
+        self.check()
+        with average:
+            outer, self.averaging = self.averaging, True
+            try:
+                yield
+            finally:
+                self.averaging = outer
 
     def _mean_loss(self, loss: Any) -> Any:
         if loss is None:
@@ -109,5 +196,14 @@ class Watch:
 
     def close(self) -> None:
         """Take the hooks off."""
+        self.first_gradients.close()
+        if self._by_hand is not None:
+            self._by_hand.close()
         for handle in self._handles:
             handle.remove()
+
+
+def _prepared_elsewhere(optimizer: Optimizer) -> bool:
+    """Whether another team of this process counts its steps."""
+    hooks = optimizer._optimizer_step_pre_hooks.values()  # pyright: ignore[reportPrivateUsage]
+    return any(getattr(hook, "__module__", None) == __name__ for hook in hooks)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols.compression import Shapes
 from offbeat.protocols.servers.consistency import Rule
+from offbeat.protocols.servers.rhythm import RhythmOf
 from offbeat.runtime.group import Group
 from offbeat.runtime.snapshots import Cut
 from offbeat.runtime.stopwatch import Stopwatch
@@ -41,8 +42,15 @@ class Exchange(ABC):
     """Whether workers meet in every step, so that one whose data has ended must keep the others company."""
     mixes: ClassVar[bool] = False
     """Whether it mixes models after a step, instead of exchanging gradients before it."""
+    acts_in_steps: ClassVar[bool] = False
+    """Whether it exchanges when a prepared optimizer steps: without one, nothing would be exchanged."""
     unforeseen: ClassVar[str] = "its exchanges are not known as schedules beforehand"
     """Why nobody can foretell what a step takes, unless `foreseen` says what it exchanges."""
+
+    @property
+    def aligned(self) -> bool:
+        """Whether all workers can meet when an epoch begins, to agree on the order of its data."""
+        return self.lockstep
 
     def __init__(self, group: Group, stopwatch: Stopwatch) -> None:
         self.group = group
@@ -203,6 +211,8 @@ class Pace(ABC):
 
     replicated: ClassVar[bool] = True
     """Whether replicas stay equal where the exchange keeps them so."""
+    acts_in_steps: ClassVar[bool] = False
+    """Whether it acts when a prepared optimizer steps: without one, workers would part ways."""
 
     @property
     def meeting(self) -> bool:
@@ -332,6 +342,15 @@ class Exchanging(Strategy):
         """
         del workers
         return None
+
+    def rhythm(self) -> RhythmOf | None:
+        """When each worker pushes to servers and pulls from them; None where it has none to push to."""
+        return None
+
+    @property
+    def work(self) -> int:
+        """How many times a worker computes its share of a batch: more than once where others compute it too."""
+        return 1
 
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
         """The worker's side of this strategy."""

@@ -18,11 +18,10 @@ from types import NoneType, UnionType
 from typing import Any, ClassVar, Final, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from offbeat.errors import StrategyError
+from offbeat.limits import SERVERS
 
 LARGEST: Final = 2**63
 """Whole numbers stay below it, as they do in the tensors and headers that carry them."""
-MOST_SERVERS: Final = 256
-"""Processes beside the workers, all on their machines."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +107,8 @@ def require_servers(strategy: Written, shards: int, replicas: int) -> None:
     require(shards >= 1, strategy, "shards", shards, "there is at least one server")
     require(replicas >= 0, strategy, "replicas", replicas, "a shard has 0 or more further copies")
     field, value = ("shards", shards) if shards > replicas else ("replicas", replicas)
-    why = (
-        f"each of {shards * (1 + replicas):,} servers would be a process of its own: at most {MOST_SERVERS} are started"
-    )
-    require(shards * (1 + replicas) <= MOST_SERVERS, strategy, field, value, why)
+    why = f"each of {shards * (1 + replicas):,} servers would be a process of its own: at most {SERVERS} are started"
+    require(shards * (1 + replicas) <= SERVERS, strategy, field, value, why)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from offbeat.errors import RunError, StrategyError
 from offbeat.strategies._base import Traits, require
@@ -57,6 +57,8 @@ class _Accumulating(Pace):
     joins the new gradients inside backward, before the exchange sees them.
     """
 
+    acts_in_steps = True
+
     def __init__(self, exchange: Exchange, steps: int) -> None:
         self._exchange, self._steps = exchange, steps
         self._parameters: list[Parameter] = []
@@ -85,7 +87,9 @@ class _Accumulating(Pace):
             self._models.append(place)
             trainable = parameter.requires_grad
             parameter.requires_grad_(True)  # Torch takes no hooks for what is frozen, but keeps them through it.
-            self._handles.append(parameter.register_hook(partial(self._weighed, number)))
+            # Marked, so that torch does not warn of it when the user's loop saves the model.
+            weighed = unserializable_hook(partial(self._weighed, number))
+            self._handles.append(parameter.register_hook(weighed))
             self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._passed, number)))
             parameter.requires_grad_(trainable)
 

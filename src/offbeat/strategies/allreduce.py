@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from offbeat.errors import StrategyError
+from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols.compression import Shapes
 from offbeat.protocols.partition import mixed
 from offbeat.runtime.buckets import GradientBuckets, hook
 from offbeat.runtime.choices import Sums, stored_choices
 from offbeat.runtime.compression import Account, Feedback, GroupLink, together
 from offbeat.runtime.compression.account import COMPARING
+from offbeat.runtime.compression.coder import finite
 from offbeat.runtime.compression.sums import CompressedSums
 from offbeat.runtime.group import Group
 from offbeat.runtime.stopwatch import Stopwatch
@@ -180,6 +181,9 @@ class _AllReducing(Exchange):
         if not self.compressions or self.group.size == 1:
             super().mean(row, what)
             return
+        if bool(self.group.gather([float(not finite(row))], what).any()):
+            super().mean(row, what)  # As uncompressed; what is owed would stay NaN for ever.
+            return
         name = f"{what}, {row.numel()} numbers"
         if name not in self._means:
             feedback = self._compressor(-1, shapes or [(row.numel(),)], len(self._means))
@@ -244,6 +248,15 @@ class _AllReducing(Exchange):
         hosts = tuple(view.hosts.tolist())
         return Step(hosts=hosts, exchanges=(*sums, *more), beside=beside, trials=self._trials)
 
+    def stepping(self, optimizer: Optimizer) -> None:
+        """Gradients are the workers' mean when backward is over, not before."""
+        if any(sums.running for sums in self._sums):
+            raise UsageError(
+                f"{type(optimizer).__name__} steps while backward still runs, as optimizers in hooks of parameters do. "
+                f"Gradients are exchanged when backward ends, so each worker would step on its own. Step after "
+                f"backward(), or use local or gossip, whose workers step on gradients of their own."
+            )
+
     def weigh(self, examples: int, total: int | None) -> None:
         """Gradients count by the examples behind them."""
         for sums in self._sums:
@@ -297,6 +310,7 @@ class _Sharding(_AllReducing):
     """Each worker has the sum of its own slices only, and updates those."""
 
     replicated = False
+    acts_in_steps = True
 
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: AllReduce) -> None:
         super().__init__(group, stopwatch, settings)

@@ -24,6 +24,7 @@ import torch
 from offbeat.errors import RunError, StrategyError
 from offbeat.protocols.coding import code_for
 from offbeat.protocols.servers.consistency import Rule
+from offbeat.protocols.servers.rhythm import RhythmOf, rhythm_of
 from offbeat.runtime.group import Group
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._base import Axis, Strategy, Traits, require, require_servers
@@ -79,6 +80,15 @@ class Coded(Exchanging):
         del workers
         return self.shards, self.replicas, self.rule
 
+    def rhythm(self) -> RhythmOf:
+        """Answers are pushed and values pulled in every step."""
+        return rhythm_of(self.rule)
+
+    @property
+    def work(self) -> int:
+        """Every slice is computed by s + 1 workers."""
+        return self.s + 1
+
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
         """The worker's side."""
         return (_Combining if self.code == "cyclic" else _Repeating)(group, stopwatch, self)
@@ -89,6 +99,7 @@ class _Combining(Served):
 
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: Coded) -> None:
         super().__init__(group, stopwatch, settings, settings.rule)
+        self._rhythm = settings.rhythm()(group.rank)
         code = code_for(group.size, settings.s, cyclic=True)
         self._parts = [(k + group.rank) % group.size for k in range(settings.s + 1)]
         self._coefficients = [float(code.matrix[group.rank, part]) for part in self._parts]
@@ -132,7 +143,7 @@ class _Combining(Served):
                 f"larger s outlives more workers."
             )
         torch.div(self._sum, max(self._total, 1), out=self.slots[slot])
-        self.arrive(self.push(slot, then_pull=True))
+        self.perform(self._rhythm.computed(self.clock).actions, lambda: slot)
         return True
 
 
@@ -141,6 +152,7 @@ class _Repeating(Served):
 
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: Coded) -> None:
         super().__init__(group, stopwatch, settings, settings.rule)
+        self._rhythm = settings.rhythm()(group.rank)
         self._copies = settings.s + 1
 
     def slices(self) -> tuple[Sequence[int], int]:
@@ -152,7 +164,7 @@ class _Repeating(Served):
         """Push, and pull what the first answers for all slices have made of the parameters."""
         self._all_slices_are_computed()
         slot = self.gradient() if self.examples else None
-        self.arrive(self.push(slot, then_pull=True, weight=max(self.examples, 1e-9)))
+        self.perform(self._rhythm.computed(self.clock).actions, lambda: slot, max(self.examples, 1e-9))
         return True
 
     def _all_slices_are_computed(self) -> None:

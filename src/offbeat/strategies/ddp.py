@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +20,12 @@ from torch.utils.hooks import RemovableHandle
 from offbeat.errors import RunError, StrategyError
 from offbeat.runtime.buckets import hook
 from offbeat.runtime.group import Group, ring_bytes
+from offbeat.runtime.presence import Waiting
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._base import Traits, require
 from offbeat.strategies._worker import Exchange, Exchanging
+
+_SUM = "ddp's sum of gradients"
 
 
 @dataclass(frozen=True)
@@ -61,11 +67,17 @@ class _Stock(Exchange):
         self._wrapped: list[DistributedDataParallel] = []
         self._handles: list[RemovableHandle] = []
         self._passes = 0
+        self._due: set[int] = set()
+        self._summed = 0
+        if group.presence is not None:
+            group.presence.counted["ddp"] = lambda: self._passes
         self._held = False
         self._computed_at: float | None = None
         self._scalers: list[RemovableHandle] = []
         self._owner: dict[int, int] = {}
+        self._expected: dict[int, dict[str, nn.Parameter]] = {}
         self._calls: dict[int, int] = {}
+        self._awaited: set[int] = set()
         self._stepped: dict[tuple[int, int], int] = {}
 
     def install(self, model: nn.Module) -> None:
@@ -82,25 +94,42 @@ class _Stock(Exchange):
             gradient_as_bucket_view=True,
         )
         self._wrapped.append(wrapped)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        names = list(trained)
+        if not settings.find_unused:
+            self._expected[id(model)] = trained
         # Backward comes to the first parameter last: from then on until the step, DDP's exchange is exposed.
-        first = next(p for p in model.parameters() if p.requires_grad)
-        self._handles.append(first.register_post_accumulate_grad_hook(self._computed))
+        first = next(iter(trained.values()))
+        self._handles.append(first.register_post_accumulate_grad_hook(partial(self._computed, id(model))))
+        # Every parameter has a gradient in a pass that DDP completes, unless it looks for those that have none.
+        counting = partial(self._exchanged, id(model), sum(p.numel() * p.element_size() for p in trained.values()))
+        watched = trained.values() if settings.find_unused else (first,)
+        self._handles += [p.register_post_accumulate_grad_hook(counting) for p in watched]
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
             # DDP would broadcast buffers in evaluations too, and wait for workers that have fewer batches to evaluate.
             if not torch.is_grad_enabled():
                 return None
-            return wrapped._pre_forward(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
+            try:
+                return wrapped._pre_forward(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
+            except RuntimeError as error:
+                if (unfinished := _unfinished(error, names)) is None:
+                    raise
+                raise unfinished from error
 
         def after(_: nn.Module, __: Any, output: Any) -> Any:
             if not torch.is_grad_enabled():
                 return None
             self._passes += wrapped.require_backward_grad_sync
+            if wrapped.require_backward_grad_sync:
+                self._due.add(id(model))
             self._calls[id(model)] = self._calls.get(id(model), 0) + 1
+            self._awaited.add(id(model))
             return wrapped._post_forward(output)  # pyright: ignore[reportPrivateUsage]
 
-        self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
-        self._handles.append(model.register_forward_hook(after))
+        self._handles.append(model.register_forward_pre_hook(_OwnHook(before), with_kwargs=True))
+        self._handles.append(model.register_forward_hook(_OwnHook(after)))
+        vars(model)["__getstate__"] = partial(_state_without_ours, model)
 
     def _process_group(self) -> Any:
         """Torch's own, one for all models, as its users have it."""
@@ -118,11 +147,30 @@ class _Stock(Exchange):
             if not parameter.requires_grad and (parameter.is_floating_point() or parameter.is_complex()):
                 self._handles.append(hook(parameter, partial(_refuse_unfrozen, name)))
 
-    def _computed(self, _: Tensor) -> None:
+    def _exchanged(self, model: int, size: int, _: Tensor) -> None:
+        """Count what DDP sums: a model's gradients, once for each backward pass, however often it was called before."""
+        if model in self._due:
+            self._due.discard(model)
+            self._summed += ring_bytes(size, self.group.size)
+
+    def _computed(self, model: int, _: Tensor) -> None:
         self._computed_at = None if self._held else time.perf_counter()
+        if not self._held and model not in self._awaited:
+            raise RunError(
+                "a second backward pass came to a model that was not called since the first, as with retain_graph=True "
+                "or two losses of one output. ddp exchanges the gradients of one backward pass after each call of the "
+                "model; those of a second stay each worker's own, and the workers drift apart. Add the losses up and "
+                "call backward once, call the model before each backward, or use allreduce, which exchanges every pass."
+            )
+        self._awaited.discard(model)
+        if self.group.presence is not None and not self._held:
+            # From here on torch waits for the others, until the step or the next pass.
+            self.group.presence.waiting = Waiting(_SUM, "ddp", self._passes)
 
     def stepping(self, optimizer: Optimizer) -> None:
         """DDP sees only what goes through a model's forward; all else it would leave different on every worker."""
+        if self.group.presence is not None:
+            self.group.presence.waiting = None
         if self._computed_at is not None:
             self.stopwatch.total()
             self.stopwatch.move(time.perf_counter() - self._computed_at, "compute", "communicate")
@@ -136,6 +184,10 @@ class _Stock(Exchange):
                 "that was not called so since the last step. Call the model itself, not its methods, or use allreduce."
             )
         self._stepped |= calls
+        for owner in owners if not self._held else ():
+            absent = [name for name, p in self._expected.get(owner, {}).items() if p.grad is None]
+            if absent:
+                raise _without_gradient(absent)
 
     def weigh(self, examples: int, total: int | None) -> None:
         """DDP gives every worker the same weight: what differs from that must be made up for."""
@@ -153,7 +205,7 @@ class _Stock(Exchange):
         self._scalers = []
         if self.weight_in_backward != 1.0:
             trainable = [p for wrapped in self._wrapped for p in wrapped.module.parameters() if p.requires_grad]
-            self._scalers = [p.register_hook(self._scaled) for p in trainable]
+            self._scalers = [p.register_hook(_OwnHook(self._scaled)) for p in trainable]
 
     def _scaled(self, gradient: Tensor) -> Tensor | None:
         return None if self._held else gradient * self.weight_in_backward
@@ -171,13 +223,11 @@ class _Stock(Exchange):
         if not any(sign in str(error) for sign in ("imed out", "onnection closed", "onnection reset")):
             return None
         # Negative, so that it is no number of the group's own exchanges.
-        return self.group.explained(error, "ddp's sum of gradients", -self._passes)
+        return self.group.explained(error, _SUM, -self._passes)
 
     def payload(self) -> int:
-        """Its reducer sends by itself: every pass sums all gradients."""
-        trainable = [p for wrapped in self._wrapped for p in wrapped.module.parameters() if p.requires_grad]
-        each = sum(p.numel() * p.element_size() for p in trainable)
-        return self._passes * ring_bytes(each, self.group.size)
+        """Its reducer sends by itself: all gradients of a model in every backward pass that follows its forward."""
+        return self._summed
 
     def close(self) -> None:
         """Take the hooks off, and let go of DDP before its group is closed.
@@ -187,7 +237,64 @@ class _Stock(Exchange):
         """
         for handle in (*self._handles, *self._scalers):
             handle.remove()
+        for wrapped in self._wrapped:
+            vars(wrapped.module).pop("__getstate__", None)
         self._handles, self._scalers, self._wrapped = [], [], []
+
+
+_UNFINISHED = re.compile(r"Expected to have finished reduction.*?(?:for rank \d+:(?P<indices>[ \d]+)|\Z)", re.DOTALL)
+"""What torch's reducer says at the next forward pass about parameters that had no gradient (torch 2.13)."""
+
+
+def _unfinished(error: RuntimeError, names: Sequence[str]) -> StrategyError | None:
+    """Torch's words about parameters without a gradient, in ours; None if they are about something else."""
+    if not (said := _UNFINISHED.search(str(error))):
+        return None
+    return _without_gradient([names[int(i)] for i in (said["indices"] or "").split()] or ["some parameters"])
+
+
+def _without_gradient(names: Sequence[str]) -> StrategyError:
+    named = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return StrategyError(
+        f"ddp waits for a gradient of every parameter in every step, but {named} had no gradient in this one: frozen "
+        f"after prepare(), or not used by this batch's loss. The others' gradients were not all averaged either. Say "
+        f"ddp(find_unused=True), freeze before prepare(), or use allreduce, which needs neither."
+    )
+
+
+class _OwnHook:
+    """A hook on a model of the user's that stays behind when the model is copied, saved or sent to a process.
+
+    In its place is then what does nothing and needs no offbeat to be loaded.
+    """
+
+    __torch_unserializable__ = True  # So that torch does not warn of it.
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *given: Any) -> Any:
+        return self._call(*given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")
+
+
+def _state_without_ours(model: nn.Module) -> Any:
+    """What is copied or saved of a model: without our hooks, which torch.load would take for code of a stranger."""
+    state: Any = type(model).__getstate__(model)  # pyright: ignore[reportAttributeAccessIssue]  # every object has it
+    if not isinstance(state, dict):
+        return state
+    kept = {name: value for name, value in cast("dict[str, Any]", state).items() if name != "__getstate__"}
+    ours = {
+        number
+        for name in ("_forward_pre_hooks", "_forward_hooks")
+        for number, hook_ in kept.get(name, {}).items()
+        if isinstance(hook_, _OwnHook)
+    }
+    for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks"):
+        kept[name] = type(kept[name])((n, value) for n, value in kept[name].items() if n not in ours)
+    return kept
 
 
 def _refuse_unfrozen(name: str, parameter: Tensor) -> None:

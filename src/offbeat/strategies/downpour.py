@@ -18,12 +18,14 @@ from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
 from offbeat.protocols.servers.consistency import Rule
+from offbeat.protocols.servers.rhythm import Action, PushAndFetch, RhythmOf
 from offbeat.runtime.compression.coder import finite
 from offbeat.runtime.group import Group
 from offbeat.runtime.servers.numbers import settings_of
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._base import Traits, require, require_servers
-from offbeat.strategies._serving import Row, Served
+from offbeat.strategies._parameter_row import Row
+from offbeat.strategies._serving import Served
 from offbeat.strategies._worker import Exchange, Exchanging
 
 ADAGRAD: Final = optim.Adagrad.__name__
@@ -68,6 +70,10 @@ class Downpour(Exchanging):
         del workers
         return self.shards, self.replicas, Rule(None)
 
+    def rhythm(self) -> RhythmOf:
+        """Pushing and fetching every so many steps, after a warm start of worker 0 alone."""
+        return lambda worker: PushAndFetch(self.push, self.fetch, self.warm, leads=worker == 0)
+
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
         """The worker's side."""
         return _Raining(group, stopwatch, self)
@@ -80,8 +86,9 @@ class _Raining(Served):
 
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: Downpour) -> None:
         super().__init__(group, stopwatch, settings, Rule(None))
-        self._every_push, self._every_fetch, self._warm = settings.push, settings.fetch, settings.warm
-        self._steps = 0
+        self._every_fetch = settings.fetch
+        self._rhythm = PushAndFetch(settings.push, settings.fetch, settings.warm, leads=group.leads)
+        self._due: tuple[Action, ...] = ()
         self._filling: int | None = None
 
     @property
@@ -92,7 +99,12 @@ class _Raining(Served):
     @property
     def lockstep(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Only during the warm start: one worker trains, and the others keep step with it."""
-        return self._steps < self._warm
+        return self._rhythm.warming
+
+    @property
+    def aligned(self) -> bool:
+        """After the warm start nobody waits for anybody."""
+        return False
 
     def check(self, optimizer: Optimizer) -> None:
         """Any optimizer will do here, if it has a learning rate for the servers."""
@@ -112,12 +124,12 @@ class _Raining(Served):
 
     def exchange(self) -> bool:
         """Add up the gradient; no step is made here if its outcome would be replaced at once, or is not to be."""
-        self._steps += 1
-        trains = bool(self.examples) and (self._steps > self._warm or self.group.leads)
+        trains = bool(self.examples) and self._rhythm.trains()
+        self._due, steps_here = self._rhythm.computed(self.clock)
         if not trains:
             return True
         # What servers will refuse is no step here either: NaN would stay in the optimizer's state for ever.
-        return not finite(self._accrue()) or self._every_fetch == 1
+        return not finite(self._accrue()) or not steps_here
 
     def _accrue(self) -> Tensor:
         """Answers the sum of all that is to be pushed next."""
@@ -133,34 +145,16 @@ class _Raining(Served):
 
     def stepped(self) -> None:
         """Push and fetch what is due."""
-        fetches = self._steps % self._every_fetch == 0
-        if self._steps <= self._warm:
-            self._push_if_due(then_pull=False)
-            self._warm_up(fetches)
-        elif pull := self._push_if_due(then_pull=fetches):
-            self.arrive(pull)
-        elif fetches:
-            self.arrive(self.client.pull(self.clock, anew=True))
+        self.perform(self._due, self._accrued)
 
-    def _push_if_due(self, then_pull: bool) -> int:
-        """Answers the token of the pull that follows; 0 if none does."""
-        if self._steps % self._every_push:
-            return 0
+    def _accrued(self) -> int | None:
         slot, self._filling = self._filling, None
-        return self.push(slot, then_pull)
-
-    def _warm_up(self, fetches: bool) -> None:
-        """Keep step with the one who trains, and have what it has learned."""
-        self.settle_all()
-        self.group.barrier("a step of the warm start")
-        if fetches or not self.group.leads:
-            self.refresh()
-        self.group.barrier("all having what the warm start has learned")
+        return slot
 
     @contextmanager
     def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:
         """Inside, every worker has what the servers have; afterwards, its own steps since the last fetch again."""
-        ahead = self._steps % self._every_fetch != 0
+        ahead = not self._rhythm.fetched
         own = self.row.values.clone() if self.row is not None and ahead else None
         with super().averaged(models):
             try:
@@ -176,14 +170,14 @@ class _Raining(Served):
         """The sum that is not pushed yet, too."""
         accrued = None if self._filling is None else self.slots[self._filling].clone()
         absent = [] if self._filling is None else sorted(self.absent[self._filling])
-        return {**super().own_state(), "steps": self._steps, "accrued": accrued, "absent": absent}
+        return {**super().own_state(), "steps": self._rhythm.steps, "accrued": accrued, "absent": absent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put the shards' state back; between fetches the parameters are this worker's own, which it has already."""
         if self.row is None:
             return
-        self._steps = int(state["steps"])
-        own = None if self._steps % self._every_fetch == 0 else self.row.values.clone()
+        self._rhythm.steps = int(state["steps"])
+        own = None if self._rhythm.fetched else self.row.values.clone()
         super().load_state_dict(state)
         self._put_back(own)
         # What another has not pushed yet it pushes itself.

@@ -21,11 +21,13 @@ from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
 from offbeat.protocols.servers.consistency import Rule
+from offbeat.protocols.servers.rhythm import RhythmOf, Spring
 from offbeat.runtime.group import Group
 from offbeat.runtime.servers.numbers import ADD
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._base import Traits, require, require_servers
-from offbeat.strategies._serving import Row, Served
+from offbeat.strategies._parameter_row import Row
+from offbeat.strategies._serving import Served
 from offbeat.strategies._worker import Exchange, Exchanging
 
 MOVING_RATE: Final = 0.9
@@ -68,6 +70,10 @@ class Elastic(Exchanging):
         del workers
         return self.shards, self.replicas, Rule(None if self.asynchronous else 0)
 
+    def rhythm(self) -> RhythmOf:
+        """An exchange with the centre every `period` steps."""
+        return lambda _: Spring(self.period, self.asynchronous)
+
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
         """The worker's side."""
         return _Tied(group, stopwatch, self)
@@ -80,10 +86,9 @@ class _Tied(Served):
 
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: Elastic) -> None:
         super().__init__(group, stopwatch, settings, Rule(None if settings.asynchronous else 0))
-        self._rho, self._period, self._asynchronous = settings.rho, settings.period, settings.asynchronous
-        self._steps = 0
+        self._rho, self._asynchronous = settings.rho, settings.asynchronous
+        self._rhythm = Spring(settings.period, settings.asynchronous)
         self._centre = torch.empty(0)
-        self._coming: int | None = None
         self._moving: int | None = None
 
     # -- taking part -------------------------------------------------------------------------------------------------
@@ -136,24 +141,16 @@ class _Tied(Served):
         So the step's gradient, the worker's move and the centre's are all taken at the same point, as in equations 3
         and 4.
         """
-        if self._steps and self._steps % self._period == 0:
-            self._pull_the_centre()
-        self._steps += 1
+        self.perform(self._rhythm.computed(self.clock).actions, self._distance)
         return not self.examples
 
-    def _pull_the_centre(self) -> None:
-        row = cast("Row", self.row)
-        if self._asynchronous:
-            self.arrive(self.client.pull(self.clock, anew=True))
-        else:
-            self._centre_has_come()
-        slot = self.free_slot()
+    def _distance(self) -> int:
+        """The share of its distance to the centre that the worker is about to move; answers which slot has it."""
+        row, slot = cast("Row", self.row), self.free_slot()
         torch.sub(row.values, self._centre, out=self.slots[slot])
         torch._foreach_mul_(self.views[slot], self._alphas(row))  # pyright: ignore[reportPrivateUsage]
-        pull = self.push(slot, then_pull=not self._asynchronous)
-        # What all have made of the centre is needed at the next exchange only, and comes while workers compute.
-        self._coming = None if self._asynchronous else pull
         self._moving = slot
+        return slot
 
     def _alphas(self, row: Row) -> list[float]:
         """For every parameter; one that no optimizer has never leaves the centre."""
@@ -167,16 +164,11 @@ class _Tied(Served):
         if slot is not None:
             cast("Row", self.row).values.sub_(self.slots[slot])
 
-    def _centre_has_come(self) -> None:
-        token, self._coming = self._coming, None
-        if token is not None:
-            self.arrive(token)
-
     # -- between steps -----------------------------------------------------------------------------------------------
 
     def together(self) -> None:
         """All have pulled the centre; then all read the same."""
-        self._centre_has_come()
+        self.await_values()
         super().together()
 
     @contextmanager
@@ -195,13 +187,13 @@ class _Tied(Served):
 
     def state_dict(self) -> dict[str, Any]:
         """The centre; a worker's parameters are kept with its model."""
-        self._centre_has_come()
+        self.await_values()
         state = super().state_dict()
-        return state and {**state, "steps": self._steps}
+        return state and {**state, "steps": self._rhythm.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put the centre back; the worker has its own parameters already."""
         if self.row is None:
             return
-        self._steps = int(state["steps"])
+        self._rhythm.steps = int(state["steps"])
         super().load_state_dict(state)

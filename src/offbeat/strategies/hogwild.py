@@ -77,6 +77,7 @@ class Hogwild(Exchanging):
 class _Unlocked(Exchange):
     replicated = False
     lockstep = False
+    acts_in_steps = True
     unforeseen = "workers write to shared memory, and exchange nothing"
 
     def __init__(self, group: Group, stopwatch: Stopwatch) -> None:

@@ -127,6 +127,7 @@ class _Counting(Pace):
     """Counts the steps of every optimizer, and lets a worker without examples make none."""
 
     replicated = False
+    acts_in_steps = True
 
     def __init__(self, exchange: Exchange, settings: Local) -> None:
         self._exchange, self._settings = exchange, settings

@@ -19,12 +19,14 @@ from torch import Tensor
 
 from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols.servers.consistency import Rule
+from offbeat.protocols.servers.rhythm import RhythmOf, rhythm_of
 from offbeat.runtime.compression.coder import finite
 from offbeat.runtime.group import Group
 from offbeat.runtime.servers.numbers import ADD, Recipe, first_state
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._base import Setting, Traits, require, require_servers
-from offbeat.strategies._serving import Row, Served
+from offbeat.strategies._parameter_row import Row
+from offbeat.strategies._serving import Served
 from offbeat.strategies._vector import Vector
 from offbeat.strategies._worker import Exchange, Exchanging
 
@@ -116,8 +118,8 @@ class Server(Exchanging):
     """Workers push gradients to parameter servers and pull fresh values, as consistently as is asked for.
 
     The parameters are cut into `shards`, each on a server process of its own that updates it with the user's own
-    optimizer (SGD, Adagrad, RMSprop, Adam, AdamW), and on `replicas` more that take over when it dies. Under ssp and
-    asp every push is applied as it comes, with the learning rate over the number of workers.
+    optimizer (any of torch's that treats every number by itself), and on `replicas` more that take over when it dies.
+    Under ssp and asp every push is applied as it comes, with the learning rate over the number of workers.
     """
 
     shards: int = 1
@@ -180,6 +182,10 @@ class Server(Exchanging):
         remembers = self.delay_compensation > 0 and not rule.aggregated
         return self.shards, self.replicas, structs.replace(rule, remembers=remembers)
 
+    def rhythm(self) -> RhythmOf:
+        """When workers read depends on how stale that may be."""
+        return rhythm_of(rule_of(self.consistency))
+
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
         """The worker's side."""
         return _Pushing(group, stopwatch, self)
@@ -190,12 +196,17 @@ class _Pushing(Served):
 
     cuttable = True
 
+    @property
+    def aligned(self) -> bool:
+        """Where steps are common ones, also if some come too late for them."""
+        return self.rule.aggregated
+
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: Server) -> None:
         super().__init__(group, stopwatch, settings, rule_of(settings.consistency))
         self._settings_of_strategy = settings
-        self._lazy = isinstance(settings.consistency, SSP) and settings.consistency.mode == "lazy"
+        self._rhythm = settings.rhythm()(group.rank)
         self._rates: list[float] = []
-        self._pulled = 0
+        self._complete = 0
         self._totals: _Totals | None = None
 
     def tolerance(self) -> dict[str, Any]:
@@ -218,19 +229,14 @@ class _Pushing(Served):
             if slot is not None:
                 self.push_microbatch(slot, self.examples)
             return True
-        if self.rule.eager:
-            return self._exchange_eagerly(slot)
-        # One step before the bound would break: the answer is there at once, and nobody is waited for.
-        due = not self._lazy or self._pulled < self.rule.needed(self.clock + 2)
-        fit = slot is not None and (due or finite(self.slots[slot]))  # What servers refuse is no update here either.
-        pull = self.push(slot, then_pull=due, weight=max(self.examples, 1e-9) if self.rule.aggregated else 1.0)
-        if due:
-            self.arrive(pull)
-            self._has_read()
-            return True
-        self.stale[self.clock - self._pulled] += 1
-        self.client.used_again(self.clock, self.clock - self._pulled)
-        if not fit:
+        exchange = self._rhythm.computed(self.clock)
+        # What servers refuse is no update here either.
+        steps_here = exchange.own_step and slot is not None and finite(self.slots[slot])
+        # One worker's mean is the step's own: weighing it and dividing by the weight would only round it.
+        weighed = self.rule.aggregated and self.group.size > 1
+        weight = max(self.examples, 1e-9) if weighed else 1.0
+        self.perform(exchange.actions, lambda: slot, weight)
+        if not steps_here:
             return True
         # Read-my-writes: until values are read again, this worker's own updates are made here too.
         optimizer: Any = self.optimizer
@@ -239,22 +245,24 @@ class _Pushing(Served):
             group["lr"] = group["lr"] / len(self.group.members)
         return False
 
+    def await_values(self) -> None:
+        """Wait for values, and tell the rhythm how fresh they are."""
+        super().await_values()
+        self._has_read()
+
+    def reuse(self) -> None:
+        """Count how old the values that are used again have become."""
+        self.stale[self.clock - self._complete] += 1
+        self.client.used_again(self.clock, self.clock - self._complete)
+
     def _has_read(self) -> None:
-        self._pulled = min((clock for _, clock in self.client.machine.known.values()), default=0)
+        self._complete = min((clock for _, clock in self.client.machine.known.values()), default=0)
+        self._rhythm.read(self._complete)
 
     def refresh(self) -> None:
         """Take the newest values; what is read at an evaluation need not be read again for the steps after it."""
         super().refresh()
         self._has_read()
-
-    def _exchange_eagerly(self, slot: int | None) -> bool:
-        """Push, and take what servers have sent by themselves; ask only if that is not enough."""
-        self.push(slot, then_pull=False)
-        if slot is not None:
-            self.settle(slot)
-        if not self.take_fresh():
-            self.arrive(self.client.pull(self.clock, anew=True))
-        return True
 
     def stepped(self) -> None:
         """Undo what was changed for a step of one's own."""

@@ -197,6 +197,14 @@ def a_loss_that_is_not_finite_stops_the_run(bench: Bench) -> None:
     _true(newest(run / "checkpoint") is not None, "the checkpoint from before is kept")
 
 
+def a_watched_run_goes_on_from_its_checkpoints(bench: Bench) -> None:
+    """With events recorded and a checkpoint every third step, a run ends, and goes on when it is resumed."""
+    cut = bench.fit("watched", steps=7, watch=True, checkpoint_every=3)
+    resumed = bench.fit("watched", steps=12, watch=True, checkpoint_every=3, resume=cut.run)
+    _true(resumed.steps >= 12, f"{resumed.steps} steps after a resumed run of 12")
+    _true(all(bool(value.isfinite().all()) for value in _trained(resumed).values()), "parameters are finite")
+
+
 # -- demanded by traits ----------------------------------------------------------------------------------------------
 
 
@@ -270,6 +278,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check("Ctrl-C leaves nothing behind", lambda _: True, ctrl_c_leaves_nothing),
     Check("a loss that is not finite stops the run", lambda _: True, a_loss_that_is_not_finite_stops_the_run),
+    Check("a watched run goes on from its checkpoints", lambda _: True, a_watched_run_goes_on_from_its_checkpoints),
     Check("exact: workers equal one process on the joined batch", lambda t: t.exact, workers_equal_one_process),
     Check(
         "exact: the order of data is independent of workers",

@@ -5,7 +5,6 @@ Everything is read from disk while somebody else writes it: what is not whole ye
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,12 +13,13 @@ from typing import Any, Final, cast
 from msgspec import Struct
 
 from offbeat.errors import UsageError
-from offbeat.runtime.records import METRICS_FILE, RUN_FILE
+from offbeat.runtime.reading import LARGEST, parse_json, read_object, regular_file
+from offbeat.runtime.records import METRICS_FILE, RUN_FILE, part, strategy_of
 
 MOST_RUNS: Final = 500
 """How many runs are listed, the newest ones."""
-LARGEST: Final = 32 * 2**20
-"""Bytes of a file that are read at most."""
+MOST_LINES: Final = 200_000
+"""Lines of metrics that are kept, the first ones."""
 LOG_TAIL: Final = 32 * 1024
 """Bytes of a log that are shown, the last ones."""
 
@@ -97,28 +97,22 @@ def opened(path: Path) -> tuple[Folder, str | None]:
 def run_of(folder: Path) -> dict[str, Any]:
     """What run.json says; nothing if it cannot be read."""
     try:
-        data: Any = json.loads(_text(folder / RUN_FILE))
+        return read_object(folder / RUN_FILE)
     except (OSError, ValueError):
         return {}
-    return cast("dict[str, Any]", data) if isinstance(data, dict) else {}
-
-
-def part(data: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """An entry within entries that is a table; an empty one where there is none."""
-    found: Any = data
-    for name in names:
-        found = cast("dict[str, Any]", found).get(name) if isinstance(found, dict) else None
-    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
 
 
 def log_of(folder: Path, name: str) -> str:
     """The end of a process's log."""
     if name not in logs_of(folder):
         raise UsageError(f"there is no log {name[:200]!r} in {folder.name}.")
-    with (folder / "logs" / f"{name}.log").open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - LOG_TAIL))
-        text = file.read(LOG_TAIL).decode(errors="replace")
+    try:
+        with regular_file(folder / "logs" / f"{name}.log") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - LOG_TAIL))
+            text = file.read(LOG_TAIL).decode(errors="replace")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the log {name!r} in {folder.name} cannot be read: {error}.") from error
     return text if size <= LOG_TAIL else f"…{text.partition(chr(10))[2]}"
 
 
@@ -149,15 +143,19 @@ class Metrics:
         self._mark = status.st_ino
         if status.st_size == self._at:
             return
-        with self._path.open("rb") as file:
-            file.seek(self._at)
-            text = file.read(LARGEST)
-        whole = text[: text.rfind(b"\n") + 1]
+        try:
+            with regular_file(self._path) as file:
+                file.seek(self._at)
+                text = file.read(LARGEST)
+        except (OSError, ValueError):
+            return
+        # A line that is longer than all that is read at once is not one of ours: it is passed over.
+        whole = text[: text.rfind(b"\n") + 1] if len(text) < LARGEST or b"\n" in text else text
         self._at += len(whole)
-        for line in whole.splitlines():
+        for line in whole.split(b"\n"):
             with suppress(ValueError):
-                data: Any = json.loads(line)
-                if isinstance(data, dict):
+                data: Any = parse_json(line.decode())
+                if isinstance(data, dict) and len(self.lines) < MOST_LINES:
                     self.lines.append(_finite(cast("dict[str, Any]", data)))
 
 
@@ -174,7 +172,7 @@ def _brief(name: str, data: Mapping[str, Any]) -> Brief:
     return Brief(
         name,
         str(data.get("state", "not readable")),
-        str(part(config, "goal").get("strategy") or ""),
+        strategy_of(data),
         _number(config.get("workers")) or 0,
         str(result.get("task") or what.get("script") or part(what, "task").get("source") or ""),
         str(part(data, "environment").get("started") or ""),
@@ -189,12 +187,7 @@ def _brief(name: str, data: Mapping[str, Any]) -> Brief:
 
 def _number(value: Any) -> Any:
     usable = isinstance(value, int | float) and not isinstance(value, bool) and value - value == 0
-    return value if usable else None
-
-
-def _text(path: Path) -> str:
-    with path.open("rb") as file:
-        return file.read(LARGEST).decode(errors="replace")
+    return value if usable and abs(value) < 2**63 else None
 
 
 def _linked(folder: Path, root: Path) -> bool:

@@ -15,12 +15,14 @@ import numpy as np
 from offbeat.errors import OffbeatError, UsageError
 from offbeat.monitor.blaming import ENOUGH, LATEST, blame
 from offbeat.monitor.judging import Judge
-from offbeat.monitor.page.folders import Metrics, logs_of, part, run_of
+from offbeat.monitor.page.folders import Metrics, logs_of, run_of
 from offbeat.monitor.page.names import Names
 from offbeat.monitor.page.spans import Lane
 from offbeat.monitor.page.windows import Lanes
+from offbeat.monitor.queues import read_queues
 from offbeat.monitor.verdicts import EXIT_CODES
 from offbeat.protocols.causality.deadlock import natural
+from offbeat.runtime.records import part, strategy_of
 from offbeat.runtime.stamps import FOLDER, Reader, Stamp
 
 EVERY: Final = 0.5
@@ -29,8 +31,6 @@ RECENT: Final = 10.0
 """Seconds over which steps per second are counted."""
 BLAMED: Final = 200_000
 """For each worker all workers' events are gone through to tell who held up whom: so many in all …"""
-SUSPECT: Final = 0.2
-"""Nobody can be a straggler who was the last in less than this share of all calls: a step has several."""
 FEWEST: Final = 48
 """… but at least so many of each, the last ones."""
 CURVE: Final = 4000
@@ -124,6 +124,7 @@ class Run:
                 "folder": str(self.folder),
                 "state": self.state if self.live or self.state != "running" else "gone",
                 "live": self.live,
+                "strategy": strategy_of(self._data),
                 "config": part(self._data, "config"),
                 "started": part(self._data, "environment").get("started", ""),
                 "command": part(self._data, "environment").get("command", []),
@@ -195,10 +196,11 @@ class Run:
             found.append(_said("gone", "bad", "It says that it runs, but no process of it lives: it was killed."))
         if not self._lanes:
             return [*found, _said("unwatched", "fair", _UNWATCHED)]
+        found += self._stragglers()
         if not found:
             words = "Nobody waits in vain so far." if self.live else "Nobody waited in vain."
             found.append(_said("healthy", "good", words))
-        return [*found, *self._stragglers()]
+        return found
 
     def _judged(self) -> Mapping[str, Any]:
         """What the events say of a run whose launcher has said nothing, because it was killed."""
@@ -215,13 +217,14 @@ class Run:
         return {} if found is None else found.plain()
 
     def _stragglers(self) -> list[dict[str, Any]]:
-        suspects = self.lanes().often_last(SUSPECT, ENOUGH)
-        if not suspects:
+        # Nobody can have cost the others much who is seldom the last: then comparing can be saved.
+        if not self.lanes().often_last(1 / (4 * max(1, len(self._worker_files()))), ENOUGH):
             return []
         files = self._worker_files()
         each = min(LATEST, max(FEWEST, BLAMED // len(files) ** 2))
         with suppress(OffbeatError, ValueError):  # What is written over at this moment can be told at the next.
-            found = blame({reader.rank: _latest(reader, each) for reader in map(Reader, files)})
+            latest = {reader.rank: _latest(reader, each) for reader in map(Reader, files)}
+            found = blame(latest, queues=read_queues(self.folder))
             return [_said("straggler", "fair", f"{one}") for one in found if one.straggler]
         return []
 

@@ -56,11 +56,16 @@ class Guard:
                     own.append("set-cookie", f"{self._cookie}={token}; Path=/; HttpOnly; SameSite=Strict")
             await send(message)
 
+        async def refused(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["connection"] = "close"
+            await guarded(message)
+
         if headers.get("host", "") not in self._hosts:
             answer = PlainTextResponse("This server answers only to 127.0.0.1 and localhost.\n", 403)
-            await answer(scope, receive, guarded)
+            await answer(scope, receive, refused)
         elif not any(map(self._right, (asked, _bearer(headers), self._kept(headers)))):
-            await PlainTextResponse(_NO_TOKEN, 401)(scope, receive, guarded)
+            await PlainTextResponse(_NO_TOKEN, 401)(scope, receive, refused)
         else:
             await self._app(scope, receive, guarded)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from offbeat.monitor.page.folders import part
+from offbeat.runtime.records import part
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 NAMES: Final = {
@@ -42,7 +42,7 @@ def figures(runs: Iterable[Mapping[str, Any]]) -> str:
 def _samples(run: Mapping[str, Any]) -> Iterator[Sample]:
     label = {"run": str(run["name"])}
     config = part(run, "config")
-    strategy = str(part(config, "goal").get("strategy"))
+    strategy = str(run["strategy"])
     yield "offbeat_run", label | {"strategy": strategy, "workers": str(config.get("workers")), "state": run["state"]}, 1
     yield from _reported(label, run["metrics"])
     yield "offbeat_events", label, run["events"]

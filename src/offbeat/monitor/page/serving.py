@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import socket
 import threading
@@ -45,6 +46,7 @@ class Served:
         import uvicorn
 
         from offbeat.monitor.page.app import Page
+        from offbeat.monitor.page.connections import MOST_WAITING, BoundedProtocol
 
         page = Page(self._folder, self._chosen, self._closing.is_set)
         self._server = uvicorn.Server(
@@ -54,14 +56,21 @@ class Served:
                 log_level="critical",
                 access_log=False,
                 lifespan="off",
-                http="h11",
+                http=BoundedProtocol,
+                # So many are accepted at once, before any of them can be closed again.
+                backlog=MOST_WAITING,
                 ws="none",
                 server_header=False,
                 timeout_graceful_shutdown=1,
             )
         )
         if not self._closing.is_set():
-            self._server.run(sockets=[self._socket])
+            asyncio.run(self._answer())
+
+    async def _answer(self) -> None:
+        # A descriptor that cannot be had is asked for again; a traceback for each would bury what the run says.
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, _context: None)
+        await self._server.serve(sockets=[self._socket])
 
     @property
     def address(self) -> str:

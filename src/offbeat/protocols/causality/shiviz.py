@@ -17,7 +17,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from msgspec import Struct
 
@@ -27,14 +27,30 @@ from offbeat.protocols.machine import Name
 
 PATTERN: Final = r"(?<host>\S*) (?<clock>{.*})\n(?<event>.*)"
 """What `write` writes, and GoVector by default."""
-PATTERNS: Final = (
-    PATTERN,
-    r"(?<event>.*)\n(?<host>\S*) (?<clock>{.*})",
-    r"^(?<host>\S+) (?<clock>{.*}) (?<event>.*)$",
-    r"(?<priority>[A-Z]+) (?<host>\S*) (?<clock>{.*})\n(?<event>.*)",
-    r"(?<timestamp>\d+) (?<host>\S*) (?<clock>{.*})\n(?<event>.*)",
+DELIMITER: Final = r"^=== (?<trace>.*) ===$"
+"""What stands between the executions in ShiViz's own logs."""
+SEARCHED: Final = 1000
+"""Characters of a line in which an event may begin elsewhere than at its start: beyond, looking for it takes long."""
+MOST: Final = 1 << 25
+"""Entries in the clocks of all events together: a quarter of a gigabyte."""
+_CLOCK: Final = r'(?P<clock>\{(?:[^{}"\n]++|"(?:[^"\\\n]++|\\.)*+")*+\})'
+"""Counts for hosts: nothing in it is ever tried twice, so that no line takes longer than it is long."""
+PATTERNS: Final = tuple(
+    re.compile(pattern, re.MULTILINE)
+    for pattern in (
+        rf"^(?P<host>\S*+) {_CLOCK}[^\S\n]*+\n(?P<event>.*)",
+        rf"^(?P<event>.*+)\n(?P<host>\S*+) {_CLOCK}[^\S\n]*+",
+        rf"^(?P<host>\S++) {_CLOCK} (?P<event>.*)$",
+        rf"^(?P<priority>[A-Z]++) (?P<host>\S*+) {_CLOCK}[^\S\n]*+\n(?P<event>.*)",
+        rf"^(?P<timestamp>\d++) (?P<host>\S*+) {_CLOCK}[^\S\n]*+\n(?P<event>.*)",
+        r"^\[(?P<priority>\w++)\] \[(?P<date>[^\]\n]++)\] \[(?P<thread>[^\]\n]++)\] "
+        rf"\[(?:[^\]\s/]*+/)++(?P<host>[^\]\s/]++)\] {_CLOCK} (?P<event>.*)",
+        r'^State \d++: <(?P<event>\w++)[^\n]*+\n/\\ Host = (?P<host>[^\s"]++)\n'
+        r'/\\ Clock = "(?P<clock>\{[^{}\n]*+\})"(?P<variables>(?:\n/\\ [^\n]*+)*+)',
+    )
 )
-"""What logs are often like; the second is what ShiViz takes if it is told nothing else."""
+"""What logs are often like: the second is what ShiViz takes if it is told nothing else, the last two are Akka's and
+TLA+'s. Each is tried at the start of a line only, and reads each character once."""
 
 
 class Log(NamedTuple):
@@ -44,6 +60,8 @@ class Log(NamedTuple):
     completed: tuple[int, ...]
     """Lines whose clock leaves out what follows from it: that their own host, or one that they have heard of, knew
     more. Their clocks in the computation are the completed ones."""
+    skipped: tuple[int, ...] = ()
+    """Lines that are not part of any event."""
 
 
 class _Entry(Struct, frozen=True):
@@ -61,25 +79,61 @@ def write(computation: Computation) -> str:
     return "".join(_written(computation, hosts, place) for place in computation.order)
 
 
-def parse(text: str, pattern: str | None = None, execution: str | None = None) -> Log:
-    """The computation that a log tells of; of several in one log, the one of this name.
+def parse(text: str, pattern: str | None = None, execution: str | None = None, delimiter: str | None = None) -> Log:
+    """The computation that a log tells of; of several in one log, the one of this name."""
+    found = parse_all(text, pattern, delimiter, execution)
+    if len(found) > 1:
+        raise UsageError(f"this log holds several executions: name one of {', '.join(found)}.")
+    return next(iter(found.values()))
+
+
+def parse_all(
+    text: str, pattern: str | None = None, delimiter: str | None = None, execution: str | None = None
+) -> dict[str, Log]:
+    """The computations that a log tells of, by name; only one of them, if it is named.
 
     If the log begins with a line that is such an expression, that one is used, as in ShiViz; if no pattern is given,
-    the one of `PATTERNS` that fits most of the log. What does not fit is refused with its line: text between the
-    events, clocks that are none, a host's events that are not counted from 1 without a gap, clocks that know of events
-    that are not in the log.
+    the one of `PATTERNS` that fits most of the log. `delimiter` fits what stands between executions; its group `trace`,
+    if it has one, names the execution that follows. If none is given, a log that is not one execution is parted where
+    ShiViz's own logs are. What fits no event is skipped, and told. Refused with its line is a clock that is none, a
+    host's events that are not counted from 1 without a gap, and a clock that knows of events that are not in the log.
     """
-    expression, body, line = _heading(text, pattern)
-    body, line = _execution(expression, body, line, execution)
+    expression, between, body, line = _heading(text.replace("\r\n", "\n"), pattern, delimiter)
+    if between is not None:
+        return _parted(expression, between, body, line, execution)
+    try:
+        whole = {"1": _log(expression, body, line)}
+    except UsageError:
+        between = _compiled(DELIMITER)
+        if between.search(body) is None:
+            raise
+        return _parted(expression, between, body, line, execution)
+    return _wanted(whole, execution)
+
+
+def _parted(
+    expression: re.Pattern[str], between: re.Pattern[str], body: str, line: int, execution: str | None
+) -> dict[str, Log]:
+    parts = _wanted(_parts(between, body, line), execution)
+    return {name: _log(expression, part, first) for name, (part, first) in parts.items()}
+
+
+def _log(expression: re.Pattern[str], text: str, line: int) -> Log:
+    """One execution, from its text and the number of its first line."""
     histories = defaultdict[Name, list[_Entry]](list)
-    for entry in _entries(expression, body, line):
+    found, skipped = _entries(expression, text, line)
+    for entry in found:
         histories[entry.host].append(entry)
     if not histories:
-        fits = "the patterns that logs often have" if pattern is None else repr(pattern)
-        raise UsageError(f"no event in this log fits {fits}: give the pattern that its events have.")
+        raise UsageError(
+            f"no event in this log, from line {line} on, fits its pattern: give the one that its events have with "
+            f"--pattern, e.g. --pattern '{PATTERN}'."
+        )
+    if (len(found) + len(histories)) * len(histories) > MOST:
+        raise UsageError(f"{len(found):,} events of {len(histories):,} processes have too many clocks to be compared.")
     for host, entries in histories.items():
         entries.sort(key=lambda entry: entry.clock[host])
-        _check_count(host, entries)
+        _check_count(host, entries, skipped)
     hosts = list(histories)
     effects = defaultdict[tuple[Place, ...], list[Place]](list)
     for host in hosts:
@@ -87,7 +141,7 @@ def parse(text: str, pattern: str | None = None, execution: str | None = None) -
             effects[causes].append(effect)
     joins = [Join(causes, tuple(places)) for causes, places in effects.items()]
     run = computation({host: [entry.event for entry in entries] for host, entries in histories.items()}, joins)
-    return Log(run, tuple(sorted(_completed(run, histories))))
+    return Log(run, tuple(sorted(_completed(run, histories))), tuple(skipped))
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
@@ -116,83 +170,114 @@ def _written(computation: Computation, hosts: Sequence[Name], place: Place) -> s
     return f"{hosts[place.process]} {json.dumps(clock)}\n{text}\n"
 
 
-def _heading(text: str, pattern: str | None) -> tuple[re.Pattern[str], str, int]:
-    """The expression to use, the text to use it on, and the number of its first line."""
+def _heading(
+    text: str, pattern: str | None, delimiter: str | None
+) -> tuple[re.Pattern[str], re.Pattern[str] | None, str, int]:
+    """The expression to use, what stands between executions, the text to use them on, the number of its first line.
+
+    A file for ShiViz has the one in its first line, the other, or nothing, in its second.
+    """
+    between = None if delimiter is None else _compiled(delimiter)
     first, _, rest = text.partition("\n")
     if "(?<host>" in first and "(?<clock>" in first:
-        return compiled(first.strip()), rest, 2
+        expression = compiled(first.strip())
+        second, _, body = rest.partition("\n")
+        if not second.strip() or _is_event(expression, rest):
+            return expression, between, rest, 2
+        return expression, between or _compiled(second.strip()), body, 3
     if pattern is not None:
-        return compiled(pattern), text, 1
-    return max(map(compiled, PATTERNS), key=lambda one: _covered(one, text)), text, 1
+        return compiled(pattern), between, text, 1
+    return max(PATTERNS, key=lambda one: sum(len(match[0]) for match in _matches(one, text))), between, text, 1
 
 
-def _execution(expression: re.Pattern[str], text: str, line: int, wanted: str | None) -> tuple[str, int]:
-    """The part of a log that tells of one execution, and the number of its first line.
-
-    As in ShiViz, the line below the expression may be one that fits what stands between executions; its group `trace`,
-    if it has one, names the execution that follows.
-    """
-    delimiter, _, rest = text.partition("\n")
-    if line == 1 or not delimiter.strip() or expression.match(text):
-        parts = {"1": (text, line)}
-    else:
-        parts = dict(_parts(_compiled(delimiter.strip()), rest, line + 1))
-    if wanted is None and len(parts) == 1:
-        return next(iter(parts.values()))
-    if wanted not in parts:
-        which = "holds several executions" if wanted is None else f"has no execution {wanted!r}"
-        raise UsageError(f"this log {which}: name one of {', '.join(parts)}.")
-    return parts[wanted]
+def _is_event(expression: re.Pattern[str], text: str) -> bool:
+    """Whether a text begins with an event, so that its first line does not say what stands between executions."""
+    found = expression.match(text)
+    return found is not None and "{" in found["clock"]
 
 
-def _parts(delimiter: re.Pattern[str], text: str, line: int) -> Iterator[tuple[str, tuple[str, int]]]:
-    """Executions by name, those without events left out; without a name, by number."""
-    name, start, number = "", 0, 0
+_Part = TypeVar("_Part")
+
+
+def _wanted(parts: dict[str, _Part], execution: str | None) -> dict[str, _Part]:
+    if execution is None:
+        return parts
+    if execution not in parts:
+        raise UsageError(f"this log has no execution {execution!r}: name one of {', '.join(parts)}.")
+    return {execution: parts[execution]}
+
+
+def _parts(delimiter: re.Pattern[str], text: str, line: int) -> dict[str, tuple[str, int]]:
+    """Executions by name, those without text left out; without a name, by number."""
+    name, start, counted = "", 0, 0
+    parts: dict[str, tuple[str, int]] = {}
     for match in (*delimiter.finditer(text), None):
         part = text[start : len(text) if match is None else match.start()]
+        line += text.count("\n", counted, start)
+        counted = start
         if part.strip():
-            number += 1
-            yield name or str(number), (part, line + text.count("\n", 0, start))
+            name = name or str(len(parts) + 1)
+            if name in parts:
+                raise UsageError(f"line {line} of the log begins a second execution called {name!r}: rename one.")
+            parts[name] = (part, line)
         if match is not None:
             name, start = match.groupdict(default="").get("trace", "").strip(), match.end()
+    if not parts:
+        raise UsageError("no event is in this log: there is nothing between what stands between executions.")
+    return parts
 
 
-def _covered(expression: re.Pattern[str], text: str) -> int:
-    """How much of a text an expression fits."""
-    return sum(match.end() - match.start() for match in expression.finditer(text))
+def _matches(expression: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+    """Where an expression fits a text, one after the other, as `finditer` has it; of long lines, only at their start.
+
+    `finditer` tries every character of a line that does not fit, and from each may go through all of the line again.
+    """
+    anchored = expression.pattern.startswith("^")
+    at = 0
+    while at < len(text):
+        end = text.find("\n", at)
+        end = len(text) if end < 0 else end
+        tried = range(at, end + 1 if end - at <= SEARCHED and not anchored else at + 1)
+        match = next((found for start in tried if (found := expression.match(text, start)) and found[0]), None)
+        if match is not None:
+            yield match
+        at = end + 1 if match is None else match.end()
+        # What is left of a line after an event is looked at again, unless nothing is.
+        at += match is not None and text.startswith("\n", at)
 
 
-def _entries(expression: re.Pattern[str], text: str, line: int) -> Iterator[_Entry]:
+def _entries(expression: re.Pattern[str], text: str, line: int) -> tuple[list[_Entry], list[int]]:
+    """The events, and the numbers of those lines that are not part of one."""
     end = 0
-    for match in expression.finditer(text):
-        _check_blank(text[end : match.start()], line)
-        line += text.count("\n", end, match.start())
-        yield _entry(match, line)
+    found: list[_Entry] = []
+    skipped: list[int] = []
+
+    def skip(between: str) -> None:
+        skipped.extend(line + number for number, words in enumerate(between.split("\n")) if words.strip())
+
+    for match in _matches(expression, text):
+        between = text[end : match.start()]
+        skip(between)
+        line += between.count("\n")
+        found.append(_entry(match, line))
         end = match.end()
-        line += match.group().count("\n")
-    _check_blank(text[end:], line)
-
-
-def _check_blank(between: str, line: int) -> None:
-    if between.strip():
-        skipped = between[: len(between) - len(between.lstrip())].count("\n")
-        raise UsageError(
-            f"line {line + skipped} of the log, {between.strip().splitlines()[0][:80]!r}, is no part of an event: mend "
-            f"it, or give the pattern that its events have."
-        )
+        line += match[0].count("\n")
+    skip(text[end:])
+    return found, skipped
 
 
 def _entry(match: re.Match[str], line: int) -> _Entry:
     groups = match.groupdict(default="")
-    host = groups.pop("host")
+    host = groups.pop("host").strip()
     clock = _clock(groups.pop("clock"), host, line)
-    return _Entry(line, host, clock, Event(what=groups.pop("event"), labels=groups))
+    return _Entry(line, host, clock, Event(what=groups.pop("event").strip(), labels=groups))
 
 
 def _clock(text: str, host: Name, line: int) -> Mapping[Name, int]:
     try:
-        clock = json.loads(text)
-    except ValueError as error:
+        # TLA+ writes its text as a string, with quotes that are escaped.
+        clock = json.loads(text.replace('\\"', '"') if '\\"' in text else text)
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"the clock in line {line} of the log, {text[:80]}, is no JSON: {error}.") from None
     if not isinstance(clock, dict) or not all(type(value) is int and value >= 0 for value in clock.values()):
         raise UsageError(f"the clock in line {line} of the log, {text[:80]}, must have a count for each host.")
@@ -203,12 +288,13 @@ def _clock(text: str, host: Name, line: int) -> Mapping[Name, int]:
     return clock
 
 
-def _check_count(host: Name, entries: Sequence[_Entry]) -> None:
+def _check_count(host: Name, entries: Sequence[_Entry], skipped: Sequence[int]) -> None:
     for number, entry in enumerate(entries, 1):
         if entry.clock[host] != number:
+            lost = f" Line {skipped[0]} fits no event: is the pattern right?" if skipped else ""
             raise UsageError(
                 f"line {entry.line} of the log is event {entry.clock[host]} of {host!r}, where its event {number} "
-                f"should be: each host counts its events from 1, without a gap, and none twice."
+                f"should be: each host counts its events from 1, without a gap, and none twice.{lost}"
             )
 
 

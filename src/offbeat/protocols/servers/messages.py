@@ -14,7 +14,6 @@ from typing import Literal
 from msgspec import Struct
 
 from offbeat.protocols.machine import Name
-from offbeat.protocols.servers.consistency import worker_name as worker_name
 
 COORDINATOR: Name = "coordinator"
 LIGHT = 64 * 1024**2
@@ -25,6 +24,11 @@ Settings = tuple[dict[str, float | tuple[float, ...]], ...]
 
 Status = Literal["applied", "duplicate", "late", "refused"]
 """What became of a push: used; known already; its step was complete without it; not fit to be used."""
+
+
+def worker_name(worker: int) -> Name:
+    """What a worker is called."""
+    return f"worker {worker}"
 
 
 def server_name(shard: int, replica: int) -> Name:

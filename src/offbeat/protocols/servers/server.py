@@ -571,8 +571,8 @@ class ServerMachine:
         )
 
     def _watch_the_time(self) -> None:
-        """Under a deadline: it counts from when the step was opened, the first one from when something has come."""
-        step, seconds = self.shard.minimum, self.shard.rule.deadline
-        if seconds is not None and step != self._timed_step and (step > 0 or self.shard.begun):
+        """Set the timer of the open step's deadline, once it runs."""
+        step, seconds = self.shard.pacing.timed, self.shard.rule.deadline
+        if step is not None and seconds is not None and step != self._timed_step:
             self._timed_step = step
             self._out.timer(seconds, ("deadline", step))

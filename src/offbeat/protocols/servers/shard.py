@@ -28,10 +28,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from offbeat.errors import UsageError
-from offbeat.protocols.coding import Matrix, code_for
 from offbeat.protocols.machine import NOTHING, Payload
-from offbeat.protocols.servers.consistency import Clocks, Parked, Rule
+from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import (
     ClusterView,
     Deadline,
@@ -47,6 +45,7 @@ from offbeat.protocols.servers.messages import (
     ShardState,
     Status,
 )
+from offbeat.protocols.servers.pacing import Pacing
 
 Ask = Pull | Fetch
 """A read that a worker has asked for."""
@@ -150,15 +149,12 @@ class Shard:
         self.staleness: Counter[int] = Counter()
         """Reads by how stale they were."""
         self._members = view.members
-        self._code = code_for(len(self._members), rule.coded, rule.cyclic) if rule.coded else None
-        self._clocks = Clocks(self._members)
+        self.pacing: Pacing[Ask] = Pacing(rule, self._members)
+        """Who may start a step."""
         self._next = dict.fromkeys(self._members, 0)
         self._held: dict[int, list[_Part]] = {}
-        self._completed = 0
         self._weight = 0.0
         self._settings: Settings = ()
-        self._overdue = False
-        self._parked: Parked[Ask] = Parked()
         self._asked: set[tuple[int, int, int]] = set()
         self._unwritten: dict[int, list[Ask]] = {}
         self._origins: dict[int, int] = {}
@@ -167,17 +163,12 @@ class Shard:
     @property
     def minimum(self) -> int:
         """Steps that are complete: all their updates are in the values."""
-        return self._completed if self.rule.aggregated else self._clocks.minimum
+        return self.pacing.minimum
 
     @property
     def members(self) -> Mapping[int, int]:
         """The workers that take part, and the life that each is in."""
         return self._members
-
-    @property
-    def begun(self) -> bool:
-        """Something has arrived for the step that is open."""
-        return self._weight > 0
 
     def expected(self, worker: int) -> int:
         """The number of the worker's next push: they are taken in order, so that `last` is last."""
@@ -185,7 +176,7 @@ class Shard:
 
     def clock(self, worker: int) -> int:
         """Steps that a worker has finished, as far as its pushes say."""
-        return self._clocks.get(worker) or 0
+        return self.pacing.clocks.get(worker) or 0
 
     def knows(self, worker: int, life: int, number: int) -> bool:
         """Whether this push has been met before."""
@@ -197,7 +188,7 @@ class Shard:
         It was late elsewhere, and another shard's clock is ahead of this one's. Unless the log says so (`Enter`), this
         shard may wait for a step that nobody does any more.
         """
-        awaited = self._clocks.get(ask.worker)
+        awaited = self.pacing.clocks.get(ask.worker)
         if awaited is None or not self.rule.closes or not isinstance(ask, Pull):
             return False
         return ask.clock > awaited and self.knows(ask.worker, ask.life, ask.after)
@@ -209,17 +200,18 @@ class Shard:
 
     def state(self) -> ShardState:
         """What this is, without its numbers; only between two steps."""
+        clocks = self.pacing.clocks
         return ShardState(
             version=self.version,
-            completed=self._completed,
-            minimum=self._clocks.minimum,
+            completed=self.pacing.completed,
+            minimum=clocks.minimum,
             workers=tuple(
-                (who, life, self._next[who], -1 if who not in self._clocks else self._clocks.of(who))
+                (who, life, self._next[who], -1 if (clock := clocks.get(who)) is None else clock)
                 for who, life in self._members.items()
             ),
-            order=tuple(self._clocks.workers),
+            order=tuple(clocks.workers),
             settings=self._settings,
-            overdue=self._overdue,
+            overdue=self.pacing.overdue,
             counts=dict(self.counts),
             origins=tuple(self._origins.items()) if self.rule.remembers else (),
         )
@@ -230,12 +222,11 @@ class Shard:
         self._members = {who: life for who, life, _, _ in state.workers}
         self._next = {who: number for who, _, number, _ in state.workers}
         clocks = {who: clock for who, _, _, clock in state.workers}
-        self._clocks = Clocks((), state.minimum)
-        for worker in state.order:
-            self._clocks.join(worker, clocks[worker])
-        self._held, self._weight = {}, 0.0
-        self._completed, self._settings, self._overdue = state.completed, state.settings, state.overdue
-        self._parked, self._asked, self._unwritten = Parked(), set(), {}
+        order = [(worker, clocks[worker]) for worker in state.order]
+        self.pacing.restart(state.completed, state.minimum, order, state.overdue)
+        self.pacing.forget()
+        self._held, self._weight, self._settings = {}, 0.0, state.settings
+        self._asked, self._unwritten = set(), {}
         self._origins = dict(state.origins)
 
     def holds(self, worker: int, number: int) -> bool:
@@ -256,11 +247,10 @@ class Shard:
             case Enter():
                 self._enter(entry, outcome)
             case Deadline():
-                self._overdue = entry.step == self._completed
+                self.pacing.expire(entry.step)
             case Members():
                 self._change(entry.view, outcome)
-        if self.rule.aggregated:
-            self._complete_steps(outcome)
+        self._complete_steps(outcome)
         outcome.moved = self.minimum > before
         self._release(outcome)
         return outcome
@@ -277,9 +267,8 @@ class Shard:
             self._unwritten.setdefault(ask.worker, []).append(ask)
             return False
         needed = self.rule.needed(ask.clock) if isinstance(ask, Pull) else ask.clock
-        if self.minimum < needed:
+        if not self.pacing.admits(needed, ask):
             self._asked.add(key)
-            self._parked.park(needed, ask)
             return False
         if isinstance(ask, Pull):
             self.staleness[max(0, ask.clock - self.minimum)] += 1
@@ -295,7 +284,7 @@ class Shard:
 
     def _meet(self, push: Push | Load, payload: Payload, outcome: Outcome) -> bool:
         """Whether a push is of one who takes part, and new; else it is answered and left unused."""
-        if self._members.get(push.worker) != push.life or push.worker not in self._clocks:
+        if self._members.get(push.worker) != push.life or push.worker not in self.pacing.clocks:
             self._settle(push, payload, outcome, "refused", "its sender does not take part")
             return False
         if self.knows(push.worker, push.life, push.number):
@@ -320,55 +309,46 @@ class Shard:
             oldest = self._oldest() if self.rule.remembers else None
             self._origins[push.worker] = min(push.version, self.version)
             self.version += 1
-            scale, given = 1 / len(self._clocks), (part.payload, missed, push.absent, oldest)
+            scale, given = 1 / len(self.pacing.clocks), (part.payload, missed, push.absent, oldest)
             outcome.works.append(Update(self.version, scale, push.settings, push.start, push.stop, *given))
         self._settle(push, part.payload, outcome, "refused" if part.unfit else "applied", part.unfit)
         if push.last:
-            self._clocks.tick(push.worker, push.clock + 1)
+            self.pacing.finish(push.worker, push.clock + 1)
 
     def _oldest(self) -> int:
         """No gradient will come that was computed from an older version; of who has not pushed yet nothing is known."""
-        return min((self._origins.get(worker, 0) for worker in self._clocks.workers), default=0)
+        return min((self._origins.get(worker, 0) for worker in self.pacing.clocks.workers), default=0)
 
     def _collect(self, part: _Part, outcome: Outcome) -> None:
-        push = part.push
-        if push.clock < self._completed:
+        push, step = part.push, self.pacing.completed
+        if push.clock < step:
             self._settle(push, part.payload, outcome, "late")
-        elif push.clock > self._completed:
-            reason = f"it is for step {push.clock} while step {self._completed} is open: pull before pushing on"
+        elif push.clock > step:
+            reason = f"it is for step {push.clock} while step {step} is open: pull before pushing on"
             self._settle(push, part.payload, outcome, "refused", reason)
         elif push.counts and not push.last:
             self._add([part], push, outcome)
         else:
             self._held.setdefault(push.worker, []).append(part)
-            if push.last and self._code is not None:
-                self._clocks.tick(push.worker, push.clock + 1)
-            elif push.last:
-                self._sum_up(push, self._held.pop(push.worker), outcome)
+            if push.last:
+                self._finish(push, outcome)
 
-    def _whole(self) -> dict[int, list[_Part]]:
-        """Answers to a coded step that are complete and fit to be used, by worker."""
-        held = self._held.items()
-        return {w: parts for w, parts in held if parts[-1].push.last and not any(part.unfit for part in parts)}
-
-    def _coefficients(self) -> Matrix | None:
-        """How much of each worker's answer to a coded step goes into the sum; None if there are not enough of them."""
-        whole = self._whole()
-        if self._code is None or len(whole) * (self._code.tolerated + 1) < self._code.workers:
-            return None
-        try:
-            return self._code.decode(whole)
-        except UsageError:
-            return None
+    def _finish(self, last: Push, outcome: Outcome) -> None:
+        """A worker's step is whole. What is coded is held until there is enough of it; anything else joins the sum."""
+        if not self.rule.coded:
+            self._add(self._held.pop(last.worker), last, outcome)
+        elif not _unfit(self._held[last.worker]):
+            self.pacing.contribute(last.worker)
+        self.pacing.finish(last.worker, last.clock + 1)
 
     def _combine(self, outcome: Outcome) -> None:
         """A coded step is complete: use what has come, each by its coefficient."""
-        coefficients, whole = self._coefficients(), self._whole()
+        coefficients = self.pacing.coefficients()
         for worker, parts in [entry for entry in self._held.items() if entry[1][-1].push.last]:
             del self._held[worker]
             factor = 1.0 if coefficients is None else float(coefficients[worker])
-            if worker not in whole or (coefficients is not None and factor):
-                self._sum_up(parts[-1].push, parts, outcome, factor)
+            if _unfit(parts) or (coefficients is not None and factor):
+                self._add(parts, parts[-1].push, outcome, factor)
                 continue
             for part in parts:
                 if coefficients is None:
@@ -376,14 +356,9 @@ class Shard:
                 else:
                     self._settle(part.push, part.payload, outcome, "late")
 
-    def _sum_up(self, last: Push, parts: list[_Part], outcome: Outcome, factor: float = 1.0) -> None:
-        """A worker's step is whole: it is done, and nobody waits for it."""
-        self._add(parts, last, outcome, factor)
-        self._clocks.tick(last.worker, last.clock + 1)
-
     def _add(self, parts: list[_Part], last: Push, outcome: Outcome, factor: float = 1.0) -> None:
         """Parts that belong together join the sum; if any of them is unfit, none is used."""
-        unfit = next((part.unfit for part in parts if part.unfit), "")
+        unfit = _unfit(parts)
         for part in parts:
             push = part.push
             if part.payload.nbytes and not unfit:
@@ -392,6 +367,7 @@ class Shard:
             self._settle(push, part.payload, outcome, "refused" if unfit else "applied", unfit)
         if not unfit:
             self._weight += factor * last.weight
+            self.pacing.contribute(last.worker)
         self._settings = last.settings or self._settings  # Told once: also with numbers that are not used.
 
     def _load(self, load: Load, payload: Payload, outcome: Outcome) -> None:
@@ -400,25 +376,20 @@ class Shard:
         self.version = load.version
         outcome.works.append(Restore(payload, load.version))
         self._settle(load, payload, outcome, "applied")
-        self._clocks = Clocks(self._clocks.workers, load.clock)
+        clocks = dict.fromkeys(self.pacing.clocks.workers, load.clock)
         for worker, pushes, clock in load.took:
-            if worker in self._clocks:
-                self._clocks.join(worker, clock)
+            if worker in clocks:
+                clocks[worker] = clock
                 self._next[worker] = pushes
-        self._completed = load.clock
+        self.pacing.restart(load.clock, load.clock, clocks.items())
         self._origins.clear()
-        self._weight, self._overdue = 0.0, False
+        self._weight = 0.0
 
     def _enter(self, enter: Enter, outcome: Outcome) -> None:
         if self._members.get(enter.worker) != enter.life:
             return
-        at = max(enter.clock, self.minimum)
         self._origins.setdefault(enter.worker, self.version)
-        if enter.worker in self._clocks:
-            self._clocks.tick(enter.worker, at)
-        else:
-            self._clocks.join(enter.worker, at)
-        entered = self._clocks.of(enter.worker)
+        entered = self.pacing.enter(enter.worker, enter.clock)
         if enter.number:
             outcome.answers.append(Answer(enter.worker, enter.life, enter.number, "applied", entered=entered))
 
@@ -430,7 +401,7 @@ class Shard:
                 continue
             for part in self._held.pop(worker, []):
                 self._settle(part.push, part.payload, outcome, "refused", "its sender does not take part")
-            self._clocks.leave(worker)
+            self.pacing.leave(worker)
             self._unwritten.pop(worker, None)
             self._origins.pop(worker, None)
             del self._next[worker]
@@ -438,47 +409,34 @@ class Shard:
         self._members = now
 
     def _complete_steps(self, outcome: Outcome) -> None:
-        while self._is_complete():
-            if self._code is not None:
+        while self.pacing.is_complete():
+            if self.rule.coded:
                 self._combine(outcome)
                 if self.rule.cyclic and self._weight:
                     self._weight = 1.0  # Answers are shares of the mean over all examples; coefficients are not.
             if self._weight > 0:
                 self.version += 1
                 outcome.works.append(Update(self.version, 1 / self._weight, self._settings))
-            self._completed += 1
-            self._weight, self._overdue = 0.0, False
-            if self._clocks.minimum < self._completed:
-                self._give_up_on_the_slow(outcome)
-
-    def _is_complete(self) -> bool:
-        """Whether as many as are waited for have done the open step, or have said that they never will."""
-        if not len(self._clocks):
-            return False
-        if self._clocks.minimum > self._completed:
-            return True
-        if not self.rule.closes:
-            return False
-        if self._code is not None:
-            return self._coefficients() is not None
-        done = sum(self._clocks.of(worker) > self._completed for worker in self._clocks.workers)
-        if self._overdue:
-            return done > 0 or self._weight > 0
-        return done >= self.rule.enough(len(self._clocks))
+            self._weight = 0.0
+            self.pacing.close()
+            self._give_up_on_the_slow(outcome)
 
     def _give_up_on_the_slow(self, outcome: Outcome) -> None:
-        for worker in self._clocks.workers:
-            self._clocks.tick(worker, self._completed)
-            held = self._held.get(worker, [])
-            if held and held[0].push.clock < self._completed:
-                for part in self._held.pop(worker):
-                    self._settle(part.push, part.payload, outcome, "late")
+        """What is held of steps that were completed without it is late."""
+        late = [who for who, parts in self._held.items() if parts[0].push.clock < self.pacing.completed]
+        for part in [part for worker in late for part in self._held.pop(worker)]:
+            self._settle(part.push, part.payload, outcome, "late")
 
     def _release(self, outcome: Outcome) -> None:
         """Name the reads that are due now: all that the minimum allows, and those that waited for a push of theirs."""
-        ready = self._parked.release(self.minimum)
+        ready = self.pacing.released()
         for answer in outcome.answers:
             ready += self._unwritten.pop(answer.worker, [])
         for ask in ready:
             self._asked.discard((ask.worker, ask.life, ask.number))
         outcome.due += [ask for ask in ready if self.ask(ask)]
+
+
+def _unfit(parts: list[_Part]) -> str:
+    """Why a step in these parts cannot be used; empty if it can."""
+    return next((part.unfit for part in parts if part.unfit), "")

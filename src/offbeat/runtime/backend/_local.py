@@ -22,7 +22,7 @@ from offbeat.runtime.shared.engine import Blocks, Engine, Piece
 from offbeat.runtime.shared.kernels import Array, Ways, as_words, row_at, ways_of, words_of
 from offbeat.runtime.shared.native import Turns, address_of
 from offbeat.runtime.shared.programs import Stage, compile_one_sided, even_blocks
-from offbeat.runtime.shared.room import SMALL, Room
+from offbeat.runtime.shared.room import ONE_SHOT, SMALL, Room
 from offbeat.runtime.shared.segment import Segment
 
 _SUM = dist.ReduceOp.SUM
@@ -159,7 +159,9 @@ class Local:
         key = ("all_reduce", algorithm, int(operation), weight is None, weight == 1.0)
         turn = self.room.next_turn(small=False)
         whole = self._in_place(key, stages, tensors, pieces, width, number, ways_of(operation, dtype, size, weight))
-        if len(tensors) == 1 and weight is None and algorithm == "two_shot":
+        # Small tensors have a plan of one stage under the same key: a rank that took this one would be out of step.
+        large = tensors[0].nbytes > ONE_SHOT
+        if len(tensors) == 1 and weight is None and algorithm == "two_shot" and large:
             self._remember(tensors[0], int(operation), whole, turn, number)
 
     def sum_own_blocks(self, tensors: Sequence[Tensor], weight: float) -> None:

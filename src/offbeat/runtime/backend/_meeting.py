@@ -92,7 +92,8 @@ def open_room(store: Store, hosts: Hosts, names: tuple[int, ...], timeout: timed
                 store.set(key, str(error))
                 raise
         else:
-            segment = Segment.attach(store.get(key).decode())
+            ticket = bytes(store.get(key)).decode(errors="replace")
+            segment = Segment.attach(ticket, Room.bytes_for(len(neighbours)))
         room = Room(segment, neighbours.index(hosts.rank), [names[rank] for rank in neighbours], explain)
         room.timeout = timeout.total_seconds
         store.set(done[hosts.rank], "yes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -61,6 +62,13 @@ def _teach_monitored_barrier() -> None:
 
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         if not c10d._rank_not_in_group(group) and c10d.get_backend(group) == NAME:  # pyright: ignore[reportPrivateUsage]
+            if isinstance(timeout, float):
+                warnings.warn(
+                    f"Please specify timeout arg as a timedelta. Converting current value of {timeout} assuming it "
+                    f"represents seconds",
+                    stacklevel=2,
+                )
+                timeout = timedelta(seconds=timeout)
             if timeout is not None:
                 c10d._check_valid_timeout(timeout)  # pyright: ignore[reportPrivateUsage]
             ours: Any = c10d._get_default_group() if group is None else group  # pyright: ignore[reportPrivateUsage]

@@ -179,6 +179,15 @@ def finite(row: Tensor) -> bool:
     return math.isfinite(float(torch.dot(row, row))) or bool(row.isfinite().all())
 
 
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether no number of any of them is NaN or inf; one pass over their memory, unless squares overflow."""
+    real = [torch.view_as_real(one) if one.is_complex() else one for one in tensors if one.numel()]
+    if not real:
+        return True
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm(real)])  # pyright: ignore[reportPrivateUsage]
+    return bool(norms.isfinite().all()) or all(bool(one.isfinite().all()) for one in real)
+
+
 def expect(letter: Tensor, length: int) -> None:
     """Refuse a letter of another length: it comes from a wire."""
     if letter.dtype != torch.uint8 or letter.dim() != 1 or letter.numel() != length:

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from offbeat.errors import RunError
 from offbeat.protocols.compression import Shapes
 from offbeat.runtime.compression.account import COMPARING, Account
-from offbeat.runtime.compression.coder import Feedback
+from offbeat.runtime.compression.coder import Feedback, all_finite
 from offbeat.runtime.compression.link import GroupLink
 from offbeat.runtime.group import Group
 from offbeat.runtime.stopwatch import Stopwatch
@@ -28,7 +28,13 @@ from offbeat.runtime.sums import GradientSums, gradient_of
 
 
 class CompressedSums(GradientSums):
-    """The gradients of one model, replaced after every backward pass by what is left of their weighted mean."""
+    """The gradients of one model, replaced after every backward pass by what is left of their weighted mean.
+
+    If any worker has a gradient that is NaN or infinite, that pass goes as it would uncompressed: it reaches everybody,
+    and neither what is owed nor what a coder remembers has anything of it.
+    """
+
+    flags = 1
 
     def __init__(
         self,
@@ -62,12 +68,22 @@ class CompressedSums(GradientSums):
         for row, own in zip(self._rows, state, strict=True):
             row.feedback.load_state_dict(own)
 
+    def _flags(self) -> Sequence[float]:
+        gradients = [p.grad.detach() for p in self.parameters if p.grad is not None and not p.grad.is_sparse]
+        return (float(not all_finite(gradients)),)
+
     def _exchange(self, numbers: Any) -> None:
-        used = self._header.used(numbers) > 0
+        told = self._header.used(numbers) > 0
+        used, unfit = told[:-1], bool(told[-1])
         weight = self._header.examples / max(float(numbers[0]), 1e-30)
         for row in self._rows:
             members = used[row.members]
             if not members.any():
+                continue
+            if unfit:
+                row.fill(weight, members, dense=True)
+                self._group.sum(row.flat, "the sum of gradients that are not finite")
+                row.hand_out(members)
                 continue
             if row.account.due:
                 row.account.probe(self._group, partial(self._group.sum, row.flat.clone(), COMPARING))
@@ -100,12 +116,12 @@ class _Row:
         self.feedback = compressor(shapes, number)
         self.account = Account()
 
-    def fill(self, weight: float, used: Any) -> None:
-        """Add this worker's gradients, weighted, to what it owes; if nothing is ever owed, put them into the row.
+    def fill(self, weight: float, used: Any, dense: bool = False) -> None:
+        """Add this worker's gradients, weighted, to what it owes; if nothing is owed or `dense`, put them into the row.
 
         One pass over memory: four workers on two cores wait for memory more than for anything else.
         """
-        owed = self.feedback.owing(self.flat) if self.feedback.on else None
+        owed = self.feedback.owing(self.flat) if self.feedback.on and not dense else None
         for parameter, view, low, here in zip(self.parameters, self._views, self._bounds, used, strict=False):
             if not here or parameter.grad is None:
                 view.zero_() if owed is None else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,10 +71,10 @@ class Placed:
         first = homes.index(number)
         return Seat(self.hosts[number], number, len(self.hosts), worker - first, homes.count(number))
 
-    def plain(self, servers: Sequence[int] = ()) -> list[dict[str, Any]]:
-        """The hosts with their addresses, and the numbers of the workers and servers on each, as JSON data.
+    def plain(self, servers: Mapping[str, int] | None = None) -> list[dict[str, Any]]:
+        """The hosts with their addresses, and the workers and servers on each, as JSON data.
 
-        `servers` says which host each server process was on.
+        `servers` says which host each server process was on: `0.1` is copy 1 of shard 0.
         """
         workers = self.wanted.of_workers()
         sent = self._sent()
@@ -85,7 +85,7 @@ class Placed:
                 "address": there.address,
                 "rate": there.host.rate,
                 "workers": [rank for rank, home in enumerate(workers) if home == number],
-                "servers": [rank for rank, home in enumerate(servers) if home == number],
+                "servers": [server for server, home in (servers or {}).items() if home == number],
                 "sent_bytes": None if there.port is None else sent.get(there.port),
             }
             for number, there in enumerate(self.hosts)

@@ -12,6 +12,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, cast
 
+from offbeat import limits
 from offbeat.errors import UsageError, did_you_mean
 from offbeat.simulate.units import parse_rate
 
@@ -24,6 +25,8 @@ MTU = 1500
 SLOWEST = 1000.0
 """Bytes per second below which a link would not even carry the signs of life."""
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
+_LARGEST = 2**20
+"""Bytes of a file of hosts."""
 _EXAMPLE = '[[host]]\nname = "a"\nworkers = 1\nrate = "100Mbit"'
 
 
@@ -55,8 +58,7 @@ class Host:
             )
         for what in ("workers", "servers"):
             count = getattr(self, what)
-            if type(count) is not int or count < 0:
-                raise UsageError(f"host {self.name} has {what} = {count!r}: give a whole number, 0 or more.")
+            limits.whole(f"host {self.name}: {what} =", count, getattr(limits, what.upper()), least=0)
         if not self.workers and not self.servers:
             raise UsageError(
                 f"host {self.name} has workers = 0 and no servers, so nothing would run there. Give it workers or "
@@ -87,6 +89,7 @@ class Hosts:
         names = [host.name for host in self.hosts]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise UsageError(f"{', '.join(twice)} is the name of more than one host: each needs one of its own.")
+        limits.whole("the number of workers on all hosts,", self.workers, limits.WORKERS, least=0)
         if not self.workers:
             raise UsageError(f"no host has a worker, so nothing would be trained. Say where they are:\n{_EXAMPLE}")
         if len({host.kind for host in self.hosts}) > 1:
@@ -101,8 +104,7 @@ class Hosts:
     @classmethod
     def alike(cls, count: int, rate: str | None = None, workers: int = 1) -> Hosts:
         """So many hosts that are all the same, named a, b, c ..."""
-        if count < 1:
-            raise UsageError(f"{count} hosts cannot run anything: ask for one or more.")
+        limits.whole("the number of hosts,", count, limits.WORKERS)
         letters = "abcdefghijklmnopqrstuvwxyz"
         names = list(letters[:count]) if count <= len(letters) else [f"h{number}" for number in range(count)]
         return cls(tuple(Host(name, workers=workers, rate=rate) for name in names))
@@ -111,12 +113,13 @@ class Hosts:
     def read(cls, path: Path) -> Hosts:
         """From a file: TOML, with a `[[host]]` for each, and a `[network]` for what they have in common."""
         try:
-            found = tomllib.loads(path.read_text())
+            with path.open("rb") as file:
+                found = tomllib.loads(file.read(_LARGEST).decode())
         except OSError as error:
             raise UsageError(
                 f"the hosts cannot be read from {path}: {error.strerror}. Such a file has:\n{_EXAMPLE}"
             ) from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UsageError(f"{path} is no TOML: {error}. A file of hosts has:\n{_EXAMPLE}") from error
         try:
             return cls.from_plain(found)

@@ -4,7 +4,15 @@ from offbeat.runtime.launch._cause import obituary
 from offbeat.runtime.launch._control import Control
 from offbeat.runtime.launch._launcher import GRACE, PRELOAD, Launcher
 from offbeat.runtime.launch._logs import LogFollower, last_lines
-from offbeat.runtime.launch._rendezvous import EVERYWHERE, free_port, serve_store, threads_for, worker_environment
+from offbeat.runtime.launch._rendezvous import (
+    EVERYWHERE,
+    PrivateStore,
+    free_port,
+    private_store,
+    serve_store,
+    threads_for,
+    worker_environment,
+)
 from offbeat.runtime.launch._roles import Outcome, RemoteError, Role
 
 __all__ = [
@@ -15,11 +23,13 @@ __all__ = [
     "Launcher",
     "LogFollower",
     "Outcome",
+    "PrivateStore",
     "RemoteError",
     "Role",
     "free_port",
     "last_lines",
     "obituary",
+    "private_store",
     "serve_store",
     "threads_for",
     "worker_environment",

@@ -22,6 +22,7 @@ _HINTS: dict[int, str] = {
     signal.SIGABRT: "native code gave up",
     signal.SIGBUS: "memory could not be had; is /dev/shm or the disk full?",
     signal.SIGTERM: "ended from outside",
+    signal.SIGINT: "interrupted from outside",
 }
 
 
@@ -59,12 +60,14 @@ def error_for(failure: Failure) -> OffbeatError:
     if failure.signal is not None:
         hint = f" ({_HINTS[number]})" if (number := failure.signal) in _HINTS else ""
         what = f"was ended by {_signal_name(failure.signal)}{hint}."
+        code = 128 + failure.signal  # As shells tell of it.
     else:
         what = f"ended with exit code {failure.exit_code}."
+        code = failure.exit_code or 1
     # A crash leaves a dump of the stack, which begins with what matters.
     lines = last_lines(log, 20 if failure.signal is not None else 10)
     tail = f" Its log {log} ends with:\n{lines}" if lines else f" Its log {log} is empty."
-    return WorkerError(f"{role} {what}{tail}", role=role.kind, rank=role.rank)
+    return WorkerError(f"{role} {what}{tail}", role=role.kind, rank=role.rank, exit_code=code, name=str(role))
 
 
 def _signal_name(number: int) -> str:
@@ -78,7 +81,7 @@ def _from_exception(role: Role, remote: RemoteError) -> OffbeatError:
     error = _same_class(role, remote)
     if error is None:
         message = f"{role} failed with {remote.type_name}: {remote.message} (its log: {role.log})"
-        error = WorkerError(message, role=role.kind, rank=role.rank)
+        error = WorkerError(message, role=role.kind, rank=role.rank, name=str(role))
     vars(error)["remote_traceback"] = remote.traceback
     # So that a traceback nobody catches shows both sides.
     error.add_note(f"In {role}:\n{remote.traceback.rstrip()}")

@@ -7,7 +7,6 @@ from those seeds them, as it would have to for a repeatable run anyway.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -15,25 +14,24 @@ import gc
 import importlib
 import io
 import os
+import resource
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
+from offbeat.errors import WaitError
 from offbeat.runtime.launch._control import Control
+from offbeat.runtime.launch._ending import FAILED_SECONDS, Ending, flush
 from offbeat.runtime.launch._messages import Fork
+from offbeat.runtime.launch._rendezvous import use_private_store
 from offbeat.runtime.launch._report import describe
 from offbeat.runtime.networks import enter
-
-EXIT_SECONDS = 5.0
-"""How long exit handlers may take after a success."""
-FAILED_EXIT_SECONDS = 1.0
-"""And after a failure, when they may well wait for peers that are gone."""
+from offbeat.runtime.place import STORE
 
 _PR_SET_PDEATHSIG = 1
 _IO_LINE_BUFFERED = 1
@@ -55,7 +53,7 @@ def live(order: Fork, control: int, log: int, unneeded: Iterable[int], parent: i
         traceback.print_exc()
     finally:
         with contextlib.suppress(BaseException):
-            _flush()
+            flush()
         os._exit(code)
 
 
@@ -82,24 +80,59 @@ def _redirect(log: int) -> None:
 
 
 def _run(order: Fork, control: Control) -> int:
+    failed = False
     try:
         _reset_signals()
         _settle_in(order)
         module, _, name = order.entry.partition(":")
         getattr(importlib.import_module(module), name)(order.config, control)
-        _join_threads()
         code = 0
     except SystemExit as request:
         code = _exit_code(request)
     except BaseException as error:
-        raised_at = time.monotonic()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        report = describe(error, raised_at, ours=__file__)
-        control.report(report)
-        if not isinstance(error, KeyboardInterrupt):
-            print(report.traceback, end="", file=sys.stderr)
+        _report(error, control)
+        code, failed = 1, True
+    return _end(order, control, code, failed)
+
+
+def _report(error: BaseException, control: Control) -> None:
+    raised_at = time.monotonic()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    report = describe(error, raised_at, ours=__file__)
+    control.report(report)
+    if not isinstance(error, KeyboardInterrupt):
+        print(report.traceback, end="", file=sys.stderr)
+
+
+def _end(order: Fork, control: Control, code: int, failed: bool) -> int:
+    seconds = FAILED_SECONDS if failed else order.patience
+
+    def say(awaited: str) -> None:
+        text = f"{order.label} has done its work and waits for {awaited}."
+        os.write(2, f"{text}\n".encode())
+        control.send({"kind": "lingering", "text": text})
+
+    def give_up(awaited: str) -> None:
+        if failed:
+            os.write(2, f"{order.label} was ended {seconds:g} s after its failure, in {awaited}.\n".encode())
+            return
+        faulthandler.dump_traceback(all_threads=True)
+        control.fail(
+            WaitError(
+                f"{order.label} had done its work but did not end within {seconds:g} s, because it waited for "
+                f"{awaited}. Let it end before the program does, make it a daemon, or allow more time with --timeout."
+            )
+        )
+
+    ending = Ending(seconds, say, give_up)
+    try:
+        ending.shut_down_threads()
+    except KeyboardInterrupt as error:
+        _report(error, control)
         code = 1
-    _run_exit_handlers(code, EXIT_SECONDS if code == 0 else FAILED_EXIT_SECONDS)
+    except Exception:
+        traceback.print_exc()  # As the interpreter does, which goes on to the exit handlers.
+    ending.run_handlers()
     return code
 
 
@@ -116,6 +149,7 @@ def _settle_in(order: Fork) -> None:
     if order.network is not None:
         enter(Path(order.network))
     gc.enable()
+    _allow_descriptors()
     os.chdir(order.directory)
     for name in set(os.environ) - set(order.environment):
         del os.environ[name]
@@ -123,17 +157,20 @@ def _settle_in(order: Fork) -> None:
     sys.path[:] = order.path
     sys.argv[:] = [order.entry]
     importlib.invalidate_caches()
+    if STORE in order.environment:
+        use_private_store()
     if order.threads is not None:
         import torch
 
         torch.set_num_threads(order.threads)
 
 
-def _join_threads() -> None:
-    # As at the end of any Python program: threads that are no daemons are part of the work.
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+def _allow_descriptors() -> None:
+    # Gloo listens on loopback and keeps whatever connects, so any local user takes descriptors from the process; when
+    # none is left, it is aborted. The soft limit is commonly 1,024, the hard one a thousand times as much.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _exit_code(request: SystemExit) -> int:
@@ -143,24 +180,3 @@ def _exit_code(request: SystemExit) -> int:
         return request.code & 0xFF
     print(request.code, file=sys.stderr)
     return 1
-
-
-def _run_exit_handlers(code: int, seconds: float) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    done = threading.Event()
-
-    def give_up() -> None:
-        if not done.wait(seconds):
-            os.write(2, f"Exit handlers did not end within {seconds:g} s; they were cut off.\n".encode())
-            os._exit(code)
-
-    threading.Thread(target=give_up, name="offbeat-exit-deadline", daemon=True).start()
-    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
-    _flush()
-    done.set()
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    _LIBC.fflush(None)

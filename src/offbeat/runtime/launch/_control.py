@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -12,6 +13,7 @@ import msgspec
 
 from offbeat.errors import UsageError
 from offbeat.runtime.launch._messages import Note, frame
+from offbeat.runtime.launch._report import describe
 
 LAUNCHER_GONE = 75
 """The exit code of a child that finds its launcher gone; nobody is left to read it."""
@@ -48,6 +50,10 @@ class Control:
             except OSError:
                 _end_quietly()
             self._cut = False
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the launcher why the role cannot go on; from any thread, such as one that watches the others."""
+        self._put(describe(error, time.monotonic(), ours=__file__))
 
     def report(self, message: msgspec.Struct) -> None:
         """Send a message of the launcher's own protocol."""

@@ -33,6 +33,11 @@ def _runs(group: int) -> bool:
     )
 
 
+def is_stopped(process: int) -> bool:
+    """Whether a process stands still by SIGSTOP; one that a debugger holds does not count."""
+    return _stat(Path(f"/proc/{process}"))[:1] == ["T"]
+
+
 def _stat(process: Path) -> list[str]:
     """State, parent, group and so on of a process: what follows its name, which may hold anything."""
     try:

@@ -38,7 +38,7 @@ class LogFollower:
             with self._path.open("rb") as file:
                 file.seek(self._position)
                 data = file.read(_AT_MOST)
-        except FileNotFoundError:
+        except OSError:  # Not there yet, or no descriptor is free: what follows it comes with the next call.
             return b""
         self._position += len(data)
         return data

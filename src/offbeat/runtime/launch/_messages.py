@@ -47,6 +47,7 @@ class Fork(msgspec.Struct, tag=True, frozen=True):
     path: list[str]
     threads: int | None
     network: str | None = None
+    patience: float = 600.0
 
 
 class Signal(msgspec.Struct, tag=True, frozen=True):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import ipaddress
 import os
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import UsageError
+from offbeat.runtime.place import STORE, where
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -32,21 +36,74 @@ def free_port(host: str = "127.0.0.1") -> int:
         return listener.getsockname()[1]
 
 
-def serve_store(port: int = 0, host: str = "127.0.0.1") -> TCPStore:
-    """A store for workers to meet at, served by this process until it is dropped; port 0 takes a free one.
+@dataclass(frozen=True)
+class PrivateStore:
+    """A store for workers on this machine, which other users cannot reach."""
 
-    It listens on `host` alone, while a TCPStore left to itself listens on every interface. `EVERYWHERE` is for networks
-    that have been made for one run.
+    path: str
+    """The file that `torch.distributed.FileStore` opens."""
+    port: int
+    """A port on loopback that nobody listens on or can take: stock scripts expect MASTER_PORT to be set."""
+
+
+@contextmanager
+def private_store(port: int = 0) -> Generator[PrivateStore]:
+    """A store for workers on this machine to meet at; port 0 takes a free one.
+
+    A TCPStore lets in every process that reaches its port: other users of the machine could read and change its keys,
+    fill its memory and take all its descriptors. This store is a file in memory, opened through this process, which
+    Linux allows to processes of the same user only; it needs no connections, and is gone when this process is.
+    """
+    with socket.socket() as reserved:
+        try:
+            reserved.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise _taken(port, "127.0.0.1", error) from error
+        descriptor = os.memfd_create("offbeat-store", os.MFD_CLOEXEC)
+        try:
+            yield PrivateStore(f"/proc/{os.getpid()}/fd/{descriptor}", reserved.getsockname()[1])
+        finally:
+            os.close(descriptor)
+
+
+def use_private_store() -> None:
+    """Make this worker meet the others at its launcher's private store, also when a stock script says `env://`."""
+    from torch.distributed import FileStore
+
+    # By its full name: `torch.distributed.rendezvous` is a function that hides the module.
+    module: Any = importlib.import_module("torch.distributed.rendezvous")
+    stock = module._create_c10d_store
+
+    def create(hostname: str, port: int, rank: int, size: int, timeout: timedelta, *more: Any, **named: Any) -> Any:
+        place = where()
+        if place.store is None or (hostname, port) != (place.address, place.port):
+            return stock(hostname, port, rank, size, timeout, *more, **named)
+        store = FileStore(place.store, -1)
+        store.set_timeout(timeout)
+        return store
+
+    module._create_c10d_store = create
+
+
+def _taken(port: int, host: str, error: OSError) -> UsageError:
+    return UsageError(
+        f"The store cannot listen on port {port} of {host}: {error.strerror}. Another run or program may be "
+        "using it: choose another port, or 0 for any that is free."
+    )
+
+
+def serve_store(port: int = 0, host: str = "127.0.0.1") -> TCPStore:
+    """Torch's store for workers to meet at, served by this process until it is dropped; port 0 takes a free one.
+
+    Whoever reaches it may use it: on one machine prefer `private_store`. It listens on `host` alone, while a TCPStore
+    left to itself listens on every interface. `EVERYWHERE` is for networks that have been made for one run.
     """
     from torch.distributed import TCPStore
 
     try:
         listener = socket.create_server((host, port), backlog=1024)
     except OSError as error:
-        raise UsageError(
-            f"The store cannot listen on port {port} of {host}: {error.strerror}. Another run or program may be "
-            "using it: choose another port, or 0 for any that is free."
-        ) from error
+        raise _taken(port, host, error) from error
     own = host == EVERYWHERE
     # Torch looks up a name for the address, and complains on standard error that there is nobody to ask.
     with _silenced() if own else nullcontext():
@@ -72,9 +129,12 @@ def _silenced() -> Generator[None]:
 
 
 def worker_environment(
-    rank: int, size: int, port: int, host: str = "127.0.0.1", seat: Seat | None = None
+    rank: int, size: int, store: PrivateStore | int, host: str = "127.0.0.1", seat: Seat | None = None
 ) -> dict[str, str]:
-    """What torchrun would set for a worker, so that stock scripts join through `env://`; no seat: on this machine."""
+    """What torchrun would set for a worker, so that stock scripts join through `env://`; no seat: on this machine.
+
+    The store is a private one, or the port at which torch's own is served on `host`.
+    """
     environment = {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -86,13 +146,15 @@ def worker_environment(
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": str(size),
         "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(store.port if isinstance(store, PrivateStore) else store),
         # Makes every rank a client: the store is the launcher's, not rank 0's.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": "offbeat",
     }
+    if isinstance(store, PrivateStore):
+        environment[STORE] = store.path
     if seat is not None:
         environment["GLOO_SOCKET_IFNAME"] = seat.host.interface
     elif _is_loopback(host):

@@ -31,9 +31,14 @@ class Role:
     serves: bool = False
     """Whether it is there for the others: when all others have ended, it is ended too."""
     expendable: bool = False
-    """Whether the run goes on if a signal ends it; `on_end` hears of it."""
+    """Whether the run goes on without it: if a signal ends it, or, where it only serves, an exit code other than 0."""
     network: Path | None = None
     """The network of the host that it lives on, entered before anything else; None: the launcher's."""
+    patience: float = 600.0
+    """Seconds that its threads and exit handlers may take to end when its work is done, and that it may stand still
+    by SIGSTOP; who is waited for is named."""
+    name: str = ""
+    """What it is called in messages, if that is not its kind and rank."""
 
     def __post_init__(self) -> None:
         module, colon, function = self.entry.partition(":")
@@ -45,7 +50,14 @@ class Role:
             raise UsageError(f"{self} cannot compute with {self.threads} threads: give 1 or more, or None.")
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.rank}"
+        return self.name or f"{self.kind} {self.rank}"
+
+    def bears(self, exit_code: int | None) -> bool:
+        """Whether the run goes on after it has ended with this code (None: by a signal), having raised nothing.
+
+        A worker that ends with a code of its own choice, as a script does by `sys.exit(3)`, wants the run to fail.
+        """
+        return self.expendable and (exit_code is None or self.serves)
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,9 @@ class Child:
     channel: Channel[FromChild]
     pid: int | None = None
     error: RemoteError | None = None
+    interrupted: bool = False
+    stopped_since: float | None = None
+    overdue: bool = False
     outcome: Outcome | None = None
 
 
@@ -121,7 +124,7 @@ class Run:
         done = any(o.exit_code == 0 for o in outcomes if not o.role.serves)
         # Nobody is left who could have done the work. What others went on after is not why one has failed by itself.
         if self._borne and not done and all(failure.is_consequence for failure in self._failures):
-            self._failures += self._borne
+            self._failures += [failure for failure in self._borne if failure.error is not None] or self._borne
         cause = cause_of(self._failures) if self._failures else None
         if cause is not None and not (cause.is_consequence and self._problem is not None):
             raise error_for(cause)
@@ -208,8 +211,23 @@ class Run:
                 self._hear(child, child.channel.receive)
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + TICK
+            self._look_for_stopped(time.monotonic())
             if self._on_tick is not None:
                 self._call(self._on_tick)
+
+    def _look_for_stopped(self, now: float) -> None:
+        """End who stands still for longer than it may: it cannot keep its own deadlines, and others may need nothing.
+
+        Roles that serve are left to whoever needs them.
+        """
+        for child in self._living():
+            if child.pid is None or child.role.serves or not _groups.is_stopped(child.pid):
+                child.stopped_since = None
+            elif child.stopped_since is None:
+                child.stopped_since = now
+            elif now - child.stopped_since > child.role.patience and not child.overdue:
+                child.overdue = True
+                self._link.send(Signal(child.order.id, signal.SIGKILL))
 
     def _call(self, callback: Callable[..., None], *arguments: object) -> None:
         if self._silenced:
@@ -278,23 +296,29 @@ class Run:
     def _note_error(self, child: Child, message: Failed) -> None:
         child.error = RemoteError(**msgspec.structs.asdict(message))
         if self._asked_at is None or message.at < self._asked_at:
-            self._fail(Failure(child.role, message.at, error=child.error))
+            if message.type_name == KeyboardInterrupt.__name__:
+                child.interrupted = True  # By somebody else: what Python makes of SIGINT, whose end is still to come.
+            else:
+                self._fail(Failure(child.role, message.at, error=child.error))
 
     def _note_end(self, child: Child, message: Ended) -> None:
         if child.channel.fileno() >= 0:
             self._hear(child, child.channel.receive_rest)
         self._deaf_to(child)
-        child.outcome = Outcome(child.role, message.exit_code, message.signal, child.error)
+        code, number, error = message.exit_code, message.signal, child.error
+        if child.interrupted and code is not None:
+            code, number, error = None, int(signal.SIGINT), None
+        child.outcome = Outcome(child.role, code, number, error)
         if self._on_end is not None:
             self._call(self._on_end, child.outcome)
-        if message.exit_code == 0 or child.error is not None:
+        if code == 0 or error is not None:
             return
-        if child.role.expendable and message.signal is not None and self._asked_at is None:
-            self._borne.append(Failure(child.role, message.at, None, None, message.signal))
-            return
+        failure = Failure(child.role, message.at, _standstill(child), code, number)
+        if self._asked_at is None and child.role.bears(code):
+            self._borne.append(failure)
         # Once asked to end, only a SIGKILL that we did not send tells of a cause.
-        if self._asked_at is None or (message.signal == signal.SIGKILL and not self._killed):
-            self._fail(Failure(child.role, message.at, None, message.exit_code, message.signal))
+        elif self._asked_at is None or (number == signal.SIGKILL and not self._killed):
+            self._fail(failure)
 
     def _fail(self, failure: Failure) -> None:
         if not self._failures:
@@ -345,6 +369,17 @@ class Run:
         _groups.kill(groups, KILL_DEADLINE)
 
 
+def _standstill(child: Child) -> RemoteError | None:
+    """Why a role was ended that stood still, if it was."""
+    if not child.overdue:
+        return None
+    text = (
+        f"{child.role} was stopped (SIGSTOP) for longer than {child.role.patience:g} s and has been ended. If it is to "
+        f"be continued after such a time, allow more with --timeout."
+    )
+    return RemoteError(WaitError.__name__, text, "", WaitError.__name__)
+
+
 def _open_log(role: Role, held: contextlib.ExitStack) -> int:
     try:
         role.log.parent.mkdir(parents=True, exist_ok=True)
@@ -367,6 +402,7 @@ def order_for(number: int, role: Role) -> Fork:
         path=[entry or str(Path.cwd()) for entry in sys.path],
         threads=role.threads,
         network=None if role.network is None else str(role.network),
+        patience=role.patience,
     )
     try:
         frame(order)

@@ -21,6 +21,8 @@ from zmq.utils import z85
 
 from offbeat.errors import UsageError
 
+_LARGEST = 2**20
+"""Bytes of a file of keys."""
 DOMAIN = "offbeat"
 """What the authenticator calls our sockets."""
 
@@ -63,10 +65,11 @@ class Keys:
         try:
             if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise UsageError(f"Other users can read {path}, so the keys in it are no secret: chmod 600 it.")
-            found = msgspec.json.decode(path.read_bytes(), type=_File)
+            with path.open("rb") as file:
+                found = msgspec.json.decode(file.read(_LARGEST), type=_File)
         except OSError as error:
             raise UsageError(f"The keys in {path} cannot be read: {error}. Make some: offbeat keys new FILE") from error
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise UsageError(f"{path} is no file of keys: {error}. Make one: offbeat keys new FILE") from error
         return cls(found.public, found.secret, tuple(found.allowed))
 

@@ -9,9 +9,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import re
-import stat
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -19,13 +16,10 @@ from numpy.typing import NDArray
 
 from offbeat.errors import OffbeatError, UsageError
 from offbeat.runtime.messages.frames import Buffer, Bytes, Reference
+from offbeat.runtime.shared.tickets import TICKET, SegmentError, open_ticket
 
 if TYPE_CHECKING:
     from offbeat.runtime.shared.segment import Segment
-
-_TICKET = re.compile(r"(\d{1,10}):(\d{1,10}):(\d{1,15})")
-_LINK = "/memfd:offbeat (deleted)"
-"""What Linux calls the memory that `Segment.create` makes."""
 
 
 class LendingError(OffbeatError):
@@ -49,7 +43,7 @@ class Loans:
 
     def add(self, segment: Segment) -> None:
         """Lend this memory; its descriptor must stay open."""
-        if not _TICKET.fullmatch(segment.ticket):
+        if not TICKET.fullmatch(segment.ticket):
             raise UsageError(f"Memory that is sealed (ticket {segment.ticket}) cannot be lent: lend it before.")
         self._last += 1
         start = segment.address
@@ -108,31 +102,12 @@ class Borrowed:
 
 def _mapped(ticket: str, process: int) -> Bytes:
     """The memory of a ticket, if it really is memory of that process that was made to be shared."""
-    fields = _TICKET.fullmatch(ticket)
-    if fields is None or int(fields[1]) != process:
-        raise LendingError(f"ticket {ticket!r} is not of process {process}")
-    path = f"/proc/{process}/fd/{int(fields[2])}"
     try:
-        # Looked at before it is opened: opening a pipe or a device may block or do something.
-        _check_link(path)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = open_ticket(ticket, os.O_RDONLY, process)
         try:
-            _check_link(f"/proc/self/fd/{descriptor}")
-            return _map(descriptor, int(fields[3]))
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            return np.frombuffer(mmap.mmap(descriptor, 0, flags=flags, prot=mmap.PROT_READ), dtype=np.uint8)
         finally:
             os.close(descriptor)
-    except (OSError, ValueError, OverflowError) as error:
+    except (SegmentError, OSError, ValueError, OverflowError) as error:
         raise LendingError(f"the memory of ticket {ticket!r} cannot be read: {error}") from error
-
-
-def _check_link(path: str) -> None:
-    if str(Path(path).readlink()) != _LINK:
-        raise LendingError(f"{path} is no memory of ours")
-
-
-def _map(descriptor: int, size: int) -> Bytes:
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_size != size or size == 0:
-        raise LendingError(f"it has {found.st_size:,} bytes, not {size:,}, or is not of this user")
-    mapped = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
-    return np.frombuffer(mapped, dtype=np.uint8)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,7 @@ from offbeat.protocols.servers.notices import (
     Wanted,
 )
 from offbeat.runtime.messages import Driver, Endpoint
+from offbeat.runtime.presence import Waiting
 from offbeat.runtime.servers.noting import Requests, message_number
 from offbeat.runtime.servers.plan import Plan
 from offbeat.runtime.shared.segment import Segment
@@ -100,6 +102,11 @@ class Client:
         """What is done with values or states that were asked for, when they come."""
         self.total: Bytes | None = None
         """The sum of the rows that were brought to the last meeting, if any were."""
+        self.presence: Any = SimpleNamespace(waiting=None)
+        """Where this worker says what it waits in."""
+        self.clock = 0
+        """Steps whose pushes have been sent."""
+        self._reads_at = 0
         self._heard: Callable[[ClusterView], None] = lambda _view: None
         self.bytes_received = 0
         self._takers: dict[int, Callable[[int, PullReply, Bytes], None]] = {}
@@ -170,6 +177,8 @@ class Client:
         parameters that have no gradient.
         """
         missing = absent or [()] * len(parts)
+        self.clock = clock if microbatch else clock + 1
+        self._reads_at = clock + 1 if then_pull else self._reads_at
         given = [
             Part(shard, Payload(part.nbytes, part), absent=lacks) if part.nbytes else Part(shard, Payload(0), 0, 0)
             for shard, (part, lacks) in enumerate(zip(parts, missing, strict=True))
@@ -195,6 +204,7 @@ class Client:
 
     def pull(self, clock: int, anew: bool = False) -> int:
         """Ask for the values that a step from this clock on starts from."""
+        self._reads_at = clock
         token = self._asked(lambda now: self.machine.pull(now, clock=clock, anew=anew)).token
         if self._notes is not None:
             self._notes.pulls(token, clock)
@@ -297,7 +307,7 @@ class Client:
         token = self._asked(lambda now: self.machine.meet(named, tuple(values), now, admits, kind, brought)).token
         if self._notes is not None:
             self._notes.meets(token, what, number)
-        ((_, met),) = self.wait(token, named)
+        ((_, met),) = self._wait(token, Waiting(named, "meeting", number))
         if not isinstance(met, Met):
             raise RunError(f"a meeting was answered with {met!r}")
         return met
@@ -314,6 +324,19 @@ class Client:
 
     def wait(self, token: int, what: str) -> tuple[Any, ...]:
         """The answers to what was asked for under this token; `what` is for the message if they do not come."""
+        rule = self.plan.rule
+        # A read waits until all others, but for those that the rule can do without, have pushed so many steps.
+        spare = self.plan.workers if rule.deadline is not None else rule.drop + rule.coded
+        return self._wait(token, Waiting(what, "clock", rule.needed(self._reads_at), spare))
+
+    def _wait(self, token: int, waiting: Waiting) -> tuple[Any, ...]:
+        self.presence.waiting = waiting
+        try:
+            return self._answers(token, waiting.what)
+        finally:
+            self.presence.waiting = None
+
+    def _answers(self, token: int, what: str) -> tuple[Any, ...]:
         notes = self._notes
         if notes is not None and token not in self._results:
             notes.waits(token)
@@ -406,7 +429,7 @@ class Client:
                 self._depart(epoch)
             case Lost(shard):
                 self._break(
-                    RunError(f"server {shard} is gone, and with it the only copy of its part of the parameters")
+                    RunError(f"shard {shard} is lost: no server is left that holds this part of the parameters")
                 )
             case _:
                 pass
@@ -429,6 +452,10 @@ class Client:
                 flush=True,
             )
         self._break(DeclaredDeadError())
+
+    def break_off(self, error: WaitError) -> None:
+        """End the wait that this worker is in, and all later ones, with an error."""
+        self._break(error)
 
     def _break(self, error: BaseException) -> None:
         self._broken = self._broken or error

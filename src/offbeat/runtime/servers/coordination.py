@@ -102,7 +102,7 @@ class Coordination:
         if not self._lost:
             return None
         return RunError(
-            f"server {self._lost[0]} is gone, and with it the only copy of its part of the parameters. Go on from the "
+            f"shard {self._lost[0]} is lost: no server is left that holds this part of the parameters. Go on from the "
             f"last checkpoint with --resume, or keep a copy on another server: server(..., replicas=1)."
         )
 

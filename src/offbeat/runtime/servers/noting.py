@@ -15,6 +15,8 @@ GROUP: Final = "servers"
 """The group of events that are about servers."""
 MEETINGS: Final = "meetings"
 """The group of meetings of the live workers."""
+WARM_START: Final = "a step of the warm start"
+"""What a meeting is for at which the others wait, by design, for the one worker that trains."""
 PUSH, PULL = "push", "pull"
 
 _ENTER, _START, _WAIT, _EXIT, _FAIL = (int(m) for m in (Mark.ENTER, Mark.START, Mark.WAIT, Mark.EXIT, Mark.FAIL))
@@ -30,6 +32,11 @@ _STATUS: Final = {
 def message_number(life: int, number: int) -> int:
     """A number of a push or a pull that no other life of the same worker has used."""
     return (life << 32) + number
+
+
+def meeting(what: str) -> str:
+    """How the events call a meeting for this."""
+    return f"meeting for {what}"
 
 
 class _Request(NamedTuple):
@@ -77,7 +84,7 @@ class Requests:
 
     def meets(self, token: int, what: str, number: int) -> None:
         """All live workers are to come."""
-        name = self._recorder.name((MEETINGS, what), lambda: About(MEETINGS, f"meeting for {what}", self._workers))
+        name = self._recorder.name((MEETINGS, what), lambda: About(MEETINGS, meeting(what), self._workers))
         self._open[token] = _Request(name, number, 0)
         self._stamp(_START, name, number)
 

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
-from torch import Tensor, optim
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -32,13 +32,10 @@ from offbeat.protocols.servers.messages import Settings
 from offbeat.protocols.servers.shard import Accumulate, Discard, Restore, Update
 from offbeat.protocols.servers.works import Inspect, Look, Read, Release
 from offbeat.runtime.compression import Coder, build
+from offbeat.runtime.optimizers import ELEMENT_WISE
 from offbeat.runtime.shared.segment import Segment
 from offbeat.runtime.trees import put_together, take_apart
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {
-    kind.__name__: kind for kind in (optim.SGD, optim.Adagrad, optim.RMSprop, optim.Adam, optim.AdamW)
-}
-"""Optimizers that treat every number by itself, so that each server can update its slice alone."""
 ADD = "add"
 """In place of an optimizer: what is pushed is added to the values."""
 KINDS: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
@@ -384,7 +381,7 @@ class Numbers:
                 self._gradients.append((member, (low, high)))
             groups.append({"params": members, **settings})
         if any(group["params"] for group in groups):
-            self._optimizer = cast("Any", OPTIMIZERS[recipe.optimizer])(groups)
+            self._optimizer = cast("Any", ELEMENT_WISE[recipe.optimizer])(groups)
 
 
 def first_state(

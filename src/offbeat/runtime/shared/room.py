@@ -294,7 +294,7 @@ class Room:
             self.sync()
             if self.words[place + 2] == 0:
                 raise SegmentError(f"rank 0 of this host could not have {size:,} bytes of shared memory")
-            segment = Segment.attach(":".join(str(self.words[place + position]) for position in range(3)))
+            segment = Segment.attach(":".join(str(self.words[place + position]) for position in range(3)), size)
         self.sync()
         segment.seal()
         return segment

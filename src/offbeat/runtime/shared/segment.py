@@ -10,6 +10,7 @@ which is some MiB of small ones. Linux does so only where address and offset are
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 from pathlib import Path
@@ -19,17 +20,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from offbeat.errors import OffbeatError
+from offbeat.runtime.shared.tickets import FIXED_SIZE, NAME, SegmentError, open_ticket
 
 _PAGE = mmap.PAGESIZE
 _HUGE = 2 << 20
 """Bytes of a huge page, on most machines."""
 _FIXED, _COLLAPSE, _REMOVE = 16, 25, 9
 """Linux's numbers for "just there", "gather these pages into huge ones, now" and "free these pages"."""
-
-
-class SegmentError(OffbeatError, RuntimeError):
-    """Memory could not be shared; say why, so that another way can be taken."""
 
 
 class Segment:
@@ -45,11 +42,12 @@ class Segment:
     @classmethod
     def create(cls, size: int) -> Segment:
         """New memory, zero, really there: later writes cannot fail for want of it."""
-        whole = -(-size // _PAGE) * _PAGE
+        whole = _whole(size)
         try:
-            descriptor = os.memfd_create("offbeat", os.MFD_CLOEXEC)
+            descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
                 os.posix_fallocate(descriptor, 0, whole)
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, FIXED_SIZE)
                 made = cls(descriptor, whole)
             except OSError:
                 os.close(descriptor)
@@ -62,20 +60,14 @@ class Segment:
         return made
 
     @classmethod
-    def attach(cls, ticket: str) -> Segment:
-        """The memory that another process of this host has created, by the ticket that it gave out."""
+    def attach(cls, ticket: str, size: int) -> Segment:
+        """The memory for `size` bytes that another process of this host has created, by the ticket that it gave out."""
+        opened = open_ticket(ticket, os.O_RDWR, size=_whole(size))
         try:
-            process, descriptor, size = (int(field) for field in ticket.split(":"))
-            opened = os.open(Path("/proc") / str(process) / "fd" / str(descriptor), os.O_RDWR | os.O_CLOEXEC)
-            try:
-                if os.fstat(opened).st_size != size:
-                    raise OSError(f"it has {os.fstat(opened).st_size:,} bytes, not {size:,}")
-                return cls(opened, size)
-            except (OSError, ValueError):
-                os.close(opened)
-                raise
+            return cls(opened, _whole(size))
         except (OSError, ValueError) as error:
-            raise SegmentError(f"the shared memory of ticket {ticket!r} could not be opened: {error}") from error
+            os.close(opened)
+            raise SegmentError(f"the shared memory of ticket {ticket!r} could not be mapped: {error}") from error
 
     @property
     def ticket(self) -> str:
@@ -106,6 +98,10 @@ class Segment:
     def address(self) -> int:
         """Where it lies in this process."""
         return int(self.bytes.ctypes.data)
+
+
+def _whole(size: int) -> int:
+    return -(-size // _PAGE) * _PAGE
 
 
 def _mapped(descriptor: int, size: int) -> NDArray[np.uint8]:

@@ -22,14 +22,13 @@
   offbeat.lanes = lanes;
 
   function header() {
-    const goal = run.config.goal || {};
     const workers = run.config.workers;
-    byId("title").textContent = `${goal.strategy || "run"} on ${workers || "?"} worker${workers === 1 ? "" : "s"}`;
+    byId("title").textContent = `${run.strategy} on ${workers || "?"} worker${workers === 1 ? "" : "s"}`;
     const script = run.config.what?.script;
     const what = script ? script.split("/").at(-1) : run.config.what?.task?.source || "";
     byId("about").textContent = [what, run.state, run.started.replace("T", " ").slice(0, 19), run.name]
       .filter(Boolean).join(" · ");
-    document.title = `${run.verdicts[0]?.kind || run.state} · ${goal.strategy || run.name} · offbeat`;
+    document.title = `${run.verdicts[0]?.kind || run.state} · ${run.strategy} · offbeat`;
     byId("export").href = `api/export?${new URLSearchParams({ run: run.name })}`;
   }
   function verdicts() {
