@@ -204,8 +204,8 @@ def finished_result(job: Job) -> Result | None:
     result, goal = part(known, "result"), job.goal
     if known.get("state") != "finished" or not {"strategy", "workers", "task"} <= set(result):
         return None
-    if newest_step(folder.checkpoints) < (result.get("steps") or 0):
-        return None  # It is to go on from an earlier point.
+    if 0 < newest_step(folder.checkpoints) < (result.get("steps") or 0):
+        return None  # Later checkpoints were removed: it is to go on from an earlier one.
     if isinstance(job.what, Script) and _modified(Path(job.what.path)) > _modified(folder.path / RUN_FILE):
         return None  # Its loop may be longer now.
     before = Goal.from_plain(part(known, "config", "goal"))
