@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from enum import StrEnum
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast
 
@@ -17,13 +17,12 @@ from offbeat._version import __version__
 from offbeat.cli import alive
 from offbeat.cli.bench_server import EPILOG as SERVER_EXAMPLES
 from offbeat.cli.bench_server import server
-from offbeat.cli.compare import EPILOG as COMPARE_EXAMPLES
-from offbeat.cli.compare import compare
-from offbeat.cli.measuring import BATCH_EXAMPLES, SCALE_EXAMPLES, batch_size, scale
-from offbeat.cli.options import Disturb, HostFile, TargetScore, What
+from offbeat.cli.from_settings import command_from
+from offbeat.cli.options import BatchSizeOptions, CompareOptions, Format, HostFile, RunOptions, ScaleOptions
 from offbeat.cli.output import LONG_COMMANDS, FailedError, print_failure, tolerant_streams, wants_json
 from offbeat.cli.watch import watch
 from offbeat.errors import OffbeatError, UsageError, VerdictError, WorkerError
+from offbeat.runtime.goal import Goal
 
 app = typer.Typer(
     name="offbeat",
@@ -41,13 +40,6 @@ INTERRUPTED = 130
 """The exit code after Ctrl-C, which typer makes of KeyboardInterrupt."""
 
 
-class Format(StrEnum):
-    """How results are printed."""
-
-    text = "text"
-    json = "json"
-
-
 FormatOption = Annotated[
     Format, typer.Option("--format", help="[bold]json[/bold] prints the result object on stdout and nothing else.")
 ]
@@ -63,30 +55,6 @@ def root(
         raise typer.Exit
 
 
-Backend = Annotated[
-    str,
-    typer.Option(
-        metavar="gloo|offbeat",
-        help="What answers when the script, or a framework in it, asks torch.distributed for Gloo: Gloo, or our "
-        "shared-memory backend in its place.",
-    ),
-]
-Replace = Annotated[
-    int,
-    typer.Option(
-        help="Workers that have died and are replaced by new ones, which join at the next evaluation; for strategies "
-        "with servers."
-    ),
-]
-Watching = Annotated[
-    bool,
-    typer.Option(
-        "--watch",
-        help="Write down who waits for whom. A run that can never go on is ended with the reason and an exit code of "
-        "its own: 10 a deadlock, 11 different calls, 12 somebody waits for a worker that has ended. See `offbeat "
-        "explain`. While it goes, it is shown on a page, whose address is printed.",
-    ),
-]
 DrawOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Draw the space-time diagram: .svg, or .png (which needs matplotlib)."),
@@ -135,10 +103,6 @@ CheckOption = Annotated[
         "taken while the run went on, whether it is a consistent cut that balances. Exit code 20 if not.",
     ),
 ]
-RateFactor = Annotated[
-    float,
-    typer.Option(help="Multiplies every learning rate, also in your own script, whatever its schedulers do."),
-]
 LargestSize = Annotated[
     str | None,
     typer.Option(
@@ -154,82 +118,26 @@ LargestSize = Annotated[
     "offbeat run offbeat.tasks.digits --workers 2 --strategy 'allreduce + accumulate(2)' --target 0.97 [dim]|[/dim] "
     "offbeat run --resume runs/latest --epochs 40",
 )
-def run(
-    what: What = None,
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[-- ARGS]", help="Arguments of the script, or [bold]--name value[/bold] pairs of the task."
-        ),
-    ] = None,
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            "--strategy",
-            "-s",
-            help="How to distribute, e.g. [bold]allreduce + accumulate(4)[/bold]. See `offbeat strategies`.",
-        ),
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            "--workers", "-w", help="Processes that train. Default: 1; with a strategy that exchanges, one per core."
-        ),
-    ] = None,
-    hosts: HostFile = None,
-    target: TargetScore = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the training data at most.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Updates at most.")] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Fixes the initial model, the data's order and all other chance.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="Where tensors live; cpu is what is tested.")] = "cpu",
-    backend: Backend = "gloo",
-    threads: Annotated[int | None, typer.Option(help="Threads per worker. Default: cores divided by workers.")] = None,
-    parts: Annotated[
-        str, typer.Option(help="How training data is divided: iid, or by label with dirichlet(alpha).")
-    ] = "iid",
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where run folders are made.")] = Path("runs"),
-    resume: Annotated[Path | None, typer.Option(help="Go on with an earlier run, given by its folder.")] = None,
-    checkpoint_every: Annotated[
-        int | None, typer.Option(help="Steps between checkpoints. Default: at evaluations, at most 5 % of the time.")
-    ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that any wait for another worker may take.")] = 600.0,
-    port: Annotated[int, typer.Option(help="Port to meet at; 0 takes a free one.")] = 0,
-    tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Also write TensorBoard files into the run folder.")
-    ] = False,
-    replace: Replace = 0,
-    disturb: Disturb = None,
-    watch: Watching = False,
-    rate_factor: RateFactor = 1.0,
-    output: FormatOption = Format.text,
-) -> None:
-    """Train a script or a task on some workers, and say what came of it."""
-    from offbeat.cli.run import Asked, run_job
+@command_from(RunOptions, Goal, leading=("strategy", "workers", "target", "epochs", "steps", "seed"))
+def run(given: dict[str, Any]) -> None:
+    """Train a script or a task on some workers, and report the result."""
+    from offbeat.cli.run import run_job
 
-    asked = Asked(what, tuple(arguments or ()), workers, threads, out, resume, port, output is Format.json, hosts)
-    goal: dict[str, Any] = {
-        "strategy": strategy,
-        "target": target,
-        "epochs": epochs,
-        "steps": steps,
-        "seed": seed,
-        "device": device,
-        "backend": backend,
-        "timeout": timeout,
-        "checkpoint_every": checkpoint_every,
-        "parts": parts,
-        "tensorboard": tensorboard,
-        "replace": replace,
-        "disturb": tuple(disturb or ()),
-        "watch": watch,
-        "rate_factor": rate_factor,
-    }
-    run_job(asked, goal)
+    run_job(RunOptions(**{field.name: given.pop(field.name) for field in fields(RunOptions)}), given)
 
 
-app.command(no_args_is_help=True, epilog=COMPARE_EXAMPLES)(compare)
+@app.command(
+    no_args_is_help=True,
+    epilog="Examples: offbeat compare offbeat.tasks.digits --workers 2 [dim]|[/dim] "
+    "offbeat compare train.py --target accuracy=0.97 --workers 2 --strategy allreduce --strategy 'local({4,16})' "
+    "--budget 10m -- --its own --arguments [dim]|[/dim] offbeat compare --resume runs/latest-league",
+)
+@command_from(CompareOptions)
+def compare(given: dict[str, Any]) -> None:
+    """Find out which strategy is the first to reach a target, here, on your script or task."""
+    from offbeat.cli.leagues import compare_strategies
+
+    compare_strategies(CompareOptions(**given))
 
 
 @app.command(
@@ -479,8 +387,35 @@ app.command(
     no_args_is_help=True,
     epilog="Examples: offbeat logs runs/latest --rank 3 [dim]|[/dim] offbeat logs runs/latest --server 0.1 --follow",
 )(alive.logs)
-app.command(rich_help_panel=MORE, no_args_is_help=True, epilog=SCALE_EXAMPLES)(scale)
-app.command("batch-size", rich_help_panel=MORE, no_args_is_help=True, epilog=BATCH_EXAMPLES)(batch_size)
+
+
+@app.command(
+    rich_help_panel=MORE,
+    no_args_is_help=True,
+    epilog="Examples: offbeat scale offbeat.tasks.digits --workers 1,2 [dim]|[/dim] "
+    "offbeat scale train.py --strategy 'local(8)' --workers 1,2,4 --weak -- --lr 0.1",
+)
+@command_from(ScaleOptions, leading=("strategy", "workers", "weak", "repeats"))
+def scale(given: dict[str, Any]) -> None:
+    """Measure the speed-up on several numbers of workers, and fit Amdahl's and Gunther's laws to it."""
+    from offbeat.cli.scale import scale_target
+
+    scale_target(ScaleOptions(**given))
+
+
+@app.command(
+    "batch-size",
+    rich_help_panel=MORE,
+    no_args_is_help=True,
+    epilog="Examples: offbeat batch-size offbeat.tasks.digits --check [dim]|[/dim] "
+    "offbeat batch-size train.py --seconds 30 -- --lr 0.1",
+)
+@command_from(BatchSizeOptions, leading=("workers",))
+def batch_size(given: dict[str, Any]) -> None:
+    """Measure the noise in gradients in a short run, and say how large a batch may be, and for how many workers."""
+    from offbeat.cli.batch_size import measure_batch_size
+
+    measure_batch_size(BatchSizeOptions(**given))
 
 
 def main() -> NoReturn:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from offbeat.cli.options import BatchSizeOptions, Format
 from offbeat.cli.output import print_json
 from offbeat.cli.scale import wide_console
 from offbeat.fitting import WARM
@@ -16,38 +17,18 @@ from offbeat.scaling import BatchSize, batch_size
 from offbeat.simulate.laws import Estimate
 
 
-def measure_batch_size(
-    what: str,
-    arguments: tuple[str, ...],
-    workers: int,
-    length: tuple[int | None, float],
-    times: int,
-    delta: float,
-    check: bool,
-    threads: int,
-    seed: int,
-    out: Path | None,
-    as_json: bool,
-) -> None:
-    """Measure, and print what came of it."""
+def measure_batch_size(asked: BatchSizeOptions) -> None:
+    """Measure the noise, and print how large a batch may be."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
+    options: dict[str, Any] = vars(asked).copy()
+    as_json = options.pop("output") is Format.json
+
+    def tell(text: str) -> None:
+        console.print(text, style="dim", markup=False)
+
     with Launcher(WARM) as launcher:
         launcher.start()
-        found = batch_size(
-            what,
-            workers=workers,
-            arguments=arguments,
-            steps=length[0],
-            seconds=length[1],
-            times=times,
-            delta=delta,
-            check=check,
-            threads=threads,
-            seed=seed,
-            out=out,
-            launcher=launcher,
-            tell=lambda text: console.print(text, style="dim", markup=False),
-        )
+        found = batch_size(**options, launcher=launcher, tell=tell)
     if as_json:
         print_json(found.plain())
     else:

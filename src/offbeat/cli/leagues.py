@@ -6,7 +6,6 @@ import io
 import re
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +17,7 @@ from rich.text import Text
 
 from offbeat import limits
 from offbeat.cli.display import Display, folded, panel, panel_width, progress_bar
+from offbeat.cli.options import CompareOptions
 from offbeat.cli.output import FailedError
 from offbeat.comparing import Entry, League, Planned, compare, report
 from offbeat.comparing.report import fine_print, problems, write_whole
@@ -28,21 +28,13 @@ from offbeat.runtime.launch import Launcher
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """How the league is told."""
-
-    form: str
-    output: Path | None
-
-
-def compare_strategies(options: dict[str, Any], wanted: Wanted) -> None:
+def compare_strategies(asked: CompareOptions) -> None:
     """Play a league and print it."""
-    options["tune"] = _factors(options["tune"])
-    options["budget"] = _seconds(options["budget"])
-    if wanted.output is not None and not wanted.output.parent.is_dir():
-        raise UsageError(f"--output {wanted.output}: there is no folder {wanted.output.parent}. Make it first.")
-    display = LeagueDisplay(quiet=wanted.form != "table")
+    options: dict[str, Any] = vars(asked) | {"tune": _factors(asked.tune), "budget": _seconds(asked.budget)}
+    form, output = options.pop("form"), options.pop("output")
+    if output is not None and not output.parent.is_dir():
+        raise UsageError(f"--output {output}: there is no folder {output.parent}. Make it first.")
+    display = LeagueDisplay(quiet=form != "table")
     with Launcher(WARM) as launcher:
         launcher.start()
         try:
@@ -54,24 +46,24 @@ def compare_strategies(options: dict[str, Any], wanted: Wanted) -> None:
     kept = [("league.html", report.page(league)), ("league.md", report.markdown(league))]
     for name, text in kept:
         write_whole(league.folder / name, text)
-    _print(league, wanted)
+    _print(league, form, output)
 
 
-def _print(league: League, wanted: Wanted) -> None:
-    if wanted.form == "table":
-        if wanted.output is None:
+def _print(league: League, form: str, output: Path | None) -> None:
+    if form == "table":
+        if output is None:
             _print_table(league, Console(highlight=False, width=None if sys.stdout.isatty() else report.WIDTH))
             return
         text = io.StringIO()
         _print_table(league, Console(file=text, highlight=False, width=report.WIDTH))
-        write_whole(wanted.output, text.getvalue())
+        write_whole(output, text.getvalue())
         return
     made = {"json": report.json_of, "markdown": report.markdown, "csv": report.csv_of, "html": report.page}
-    text = made[wanted.form](league)
-    if wanted.output is None:
+    text = made[form](league)
+    if output is None:
         sys.stdout.write(text)
     else:
-        write_whole(wanted.output, text)
+        write_whole(output, text)
 
 
 def _print_table(league: League, console: Console) -> None:

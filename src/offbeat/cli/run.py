@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from rich.text import Text
 
 from offbeat.cli.display import Display
 from offbeat.cli.next_steps import go_on_steps, next_steps
+from offbeat.cli.options import RunOptions
 from offbeat.cli.output import FailedError, print_json
 from offbeat.errors import OffbeatError, TaskError
 from offbeat.fitting import WARM, Result, drive
@@ -33,26 +33,10 @@ from offbeat.runtime.summaries import headline, report_lines
 from offbeat.strategies import combined, parse
 from offbeat.task import Reference
 
-
-@dataclass(frozen=True)
-class Asked:
-    """The options that are not the goal's."""
-
-    what: str | None
-    arguments: tuple[str, ...]
-    workers: int | None
-    threads: int | None
-    out: Path
-    resume: Path | None
-    port: int
-    as_json: bool
-    hosts: Path | None = None
-
-
 _STYLES = {"Target reached": "bold green", "Target missed": "bold yellow", "Done": "bold"}
 
 
-def run_job(asked: Asked, goal: dict[str, Any]) -> None:
+def run_job(asked: RunOptions, goal: dict[str, Any]) -> None:
     """Run what was asked for and print its result."""
     if asked.resume is not None and _told_as_finished(_job(asked, Goal(**goal)), asked.as_json):
         return
@@ -89,7 +73,7 @@ def _told_as_finished(job: Job, as_json: bool) -> bool:
     return True
 
 
-def _job(asked: Asked, goal: Goal) -> Job:
+def _job(asked: RunOptions, goal: Goal) -> Job:
     if asked.what is None:
         if asked.resume is None:
             raise TaskError("nothing to run: give a script, a task, or --resume RUN.")
@@ -114,7 +98,7 @@ def _default_workers(strategy: str | None, resume: Path | None) -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _print(result: Result, job: Job, asked: Asked) -> None:
+def _print(result: Result, job: Job, asked: RunOptions) -> None:
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     if not result.seconds_by_kind:
         console.print(

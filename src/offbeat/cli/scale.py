@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from offbeat.cli.options import Format, ScaleOptions
 from offbeat.cli.output import print_json
 from offbeat.errors import UsageError
 from offbeat.fitting import WARM
@@ -19,38 +20,14 @@ _WIDE = 200
 """Columns that a table may take: one that is too wide for the terminal is wrapped by it, rather than cut."""
 
 
-def scale_target(
-    what: str,
-    arguments: tuple[str, ...],
-    strategy: str,
-    workers: str,
-    weak: bool,
-    repeats: int,
-    length: tuple[int | None, float],
-    threads: int,
-    seed: int,
-    out: Path | None,
-    as_json: bool,
-) -> None:
-    """Measure, and print what came of it."""
+def scale_target(asked: ScaleOptions) -> None:
+    """Measure the speed-up, and print it with the laws that it follows."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
+    options: dict[str, Any] = vars(asked) | {"workers": _numbers(asked.workers)}
+    as_json = options.pop("output") is Format.json
     with Launcher(WARM) as launcher:
         launcher.start()
-        found = scale(
-            what,
-            strategy,
-            _numbers(workers),
-            arguments=arguments,
-            weak=weak,
-            repeats=repeats,
-            steps=length[0],
-            seconds=length[1],
-            threads=threads,
-            seed=seed,
-            out=out,
-            launcher=launcher,
-            tell=lambda text: console.print(text, style="dim", markup=False),
-        )
+        found = scale(**options, launcher=launcher, tell=lambda text: console.print(text, style="dim", markup=False))
     if as_json:
         print_json(found.plain())
     else:

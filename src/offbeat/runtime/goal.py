@@ -6,14 +6,14 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
-
-import msgspec
+from typing import TYPE_CHECKING, Annotated, Any
 
 from offbeat import limits
 from offbeat.errors import UsageError
-from offbeat.protocols import disturbances
-from offbeat.runtime.parts import Parts
+from offbeat.settings import Option
+
+if TYPE_CHECKING:
+    from offbeat.protocols.disturbances import Disturbance
 
 
 @dataclass(frozen=True)
@@ -63,44 +63,69 @@ class Target:
 
 @dataclass(frozen=True)
 class Goal:
-    """How far a run goes, and with what; what no option of `offbeat run` says is asked for by commands that measure."""
+    """How far a run goes, and with what: the options of `offbeat run`, and what commands that measure add to them."""
 
-    strategy: str | None = None
-    """How it is distributed; None: `single` alone, `allreduce` with others."""
-    target: str | None = None
-    """The score at which it is done."""
-    epochs: int | None = None
-    """Passes over the training data at most."""
-    steps: int | None = None
-    """Updates at most."""
-    seed: int | None = None
-    """Fixes initial model, data order and every other random choice."""
-    device: str = "cpu"
-    """Where tensors live."""
-    backend: str = "gloo"
-    """What answers when torch.distributed is asked for Gloo: gloo, or offbeat in its place."""
-    timeout: float = 600.0
-    """Seconds that any wait for another worker may take."""
-    checkpoint_every: int | None = None
-    """Steps between checkpoints; None: at reports, spending at most a twentieth of the time."""
-    parts: str = "iid"
-    """How training data is divided: iid or dirichlet(alpha)."""
+    strategy: Annotated[
+        str | None,
+        Option("How to distribute, e.g. [bold]allreduce + accumulate(4)[/bold]. See `offbeat strategies`.", "-s"),
+    ] = None
+    target: Annotated[
+        str | None,
+        Option(
+            "Stop at this score: [bold]0.97[/bold]; for scripts [bold]accuracy=0.97[/bold] or [bold]loss<=0.1[/bold].",
+            "-t",
+        ),
+    ] = None
+    epochs: Annotated[int | None, Option("Passes over the training data at most.")] = None
+    steps: Annotated[int | None, Option("Updates at most.")] = None
+    seed: Annotated[int | None, Option("Fixes the initial model, the data's order and all other chance.")] = None
+    device: Annotated[str, Option("Where tensors live; cpu is what is tested.")] = "cpu"
+    backend: Annotated[
+        str,
+        Option(
+            "What answers when the script, or a framework in it, asks torch.distributed for Gloo: Gloo, or our "
+            "shared-memory backend in its place.",
+            metavar="gloo|offbeat",
+        ),
+    ] = "gloo"
+    parts: Annotated[str, Option("How training data is divided: iid, or by label with dirichlet(alpha).")] = "iid"
+    checkpoint_every: Annotated[
+        int | None, Option("Steps between checkpoints. Default: at evaluations, at most 5 % of the time.")
+    ] = None
+    timeout: Annotated[float, Option("Seconds that any wait for another worker may take.")] = 600.0
+    tensorboard: Annotated[bool, Option("Also write TensorBoard files into the run folder.")] = False
+    replace: Annotated[
+        int,
+        Option(
+            "Workers that have died and are replaced by new ones, which join at the next evaluation; for strategies "
+            "with servers."
+        ),
+    ] = 0
+    disturb: Annotated[
+        tuple[str, ...],
+        Option(
+            "A fault that is to happen, e.g. [bold]worker 1: pause 200ms every 1s[/bold] or [bold]worker 2: kill at "
+            "step 50[/bold]; may be given several times.",
+            metavar="SENTENCE",
+        ),
+    ] = ()
+    watch: Annotated[
+        bool,
+        Option(
+            "Record who waits for whom. A run that can never go on is ended with the reason and an exit code of its "
+            "own: 10 a deadlock, 11 different calls, 12 somebody waits for a worker that has ended. See `offbeat "
+            "explain`. While it goes, it is shown on a page, whose address is printed."
+        ),
+    ] = False
+    rate_factor: Annotated[
+        float, Option("Multiplies every learning rate, also in your own script, whatever its schedulers do.")
+    ] = 1.0
     check_finite: bool = True
     """Whether a NaN or infinite gradient stops the run."""
-    tensorboard: bool = False
-    """Whether metrics also go to TensorBoard files in the run folder."""
-    replace: int = 0
-    """How many workers that have died are replaced by new ones, where the strategy lets workers join."""
-    disturb: tuple[str, ...] = ()
-    """Faults that are to happen, a sentence each."""
-    watch: bool = False
-    """Whether events are written down, and looked at for whoever waits in vain."""
     merge: int = 1
     """How many of the training loader's batches make one: weak scaling gives every worker a whole one."""
     gauge: int | None = None
     """If the noise in gradients is measured: how many passes over single examples check it; None: it is not."""
-    rate_factor: float = 1.0
-    """What every learning rate is multiplied by, in scripts and tasks."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "steps", "checkpoint_every", "gauge"):
@@ -116,7 +141,7 @@ class Goal:
         limits.seconds("--timeout", self.timeout)
         if self.target is not None:
             Target.parse(self.target)
-        Parts.parse(self.parts)
+        _check_parts(self.parts)
         if self.backend not in ("gloo", "offbeat"):
             raise UsageError(f"--backend {self.backend!r} is none that is known here. Say gloo or offbeat.")
         if self.backend == "offbeat" and self.device != "cpu":
@@ -126,9 +151,11 @@ class Goal:
         _ = self.disturbances
 
     @property
-    def disturbances(self) -> list[disturbances.Disturbance]:
-        """The faults that are to happen, understood."""
-        return [disturbances.parse(sentence) for sentence in self.disturb]
+    def disturbances(self) -> list[Disturbance]:
+        """The faults that are to happen, parsed."""
+        from offbeat.protocols.disturbances import parse  # Needs numpy, which `offbeat --help` does not wait for.
+
+        return [parse(sentence) for sentence in self.disturb]
 
     def without_effect(self) -> list[str]:
         """The options among these that were given and have no effect on a script that never joins a team."""
@@ -143,10 +170,18 @@ class Goal:
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> Goal:
         """From JSON data; unknown entries of other versions are ignored."""
+        import msgspec
+
         try:
             return msgspec.convert(dict(data), cls)
         except msgspec.ValidationError as error:
             raise UsageError(f"this is not how far a run goes: {error}. The file that says so was changed.") from error
+
+
+def _check_parts(text: str) -> None:
+    from offbeat.runtime.parts import Parts  # Needs torch.
+
+    Parts.parse(text)
 
 
 def _check_device(text: str) -> None:
