@@ -21,14 +21,14 @@ def measure_batch_size(asked: BatchSizeOptions) -> None:
     """Measure the noise, and print how large a batch may be."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     options: dict[str, Any] = vars(asked).copy()
-    as_json = options.pop("output") is Format.json
+    target, as_json = options.pop("what"), options.pop("output") is Format.json
 
     def tell(text: str) -> None:
         console.print(text, style="dim", markup=False)
 
     with Launcher(WARM) as launcher:
         launcher.start()
-        found = batch_size(**options, launcher=launcher, tell=tell)
+        found = batch_size(target, **options, launcher=launcher, tell=tell)
     if as_json:
         print_json(found.plain())
     else:

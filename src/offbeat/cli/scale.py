@@ -24,10 +24,14 @@ def scale_target(asked: ScaleOptions) -> None:
     """Measure the speed-up, and print it with the laws that it follows."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     options: dict[str, Any] = vars(asked) | {"workers": _numbers(asked.workers)}
-    as_json = options.pop("output") is Format.json
+    target, as_json = options.pop("what"), options.pop("output") is Format.json
+
+    def tell(text: str) -> None:
+        console.print(text, style="dim", markup=False)
+
     with Launcher(WARM) as launcher:
         launcher.start()
-        found = scale(**options, launcher=launcher, tell=lambda text: console.print(text, style="dim", markup=False))
+        found = scale(target, **options, launcher=launcher, tell=tell)
     if as_json:
         print_json(found.plain())
     else:
