@@ -30,12 +30,12 @@ def register() -> None:
     if NAME.upper() in dist.Backend._plugins:  # pyright: ignore[reportPrivateUsage]
         return
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
-    _teach_monitored_barrier()
 
 
 def _create(told: Any, given: Any) -> Any:
     from offbeat.runtime.backend._group import OffbeatGroup
 
+    _teach_monitored_barrier()
     _teach_built_in_hooks()
     host = given.host if isinstance(given, Options) else None
     names = list(told.global_ranks_in_group)
@@ -56,6 +56,7 @@ def open_group(store: dist.Store, rank: int, size: int, timeout: timedelta, labe
     return group
 
 
+@cache
 def _teach_monitored_barrier() -> None:
     """Torch asks for a backend named gloo before it calls a group's monitored_barrier; ours has one, too."""
     stock = c10d.monitored_barrier
