@@ -477,7 +477,8 @@ def _exit_code(error: OffbeatError) -> int:
 def _show_usage(error: Exception) -> None:
     """What click says of wrong options, with a hint where a script's own option was probably meant."""
     cast("Any", error).show()
-    if "No such option" in str(error) and any(word.partition(":")[0].endswith(".py") for word in sys.argv):
+    # Click's error for an option that the command does not have; typer brings a copy of click of its own.
+    if hasattr(error, "possibilities") and any(word.partition(":")[0].endswith(".py") for word in sys.argv):
         typer.echo(
             "A script's own arguments stand after `--`: offbeat run train.py --workers 2 -- --its-option 1", err=True
         )
