@@ -76,18 +76,19 @@ class Reports:
         """Values averaged over the workers, weighted by the examples that each has evaluated (equally if none)."""
         names = sorted(values)
         fingerprint = float(mixed(len(names), *(_hash(name) for name in names)) % 2**52)
-        rows = self._group.gather([fingerprint, float(self.evaluated), self.first_gradients()], "a report")
-        self.compare(rows[:, 2].tolist())
+        rows = self._group.gather([fingerprint, self.first_gradients()], "a report")
+        self.compare(rows[:, 1].tolist())
         if not bool((rows[:, 0] == rows[0, 0]).all()):
             said = ", ".join(names) or "none"
             raise UsageError(f"the workers report different metrics; worker {self._group.rank} has {said}.")
-        self.evaluated = 0
+        evaluated, self.evaluated = self.evaluated, 0
         if not names:
             return {}
-        weights = rows[:, 1] if rows[:, 1].sum() > 0 else torch.ones(len(rows), dtype=torch.float64)
-        table = self._group.gather([values[name] for name in names], "a report")
-        mean = (table * weights[:, None]).sum(0) / weights.sum()
-        return {name: float(mean[names.index(name)]) for name in values}
+        # Weights come with the values: a worker that has died since the rows above has neither.
+        table = self._group.gather([float(evaluated), *(values[name] for name in names)], "a report")
+        weights = table[:, :1] if table[:, 0].sum() > 0 else torch.ones_like(table[:, :1])
+        mean = ((table[:, 1:] * weights).sum(0) / weights.sum()).tolist()
+        return {name: mean[names.index(name)] for name in values}
 
     def record(self, metrics: Mapping[str, float], epoch: int | None) -> None:
         """Worker 0 writes a line and tells the launcher; all workers call this together."""

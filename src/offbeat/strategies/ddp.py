@@ -26,6 +26,16 @@ from offbeat.strategies._base import Traits, require
 from offbeat.strategies._worker import Exchange, Exchanging
 
 _SUM = "ddp's sum of gradients"
+_SECOND_BACKWARD = (
+    "a second backward pass came to a model that was not called since the first, as with retain_graph=True or two "
+    "losses of one output. ddp exchanges the gradients of one backward pass after each call of the model; those of a "
+    "second stay each worker's own, and the workers drift apart. Add the losses up and call backward once, call the "
+    "model before each backward, or use allreduce, which exchanges every pass."
+)
+_NOT_CALLED = (
+    "ddp exchanges only gradients of what went through model(...), but there are gradients of a model that was not "
+    "called so since the last step. Call the model itself, not its methods, or use allreduce."
+)
 
 
 @dataclass(frozen=True)
@@ -156,12 +166,8 @@ class _Stock(Exchange):
     def _computed(self, model: int, _: Tensor) -> None:
         self._computed_at = None if self._held else time.perf_counter()
         if not self._held and model not in self._awaited:
-            raise RunError(
-                "a second backward pass came to a model that was not called since the first, as with retain_graph=True "
-                "or two losses of one output. ddp exchanges the gradients of one backward pass after each call of the "
-                "model; those of a second stay each worker's own, and the workers drift apart. Add the losses up and "
-                "call backward once, call the model before each backward, or use allreduce, which exchanges every pass."
-            )
+            stepped = max((calls for (_, owner), calls in self._stepped.items() if owner == model), default=0)
+            raise RunError(_SECOND_BACKWARD if self._calls.get(model, 0) > stepped else _NOT_CALLED)
         self._awaited.discard(model)
         if self.group.presence is not None and not self._held:
             # From here on torch waits for the others, until the step or the next pass.
@@ -179,10 +185,7 @@ class _Stock(Exchange):
         owners = {self._owner[id(p)] for p in parameters if id(p) in self._owner}
         calls = {(id(optimizer), owner): self._calls.get(owner, 0) for owner in owners}
         if any(self._stepped.get(key, 0) == count for key, count in calls.items()):
-            raise RunError(
-                "ddp exchanges only gradients of what went through model(...), but this step has gradients of a model "
-                "that was not called so since the last step. Call the model itself, not its methods, or use allreduce."
-            )
+            raise RunError(_NOT_CALLED)
         self._stepped |= calls
         for owner in owners if not self._held else ():
             absent = [name for name, p in self._expected.get(owner, {}).items() if p.grad is None]
