@@ -21,9 +21,9 @@ from offbeat.cli.compare import EPILOG as COMPARE_EXAMPLES
 from offbeat.cli.compare import compare
 from offbeat.cli.measuring import BATCH_EXAMPLES, SCALE_EXAMPLES, batch_size, scale
 from offbeat.cli.options import Disturb, HostFile, TargetScore, What
-from offbeat.cli.output import LONG_COMMANDS, FailedError, print_failure, tolerant_streams, wants_json
+from offbeat.cli.output import LONG_COMMANDS, FailedError, print_failure, printable, tolerant_streams, wants_json
 from offbeat.cli.watch import watch
-from offbeat.errors import OffbeatError, UsageError, VerdictError, WorkerError
+from offbeat.errors import OffbeatError, OutputError, UsageError, VerdictError, WorkerError
 
 app = typer.Typer(
     name="offbeat",
@@ -502,6 +502,10 @@ def _code_of_command(as_json: bool) -> int:
         return _report(failed.cause, as_json, failed.known)
     except OffbeatError as error:
         return _report(error, as_json)
+    except OSError as error:
+        if error.filename is None:  # Not about a file that the user could do something about.
+            raise
+        return _report(OutputError(f"{error.filename}: {error.strerror}."), as_json)
     except Exception as error:
         if not hasattr(error, "show"):  # Not click's: a mistake of ours, whose traceback is needed.
             if as_json:
@@ -549,4 +553,4 @@ def _show_usage(error: Exception) -> None:
 
 
 def _complain(text: str) -> None:
-    typer.echo(typer.style("error: ", fg="red", bold=True) + text, err=True)
+    typer.echo(typer.style("error: ", fg="red", bold=True) + printable(text), err=True)
