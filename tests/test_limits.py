@@ -26,6 +26,8 @@ from offbeat.runtime.launch import Launcher
 from offbeat.runtime.parts import Parts
 from offbeat.runtime.place import where
 from offbeat.scaling import batch_size, scale
+from offbeat.simulate.network import Link
+from offbeat.simulate.stragglers import Stragglers
 from offbeat.simulate.units import parse_duration, parse_rate, parse_size
 from offbeat.strategies import expand, parse
 
@@ -116,6 +118,15 @@ def test_large_simulations_are_allowed() -> None:
         lambda: Job(Script("x.py"), Goal(), workers=HUGE),
         lambda: Job(Script("x.py"), Goal(), port=1 << 16),
         lambda: Goal(merge=HUGE),
+        lambda: Goal(steps=-(10**5000)),
+        lambda: Goal(timeout=10**400),
+        lambda: Goal(timeout=-(10**5000)),
+        lambda: Goal(rate_factor=10**400 * -1),
+        lambda: Goal(rate_factor="2"),  # pyright: ignore[reportArgumentType]
+        lambda: Goal.from_plain({"rate_factor": None}),
+        lambda: Job(Script("x.py"), Goal(), port=10**5000),
+        lambda: Link(10**400, -1.0),
+        lambda: Stragglers.parse(f"pareto({10**400})"),
         lambda: Goal(gauge=-1),
         lambda: Goal.from_plain({"timeout": "soon"}),
         lambda: Asked({}, (), workers=HUGE),
@@ -129,6 +140,9 @@ def test_large_simulations_are_allowed() -> None:
         lambda: expand("local({1,2,3,4,5,6,7,8,9,10,11}) + accumulate({1,2,3,4,5,6,7,8,9,10,11}) + topk({.1,.2,.3,.4,"
                        ".5,.6,.7,.8,.9})"),
         lambda: parse("local(99999999999999999999999999)"),
+        lambda: parse("server(consistency=deadline(1e300))"),
+        lambda: parse("allreduce(bucket=1e300)"),
+        lambda: parse("ddp(bucket=1e300)"),
         lambda: Parts(math.inf),
         lambda: parse_size("1e30GB"),
         lambda: parse_rate("1e30GB/s"),

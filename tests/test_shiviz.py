@@ -99,7 +99,13 @@ def test_a_bad_log_is_refused_with_its_line(text: str, why: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "why"), [("(?<host>", "is no regular expression"), ("(?<host>.*)", "does not say where to find clock")]
+    ("pattern", "why"),
+    [
+        ("(?<host>", "is no regular expression"),
+        ("(?<host>.*)", "does not say where to find clock"),
+        ("(" * 5000 + ")" * 5000, "is no regular expression: maximum recursion depth"),
+        ("(?<host>a{99999999999})", "is no regular expression: the repetition number is too large"),
+    ],
 )
 def test_a_pattern_that_cannot_be_used_is_refused(pattern: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
@@ -148,6 +154,20 @@ def test_executions_are_parted_as_in_logs_of_shiviz_or_as_is_said() -> None:
     assert list(parse_all(EXECUTIONS, execution="second")) == ["second"]
     with pytest.raises(UsageError, match="second execution called 'first'"):
         parse_all(EXECUTIONS.replace("second", "first"))
+
+
+def test_executions_are_parted_whichever_way_their_events_are_written() -> None:
+    text = '=== one ===\na {"a":1}\nask\n=== two ===\na {"a":1}\nask\nb {"a":1, "b":1}\nheard\n'
+    found = parse_all(text)
+    assert list(found) == ["one", "two"]
+    for log in found.values():
+        assert log.skipped == ()
+        assert [log.computation.event(place).what for place in log.computation.order][:1] == ["ask"]
+
+
+def test_a_pattern_may_refer_back_to_what_it_has_found() -> None:
+    pattern = r"(?<mark>[ab]) (?<host>\k<mark>) (?<clock>{.*}) (?<event>.*)"
+    assert parse('a a {"a":1} ask\nb b {"b":1, "a":1} heard\n', pattern).computation.lengths == (1, 1)
 
 
 def test_a_line_that_only_looks_like_one_between_executions_is_skipped() -> None:

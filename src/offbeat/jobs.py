@@ -17,6 +17,7 @@ from offbeat.errors import CheckpointError, StrategyError, TaskError, UsageError
 from offbeat.runtime.checkpoint import newest, newest_step
 from offbeat.runtime.goal import Goal, Target
 from offbeat.runtime.hosts import Hosts
+from offbeat.runtime.reading import is_file, is_folder, is_there
 from offbeat.runtime.records import RUN_FILE, RunFolder, part
 from offbeat.runtime.results import Result
 from offbeat.strategies import combined, parse
@@ -68,7 +69,7 @@ def target_of(text: str, arguments: tuple[str, ...]) -> Script | Reference:
     """What a command-line target means: a script (`file.py`), or a task (`file.py:Class`, or a module)."""
     source, _, name = text.partition(":")
     if source.endswith(".py"):
-        if not Path(source).is_file():
+        if not is_file(Path(source)):
             raise TaskError(f"There is no file {source!r} (looked in {Path.cwd()}). Check the path.")
         if not name:
             return Script(str(Path(source).resolve()), arguments)
@@ -84,7 +85,7 @@ def target_of(text: str, arguments: tuple[str, ...]) -> Script | Reference:
 
 def _is_no_module(path: Path) -> bool:
     """Whether a file or folder of this name is here that Python could not import."""
-    return path.is_file() or (path.is_dir() and not (path / "__init__.py").exists())
+    return is_file(path) or (is_folder(path) and not is_there(path / "__init__.py"))
 
 
 def _constructor_arguments(reference: Reference, arguments: tuple[str, ...]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ starts. Limits are far above what makes sense; what a machine has room for is ch
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Final, cast
 
 from offbeat.errors import UsageError
 
@@ -55,35 +55,43 @@ PORT: Final = 65_535
 
 def whole(name: str, value: object, most: int, least: int = 1, why: str = "") -> None:
     """Refuse what is not a whole number from `least` to `most`; `name` is how it is asked for."""
-    if type(value) is not int:
-        raise UsageError(f"{name} {value!r} makes no sense: it must be a whole number, {least} or more.")
-    if value < least:
-        raise UsageError(f"{name} {value} makes no sense: it must be a whole number, {least} or more.")
+    if type(value) is not int or value < least:
+        raise UsageError(f"{name} {_short(value)} makes no sense: it must be a whole number, {least} or more.")
     if value > most:
         raise UsageError(f"{name} {_short(value)} is more than {most:,}, the limit{f' ({why})' if why else ''}.")
 
 
 def seconds(name: str, value: object, most: float = SECONDS) -> None:
     """Refuse what is not a number of seconds above 0, or is longer than a year."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-        raise UsageError(f"{name} {value} makes no sense: it must be a number of seconds above 0.")
-    if value > most:
-        raise UsageError(f"{name} {value:g} is more than {most:,.0f} seconds ({most / 86400:,.0f} days), the limit.")
+    above_zero(name, value, "a number of seconds above 0")
+    if cast("float", value) > most:
+        raise UsageError(
+            f"{name} {_short(value)} is more than {most:,.0f} seconds ({most / 86400:,.0f} days), the limit."
+        )
+
+
+def above_zero(name: str, value: object, what: str = "a number above 0") -> None:
+    """Refuse what is not a finite number above 0."""
+    # Compared, not converted: whole numbers may be larger than any float.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UsageError(f"{name} {_short(value)} makes no sense: it must be {what}.")
 
 
 def seed(name: str, value: object) -> None:
     """Refuse what is not a whole number of 64 bits."""
     if type(value) is not int or not -(2**63) <= value < 2**63:
-        shown = _short(value) if type(value) is int else repr(value)
-        raise UsageError(f"{name} {shown} makes no sense: it must be a whole number that fits into 64 bits.")
+        raise UsageError(f"{name} {_short(value)} makes no sense: it must be a whole number that fits into 64 bits.")
 
 
 def port(name: str, value: object) -> None:
     """Refuse what is not a port, or 0 for any that is free."""
     if type(value) is not int or not 0 <= value <= PORT:
-        raise UsageError(f"{name} {value!r} makes no sense: ports go up to {PORT}, and 0 takes one that is free.")
+        raise UsageError(f"{name} {_short(value)} makes no sense: ports go up to {PORT}, and 0 takes one that is free.")
 
 
-def _short(value: int) -> str:
-    """A number whose digits would fill the screen, or that Python refuses to print, by its size."""
-    return str(value) if abs(value) < 10**30 else f"of {value.bit_length()} bits"
+def _short(value: object) -> str:
+    """A value in a few words: whole numbers that Python refuses to print by their size, others cut."""
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return f"of {value.bit_length()} bits"
+    shown = repr(value)
+    return shown if len(shown) <= 200 else f"{shown[:200]}…"

@@ -32,7 +32,7 @@ def ps(
     ] = "text",
 ) -> None:
     """List the runs that are alive, with their processes and how far they are."""
-    from offbeat.cli.output import print_json
+    from offbeat.cli.output import print_json, printable
     from offbeat.runtime.living import statuses
 
     if output not in ("text", "json"):
@@ -45,7 +45,7 @@ def ps(
         typer.echo(f"No run in {folder} {'at all' if everything else 'is alive; offbeat ps --all shows those before'}.")
     for row in rows:
         for line in _lines(row):
-            typer.echo(line)
+            typer.echo(printable(line).replace("\n", "\\n"))
 
 
 def _lines(row: Status) -> Iterator[str]:
@@ -116,6 +116,8 @@ def logs(
             _print(name, follower.new_text(), len(files) > 1)
         time.sleep(_FOLLOW_EVERY)
     for name, follower in followers.items():
+        while text := follower.new_text():  # In parts: a log may be larger than the memory.
+            _print(name, text, len(files) > 1)
         _print(name, follower.rest(), len(files) > 1)
 
 

@@ -19,9 +19,9 @@ from offbeat.cli.bench_server import EPILOG as SERVER_EXAMPLES
 from offbeat.cli.bench_server import server
 from offbeat.cli.from_settings import command_from
 from offbeat.cli.options import BatchSizeOptions, CompareOptions, Format, HostFile, RunOptions, ScaleOptions
-from offbeat.cli.output import LONG_COMMANDS, FailedError, print_failure, tolerant_streams, wants_json
+from offbeat.cli.output import LONG_COMMANDS, FailedError, print_failure, printable, tolerant_streams, wants_json
 from offbeat.cli.watch import watch
-from offbeat.errors import OffbeatError, UsageError, VerdictError, WorkerError
+from offbeat.errors import OffbeatError, OutputError, UsageError, VerdictError, WorkerError
 from offbeat.runtime.goal import Goal
 
 app = typer.Typer(
@@ -437,6 +437,10 @@ def _code_of_command(as_json: bool) -> int:
         return _report(failed.cause, as_json, failed.known)
     except OffbeatError as error:
         return _report(error, as_json)
+    except OSError as error:
+        if error.filename is None:  # Not about a file that the user could do something about.
+            raise
+        return _report(OutputError(f"{error.filename}: {error.strerror}."), as_json)
     except Exception as error:
         if not hasattr(error, "show"):  # Not click's: a mistake of ours, whose traceback is needed.
             if as_json:
@@ -485,4 +489,4 @@ def _show_usage(error: Exception) -> None:
 
 
 def _complain(text: str) -> None:
-    typer.echo(typer.style("error: ", fg="red", bold=True) + text, err=True)
+    typer.echo(typer.style("error: ", fg="red", bold=True) + printable(text), err=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -10,9 +9,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import typer
 from msgspec import structs
-from rich.console import Console
 
-from offbeat.cli.output import print_json
+from offbeat.cli.output import PlainConsole, print_json
 from offbeat.monitor import (
     EXIT_CODES,
     NAN,
@@ -66,7 +64,7 @@ def explain_run(path: Path, as_json: bool, more: Mapping[str, Any] | None = None
         print_json(_plain(folder, known, found, events) | dict(more or {}))
     else:
         _print(found, events)
-    raise typer.Exit(0 if verdict is None else EXIT_CODES[verdict.kind])
+    raise typer.Exit(0 if verdict is None else EXIT_CODES.get(verdict.kind, 1))
 
 
 def check_checkpoint(path: Path, as_json: bool) -> None:
@@ -75,7 +73,7 @@ def check_checkpoint(path: Path, as_json: bool) -> None:
     if as_json:
         print_json({**msgspec.to_builtins(found), "good": not found.faults})
     else:
-        console = Console(file=sys.stdout, highlight=False, soft_wrap=True, markup=False)
+        console = PlainConsole()
         for fault in found.faults:
             console.print(f"refused: {fault}")
         if not found.faults:
@@ -89,7 +87,7 @@ def _verdict(known: dict[str, Any], judge: Judge, sick: list[Unfit]) -> Verdict 
     if found is None:
         told = Verdict(NAN, f"{sick[0]}.") if sick else None
         return judge.final() or judge.served.deaths() or told
-    return Verdict(found["kind"], found["message"], stacks=found["stacks"])
+    return Verdict(found["kind"], found["message"], stacks=found.get("stacks", {}))
 
 
 def _slowed(blamed: list[Blame]) -> Verdict | None:
@@ -127,7 +125,7 @@ def _plain(folder: RunFolder, known: dict[str, Any], found: _Found, events: Reco
 
 
 def _print(found: _Found, events: Recorded) -> None:
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True, markup=False)
+    console = PlainConsole()
     console.print("healthy: nobody waited in vain." if found.verdict is None else str(found.verdict))
     if (found.verdict is None or found.verdict.kind == STRAGGLER) and found.waiting:
         console.print("When it ended:")
@@ -150,7 +148,7 @@ def _print(found: _Found, events: Recorded) -> None:
     console.print(f"From {count:,} events of {len(events.stamps)} workers{of_servers}{dropped}.")
 
 
-def _print_blame(found: _Found, console: Console) -> None:
+def _print_blame(found: _Found, console: PlainConsole) -> None:
     stragglers = [one for one in found.blamed if one.straggler]
     if found.verdict is not None and found.verdict.kind != STRAGGLER:
         for one in stragglers:

@@ -11,6 +11,7 @@ import io
 import json
 import math
 import os
+import re
 import select
 import signal
 import sys
@@ -23,6 +24,8 @@ LONG_COMMANDS = ("run", "compare", "scale", "batch-size", "bench", "check", "wat
 """Those that go on when nobody reads what they print."""
 NOBODY_READS = 128 + signal.SIGPIPE
 """The exit code of short commands then, as shells show that of tools that SIGPIPE has ended."""
+
+_CONTROLS = re.compile(r"[^\n\t\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]")
 
 
 class FailedError(Exception):
@@ -53,6 +56,19 @@ def _finite(data: Any) -> Any:
     if isinstance(data, list | tuple):
         return [_finite(value) for value in cast("Sequence[Any]", data)]
     return data
+
+
+def printable(text: str) -> str:
+    """A text from a file of somebody else's, in which control characters are written out: terminals obey them."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class PlainConsole:
+    """Prints texts that may come from elsewhere, line by line, without colours."""
+
+    def print(self, text: str) -> None:
+        """One text, with its lines."""
+        print(printable(text))
 
 
 def wants_json(words: Sequence[str]) -> bool:

@@ -13,13 +13,14 @@ from typing import Any, Final
 import typer
 
 from offbeat.cli.explain import explain_run
-from offbeat.cli.output import print_json
+from offbeat.cli.output import print_json, printable
 from offbeat.cli.wanted import Done, Wanted
 from offbeat.errors import UsageError
 from offbeat.monitor import recorded
 from offbeat.monitor.accounts import account
 from offbeat.monitor.scenes import Scene
 from offbeat.protocols.causality.shiviz import parse_all
+from offbeat.runtime.reading import is_file
 from offbeat.runtime.records import RunFolder
 
 LARGEST: Final = 256 * 2**20
@@ -30,7 +31,7 @@ MATCHING: Final = 20.0
 
 def explain(path: Path, wanted: Wanted, as_json: bool) -> None:
     """A run by its folder, or a log of any program by its file."""
-    if path.is_file():
+    if is_file(path):
         explain_log(path, wanted, as_json)
     elif wanted.of_logs is not None:
         raise UsageError(
@@ -84,7 +85,7 @@ def explain_log(path: Path, wanted: Wanted, as_json: bool) -> None:
         for line in (
             () if as_json else (*([f"Execution {name}:"] if len(logs) > 1 else []), *found.lines(), *done.lines)
         ):
-            typer.echo(line)
+            typer.echo(printable(line))
         code = code or done.code
     if as_json:
         several = {"executions": [{"execution": name, **one} for name, one in zip(logs, told, strict=True)]}

@@ -15,7 +15,7 @@ import msgspec
 from offbeat.errors import CheckpointError, OutputError
 from offbeat.fitting import Result
 from offbeat.runtime.goal import Target
-from offbeat.runtime.reading import read_object
+from offbeat.runtime.reading import is_file, read_object
 from offbeat.runtime.records import METRICS_FILE
 
 LEAGUE_FILE = "league.json"
@@ -173,7 +173,7 @@ class LeagueFolder:
     @classmethod
     def open(cls, path: Path) -> LeagueFolder:
         """An earlier league's folder, to go on with it or to read it."""
-        if not (path / LEAGUE_FILE).is_file():
+        if not is_file(path / LEAGUE_FILE):
             raise CheckpointError(
                 f"{path} is no league: it has no {LEAGUE_FILE}. Give a folder that `offbeat compare` has made."
             )

@@ -28,7 +28,7 @@ from offbeat.runtime.checkpoint import (
     read_manifest,
     write_text,
 )
-from offbeat.runtime.reading import parse_json, plain_name, read_object
+from offbeat.runtime.reading import is_folder, parse_json, plain_name, read_object
 
 FORMAT = 1
 REFUSED = 20
@@ -156,7 +156,7 @@ def _checkpoint_in(path: Path) -> Path:
         found = newest(place)
         if found is not None:
             return found
-    if not path.is_dir():
+    if not is_folder(path):
         raise CheckpointError(f"{path} is no checkpoint: there is no such folder. Give one of RUN/checkpoint/step-*.")
     return path
 

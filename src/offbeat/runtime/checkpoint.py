@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from offbeat.errors import CheckpointError
 from offbeat.runtime.group import Group
-from offbeat.runtime.reading import parse_json, plain_name, read_object, regular_file
+from offbeat.runtime.reading import is_folder, is_there, parse_json, plain_name, read_object, regular_file
 from offbeat.runtime.trees import put_together, take_apart
 
 FORMAT = 1
@@ -252,9 +252,9 @@ def _refuse_gone(path: Path) -> None:
 
 
 def _all(folder: Path) -> list[Path]:
-    if not folder.is_dir():
+    if not is_folder(folder):
         return []
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and (path / _MANIFEST).exists()]
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and is_there(path / _MANIFEST)]
     return sorted((path for path in found if not path.is_symlink()), key=_number)
 
 

@@ -136,8 +136,7 @@ class Goal:
         limits.whole("--replace", self.replace, limits.REPLACEMENTS, least=0)
         if self.seed is not None:
             limits.seed("--seed", self.seed)
-        if not 0 < self.rate_factor < float("inf"):
-            raise UsageError(f"--rate-factor {self.rate_factor} makes no sense: it must be a number above 0.")
+        limits.above_zero("--rate-factor", self.rate_factor)
         limits.seconds("--timeout", self.timeout)
         if self.target is not None:
             Target.parse(self.target)

@@ -15,7 +15,7 @@ from msgspec import Struct, to_builtins
 
 from offbeat.errors import CheckpointError, OutputError, RunError, UsageError, WaitError
 from offbeat.runtime.processes import Passport, Seen, held, ignores, lives, passport, passport_from, seen, writing_to
-from offbeat.runtime.reading import parse_json, regular_file
+from offbeat.runtime.reading import is_file, is_folder, is_there, parse_json, regular_file
 from offbeat.runtime.records import METRICS_FILE, RUN_FILE, RunFolder, strategy_of
 
 RUNNING: Final = "running"
@@ -81,14 +81,18 @@ class Status(Struct, frozen=True):
 def found(text: Path, parent: Path = Path("runs")) -> RunFolder:
     """A run by its folder, or by its name in the folder of runs."""
     inside = parent / text
-    return RunFolder.open(inside if not text.exists() and (inside / RUN_FILE).is_file() else text)
+    return RunFolder.open(inside if not is_there(text) and is_file(inside / RUN_FILE) else text)
 
 
 def statuses(parent: Path) -> list[Status]:
     """All runs in a folder, the newest last; refused if there is no such folder."""
-    if not parent.is_dir():
+    if not is_folder(parent):
         raise UsageError(f"there is no folder {parent}: give the one that `offbeat run --out` made its runs in.")
-    folders = sorted(entry for entry in parent.iterdir() if (entry / RUN_FILE).is_file() and not entry.is_symlink())
+    try:
+        entries = sorted(parent.iterdir())
+    except OSError as error:
+        raise UsageError(f"the folder {parent} cannot be read: {error.strerror}.") from error
+    folders = [entry for entry in entries if is_file(entry / RUN_FILE) and not entry.is_symlink()]
     return sorted(_told(folders), key=lambda one: (one.started or "", one.run))
 
 
@@ -97,7 +101,7 @@ def _told(folders: list[Path]) -> Iterator[Status]:
         try:
             yield status(RunFolder.open(folder))
         except CheckpointError as error:
-            if (folder / RUN_FILE).exists():  # Otherwise somebody has removed it just now.
+            if is_there(folder / RUN_FILE):  # Otherwise somebody has removed it just now.
                 yield Status(str(folder.resolve()), UNREADABLE, str(error), "", None, None, None, None, None, None)
 
 

@@ -5,6 +5,7 @@ Everything here raises OSError or ValueError, which callers turn into an error o
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -26,11 +27,32 @@ _BRACKETS: Final = re.compile(r'"(?:[^"\\]++|\\.)*+"|[^\[\]{}"]++', re.DOTALL)
 @contextmanager
 def regular_file(path: Path) -> Generator[BufferedReader]:
     """A file, open for reading. Links, pipes and devices are refused: a folder from elsewhere may name any of them."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError("it is a link, not a regular file") from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)  # A folder's cannot be handed to a file object, which would close it.
+        raise ValueError("it is not a regular file")
     with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("it is not a regular file")
         yield file
+
+
+def is_file(path: Path) -> bool:
+    """Whether it is a file; Path's method raises where nobody may look, or the name is too long."""
+    return os.path.isfile(path)  # noqa: PTH113
+
+
+def is_folder(path: Path) -> bool:
+    """Whether it is a folder, in the same way."""
+    return os.path.isdir(path)  # noqa: PTH112
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is something of that name, in the same way."""
+    return os.path.exists(path)  # noqa: PTH110
 
 
 def read_bytes(path: Path, most: int = LARGEST) -> bytes:

@@ -18,7 +18,7 @@ import msgspec
 
 from offbeat._version import __version__
 from offbeat.errors import CheckpointError, OutputError, UsageError
-from offbeat.runtime.reading import read_object
+from offbeat.runtime.reading import is_file, read_object
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
@@ -107,7 +107,7 @@ class RunFolder:
     @classmethod
     def open(cls, path: Path) -> RunFolder:
         """An earlier run's folder, to resume or to read it."""
-        if not (path / RUN_FILE).is_file():
+        if not is_file(path / RUN_FILE):
             raise CheckpointError(
                 f"{path} is no run folder: it has no {RUN_FILE}. Give a folder that `offbeat run` has made."
             )

@@ -43,7 +43,7 @@ class Link:
         """Refuse what is negative or no number."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if not (math.isfinite(value) and value >= 0):
+            if not 0 <= value < math.inf:
                 raise UsageError(f"a link's {field.name} is {value}; it must be a number of seconds, 0 or more.")
 
     @classmethod

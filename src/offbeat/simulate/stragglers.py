@@ -174,7 +174,7 @@ def _value(node: ast.expr, text: str) -> Value:
     if isinstance(node, ast.Name):
         return node.id
     value = node.value if isinstance(node, ast.Constant) else None
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf:
         return value
     raise UsageError(f"{ast.unparse(node)!r} in {text!r} is no value: give a number of 0 or more, or a name.")
 

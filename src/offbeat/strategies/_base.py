@@ -18,10 +18,28 @@ from typing import ClassVar
 from urllib.parse import quote
 
 from offbeat.errors import StrategyError
-from offbeat.strategies._written import Setting, Written, fields_of, require, require_servers, spell_call
+from offbeat.strategies._written import (
+    Setting,
+    Written,
+    fields_of,
+    require,
+    require_bucket,
+    require_servers,
+    spell_call,
+)
 from offbeat.task import _FILE_MODULE as FILE_MODULE  # pyright: ignore[reportPrivateUsage]
 
-__all__ = ["Axis", "Combined", "Setting", "Strategy", "Traits", "combined", "require", "require_servers"]
+__all__ = [
+    "Axis",
+    "Combined",
+    "Setting",
+    "Strategy",
+    "Traits",
+    "combined",
+    "require",
+    "require_bucket",
+    "require_servers",
+]
 
 
 class Axis(StrEnum):

@@ -18,7 +18,7 @@ from types import NoneType, UnionType
 from typing import Any, ClassVar, Final, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from offbeat.errors import StrategyError
-from offbeat.limits import SERVERS
+from offbeat.limits import BYTES, SERVERS
 
 LARGEST: Final = 2**63
 """Whole numbers stay below it, as they do in the tensors and headers that carry them."""
@@ -100,6 +100,12 @@ def require(condition: bool, strategy: Written, field: str, value: object, why: 
     """Refuse a value out of range, uniformly: `why` says what it must be, and the reason."""
     if not condition:
         raise StrategyError(f"{strategy.name}: {field} is {shown(value)}, but {why}.")
+
+
+def require_bucket(strategy: Written, mebibytes: float) -> None:
+    """Refuse a bucket that holds nothing, or more than any machine has."""
+    require(mebibytes > 0, strategy, "bucket", mebibytes, "a bucket holds more than 0 MiB")
+    require(mebibytes <= BYTES / 2**20, strategy, "bucket", mebibytes, "a bucket holds at most 1 PiB")
 
 
 def require_servers(strategy: Written, shards: int, replicas: int) -> None:

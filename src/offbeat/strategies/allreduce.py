@@ -28,7 +28,7 @@ from offbeat.runtime.group import Group
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.runtime.sums import GradientSums
 from offbeat.simulate.foretelling import Step, Timed
-from offbeat.strategies._base import Axis, Strategy, Traits, require
+from offbeat.strategies._base import Axis, Strategy, Traits, require_bucket
 from offbeat.strategies._compressing import compressor
 from offbeat.strategies._foreseeing import CODED, formats, letters, summed, trials, why_not
 from offbeat.strategies._sharding import ShardedSteps, Shards
@@ -101,7 +101,7 @@ class AllReduce(Exchanging):
     def __post_init__(self) -> None:
         """Refuse a bucket that holds nothing."""
         super().__post_init__()
-        require(self.bucket > 0, self, "bucket", self.bucket, "a bucket holds more than 0 MiB")
+        require_bucket(self, self.bucket)
         if self.shard != "nothing" and self.algorithm is not Algorithm.NATIVE:
             raise StrategyError(
                 f"allreduce: shard={self.shard} reduces and gathers slices by itself, so algorithm={self.algorithm} "

@@ -22,7 +22,7 @@ from offbeat.runtime.buckets import hook
 from offbeat.runtime.group import Group, ring_bytes
 from offbeat.runtime.presence import Waiting
 from offbeat.runtime.stopwatch import Stopwatch
-from offbeat.strategies._base import Traits, require
+from offbeat.strategies._base import Traits, require_bucket
 from offbeat.strategies._worker import Exchange, Exchanging
 
 _SUM = "ddp's sum of gradients"
@@ -57,7 +57,7 @@ class DDP(Exchanging):
     def __post_init__(self) -> None:
         """Refuse a bucket that holds nothing."""
         super().__post_init__()
-        require(self.bucket > 0, self, "bucket", self.bucket, "a bucket holds more than 0 MiB")
+        require_bucket(self, self.bucket)
 
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
         """The worker's side: a DistributedDataParallel beside each model."""

@@ -17,6 +17,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
+from offbeat import limits
 from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.rhythm import RhythmOf, rhythm_of
@@ -93,6 +94,7 @@ class Deadline(Setting):
         """Refuse a deadline that has passed."""
         super().__post_init__()
         require(self.seconds > 0, self, "seconds", self.seconds, "a deadline is more than 0 seconds away")
+        require(self.seconds <= limits.SECONDS, self, "seconds", self.seconds, "no clock runs longer than a year")
 
 
 Consistency = BSP | SSP | ASP | DropSlowest | Deadline

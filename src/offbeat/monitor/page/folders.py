@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 from msgspec import Struct
 
 from offbeat.errors import UsageError
-from offbeat.runtime.reading import LARGEST, parse_json, read_object, regular_file
+from offbeat.runtime.reading import LARGEST, is_file, is_folder, parse_json, read_object, regular_file
 from offbeat.runtime.records import METRICS_FILE, RUN_FILE, part, strategy_of
 
 MOST_RUNS: Final = 500
@@ -83,10 +83,10 @@ class Folder:
 def opened(path: Path) -> tuple[Folder, str | None]:
     """The folder of all runs, and the name of the one that was asked for, if it was one."""
     real = path.resolve()
-    if (real / RUN_FILE).is_file():
+    if is_file(real / RUN_FILE):
         folder = Folder(real.parent)
         return folder, folder.name_of(real)
-    if not real.is_dir():
+    if not is_folder(real):
         raise UsageError(
             f"{path} is no folder. Give a run's folder, or the folder that runs are in (by default `runs`), or start "
             f"a run first: offbeat run offbeat.tasks.digits --watch"

@@ -158,9 +158,11 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 def _compiled(pattern: str) -> re.Pattern[str]:
     try:
-        return re.compile(re.sub(r"\(\?<(?![=!])", "(?P<", pattern), re.MULTILINE)
-    except re.error as error:
-        raise UsageError(f"{pattern!r} is no regular expression: {error}.") from None
+        named = re.sub(r"\(\?<(?![=!])", "(?P<", pattern)
+        return re.compile(re.sub(r"\\k<(\w+)>", r"(?P=\1)", named), re.MULTILINE)
+    except (re.error, RecursionError, OverflowError) as error:  # The last two: too deep, and too many times.
+        shown = pattern if len(pattern) <= 500 else f"{pattern[:500]}…"
+        raise UsageError(f"{shown!r} is no regular expression: {error}.") from None
 
 
 def _written(computation: Computation, hosts: Sequence[Name], place: Place) -> str:
@@ -187,7 +189,9 @@ def _heading(
         return expression, between or _compiled(second.strip()), body, 3
     if pattern is not None:
         return compiled(pattern), between, text, 1
-    return max(PATTERNS, key=lambda one: sum(len(match[0]) for match in _matches(one, text))), between, text, 1
+    # What stands between executions would pass for the text of an event.
+    events = (between or _compiled(DELIMITER)).sub("", text)
+    return max(PATTERNS, key=lambda one: sum(len(match[0]) for match in _matches(one, events))), between, text, 1
 
 
 def _is_event(expression: re.Pattern[str], text: str) -> bool:

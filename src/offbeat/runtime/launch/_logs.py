@@ -19,9 +19,16 @@ class LogFollower:
         self._unfinished = ""
 
     def new_text(self) -> str:
-        """The lines completed since the last call; a carriage return ends a line too, for progress bars."""
-        self._unfinished += self._decoder.decode(self._read())
-        end = max(self._unfinished.rfind("\n"), self._unfinished.rfind("\r")) + 1
+        """The lines completed since the last call; a carriage return ends a line too, for progress bars.
+
+        Of much text it is a part, which is not empty: the next calls give the rest. A line of more than that is cut.
+        """
+        data = self._read()
+        begun = len(self._unfinished)
+        self._unfinished += self._decoder.decode(data)
+        end = max(self._unfinished.rfind("\n", begun), self._unfinished.rfind("\r", begun)) + 1
+        if not end and len(data) == _AT_MOST:  # A line without an end must not be gathered for ever.
+            end = len(self._unfinished)
         text, self._unfinished = self._unfinished[:end], self._unfinished[end:]
         return text
 
