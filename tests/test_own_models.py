@@ -104,7 +104,7 @@ def test_ddp_trains_branches_if_it_is_told_to_look_for_unused_parameters(matrix:
         ("unfrozen_later", "was frozen in prepare"),
         ("all_frozen_at_first", "was frozen in prepare"),
         ("shared_by_two_models", "share a parameter"),
-        ("methods", "not called so since"),
+        ("methods", "never called itself"),
     ],
 )
 def test_what_ddp_cannot_train_it_refuses(launcher: Launcher, tmp_path: Path, case: str, words: str) -> None:

@@ -142,7 +142,7 @@ class Team:
         self.reports = Reports(self.group, self.ledger, self.stopwatch, assignment.send)
         self.reports.figures, self.reports.payload = self.exchange.figures, self.exchange.payload
         self.reports.accounts, self.reports.compare = self.exchange.accounts, self._watch.compare
-        self.reports.first_gradients = lambda: self._watch.first_gradients.fingerprint
+        self.reports.evidence = self._watch.evidence
         self.reports.write_to(assignment.folder, goal.tensorboard)
         self._memory = self._open_memory()
         self.exchange.seed = self.seed

@@ -79,14 +79,16 @@ def _summed(node: Any, examples: int) -> str:
     sizes = node._saved_self_sym_sizes
     # Negative dimensions are saved as numbers without a sign.
     over = [d + len(sizes) - 2**64 if d >= 2**63 else d for d in getattr(node, "_saved_dim", None) or (0,)]
-    if sizes[:1] != (examples,) or 0 not in over or _is_penalty(node, examples):
+    if sizes[:1] != (examples,) or 0 not in over or _is_of_something_else(node, examples):
         return ""
     return "it is a sum over examples (.sum()). Take the mean, or divide it by the examples it is over, len(x)"
 
 
-def _is_penalty(node: Any, examples: int) -> bool:
-    """Whether it may be a sum over one parameter, such as weight decay, of as many rows as the batch has."""
+def _is_of_something_else(node: Any, examples: int) -> bool:
+    """Whether it may be a sum of several losses, or over one parameter, of as many rows as the batch has examples."""
     while node is not None:
+        if node.name() == "StackBackward0":
+            return True
         if (leaf := getattr(node, "variable", None)) is not None:
             return leaf.dim() > 0 and len(leaf) == examples
         inner = {following for following, _ in node.next_functions if following is not None}

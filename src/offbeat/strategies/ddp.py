@@ -156,6 +156,8 @@ class _Stock(Exchange):
     def _computed(self, model: int, _: Tensor) -> None:
         self._computed_at = None if self._held else time.perf_counter()
         if not self._held and model not in self._awaited:
+            if not self._calls.get(model):
+                raise _not_called("a backward pass came to a model that was never called itself.")
             raise RunError(
                 "a second backward pass came to a model that was not called since the first, as with retain_graph=True "
                 "or two losses of one output. ddp exchanges the gradients of one backward pass after each call of the "
@@ -179,10 +181,7 @@ class _Stock(Exchange):
         owners = {self._owner[id(p)] for p in parameters if id(p) in self._owner}
         calls = {(id(optimizer), owner): self._calls.get(owner, 0) for owner in owners}
         if any(self._stepped.get(key, 0) == count for key, count in calls.items()):
-            raise RunError(
-                "ddp exchanges only gradients of what went through model(...), but this step has gradients of a model "
-                "that was not called so since the last step. Call the model itself, not its methods, or use allreduce."
-            )
+            raise _not_called("this step has gradients of a model that was not called since the last step.")
         self._stepped |= calls
         for owner in owners if not self._held else ():
             absent = [name for name, p in self._expected.get(owner, {}).items() if p.grad is None]
@@ -259,6 +258,13 @@ def _without_gradient(names: Sequence[str]) -> StrategyError:
         f"ddp waits for a gradient of every parameter in every step, but {named} had no gradient in this one: frozen "
         f"after prepare(), or not used by this batch's loss. The others' gradients were not all averaged either. Say "
         f"ddp(find_unused=True), freeze before prepare(), or use allreduce, which needs neither."
+    )
+
+
+def _not_called(what: str) -> RunError:
+    return RunError(
+        f"ddp exchanges only gradients of what went through model(...), but {what} Call the model itself, not its "
+        f"methods or parts, or use allreduce, which has no such limit."
     )
 
 
