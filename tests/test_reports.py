@@ -19,11 +19,13 @@ class Dwindling:
 
     def __init__(self, evaluated: Sequence[float], values: Sequence[float]) -> None:
         self._others = list(zip(evaluated, values, strict=True))
+        self._first = True
 
     def gather(self, row: Sequence[float], what: str) -> Tensor:
         del what
         mine = torch.tensor([row], dtype=torch.float64)
-        if len(row) == 2 and row[1] == 0.0:  # Names and first gradients, which are the same on all.
+        if self._first:  # Names and evidence, which are the same on all.
+            self._first = False
             return mine.repeat(1 + len(self._others), 1)
         self._others.pop()
         return torch.cat([mine, *(torch.tensor([pair], dtype=torch.float64) for pair in self._others)])

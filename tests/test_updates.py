@@ -104,6 +104,19 @@ def test_equal_gradients_of_divided_batches_and_zeros_are_no_reason_to_warn(laun
         assert [(found["told"], found["warnings"]) for found in of_one] == [("", [])] * 2
 
 
+@pytest.mark.slow
+def test_models_that_drift_apart_where_they_should_be_equal_are_told_once(launcher: Launcher, tmp_path: Path) -> None:
+    ways = ("allreduce", "ddp", "allreduce + accumulate(2)")
+    cases = [(case, way) for case in ("own_rate", "own_gradients", "own_noise", "common_noise") for way in ways]
+    for (case, way), of_one in zip(cases, outcomes(launcher, tmp_path, *cases), strict=True):
+        told = [found["warnings"] for found in of_one]
+        if case == "common_noise":
+            assert told == [[], []], way
+        else:
+            assert [len(one) for one in told] == [1, 0], (case, way)
+            assert "the workers' models differ after step" in told[0][0]
+
+
 COMPRESSORS = (
     *("topk(0.2)", "randomk(0.2)", "threshold(0.01)", "quantize(4)", "quantize(2, stochastic=True)", "sign"),
     *("lowrank(1)", "half", "bfloat", "topk(0.3) + quantize(4)"),
@@ -111,9 +124,10 @@ COMPRESSORS = (
 
 
 @pytest.mark.slow
-def test_one_nan_reaches_all_in_its_step_and_nobody_later(launcher: Launcher, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["one_nan", "one_infinite"])
+def test_one_nan_reaches_all_in_its_step_and_nobody_later(launcher: Launcher, tmp_path: Path, case: str) -> None:
     ways = ("allreduce", *(f"allreduce + {compressor}" for compressor in COMPRESSORS))
-    dense, *compressed = outcomes(launcher, tmp_path, *(("one_nan", strategy) for strategy in ways))
+    dense, *compressed = outcomes(launcher, tmp_path, *((case, strategy) for strategy in ways))
     assert dense[0]["facts"]["unfit"] == ["2.bias"]
     for way, of_one in zip(ways[1:], compressed, strict=True):
         for found in of_one:
@@ -128,6 +142,7 @@ def test_one_nan_reaches_all_in_its_step_and_nobody_later(launcher: Launcher, tm
 def test_what_cannot_be_exchanged_rightly_is_refused_with_the_reason(launcher: Launcher, tmp_path: Path) -> None:
     cases = (
         ("one_graph_twice", "ddp", "a second backward pass came to a model"),
+        ("parts_called", "ddp", "gradients of a model that was not called so since the last step"),
         ("line_search", "allreduce + topk(0.2)", "evaluates its closure several times in a step"),
         ("line_search", "local(2)", "cannot be used with optimizer.step(closure)"),
         ("line_search", "gossip", "cannot be used with optimizer.step(closure)"),

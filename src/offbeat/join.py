@@ -138,11 +138,11 @@ class Team:
         self._holdings = Holdings()
         self._watch = Watch(self.group, self._holdings, self.exchange, self.pace, self.ledger, str(self.strategy))
         looks = self.size > 1 and self.rank == 0 and self.strategy.traits.exact
-        self._first_loss = FirstLoss(self.size) if looks else None
+        self._first_loss = FirstLoss(self.size, lambda: self._batch[0] if self._batch else 0) if looks else None
         self.reports = Reports(self.group, self.ledger, self.stopwatch, assignment.send)
         self.reports.figures, self.reports.payload = self.exchange.figures, self.exchange.payload
         self.reports.accounts, self.reports.compare = self.exchange.accounts, self._watch.compare
-        self.reports.first_gradients = lambda: self._watch.first_gradients.fingerprint
+        self.reports.evidence = self._watch.evidence
         self.reports.write_to(assignment.folder, goal.tensorboard)
         self._memory = self._open_memory()
         self.exchange.seed = self.seed

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
@@ -140,7 +141,60 @@ def equal_parts(loop: Loop) -> None:
     loop.team.report(loss=0.0)
 
 
-def one_nan(loop: Loop) -> None:
+def own_rate(loop: Loop) -> None:
+    """A learning rate that follows the loss of the worker's own slice."""
+    plateau = ReduceLROnPlateau(loop.optimizer, patience=0, threshold=0.0)
+
+    def update(*_: Tensor) -> None:
+        loop.optimizer.step()
+        plateau.step(loop.team.step if loop.team.rank else -loop.team.step)
+
+    loop.go((loop.model, loop.optimizer), update, loop.model)
+
+
+def own_gradients(loop: Loop) -> None:
+    """Gradients that never go through backward."""
+
+    def update(x: Tensor, y: Tensor) -> None:
+        loop.optimizer.step()
+        parameters = list(loop.model.parameters())
+        for parameter, slope in zip(
+            parameters, torch.autograd.grad((loop.model(x) - y).square().mean(), parameters), strict=True
+        ):
+            parameter.data -= 0.01 * slope
+
+    loop.go((loop.model, loop.optimizer), update, loop.model)
+
+
+def own_noise(loop: Loop) -> None:
+    """Langevin dynamics: noise on the parameters, of which each worker draws its own."""
+
+    def update(*_: Tensor) -> None:
+        loop.optimizer.step()
+        for parameter in loop.model.parameters():
+            parameter.data += 1e-3 * torch.randn_like(parameter)
+
+    loop.go((loop.model, loop.optimizer), update, loop.model)
+
+
+def common_noise(loop: Loop) -> None:
+    """The same, drawn alike by all."""
+    generator = torch.Generator().manual_seed(3)
+
+    def update(*_: Tensor) -> None:
+        loop.optimizer.step()
+        for parameter in loop.model.parameters():
+            parameter.data += 1e-3 * torch.randn(parameter.shape, generator=generator)
+
+    loop.go((loop.model, loop.optimizer), update, loop.model)
+
+
+def one_infinite(loop: Loop) -> None:
+    """One gradient of one worker is infinite once."""
+    one_nan(loop, float("inf"))
+
+
+def one_nan(loop: Loop, spoiled: float = float("nan")) -> None:
     """One gradient of one worker is NaN once; all leave that step out, as loss scaling does."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     loop.model = model
@@ -153,7 +207,7 @@ def one_nan(loop: Loop) -> None:
             optimizer.zero_grad()
             loss = (model(x) - y).square().mean()
             if number == 3 and loop.team.rank == 1:
-                loss = loss + (model[2].bias * torch.tensor(float("nan"))).sum()
+                loss = loss + (model[2].bias * torch.tensor(spoiled)).sum()
             loss.backward()
             fit = {name: bool(p.grad.isfinite().all()) for name, p in model.named_parameters() if p.grad is not None}
             if number == 3:
@@ -174,6 +228,17 @@ def one_graph_twice(loop: Loop) -> None:
         output = model(x)
         (output - y).square().mean().backward(retain_graph=True)
         (output * 0.1).square().mean().backward()
+        optimizer.step()
+
+
+def parts_called(loop: Loop) -> None:
+    """A container that is prepared, and whose parts are called one by one."""
+    loop.model = nn.ModuleDict({"body": nn.Linear(4, 3), "head": nn.Linear(3, 1)})
+    optimizer = SGD(loop.model.parameters(), lr=0.05)
+    _, _, batches = loop.team.prepare(loop.model, optimizer, DataLoader(TensorDataset(X, Y), 8))
+    for x, y in batches:
+        optimizer.zero_grad()
+        (loop.model["head"](loop.model["body"](x)) - y).square().mean().backward()
         optimizer.step()
 
 
@@ -210,7 +275,7 @@ def main() -> None:
         # What the command line says goes before what a script says: here each team is to have its own.
         ASSIGNED.set(dataclasses.replace(assigned, goal=dataclasses.replace(assigned.goal, strategy=strategy)))
         try:
-            with offbeat.init(check_finite=case != "one_nan") as team:
+            with offbeat.init(check_finite=case not in ("one_nan", "one_infinite")) as team:
                 loop = Loop(team)
                 globals()[case](loop)
         except OffbeatError as error:

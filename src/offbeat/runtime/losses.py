@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -25,22 +25,28 @@ _NOT_SET = -100
 _NODES = 64
 """How far from its end a graph is looked at: losses are near it."""
 _WEIGHTED = ("NllLossBackward0", "NllLoss2DBackward0")
+_SUMS = ("SumBackward0", "SumBackward1")
+_ADDED = (*_SUMS, "AddBackward0", "SubBackward0", "NegBackward0", "SqueezeBackward0", "ViewBackward0")
+"""What may stand between a loss and a sum over examples that nobody divides."""
 _SCALED = ("DivBackward0", "MulBackward0", "MulBackward1", "MeanBackward0")
 
 
-def not_a_mean(loss: Tensor) -> str:
-    """What shows that a loss is not a mean over examples, and what to write instead; empty if nothing does."""
-    waiting: deque[tuple[Any, bool]] = deque([(loss.grad_fn, False)])
+def not_a_mean(loss: Tensor, examples: int = 0) -> str:
+    """What shows that a loss is not a mean over examples, and what to write instead; empty if nothing does.
+
+    `examples` is how many the batch has here; 0 if nobody knows, and then sums by hand are not recognized.
+    """
+    waiting: deque[tuple[Any, bool, bool]] = deque([(loss.grad_fn, False, True)])
     seen: set[Any] = set()
     while waiting and len(seen) < _NODES:
-        node, scaled = waiting.popleft()
+        node, scaled, added = waiting.popleft()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if found := _reduced(node, scaled):
+        if found := _reduced(node, scaled) or (_summed(node, examples) if added else ""):
             return found
-        scaled = scaled or node.name() in _SCALED
-        waiting += [(inner, scaled) for inner, _ in node.next_functions]
+        scaled, added = scaled or node.name() in _SCALED, added and node.name() in _ADDED
+        waiting += [(inner, scaled, added) for inner, _ in node.next_functions]
     return ""
 
 
@@ -64,6 +70,30 @@ def _reduced(node: Any, scaled: bool) -> str:
         f"it divides by how many targets of its own slice are not ignored (ignore_index={ignored}). Sum them "
         f'(reduction="sum"), and divide by a number that does not depend on the slice\'s content, such as y.numel()'
     )
+
+
+def _summed(node: Any, examples: int) -> str:
+    """Whether it is the sum of a tensor whose first dimension is the examples of the batch."""
+    if examples < 2 or node.name() not in _SUMS:
+        return ""
+    sizes = node._saved_self_sym_sizes
+    # Negative dimensions are saved as numbers without a sign.
+    over = [d + len(sizes) - 2**64 if d >= 2**63 else d for d in getattr(node, "_saved_dim", None) or (0,)]
+    if sizes[:1] != (examples,) or 0 not in over or _is_of_something_else(node, examples):
+        return ""
+    return "it is a sum over examples (.sum()). Take the mean, or divide it by the examples it is over, len(x)"
+
+
+def _is_of_something_else(node: Any, examples: int) -> bool:
+    """Whether it may be a sum of several losses, or over one parameter, of as many rows as the batch has examples."""
+    while node is not None:
+        if node.name() == "StackBackward0":
+            return True
+        if (leaf := getattr(node, "variable", None)) is not None:
+            return leaf.dim() > 0 and len(leaf) == examples
+        inner = {following for following, _ in node.next_functions if following is not None}
+        node = inner.pop() if len(inner) == 1 else None
+    return False
 
 
 def _has_weights(node: Any) -> bool:
@@ -90,8 +120,8 @@ def running_backward() -> tuple[Sequence[Tensor], tuple[str, int]]:
 class FirstLoss:
     """Looks at the first loss that reaches a model's parameters, and warns once if it is not a mean over examples."""
 
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
+    def __init__(self, workers: int, examples: Callable[[], int] = int) -> None:
+        self._workers, self._examples = workers, examples
         self._handles: dict[int, RemovableHandle] = {}
         self._done = False
 
@@ -110,7 +140,7 @@ class FirstLoss:
         self.close()
         self._handles[id(parameter)] = kept
         losses, place = running_backward()
-        if found := next(filter(None, map(not_a_mean, losses)), ""):
+        if found := next(filter(None, (not_a_mean(loss, self._examples()) for loss in losses)), ""):
             warnings.warn_explicit(
                 f"the loss is not a mean over the examples of a batch: {found}. As it is, {self._workers} workers do "
                 f"not learn what one process would (docs/own-loops.md, Losses).",

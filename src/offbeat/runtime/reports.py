@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,10 @@ class Reports:
         """What the strategy has to say of this worker so far, for metrics and display."""
         self.accounts: Callable[[], Mapping[str, Any]] = dict
         """What the strategy has to say of all workers so far, for metrics; all call it together."""
-        self.first_gradients: Callable[[], float] = float
-        """What this worker's first gradients were, in one number; 0 if it is not known, or no matter."""
-        self.compare: Callable[[list[float]], None] = _ignore
-        """Is told those numbers of all workers."""
+        self.evidence: Callable[[], Sequence[float]] = tuple
+        """Numbers by which workers that do the same, or that have drifted apart, are found; equally many everywhere."""
+        self.compare: Callable[[Tensor], None] = _ignore
+        """Is told those numbers of all workers, a row for each."""
         self.payload: Callable[[], int] = int
         """Bytes that this worker has sent outside of the group so far."""
         self._earlier_payload = 0
@@ -76,8 +76,8 @@ class Reports:
         """Values averaged over the workers, weighted by the examples that each has evaluated (equally if none)."""
         names = sorted(values)
         fingerprint = float(mixed(len(names), *(_hash(name) for name in names)) % 2**52)
-        rows = self._group.gather([fingerprint, self.first_gradients()], "a report")
-        self.compare(rows[:, 1].tolist())
+        rows = self._group.gather([fingerprint, *self.evidence()], "a report")
+        self.compare(rows[:, 1:])
         if not bool((rows[:, 0] == rows[0, 0]).all()):
             said = ", ".join(names) or "none"
             raise UsageError(f"the workers report different metrics; worker {self._group.rank} has {said}.")
@@ -166,7 +166,7 @@ class Reports:
         return kinds[:, [names.index(kind) for kind in ("input", "compute", "other")]].sum(dim=1)
 
 
-def _ignore(_: list[float]) -> None:
+def _ignore(_: Tensor) -> None:
     """Nobody wants to know."""
 
 

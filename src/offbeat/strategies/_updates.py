@@ -25,6 +25,8 @@ from offbeat.runtime.holdings import Holdings
 
 _PASSES = 3
 """Backward passes whose gradients are compared: workers with different data do not have the same in all of them."""
+_ROUNDING = 1e-6
+"""Differences between replicas that unlike processors may make, as a share of the magnitude of their parameters."""
 _NAMED = 3
 """Parameters that a message names before it only counts them."""
 
@@ -190,6 +192,35 @@ class FirstGradients:
         """Take the hook off."""
         if self._handle is not None:
             self._handle.remove()
+
+
+class Replicas:
+    """Finds models that should be equal on all workers and are not, by the sums of their parameters.
+
+    It looks at the first, second, fourth, eighth … report and at the end, so that frequent reports cost little.
+    """
+
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings = holdings
+        self._reports = 0
+        self._told = False
+        self.at_end = False
+        """Whether this is the last look."""
+
+    def sums(self) -> tuple[float, float]:
+        """The sum of all trained parameters and of their magnitudes; zeros if they are not to be compared now."""
+        self._reports += 1
+        if self._told or not (self.at_end or self._reports.bit_count() == 1):
+            return 0.0, 0.0
+        trained = _trained(p for model in self._holdings.models for p in model.parameters())
+        return sum(map(_sum_of, trained)), sum(_sum_of(p.detach().abs()) for p in trained)
+
+    def differ(self, sums: Tensor) -> bool:
+        """Whether the workers' sums differ by more than rounding, as on unlike processors; said once."""
+        if self._told or not bool(sums[:, 0].max() - sums[:, 0].min() > _ROUNDING * sums[:, 1].max()):
+            return False
+        self._told = True
+        return True
 
 
 def say(message: str) -> None:

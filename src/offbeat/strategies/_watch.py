@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from offbeat.runtime.group import Group
 from offbeat.runtime.holdings import Holdings
 from offbeat.runtime.ledger import Ledger
 from offbeat.runtime.reports import KEPT
-from offbeat.strategies._updates import FirstGradients, HandUpdates, Strangers, say
+from offbeat.strategies._updates import FirstGradients, HandUpdates, Replicas, Strangers, say
 from offbeat.strategies._worker import EveryBatch, Exchange, Pace, closure_of
 
 
@@ -36,6 +36,8 @@ class Watch:
         """What the user was warned of."""
         self.first_gradients = FirstGradients(exchange.lockstep)
         """Whether all workers compute the same batches."""
+        equal = group.size > 1 and exchange.replicated and pace.replicated and not exchange.acts_in_steps
+        self._replicas = Replicas(holdings) if equal else None
         self.averaging = False
         """Whether parameters are the mean of the replicas just now, which differs from each of them by rounding."""
         self._handles: list[Any] = [register_optimizer_step_pre_hook(self._refuse_strangers)]
@@ -64,11 +66,24 @@ class Watch:
         if self._by_hand is not None and not self.averaging:
             self._by_hand.check()
         if at_end:
+            if self._replicas is not None:
+                self._replicas.at_end = True
             self._strangers.check(training=bool(self._holdings.models))
 
-    def compare(self, fingerprints: Sequence[float]) -> None:
-        """All workers have told what their first gradients were."""
-        if self.first_gradients.same(fingerprints) and self._group.leads:
+    def evidence(self) -> tuple[float, float, float]:
+        """What this worker's first gradients were, and what its parameters are."""
+        return self.first_gradients.fingerprint, *(self._replicas.sums() if self._replicas is not None else (0.0, 0.0))
+
+    def compare(self, rows: Tensor) -> None:
+        """All workers have told their evidence."""
+        if self._replicas is not None and self._replicas.differ(rows[:, 1:]) and self._group.leads:
+            self.warn(
+                f"the workers' models differ after step {self._ledger.steps}, although all have stepped on the same "
+                f"gradients. Each worker did something of its own to them: a learning rate that follows its own loss "
+                f"(give ReduceLROnPlateau what team.mean(...) answers), gradients of torch.autograd.grad or torch.func "
+                f"(only backward() exchanges them), or random numbers (use a generator that is seeded alike)."
+            )
+        if self.first_gradients.same(rows[:, 0].tolist()) and self._group.leads:
             size = self._group.size
             self.warn(
                 f"all {size} workers had the same gradients in their first backward passes, so they compute the same "
