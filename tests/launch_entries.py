@@ -213,6 +213,13 @@ def hang_at_exit(config: Config, control: Control) -> None:
     atexit.register(time.sleep, 60)
 
 
+def exit_slowly(config: Config, control: Control) -> None:
+    """Exit handlers that take longer than the failures of others take to settle."""
+    atexit.register(time.sleep, 3.0)
+    atexit.register(Path(config["path"]).touch)
+    sys.exit(5)
+
+
 def hold_a_used_pool(config: Config, control: Control) -> None:
     """End as a script does whose module holds an executor: its thread waits for work until `threading` shuts down."""
     global POOL

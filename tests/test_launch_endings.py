@@ -437,6 +437,16 @@ def test_an_exit_code_ends_the_run_unless_its_role_only_serves(
         run(launcher, worker, role(1, "sleep_well"))
 
 
+def test_an_exit_code_is_told_though_others_fail_of_it_before_its_process_has_ended(
+    launcher: Launcher, role: MakeRole, tmp_path: Path
+) -> None:
+    leaving = role(0, "exit_slowly", path=str(tmp_path / "leaving"))
+    deserted = role(1, "fail", raises="WaitError", text="worker 0 has left", after=str(tmp_path / "leaving"))
+    with pytest.raises(WorkerError, match="worker 0 ended with exit code 5") as caught:
+        run(launcher, leaving, deserted)
+    assert caught.value.exit_code == 5
+
+
 def test_a_role_is_called_by_its_name(launcher: Launcher, role: MakeRole) -> None:
     failing = dataclasses.replace(role(3, "fail", kind="server", raises="ValueError", text="bad"), name="server 1.1")
     with pytest.raises(WorkerError, match=r"^server 1\.1 failed with ValueError: bad") as caught:

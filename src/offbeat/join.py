@@ -280,9 +280,9 @@ class Team:
 
     def _agreed_step(self) -> int:
         """The step that a checkpoint is named after: the furthest, where workers may have done different numbers."""
-        if self.exchange.lockstep:
-            return self.step
-        return int(self.group.gather([float(self.step)], "writing a checkpoint").max())
+        steps = self.group.gather([float(self.step)], "writing a checkpoint")[:, 0].tolist()
+        self._watch.check_steps(steps)
+        return int(max(steps))
 
     @property
     def step(self) -> int:

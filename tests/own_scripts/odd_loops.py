@@ -242,6 +242,16 @@ def parts_called(loop: Loop) -> None:
         optimizer.step()
 
 
+def skipped_step(loop: Loop) -> None:
+    """One worker leaves a step out, after a backward pass that all have made."""
+
+    def update(*_: Tensor) -> None:
+        if loop.team.rank == 0 or loop.team.step != 2:
+            loop.optimizer.step()
+
+    loop.go((loop.model, loop.optimizer), update, loop.model)
+
+
 def line_search(loop: Loop) -> None:
     """An optimizer that evaluates its closure several times in a step."""
     optimizer = LBFGS(loop.model.parameters(), max_iter=4)

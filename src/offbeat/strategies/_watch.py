@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from offbeat.errors import NonFiniteError, StrategyError, UsageError
+from offbeat.errors import NonFiniteError, RunError, StrategyError, UsageError
 from offbeat.runtime.group import Group
 from offbeat.runtime.holdings import Holdings
 from offbeat.runtime.ledger import Ledger
@@ -89,6 +89,16 @@ class Watch:
                 f"all {size} workers had the same gradients in their first backward passes, so they compute the same "
                 f"batches, and do the work of one. Give the training loader to team.prepare(...), which divides each "
                 f"batch over the workers; or have each worker draw batches of its own, by team.rank and team.size."
+            )
+
+    def check_steps(self, steps: Sequence[float]) -> None:
+        """Refuse to go on if some workers have left out steps that others have made."""
+        if self._replicas is not None and min(steps) < max(steps):
+            told = ", ".join(f"worker {rank} {count:.0f}" for rank, count in enumerate(steps))
+            raise RunError(
+                f"the workers have made different numbers of steps ({told}), so their models differ. Every worker "
+                f"must call optimizer.step() for every batch, or all must leave the same ones out: decide by what is "
+                f"the same everywhere, such as gradients after backward() or team.mean(...)."
             )
 
     def counted(self) -> None:

@@ -27,7 +27,7 @@ from typing import NoReturn
 from offbeat.errors import WaitError
 from offbeat.runtime.launch._control import Control
 from offbeat.runtime.launch._ending import FAILED_SECONDS, Ending, flush
-from offbeat.runtime.launch._messages import Fork
+from offbeat.runtime.launch._messages import Exiting, Fork
 from offbeat.runtime.launch._rendezvous import use_private_store
 from offbeat.runtime.launch._report import describe
 from offbeat.runtime.networks import enter
@@ -89,6 +89,8 @@ def _run(order: Fork, control: Control) -> int:
         code = 0
     except SystemExit as request:
         code = _exit_code(request)
+        if code:
+            control.report(Exiting(code, time.monotonic()))
     except BaseException as error:
         _report(error, control)
         code, failed = 1, True

@@ -118,9 +118,16 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     at: float
 
 
+class Exiting(msgspec.Struct, tag=True, frozen=True):
+    """Child to launcher: the role ends with this code, not 0, once its threads and exit handlers have."""
+
+    code: int
+    at: float
+
+
 ToServer = Hello | Fork | Signal | Drain
 FromServer = Ready | Broken | Forked | Refused | Ended | Drained
-FromChild = Note | Failed
+FromChild = Note | Failed | Exiting
 
 M = TypeVar("M")
 

@@ -29,6 +29,7 @@ from offbeat.runtime.launch._messages import (
     Drain,
     Drained,
     Ended,
+    Exiting,
     Failed,
     Fork,
     Forked,
@@ -98,6 +99,7 @@ class Run:
         self._asked_at: float | None = None  # when the others were asked to end
         self._killed = False
         self._drained = False
+        self._announced: list[Failure] = []  # of those who end themselves with an exit code, and may not have ended yet
         self._problem: BaseException | None = None  # what went wrong while ending
         self._held = contextlib.ExitStack()
         self._selector = selectors.DefaultSelector()
@@ -125,6 +127,9 @@ class Run:
         # Nobody is left who could have done the work. What others went on after is not why one has failed by itself.
         if self._borne and not done and all(failure.is_consequence for failure in self._failures):
             self._failures += [failure for failure in self._borne if failure.error is not None] or self._borne
+        # Others may notice that somebody leaves, and fail of it, before its process has ended.
+        if self._failures and all(failure.is_consequence for failure in self._failures):
+            self._failures += self._announced
         cause = cause_of(self._failures) if self._failures else None
         if cause is not None and not (cause.is_consequence and self._problem is not None):
             raise error_for(cause)
@@ -254,6 +259,9 @@ class Run:
         for message in messages:
             if isinstance(message, Note):
                 self._call(self._on_message, child.role, message.content)
+            elif isinstance(message, Exiting):
+                if self._asked_at is None or message.at < self._asked_at:
+                    self._announced.append(Failure(child.role, message.at, exit_code=message.code))
             else:
                 self._note_error(child, message)
         if child.channel.ended:
