@@ -45,10 +45,25 @@ from offbeat.runtime.stamps import RECORDER, Mark
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.runtime.summaries import reporter
 from offbeat.strategies import Strategy, combined, parse
+from offbeat.strategies._capabilities import (
+    Accounted,
+    Explaining,
+    Metered,
+    ModelHooks,
+    Noted,
+    Observed,
+    OptimizerHooks,
+    Ranged,
+    Sliced,
+    Snapshotting,
+    Stale,
+    Starter,
+    StepHooks,
+)
 from offbeat.strategies._compressing import Compressing
 from offbeat.strategies._vector import Vector
 from offbeat.strategies._watch import Watch
-from offbeat.strategies._worker import EveryBatch, Exchanging, Microbatches, Timing
+from offbeat.strategies._worker import Exchanging, Timing, adopt, pace_of
 
 
 def init(
@@ -127,12 +142,7 @@ class Team:
             self.group.presence.give_up = assignment.fail or self.group.presence.give_up
         self.exchange = cast("Exchanging", self.strategy.exchange).connect(self.group, self.stopwatch)
         self.exchange.compressions = cast("tuple[Compressing, ...]", self.strategy.compressions)
-        when = cast("Timing | None", self.strategy.when)
-        slices = self.exchange.slices()
-        several = len(slices[0]) if slices else 1
-        single = Microbatches(self.exchange, several) if several > 1 else EveryBatch(self.exchange)
-        self.pace = when.pace(self.exchange) if when else single
-        self._batches_per_step = when.batches_per_update() if when else several
+        self.pace, self._batches_per_step = pace_of(cast("Timing | None", self.strategy.when), self.exchange)
         self.seed = self._agreed_seed()
         """What fixes the order of the data; the same on all workers."""
         self._holdings = Holdings()
@@ -140,8 +150,13 @@ class Team:
         looks = self.size > 1 and self.rank == 0 and self.strategy.traits.exact
         self._first_loss = FirstLoss(self.size) if looks else None
         self.reports = Reports(self.group, self.ledger, self.stopwatch, assignment.send)
-        self.reports.figures, self.reports.payload = self.exchange.figures, self.exchange.payload
-        self.reports.accounts, self.reports.compare = self.exchange.accounts, self._watch.compare
+        if isinstance(self.exchange, Observed):
+            self.reports.figures = self.exchange.figures
+        if isinstance(self.exchange, Metered):
+            self.reports.payload = self.exchange.payload
+        if isinstance(self.exchange, Accounted):
+            self.reports.accounts = self.exchange.accounts
+        self.reports.compare = self._watch.compare
         self.reports.first_gradients = lambda: self._watch.first_gradients.fingerprint
         self.reports.write_to(assignment.folder, goal.tensorboard)
         self._memory = self._open_memory()
@@ -223,7 +238,7 @@ class Team:
         self._admitting = self.group.awaited
         if self.goal.checkpoint_every is None:
             self._memory.consider()
-        elif self.exchange.snapshots:
+        elif self._snapshotting is not None:
             self._memory.catch_up(self.goal.checkpoint_every, self.step)
         if self._memory.due and not self._holdings.loaders:
             self.checkpoint()  # No boundary will come.
@@ -237,7 +252,7 @@ class Team:
             yield
 
     def _averaged(self, models: list[nn.Module]) -> AbstractContextManager[None]:
-        return self._watch.at_averaging(self.pace.averaged(models or self._holdings.models, self.exchange))
+        return self._watch.at_averaging(self.pace.averaged(models or self._holdings.models))
 
     def mean(self, **values: float) -> dict[str, float]:
         """Values averaged over the workers, as `report` does, without recording them."""
@@ -262,17 +277,32 @@ class Team:
         It becomes the newest checkpoint once every worker has come to its next batch. While one is being taken, that
         is the one.
         """
-        self.exchange.want_snapshot()
+        exchange = self._snapshotting
+        if exchange is None:
+            raise UsageError(
+                "a run of this strategy cannot be recorded while it goes on: its workers exchange in step, or keep "
+                "what a snapshot does not cover (elastic, coded, hogwild). Use team.checkpoint(), for which all "
+                "workers meet. Snapshots are for server(consistency=ssp(s) or asp), downpour and "
+                "gossip(asynchronous=True)."
+            )
+        exchange.want_snapshot()
+
+    @property
+    def _snapshotting(self) -> Snapshotting | None:
+        """The exchange, if the run can be recorded while it goes on."""
+        exchange = self.exchange
+        return exchange if isinstance(exchange, Snapshotting) and exchange.snapshots else None
 
     def _record(self) -> bool:
         """At a boundary: this worker's part of a snapshot, if one is due. False where checkpoints need a meeting."""
-        if not self.exchange.snapshots:
+        exchange = self._snapshotting
+        if exchange is None:
             return False
-        if self.exchange.publishes:
+        if exchange.publishes:
             self._memory.publish_complete()
         if self.group.leads and self._memory.wants_snapshot(self.goal.checkpoint_every, self.step):
             self.snapshot()
-        cut = self.exchange.cut(self.step)
+        cut = exchange.cut(self.step)
         if cut is not None:
             with self.stopwatch.spent_on("other"):
                 self._memory.cut(cut, step=self.step, seed=self.seed)
@@ -313,6 +343,11 @@ class Team:
             self._watch.counted()
             self._stepped()
 
+        if not isinstance(self.exchange, Ranged):
+            raise StrategyError(
+                "this run's parameters are on no servers, so no range of them can be pushed or pulled there. Name the "
+                "strategy server, such as --strategy 'server(shards=2)'."
+            )
         return self.exchange.vector(counted)
 
     @property
@@ -331,17 +366,20 @@ class Team:
             self._watch.adopt(thing, self.goal.check_finite)
             if self._first_loss is not None:
                 self._first_loss.watch(thing)
-            self.pace.adopt(thing)
+            if isinstance(self.pace, ModelHooks):
+                self.pace.adopt(thing)
             if self.gauge is not None:
                 self.gauge.watch(thing)
-            self.exchange.adopt(thing)
+            adopt(self.exchange, thing)
         elif isinstance(thing, Optimizer):
             self._holdings.optimizers.append(thing)
             rate = ScaledRate(self.goal.rate_factor)
             self._step_hooks += rate.before_others(thing)
-            self.pace.watch(thing)
+            if isinstance(self.pace, StepHooks):
+                self.pace.watch(thing)
             self._watch.attend(thing)
-            self.exchange.attend(thing)
+            if isinstance(self.exchange, OptimizerHooks):
+                self.exchange.attend(thing)
             self._step_hooks += [*rate.after_others(thing), thing.register_step_post_hook(self._learned)]
             if self._disturber.active:
                 self._step_hooks.append(thing.register_step_post_hook(self._stepped))
@@ -361,8 +399,8 @@ class Team:
 
     def _shares_of_batches(self, split: bool) -> list[Share]:
         """What of a training loader's batches falls to this worker."""
-        slices, number = self.exchange.slices(), len(self._holdings.loaders)
-        if slices is None:
+        number = len(self._holdings.loaders)
+        if not isinstance(self.exchange, Sliced):
             self._shares.append(self._share(self.rank, self.size, number))
             return self._shares[-1:]
         if not split:
@@ -370,7 +408,8 @@ class Team:
                 f"{self.strategy} decides which workers compute the same slice of a batch, so it must divide the "
                 f"loader itself. Leave out split=False, or use allreduce."
             )
-        return [self._share(slice_, slices[1], number) for slice_ in slices[0]]
+        mine, count = self.exchange.slices()
+        return [self._share(slice_, count, number) for slice_ in mine]
 
     def _share(self, slice_: int, slices: int, number: int) -> Share:
         afresh = self.gauge is not None  # Noise would look smaller where a batch is what was not seen for longest.
@@ -387,7 +426,8 @@ class Team:
         if self.rank:
             # Random state of its own, so that dropout masks differ between workers; worker 0's stays untouched.
             randomness.seed_everything(mixed(self.seed, self.rank))
-        self.exchange.begin()
+        if isinstance(self.exchange, Starter):
+            self.exchange.begin()
         self.group.barrier("the start of training")
         if not self._memory.resuming:
             self.stopwatch.restart()
@@ -532,7 +572,7 @@ class Team:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        explained = self.exchange.explained(error)
+        explained = self.exchange.explained(error) if isinstance(self.exchange, Explaining) else None
         if explained is None and self._batch is not None:
             note_slice(error, *self._batch)
         # A script may end itself inside the team, and well.
@@ -565,7 +605,7 @@ class Team:
                 self._first_loss.close()
             if self.gauge is not None:
                 self.gauge.close()
-            publishes = self.exchange.publishes
+            publishes = isinstance(self.exchange, Snapshotting) and self.exchange.publishes
             self._watch.close()
             self.pace.close()
             self.exchange.close()
@@ -583,9 +623,9 @@ class Team:
             "workers": self.size,
             "seed": self.seed,
             "epochs": self._holdings.epoch,
-            "staleness": self.exchange.staleness(self.step),
-            "foreseen": None if self.size == 1 else msgspec.to_builtins(self.pace.foreseen(self.exchange)),
-            **self.exchange.notes(),
+            "staleness": self.exchange.staleness(self.step) if isinstance(self.exchange, Stale) else {"0": self.step},
+            "foreseen": None if self.size == 1 else msgspec.to_builtins(self.pace.foreseen()),
+            **(self.exchange.notes() if isinstance(self.exchange, Noted) else {}),
             **({"warnings": self._watch.warnings} if self._watch.warnings else {}),
             **self.notes,
         }

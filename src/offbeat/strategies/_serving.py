@@ -58,8 +58,7 @@ def served(group: Group, strategy: object) -> ServedGroup:
 class Served(Exchange):
     """What all exchanges through servers have: a row of parameters, memory for what is pushed, and a clock."""
 
-    replicated = True
-    joins_late = True
+    starts_alike = False
     acts_in_steps = True
     unforeseen = "who waits for whom at servers is decided as it happens (offbeat bench server --simulate plays that)"
     cuttable: ClassVar[bool] = False
@@ -74,6 +73,8 @@ class Served(Exchange):
         """Steps that count as finished here."""
         self.examples = 1.0
         self.held = False
+        self.within_step = False
+        """Whether the coming batch is a microbatch of a step that goes on after it."""
         self.row: Row | None = None
         self.optimizer: Optimizer | None = None
         self._models: list[nn.Module] = []
@@ -90,7 +91,6 @@ class Served(Exchange):
         self._groups = 0
         self._letters: Letters | None = None
         self._hidden: list[list[Any]] = []
-        self._handles: list[Any] = []
         self._taking: Callable[[int, NDArray[np.uint8]], None] | None = None
         self.refused: list[str] = []
         """Why pushes of this worker were refused."""
@@ -105,13 +105,13 @@ class Served(Exchange):
         """How many steps old what this worker read was: how often each, on all shards."""
 
     @property
-    def lockstep(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def lockstep(self) -> bool:
         """Under `asp` nobody waits for anybody, and where the slow are given up on, they need not come."""
         return self.rule.bound is not None and not self.rule.closes
 
     # -- taking part -------------------------------------------------------------------------------------------------
 
-    def adopt(self, model: nn.Module) -> None:
+    def install(self, model: nn.Module) -> None:
         """Remember the model; its parameters move when all are known."""
         if self._begun:
             raise StrategyError(
@@ -122,9 +122,6 @@ class Served(Exchange):
         for buffer in model.buffers():
             self.group.share(buffer, "the sharing of worker 0's buffers")
 
-    def install(self, model: nn.Module) -> None:
-        """Nothing is put on the model: gradients are taken when the optimizer steps."""
-
     def attend(self, optimizer: Optimizer) -> None:
         """Take over this optimizer's steps."""
         if self.optimizer is not None or self._begun:
@@ -134,8 +131,8 @@ class Served(Exchange):
             )
         self.check(optimizer)
         self.optimizer = optimizer
-        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        self.handles.append(optimizer.register_step_pre_hook(self._before_step))
+        self.handles.append(optimizer.register_step_post_hook(self._after_step))
 
     def check(self, optimizer: Optimizer) -> None:
         """Refuse optimizers that servers cannot run on a slice."""
@@ -530,10 +527,13 @@ class Served(Exchange):
         """Where every push is applied as it comes: a shard then holds no half of a step."""
         return self.cuttable and not self.rule.aggregated and self.row is not None and self.optimizer is not None
 
+    @property
+    def publishes(self) -> bool:
+        """The coordinator does."""
+        return False
+
     def want_snapshot(self) -> None:
         """Ask the coordinator."""
-        if not self.snapshots:
-            super().want_snapshot()
         self.client.want_snapshot()
 
     def cut(self, clock: int) -> Cut | None:
@@ -580,8 +580,3 @@ class Served(Exchange):
             return
         states = [shard.numpy() for shard in state["shards"]]
         self.put(states, self.clock, self.clock)
-
-    def close(self) -> None:
-        """Take the hooks off, and give the parameters memory of their own."""
-        for handle in self._handles:
-            handle.remove()

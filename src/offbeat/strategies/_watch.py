@@ -17,6 +17,7 @@ from offbeat.runtime.group import Group
 from offbeat.runtime.holdings import Holdings
 from offbeat.runtime.ledger import Ledger
 from offbeat.runtime.reports import KEPT
+from offbeat.strategies._capabilities import Overtaken, StepGuard
 from offbeat.strategies._updates import FirstGradients, HandUpdates, Strangers, say
 from offbeat.strategies._worker import EveryBatch, Exchange, Pace, closure_of
 
@@ -108,7 +109,7 @@ class Watch:
         def after(*_: Any) -> None:
             if first and self._pace.updating:
                 # Counted at once, so that this worker knows where the others are before it does anything else.
-                missed = self._exchange.passed_over()
+                missed = self._exchange.passed_over() if isinstance(self._exchange, Overtaken) else 0
                 self._ledger.steps += 1 + missed
                 self.missed += missed
 
@@ -116,7 +117,7 @@ class Watch:
             if self._by_hand is not None:
                 self._by_hand.stepping(optimizer)  # Before exchanges hide its parameters from it.
             closure = closure_of(args, kwargs)
-            if closure is None and self._group.size > 1:
+            if closure is None and self._group.size > 1 and isinstance(self._exchange, StepGuard):
                 self._exchange.stepping(optimizer)
             if closure is None or self._group.size == 1:
                 return None

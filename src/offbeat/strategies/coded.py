@@ -50,7 +50,7 @@ class Coded(Exchanging):
     replicas: int = 0
     """Further copies of every shard: with one, any server may die and nothing is lost."""
 
-    traits = Traits(exact=True, elastic=True)
+    promises = Traits(exact=True, elastic=True)
     examples = ("coded", "coded(s=2, shards=2)", "coded(code=cyclic)")
 
     def __post_init__(self) -> None:

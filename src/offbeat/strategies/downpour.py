@@ -54,7 +54,7 @@ class Downpour(Exchanging):
     warm: int = 0
     """Steps in which only one worker trains, before the others join in with what it has learned."""
 
-    traits = Traits(elastic=True)
+    promises = Traits(elastic=True)
     examples = ("downpour", "downpour(push=4, fetch=4)", "downpour(shards=2, replicas=1, warm=50)")
 
     def __post_init__(self) -> None:
@@ -86,18 +86,13 @@ class _Raining(Served):
 
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: Downpour) -> None:
         super().__init__(group, stopwatch, settings, Rule(None))
-        self._every_fetch = settings.fetch
+        self.replicated = settings.fetch == 1  # Between fetches every worker has parameters and a state of its own.
         self._rhythm = PushAndFetch(settings.push, settings.fetch, settings.warm, leads=group.leads)
         self._due: tuple[Action, ...] = ()
         self._filling: int | None = None
 
     @property
-    def replicated(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Between fetches every worker has parameters and an optimizer's state of its own."""
-        return self._every_fetch == 1
-
-    @property
-    def lockstep(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def lockstep(self) -> bool:
         """Only during the warm start: one worker trains, and the others keep step with it."""
         return self._rhythm.warming
 

@@ -54,7 +54,7 @@ class Elastic(Exchanging):
     asynchronous: bool = True
     """Whether each worker exchanges when it comes to it, or all exchange with the same centre."""
 
-    traits = Traits(elastic=True)
+    promises = Traits(elastic=True)
     aliases: ClassVar = {"easgd": "elastic"}
     examples = ("elastic", "elastic(rho=5.0, period=10)", "elastic(period=1, asynchronous=False)")
 

@@ -53,7 +53,7 @@ class Hogwild(Exchanging):
     other only at evaluations, checkpoints and the end.
     """
 
-    traits = Traits()
+    promises = Traits()
     examples = ("hogwild", "hogwild + accumulate(4)")
 
     def check_hosts(self, hosts: int) -> None:
@@ -76,7 +76,6 @@ class Hogwild(Exchanging):
 
 class _Unlocked(Exchange):
     replicated = False
-    lockstep = False
     acts_in_steps = True
     unforeseen = "workers write to shared memory, and exchange nothing"
 
@@ -90,8 +89,12 @@ class _Unlocked(Exchange):
         self._written = self._pending = 0
         self._rates: list[tuple[dict[str, Any], Any]] = []
         self._hidden: list[tuple[Parameter, Tensor]] = []
-        self._handles: list[Any] = []
         self._recorder = RECORDER.get()
+
+    @property
+    def lockstep(self) -> bool:
+        """Nobody waits for anybody."""
+        return False
 
     def install(self, model: nn.Module) -> None:
         """Move the model's parameters into shared memory."""
@@ -114,8 +117,8 @@ class _Unlocked(Exchange):
                 f"which others are changing, or take steps that do not follow its learning rate. It works with those "
                 f"that treat every number by itself: {names}. Use allreduce."
             )
-        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        self.handles.append(optimizer.register_step_pre_hook(self._before_step))
+        self.handles.append(optimizer.register_step_post_hook(self._after_step))
 
     def weigh(self, examples: int, total: int | None) -> None:
         """The coming step counts by its share of the batch; equally if nobody knows the whole."""
@@ -192,7 +195,7 @@ class _Unlocked(Exchange):
     def staleness(self, steps: int) -> dict[str, int]:
         """How many updates of others fell between a worker's reading of parameters and its update, over all workers."""
         if self.group.size == 1:
-            return super().staleness(steps)
+            return {"0": steps}
         oldest = int(self.group.gather([float(max(self._stale, default=0))], "the count of staleness").max())
         row = [float(self._stale[age]) for age in range(oldest + 1)]
         counts = self.group.gather(row, "the count of staleness").sum(dim=0).tolist()
@@ -210,8 +213,7 @@ class _Unlocked(Exchange):
 
     def close(self) -> None:
         """Take the hooks off, and give every worker its own parameters again."""
-        for handle in self._handles:
-            handle.remove()
+        super().close()
         for parameter in self._shared:
             parameter.data = parameter.data.clone()
         self._clocks = None

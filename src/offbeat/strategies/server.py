@@ -163,7 +163,7 @@ class Server(Exchanging):
             )
 
     @property
-    def traits(self) -> Traits:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def traits(self) -> Traits:
         """Under bsp what one process computes; sums are made in the order of arrival, so bits may differ."""
         lockstep = isinstance(self.consistency, BSP)
         return Traits(synchronous=lockstep, exact=lockstep, elastic=True)
