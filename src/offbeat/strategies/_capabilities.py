@@ -59,12 +59,13 @@ class Sliced(Protocol):
 class Microbatched(Protocol):
     """Can send the gradient of each of several batches of a step, rather than their sum with the last."""
 
-    within_step: bool
-    """Whether the coming batch is a microbatch of a step that goes on after it."""
-
     @property
     def takes_microbatches(self) -> bool:
         """Whether it does, with these settings."""
+        ...
+
+    def microbatch(self, within_step: bool) -> None:
+        """The coming batch is one of several of a step, which goes on after it or ends with it."""
         ...
 
 

@@ -162,25 +162,28 @@ class Microbatches(Pace):
         super().__init__(exchange)
         self._microbatched, self._steps = microbatched, steps
         self._batches = 0
+        self._within = False
 
     def begin(self, examples: int, total: int | None, last: bool) -> None:
         """Count the batch, and tell the exchange what it weighs and whether the step ends with it."""
         self._batches = 1 if self.updating else self._batches + 1
-        self._microbatched.within_step = not last and self._batches < self._steps
+        self._within = not last and self._batches < self._steps
+        self._microbatched.microbatch(self._within)
         self.exchange.weigh(examples, total)
 
     @property
     def updating(self) -> bool:
         """Whether this batch completes the step."""
-        return not self._microbatched.within_step
+        return not self._within
 
     def state_dict(self) -> dict[str, Any]:
         """A step may be half done at a checkpoint."""
-        return {"batches": self._batches, "within": self._microbatched.within_step}
+        return {"batches": self._batches, "within": self._within}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with it."""
-        self._batches, self._microbatched.within_step = state["batches"], state["within"]
+        self._batches, self._within = state["batches"], state["within"]
+        self._microbatched.microbatch(self._within)
 
 
 class EveryBatch(Pace):
