@@ -129,7 +129,7 @@ class Watch:
             # A closure's loss steers line searches: every worker must see the same one, or they part ways.
             return (optimizer, self._shared(closure)), {}
 
-        self._handles.append(optimizer.register_step_pre_hook(before))
+        self._handles.append(optimizer.register_step_pre_hook(_TeamHook(before)))
         self._handles.append(optimizer.register_step_post_hook(after))
 
     def _refuse_strangers(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -204,7 +204,17 @@ class Watch:
             handle.remove()
 
 
+class _TeamHook:
+    """A hook by which other teams of this process know that one of them counts an optimizer's steps."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *given: Any) -> Any:
+        return self._call(*given)
+
+
 def _prepared_elsewhere(optimizer: Optimizer) -> bool:
     """Whether another team of this process counts its steps."""
     hooks = optimizer._optimizer_step_pre_hooks.values()  # pyright: ignore[reportPrivateUsage]
-    return any(getattr(hook, "__module__", None) == __name__ for hook in hooks)
+    return any(isinstance(hook, _TeamHook) for hook in hooks)
