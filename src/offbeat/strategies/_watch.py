@@ -30,6 +30,8 @@ class Watch:
     ) -> None:
         self._group, self._holdings, self._ledger = group, holdings, ledger
         self._exchange, self._pace = exchange, pace
+        self._overtaken = exchange if isinstance(exchange, Overtaken) else None
+        self._step_guard = exchange if isinstance(exchange, StepGuard) and group.size > 1 else None
         exchanged_in_steps = group.size > 1 and (exchange.acts_in_steps or pace.acts_in_steps)
         self._by_hand = HandUpdates(holdings, strategy, self.warn) if exchanged_in_steps else None
         self._strangers = Strangers(self.warn)
@@ -109,7 +111,7 @@ class Watch:
         def after(*_: Any) -> None:
             if first and self._pace.updating:
                 # Counted at once, so that this worker knows where the others are before it does anything else.
-                missed = self._exchange.passed_over() if isinstance(self._exchange, Overtaken) else 0
+                missed = 0 if self._overtaken is None else self._overtaken.passed_over()
                 self._ledger.steps += 1 + missed
                 self.missed += missed
 
@@ -117,8 +119,8 @@ class Watch:
             if self._by_hand is not None:
                 self._by_hand.stepping(optimizer)  # Before exchanges hide its parameters from it.
             closure = closure_of(args, kwargs)
-            if closure is None and self._group.size > 1 and isinstance(self._exchange, StepGuard):
-                self._exchange.stepping(optimizer)
+            if closure is None and self._step_guard is not None:
+                self._step_guard.stepping(optimizer)
             if closure is None or self._group.size == 1:
                 return None
             if not isinstance(self._pace, EveryBatch):

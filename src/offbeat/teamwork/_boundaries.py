@@ -13,6 +13,7 @@ class Boundaries:
 
     def __init__(self, place: Workplace) -> None:
         self._place = place
+        self._records = place.exchange if isinstance(place.exchange, Snapshotting) else None
 
     @property
     def exhausted(self) -> bool:
@@ -81,14 +82,12 @@ class Boundaries:
     @property
     def _snapshotting(self) -> Snapshotting | None:
         """The exchange, if the run can be recorded while it goes on."""
-        exchange = self._place.exchange
-        return exchange if isinstance(exchange, Snapshotting) and exchange.snapshots else None
+        return self._records if self._records is not None and self._records.snapshots else None
 
     @property
     def publishes(self) -> bool:
         """Whether this worker is to publish snapshots whose parts are all there."""
-        exchange = self._place.exchange
-        return isinstance(exchange, Snapshotting) and exchange.publishes
+        return self._records is not None and self._records.publishes
 
     def snapshot(self) -> None:
         """Have the run recorded while it goes on."""
