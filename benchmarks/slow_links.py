@@ -44,7 +44,7 @@ from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.simulate import Network, compressed_sum_time
 from offbeat.strategies import Exchanging, Timing, combined, parse
 from offbeat.strategies._compressing import Compressing
-from offbeat.strategies._worker import EveryBatch, Exchange, Pace
+from offbeat.strategies._worker import EveryBatch, Exchange, Pace, adopt, attend
 from offbeat.tasks.mnist import Mnist
 
 RESULTS = Path(__file__).parent / "results"
@@ -118,10 +118,8 @@ class Variant:
         self._pace: Pace = when.pace(self.exchange) if when else EveryBatch(self.exchange)
         self._alone = text == ALONE
         self.steps = PERIOD if when else 1
-        self._pace.adopt(self.model)
-        self.exchange.adopt(self.model)
-        self._pace.watch(self.optimizer)
-        self.exchange.attend(self.optimizer)
+        adopt(self.exchange, self.model)
+        attend(self._pace, self.exchange, self.optimizer)
 
     def run(self) -> None:
         """A step, or a period of them."""

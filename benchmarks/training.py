@@ -45,6 +45,8 @@ from offbeat.runtime.launch import Control, Launcher, Role, serve_store, worker_
 from offbeat.runtime.place import where
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies import Exchanging, parse
+from offbeat.strategies._capabilities import OptimizerHooks, StepGuard
+from offbeat.strategies._worker import adopt
 from offbeat.tasks.digits import Digits
 from offbeat.tasks.text import Text
 
@@ -134,12 +136,14 @@ def team(name: str, work: Work, model: nn.Module, optimizer: Optimizer) -> Gener
         return
     group = Group(place, TIMEOUT, torch.device("cpu"))
     exchange = cast("Exchanging", parse(name)).connect(group, Stopwatch())
-    exchange.adopt(model)
-    exchange.attend(optimizer)
+    adopt(exchange, model)
+    if isinstance(exchange, OptimizerHooks):
+        exchange.attend(optimizer)
     exchange.weigh(work.batch, work.batch * group.size)
 
     def before(stepping: Optimizer, _args: Any, _kwargs: Any) -> None:
-        exchange.stepping(stepping)
+        if isinstance(exchange, StepGuard):
+            exchange.stepping(stepping)
 
     optimizer.register_step_pre_hook(before)
     yield model, group.barrier

@@ -6,6 +6,8 @@ import json
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,7 @@ import pytest
 import typer.main
 
 from offbeat.cli.app import app
-from offbeat.runtime.launch import Launcher
-from offbeat.strategies import available, parse
-from offbeat.testing import bench, checks_for
+from offbeat.strategies import available
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -119,17 +119,36 @@ def test_the_readme_names_every_strategy() -> None:
     assert [name for name in available() if f"`{name}" not in readme and f" {name}(" not in readme] == []
 
 
-@pytest.mark.slow
-def test_the_documented_strategy_keeps_the_contract(tmp_path: Path, launcher: Launcher) -> None:
+OWN = {"one_by_one.py": "OneByOne", "every_nth.py": "EveryNth(3)", "one_byte.py": "OneByte"}
+"""The strategies that docs/strategies.md shows in full: an exchange, a when and a compressor."""
+
+
+def own_strategies() -> dict[str, str]:
+    """The files that the page shows, by their names."""
     page = (ROOT / "docs/strategies.md").read_text()
-    program = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class OneByOne" in block)
-    (tmp_path / "mine.py").write_text(program)
-    strategy = parse(f"{tmp_path / 'mine.py'}:OneByOne")
-    checks = checks_for(strategy)
-    assert len(checks) > 10
-    for check in [check for check in checks if check.name.startswith(("exact", "uneven", "synchronous"))]:
-        with bench(strategy, 2, launcher) as place:
-            check.run(place)
+    blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, re.DOTALL)
+    return {name: program for name, program in blocks if name in OWN}
+
+
+def test_a_strategy_of_ones_own_is_one_small_file() -> None:
+    lines = {
+        name: sum(bool(line.strip()) for line in program.splitlines()) for name, program in own_strategies().items()
+    }
+    assert set(lines) == set(OWN)
+    assert max(lines.values()) <= 40
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", OWN)
+def test_a_documented_strategy_keeps_the_contract(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(own_strategies()[name])
+    command = [sys.executable, "-m", "offbeat", "check", f"{name}:{OWN[name]}", "--format", "json"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    outcome = json.loads(ended.stdout)
+    assert outcome["failed"] == []
+    assert len(outcome["checks"]) > 10
 
 
 def test_the_version_is_said_once_and_quoted_rightly() -> None:

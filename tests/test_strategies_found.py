@@ -152,7 +152,7 @@ def test_a_built_in_name_cannot_be_taken_over(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_description_is_read_off_the_class() -> None:
     found = describe("accumulate")
-    assert (found.name, found.axis, found.traits) == ("accumulate", Axis.WHEN, Accumulate.traits)
+    assert (found.name, found.axis, found.traits) == ("accumulate", Axis.WHEN, Accumulate.promises)
     assert found.signature == "accumulate(steps: int)"
     assert found.aliases == {"gradient_accumulation": "accumulate"}
     assert "accumulate(4)" in found.examples

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from offbeat.strategies._parameter_row import Row
-from offbeat.strategies.server import _Totals  # pyright: ignore[reportPrivateUsage]
+from offbeat.strategies._totals import ServerTotals
 
 SHARDS = 2
 
 
 class Servers:
-    """Stands in for a worker's exchange and its servers, of which some do not use a push."""
+    """Stands in for a worker's link, queue and driver, with servers of which some do not use a push."""
 
     def __init__(self, shared: list[Tensor] | None = None) -> None:
-        self.client = SimpleNamespace(plan=SimpleNamespace(shards=SHARDS))
-        self.first_states: Any = None
-        self.unused: set[int] = set()
+        self.shards = SHARDS
+        self.record = SimpleNamespace(unused=set[int]())
+        self.link = self.queue = self
         self.deaf: set[int] = set()
         """Shards that are too late for the next push, or refuse it."""
         self.settled = 0
@@ -29,11 +29,12 @@ class Servers:
         self.row: Any = None
         self._shared = [] if shared is None else shared
 
-    def open(self, row: Row) -> None:
+    def put(self, row: Row) -> Any:
         self.row = row
         if not self._shared:
             self._shared.append(row.values.clone())
         self._held = self._shared[0]
+        return self
 
     def gradient(self) -> int:
         return 0
@@ -55,7 +56,7 @@ class Servers:
     def settle(self, slot: int) -> None:
         """Only the answer to the push itself says what became of it."""
         self.settled += 1
-        self.unused |= self.deaf
+        self.record.unused |= self.deaf
 
 
 @pytest.mark.parametrize("deaf", [{0}, {1}, {0, 1}], ids=str)
@@ -67,7 +68,7 @@ def test_what_a_shard_has_not_used_comes_with_the_next_push(deaf: set[int]) -> N
         {"count": torch.tensor([2.0, 2.0]), "sum": torch.tensor([[2.0], [8.0]])},
     ]
     servers.deaf = deaf
-    totals = _Totals(servers, told[0])
+    totals = ServerTotals(servers.put, told[0], SHARDS)
     totals.total(told[0])
     servers.deaf = set()
     for statistics in told[1:]:
@@ -90,7 +91,7 @@ def test_what_the_dead_have_told_is_taken_back_by_one_of_the_living() -> None:
     shared: list[Tensor] = []
     workers: list[Any] = [Servers(shared) for _ in range(3)]
     told = [{"count": torch.tensor([float(rank + 1), 10.0 * rank])} for rank in range(3)]
-    totals = [_Totals(worker, mine) for worker, mine in zip(workers, told, strict=True)]
+    totals = [ServerTotals(worker.put, mine, SHARDS) for worker, mine in zip(workers, told, strict=True)]
     for of_worker, mine in zip(totals, told, strict=True):
         of_worker.total(mine)
     assert shared[0].tolist() == [6.0, 30.0]

@@ -35,6 +35,7 @@ from offbeat.runtime.randomness import seed_everything
 from offbeat.runtime.records import MODEL_FILE
 from offbeat.runtime.servers.plan import Plan
 from offbeat.runtime.watched import written_down
+from offbeat.strategies._capabilities import StatisticsKeeper
 from offbeat.task import Data, IterativeTask, Reference, Task
 
 
@@ -263,7 +264,7 @@ def iterate(task: IterativeTask, team: Team) -> None:
             team.begin_step()
             mine = _summed(task, params.values, part, team)
         with team.stopwatch.spent_on("communicate"):
-            total = team.exchange.total(mine)
+            total = _total(team, mine)
         with team.stopwatch.spent_on("compute"):
             params.values = {name: value.clone() for name, value in task.update(params.values, total).items()}
         team.ledger.steps += 1
@@ -274,7 +275,8 @@ def iterate(task: IterativeTask, team: Team) -> None:
                 score = float(task.score(params.values, validate))
             team.report(score=score)
             if team.group.present != members:
-                team.exchange.take_over()
+                if isinstance(team.exchange, StatisticsKeeper):
+                    team.exchange.take_over()
                 members = team.group.present
                 part = _part_of(data.train, task, team, members)
     test = list(_loader(data.test, _size(data.test), task.collate, shuffle=False))
@@ -282,6 +284,13 @@ def iterate(task: IterativeTask, team: Team) -> None:
     team.notes["epochs"] = team.step
     if team.folder is not None and team.group.leads:
         _write_model({name: value.contiguous() for name, value in params.values.items()}, team.folder / MODEL_FILE)
+
+
+def _total(team: Team, statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Statistics summed over the workers."""
+    if isinstance(team.exchange, StatisticsKeeper):
+        return team.exchange.total(statistics)
+    return team.group.sums(statistics, "the sum of statistics")
 
 
 def _part_of(train: Dataset[Any], task: IterativeTask, team: Team, members: Sequence[int]) -> Iterable[Any]:

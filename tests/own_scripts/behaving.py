@@ -117,7 +117,11 @@ def looks_without_saying(team: Team, facts: Facts) -> None:
         facts["seen"].append(seen)
         facts["losses"].append(loss / max(seen, 1))
         team.report(loss=facts["losses"][-1])
-    facts["epochs"], facts["steps"], facts["report"] = team._holdings.epoch, team.step, team.ledger.metrics["loss"]
+    facts["epochs"], facts["steps"], facts["report"] = (
+        team._place.holdings.epoch,
+        team.step,
+        team.ledger.metrics["loss"],
+    )
 
 
 def trains_as_if_evaluating(team: Team, facts: Facts) -> None:
@@ -130,7 +134,7 @@ def trains_as_if_evaluating(team: Team, facts: Facts) -> None:
         model.eval()
         for x, _ in held_out:
             model(x)
-    facts["epochs"], facts["steps"] = team._holdings.epoch, team.step
+    facts["epochs"], facts["steps"] = team._place.holdings.epoch, team.step
     facts["weights"] = model[2].weight.flatten().tolist()
 
 

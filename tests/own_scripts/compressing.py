@@ -16,6 +16,7 @@ from offbeat.runtime.place import where
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies import AllReduce, combined, parse
 from offbeat.strategies._compressing import Compressing
+from offbeat.strategies._worker import adopt
 
 SEED = 11
 STEPS = 4
@@ -61,7 +62,7 @@ def run(config: Mapping[str, Any], control: Control) -> None:
         exchange = AllReduce().connect(group, Stopwatch())
         exchange.compressions = cast("tuple[Compressing, ...]", combined(parse(text)).compressions)
         exchange.seed = SEED
-        exchange.adopt(model)
+        adopt(exchange, model)
         for step in range(STEPS):
             model.zero_grad()
             exchange.weigh(group.rank + 1, sum(range(1, group.size + 1)))

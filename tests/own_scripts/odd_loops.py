@@ -292,7 +292,12 @@ def main() -> None:
             if assigned.servers is not None:
                 raise  # Servers end with their first team.
             told = str(error)
-        found = {"told": told, "facts": loop.facts, "warnings": team._watch.warnings, "state": loop.model.state_dict()}
+        found = {
+            "told": told,
+            "facts": loop.facts,
+            "warnings": team._place.watch.warnings,
+            "state": loop.model.state_dict(),
+        }
         torch.save(found, folder / f"{number}-{team.rank}.pt")
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from offbeat.runtime.choices import Sums
 from offbeat.runtime.execute import Program, run
 from offbeat.runtime.place import Place
 from offbeat.runtime.presence import Presence, Waiting
+from offbeat.runtime.shared.segment import Segment
 
 _WAITED_FOR = AllreduceOptions()
 _WAITED_FOR.asyncOp = False
@@ -234,12 +236,23 @@ class Group:
         self.sums_by = Sums(self._process_group, name, stored)
         return self.sums_by
 
-    def at_once(self, act: Callable[[OffbeatGroup], None], what: str, tensors: Sequence[Tensor] = ()) -> None:
-        """Let `act` use the group's shared memory; every worker calls this with the same."""
+    def sum_in_place(self, tensors: Sequence[Tensor], weight: float, own_blocks: bool, what: str) -> None:
+        """Sum tensors times a weight where they lie, through shared memory; or only this worker's blocks of them."""
+        with self._awaited_in_memory(what):
+            self._process_group.sum_in_place(tensors, weight, own_blocks, what)
+
+    def shared_segment(self, size: int, what: str) -> Segment:
+        """So many bytes of memory that all workers of the host have; all call this together."""
+        with self._awaited_in_memory(what):
+            return self._process_group.share_segment(size, what)
+
+    @contextmanager
+    def _awaited_in_memory(self, what: str) -> Generator[None]:
+        """Around what uses the group's shared memory; every worker does the same."""
         self._calls += 1
         self._watched.waiting = Waiting(what, str(self._lane), self._calls)
         try:
-            self._process_group.at_once(act, what, tensors)
+            yield
         except RuntimeError as error:
             raise self.explained(error, what, self._calls) from error
         finally:

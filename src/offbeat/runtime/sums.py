@@ -19,7 +19,6 @@ from torch.autograd import Variable
 from torch.nn import Parameter
 
 from offbeat.errors import RunError
-from offbeat.runtime.backend import OffbeatGroup
 from offbeat.runtime.buckets import hook
 from offbeat.runtime.group import Group, ring_bytes
 from offbeat.runtime.header import Header
@@ -158,15 +157,8 @@ class GradientSums:
         real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in held]
         count, size = sum(tensor.nbytes for tensor in real), self._group.size
 
-        def act(group: OffbeatGroup) -> None:
-            local: Any = group.local
-            if self._own_blocks:
-                local.sum_own_blocks(real, weight)
-            else:
-                local.all_reduce(real, torch.distributed.ReduceOp.SUM, weight)
-
         self._group.bytes_sent += ring_bytes(count, size) // (2 if self._own_blocks else 1)
-        self._group.at_once(act, "the sum of gradients", real)
+        self._group.sum_in_place(real, weight, self._own_blocks, "the sum of gradients")
         for gradient, copy in zip(gradients, held, strict=True):
             if copy is not gradient:
                 gradient.copy_(copy)

@@ -9,7 +9,7 @@ from typing import Any, Final, get_args
 
 import msgspec
 
-from offbeat.protocols.servers.messages import Status, server_name, worker_name
+from offbeat.protocols.servers.messages import PushReply, Status, server_name, worker_name
 from offbeat.runtime.group import Group
 
 STATUSES: Final[tuple[str, ...]] = get_args(Status)
@@ -23,6 +23,9 @@ LONGEST_REASON: Final = 150
 _HEAD: Final = 3 + len(STATUSES)
 _LINK: Final = 4
 
+Links = Mapping[tuple[int, int], tuple[int, int]]
+"""Bytes that were sent to a server and got from it, by shard and replica."""
+
 
 @dataclass
 class Account:
@@ -35,7 +38,7 @@ class Account:
     """What became of its pushes, on all shards."""
     stale: Mapping[int, int]
     """How many steps old its reads were: how often each."""
-    links: Mapping[tuple[int, int], tuple[int, int]] = field(default_factory=dict[tuple[int, int], tuple[int, int]])
+    links: Links = field(default_factory=dict[tuple[int, int], tuple[int, int]])
     """Bytes that it has sent to a server and got from it, by shard and replica."""
 
     def row(self) -> list[float]:
@@ -57,6 +60,51 @@ class Account:
             (int(row[at]), int(row[at + 1])): (int(row[at + 2]), int(row[at + 3])) for at in range(_HEAD, end, _LINK)
         }
         return cls(int(row[0]), row[1], pushes, {age: int(count) for age, count in enumerate(row[end:])}, links)
+
+
+class PushRecord:
+    """What has become of one worker's pushes and reads so far."""
+
+    def __init__(self) -> None:
+        self.written: dict[int, int] = {}
+        """Version of each shard that has all this worker has pushed."""
+        self.unused: set[int] = set()
+        """Shards on which pushes came to nothing: they were refused, or their step was complete without them."""
+        self._pushes: Counter[str] = Counter()
+        self._stale: Counter[int] = Counter()
+        self._refused: list[str] = []
+
+    def read(self, age: int) -> None:
+        """Values so many steps old were read from a shard, or used again."""
+        self._stale[max(0, age)] += 1
+
+    def answered(self, shard: int, reply: PushReply, counts: bool) -> None:
+        """A server has said what became of a push; it may say so twice, which counts once."""
+        if counts:
+            self._pushes[reply.status] += 1
+            self.unused |= {shard} if reply.status in ("refused", "late") else set()
+            self._refused += [reply.reason] if reply.status == "refused" else []
+        self.written[shard] = max(reply.version, self.written.get(shard, 0))
+
+    def figures(self) -> dict[str, Any]:
+        """Pushes of this worker by what became of them, and how stale its reads were."""
+        return {"pushes": dict(self._pushes), "staleness": {str(k): self._stale[k] for k in sorted(self._stale)}}
+
+    def accounts(self, group: Group, waited: float, links: Links) -> dict[str, Any]:
+        """Pushes and reads of all workers, and what each has waited, sent and got; all call this together."""
+        mine = Account(group.rank, waited, self._pushes, self._stale, links)
+        return together(map(Account.of, group.gather(mine.row(), "a report").tolist()))
+
+    def staleness(self, group: Group) -> dict[str, int]:
+        """Reads of all workers by how many steps old they were; all call this together."""
+        most = int(group.gather([float(max(self._stale, default=0))], "the end of the run").max())
+        rows = group.gather([float(self._stale[k]) for k in range(most + 1)], "the end of the run")
+        return {str(k): int(count) for k, count in enumerate(rows.sum(0).tolist()) if count}
+
+    def notes(self, group: Group) -> dict[str, Any]:
+        """Why pushes of any worker were refused, if any were; all call this together."""
+        reasons = refusals(group, self._refused)
+        return {"refusals": reasons} if reasons else {}
 
 
 def together(accounts: Iterable[Account]) -> dict[str, Any]:

@@ -88,8 +88,8 @@ class Strategy(Written):
 
     axis: ClassVar[Axis]
     """What it decides."""
-    traits: ClassVar[Traits] = Traits()
-    """What it promises; where that depends on the arguments, a property of the same name."""
+    promises: ClassVar[Traits] = Traits()
+    """What it promises, whatever its arguments are; where they matter, `traits` says it."""
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Other names for it, each with the text it stands for."""
     examples: ClassVar[tuple[str, ...]] = ()
@@ -102,6 +102,11 @@ class Strategy(Written):
 
     def __str__(self) -> str:
         return spell_call(_reference(type(self)), self)
+
+    @property
+    def traits(self) -> Traits:
+        """What it promises; a strategy whose promises depend on its arguments says here how."""
+        return self.promises
 
     @classmethod
     def summary(cls) -> str:
@@ -167,7 +172,7 @@ class Combined(Strategy):
                 )
 
     @property
-    def traits(self) -> Traits:  # pyright: ignore[reportIncompatibleVariableOverride]  # a sum's depend on its parts
+    def traits(self) -> Traits:
         """What all of its parts promise together."""
         traits, *others = (part.traits for part in self.parts())
         for other in others:

@@ -21,7 +21,7 @@ class Compressing(Strategy):
     first_alone: ClassVar[bool] = True
     selects: ClassVar[bool] = False
     """Whether it sends some of the numbers as they are, which a further compressor may then make smaller."""
-    traits = Traits(synchronous=True, deterministic=True, elastic=True)
+    promises = Traits(synchronous=True, deterministic=True, elastic=True)
     feedback: bool = field(default=True, kw_only=True)
     """Whether what was left out is added to the next step's."""
 

@@ -98,8 +98,11 @@ def _description(cls: type[Strategy]) -> Description:
 
 def _traits(cls: type[Strategy]) -> Traits:
     """What it promises by default; where that hangs on its arguments and one must be given, nothing is promised."""
-    if isinstance(cls.traits, Traits):  # pyright: ignore[reportUnnecessaryIsInstance]  # it may be a property
-        return cls.traits
+    traits = inspect.getattr_static(cls, "traits")
+    if isinstance(traits, Traits):  # Set on the class, which hides the property.
+        return traits
+    if traits is Strategy.traits:
+        return cls.promises
     return Traits() if any(field.required for field in fields_of(cls)) else cls().traits
 
 

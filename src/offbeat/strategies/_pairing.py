@@ -29,7 +29,6 @@ _KINDS = (torch.float32, torch.float64, torch.float16)
 class Pairing(Parted):
     """A worker whose row of parameters is averaged with neighbours' by a thread of its own."""
 
-    lockstep = False
     unforeseen = "who meets whom is decided as it happens"
 
     def __init__(
@@ -47,6 +46,11 @@ class Pairing(Parted):
         self._chat: Chat | None = None
         self._sent = 0
         self._wanted = False
+
+    @property
+    def lockstep(self) -> bool:
+        """Nobody waits for anybody."""
+        return False
 
     def install(self, model: nn.Module) -> None:
         """Its parameters lie in the row; all models must be there when training begins."""

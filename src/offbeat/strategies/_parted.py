@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import StrategyError
 from offbeat.protocols.topology import Mixing
@@ -36,7 +35,6 @@ class Parted(Exchange):
         """Of the replicas to their mean, when it was last measured: the root of the mean square."""
         self._examples: int | None = None
         self._idle = Idle()
-        self._handles: list[RemovableHandle] = []
         self._optimizers = 0
 
     def install(self, model: nn.Module) -> None:
@@ -55,8 +53,8 @@ class Parted(Exchange):
         """Mix after its steps."""
         if self.group.size > 1:
             number, self._optimizers = self._optimizers, self._optimizers + 1
-            self._handles.append(optimizer.register_step_pre_hook(self._before))
-            self._handles.append(optimizer.register_step_post_hook(partial(self._after, number)))
+            self.handles.append(optimizer.register_step_pre_hook(self._before))
+            self.handles.append(optimizer.register_step_post_hook(partial(self._after, number)))
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if closure_of(args, kwargs) is not None:
@@ -89,8 +87,3 @@ class Parted(Exchange):
         """What the graph promises."""
         predicted = {"spectral_gap": self.mixing.gap, "rate": self.mixing.rate, "usual_rate": self.mixing.usual_rate}
         return {"gossip": {**predicted, "distance": self.distance}}
-
-    def close(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()

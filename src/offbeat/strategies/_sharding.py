@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 
 from offbeat.errors import RunError, StrategyError
 from offbeat.protocols.schedule import Layout
-from offbeat.runtime.backend import OffbeatGroup
 from offbeat.runtime.group import Group
 from offbeat.runtime.optimizers import ELEMENT_WISE, why_not
 from offbeat.runtime.shared.segment import Segment
@@ -67,13 +66,7 @@ class Shards:
     def _move_into_shared_memory(self) -> None:
         """One copy of the parameters for all workers of the host."""
         offsets = np.cumsum([0, *(-(-p.numel() * p.element_size() // 64) * 64 for p in self.parameters)])
-
-        def act(group: OffbeatGroup) -> None:
-            local: Any = group.local
-            self._segment = local.room.share_segment(int(offsets[-1]) or 1)
-
-        self._group.at_once(act, "the sharing of parameters")
-        segment: Any = self._segment
+        segment = self._segment = self._group.shared_segment(int(offsets[-1]) or 1, "the sharing of parameters")
         for parameter, offset in zip(self.parameters, offsets.tolist(), strict=False):
             shared = segment.tensor(offset, parameter.numel(), parameter.dtype).view(parameter.shape)
             if self._group.rank == 0:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,10 +21,8 @@ from torch.nn import Parameter
 from offbeat.errors import UsageError
 from offbeat.protocols.servers.messages import PullReply
 from offbeat.protocols.servers.notices import Wanted
-
-if TYPE_CHECKING:
-    from offbeat.strategies._parameter_row import Row
-from offbeat.strategies._serving import Served
+from offbeat.strategies._compressing import Compressing
+from offbeat.strategies._server_driver import ServerDriver
 
 _NOTHING_IS_NEWER = 2**62
 
@@ -62,8 +59,9 @@ class Vector:
     together, once all workers have ended theirs; under `ssp` and `asp` each part is an update of its own.
     """
 
-    def __init__(self, exchange: Served, row: Row, counted: Callable[[], None]) -> None:
-        self._exchange, self._row, self._counted = exchange, row, counted
+    def __init__(self, driver: ServerDriver, compressions: Sequence[Compressing], counted: Callable[[], None]) -> None:
+        self._link, self._queue, self._row = driver.link, driver.queue, driver.row
+        self._compressions, self._counted = compressions, counted
         self._tokens: list[int] = []
 
     def __len__(self) -> int:
@@ -105,8 +103,7 @@ class Vector:
             np.copyto(place, numbers.view(place.dtype))
             versions[number] = reply.version
 
-        exchange = self._exchange
-        replies = self._answers(exchange.client.pull_parts(wanted, exchange.clock, take), "a pull of a range")
+        replies = self._link.wait(self._link.client.pull_parts(wanted, self._link.clock, take), "a pull of a range")
         clock = min(reply.clock for _, reply in replies)
         if newer_than is not None and tuple(versions) == newer_than.versions:
             return None
@@ -124,14 +121,14 @@ class Vector:
                 f"{where} takes {len(where):,} numbers of {self._row.kind}; the gradient has "
                 f"{gradient.numel():,} of {str(gradient.dtype).removeprefix('torch.')}."
             )
-        if self._exchange.compressions:
+        if self._compressions:
             raise UsageError(
-                f"{', '.join(map(str, self._exchange.compressions))} compresses gradients of whole shards, so a range "
+                f"{', '.join(map(str, self._compressions))} compresses gradients of whole shards, so a range "
                 f"cannot be pushed. Leave the compression out."
             )
         raw = gradient.detach().reshape(-1).clone().numpy()
         parts = [(piece.shard, piece.start, piece.stop, raw[piece.place].view(np.uint8)) for piece in pieces]
-        self._tokens.append(self._exchange.push_parts(parts))
+        self._tokens.append(self._queue.push_parts(parts))
 
     def step(self, weight: float = 1.0) -> None:
         """End the step: wait until all that was pushed in it is answered, and until the next one may begin.
@@ -140,24 +137,17 @@ class Vector:
         """
         if weight <= 0:
             raise UsageError(f"a step's gradient is a mean over {weight:g} examples: give step() a weight above 0.")
-        exchange = self._exchange
+        link = self._link
         tokens, self._tokens = self._tokens, []
-        exchange.push(None, then_pull=False, weight=weight)
+        self._queue.push(None, then_pull=False, weight=weight)
         for token in tokens:
-            self._answers(token, "the answer to a push")
-        if exchange.rule.bound is not None:
+            link.wait(token, "the answer to a push")
+        if link.rule.bound is not None:
             # A question that has no answer but "unchanged", which comes when the consistency allows the next step.
             wanted = [Wanted(shard, 0, 0, _NOTHING_IS_NEWER) for shard in range(len(self.shards))]
-            token = exchange.client.pull_parts(wanted, exchange.clock, _leave_alone)
-            self._answers(token, "the next step being allowed")
+            token = link.client.pull_parts(wanted, link.clock, _leave_alone)
+            link.wait(token, "the next step being allowed")
         self._counted()
-
-    def _answers(self, token: int, what: str) -> Sequence[Any]:
-        exchange = self._exchange
-        with exchange.stopwatch.spent_on("wait"):
-            replies = exchange.client.wait(token, what)
-        exchange.heed(replies)
-        return replies
 
     def _pieces(self, where: range) -> list[_Piece]:
         """A range cut at the ends of shards; refused if it is none, or not of this vector."""

@@ -17,6 +17,7 @@ from offbeat.runtime.group import Group
 from offbeat.runtime.holdings import Holdings
 from offbeat.runtime.ledger import Ledger
 from offbeat.runtime.reports import KEPT
+from offbeat.strategies._capabilities import Overtaken, StepGuard
 from offbeat.strategies._updates import FirstGradients, HandUpdates, Replicas, Strangers, say
 from offbeat.strategies._worker import EveryBatch, Exchange, Pace, closure_of
 
@@ -29,6 +30,8 @@ class Watch:
     ) -> None:
         self._group, self._holdings, self._ledger = group, holdings, ledger
         self._exchange, self._pace = exchange, pace
+        self._overtaken = exchange if isinstance(exchange, Overtaken) else None
+        self._step_guard = exchange if isinstance(exchange, StepGuard) and group.size > 1 else None
         exchanged_in_steps = group.size > 1 and (exchange.acts_in_steps or pace.acts_in_steps)
         self._by_hand = HandUpdates(holdings, strategy, self.warn) if exchanged_in_steps else None
         self._strangers = Strangers(self.warn)
@@ -133,7 +136,7 @@ class Watch:
         def after(*_: Any) -> None:
             if first and self._pace.updating:
                 # Counted at once, so that this worker knows where the others are before it does anything else.
-                missed = self._exchange.passed_over()
+                missed = 0 if self._overtaken is None else self._overtaken.passed_over()
                 self._ledger.steps += 1 + missed
                 self.missed += missed
 
@@ -141,8 +144,8 @@ class Watch:
             if self._by_hand is not None:
                 self._by_hand.stepping(optimizer)  # Before exchanges hide its parameters from it.
             closure = closure_of(args, kwargs)
-            if closure is None and self._group.size > 1:
-                self._exchange.stepping(optimizer)
+            if closure is None and self._step_guard is not None:
+                self._step_guard.stepping(optimizer)
             if closure is None or self._group.size == 1:
                 return None
             if not isinstance(self._pace, EveryBatch):
@@ -153,7 +156,7 @@ class Watch:
             # A closure's loss steers line searches: every worker must see the same one, or they part ways.
             return (optimizer, self._shared(closure)), {}
 
-        self._handles.append(optimizer.register_step_pre_hook(before))
+        self._handles.append(optimizer.register_step_pre_hook(_TeamHook(before)))
         self._handles.append(optimizer.register_step_post_hook(after))
 
     def _refuse_strangers(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -228,7 +231,17 @@ class Watch:
             handle.remove()
 
 
+class _TeamHook:
+    """A hook by which other teams of this process know that one of them counts an optimizer's steps."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *given: Any) -> Any:
+        return self._call(*given)
+
+
 def _prepared_elsewhere(optimizer: Optimizer) -> bool:
     """Whether another team of this process counts its steps."""
     hooks = optimizer._optimizer_step_pre_hooks.values()  # pyright: ignore[reportPrivateUsage]
-    return any(getattr(hook, "__module__", None) == __name__ for hook in hooks)
+    return any(isinstance(hook, _TeamHook) for hook in hooks)

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle, unserializable_hook
+from torch.utils.hooks import unserializable_hook
 
 from offbeat.errors import RunError, StrategyError
 from offbeat.strategies._base import Traits, require
+from offbeat.strategies._capabilities import Microbatched
 from offbeat.strategies._worker import Exchange, Microbatches, Pace, Timing, closure_of
 
 
@@ -30,7 +31,7 @@ class Accumulate(Timing):
     steps: int
     """Batches per exchange and update."""
 
-    traits = Traits(synchronous=True, exact=True, deterministic=True)
+    promises = Traits(synchronous=True, exact=True, deterministic=True)
     aliases: ClassVar = {"gradient_accumulation": "accumulate"}
     examples = ("accumulate(4)", "ddp + accumulate(4)")
 
@@ -41,7 +42,9 @@ class Accumulate(Timing):
 
     def pace(self, exchange: Exchange) -> Pace:
         """The worker's side: gradients are kept aside until enough are there, or are sent one by one."""
-        return (Microbatches if exchange.takes_microbatches else _Accumulating)(exchange, self.steps)
+        if isinstance(exchange, Microbatched) and exchange.takes_microbatches:
+            return Microbatches(exchange, exchange, self.steps)
+        return _Accumulating(exchange, self.steps)
 
     def batches_per_update(self) -> int:
         """As many as are accumulated."""
@@ -60,7 +63,8 @@ class _Accumulating(Pace):
     acts_in_steps = True
 
     def __init__(self, exchange: Exchange, steps: int) -> None:
-        self._exchange, self._steps = exchange, steps
+        super().__init__(exchange)
+        self._steps = steps
         self._parameters: list[Parameter] = []
         self._models: list[int] = []
         self._numbers: dict[int, int] = {}
@@ -74,7 +78,6 @@ class _Accumulating(Pace):
         self._updating = True
         self._queued = False
         self._hidden: list[tuple[Parameter, Tensor]] = []
-        self._handles: list[RemovableHandle] = []
 
     def adopt(self, model: nn.Module) -> None:
         """Hooks that weigh new gradients and add the sum to them."""
@@ -89,8 +92,8 @@ class _Accumulating(Pace):
             parameter.requires_grad_(True)  # Torch takes no hooks for what is frozen, but keeps them through it.
             # Marked, so that torch does not warn of it when the user's loop saves the model.
             weighed = unserializable_hook(partial(self._weighed, number))
-            self._handles.append(parameter.register_hook(weighed))
-            self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._passed, number)))
+            self.handles.append(parameter.register_hook(weighed))
+            self.handles.append(parameter.register_post_accumulate_grad_hook(partial(self._passed, number)))
             parameter.requires_grad_(trainable)
 
     def watch(self, optimizer: Optimizer) -> None:
@@ -113,8 +116,8 @@ class _Accumulating(Pace):
                 parameter.grad = gradient
             self._hidden.clear()
 
-        self._handles.append(optimizer.register_step_pre_hook(before))
-        self._handles.append(optimizer.register_step_post_hook(after))
+        self.handles.append(optimizer.register_step_pre_hook(before))
+        self.handles.append(optimizer.register_step_post_hook(after))
 
     def begin(self, examples: int, total: int | None, last: bool) -> None:
         """Count the batch; the one that completes the sum is exchanged with the weight of all."""
@@ -128,11 +131,11 @@ class _Accumulating(Pace):
         self._examples = examples
         self._batches += 1
         self._updating = last or self._batches >= self._steps
-        self._exchange.suspend(not self._updating)
+        self.exchange.suspend(not self._updating)
         known = None if total is None or self._held_total < 0 else self._held_total + total
         self._held_total = -1 if known is None else known
         if self._updating:
-            self._exchange.weigh(self._held_examples + examples, known)
+            self.exchange.weigh(self._held_examples + examples, known)
 
     @property
     def updating(self) -> bool:
@@ -178,7 +181,7 @@ class _Accumulating(Pace):
         if kept is None:
             return
         self._joined.add(number)
-        weight = self._exchange.weight_in_backward / max(self._held_examples + self._examples, 1)
+        weight = self.exchange.weight_in_backward / max(self._held_examples + self._examples, 1)
         with torch.no_grad():
             if parameter.grad is None:
                 parameter.grad = kept * weight
@@ -192,7 +195,7 @@ class _Accumulating(Pace):
         for number in list(self._sums):
             late = number not in self._joined or self._parameters[number].grad is None
             if late and self._models[number] in reached:
-                if not self._exchange.joins_late:
+                if not self.exchange.joins_late:
                     raise RunError(
                         "a parameter had a gradient in an earlier batch of an accumulated step and none in the last, "
                         "which this exchange cannot sum any more. Use allreduce, which can."
@@ -215,11 +218,6 @@ class _Accumulating(Pace):
         self._batches, self._examples = state["batches"], state["examples"]
         self._held_examples, self._held_total = state["held"]
         self._updating = state["updating"]
-
-    def close(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
 
 
 def _is_zero(gradient: Tensor | None) -> bool:

@@ -78,13 +78,13 @@ class AllReduce(Exchanging):
     """Whether `auto` takes what it chose in earlier runs, so that runs add in the same order; it measures only once."""
 
     @property
-    def traits(self) -> Traits:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def traits(self) -> Traits:
         """Exact; and the same bits in every run, unless the algorithm may be another one in the next."""
         settled = self.algorithm is not Algorithm.AUTO or self.deterministic
         return Traits(synchronous=True, exact=True, deterministic=settled)
 
     @property
-    def parting(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def parting(self) -> bool:
         """Workers may step by themselves, if each has the whole optimizer."""
         return self.shard == "nothing"
 
@@ -179,10 +179,10 @@ class _AllReducing(Exchange):
     def mean(self, row: Tensor, what: str, shapes: Shapes = ()) -> None:
         """The mean of what each worker's letter says; what it leaves out is owed to the next mean of the same name."""
         if not self.compressions or self.group.size == 1:
-            super().mean(row, what)
+            self.group.mean(row, what)
             return
         if bool(self.group.gather([float(not finite(row))], what).any()):
-            super().mean(row, what)  # As uncompressed; what is owed would stay NaN for ever.
+            self.group.mean(row, what)  # As uncompressed; what is owed would stay NaN for ever.
             return
         name = f"{what}, {row.numel()} numbers"
         if name not in self._means:

@@ -28,7 +28,8 @@ from offbeat.protocols.servers.rhythm import RhythmOf, rhythm_of
 from offbeat.runtime.group import Group
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._base import Axis, Strategy, Traits, require, require_servers
-from offbeat.strategies._serving import Served
+from offbeat.strategies._server_driver import ServerDriver
+from offbeat.strategies._serving import ServedWorker, StepHere
 from offbeat.strategies._worker import Exchange, Exchanging
 
 
@@ -50,7 +51,7 @@ class Coded(Exchanging):
     replicas: int = 0
     """Further copies of every shard: with one, any server may die and nothing is lost."""
 
-    traits = Traits(exact=True, elastic=True)
+    promises = Traits(exact=True, elastic=True)
     examples = ("coded", "coded(s=2, shards=2)", "coded(code=cyclic)")
 
     def __post_init__(self) -> None:
@@ -94,12 +95,13 @@ class Coded(Exchanging):
         return (_Combining if self.code == "cyclic" else _Repeating)(group, stopwatch, self)
 
 
-class _Combining(Served):
+class _Combining(ServedWorker):
     """Pushes a combination of the gradients of the slices that it computes, as shares of the mean over all examples."""
 
+    takes_microbatches = True
+
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: Coded) -> None:
-        super().__init__(group, stopwatch, settings, settings.rule)
-        self._rhythm = settings.rhythm()(group.rank)
+        super().__init__(group, stopwatch, settings, settings.rule, settings.rhythm()(group.rank))
         code = code_for(group.size, settings.s, cyclic=True)
         self._parts = [(k + group.rank) % group.size for k in range(settings.s + 1)]
         self._coefficients = [float(code.matrix[group.rank, part]) for part in self._parts]
@@ -107,30 +109,29 @@ class _Combining(Served):
         self._sum = torch.empty(0)
         self._lacking: set[int] = set()
         self._done = 0
-        self._total: int | None = None
 
     def slices(self) -> tuple[Sequence[int], int]:
         """As many as there are workers; this one's and the following."""
         return self._parts, self.group.size
 
-    def weigh(self, examples: int, total: int | None) -> None:
-        """How many examples the slice has; with the last one, how many the whole batch has."""
-        super().weigh(examples, total)
-        self._total = total
+    def microbatch(self, within_step: bool) -> None:
+        """The coming batch is one of the slices."""
+        self.link.within_step = within_step
 
-    def exchange(self) -> bool:
+    def computed(self, driver: ServerDriver) -> StepHere:
         """Take the slice into the combination; with the last one push it, and pull."""
-        slot = self.gradient()
+        queue = driver.queue
+        slot = queue.gradient()
         if not self._done:
-            self._sum = torch.zeros_like(self.slots[slot])
-            self._lacking = self.absent[slot]
-        self._lacking = self.absent[slot] = self._lacking & self.absent[slot]
+            self._sum = torch.zeros_like(queue.slots[slot])
+            self._lacking = queue.absent[slot]
+        self._lacking = queue.absent[slot] = self._lacking & queue.absent[slot]
         if self.examples:
-            self._sum.add_(self.slots[slot], alpha=self._coefficients[self._done] * self.examples)
+            self._sum.add_(queue.slots[slot], alpha=self._coefficients[self._done] * self.examples)
         self._done += 1
-        if self.within_step:
-            return True
-        if self._total is None:
+        if self.link.within_step:
+            return StepHere()
+        if self.total_examples is None:
             raise StrategyError(
                 f"{self.strategy} must know how many examples a batch has over all workers, which nobody knows of a "
                 f"stream beforehand. Use a dataset with a length, or code=fractional."
@@ -142,17 +143,16 @@ class _Combining(Served):
                 f"exact gradient from fewer than {self._needed}. Go on from the last checkpoint with --resume; a "
                 f"larger s outlives more workers."
             )
-        torch.div(self._sum, max(self._total, 1), out=self.slots[slot])
-        self.perform(self._rhythm.computed(self.clock).actions, lambda: slot)
-        return True
+        torch.div(self._sum, max(self.total_examples, 1), out=queue.slots[slot])
+        driver.perform(driver.rhythm.computed(self.link.clock).actions, lambda: slot)
+        return StepHere()
 
 
-class _Repeating(Served):
+class _Repeating(ServedWorker):
     """Pushes the gradient of a slice that others compute too."""
 
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: Coded) -> None:
-        super().__init__(group, stopwatch, settings, settings.rule)
-        self._rhythm = settings.rhythm()(group.rank)
+        super().__init__(group, stopwatch, settings, settings.rule, settings.rhythm()(group.rank))
         self._copies = settings.s + 1
 
     def slices(self) -> tuple[Sequence[int], int]:
@@ -160,12 +160,12 @@ class _Repeating(Served):
         count = self.group.size // self._copies
         return [self.group.rank % count], count
 
-    def exchange(self) -> bool:
+    def computed(self, driver: ServerDriver) -> StepHere:
         """Push, and pull what the first answers for all slices have made of the parameters."""
         self._all_slices_are_computed()
-        slot = self.gradient() if self.examples else None
-        self.perform(self._rhythm.computed(self.clock).actions, lambda: slot, max(self.examples, 1e-9))
-        return True
+        slot = driver.queue.gradient() if self.examples else None
+        driver.perform(driver.rhythm.computed(self.link.clock).actions, lambda: slot, max(self.examples, 1e-9))
+        return StepHere()
 
     def _all_slices_are_computed(self) -> None:
         count = self.slices()[1]

@@ -51,7 +51,7 @@ class DDP(Exchanging):
     find_unused: bool = False
     """Look for parameters that took no part in the loss; costs a walk through the graph each step."""
 
-    traits = Traits(synchronous=True, exact=True, deterministic=True)
+    promises = Traits(synchronous=True, exact=True, deterministic=True)
     examples = ("ddp", "ddp(bucket=50.0)", "ddp(find_unused=True)")
 
     def __post_init__(self) -> None:
@@ -75,7 +75,6 @@ class _Stock(Exchange):
         self._settings = settings
         self._stock_group: Any = None
         self._wrapped: list[DistributedDataParallel] = []
-        self._handles: list[RemovableHandle] = []
         self._passes = 0
         self._due: set[int] = set()
         self._summed = 0
@@ -110,11 +109,11 @@ class _Stock(Exchange):
             self._expected[id(model)] = trained
         # Backward comes to the first parameter last: from then on until the step, DDP's exchange is exposed.
         first = next(iter(trained.values()))
-        self._handles.append(first.register_post_accumulate_grad_hook(partial(self._computed, id(model))))
+        self.handles.append(first.register_post_accumulate_grad_hook(partial(self._computed, id(model))))
         # Every parameter has a gradient in a pass that DDP completes, unless it looks for those that have none.
         counting = partial(self._exchanged, id(model), sum(p.numel() * p.element_size() for p in trained.values()))
         watched = trained.values() if settings.find_unused else (first,)
-        self._handles += [p.register_post_accumulate_grad_hook(counting) for p in watched]
+        self.handles += [p.register_post_accumulate_grad_hook(counting) for p in watched]
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
             # DDP would broadcast buffers in evaluations too, and wait for workers that have fewer batches to evaluate.
@@ -137,8 +136,8 @@ class _Stock(Exchange):
             self._awaited.add(id(model))
             return wrapped._post_forward(output)  # pyright: ignore[reportPrivateUsage]
 
-        self._handles.append(model.register_forward_pre_hook(_OwnHook(before), with_kwargs=True))
-        self._handles.append(model.register_forward_hook(_OwnHook(after)))
+        self.handles.append(model.register_forward_pre_hook(_OwnHook(before), with_kwargs=True))
+        self.handles.append(model.register_forward_hook(_OwnHook(after)))
         vars(model)["__getstate__"] = partial(_state_without_ours, model)
 
     def _process_group(self) -> Any:
@@ -155,7 +154,7 @@ class _Stock(Exchange):
                 )
             self._owner[id(parameter)] = id(model)
             if not parameter.requires_grad and (parameter.is_floating_point() or parameter.is_complex()):
-                self._handles.append(hook(parameter, partial(_refuse_unfrozen, name)))
+                self.handles.append(hook(parameter, partial(_refuse_unfrozen, name)))
 
     def _exchanged(self, model: int, size: int, _: Tensor) -> None:
         """Count what DDP sums: a model's gradients, once for each backward pass, however often it was called before."""
@@ -238,11 +237,12 @@ class _Stock(Exchange):
         If a reducer is the last to let go of a Gloo group, it joins Gloo's threads with the GIL held, which those may
         be waiting for (torch 2.13).
         """
-        for handle in (*self._handles, *self._scalers):
+        super().close()
+        for handle in self._scalers:
             handle.remove()
         for wrapped in self._wrapped:
             vars(wrapped.module).pop("__getstate__", None)
-        self._handles, self._scalers, self._wrapped = [], [], []
+        self.handles, self._scalers, self._wrapped = [], [], []
 
 
 _UNFINISHED = re.compile(r"Expected to have finished reduction.*?(?:for rank \d+:(?P<indices>[ \d]+)|\Z)", re.DOTALL)

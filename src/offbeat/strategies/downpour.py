@@ -11,21 +11,23 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from functools import partial
+from typing import Any, Final
 
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.rhythm import Action, PushAndFetch, RhythmOf
+from offbeat.protocols.servers.rhythm import PushAndFetch, RhythmOf
 from offbeat.runtime.compression.coder import finite
 from offbeat.runtime.group import Group
 from offbeat.runtime.servers.numbers import settings_of
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._base import Traits, require, require_servers
-from offbeat.strategies._parameter_row import Row
-from offbeat.strategies._serving import Served
+from offbeat.strategies._push_queue import PushQueue
+from offbeat.strategies._server_driver import ServerDriver
+from offbeat.strategies._serving import RecordedWorker, StepHere
 from offbeat.strategies._worker import Exchange, Exchanging
 
 ADAGRAD: Final = optim.Adagrad.__name__
@@ -54,7 +56,7 @@ class Downpour(Exchanging):
     warm: int = 0
     """Steps in which only one worker trains, before the others join in with what it has learned."""
 
-    traits = Traits(elastic=True)
+    promises = Traits(elastic=True)
     examples = ("downpour", "downpour(push=4, fetch=4)", "downpour(shards=2, replicas=1, warm=50)")
 
     def __post_init__(self) -> None:
@@ -79,32 +81,8 @@ class Downpour(Exchanging):
         return _Raining(group, stopwatch, self)
 
 
-class _Raining(Served):
-    """Sums gradients, pushes the sum when it is due, and fetches when that is due."""
-
-    cuttable = True
-
-    def __init__(self, group: Group, stopwatch: Stopwatch, settings: Downpour) -> None:
-        super().__init__(group, stopwatch, settings, Rule(None))
-        self._every_fetch = settings.fetch
-        self._rhythm = PushAndFetch(settings.push, settings.fetch, settings.warm, leads=group.leads)
-        self._due: tuple[Action, ...] = ()
-        self._filling: int | None = None
-
-    @property
-    def replicated(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Between fetches every worker has parameters and an optimizer's state of its own."""
-        return self._every_fetch == 1
-
-    @property
-    def lockstep(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Only during the warm start: one worker trains, and the others keep step with it."""
-        return self._rhythm.warming
-
-    @property
-    def aligned(self) -> bool:
-        """After the warm start nobody waits for anybody."""
-        return False
+class _Adagrad:
+    """Servers run Adagrad with the worker's learning rate."""
 
     def check(self, optimizer: Optimizer) -> None:
         """Any optimizer will do here, if it has a learning rate for the servers."""
@@ -114,38 +92,49 @@ class _Raining(Served):
                 f"{type(optimizer).__name__} has none (no `lr` in its groups). Use another, or allreduce."
             )
 
-    def updater(self) -> tuple[str, tuple[dict[str, Any], ...]]:
+    def runs(self, optimizer: Optimizer) -> tuple[str, tuple[dict[str, Any], ...]]:
         """Adagrad: with all settings of the worker's own, if that is one; else with its rate and weight decay."""
-        optimizer = cast("Optimizer", self.optimizer)
         settings = settings_of(optimizer)
         if type(optimizer) is optim.Adagrad:
             return ADAGRAD, settings
         return ADAGRAD, tuple({name: group[name] for name in _COMMON if name in group} for group in settings)
 
-    def exchange(self) -> bool:
-        """Add up the gradient; no step is made here if its outcome would be replaced at once, or is not to be."""
-        trains = bool(self.examples) and self._rhythm.trains()
-        self._due, steps_here = self._rhythm.computed(self.clock)
-        if not trains:
-            return True
-        # What servers will refuse is no step here either: NaN would stay in the optimizer's state for ever.
-        return not finite(self._accrue()) or not steps_here
 
-    def _accrue(self) -> Tensor:
+class _Raining(RecordedWorker):
+    """Sums gradients, pushes the sum when it is due, and fetches when that is due."""
+
+    def __init__(self, group: Group, stopwatch: Stopwatch, settings: Downpour) -> None:
+        rhythm = PushAndFetch(settings.push, settings.fetch, settings.warm, leads=group.leads)
+        super().__init__(group, stopwatch, settings, Rule(None), rhythm, _Adagrad())
+        self.replicated = settings.fetch == 1  # Between fetches every worker has parameters and a state of its own.
+        self._steps = rhythm
+        self._filling: int | None = None
+
+    @property
+    def lockstep(self) -> bool:
+        """Only during the warm start: one worker trains, and the others keep step with it."""
+        return self._steps.warming
+
+    @property
+    def aligned(self) -> bool:
+        """After the warm start nobody waits for anybody."""
+        return False
+
+    def computed(self, driver: ServerDriver) -> StepHere:
+        """Add up the gradient; no step is made here if its outcome would be replaced at once, or is not to be."""
+        trains = bool(self.examples) and self._steps.trains()
+        due, steps_here = self._steps.computed(self.link.clock)
+        # What servers will refuse is no step here either: NaN would stay in the optimizer's state for ever.
+        own = trains and finite(self._accrue(driver.queue)) and steps_here
+        return StepHere(own, partial(driver.perform, due, self._accrued))
+
+    def _accrue(self, queue: PushQueue) -> Tensor:
         """Answers the sum of all that is to be pushed next."""
         if self._filling is None:
-            self._filling = self.gradient()
-            return self.slots[self._filling]
-        filled = zip(self.views[self._filling], cast("Row", self.row).parameters, strict=True)
-        for number, (view, parameter) in enumerate(filled):
-            if parameter.grad is not None:
-                view.add_(parameter.grad)
-                self.absent[self._filling].discard(number)
-        return self.slots[self._filling]
-
-    def stepped(self) -> None:
-        """Push and fetch what is due."""
-        self.perform(self._due, self._accrued)
+            self._filling = queue.gradient()
+        else:
+            queue.add_gradient(self._filling)
+        return queue.slots[self._filling]
 
     def _accrued(self) -> int | None:
         slot, self._filling = self._filling, None
@@ -154,36 +143,40 @@ class _Raining(Served):
     @contextmanager
     def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:
         """Inside, every worker has what the servers have; afterwards, its own steps since the last fetch again."""
-        ahead = not self._rhythm.fetched
-        own = self.row.values.clone() if self.row is not None and ahead else None
+        own = self._own_parameters()
         with super().averaged(models):
             try:
                 yield
             finally:
                 self._put_back(own)
 
-    def _put_back(self, own: Tensor | None) -> None:
-        if own is not None:
-            cast("Row", self.row).values.copy_(own)
+    def _own_parameters(self) -> Tensor | None:
+        """A copy of the parameters, if they are not the servers'."""
+        return None if self.driver is None or self._steps.fetched else self.driver.row.values.clone()
 
-    def own_state(self) -> dict[str, Any]:
+    def _put_back(self, own: Tensor | None) -> None:
+        if own is not None and self.driver is not None:
+            self.driver.row.values.copy_(own)
+
+    def own_state(self, driver: ServerDriver) -> dict[str, Any]:
         """The sum that is not pushed yet, too."""
-        accrued = None if self._filling is None else self.slots[self._filling].clone()
-        absent = [] if self._filling is None else sorted(self.absent[self._filling])
-        return {**super().own_state(), "steps": self._rhythm.steps, "accrued": accrued, "absent": absent}
+        accrued = None if self._filling is None else driver.queue.slots[self._filling].clone()
+        absent = [] if self._filling is None else sorted(driver.queue.absent[self._filling])
+        return {**super().own_state(driver), "steps": self._steps.steps, "accrued": accrued, "absent": absent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put the shards' state back; between fetches the parameters are this worker's own, which it has already."""
-        if self.row is None:
+        if self.driver is None:
             return
-        self._rhythm.steps = int(state["steps"])
-        own = None if self._rhythm.fetched else self.row.values.clone()
+        self._steps.steps = int(state["steps"])
+        own = self._own_parameters()
         super().load_state_dict(state)
         self._put_back(own)
         # What another has not pushed yet it pushes itself.
         accrued: Tensor | None = None if self.group.outside else state["accrued"]
         self._filling = None
         if accrued is not None:
-            self._filling = self.free_slot()
-            self.slots[self._filling].copy_(accrued)
-            self.absent[self._filling] = set(state.get("absent", ()))
+            queue = self.driver.queue
+            self._filling = queue.free_slot()
+            queue.slots[self._filling].copy_(accrued)
+            queue.absent[self._filling] = set(state.get("absent", ()))

@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Final, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
@@ -27,7 +28,8 @@ from offbeat.runtime.servers.numbers import ADD
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._base import Traits, require, require_servers
 from offbeat.strategies._parameter_row import Row
-from offbeat.strategies._serving import Served
+from offbeat.strategies._server_driver import ServerDriver
+from offbeat.strategies._serving import ServedWorker, StepHere
 from offbeat.strategies._worker import Exchange, Exchanging
 
 MOVING_RATE: Final = 0.9
@@ -54,7 +56,7 @@ class Elastic(Exchanging):
     asynchronous: bool = True
     """Whether each worker exchanges when it comes to it, or all exchange with the same centre."""
 
-    traits = Traits(elastic=True)
+    promises = Traits(elastic=True)
     aliases: ClassVar = {"easgd": "elastic"}
     examples = ("elastic", "elastic(rho=5.0, period=10)", "elastic(period=1, asynchronous=False)")
 
@@ -79,121 +81,111 @@ class Elastic(Exchanging):
         return _Tied(group, stopwatch, self)
 
 
-class _Tied(Served):
-    """Steps by itself, and now and then moves towards the centre and the centre towards it."""
+class _Pull:
+    """How strongly worker and centre pull each other; servers only add what is pushed to the centre."""
 
-    replicated = False
-
-    def __init__(self, group: Group, stopwatch: Stopwatch, settings: Elastic) -> None:
-        super().__init__(group, stopwatch, settings, Rule(None if settings.asynchronous else 0))
-        self._rho, self._asynchronous = settings.rho, settings.asynchronous
-        self._rhythm = Spring(settings.period, settings.asynchronous)
-        self._centre = torch.empty(0)
-        self._moving: int | None = None
-
-    # -- taking part -------------------------------------------------------------------------------------------------
+    def __init__(self, group: Group, settings: Elastic) -> None:
+        self._group, self._settings = group, settings
 
     def check(self, optimizer: Optimizer) -> None:
         """Any optimizer will do, if the spring is not too strong for its learning rate."""
-        if self._rho is not None and not all("lr" in group for group in optimizer.param_groups):
+        if self._settings.rho is not None and not all("lr" in group for group in optimizer.param_groups):
             raise StrategyError(
-                f"{self.strategy} takes alpha as learning rate times rho, and {type(optimizer).__name__} has no "
+                f"{self._settings} takes alpha as learning rate times rho, and {type(optimizer).__name__} has no "
                 f"learning rate (no `lr` in its groups). Leave rho out."
             )
         for group in optimizer.param_groups:
             self._alpha(group)
 
+    def runs(self, optimizer: Optimizer) -> tuple[str, tuple[dict[str, Any], ...]]:
+        """Servers add."""
+        del optimizer
+        return ADD, ()
+
     def _alpha(self, group: Mapping[str, Any]) -> float:
         """The share of its distance to the centre that a worker moves in an exchange."""
-        workers = len(self.group.members)
-        if self._rho is None:
+        workers, asynchronous = len(self._group.members), self._settings.asynchronous
+        if self._settings.rho is None:
             return MOVING_RATE / workers
-        alpha = float(group["lr"]) * self._rho
-        most = 1 if self._asynchronous else 1 / workers
+        alpha = float(group["lr"]) * self._settings.rho
+        most = 1 if asynchronous else 1 / workers
         if alpha >= 1 or alpha > most:
-            whose = "a worker" if self._asynchronous else f"{workers} workers at once"
+            whose = "a worker" if asynchronous else f"{workers} workers at once"
             raise StrategyError(
-                f"{self.strategy}: with a learning rate of {float(group['lr']):g}, alpha = rate * rho is {alpha:g}, "
+                f"{self._settings}: with a learning rate of {float(group['lr']):g}, alpha = rate * rho is {alpha:g}, "
                 f"and {whose} would throw the centre to the other side. Take a rho below {most / float(group['lr']):g}."
             )
         return alpha
 
-    def updater(self) -> tuple[str, tuple[dict[str, Any], ...]]:
-        """Servers add what is pushed to the centre."""
-        return ADD, ()
+    def alphas(self, optimizer: Optimizer, row: Row) -> list[float]:
+        """For every parameter; one that no optimizer has never leaves the centre."""
+        known = {id(p): self._alpha(group) for group in optimizer.param_groups for p in group["params"]}
+        return [known.get(id(p), 0.0) for p in row.parameters]
 
-    def open(self, row: Row) -> None:
+
+class _Tied(ServedWorker):
+    """Steps by itself, and now and then moves towards the centre and the centre towards it."""
+
+    replicated = False
+    keeps_apart = True
+
+    def __init__(self, group: Group, stopwatch: Stopwatch, settings: Elastic) -> None:
+        self._pull, self._steps = _Pull(group, settings), Spring(settings.period, settings.asynchronous)
+        rule = Rule(None if settings.asynchronous else 0)
+        super().__init__(group, stopwatch, settings, rule, self._steps, self._pull)
+        self._moving: int | None = None
+
+    def begin(self) -> None:
         """Put the centre on the servers, and start from it everywhere."""
-        self._centre = torch.empty_like(row.values)
-        super().open(row)
-        row.values.copy_(self._centre)
+        super().begin()
+        if self.driver is not None:
+            self.driver.row.values.copy_(self.driver.landing)
 
-    def landing(self, row: Row) -> Tensor:
-        """What servers hold is the centre; the parameters are the worker's own."""
-        del row
-        return self._centre
-
-    # -- steps -------------------------------------------------------------------------------------------------------
-
-    def exchange(self) -> bool:
+    def computed(self, driver: ServerDriver) -> StepHere:
         """If it is time, take the distance to the centre, and pull the centre; the worker itself moves after its step.
 
         So the step's gradient, the worker's move and the centre's are all taken at the same point, as in equations 3
         and 4.
         """
-        self.perform(self._rhythm.computed(self.clock).actions, self._distance)
-        return not self.examples
+        driver.perform(self._steps.computed(self.link.clock).actions, partial(self._distance, driver))
+        return StepHere(own=bool(self.examples), afterwards=partial(self._move, driver))
 
-    def _distance(self) -> int:
+    def _distance(self, driver: ServerDriver) -> int:
         """The share of its distance to the centre that the worker is about to move; answers which slot has it."""
-        row, slot = cast("Row", self.row), self.free_slot()
-        torch.sub(row.values, self._centre, out=self.slots[slot])
-        torch._foreach_mul_(self.views[slot], self._alphas(row))  # pyright: ignore[reportPrivateUsage]
+        row, queue, optimizer = driver.row, driver.queue, cast("Optimizer", self.optimizer)
+        slot = queue.free_slot()
+        torch.sub(row.values, driver.landing, out=queue.slots[slot])
+        torch._foreach_mul_(queue.views[slot], self._pull.alphas(optimizer, row))  # pyright: ignore[reportPrivateUsage]
         self._moving = slot
         return slot
 
-    def _alphas(self, row: Row) -> list[float]:
-        """For every parameter; one that no optimizer has never leaves the centre."""
-        groups = cast("Optimizer", self.optimizer).param_groups
-        known = {id(p): self._alpha(group) for group in groups for p in group["params"]}
-        return [known.get(id(p), 0.0) for p in row.parameters]
-
-    def stepped(self) -> None:
+    def _move(self, driver: ServerDriver) -> None:
         """Move towards the centre."""
         slot, self._moving = self._moving, None
         if slot is not None:
-            cast("Row", self.row).values.sub_(self.slots[slot])
-
-    # -- between steps -----------------------------------------------------------------------------------------------
-
-    def together(self) -> None:
-        """All have pulled the centre; then all read the same."""
-        self.await_values()
-        super().together()
+            driver.row.values.sub_(driver.queue.slots[slot])
 
     @contextmanager
     def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:
         """Inside, every worker has the centre; afterwards its own parameters again."""
         with super().averaged(models):
-            if self.row is None:
+            if self.driver is None:
                 yield
                 return
-            own = self.row.values.clone()
-            self.row.values.copy_(self._centre)
+            row = self.driver.row
+            own = row.values.clone()
+            row.values.copy_(self.driver.landing)
             try:
                 yield
             finally:
-                self.row.values.copy_(own)
+                row.values.copy_(own)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The centre; a worker's parameters are kept with its model."""
-        self.await_values()
-        state = super().state_dict()
-        return state and {**state, "steps": self._rhythm.steps}
+    def own_state(self, driver: ServerDriver) -> dict[str, Any]:
+        """How many steps were made; a worker's parameters are kept with its model."""
+        return {**super().own_state(driver), "steps": self._steps.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put the centre back; the worker has its own parameters already."""
-        if self.row is None:
-            return
-        self._rhythm.steps = int(state["steps"])
+        if self.driver is not None:
+            self._steps.steps = int(state["steps"])
         super().load_state_dict(state)

@@ -73,11 +73,15 @@ class Gossip(Exchanging):
     """With a compressor: how far a worker moves towards what it thinks of its neighbours; less for coarser ones."""
 
     @property
-    def traits(self) -> Traits:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def traits(self) -> Traits:
         """Where all mix after the same step, the same bits in every run; without a beat, going on without the dead."""
         return Traits(deterministic=not self.asynchronous, elastic=self.asynchronous)
 
-    parting = True
+    @property
+    def parting(self) -> bool:
+        """Workers may mix less often than they step."""
+        return True
+
     mixes = True
     carries = True
     sends_letters = True

@@ -21,7 +21,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
-from offbeat.runtime.backend import OffbeatGroup
 from offbeat.runtime.group import Group
 from offbeat.runtime.shared.segment import Segment
 from offbeat.runtime.stamps import RECORDER, About, Mark
@@ -38,6 +37,7 @@ MOST_STALE: Final = 1000
 """What is more updates old than this is counted as this old."""
 _SHARED: Final = "shared parameters"
 """The group of events that are about them."""
+_SHARING: Final = "the sharing of parameters"
 _READ: Final = int(Mark.READ)
 _LINE: Final = 64
 """Bytes that no two workers write to: a line of the cache, and where tensors begin."""
@@ -53,7 +53,7 @@ class Hogwild(Exchanging):
     other only at evaluations, checkpoints and the end.
     """
 
-    traits = Traits()
+    promises = Traits()
     examples = ("hogwild", "hogwild + accumulate(4)")
 
     def check_hosts(self, hosts: int) -> None:
@@ -76,7 +76,6 @@ class Hogwild(Exchanging):
 
 class _Unlocked(Exchange):
     replicated = False
-    lockstep = False
     acts_in_steps = True
     unforeseen = "workers write to shared memory, and exchange nothing"
 
@@ -90,13 +89,17 @@ class _Unlocked(Exchange):
         self._written = self._pending = 0
         self._rates: list[tuple[dict[str, Any], Any]] = []
         self._hidden: list[tuple[Parameter, Tensor]] = []
-        self._handles: list[Any] = []
         self._recorder = RECORDER.get()
+
+    @property
+    def lockstep(self) -> bool:
+        """Nobody waits for anybody."""
+        return False
 
     def install(self, model: nn.Module) -> None:
         """Move the model's parameters into shared memory."""
         if self._clocks is None:
-            self._clocks = _Clocks(shared_memory(self.group, _LINE * self.group.size), self.group)
+            self._clocks = _Clocks(self.group.shared_segment(_LINE * self.group.size, _SHARING), self.group)
         new = [p for p in model.parameters() if id(p) not in self._known and p.numel()]
         new = [p for p in new if p.is_floating_point() or p.is_complex()]
         self._known.update(map(id, new))
@@ -114,8 +117,8 @@ class _Unlocked(Exchange):
                 f"which others are changing, or take steps that do not follow its learning rate. It works with those "
                 f"that treat every number by itself: {names}. Use allreduce."
             )
-        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        self.handles.append(optimizer.register_step_pre_hook(self._before_step))
+        self.handles.append(optimizer.register_step_post_hook(self._after_step))
 
     def weigh(self, examples: int, total: int | None) -> None:
         """The coming step counts by its share of the batch; equally if nobody knows the whole."""
@@ -192,7 +195,7 @@ class _Unlocked(Exchange):
     def staleness(self, steps: int) -> dict[str, int]:
         """How many updates of others fell between a worker's reading of parameters and its update, over all workers."""
         if self.group.size == 1:
-            return super().staleness(steps)
+            return {"0": steps}
         oldest = int(self.group.gather([float(max(self._stale, default=0))], "the count of staleness").max())
         row = [float(self._stale[age]) for age in range(oldest + 1)]
         counts = self.group.gather(row, "the count of staleness").sum(dim=0).tolist()
@@ -210,8 +213,7 @@ class _Unlocked(Exchange):
 
     def close(self) -> None:
         """Take the hooks off, and give every worker its own parameters again."""
-        for handle in self._handles:
-            handle.remove()
+        super().close()
         for parameter in self._shared:
             parameter.data = parameter.data.clone()
         self._clocks = None
@@ -247,31 +249,19 @@ class _Clocks:
         return sum([words[place] for place in self._others])
 
 
-def shared_memory(group: Group, size: int) -> Segment:
-    """So many bytes that all workers of the host have; all call this together."""
-    made: list[Segment] = []
-
-    def act(opened: OffbeatGroup) -> None:
-        local: Any = opened.local
-        made.append(local.room.share_segment(size))
-
-    group.at_once(act, "the sharing of parameters")
-    return made[0]
-
-
 def share_parameters(parameters: Iterable[Parameter], group: Group) -> None:
     """Let these lie in memory that all workers have, with worker 0's numbers in it."""
     moved = list(parameters)
     if not moved:
         return
     offsets = np.cumsum([0, *(-(-p.numel() * p.element_size() // _LINE) * _LINE for p in moved)])
-    segment = shared_memory(group, int(offsets[-1]))
+    segment = group.shared_segment(int(offsets[-1]), _SHARING)
     for parameter, offset in zip(moved, offsets.tolist(), strict=False):
         shared = segment.tensor(offset, parameter.numel(), parameter.dtype).view(parameter.shape)
         if group.rank == 0:
             shared.copy_(parameter.data)
         parameter.data = shared
-    group.barrier("the sharing of parameters")
+    group.barrier(_SHARING)
 
 
 def _bytes_of(gradient: Tensor | None) -> int:

@@ -22,13 +22,14 @@ from msgspec import structs
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import RunError, StrategyError
+from offbeat.protocols.compression import Shapes
 from offbeat.simulate.foretelling import Step
 from offbeat.strategies._base import Axis, Setting, Strategy, Traits, require
+from offbeat.strategies._capabilities import CostedMeans, MeanMaker
 from offbeat.strategies._rows import Idle, Rows, averaged_parameters, parameters_of, state_tensors, still_fits
-from offbeat.strategies._worker import Exchange, Pace, Timing, closure_of
+from offbeat.strategies._worker import Exchange, Pace, Timing, closure_of, foreseen_by
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Local(Timing):
     momentum: Literal["kept", "averaged", "reset"] = "kept"
     """What becomes of the optimizer's state at an averaging: it stays each worker's own, is averaged, or forgotten."""
 
-    traits = Traits(synchronous=True, deterministic=True)
+    promises = Traits(synchronous=True, deterministic=True)
     aliases: ClassVar = {"diloco": "local(500, outer=nesterov(0.7, 0.9))"}
     examples = ("local(8)", "local(8, after=1000)", "local(50, outer=nesterov)", "gossip + local(4)")
 
@@ -130,15 +131,10 @@ class _Counting(Pace):
     acts_in_steps = True
 
     def __init__(self, exchange: Exchange, settings: Local) -> None:
-        self._exchange, self._settings = exchange, settings
+        super().__init__(exchange)
+        self._settings = settings
         self._batch: tuple[int, int | None] | None = None
         self._steps: list[int] = []
-        self._handles: list[RemovableHandle] = []
-
-    @property
-    def updating(self) -> bool:
-        """Always: every batch is stepped on."""
-        return True
 
     @property
     def meeting(self) -> bool:
@@ -146,18 +142,15 @@ class _Counting(Pace):
         done = self._steps[0] if self._steps else 0
         return done < self._settings.after or done % self._settings.period == 0
 
-    def adopt(self, model: nn.Module) -> None:
-        """Nothing to put on."""
-
     def watch(self, optimizer: Optimizer) -> None:
         """Hooks that count its steps."""
         number = len(self._steps)
         self._steps.append(0)
-        self._handles.append(optimizer.register_step_pre_hook(partial(self._before, number)))
-        self._handles.append(optimizer.register_step_post_hook(partial(self._after, number)))
+        self.handles.append(optimizer.register_step_pre_hook(partial(self._before, number)))
+        self.handles.append(optimizer.register_step_post_hook(partial(self._after, number)))
 
     def _before(self, number: int, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if closure_of(args, kwargs) is not None and self._exchange.group.size > 1:
+        if closure_of(args, kwargs) is not None and self.exchange.group.size > 1:
             raise StrategyError("local cannot be used with optimizer.step(closure). Use an exchange alone.")
         self._stepping(number, optimizer)
 
@@ -184,11 +177,6 @@ class _Counting(Pace):
         """Go on counting."""
         self._steps = [int(count) for count in state["steps"]]
 
-    def close(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-
 
 class _Spacing(_Counting):
     """For exchanges that mix models after a step: lets them do so after every so manieth step only."""
@@ -196,16 +184,16 @@ class _Spacing(_Counting):
     def begin(self, examples: int, total: int | None, last: bool) -> None:
         """Tell the exchange what the batch weighs."""
         del last
-        self._exchange.weigh(examples, total)
+        self.exchange.weigh(examples, total)
 
-    def foreseen(self, exchange: Exchange) -> Step | str:
-        """What the exchange says, in every so manieth step."""
-        return _every(exchange.foreseen(), self._settings)
+    def foreseen(self) -> Step | str:
+        """What the exchange says, in every n-th step."""
+        return _every(foreseen_by(self.exchange), self._settings)
 
     def _stepping(self, number: int, optimizer: Optimizer) -> None:
         del optimizer
         done, settings = self._steps[number] + 1, self._settings
-        self._exchange.suspend(done > settings.after and done % settings.period != 0)
+        self.exchange.suspend(done > settings.after and done % settings.period != 0)
 
 
 class _Averaging(_Counting):
@@ -227,9 +215,9 @@ class _Averaging(_Counting):
         """Count the examples; while gradients are exchanged, the exchange weighs them."""
         del last
         self._batch = examples, total
-        self._exchange.suspend(self._alone)
+        self.exchange.suspend(self._alone)
         if not self._alone:
-            self._exchange.weigh(examples, total)
+            self.exchange.weigh(examples, total)
 
     def _stepping(self, number: int, optimizer: Optimizer) -> None:
         if not self._alone:
@@ -248,33 +236,36 @@ class _Averaging(_Counting):
                 self._average(way)
         elif number == 0 and self._steps[0] >= self._settings.after:
             self._alone = True
-            self._exchange.suspend(True)
+            self.exchange.suspend(True)
 
-    def foreseen(self, exchange: Exchange) -> Step | str:
-        """The mean of models, in every so manieth step."""
+    def foreseen(self) -> Step | str:
+        """The mean of models, in every n-th step."""
         if self._settings.momentum == "averaged":
             return "what an optimizer remembers, which is averaged too, is known only after its steps"
+        exchange = self.exchange
+        if not isinstance(exchange, CostedMeans):
+            return exchange.unforeseen
         counts = [8 * exchange.group.size for _ in self._ways]
         rows = [row.nbytes for way in self._ways for row in way.rows.read()]
         return _every(exchange.foreseen_means([*counts, *rows]), self._settings)
 
     def _average(self, way: _Way) -> None:
-        group = self._exchange.group
+        group = self.exchange.group
         if group.size == 1 and self._settings.outer is None:
             way.examples = 0.0
             return
-        with self._exchange.stopwatch.spent_on("communicate"):
+        with self.exchange.stopwatch.spent_on("communicate"):
             counts = group.gather([way.examples], "the count of examples")
             total = float(counts.sum())
             weight = way.examples * group.size / total if total else 1.0
-            way.average(weight, self._exchange)
+            way.average(weight, self.exchange)
         way.examples = 0.0
 
     @contextmanager
-    def averaged(self, models: Sequence[nn.Module], exchange: Exchange) -> Generator[None]:
+    def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:
         """Inside, all workers hold the mean of the replicas, as an averaging now would make it."""
         examples = max((way.examples for way in self._ways), default=0.0)
-        with exchange.averaged(models), averaged_parameters(models, exchange.group, examples):
+        with self.exchange.averaged(models), averaged_parameters(models, self.exchange.group, examples):
             yield
 
     def state_dict(self) -> dict[str, Any]:
@@ -285,7 +276,7 @@ class _Averaging(_Counting):
         """Go on from there."""
         super().load_state_dict(state)
         self._alone = bool(state["alone"])
-        self._exchange.suspend(self._alone)
+        self.exchange.suspend(self._alone)
         for way, saved in zip(self._ways, state["ways"], strict=True):
             way.load_state_dict(saved)
 
@@ -318,7 +309,7 @@ class _Way:
         ways = self.rows.read()
         for row, common, shapes in zip(ways, self._common, self.rows.shapes, strict=True):
             row.sub_(common).mul_(weight)
-            exchange.mean(row, "the mean of models", shapes)
+            _mean(exchange, row, "the mean of models", shapes)
             if self._outer is None:
                 common.add_(row)
             else:
@@ -348,7 +339,7 @@ class _Way:
         rows = states.read()
         for row, shapes in zip(rows, states.shapes, strict=True):
             row.mul_(weight)
-            exchange.mean(row, "the mean of optimizer states", shapes)
+            _mean(exchange, row, "the mean of optimizer states", shapes)
         states.write(rows)
 
     def _forget(self) -> None:
@@ -375,6 +366,14 @@ class _Way:
         if self._outer is not None:
             saved = {int(number): entry for number, entry in state["outer"].items()}
             self._outer.load_state_dict({**self._outer.state_dict(), "state": saved})
+
+
+def _mean(exchange: Exchange, row: Tensor, what: str, shapes: Shapes) -> None:
+    """Replace a row by its mean over the workers, compressed if the exchange does so."""
+    if isinstance(exchange, MeanMaker):
+        exchange.mean(row, what, shapes)
+    else:
+        exchange.group.mean(row, what)
 
 
 def _every(step: Step | str, settings: Local) -> Step | str:

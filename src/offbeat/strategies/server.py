@@ -9,13 +9,14 @@ Distributed ML via a Stale Synchronous Parallel Parameter Server" (2013).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
-import torch
 from msgspec import structs
 from torch import Tensor
+from torch.optim import Optimizer
 
 from offbeat import limits
 from offbeat.errors import StrategyError, UsageError
@@ -23,11 +24,11 @@ from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.rhythm import RhythmOf, rhythm_of
 from offbeat.runtime.compression.coder import finite
 from offbeat.runtime.group import Group
-from offbeat.runtime.servers.numbers import ADD, Recipe, first_state
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._base import Setting, Traits, require, require_servers
-from offbeat.strategies._parameter_row import Row
-from offbeat.strategies._serving import Served
+from offbeat.strategies._server_driver import ServerDriver
+from offbeat.strategies._serving import RecordedWorker, StepHere
+from offbeat.strategies._totals import ServerTotals, added_up
 from offbeat.strategies._vector import Vector
 from offbeat.strategies._worker import Exchange, Exchanging
 
@@ -165,7 +166,7 @@ class Server(Exchanging):
             )
 
     @property
-    def traits(self) -> Traits:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def traits(self) -> Traits:
         """Under bsp what one process computes; sums are made in the order of arrival, so bits may differ."""
         lockstep = isinstance(self.consistency, BSP)
         return Traits(synchronous=lockstep, exact=lockstep, elastic=True)
@@ -193,103 +194,73 @@ class Server(Exchanging):
         return _Pushing(group, stopwatch, self)
 
 
-class _Pushing(Served):
+class _Pushing(RecordedWorker):
     """Pushes every step's gradient, and reads as the consistency demands."""
 
-    cuttable = True
+    def __init__(self, group: Group, stopwatch: Stopwatch, settings: Server) -> None:
+        tolerance = {
+            "staleness_scaling": settings.staleness_scaling,
+            "delay_compensation": settings.delay_compensation,
+        }
+        rule = rule_of(settings.consistency)
+        super().__init__(group, stopwatch, settings, rule, settings.rhythm()(group.rank), tolerance=tolerance)
+        self._totals: ServerTotals | None = None
 
     @property
     def aligned(self) -> bool:
         """Where steps are common ones, also if some come too late for them."""
-        return self.rule.aggregated
-
-    def __init__(self, group: Group, stopwatch: Stopwatch, settings: Server) -> None:
-        super().__init__(group, stopwatch, settings, rule_of(settings.consistency))
-        self._settings_of_strategy = settings
-        self._rhythm = settings.rhythm()(group.rank)
-        self._rates: list[float] = []
-        self._complete = 0
-        self._totals: _Totals | None = None
-
-    def tolerance(self) -> dict[str, Any]:
-        """As the strategy says."""
-        settings = self._settings_of_strategy
-        return {
-            "staleness_scaling": settings.staleness_scaling,
-            "delay_compensation": settings.delay_compensation,
-        }
+        return self.link.rule.aggregated
 
     @property
     def takes_microbatches(self) -> bool:
         """Where a step ends at a deadline, what a worker has done of it by then counts."""
-        return self.rule.deadline is not None
+        return self.link.rule.deadline is not None
 
-    def exchange(self) -> bool:
+    def microbatch(self, within_step: bool) -> None:
+        """The coming batch is pushed by itself."""
+        self.link.within_step = within_step
+
+    def computed(self, driver: ServerDriver) -> StepHere:
         """Push; and pull, unless what was read before is fresh enough for the next step."""
-        slot = self.gradient() if self.examples else None
-        if self.within_step:
+        link, queue = self.link, driver.queue
+        slot = queue.gradient() if self.examples else None
+        if link.within_step:
             if slot is not None:
-                self.push_microbatch(slot, self.examples)
-            return True
-        exchange = self._rhythm.computed(self.clock)
+                queue.push_microbatch(slot, self.examples)
+            return StepHere()
+        exchange = driver.rhythm.computed(link.clock)
         # What servers refuse is no update here either.
-        steps_here = exchange.own_step and slot is not None and finite(self.slots[slot])
+        steps_here = exchange.own_step and slot is not None and finite(queue.slots[slot])
         # One worker's mean is the step's own: weighing it and dividing by the weight would only round it.
-        weighed = self.rule.aggregated and self.group.size > 1
-        weight = max(self.examples, 1e-9) if weighed else 1.0
-        self.perform(exchange.actions, lambda: slot, weight)
+        weighed = link.rule.aggregated and self.group.size > 1
+        driver.perform(exchange.actions, lambda: slot, max(self.examples, 1e-9) if weighed else 1.0)
         if not steps_here:
-            return True
+            return StepHere()
         # Read-my-writes: until values are read again, this worker's own updates are made here too.
         optimizer: Any = self.optimizer
-        self._rates = [group["lr"] for group in optimizer.param_groups]
+        rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] / len(self.group.members)
-        return False
-
-    def await_values(self) -> None:
-        """Wait for values, and tell the rhythm how fresh they are."""
-        super().await_values()
-        self._has_read()
-
-    def reuse(self) -> None:
-        """Count how old the values that are used again have become."""
-        self.stale[self.clock - self._complete] += 1
-        self.client.used_again(self.clock, self.clock - self._complete)
-
-    def _has_read(self) -> None:
-        self._complete = min((clock for _, clock in self.client.machine.known.values()), default=0)
-        self._rhythm.read(self._complete)
-
-    def refresh(self) -> None:
-        """Take the newest values; what is read at an evaluation need not be read again for the steps after it."""
-        super().refresh()
-        self._has_read()
-
-    def stepped(self) -> None:
-        """Undo what was changed for a step of one's own."""
-        optimizer: Any = self.optimizer
-        for group, rate in zip(optimizer.param_groups, self._rates, strict=False):
-            group["lr"] = rate
-        self._rates = []
+        return StepHere(own=True, afterwards=partial(_restore_rates, optimizer, rates))
 
     def vector(self, counted: Callable[[], None]) -> Vector:
         """Once the parameters are on the servers."""
-        if self.row is None or self.optimizer is None:
+        if self.driver is None or self.optimizer is None:
             raise UsageError(
                 "nothing is on the servers yet: give the model and its optimizer to prepare() before team.vector."
             )
-        if self.rule.closes:
+        if self.link.rule.closes:
             raise StrategyError(
                 f"{self.strategy} ends steps without the slow, whose ranges would then be missing from them. Push and "
                 f"pull ranges under bsp, ssp or asp."
             )
-        return Vector(self, self.row, counted)
+        return Vector(self.driver, self.compressions, counted)
 
     def total(self, statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Statistics summed on the servers: each worker pushes how its own have changed."""
         if self._totals is None:
-            self._totals = _Totals(self, statistics)
+            self._totals = ServerTotals(partial(added_up, self.link), statistics, self.link.shards)
+            self.driver = self._totals.driver
         return self._totals.total(statistics)
 
     def take_over(self) -> None:
@@ -298,49 +269,7 @@ class _Pushing(Served):
             self._totals.take_over()
 
 
-class _Totals:
-    """Sums of statistics that servers hold, for tasks that are no gradient descent.
-
-    A worker pushes the difference of its statistics to those that it pushed last, so that the sum on the servers always
-    has every worker's latest, however often each of them pushes (incremental EM: Neal and Hinton 1998).
-    """
-
-    def __init__(self, exchange: Served, statistics: Mapping[str, Tensor]) -> None:
-        self._exchange = exchange
-        self._names = sorted(statistics)
-        flat = self._flat(statistics)
-        self._last = torch.zeros_like(flat)
-        self._row = Row([torch.nn.Parameter(torch.zeros_like(flat), requires_grad=False)], exchange.client.plan.shards)
-        exchange.first_states = lambda row: [  # pyright: ignore[reportAttributeAccessIssue]
-            first_state(Recipe(optimizer=ADD, kind=row.kind), row.shard(row.values, k))
-            for k in range(exchange.client.plan.shards)
-        ]
-        exchange.open(self._row)
-
-    def _flat(self, statistics: Mapping[str, Tensor]) -> Tensor:
-        return torch.cat([statistics[name].detach().double().reshape(-1) for name in self._names])
-
-    def take_over(self) -> None:
-        """Have the first of those who live answer for what the dead have told: the rest of what servers hold."""
-        exchange = self._exchange
-        exchange.together()
-        living = exchange.group.sum(self._last.clone(), "what the living have told")
-        if exchange.group.rank == min(exchange.group.present):
-            self._last += self._row.values - living
-
-    def total(self, statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        flat = self._flat(statistics)
-        exchange = self._exchange
-        exchange.row.parameters[0].grad = flat - self._last  # pyright: ignore[reportOptionalMemberAccess]
-        slot = exchange.gradient()
-        exchange.unused.clear()
-        exchange.arrive(exchange.push(slot, then_pull=True))
-        exchange.settle(slot)
-        # What a shard has not used is a part of the next difference: else it would be missing for ever.
-        for shard in set(range(exchange.client.plan.shards)) - exchange.unused:
-            self._row.shard(self._last, shard).copy_(self._row.shard(flat, shard))
-        pieces = self._row.values.clone().split([statistics[name].numel() for name in self._names])
-        return {
-            name: piece.view(statistics[name].shape).to(statistics[name].dtype)
-            for name, piece in zip(self._names, pieces, strict=True)
-        }
+def _restore_rates(optimizer: Optimizer, rates: Sequence[float]) -> None:
+    """Undo what was changed for a step of one's own."""
+    for group, rate in zip(optimizer.param_groups, rates, strict=False):
+        group["lr"] = rate

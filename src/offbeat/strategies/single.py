@@ -18,10 +18,14 @@ from offbeat.strategies._worker import Exchange, Exchanging
 class Single(Exchanging):
     """One worker, the plain loop; the yardstick for all others."""
 
-    traits = Traits(synchronous=True, exact=True, deterministic=True)
-    parting = True
+    promises = Traits(synchronous=True, exact=True, deterministic=True)
     aliases: ClassVar = {"sequential": "single"}
     examples = ("single", "single + accumulate(4)")
+
+    @property
+    def parting(self) -> bool:
+        """One worker is always by itself."""
+        return True
 
     def check(self, workers: int) -> None:
         """Refuse more than one worker."""

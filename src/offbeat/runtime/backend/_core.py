@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from offbeat.runtime.backend._meeting import Hosts, anew, find_hosts, open_room
 from offbeat.runtime.backend._quick import DONE, profiling, quick
 from offbeat.runtime.backend._spread import Spread
 from offbeat.runtime.shared.room import FAILED, ONE_SHOT, SMALL
+from offbeat.runtime.shared.segment import Segment
 
 # Torch's annotations do not know what its groups really take.
 _ProcessGroup: Any = dist.ProcessGroup
@@ -197,11 +199,11 @@ class Core(_ProcessGroup):
 
         return recorded
 
-    def at_once(self, act: Callable[[Any], None], what: str, tensors: Sequence[Tensor] = ()) -> None:
+    def at_once(self, act: Callable[[], None], what: str, tensors: Sequence[Tensor] = ()) -> None:
         """Let `act` use the shared memory when all that stands in line is done; every rank calls this with the same."""
         with self._line.turn():
             self._now = (what, tensors, None)
-            self._in_step(lambda: act(self))
+            self._in_step(act)
 
     def later(self, act: Callable[[], None], what: str, tensors: Sequence[Tensor]) -> Pending:
         """Do `act` on the group's thread, when all that stands in line is done; every rank asks for the same."""
@@ -293,8 +295,23 @@ class Core(_ProcessGroup):
         if self.local is None:
             return torch.zeros(count, dtype=dtype)
         local = self.local
-        self.at_once(lambda _: made.append(local.shared_tensor(count, dtype)), "shared_tensor")
+        self.at_once(lambda: made.append(local.shared_tensor(count, dtype)), "shared_tensor")
         return made[0]
+
+    def share_segment(self, size: int, what: str) -> Segment:
+        """So many bytes of memory that all ranks have, who share some; all call this together."""
+        made: list[Segment] = []
+        local: Any = self.local
+        self.at_once(lambda: made.append(local.room.share_segment(size)), what)
+        return made[0]
+
+    def sum_in_place(self, tensors: Sequence[Tensor], weight: float, own_blocks: bool, what: str) -> None:
+        """Sum tensors times a weight where they lie, through shared memory; or only this rank's blocks of them."""
+        local: Any = self.local
+        if own_blocks:
+            self.at_once(partial(local.sum_own_blocks, tensors, weight), what, tensors)
+        else:
+            self.at_once(partial(local.all_reduce, tensors, ReduceOp.SUM, weight), what, tensors)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long operations wait that say nothing else."""
