@@ -25,7 +25,7 @@ from offbeat.protocols.causality.cuts import (
 from offbeat.protocols.causality.histories import Computation
 from offbeat.protocols.causality.lattice import (
     Answer,
-    Verdict,
+    Finding,
     consistent_cuts,
     definitely,
     possibly,
@@ -109,7 +109,7 @@ def test_possibly_and_definitely_are_what_holds_on_some_and_on_every_way(run: Co
 
     where = [cut for cut in all_cuts(run) if closed(run, cut) and holds(cut)]
     smallest = reduce(intersection, where) if where else None
-    assert possibly(run, conjunction) == Verdict(Answer.YES if where else Answer.NO, smallest)
+    assert possibly(run, conjunction) == Finding(Answer.YES if where else Answer.NO, smallest)
     always = on_every_way(run, set(where))
     assert definitely(run, conjunction).answer is (Answer.YES if always else Answer.NO)
     assert search_possibly(run, holds).answer is (Answer.YES if where else Answer.NO)
@@ -148,7 +148,7 @@ def test_a_capped_search_is_undecided_and_one_that_just_fits_is_not() -> None:
 
 def test_two_leaders_at_once_are_possible_but_not_certain() -> None:
     leading = {0: [False, True, False], 1: [False, True, False]}
-    assert possibly(lines(2, 2), leading) == Verdict(Answer.YES, (1, 1))
+    assert possibly(lines(2, 2), leading) == Finding(Answer.YES, (1, 1))
     assert definitely(lines(2, 2), leading).answer is Answer.NO
     handed_over = lines(2, 2, edges=[((0, 2), (1, 1))])
     assert possibly(handed_over, leading).answer is Answer.NO

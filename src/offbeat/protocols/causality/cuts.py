@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from offbeat.errors import UsageError
-from offbeat.protocols.causality.histories import Computation, Edge, Place
+from offbeat.protocols.causality.histories import Computation, Edge, Join, Place
 
 Cut = tuple[int, ...]
 """How many events of each process are in it."""
@@ -79,6 +79,19 @@ def latest_consistent(computation: Computation, cut: Sequence[int]) -> Cut:
                 held[j] -= 1
                 shrinking = True
     return tuple(held.tolist())
+
+
+def between(computation: Computation, low: Cut, high: Cut) -> Computation:
+    """The part of a run from one consistent cut to a later one, as a run of its own."""
+
+    def inside(places: Sequence[Place]) -> tuple[Place, ...]:
+        return tuple(Place(i, k - low[i]) for i, k in places if low[i] < k <= high[i])
+
+    joins = [Join(inside(join.causes), inside(join.effects)) for join in computation.joins]
+    histories = (history[low[i] : high[i]] for i, history in enumerate(computation.histories))
+    return Computation(
+        computation.processes, tuple(histories), tuple(join for join in joins if join.causes and join.effects)
+    )
 
 
 def frontier(cut: Sequence[int]) -> Iterator[Place]:
