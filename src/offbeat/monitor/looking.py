@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -12,7 +12,8 @@ from msgspec import structs
 
 from offbeat.errors import UsageError
 from offbeat.monitor.blaming import ENOUGH, Blame, blame
-from offbeat.monitor.judging import Judge, how_it_ended
+from offbeat.monitor.judging import UNJUDGED, Judge, how_it_ended
+from offbeat.monitor.listening import Heard, Listener
 from offbeat.monitor.queues import QueueWriter
 from offbeat.monitor.reading import recorded
 from offbeat.monitor.tracing import Unfit, unfit
@@ -22,7 +23,7 @@ from offbeat.runtime.stamps import FOLDER, Reader, events_file, stack_file
 from offbeat.runtime.watched import ask
 
 EVERY: Final = 0.4
-"""Seconds between looks."""
+"""Seconds between looks, and the age at which events are judged."""
 PATIENCE: Final = 10.0
 """Seconds of waiting for a worker that does something else, until that is said."""
 ANSWER: Final = 0.5
@@ -54,6 +55,8 @@ class Watch:
         self._folder = folder
         self._workers = workers
         self._judge = Judge()
+        self._listener = Listener(EVERY)
+        self._ranks = {worker_name(rank): rank for rank in range(workers)}
         self._readers: dict[int, Reader] = {}
         self._servers: dict[str, Reader] = {}
         self._files: dict[int, int] = {}
@@ -80,7 +83,7 @@ class Watch:
         if now < self._next or self._failed:
             return None
         self._next = now + EVERY
-        moved = self._read()
+        moved = self._read(now)
         self._queues.note(now, {rank: reader.pid for rank, reader in self._readers.items()})
         found = self._judge.final(moved, self._idle(moved))
         if found is not None:
@@ -193,7 +196,8 @@ class Watch:
             self._raised = self._raised or not (error.communication or interrupted)
         elif outcome.exit_code == 0 or not self._failed:
             # Once something has failed, the others are ended by the launcher, and that explains nothing.
-            self._judge.ended[rank] = how_it_ended(outcome.exit_code, outcome.signal)
+            now, how = time.monotonic(), how_it_ended(outcome.exit_code, outcome.signal)
+            self._take(self._listener.hear(worker_name(rank), now, how, now))
             self._died = self._died or outcome.exit_code != 0
         self._failed = self._failed or outcome.exit_code != 0
 
@@ -207,30 +211,38 @@ class Watch:
 
         Gloo may crash on sizes that differ, so that after a desync a death explains nothing.
         """
-        self._read()
+        self._read(time.monotonic())
+        self._take(self._listener.due(float("inf")))
         found = self._judge.final() or self._judge.served.deaths()
         followed = not self._died or (found is not None and found.kind == DESYNC)
         return found, followed and not self._raised and found is not None and found.final
 
-    def _read(self) -> set[int]:
-        """Take in what is new; answers who has done something since the last look.
-
-        Servers first: that a worker has left is written down before any server hears of it.
-        """
+    def _read(self, now: float) -> set[int]:
+        """Take in what is old enough; answers who has done something since the last look."""
         for path in (self._folder / FOLDER).glob("server-*.events"):
             if path.name not in self._servers:
                 with suppress(UsageError):
                     self._servers[path.name] = Reader(path)
-        for reader in self._servers.values():
-            reader.keep()
-            self._judge.feed_server(reader.new())
         for rank in range(self._workers):
             self._open(rank)
         moved = {rank for rank, reader in self._readers.items() if reader.written != reader.read}
-        for rank in moved:
-            self._readers[rank].keep()
-            self._judge.feed(rank, self._readers[rank].new())
+        for name, reader in [*self._servers.items(), *((worker_name(rank), self._readers[rank]) for rank in moved)]:
+            reader.keep()
+            for stamp in reader.new():
+                if stamp.mark not in UNJUDGED:
+                    self._take(self._listener.hear(name, stamp.time, stamp, now))
+        self._take(self._listener.due(now))
         return moved
+
+    def _take(self, heard: Iterable[Heard]) -> None:
+        """Judge what has been put in order: events, and ends of processes in words."""
+        for name, what in heard:
+            if name in self._servers:
+                self._judge.feed_server([what])
+            elif isinstance(what, str):
+                self._judge.ended[self._ranks[name]] = what
+            else:
+                self._judge.feed(self._ranks[name], [what])
 
     def _open(self, rank: int) -> None:
         """Find a worker's events; if another process has taken its place, that one's."""
@@ -241,6 +253,7 @@ class Watch:
                 return
             reader = Reader(path)
             if rank in self._files:
+                self._take(self._listener.due(float("inf")))
                 self._judge.reborn(rank)
             self._files[rank], self._readers[rank] = inode, reader
 

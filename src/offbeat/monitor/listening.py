@@ -1,0 +1,46 @@
+"""One order for what the processes of a run write down while it goes: by time, a fixed while after it happened.
+
+All processes of a host read the same clock, and what they write is in memory at once. So a look that takes in what is
+at least `delta` seconds old sees the run as it was at that moment, whichever file it reads first, and whenever it is
+told that a process has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from offbeat.protocols.causality.delivery import ByTime, Delivery, Late, Report
+from offbeat.protocols.machine import Effect, Name, Received, Start, Timer
+
+Heard = tuple[Name, Any]
+"""Who, and what it did."""
+
+
+class Listener:
+    """Holds what was read back until nothing older can still be unread."""
+
+    def __init__(self, delta: float) -> None:
+        self._delta = delta
+        self._counts: dict[Name, int] = {}
+        self._machine: ByTime | None = None
+
+    def hear(self, name: Name, time: float, what: Any, now: float) -> Iterator[Heard]:
+        """A process has done something at that time; answers what is to be taken in now."""
+        if self._machine is None or name not in self._counts:
+            yield from self.due(float("inf"))
+            self._counts[name] = 0
+            self._machine = ByTime(list(self._counts), self._delta)
+        self._counts[name] += 1
+        yield from _delivered(self._machine.on(Received(name, Report(self._counts[name], time, event=what)), now))
+
+    def due(self, now: float) -> Iterator[Heard]:
+        """What is old enough; with an infinite time, all of it."""
+        if self._machine is not None:
+            yield from _delivered(self._machine.on(Timer("look"), now))
+
+
+def _delivered(effects: Sequence[Effect]) -> Iterator[Heard]:
+    for effect in effects:
+        if isinstance(effect, Start) and isinstance(effect.work, Delivery | Late):
+            yield effect.work.process, effect.work.report.event
