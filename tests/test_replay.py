@@ -90,10 +90,12 @@ def test_clocks_that_do_not_agree_spoil_the_order_of_time_and_no_other() -> None
     assert replay(run, rule="vector").consistent
 
 
-def test_of_a_long_run_the_last_events_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_of_a_long_run_the_last_events_are_replayed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offbeat.monitor.replay.MOST", 40)
-    seen = replay(lockstep(2, 20))
+    seen = replay(lockstep(2, 20), rule=rule)
     assert (seen.events, seen.left_out) == (40, 120)
+    assert seen.consistent == (rule in ("real-time", "lamport", "vector"))
     assert "120 older ones were left out" in seen.lines()[0]
 
 

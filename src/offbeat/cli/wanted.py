@@ -16,6 +16,7 @@ from offbeat.monitor.pictures import check_name, save
 from offbeat.monitor.predicates import Possibilities, Predicate, predicate
 from offbeat.monitor.replay import DELAY, check_rule, replay
 from offbeat.monitor.scenes import Scene
+from offbeat.protocols.causality.deadlock import deadlock, waits
 
 INCONSISTENT: Final = 20
 """What `offbeat explain` ends with if a cut that it was asked about is not consistent, and nothing else is wrong."""
@@ -98,6 +99,8 @@ class Wanted:
             counts = ", ".join(f"{name}:{count}" for name, count in zip(lanes.names, cut.counts, strict=True))
             told.lines.append(f"Cut {cut.label} ({counts}): {'consistent.' if cut.consistent else cut.words}")
             told.code = told.code if cut.consistent else INCONSISTENT
+            stuck = deadlock(waits(scene.run, cuts[cut.label])) if cut.consistent else None
+            told.lines += [] if stuck is None else [f"  Deadlocked there: {stuck}"]
         told.plain["cuts"] = to_builtins(lanes.cuts)
         if self.draw is not None:
             save(lanes, self.draw)

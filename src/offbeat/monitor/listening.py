@@ -20,24 +20,18 @@ Heard = tuple[Name, Any]
 class Listener:
     """Holds what was read back until nothing older can still be unread."""
 
-    def __init__(self, delta: float) -> None:
-        self._delta = delta
-        self._counts: dict[Name, int] = {}
-        self._machine: ByTime | None = None
+    def __init__(self, names: Sequence[Name], delta: float) -> None:
+        self._counts = dict.fromkeys(names, 0)
+        self._machine = ByTime(names, delta)
 
     def hear(self, name: Name, time: float, what: Any, now: float) -> Iterator[Heard]:
         """A process has done something at that time; answers what is to be taken in now."""
-        if self._machine is None or name not in self._counts:
-            yield from self.due(float("inf"))
-            self._counts[name] = 0
-            self._machine = ByTime(list(self._counts), self._delta)
         self._counts[name] += 1
-        yield from _delivered(self._machine.on(Received(name, Report(self._counts[name], time, event=what)), now))
+        return _delivered(self._machine.on(Received(name, Report(self._counts[name], time, event=what)), now))
 
     def due(self, now: float) -> Iterator[Heard]:
         """What is old enough; with an infinite time, all of it."""
-        if self._machine is not None:
-            yield from _delivered(self._machine.on(Timer("look"), now))
+        return _delivered(self._machine.on(Timer("look"), now))
 
 
 def _delivered(effects: Sequence[Effect]) -> Iterator[Heard]:

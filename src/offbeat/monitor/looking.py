@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec import structs
 
@@ -23,7 +23,9 @@ from offbeat.runtime.stamps import FOLDER, Reader, events_file, stack_file
 from offbeat.runtime.watched import ask
 
 EVERY: Final = 0.4
-"""Seconds between looks, and the age at which events are judged."""
+"""Seconds between looks."""
+AGE: Final = 0.05
+"""Seconds after which nothing older than an event is still being written down, so that it is judged."""
 PATIENCE: Final = 10.0
 """Seconds of waiting for a worker that does something else, until that is said."""
 ANSWER: Final = 0.5
@@ -37,6 +39,10 @@ IDLE: Final = 2
 NOTICE: Final = 1.0
 """Seconds for a run to notice that somebody has died, before that is said."""
 
+_SERVERS: Final = "servers"
+_LAUNCHER: Final = "launcher"
+"""Who tells the monitor something beside the workers."""
+
 _EVERYBODYS: Final = (
     "<frozen runpy>",
     "/offbeat/runtime/launch/",
@@ -48,6 +54,15 @@ _EVERYBODYS: Final = (
 )
 
 
+class _End(NamedTuple):
+    """A process has ended."""
+
+    process: str
+    how: str
+    early: bool = False
+    """Before the run did, which can do without it."""
+
+
 class Watch:
     """The events of a run under way."""
 
@@ -55,8 +70,8 @@ class Watch:
         self._folder = folder
         self._workers = workers
         self._judge = Judge()
-        self._listener = Listener(EVERY)
         self._ranks = {worker_name(rank): rank for rank in range(workers)}
+        self._listener = Listener([*self._ranks, _SERVERS, _LAUNCHER], AGE)
         self._readers: dict[int, Reader] = {}
         self._servers: dict[str, Reader] = {}
         self._files: dict[int, int] = {}
@@ -186,7 +201,7 @@ class Watch:
         error, rank = outcome.error, outcome.role.rank
         if outcome.role.expendable:
             if outcome.signal is not None and not self._failed and outcome.role.kind == "worker":
-                self._judge.served.gone[worker_name(rank)] = how_it_ended(outcome.exit_code, outcome.signal)
+                self._saw(_End(worker_name(rank), how_it_ended(outcome.exit_code, outcome.signal), early=True))
             self._failed = self._failed or (outcome.role.kind == "worker" and error is not None)
             return
         if outcome.role.kind != "worker":
@@ -196,15 +211,19 @@ class Watch:
             self._raised = self._raised or not (error.communication or interrupted)
         elif outcome.exit_code == 0 or not self._failed:
             # Once something has failed, the others are ended by the launcher, and that explains nothing.
-            now, how = time.monotonic(), how_it_ended(outcome.exit_code, outcome.signal)
-            self._take(self._listener.hear(worker_name(rank), now, how, now))
+            self._saw(_End(worker_name(rank), how_it_ended(outcome.exit_code, outcome.signal)))
             self._died = self._died or outcome.exit_code != 0
         self._failed = self._failed or outcome.exit_code != 0
 
     def lost_server(self, name: str, outcome: Outcome) -> None:
         """A server's process has ended before the run did."""
         if not self._failed and outcome.signal is not None:
-            self._judge.served.gone[name] = how_it_ended(outcome.exit_code, outcome.signal)
+            self._saw(_End(name, how_it_ended(outcome.exit_code, outcome.signal), early=True))
+
+    def _saw(self, end: _End) -> None:
+        """The launcher has seen a process end: what that one did before is judged before it."""
+        now = time.monotonic()
+        self._take(self._listener.hear(_LAUNCHER, now, end, now))
 
     def after_failure(self) -> tuple[Verdict | None, bool]:
         """The verdict on a run that has failed, and whether it says more than the failure, which only followed.
@@ -226,7 +245,8 @@ class Watch:
         for rank in range(self._workers):
             self._open(rank)
         moved = {rank for rank, reader in self._readers.items() if reader.written != reader.read}
-        for name, reader in [*self._servers.items(), *((worker_name(rank), self._readers[rank]) for rank in moved)]:
+        servers = ((_SERVERS, reader) for reader in self._servers.values())
+        for name, reader in [*servers, *((worker_name(rank), self._readers[rank]) for rank in moved)]:
             reader.keep()
             for stamp in reader.new():
                 if stamp.mark not in UNJUDGED:
@@ -235,12 +255,14 @@ class Watch:
         return moved
 
     def _take(self, heard: Iterable[Heard]) -> None:
-        """Judge what has been put in order: events, and ends of processes in words."""
+        """Judge what has been put in order: events, and ends of processes."""
         for name, what in heard:
-            if name in self._servers:
+            if isinstance(what, _End) and what.early:
+                self._judge.served.gone[what.process] = what.how
+            elif isinstance(what, _End):
+                self._judge.ended[self._ranks[what.process]] = what.how
+            elif name == _SERVERS:
                 self._judge.feed_server([what])
-            elif isinstance(what, str):
-                self._judge.ended[self._ranks[name]] = what
             else:
                 self._judge.feed(self._ranks[name], [what])
 

@@ -27,6 +27,7 @@ from offbeat.protocols.causality.delivery import (
     ByNumber,
     ByTime,
     ByVector,
+    Dropped,
     Late,
     Probe,
     Report,
@@ -145,11 +146,11 @@ def replay(
     first = _first(sorted(one.time for some in (*stamps.values(), *(servers or {}).values()) for one in some))
     kept, served = _since(stamps, first), _since(servers or {}, first)
     trace = trace_of(kept, served)
-    before = [len(some) for some in (*stamps.values(), *(servers or {}).values())]
-    after = [len(some) for some in (*kept.values(), *served.values())]
+    whole, part = ({**stamps, **(servers or {})}, {**kept, **served})
+    dropped = tuple(len(whole[who]) - len(part[who]) for who in whole)
     heard = _Heard(trace, list(kept))
     monitor = _Clocked(RULES[rule](trace.run.processes, delay))
-    reporters = _reporters(trace.run)
+    reporters = _reporters(trace.run, dropped)
     ended = [
         Kill(reporter.name, reporter.last + _SOON, BOUND * delay)
         for reporter, some in zip(reporters, trace.stamps, strict=True)
@@ -164,7 +165,7 @@ def replay(
         rule=rule,
         delay=delay,
         events=sum(trace.run.lengths),
-        left_out=sum(before) - sum(after),
+        left_out=sum(dropped),
         overtaken=monitor.overtaken,
         held=len(heard.holds),
         longest=longest,
@@ -211,18 +212,32 @@ class _Clocked:
 
 
 class _Reporter:
-    """A process that lives through its events again, reports each with its clocks, and answers probes."""
+    """A process that lives through its events again, reports each with its clocks, and answers probes.
 
-    def __init__(self, run: Computation, process: int, at: Sequence[float], clocks: dict[Place, tuple[int, Vector]]):
+    Those before are counted, as dropped.
+    """
+
+    def __init__(
+        self,
+        run: Computation,
+        process: int,
+        at: Sequence[float],
+        dropped: Vector,
+        clocks: dict[Place, tuple[int, Vector]],
+    ) -> None:
         self.name = run.processes[process]
         self.probes = 0
         self.last = at[-1] if at else 0.0
         self._run, self._process, self._at, self._clocks = run, process, at, clocks
+        self._dropped, self._vector = dropped[process], dropped
         self._done = self._lamport = 0
-        self._vector: Vector = (0,) * run.size
 
     def begin(self, now: float) -> list[Effect]:
         """Live until the first event."""
+        missing: list[Effect] = [Send(MONITOR, Dropped(1, self._dropped))] if self._dropped else []
+        return missing + self._wait(now)
+
+    def _wait(self, now: float) -> list[Effect]:
         return [SetTimer(self._at[self._done] - now, "next")] if self._done < len(self._at) else []
 
     def on(self, event: Event, now: float) -> list[Effect]:
@@ -230,7 +245,7 @@ class _Reporter:
         if isinstance(event, Received) and isinstance(event.message, Probe):
             self.probes += 1
             self._lamport = lamport(self._lamport, event.message.lamport)
-            return [Send(MONITOR, Alive(self._lamport, self._done))]
+            return [Send(MONITOR, Alive(self._lamport, self._dropped + self._done))]
         place = Place(self._process, self._done + 1)
         known = [self._clocks[cause] for cause in self._run.causes(place)]
         self._lamport = lamport(self._lamport, *(clock for clock, _ in known))
@@ -238,10 +253,11 @@ class _Reporter:
         self._clocks[place] = self._lamport, self._vector
         self._done += 1
         time = self._run.event(place).time
-        return [Send(MONITOR, Report(place.number, time, self._lamport, self._vector, place)), *self.begin(now)]
+        report = Report(self._dropped + place.number, time, self._lamport, self._vector, place)
+        return [Send(MONITOR, report), *self._wait(now)]
 
 
-def _reporters(run: Computation) -> list[_Reporter]:
+def _reporters(run: Computation, dropped: Vector) -> list[_Reporter]:
     """All processes of a run, on one clock: each event at its time, or right after its causes if theirs are later."""
     at = [[0.0] * length for length in run.lengths]
     for place in run.order:
@@ -249,7 +265,7 @@ def _reporters(run: Computation) -> list[_Reporter]:
         before += [at[place.process][place.number - 2]] if place.number > 1 else []
         at[place.process][place.number - 1] = max([run.event(place).time, *(time + _SOON for time in before)])
     clocks: dict[Place, tuple[int, Vector]] = {}
-    return [_Reporter(run, process, at[process], clocks) for process in range(run.size)]
+    return [_Reporter(run, process, at[process], dropped, clocks) for process in range(run.size)]
 
 
 class _Heard:

@@ -8,7 +8,7 @@ concluded on a consistent cut: on another, there are deadlocks that never were.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -57,11 +57,6 @@ def union(one: Cut, other: Cut) -> Cut:
     return tuple(map(max, one, other))
 
 
-def intersection(one: Cut, other: Cut) -> Cut:
-    """What is in both cuts."""
-    return tuple(map(min, one, other))
-
-
 def causal_past(computation: Computation, place: Place) -> Cut:
     """The smallest consistent cut with this event: everything that can have caused it, and itself."""
     return computation.vector(place)
@@ -92,11 +87,6 @@ def between(computation: Computation, low: Cut, high: Cut) -> Computation:
     return Computation(
         computation.processes, tuple(histories), tuple(join for join in joins if join.causes and join.effects)
     )
-
-
-def frontier(cut: Sequence[int]) -> Iterator[Place]:
-    """The last event of each process that has any in the cut."""
-    return (Place(process, number) for process, number in enumerate(cut) if number)
 
 
 def check(computation: Computation, cut: Sequence[int]) -> None:
