@@ -14,6 +14,7 @@ from causal_support import all_cuts, closed, computations, lines, places
 from offbeat.errors import UsageError
 from offbeat.protocols.causality.cuts import (
     Cut,
+    between,
     causal_past,
     is_consistent,
     latest_consistent,
@@ -81,6 +82,15 @@ def test_the_lattice_has_every_consistent_cut_once(run: Computation) -> None:
     assert len(set(cuts)) == len(cuts)
     assert set(cuts) == {cut for cut in all_cuts(run) if closed(run, cut)}
     assert [sum(cut) for cut in cuts] == sorted(sum(cut) for cut in cuts)
+
+
+@given(SMALL, st.data())
+def test_the_part_between_two_cuts_has_the_cuts_between_them(run: Computation, data: st.DataObject) -> None:
+    ends = [latest_consistent(run, [data.draw(st.integers(0, length)) for length in run.lengths]) for _ in range(2)]
+    low, high = intersection(*ends), union(*ends)
+    inside = {cut for cut in consistent_cuts(run) if union(cut, low) == cut and union(cut, high) == high}
+    part = consistent_cuts(between(run, low, high))
+    assert {tuple(map(sum, zip(cut, low, strict=True))) for cut in part} == inside
 
 
 def on_every_way(run: Computation, where: set[Cut]) -> bool:
