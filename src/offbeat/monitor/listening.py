@@ -23,18 +23,16 @@ class Listener:
     def __init__(self, names: Sequence[Name], delta: float) -> None:
         self._counts = dict.fromkeys(names, 0)
         self._machine = ByTime(names, delta)
+        self._ready: list[Effect] = []
 
-    def hear(self, name: Name, time: float, what: Any, now: float) -> Iterator[Heard]:
-        """A process has done something at that time; answers what is to be taken in now."""
+    def hear(self, name: Name, time: float, what: Any, now: float) -> None:
+        """A process has done something at that time."""
         self._counts[name] += 1
-        return _delivered(self._machine.on(Received(name, Report(self._counts[name], time, event=what)), now))
+        self._ready += self._machine.on(Received(name, Report(self._counts[name], time, event=what)), now)
 
     def due(self, now: float) -> Iterator[Heard]:
-        """What is old enough; with an infinite time, all of it."""
-        return _delivered(self._machine.on(Timer("look"), now))
-
-
-def _delivered(effects: Sequence[Effect]) -> Iterator[Heard]:
-    for effect in effects:
-        if isinstance(effect, Start) and isinstance(effect.work, Delivery | Late):
-            yield effect.work.process, effect.work.report.event
+        """What is old enough, in order; with an infinite time, all of it."""
+        effects, self._ready = [*self._ready, *self._machine.on(Timer("look"), now)], []
+        for effect in effects:
+            if isinstance(effect, Start) and isinstance(effect.work, Delivery | Late):
+                yield effect.work.process, effect.work.report.event

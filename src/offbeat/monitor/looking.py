@@ -223,7 +223,7 @@ class Watch:
     def _saw(self, end: _End) -> None:
         """The launcher has seen a process end: what that one did before is judged before it."""
         now = time.monotonic()
-        self._take(self._listener.hear(_LAUNCHER, now, end, now))
+        self._listener.hear(_LAUNCHER, now, end, now)
 
     def after_failure(self) -> tuple[Verdict | None, bool]:
         """The verdict on a run that has failed, and whether it says more than the failure, which only followed.
@@ -250,7 +250,7 @@ class Watch:
             reader.keep()
             for stamp in reader.new():
                 if stamp.mark not in UNJUDGED:
-                    self._take(self._listener.hear(name, stamp.time, stamp, now))
+                    self._listener.hear(name, stamp.time, stamp, now)
         self._take(self._listener.due(now))
         return moved
 

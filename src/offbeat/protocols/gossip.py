@@ -325,7 +325,7 @@ class Gossiper:
         if name in self._living:
             self._living.remove(name)
         effects.start(Lose(name))
-        self.colour.give_up()
+        self.colour.cut = None
         self._held = [one for one in self._held if one[0] != name]
         for known in (self._decided, self._granting, self._granted, self._moved):
             known.pop(name, None)

@@ -57,21 +57,22 @@ class PairColour(Colour):
 
     def __init__(self) -> None:
         super().__init__()
-        self._cut: GossipCut | None = None
+        self.cut: GossipCut | None = None
+        """Where it was cut, until everything that was under way has come, or a neighbour has died."""
         self._recording = Recording(0)
         self._answered: dict[int, int] = {}
 
     def turn(self, colour: int, cut: GossipCut, questions: Mapping[Name, int], effects: Effects) -> None:
         """Be cut here, with these questions open."""
         self._recording = Recording(colour, dict(counts_of(questions)))
-        self.own, self._cut, self._answered = colour, cut, dict.fromkeys(self._recording.expected, 0)
+        self.own, self.cut, self._answered = colour, cut, dict.fromkeys(self._recording.expected, 0)
         effects.start(Record(colour))
         self._conclude(effects)
 
     def answered(self, sender: Name, number: int, move: Payload | None, colour: int, effects: Effects) -> None:
         """A question has been decided; a grant from before the granter's cut was under way if it was open at ours."""
         who = number_of(sender)
-        if self._cut is None or self._recording.expected.get(who) != number:
+        if self.cut is None or self._recording.expected.get(who) != number:
             return
         if move is not None and self._recording.keep(who, number, colour):
             effects.start(Keep(self.own, None, move))
@@ -81,17 +82,12 @@ class PairColour(Colour):
     def miss(self) -> None:
         """Take the colour that was heard without having been cut: there is no such snapshot of this worker."""
         self.act()
-        self.give_up()
-
-    def give_up(self) -> None:
-        """What is being recorded is of no use: a neighbour has died, or there is a newer snapshot."""
-        self._cut = None
+        self.cut = None
 
     def _conclude(self, effects: Effects) -> None:
-        if self._cut is not None and self._recording.is_complete(self._answered):
-            under_way = tuple(worker for worker, _ in self._recording.kept)
-            effects.start(Write(self.own, replace(self._cut, under_way=under_way)))
-            self._cut = None
+        if self.cut is not None and self._recording.is_complete(self._answered):
+            effects.start(Write(self.own, replace(self.cut, under_way=tuple(who for who, _ in self._recording.kept))))
+            self.cut = None
 
 
 def number_of(name: Name) -> int:

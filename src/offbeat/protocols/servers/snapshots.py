@@ -74,25 +74,21 @@ class ShardColour:
     def __init__(self, number: int) -> None:
         self.own = 0
         self._cut = ShardCut(shard=number, version=0, taken=(), in_flight=())
-        self._recording: Recording | None = None
+        self.recording: Recording | None = None
+        """What was under way to it, while that is still coming."""
         self._report: ShardRecorded | None = None
-
-    @property
-    def recording(self) -> bool:
-        """Whether what was under way to it is still coming."""
-        return self._recording is not None
 
     def turn(self, colour: int, version: int, taken: Mapping[int, tuple[int, int, int]], out: Effects) -> None:
         """Be cut here: of each worker, its life, how many of its pushes are in the values, and its clock."""
         of_workers = tuple((worker, *told) for worker, told in sorted(taken.items()))
         self.own, self._cut = colour, replace(self._cut, version=version, taken=of_workers)
-        self._recording, self._report = Recording(colour), None
+        self.recording, self._report = Recording(colour), None
         out.start(Record(colour))
 
     def told(self, turned: Turned) -> None:
         """A worker has said how many of its pushes are from before its cut."""
-        if self._recording and turned.colour == self.own:
-            self._recording.expected[turned.worker] = turned.pushes
+        if self.recording and turned.colour == self.own:
+            self.recording.expected[turned.worker] = turned.pushes
 
     def applied(self, push: Push, payload: Payload, out: Effects) -> None:
         """A push was taken into the values: if it is from before its worker's cut, it was under way.
@@ -100,14 +96,13 @@ class ShardColour:
         What a former life of a worker has left in the log is nobody's: the snapshot is of those who live.
         """
         living = (push.worker, push.life) in (one[:2] for one in self._cut.taken)
-        if self._recording and living and self._recording.keep(push.worker, push.number, push.colour):
+        if self.recording and living and self.recording.keep(push.worker, push.number, push.colour):
             out.start(Keep(self.own, push, payload))
 
     def complete(self, taken: Mapping[int, tuple[int, int, int]], out: Effects) -> None:
         """Write it down, if everything that was under way has come from all who take part now."""
-        recording = self._recording
-        if recording and recording.is_complete({who: pushes for who, (_, pushes, _) in taken.items()}):
-            self._recording = None
+        if (recording := self.recording) and recording.is_complete({who: n for who, (_, n, _) in taken.items()}):
+            self.recording = None
             cut = replace(self._cut, in_flight=tuple(recording.kept))
             out.start(Write(self.own, cut), ("written", self.own, cut))
 
@@ -128,7 +123,7 @@ class ShardColour:
 
     def give_up(self) -> None:
         """Who takes part has changed: what is being recorded is of no use."""
-        self._recording = self._report = None
+        self.recording = self._report = None
 
 
 # -- the coordinator ---------------------------------------------------------------------------------------------------
