@@ -86,3 +86,18 @@ def lines(*lengths: int, edges: list[tuple[tuple[int, int], tuple[int, int]]] | 
     """Histories of local events, with these edges between them."""
     histories = {f"worker {i}": [Event(what=f"{i}.{k + 1}") for k in range(n)] for i, n in enumerate(lengths)}
     return computation(histories, [Edge(Place(*cause), Place(*effect)) for cause, effect in edges or []])
+
+
+def reaches(run: Computation, one: Place, other: Place) -> bool:
+    """Whether one event happened before the other, by the definition: a way leads from it to the other."""
+    todo, seen = [other], {other}
+    while todo:
+        place = todo.pop()
+        before = [Place(place.process, place.number - 1)] if place.number > 1 else []
+        for cause in (*before, *run.causes(place)):
+            if cause == one:
+                return True
+            if cause not in seen:
+                seen.add(cause)
+                todo.append(cause)
+    return False

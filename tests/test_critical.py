@@ -1,4 +1,4 @@
-"""Blame by arrival, critical paths, and what a run would take without somebody's lateness."""
+"""Blame by arrival, and what a run would take without somebody's lateness."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from causal_support import computations, few
+from causal_support import few
 from offbeat.errors import UsageError
-from offbeat.protocols.causality.critical import arrivals, critical_path, replayed, without_lateness
-from offbeat.protocols.causality.histories import Call, Computation, Event, Kind, Place, computation
+from offbeat.protocols.causality.critical import Forecast, arrivals, forecasts
+from offbeat.protocols.causality.histories import Call, Computation, Event, Kind, computation
 
 INPUT, COMPUTE, NETWORK = 0.1, 0.4, 0.05
+
+
+def without_lateness(run: Computation, process: str) -> Forecast:
+    return forecasts(run, [process])[0]
 
 
 def trained(workers: int, delays: list[tuple[int, str, float]], uneven: float = 0.0) -> Computation:
@@ -110,53 +114,6 @@ def test_lateness_in_overlapping_sums_is_taken_out_once() -> None:
     assert forecast.without == pytest.approx(2.1)
 
 
-@few
-@given(computations(4, 30))
-def test_nothing_saved_changes_nothing(run: Computation) -> None:
-    times = replayed(run, {})
-    assert [list(one) for one in times] == [[event.time for event in history] for history in run.histories]
-
-
-@few
-@given(computations(4, 30), st.randoms(use_true_random=False))
-def test_saving_makes_nothing_later_and_nothing_earlier_than_what_was_saved(run: Computation, random) -> None:
-    saved = {place: random.uniform(0, 1) for place in run.order if random.random() < 0.3}
-    times = replayed(run, saved)
-    for process, number in run.order:
-        was, now = run.event(Place(process, number)).time, times[process][number - 1]
-        assert was - sum(saved.values()) - 1e-9 <= now <= was + 1e-9
-
-
-@few
-@given(computations(4, 30))
-def test_a_critical_path_is_a_way_and_takes_the_whole_time(run: Computation) -> None:
-    if not run.order:
-        return
-    path = critical_path(run)
-    last = max(run.order, key=lambda place: run.event(place).time)
-    for piece in path:
-        same = piece.cause == (piece.effect.process, piece.effect.number - 1)
-        assert same or piece.cause in run.causes(piece.effect)
-        assert piece.seconds == pytest.approx(run.event(piece.effect).time - run.event(piece.cause).time)
-    assert [piece.effect for piece in path[:-1]] == [piece.cause for piece in path[1:]]
-    first = path[0].cause if path else last
-    assert not path or path[-1].effect == last
-    assert sum(piece.seconds for piece in path) == pytest.approx(run.event(last).time - run.event(first).time)
-    assert first.number == 1
-    assert not run.causes(first)
-
-
-def test_the_critical_path_goes_through_the_late_worker() -> None:
-    run = trained(2, [(1, "input", 1.0), (0, "compute", 2.0)])
-    path = critical_path(run)
-    assert [run.processes[piece.cause.process] for piece in path if "input" in piece.by_kind] == [
-        "worker 1",
-        "worker 0",
-    ]
-    total = {kind: sum(piece.by_kind.get(kind, 0.0) for piece in path) for kind in ("input", "compute", "network")}
-    assert total == pytest.approx({"input": 2 * INPUT + 1, "compute": 2 * COMPUTE + 2, "network": 2 * NETWORK})
-
-
 def test_waiting_for_a_message_is_not_the_receivers_lateness() -> None:
     names = ("a", "b")
     call = Call("world", 1, names)
@@ -169,9 +126,8 @@ def test_waiting_for_a_message_is_not_the_receivers_lateness() -> None:
     assert arrival.by_kind["network"] == pytest.approx(0.5)
 
 
-def test_without_events_there_is_no_path_and_no_forecast() -> None:
+def test_without_events_there_is_no_forecast() -> None:
     empty = computation({"a": []})
-    assert critical_path(empty) == []
     assert arrivals(empty) == []
     with pytest.raises(UsageError, match="without events"):
         without_lateness(empty, "a")

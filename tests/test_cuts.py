@@ -14,9 +14,8 @@ from causal_support import all_cuts, closed, computations, lines, places
 from offbeat.errors import UsageError
 from offbeat.protocols.causality.cuts import (
     Cut,
+    between,
     causal_past,
-    frontier,
-    intersection,
     is_consistent,
     latest_consistent,
     union,
@@ -25,7 +24,7 @@ from offbeat.protocols.causality.cuts import (
 from offbeat.protocols.causality.histories import Computation
 from offbeat.protocols.causality.lattice import (
     Answer,
-    Verdict,
+    Finding,
     consistent_cuts,
     definitely,
     possibly,
@@ -35,6 +34,10 @@ from offbeat.protocols.causality.lattice import (
 )
 
 SMALL = computations(3, 14)
+
+
+def intersection(one: Cut, other: Cut) -> Cut:
+    return tuple(map(min, one, other))
 
 
 @given(SMALL)
@@ -81,6 +84,15 @@ def test_the_lattice_has_every_consistent_cut_once(run: Computation) -> None:
     assert [sum(cut) for cut in cuts] == sorted(sum(cut) for cut in cuts)
 
 
+@given(SMALL, st.data())
+def test_the_part_between_two_cuts_has_the_cuts_between_them(run: Computation, data: st.DataObject) -> None:
+    ends = [latest_consistent(run, [data.draw(st.integers(0, length)) for length in run.lengths]) for _ in range(2)]
+    low, high = intersection(*ends), union(*ends)
+    inside = {cut for cut in consistent_cuts(run) if union(cut, low) == cut and union(cut, high) == high}
+    part = consistent_cuts(between(run, low, high))
+    assert {tuple(map(sum, zip(cut, low, strict=True))) for cut in part} == inside
+
+
 def on_every_way(run: Computation, where: set[Cut]) -> bool:
     """Whether one of these cuts is on every way from the empty cut to the full one."""
     consistent = [cut for cut in all_cuts(run) if closed(run, cut)]
@@ -109,7 +121,7 @@ def test_possibly_and_definitely_are_what_holds_on_some_and_on_every_way(run: Co
 
     where = [cut for cut in all_cuts(run) if closed(run, cut) and holds(cut)]
     smallest = reduce(intersection, where) if where else None
-    assert possibly(run, conjunction) == Verdict(Answer.YES if where else Answer.NO, smallest)
+    assert possibly(run, conjunction) == Finding(Answer.YES if where else Answer.NO, smallest)
     always = on_every_way(run, set(where))
     assert definitely(run, conjunction).answer is (Answer.YES if always else Answer.NO)
     assert search_possibly(run, holds).answer is (Answer.YES if where else Answer.NO)
@@ -148,7 +160,7 @@ def test_a_capped_search_is_undecided_and_one_that_just_fits_is_not() -> None:
 
 def test_two_leaders_at_once_are_possible_but_not_certain() -> None:
     leading = {0: [False, True, False], 1: [False, True, False]}
-    assert possibly(lines(2, 2), leading) == Verdict(Answer.YES, (1, 1))
+    assert possibly(lines(2, 2), leading) == Finding(Answer.YES, (1, 1))
     assert definitely(lines(2, 2), leading).answer is Answer.NO
     handed_over = lines(2, 2, edges=[((0, 2), (1, 1))])
     assert possibly(handed_over, leading).answer is Answer.NO
@@ -161,7 +173,6 @@ def test_a_violation_is_told_in_words() -> None:
     assert str(violation(run, (1, 2))) == (
         "worker 1's event 1 (local: 1.1) is in the cut, but its cause is not: worker 0's event 2 (local: 0.2)."
     )
-    assert list(frontier((2, 0))) == [(0, 2)]
     assert set(successors(run, (1, 0))) == {(2, 0)}
 
 

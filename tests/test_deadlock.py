@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from causal_support import computations
 from offbeat.errors import UsageError
 from offbeat.protocols.causality.cuts import latest_consistent
-from offbeat.protocols.causality.deadlock import Deadlock, Wait, deadlock, natural, waits
+from offbeat.protocols.causality.deadlock import Wait, deadlock, natural, waits
 from offbeat.protocols.causality.histories import Call, Computation, Event, Kind, computation
 from offbeat.protocols.causality.lattice import consistent_cuts
-from offbeat.protocols.causality.matching import Matching, mismatches
+from offbeat.protocols.causality.matching import Matching
 
 NAMES = tuple(f"worker {i}" for i in range(5))
 
@@ -150,14 +150,6 @@ def test_backups_let_a_step_go_on_without_the_dead() -> None:
     )
 
 
-def test_bounded_staleness_waits_for_all_below_the_bound() -> None:
-    clocks = {"worker 0": 7, "worker 1": 3, "worker 2": 4}
-    wait = Wait.on_bound("worker 0", clocks, 3, "ssp(3)")
-    assert wait == Wait("worker 0", 1, frozenset({"worker 1"}), "ssp(3)")
-    assert Wait.on_bound("worker 0", clocks, 4, "ssp(4)") is None
-    assert isinstance(deadlock([wait], {"worker 1"}), Deadlock)
-
-
 @pytest.mark.parametrize("needs", [0, 3])
 def test_a_wait_that_nothing_ends_is_refused(needs: int) -> None:
     with pytest.raises(UsageError, match=f"cannot wait for {needs} of 2"):
@@ -271,26 +263,9 @@ def test_what_is_left_open_is_not_compared() -> None:
 
 
 def test_a_different_order_is_told_as_such() -> None:
-    histories = {
-        "worker 0": [Event(Kind.ENTER, call=entry(1, "all_reduce")), Event(Kind.ENTER, call=entry(2, "broadcast"))],
-        "worker 1": [Event(Kind.ENTER, call=entry(1, "broadcast")), Event(Kind.ENTER, call=entry(2, "all_reduce"))],
-    }
-    assert [wrong.order for wrong in mismatches(computation(histories))] == [True, True]
-    assert "the same calls in a different order" in str(mismatches(computation(histories))[0])
-
-
-@given(computations(4, 24))
-def test_matching_calls_are_no_mismatch(run: Computation) -> None:
-    assert mismatches(run) == []
-
-
-def test_missing_members_are_known_until_they_enter() -> None:
     matching = Matching()
-    assert matching.missing("world", 1) == frozenset()
-    matching.enter("worker 0", entry(1, "all_reduce"))
-    assert matching.incomplete == {("world", 1): frozenset({"worker 1"})}
-    matching.enter("worker 1", entry(1, "all_reduce"))
-    assert matching.incomplete == {}
-    matching.enter("worker 0", entry(2, "all_reduce"))
-    matching.forget("world", 3)
-    assert matching.incomplete == {}
+    for number, operation in enumerate(("all_reduce", "broadcast"), 1):
+        assert matching.enter("worker 0", entry(number, operation)) is None
+    wrong = [matching.enter("worker 1", entry(*call)) for call in ((1, "broadcast"), (2, "all_reduce"))]
+    assert [one is not None and one.order for one in wrong] == [True, True]
+    assert "the same calls in a different order" in str(wrong[0])

@@ -153,7 +153,7 @@ def test_a_pattern_that_would_never_end_is_given_up(
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--window", "1..2"], "--window '1..2' is for a picture: add --draw"),
+        (["--window", "1..2"], "--window '1..2' is for a picture or a predicate: add --draw"),
         (["--as", "jsonl"], "--as jsonl is for an export: add --export"),
         (["--draw", "a.gif"], "a.gif is no name for a picture"),
         (["--export", "a.doc"], "does not say as what to export"),

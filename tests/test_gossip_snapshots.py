@@ -17,8 +17,9 @@ from msgspec import Struct, structs
 from offbeat.protocols.causality.cuts import violation
 from offbeat.protocols.causality.histories import Event as Noted
 from offbeat.protocols.causality.histories import Kind, computation
+from offbeat.protocols.colouring import Keep, Record, Write
 from offbeat.protocols.gossip import PAUSE, Gossiper, Grant, Refuse
-from offbeat.protocols.gossip_cuts import GossipCut, Keep, Record, Recorded, gossip_faults
+from offbeat.protocols.gossip_cuts import GossipCut, gossip_faults
 from offbeat.protocols.machine import Done, Effect, Event, Payload, Received, Send, Start, Timer
 from offbeat.protocols.topology import Shape
 from offbeat.simulate.machines import Network, Partition, Stop
@@ -88,9 +89,9 @@ class Recording(Stepping):
         match work:
             case Record(colour) if colour:
                 self.world.rows[colour, self.name] = self.row.copy()
-            case Keep(colour, move):
+            case Keep(colour, _, move):
                 self.world.kept[colour, self.name].append(move.handle)
-            case Recorded(colour, cut):
+            case Write(colour, cut):
                 self.world.cuts[colour][self.name] = cut
             case _:
                 return super().perform(work)

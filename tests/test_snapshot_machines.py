@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from offbeat.protocols.causality.cuts import violation
 from offbeat.protocols.causality.histories import Computation, Event, Join, Kind, Place, computation
+from offbeat.protocols.colouring import Keep, Record, Write
 from offbeat.protocols.machine import Effect, Effects, Machine, Name, Payload, Received, Send, SetTimer, Start, Timer
 from offbeat.protocols.machine import Event as Happening
 from offbeat.protocols.servers.client import ClientMachine
@@ -34,12 +35,9 @@ from offbeat.protocols.servers.messages import (
 from offbeat.protocols.servers.requests import key_of
 from offbeat.protocols.servers.snapshots import (
     GivenUp,
-    Keep,
-    Record,
     ShardColour,
     Snapshot,
     WorkerColour,
-    Write,
     faults,
 )
 from offbeat.simulate.machines import Network

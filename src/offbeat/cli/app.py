@@ -60,7 +60,10 @@ DrawOption = Annotated[
     typer.Option(metavar="FILE", help="Draw the space-time diagram: .svg, or .png (which needs matplotlib)."),
 ]
 WindowOption = Annotated[
-    str | None, typer.Option(metavar="FROM..TO", help="Draw this part of it only, e.g. [bold]3s..4s[/bold].")
+    str | None,
+    typer.Option(
+        metavar="FROM..TO", help="Draw, or look for predicates in, this part of it only, e.g. [bold]3s..4s[/bold]."
+    ),
 ]
 CutOption = Annotated[
     list[str] | None,
@@ -70,6 +73,29 @@ CutOption = Annotated[
         "0:123[/bold] (all that can have caused this event), or [bold]worker 0:123, worker 1:120[/bold] (so many "
         "events of each); may be given several times.",
     ),
+]
+DeliveryOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="fifo|real-time|lamport|vector|arrival",
+        help="Replay the run to a monitor that puts late reports in order by this rule: how many it holds back and for "
+        "how long, whether the order is one that the run can have had, and verdicts that are phantoms.",
+    ),
+]
+DelayOption = Annotated[
+    str | None, typer.Option(metavar="TIME", help="How long such a report takes on average; 5ms unless given.")
+]
+PossiblyOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PREDICATE",
+        help="Say whether this held on some consistent cut: [bold]all-waiting[/bold], [bold]nobody-computing[/bold], "
+        "[bold]in-flight>N[/bold] (messages) or [bold]steps-apart>N[/bold]; may be given several times.",
+    ),
+]
+DefinitelyOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PREDICATE", help="The same, for every order that the run can have had."),
 ]
 ExportOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write it for other tools: .shiviz, .perfetto, .json or .jsonl.")
@@ -145,6 +171,7 @@ def compare(given: dict[str, Any]) -> None:
     epilog="Examples: offbeat run train.py --workers 2 --watch, then offbeat explain runs/latest [dim]|[/dim] "
     "offbeat explain runs/latest --draw run.svg --window 3s..4s --cut latest [dim]|[/dim] "
     "offbeat explain runs/latest --export run.perfetto [dim]|[/dim] offbeat explain other.log --cut 'a:3, b:4' "
+    "[dim]|[/dim] offbeat explain runs/latest --delivery vector --possibly 'steps-apart>3' "
     "[dim]|[/dim] offbeat explain --check runs/latest",
 )
 def explain(
@@ -164,6 +191,10 @@ def explain(
     pattern: PatternOption = None,
     execution: ExecutionOption = None,
     delimiter: DelimiterOption = None,
+    delivery: DeliveryOption = None,
+    delay: DelayOption = None,
+    possibly: PossiblyOption = None,
+    definitely: DefinitelyOption = None,
     check: CheckOption = False,
     output: FormatOption = Format.text,
 ) -> None:
@@ -181,7 +212,8 @@ def explain(
     from offbeat.cli.pictured import explain
     from offbeat.cli.wanted import Wanted
 
-    wanted = Wanted(draw, window, tuple(cut or ()), export, kind, pattern, execution, delimiter)
+    asked = (delivery, delay, tuple(possibly or ()), tuple(definitely or ()))
+    wanted = Wanted(draw, window, tuple(cut or ()), export, kind, pattern, execution, delimiter, *asked)
     explain(path, wanted, as_json=output is Format.json)
 
 

@@ -32,6 +32,11 @@ MATCHING: Final = 20.0
 def explain(path: Path, wanted: Wanted, as_json: bool) -> None:
     """A run by its folder, or a log of any program by its file."""
     if is_file(path):
+        if wanted.of_runs is not None:
+            raise UsageError(
+                f"{wanted.of_runs} is for runs that were made with `offbeat run --watch`, and {path} is a log: give a "
+                f"run's folder, or omit it."
+            )
         explain_log(path, wanted, as_json)
     elif wanted.of_logs is not None:
         raise UsageError(
@@ -43,6 +48,10 @@ def explain(path: Path, wanted: Wanted, as_json: bool) -> None:
 
 def _explain_run(path: Path, wanted: Wanted, as_json: bool) -> None:
     done = wanted.done(_scene(path)) if wanted.anything else Done()
+    if wanted.of_runs is not None:
+        replies = wanted.asked_of(recorded(RunFolder.open(path).path))
+        done.lines += replies.lines
+        done.plain |= replies.plain
     try:
         explain_run(path, as_json, done.plain)
     except typer.Exit as end:

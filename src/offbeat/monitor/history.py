@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Final
+from itertools import accumulate
+from typing import Final, NamedTuple
 
 from offbeat.monitor.judging import SEND, call_of
 from offbeat.monitor.verdicts import worker_name
+from offbeat.protocols.causality.cuts import Cut
 from offbeat.protocols.causality.histories import Call, Computation, Event, Kind, computation
 from offbeat.runtime.servers.noting import GROUP as SERVERS
 from offbeat.runtime.servers.noting import PULL, PUSH
@@ -28,10 +30,54 @@ def history_of(
     stamps: Mapping[int, Sequence[Stamp]], servers: Mapping[str, Sequence[Stamp]] | None = None
 ) -> Computation:
     """The run as a computation, of its workers and then its servers."""
-    served = servers or {}
-    sent = _sent(stamps, served)
-    histories = {worker_name(rank): list(_Worker(rank, sent).events(some)) for rank, some in stamps.items()}
-    return computation({**histories, **{name: list(_of_server(some, sent)) for name, some in served.items()}})
+    made = _events(stamps, servers or {})
+    return computation({name: [event for _, events in some for event in events] for name, some in made.items()})
+
+
+class Trace(NamedTuple):
+    """A run in which everything that was written down is an event, also what others cannot have been affected by."""
+
+    run: Computation
+    stamps: tuple[tuple[Stamp | None, ...], ...]
+    """What was written down for each event of each process; None: the event before tells it."""
+    counts: tuple[tuple[int, ...], ...]
+    """How many of the first 0, 1, 2 … events of each process `history_of` has, too."""
+
+    def told(self, cut: Cut) -> str:
+        """A cut in words: where each process is, by the numbers of `history_of`."""
+        return "; ".join(
+            f"{name}:{counts[number]}{f' ({_words(self.run.histories[i][number - 1])})' if number else ''}"
+            for i, (name, counts, number) in enumerate(zip(self.run.processes, self.counts, cut, strict=True))
+        )
+
+
+def trace_of(stamps: Mapping[int, Sequence[Stamp]], servers: Mapping[str, Sequence[Stamp]] | None = None) -> Trace:
+    """The same run, event by event as it was written down."""
+    histories: dict[str, list[Event]] = {}
+    origins: list[tuple[Stamp | None, ...]] = []
+    counts: list[tuple[int, ...]] = []
+    for name, some in _events(stamps, servers or {}).items():
+        full = [(stamp, events or [Event(what=stamp.mark.name.lower(), time=stamp.time)]) for stamp, events in some]
+        histories[name] = [event for _, events in full for event in events]
+        origins.append(tuple(one for stamp, events in full for one in (stamp, *[None] * (len(events) - 1))))
+        known = [bool(events) for (_, events), (_, all_of_it) in zip(some, full, strict=True) for _ in all_of_it]
+        counts.append((0, *accumulate(map(int, known))))
+    return Trace(computation(histories), tuple(origins), tuple(counts))
+
+
+def _events(
+    stamps: Mapping[int, Sequence[Stamp]], servers: Mapping[str, Sequence[Stamp]]
+) -> dict[str, list[tuple[Stamp, list[Event]]]]:
+    """Of each process, what was written down and the events that it stands for: none, one, or a push and its entry."""
+    sent = _sent(stamps, servers)
+    made = {worker_name(rank): list(_Worker(rank, sent).events(some)) for rank, some in stamps.items()}
+    return made | {name: [(stamp, list(_of_server(stamp, sent))) for stamp in some] for name, some in servers.items()}
+
+
+def _words(event: Event) -> str:
+    return " ".join(
+        filter(None, [str(event.kind) if event.kind is not Kind.LOCAL else "", str(event.call or event.what)])
+    )
 
 
 def _sent(stamps: Mapping[int, Sequence[Stamp]], servers: Mapping[str, Sequence[Stamp]]) -> dict[Hashable, Stamp]:
@@ -63,22 +109,21 @@ def _answer(stamp: Stamp, about: About, worker: int | None) -> Hashable:
     return (PULL, about.shard, worker, stamp.sequence)
 
 
-def _of_server(stamps: Sequence[Stamp], sent: Mapping[Hashable, Stamp]) -> Iterator[Event]:
-    for stamp in stamps:
-        about = stamp.about
-        if about is None:
-            continue
-        if stamp.mark in _USED:
-            key = (PUSH, about.peer, stamp.sequence)
-            if key in sent:
-                what = f"{about.operation}{f': {about.words}' if about.words else ''}"
-                yield Event(Kind.RECEIVE, what, stamp.time, message=key)
-        elif stamp.mark is Mark.ANSWERED:
-            key = _answer(stamp, about, about.peer)
-            if sent.get(key) is stamp:
-                yield Event(Kind.SEND, about.operation, stamp.time, message=key)
-        elif stamp.mark is Mark.VIEW:
-            yield Event(Kind.LOCAL, f"view {stamp.sequence}", stamp.time)
+def _of_server(stamp: Stamp, sent: Mapping[Hashable, Stamp]) -> Iterator[Event]:
+    about = stamp.about
+    if about is None:
+        return
+    if stamp.mark in _USED:
+        key = (PUSH, about.peer, stamp.sequence)
+        if key in sent:
+            what = f"{about.operation}{f': {about.words}' if about.words else ''}"
+            yield Event(Kind.RECEIVE, what, stamp.time, message=key)
+    elif stamp.mark is Mark.ANSWERED:
+        key = _answer(stamp, about, about.peer)
+        if sent.get(key) is stamp:
+            yield Event(Kind.SEND, about.operation, stamp.time, message=key)
+    elif stamp.mark is Mark.VIEW:
+        yield Event(Kind.LOCAL, f"view {stamp.sequence}", stamp.time)
 
 
 class _Worker:
@@ -92,18 +137,21 @@ class _Worker:
         self._members: tuple[str, ...] = ()
         self._open: set[int] = set()
 
-    def events(self, stamps: Sequence[Stamp]) -> Iterator[Event]:
-        """All of them, in order."""
+    def events(self, stamps: Sequence[Stamp]) -> Iterator[tuple[Stamp, list[Event]]]:
+        """All of them, in order, each with what it was made of."""
         self._since = stamps[0].time if stamps else 0.0
         self._members = _in_lockstep(stamps)
         for stamp in stamps:
             self._book(stamp.time)
-            if stamp.mark is Mark.TURN:
-                self._kind = KINDS[stamp.sequence] if stamp.sequence < len(KINDS) else KINDS[OTHER]
-            elif stamp.mark in LOCAL:
-                yield Event(Kind.LOCAL, stamp.mark.name.lower(), stamp.time, self._taken())
-            elif stamp.about is not None:
-                yield from self._about(stamp, stamp.about)
+            yield stamp, list(self._of(stamp))
+
+    def _of(self, stamp: Stamp) -> Iterator[Event]:
+        if stamp.mark is Mark.TURN:
+            self._kind = KINDS[stamp.sequence] if stamp.sequence < len(KINDS) else KINDS[OTHER]
+        elif stamp.mark in LOCAL:
+            yield Event(Kind.LOCAL, stamp.mark.name.lower(), stamp.time, self._taken())
+        elif stamp.about is not None:
+            yield from self._about(stamp, stamp.about)
 
     def _book(self, now: float) -> None:
         self._spent[self._kind] += now - self._since

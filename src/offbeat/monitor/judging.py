@@ -1,9 +1,10 @@
 """Judges a run by its events as they come: who waits for whom, and whether that can ever end.
 
 A judgement is about a moment. Files are read one after the other, so what they say together need never have been true
-together. `moved` says whose events have changed since the last look: if those who are said to be stuck have not moved
-between two looks, then there was a moment between them at which all of it was true, which is a consistent cut; that
-somebody else had not arrived at the second look was true at that moment, too.
+together. While a run goes, a `Listener` puts them into the order of time. What a worker has begun it may note a moment
+later, so that is not always the order of cause and effect. `moved` says whose events have changed since the last look:
+if those who are said to be stuck have not moved between two looks, then there was a moment between them at which all
+of it was true, which is a consistent cut; that somebody else had not arrived at the second look was true then, too.
 
 That a worker has entered a call is known by the highest number of its calls on the group, so that events that were
 written over do no harm.
@@ -41,6 +42,10 @@ class _Open(NamedTuple):
     step: int = 0
 
 
+_TIDY = 256
+"""Entries into collectives after which those that are long over are forgotten."""
+UNJUDGED = frozenset({Mark.TURN, Mark.SENT, Mark.RECEIVED, Mark.APPLIED, Mark.ANSWERED, Mark.PARKED})
+"""Marks that no verdict depends on."""
 _OPERATIONS = frozenset({Mark.ENTER, Mark.START, Mark.WAIT, Mark.EXIT, Mark.FAIL})
 _MUTE = frozenset({Mark.EXIT, Mark.FAIL, Mark.TURN, Mark.SENT, Mark.RECEIVED, Mark.VIEW})
 """Marks that do not say that a worker has got over what failed: they come from unwinding, or from another thread."""
@@ -82,6 +87,7 @@ class Judge:
         self._matching = Matching()
         self._taken: dict[tuple[str, int, int, int], int] = defaultdict(int)
         self._mismatch: Mismatch | None = None
+        self._untidy = 0
         self.served = Served()
         """What is known of the run's servers."""
         self.ended: dict[int, str] = {}
@@ -109,7 +115,6 @@ class Judge:
                 self.served.note_view(stamp, stamp.about)
             elif stamp.about is not None and stamp.mark in _OPERATIONS:
                 self._note(rank, stamp, stamp.about)
-        self._tidy()
 
     def feed_server(self, stamps: Iterable[Stamp]) -> None:
         """What a server has done since the last look."""
@@ -163,9 +168,13 @@ class Judge:
         self._entered[about.group][rank] = sequence
         wrong = self._matching.enter(worker_name(rank), call_of(about, sequence))
         self._mismatch = self._mismatch or wrong
+        self._untidy += 1
+        if self._untidy >= _TIDY:
+            self._tidy()
 
     def _tidy(self) -> None:
         """Forget calls that everybody has been in for long; the last few show whether only the order differs."""
+        self._untidy = 0
         for group, entered in self._entered.items():
             going = [number for rank, number in entered.items() if self._counts(group, rank)]
             self._matching.forget(group, min(going, default=0) - 8)

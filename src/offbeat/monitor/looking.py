@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec import structs
 
 from offbeat.errors import UsageError
 from offbeat.monitor.blaming import ENOUGH, Blame, blame
-from offbeat.monitor.judging import Judge, how_it_ended
+from offbeat.monitor.judging import UNJUDGED, Judge, how_it_ended
+from offbeat.monitor.listening import Heard, Listener
 from offbeat.monitor.queues import QueueWriter
 from offbeat.monitor.reading import recorded
 from offbeat.monitor.tracing import Unfit, unfit
@@ -23,6 +24,8 @@ from offbeat.runtime.watched import ask
 
 EVERY: Final = 0.4
 """Seconds between looks."""
+AGE: Final = 0.05
+"""Seconds after which nothing older than an event is still being written down, so that it is judged."""
 PATIENCE: Final = 10.0
 """Seconds of waiting for a worker that does something else, until that is said."""
 ANSWER: Final = 0.5
@@ -36,6 +39,10 @@ IDLE: Final = 2
 NOTICE: Final = 1.0
 """Seconds for a run to notice that somebody has died, before that is said."""
 
+_SERVERS: Final = "servers"
+_LAUNCHER: Final = "launcher"
+"""Who tells the monitor something beside the workers."""
+
 _EVERYBODYS: Final = (
     "<frozen runpy>",
     "/offbeat/runtime/launch/",
@@ -47,6 +54,15 @@ _EVERYBODYS: Final = (
 )
 
 
+class _End(NamedTuple):
+    """A process has ended."""
+
+    process: str
+    how: str
+    early: bool = False
+    """Before the run did, which can do without it."""
+
+
 class Watch:
     """The events of a run under way."""
 
@@ -54,6 +70,8 @@ class Watch:
         self._folder = folder
         self._workers = workers
         self._judge = Judge()
+        self._ranks = {worker_name(rank): rank for rank in range(workers)}
+        self._listener = Listener([*self._ranks, _SERVERS, _LAUNCHER], AGE)
         self._readers: dict[int, Reader] = {}
         self._servers: dict[str, Reader] = {}
         self._files: dict[int, int] = {}
@@ -80,7 +98,7 @@ class Watch:
         if now < self._next or self._failed:
             return None
         self._next = now + EVERY
-        moved = self._read()
+        moved = self._read(now)
         self._queues.note(now, {rank: reader.pid for rank, reader in self._readers.items()})
         found = self._judge.final(moved, self._idle(moved))
         if found is not None:
@@ -183,7 +201,7 @@ class Watch:
         error, rank = outcome.error, outcome.role.rank
         if outcome.role.expendable:
             if outcome.signal is not None and not self._failed and outcome.role.kind == "worker":
-                self._judge.served.gone[worker_name(rank)] = how_it_ended(outcome.exit_code, outcome.signal)
+                self._saw(_End(worker_name(rank), how_it_ended(outcome.exit_code, outcome.signal), early=True))
             self._failed = self._failed or (outcome.role.kind == "worker" and error is not None)
             return
         if outcome.role.kind != "worker":
@@ -193,44 +211,60 @@ class Watch:
             self._raised = self._raised or not (error.communication or interrupted)
         elif outcome.exit_code == 0 or not self._failed:
             # Once something has failed, the others are ended by the launcher, and that explains nothing.
-            self._judge.ended[rank] = how_it_ended(outcome.exit_code, outcome.signal)
+            self._saw(_End(worker_name(rank), how_it_ended(outcome.exit_code, outcome.signal)))
             self._died = self._died or outcome.exit_code != 0
         self._failed = self._failed or outcome.exit_code != 0
 
     def lost_server(self, name: str, outcome: Outcome) -> None:
         """A server's process has ended before the run did."""
         if not self._failed and outcome.signal is not None:
-            self._judge.served.gone[name] = how_it_ended(outcome.exit_code, outcome.signal)
+            self._saw(_End(name, how_it_ended(outcome.exit_code, outcome.signal), early=True))
+
+    def _saw(self, end: _End) -> None:
+        """The launcher has seen a process end: what that one did before is judged before it."""
+        now = time.monotonic()
+        self._listener.hear(_LAUNCHER, now, end, now)
 
     def after_failure(self) -> tuple[Verdict | None, bool]:
         """The verdict on a run that has failed, and whether it says more than the failure, which only followed.
 
         Gloo may crash on sizes that differ, so that after a desync a death explains nothing.
         """
-        self._read()
+        self._read(time.monotonic())
+        self._take(self._listener.due(float("inf")))
         found = self._judge.final() or self._judge.served.deaths()
         followed = not self._died or (found is not None and found.kind == DESYNC)
         return found, followed and not self._raised and found is not None and found.final
 
-    def _read(self) -> set[int]:
-        """Take in what is new; answers who has done something since the last look.
-
-        Servers first: that a worker has left is written down before any server hears of it.
-        """
+    def _read(self, now: float) -> set[int]:
+        """Take in what is old enough; answers who has done something since the last look."""
         for path in (self._folder / FOLDER).glob("server-*.events"):
             if path.name not in self._servers:
                 with suppress(UsageError):
                     self._servers[path.name] = Reader(path)
-        for reader in self._servers.values():
-            reader.keep()
-            self._judge.feed_server(reader.new())
         for rank in range(self._workers):
             self._open(rank)
         moved = {rank for rank, reader in self._readers.items() if reader.written != reader.read}
-        for rank in moved:
-            self._readers[rank].keep()
-            self._judge.feed(rank, self._readers[rank].new())
+        servers = ((_SERVERS, reader) for reader in self._servers.values())
+        for name, reader in [*servers, *((worker_name(rank), self._readers[rank]) for rank in moved)]:
+            reader.keep()
+            for stamp in reader.new():
+                if stamp.mark not in UNJUDGED:
+                    self._listener.hear(name, stamp.time, stamp, now)
+        self._take(self._listener.due(now))
         return moved
+
+    def _take(self, heard: Iterable[Heard]) -> None:
+        """Judge what has been put in order: events, and ends of processes."""
+        for name, what in heard:
+            if isinstance(what, _End) and what.early:
+                self._judge.served.gone[what.process] = what.how
+            elif isinstance(what, _End):
+                self._judge.ended[self._ranks[what.process]] = what.how
+            elif name == _SERVERS:
+                self._judge.feed_server([what])
+            else:
+                self._judge.feed(self._ranks[name], [what])
 
     def _open(self, rank: int) -> None:
         """Find a worker's events; if another process has taken its place, that one's."""
@@ -241,6 +275,7 @@ class Watch:
                 return
             reader = Reader(path)
             if rank in self._files:
+                self._take(self._listener.due(float("inf")))
                 self._judge.reborn(rank)
             self._files[rank], self._readers[rank] = inode, reader
 

@@ -23,7 +23,8 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from offbeat.protocols.gossip_cuts import PairColour, Record
+from offbeat.protocols.colouring import Record
+from offbeat.protocols.gossip_cuts import GossipCut, PairColour, counts_of, number_of
 from offbeat.protocols.machine import Done, Effect, Effects, Ended, Event, Name, Payload, Received, Timer
 
 STEPPED: Final = "stepped"
@@ -125,7 +126,7 @@ class Gossiper:
         """Questions that others have refused."""
         self.overdue = 0
         """Questions that were not answered in time."""
-        self.colour = PairColour(name)
+        self.colour = PairColour()
         """Which snapshots it has been cut by."""
         self._granted = dict.fromkeys(neighbours, 0)
         self._moved = dict.fromkeys(neighbours, 0)
@@ -184,7 +185,7 @@ class Gossiper:
                 self._paused = True
                 if self._held:
                     # All come to rest before this worker comes to a boundary: it has missed its place.
-                    self.colour.miss(self.colour.heard)
+                    self.colour.miss()
                     self._open_held(effects)
             case ("turn", int(colour), int(clock), int(rests)):
                 self._turn(max(colour, self.colour.heard), clock, rests, effects)
@@ -249,7 +250,7 @@ class Gossiper:
             if not self._paused:
                 self._held.append((sender, message, payload))
                 return
-            self.colour.miss(self.colour.heard)
+            self.colour.miss()
         match message:
             case Ask(number):
                 self._on_ask(sender, number, payload, effects)
@@ -295,7 +296,9 @@ class Gossiper:
             effects.start(Record(0))
             return
         questions = {name: question.number for name, question in self._open.items()}
-        self.colour.turn(colour, clock, rests, self._granted, self._moved, questions, effects)
+        granted, moved = counts_of(self._granted), counts_of(self._moved)
+        cut = GossipCut(worker=number_of(self.name), clock=clock, granted=granted, moved=moved, rests=rests)
+        self.colour.turn(colour, cut, questions, effects)
         for name in self._living:
             effects.send(name, Turn(colour))
         self._open_held(effects)
@@ -322,7 +325,7 @@ class Gossiper:
         if name in self._living:
             self._living.remove(name)
         effects.start(Lose(name))
-        self.colour.forget(name)
+        self.colour.cut = None
         self._held = [one for one in self._held if one[0] != name]
         for known in (self._decided, self._granting, self._granted, self._moved):
             known.pop(name, None)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
+from offbeat.protocols.colouring import Colour, Keep, Record, Recording, Write
 from offbeat.protocols.machine import Effects, Name, Payload
 
 
@@ -51,80 +52,42 @@ def gossip_faults(cuts: Sequence[GossipCut]) -> list[str]:
     return found
 
 
-class Record(Struct, frozen=True):
-    """Work: keep a copy of the row, as it is after all work begun before."""
-
-    colour: int
-    """0: it is too late for that; there is nothing to keep."""
-
-
-class Keep(Struct, frozen=True):
-    """Work: keep a move that was under way."""
-
-    colour: int
-    move: Payload
-
-
-class Recorded(Struct, frozen=True):
-    """Work: nothing more was under way to this worker; so it was cut."""
-
-    colour: int
-    cut: GossipCut
-
-
-class PairColour:
+class PairColour(Colour):
     """Which snapshots a worker has been cut by, and which questions were open at the last."""
 
-    def __init__(self, name: Name) -> None:
-        self.own = 0
-        self.heard = 0
-        self._name = name
-        self._cut: GossipCut | None = None
-        self._awaited: dict[Name, int] = {}
-        self._under_way: list[int] = []
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut: GossipCut | None = None
+        """Where it was cut, until everything that was under way has come, or a neighbour has died."""
+        self._recording = Recording(0)
+        self._answered: dict[int, int] = {}
 
-    def turn(
-        self,
-        colour: int,
-        clock: int,
-        rests: int,
-        granted: Mapping[Name, int],
-        moved: Mapping[Name, int],
-        questions: Mapping[Name, int],
-        effects: Effects,
-    ) -> None:
-        """Be cut here, with these counts of moves and these questions open."""
-        self.own = colour
-        self._awaited, self._under_way = dict(questions), []
-        self._cut = GossipCut(
-            worker=number_of(self._name), clock=clock, granted=_counts(granted), moved=_counts(moved), rests=rests
-        )
+    def turn(self, colour: int, cut: GossipCut, questions: Mapping[Name, int], effects: Effects) -> None:
+        """Be cut here, with these questions open."""
+        self._recording = Recording(colour, dict(counts_of(questions)))
+        self.own, self.cut, self._answered = colour, cut, dict.fromkeys(self._recording.expected, 0)
         effects.start(Record(colour))
         self._conclude(effects)
 
-    def miss(self, colour: int) -> None:
-        """Take the colour without having been cut: there is no such snapshot of this worker."""
-        self.own, self._cut = colour, None
-
     def answered(self, sender: Name, number: int, move: Payload | None, colour: int, effects: Effects) -> None:
         """A question has been decided; a grant from before the granter's cut was under way if it was open at ours."""
-        if self._cut is None or self._awaited.get(sender) != number:
+        who = number_of(sender)
+        if self.cut is None or self._recording.expected.get(who) != number:
             return
-        del self._awaited[sender]
-        if move is not None and colour < self.own:
-            self._under_way.append(number_of(sender))
-            effects.start(Keep(self.own, move))
+        if move is not None and self._recording.keep(who, number, colour):
+            effects.start(Keep(self.own, None, move))
+        self._answered[who] = number
         self._conclude(effects)
 
-    def forget(self, name: Name) -> None:
-        """A neighbour has died: what is being recorded is of no use."""
-        del name
-        self._cut = None
+    def miss(self) -> None:
+        """Take the colour that was heard without having been cut: there is no such snapshot of this worker."""
+        self.act()
+        self.cut = None
 
     def _conclude(self, effects: Effects) -> None:
-        if self._cut is not None and not self._awaited:
-            cut, self._cut = self._cut, None
-            effects.start(Recorded(self.own, replace(cut, under_way=tuple(self._under_way))))
+        if self.cut is not None and self._recording.is_complete(self._answered):
+            effects.start(Write(self.own, replace(self.cut, under_way=tuple(who for who, _ in self._recording.kept))))
+            self.cut = None
 
 
 def number_of(name: Name) -> int:
@@ -132,5 +95,6 @@ def number_of(name: Name) -> int:
     return int(name.rsplit(" ", 1)[-1])
 
 
-def _counts(counts: Mapping[Name, int]) -> tuple[tuple[int, int], ...]:
+def counts_of(counts: Mapping[Name, int]) -> tuple[tuple[int, int], ...]:
+    """Moves by the numbers of the neighbours that they were made with."""
     return tuple(sorted((number_of(name), count) for name, count in counts.items()))

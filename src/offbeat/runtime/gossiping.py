@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from offbeat.errors import RunError, WaitError
+from offbeat.protocols.colouring import Keep, Record, Write
 from offbeat.protocols.gossip import (
     GO_ON,
     PAUSE,
@@ -36,7 +37,7 @@ from offbeat.protocols.gossip import (
     Move,
     Read,
 )
-from offbeat.protocols.gossip_cuts import GossipCut, Keep, Record, Recorded
+from offbeat.protocols.gossip_cuts import GossipCut
 from offbeat.protocols.machine import NOTHING, Done, Effect, Ended, Event, Machine, Payload, Received, Send, Start
 from offbeat.runtime.group import Group
 from offbeat.runtime.messages import Codec, Endpoint, Inbox, Keys, address_in, drive, private_directory
@@ -239,9 +240,9 @@ class Chat:
                 case Record(colour):
                     self._cut = _Cut(colour, self._numbers.copy())
                     self._turned.set()
-                case Keep(_, move):
+                case Keep(payload=move):
                     self._cut.moves.append(self._of(move).copy())
-                case Recorded(_, cut):
+                case Write(_, cut):
                     self._cut.place = cut
                     self._cut.whole.set()
                 case Lose(name) if self._endpoint is not None:
@@ -266,7 +267,7 @@ class Chat:
     @property
     def due(self) -> bool:
         """Whether a neighbour has been cut by a snapshot that this worker has not."""
-        return self.machine.colour.heard > self.machine.colour.own
+        return self.machine.colour.due
 
     def cut(self, clock: int, anew: bool) -> GossipRecord | None:
         """Between two steps: be cut by the snapshot that is due, or by a new one; None if it is too late for that."""

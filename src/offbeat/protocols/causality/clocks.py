@@ -10,8 +10,6 @@ States of Distributed Systems" (1989).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 Vector = tuple[int, ...]
 """For each process, how many of its events are known of."""
 
@@ -26,13 +24,3 @@ def tick(own: Vector, process: int, *received: Vector) -> Vector:
     known = [max(entries) for entries in zip(own, *received, strict=True)]
     known[process] += 1
     return tuple(known)
-
-
-def precedes(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether the event with the first clock happened before the event with the other."""
-    return tuple(one) != tuple(other) and all(a <= b for a, b in zip(one, other, strict=True))
-
-
-def concurrent(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether neither of two different events can have caused the other."""
-    return tuple(one) != tuple(other) and not precedes(one, other) and not precedes(other, one)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from msgspec import Struct
@@ -70,19 +70,6 @@ class Arrival(Struct, frozen=True):
         )
 
 
-class Piece(NamedTuple):
-    """One stretch of a critical path: from what was waited for to what came of it."""
-
-    cause: Place
-    effect: Place
-    by_kind: Mapping[str, float]
-
-    @property
-    def seconds(self) -> float:
-        """How long it took."""
-        return sum(self.by_kind.values())
-
-
 class Forecast(Struct, frozen=True):
     """What a run took, and what it would have taken without a process's lateness."""
 
@@ -103,23 +90,6 @@ def arrivals(computation: Computation) -> list[Arrival]:
     exits = [_last_exits(history) for history in computation.histories]
     causes = _Causes(computation)
     return [_arrival(computation, causes, exits, *key, places) for key, places in entries.items() if len(places) > 1]
-
-
-def critical_path(computation: Computation, until: Place | None = None) -> list[Piece]:
-    """What the time until an event was spent on, first things first: whatever is shortened here shortens the whole.
-
-    Goes back from the event, by default the last of all, always to what it had to wait for longest.
-    """
-    if not computation.order:
-        return []
-    place = until or max(computation.order, key=lambda place: (computation.event(place).time, place))
-    causes = _Causes(computation)
-    path: list[Piece] = []
-    while before := causes.of(place):
-        cause = max(before, key=lambda place: (computation.event(place).time, place))
-        path.append(Piece(cause, place, _kinds(computation, causes, cause, place)))
-        place = cause
-    return path[::-1]
 
 
 class _Causes:
@@ -147,16 +117,13 @@ class _Causes:
         return found
 
 
-def replayed(computation: Computation, saved: Mapping[Place, float]) -> tuple[FloatArray, ...]:
-    """For each process the times of its events, if so many seconds had been saved just before some of them."""
-    took = _durations(computation, _Causes(computation))
-    return tuple(times[:, 0] for times in _replayed(computation, took, [saved]))
-
-
 def _replayed(
     computation: Computation, took: Mapping[Place, float], saved: Sequence[Mapping[Place, float]]
 ) -> list[FloatArray]:
-    """The same for several sets of savings at once: for each process a row for each event, a column for each set."""
+    """Times of events if so many seconds had been saved just before some of them, for several sets of savings at once.
+
+    For each process a row for each event, a column for each set.
+    """
     less = defaultdict[Place, list[tuple[int, float]]](list)
     for column, some in enumerate(saved):
         for place, seconds in some.items():
@@ -177,15 +144,10 @@ def _replayed(
     return times
 
 
-def without_lateness(computation: Computation, process: Name, late: Sequence[Arrival] | None = None) -> Forecast:
-    """What the run would have taken if a process had never been later than the others are on average."""
-    return forecasts(computation, [process], late)[0]
-
-
 def forecasts(
     computation: Computation, processes: Sequence[Name], late: Sequence[Arrival] | None = None
 ) -> list[Forecast]:
-    """The same for several processes, each by itself, in one go through the events."""
+    """What the run would have taken if each of these, by itself, had never been later than the others on average."""
     causes = _Causes(computation)
     took = _durations(computation, causes)
     known = arrivals(computation) if late is None else late

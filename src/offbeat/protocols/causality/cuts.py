@@ -8,13 +8,13 @@ concluded on a consistent cut: on another, there are deadlocks that never were.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from offbeat.errors import UsageError
-from offbeat.protocols.causality.histories import Computation, Edge, Place
+from offbeat.protocols.causality.histories import Computation, Edge, Join, Place
 
 Cut = tuple[int, ...]
 """How many events of each process are in it."""
@@ -57,11 +57,6 @@ def union(one: Cut, other: Cut) -> Cut:
     return tuple(map(max, one, other))
 
 
-def intersection(one: Cut, other: Cut) -> Cut:
-    """What is in both cuts."""
-    return tuple(map(min, one, other))
-
-
 def causal_past(computation: Computation, place: Place) -> Cut:
     """The smallest consistent cut with this event: everything that can have caused it, and itself."""
     return computation.vector(place)
@@ -81,9 +76,17 @@ def latest_consistent(computation: Computation, cut: Sequence[int]) -> Cut:
     return tuple(held.tolist())
 
 
-def frontier(cut: Sequence[int]) -> Iterator[Place]:
-    """The last event of each process that has any in the cut."""
-    return (Place(process, number) for process, number in enumerate(cut) if number)
+def between(computation: Computation, low: Cut, high: Cut) -> Computation:
+    """The part of a run from one consistent cut to a later one, as a run of its own."""
+
+    def inside(places: Sequence[Place]) -> tuple[Place, ...]:
+        return tuple(Place(i, k - low[i]) for i, k in places if low[i] < k <= high[i])
+
+    joins = [Join(inside(join.causes), inside(join.effects)) for join in computation.joins]
+    histories = (history[low[i] : high[i]] for i, history in enumerate(computation.histories))
+    return Computation(
+        computation.processes, tuple(histories), tuple(join for join in joins if join.causes and join.effects)
+    )
 
 
 def check(computation: Computation, cut: Sequence[int]) -> None:

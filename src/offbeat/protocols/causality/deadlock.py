@@ -61,12 +61,6 @@ class Wait(Struct, frozen=True):
         """For a message of whoever sends one first."""
         return cls(process, 1, frozenset(of), what)
 
-    @classmethod
-    def on_bound(cls, process: Name, clocks: Mapping[Name, int], bound: int, what: str) -> Wait | None:
-        """Under bounded staleness: for all whose clock is more than the bound behind; None if nobody's is."""
-        slow = frozenset(name for name, clock in clocks.items() if clocks[process] - clock > bound)
-        return cls(process, len(slow), slow, what) if slow else None
-
 
 class Knot(Struct, frozen=True):
     """Processes that hold each other up, and would do so if everybody else ran: nobody can be left out."""

@@ -370,3 +370,18 @@ class ByVector(_Deliverer):
             other is line or known < other.next or (other.gone and (other.head() is None or known < other.next))
             for other, known in zip(self._all, report.vector, strict=True)
         )
+
+
+class ByArrival(_Deliverer):
+    """As it comes: what a monitor sees that takes no care. For comparison only; it proves nothing."""
+
+    def __init__(self, processes: Sequence[Name]) -> None:
+        super().__init__(processes, 0.0)
+
+    def _take(self, line: _Line, report: Report, now: float) -> Iterator[Effect]:
+        del now
+        yield Start(Delivery(line.name, report))
+
+    def _released(self, event: Event, now: float) -> Iterator[Effect]:
+        del event, now
+        return iter(())

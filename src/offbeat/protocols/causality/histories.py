@@ -265,20 +265,6 @@ class Computation:
         """Whether one event can have caused the other: by vector clocks, in constant time."""
         return one != other and bool(self.clocks[other.process][other.number, one.process] >= one.number)
 
-    def reaches(self, one: Place, other: Place) -> bool:
-        """The same by its definition: whether a way leads from one event to the other."""
-        todo, seen = [other], {other}
-        while todo:
-            place = todo.pop()
-            before = [Place(place.process, place.number - 1)] if place.number > 1 else []
-            for cause in (*before, *self.causes(place)):
-                if cause == one:
-                    return True
-                if cause not in seen:
-                    seen.add(cause)
-                    todo.append(cause)
-        return False
-
 
 def computation(histories: Mapping[Name, Sequence[Event]], edges: Iterable[Edge | Join] = ()) -> Computation:
     """Histories, joined by what their events say: messages by their name, collectives by group and sequence.

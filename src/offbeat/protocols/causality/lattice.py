@@ -37,7 +37,7 @@ class Answer(Enum):
     UNDECIDED = "undecided"
 
 
-class Verdict(NamedTuple):
+class Finding(NamedTuple):
     """Whether a condition held, and a cut that shows it: where it holds, if it does so possibly."""
 
     answer: Answer
@@ -61,7 +61,7 @@ def consistent_cuts(computation: Computation) -> Iterator[Cut]:
         level = list(dict.fromkeys(after for cut in level for after in successors(computation, cut)))
 
 
-def possibly(computation: Computation, conjunction: Conjunction) -> Verdict:
+def possibly(computation: Computation, conjunction: Conjunction) -> Finding:
     """Whether all of the conditions may have held at once, and the smallest cut where they do.
 
     Each process offers its next state where its own condition holds. One that is over before another's has begun can
@@ -76,7 +76,7 @@ def possibly(computation: Computation, conjunction: Conjunction) -> Verdict:
             continue
         state = next((k for k in range(least, computation.lengths[process] + 1) if conjunction[process][k]), None)
         if state is None:
-            return Verdict(Answer.NO)
+            return Finding(Answer.NO)
         chosen[process] = state
         for other, number in chosen.items():
             # A state of `other` that has been overtaken must go; one that overtakes this state sends this one on.
@@ -88,7 +88,7 @@ def possibly(computation: Computation, conjunction: Conjunction) -> Verdict:
     cut: Cut = (0,) * computation.size
     for process, number in chosen.items():
         cut = union(cut, computation.vector(Place(process, number)))
-    return Verdict(Answer.YES, cut)
+    return Finding(Answer.YES, cut)
 
 
 class _Interval(NamedTuple):
@@ -98,7 +98,7 @@ class _Interval(NamedTuple):
     over: int
 
 
-def definitely(computation: Computation, conjunction: Conjunction) -> Verdict:
+def definitely(computation: Computation, conjunction: Conjunction) -> Finding:
     """Whether there was a moment when all of the conditions held, whichever way the run went.
 
     It is so if and only if there is an interval for each process such that every one begins before any other ends.
@@ -116,23 +116,23 @@ def definitely(computation: Computation, conjunction: Conjunction) -> Verdict:
                 left[one].pop(0)
                 todo.append(one)
             if not left[one] or not left[other]:
-                return Verdict(Answer.NO)
+                return Finding(Answer.NO)
             if todo and todo[-1] == one:
                 break
-    return Verdict(Answer.YES if all(left.values()) else Answer.NO)
+    return Finding(Answer.YES if all(left.values()) else Answer.NO)
 
 
-def search_possibly(computation: Computation, condition: Condition, cap: int = CAP) -> Verdict:
+def search_possibly(computation: Computation, condition: Condition, cap: int = CAP) -> Finding:
     """Whether any condition may have held, by looking at every consistent cut, up to the cap."""
     for seen, cut in enumerate(consistent_cuts(computation)):
         if seen == cap:
-            return Verdict(Answer.UNDECIDED)
+            return Finding(Answer.UNDECIDED)
         if condition(cut):
-            return Verdict(Answer.YES, cut)
-    return Verdict(Answer.NO)
+            return Finding(Answer.YES, cut)
+    return Finding(Answer.NO)
 
 
-def search_definitely(computation: Computation, condition: Condition, cap: int = CAP) -> Verdict:
+def search_definitely(computation: Computation, condition: Condition, cap: int = CAP) -> Finding:
     """Whether every way through the consistent cuts has one where the condition holds.
 
     Goes on only from cuts where it does not. If the last cut is reached so, there is a way without it.
@@ -142,14 +142,14 @@ def search_definitely(computation: Computation, condition: Condition, cap: int =
         kept: list[Cut] = []
         for cut in level:
             if seen == cap:
-                return Verdict(Answer.UNDECIDED)
+                return Finding(Answer.UNDECIDED)
             seen += 1
             if not condition(cut):
                 kept.append(cut)
                 if cut == computation.lengths:
-                    return Verdict(Answer.NO)
+                    return Finding(Answer.NO)
         level = list(dict.fromkeys(after for cut in kept for after in successors(computation, cut)))
-    return Verdict(Answer.YES)
+    return Finding(Answer.YES)
 
 
 def _intervals(states: Sequence[bool]) -> list[_Interval]:

@@ -6,12 +6,12 @@ what a member calls stands in its entry event, and is compared here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Final
 
 from msgspec import Struct
 
-from offbeat.protocols.causality.histories import Call, Computation, Kind
+from offbeat.protocols.causality.histories import Call
 from offbeat.protocols.machine import Name
 
 COMPARED: Final = ("operation", "members", "shape", "dtype", "reduce", "root")
@@ -52,17 +52,6 @@ class Matching:
         swapped = self._made_elsewhere(other, call) or self._made_elsewhere(process, entered[other])
         return Mismatch(process, call, other, entered[other], differs, swapped)
 
-    def missing(self, group: str, sequence: int) -> frozenset[Name]:
-        """Who has not entered this collective, of the members that any who have entered it say there are."""
-        entered = self._calls.get((group, sequence), {})
-        return frozenset(name for call in entered.values() for name in call.members) - entered.keys()
-
-    @property
-    def incomplete(self) -> Mapping[tuple[str, int], frozenset[Name]]:
-        """Who is missing in each collective that somebody has entered, and not everybody."""
-        found = {key: self.missing(*key) for key in self._calls}
-        return {key: names for key, names in found.items() if names}
-
     def forget(self, group: str, before: int) -> None:
         """Drop what was called on a group before this number: everybody has left it."""
         for key in [key for key in self._calls if key[0] == group and key[1] < before]:
@@ -90,15 +79,3 @@ def differences(one: Call, other: Call) -> tuple[str, ...]:
     """In what two calls that should be the same differ; what either leaves open is not compared."""
     pairs = {field: (getattr(one, field), getattr(other, field)) for field in COMPARED}
     return tuple(field for field, (a, b) in pairs.items() if a != b and (field == "root" or None not in (a, b)))
-
-
-def mismatches(computation: Computation) -> list[Mismatch]:
-    """All calls of a run that do not match, in an order that it may have had."""
-    matching = Matching()
-    found: list[Mismatch] = []
-    for place in computation.order:
-        event = computation.event(place)
-        if event.kind is Kind.ENTER and event.call is not None:
-            wrong = matching.enter(computation.processes[place.process], event.call)
-            found += [wrong] if wrong else []
-    return found

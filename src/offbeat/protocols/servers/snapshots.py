@@ -1,9 +1,7 @@
 """Snapshots of a run whose workers do not wait for each other: a state in which it can have been, taken as it goes on.
 
-Every message has a *colour*: the newest snapshot that its sender has been cut by. Whoever hears a new colour is cut
-before it handles the message (Lai and Yang 1987; Mattern 1993), so that nothing in the snapshot follows from anything
-after it. What was sent before its sender's cut and comes after its receiver's was under way: it is kept beside the
-states. Pushes are numbered, so a shard that is told how many a worker had sent knows when it has them all.
+Who is cut when, and which pushes were under way, is decided by the colours of messages (`protocols.colouring`): a shard
+that is told how many pushes a worker had sent knows when it has them all.
 
 A worker can write down its state only between two steps. A shard's answer of a new colour may come to it before that.
 Then it is cut there: what it does up to the boundary, reading values, leaves no trace in what it writes down, because
@@ -17,6 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from msgspec.structs import replace
+
+from offbeat.protocols.colouring import Colour, Keep, Record, Recording, Write
 from offbeat.protocols.machine import Effects, Name, Payload
 from offbeat.protocols.servers.messages import (
     Announce,
@@ -42,17 +43,11 @@ ATTEMPTS = 50
 
 
 @dataclass(slots=True)
-class WorkerColour:
-    """Which snapshots a worker has been cut by, and which it has heard of."""
+class WorkerColour(Colour):
+    """Which snapshots a worker has been cut by, and what it had seen before."""
 
-    own: int = 0
-    announced: int = 0
-    heard: int = 0
-    """The newest colour of what has come from others."""
-    missed: int = 0
-    """The newest snapshot for which it is too late."""
     _seen: dict[int, int] = field(default_factory=dict[int, int])
-    """Versions of shards that were seen before that colour was heard."""
+    """Versions of shards that were seen before the newest colour was heard."""
 
     def hear(self, colour: int, seen: Mapping[int, tuple[int, int]]) -> None:
         """A message of this colour is about to be handled; until now these versions of shards were seen."""
@@ -60,20 +55,9 @@ class WorkerColour:
             self._seen = {shard: version for shard, (version, _) in seen.items()}
             self.heard = colour
 
-    def act(self) -> int:
-        """The colour of something that changes others, which is sent now."""
-        if self.heard > self.own:
-            self.own = self.missed = self.heard
-        return self.own
-
     def ask(self) -> int:
         """The colour of a question, which changes nobody: one who has heard of a snapshot asks from after its cut."""
         return max(self.own, self.heard)
-
-    @property
-    def due(self) -> bool:
-        """Whether the state is to be recorded at the boundary that has come."""
-        return max(self.announced, self.heard) > self.own
 
     def turn(self, seen: Mapping[int, tuple[int, int]]) -> dict[int, int]:
         """Take the new colour; answers the versions that were seen before the cut."""
@@ -84,80 +68,43 @@ class WorkerColour:
 # -- a shard -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """Work: keep a copy of the whole state, as it is after all work begun before."""
-
-    colour: int
-
-
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """Work: keep a copy of a push that was under way."""
-
-    colour: int
-    push: Push
-    payload: Payload
-
-
-@dataclass(frozen=True, slots=True)
-class Write:
-    """Work: write down what was kept. The result is whether it is done; if not, another `Done` says so later."""
-
-    colour: int
-    cut: ShardCut
-
-
 class ShardColour:
     """Which snapshots a shard has been cut by, and what was under way to it at the last."""
 
     def __init__(self, number: int) -> None:
         self.own = 0
-        self._number = number
-        self._version = 0
-        self._taken: dict[int, tuple[int, int, int]] = {}
-        self._sent: dict[int, int] = {}
-        self._kept: list[tuple[int, int]] = []
-        self.recording = False
-        """Whether what was under way to it is still coming."""
+        self._cut = ShardCut(shard=number, version=0, taken=(), in_flight=())
+        self.recording: Recording | None = None
+        """What was under way to it, while that is still coming."""
         self._report: ShardRecorded | None = None
 
     def turn(self, colour: int, version: int, taken: Mapping[int, tuple[int, int, int]], out: Effects) -> None:
         """Be cut here: of each worker, its life, how many of its pushes are in the values, and its clock."""
-        self.own, self._version, self._taken = colour, version, dict(taken)
-        self._sent, self._kept = {}, []
-        self.recording, self._report = True, None
+        of_workers = tuple((worker, *told) for worker, told in sorted(taken.items()))
+        self.own, self._cut = colour, replace(self._cut, version=version, taken=of_workers)
+        self.recording, self._report = Recording(colour), None
         out.start(Record(colour))
 
     def told(self, turned: Turned) -> None:
         """A worker has said how many of its pushes are from before its cut."""
         if self.recording and turned.colour == self.own:
-            self._sent[turned.worker] = turned.pushes
+            self.recording.expected[turned.worker] = turned.pushes
 
     def applied(self, push: Push, payload: Payload, out: Effects) -> None:
         """A push was taken into the values: if it is from before its worker's cut, it was under way.
 
         What a former life of a worker has left in the log is nobody's: the snapshot is of those who live.
         """
-        living = self._taken.get(push.worker, (None, 0, 0))[0] == push.life
-        if self.recording and living and push.colour < self.own:
-            self._kept.append((push.worker, push.number))
+        living = (push.worker, push.life) in (one[:2] for one in self._cut.taken)
+        if self.recording and living and self.recording.keep(push.worker, push.number, push.colour):
             out.start(Keep(self.own, push, payload))
 
     def complete(self, taken: Mapping[int, tuple[int, int, int]], out: Effects) -> None:
         """Write it down, if everything that was under way has come from all who take part now."""
-        if not self.recording or any(
-            worker not in self._sent or pushes < self._sent[worker] for worker, (_, pushes, _) in taken.items()
-        ):
-            return
-        self.recording = False
-        cut = ShardCut(
-            shard=self._number,
-            version=self._version,
-            taken=tuple((worker, *told) for worker, told in sorted(self._taken.items())),
-            in_flight=tuple(self._kept),
-        )
-        out.start(Write(self.own, cut), ("written", self.own, cut))
+        if (recording := self.recording) and recording.is_complete({who: n for who, (_, n, _) in taken.items()}):
+            self.recording = None
+            cut = replace(self._cut, in_flight=tuple(recording.kept))
+            out.start(Write(self.own, cut), ("written", self.own, cut))
 
     def written(self, colour: int, cut: ShardCut, epoch: int) -> None:
         """It is on the disk: that is to be said until it is heard."""
@@ -176,7 +123,7 @@ class ShardColour:
 
     def give_up(self) -> None:
         """Who takes part has changed: what is being recorded is of no use."""
-        self.recording, self._report = False, None
+        self.recording = self._report = None
 
 
 # -- the coordinator ---------------------------------------------------------------------------------------------------

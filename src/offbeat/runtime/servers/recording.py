@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
+from offbeat.protocols.colouring import Keep, Record, Write
 from offbeat.protocols.machine import Done
-from offbeat.protocols.servers.snapshots import Keep, Record, Write
 from offbeat.runtime.messages import Inbox
 from offbeat.runtime.servers.numbers import Numbers
 from offbeat.runtime.snapshots import Kept, draft_of, write_shard
@@ -30,7 +30,7 @@ class Scribe:
         match work:
             case Record():
                 self._state, self._kept = self._numbers.whole(), []
-            case Keep(_, push, payload):
+            case Keep(message=push, payload=payload):
                 numbers = None if payload.handle is None else np.array(payload.handle)
                 # A push says only what has changed of the settings: kept by itself it must say all of them.
                 self._kept.append((structs.replace(push, settings=push.settings or self._numbers.settings()), numbers))

@@ -1,0 +1,179 @@
+"""What held possibly, and what definitely, in all the ways that a run may have gone.
+
+Which of two events of different workers came first, nobody can tell unless one caused the other. A predicate held
+*possibly* if it holds on some consistent cut, and *definitely* if every order that the run can have had passes through
+one where it holds. Predicates that are a condition on each worker are decided exactly; others are searched for in the
+lattice of consistent cuts, up to a limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from operator import add
+from typing import Any, Final
+
+import numpy as np
+from msgspec import Struct
+
+from offbeat.errors import UsageError, did_you_mean
+from offbeat.monitor.history import Trace, trace_of
+from offbeat.protocols.causality.cuts import Cut, between, latest_consistent
+from offbeat.protocols.causality.histories import Kind
+from offbeat.protocols.causality.lattice import (
+    CAP,
+    Answer,
+    Finding,
+    definitely,
+    possibly,
+    search_definitely,
+    search_possibly,
+)
+from offbeat.runtime.stamps import COMPUTING, UNKNOWN, Mark, Stamp
+
+PREDICATES: Final = {
+    "all-waiting": "every worker is in a collective, a receipt or a pull",
+    "nobody-computing": "no worker computes: each waits, reads input, evaluates or has ended",
+    "in-flight>N": "more than N messages were sent and had not been received",
+    "steps-apart>N": "two workers were more than N steps apart",
+}
+
+
+class Predicate(Struct, frozen=True):
+    """One of `PREDICATES`, with its number where it has one."""
+
+    name: str
+    limit: int = 0
+
+    def __str__(self) -> str:
+        return self.name.replace("N", str(self.limit))
+
+
+def predicate(text: str) -> Predicate:
+    """A predicate as people write it: `all-waiting`, `steps-apart>3`."""
+    name, sign, number = (part.strip() for part in text.partition(">"))
+    known = f"{name}>N" if sign else name
+    if known not in PREDICATES:
+        raise UsageError(f"there is no predicate {text!r}.{did_you_mean(known, PREDICATES)}")
+    if sign and not number.isdecimal():
+        raise UsageError(f"{text!r} needs a whole number after >, 0 or more: for example {name}>3.")
+    return Predicate(known, int(number or 0))
+
+
+class Answered(Struct, frozen=True):
+    """Whether a predicate held, and where."""
+
+    asked: str
+    """`possibly` or `definitely`."""
+    predicate: str
+    answer: str
+    cut: str | None
+    """A consistent cut on which it holds, in words."""
+    limit: int
+    """How many cuts were looked at before the search was given up; 0: it was not."""
+
+    def __str__(self) -> str:
+        """In words: `possibly steps-apart>3: yes, for example at worker 0:12 (step), worker 1:5 (enter …)`."""
+        where = f", for example at {self.cut}" if self.cut else ""
+        limit = f": the limit of {self.limit:,} cuts was reached; give a --window" if self.limit else ""
+        return f"{self.asked} {self.predicate}: {self.answer}{where}{limit}."
+
+
+class Possibilities:
+    """A run, or a part of it, about which such questions are answered."""
+
+    def __init__(
+        self,
+        stamps: Mapping[int, Sequence[Stamp]],
+        servers: Mapping[str, Sequence[Stamp]] | None = None,
+        window: tuple[float, float] | None = None,
+        cap: int = CAP,
+    ) -> None:
+        self._workers, self._cap = len(stamps), cap
+        self._trace = trace_of(stamps, servers)
+        run = self._trace.run
+        self._low, self._high = (0,) * run.size, run.lengths
+        if window is not None:
+            self._low, self._high = (_until(self._trace, time) for time in window)
+        self._part = between(run, self._low, self._high)
+        self._states = [_states(some) for some in self._trace.stamps[: self._workers]]
+
+    def ask(self, asked: str, which: Predicate) -> Answered:
+        """Whether a predicate held `possibly` or `definitely`."""
+        found, searched = self._find(asked, which)
+        if found.cut is None and found.answer is Answer.YES:  # Definitely: then possibly, too, which has an example.
+            found = self._find("possibly", which)[0]
+        cut = None if found.cut is None else self._trace.told(tuple(map(add, found.cut, self._low)))
+        undecided = searched and found.answer is Answer.UNDECIDED
+        return Answered(asked, str(which), found.answer.value, cut, self._cap if undecided else 0)
+
+    def _find(self, asked: str, which: Predicate) -> tuple[Finding, bool]:
+        tables: Mapping[str, Callable[[_State], bool]] = {
+            "all-waiting": lambda state: state.waiting,
+            "nobody-computing": lambda state: not state.computing,
+        }
+        if which.name in tables:
+            holds = tables[which.name]
+            conjunction = {
+                i: [holds(state) for state in states[self._low[i] : self._high[i] + 1]]
+                for i, states in enumerate(self._states)
+            }
+            return (possibly if asked == "possibly" else definitely)(self._part, conjunction), False
+        search = search_possibly if asked == "possibly" else search_definitely
+        condition = self._in_flight if which.name == "in-flight>N" else self._apart
+        return search(self._part, condition(which.limit), self._cap), True
+
+    def _in_flight(self, limit: int) -> Callable[[Cut], bool]:
+        signs = {Kind.SEND: 1, Kind.RECEIVE: -1}
+        under_way = [
+            np.array([0, *accumulate(signs.get(event.kind, 0) for event in history)])
+            for history in self._trace.run.histories
+        ]
+        return lambda cut: sum(int(under_way[i][low + k]) for i, (low, k) in enumerate(self._at(cut))) > limit
+
+    def _apart(self, limit: int) -> Callable[[Cut], bool]:
+        def holds(cut: Cut) -> bool:
+            steps = [self._states[i][low + k].steps for i, (low, k) in enumerate(self._at(cut)[: self._workers])]
+            return max(steps) - min(steps) > limit
+
+        return holds
+
+    def _at(self, cut: Cut) -> list[tuple[int, int]]:
+        return list(zip(self._low, cut, strict=True))
+
+
+class _State(Struct, frozen=True):
+    """What a worker does after one of its events."""
+
+    waiting: bool = False
+    computing: bool = True
+    steps: int = 0
+
+
+def _states(stamps: Sequence[Stamp | None]) -> list[_State]:
+    """The states of a worker, from before its first event on."""
+    waits: set[Any] = set()
+    kind, steps, ended = UNKNOWN, 0, False
+    states = [_State()]
+    for stamp in stamps:
+        if stamp is None:
+            states.append(states[-1])
+            continue
+        key = (stamp.about, stamp.sequence)
+        if stamp.mark in (Mark.ENTER, Mark.WAIT):
+            waits.add(key)
+        elif stamp.mark in (Mark.EXIT, Mark.FAIL):
+            waits.discard(key)
+        elif stamp.mark is Mark.TURN:
+            kind = stamp.sequence
+        elif stamp.mark is Mark.STEP:
+            steps = stamp.sequence
+        ended = ended or stamp.mark is Mark.END
+        states.append(_State(bool(waits), not waits and not ended and kind in (COMPUTING, UNKNOWN), steps))
+    return states
+
+
+def _until(trace: Trace, time: float) -> Cut:
+    """The largest consistent cut up to a time."""
+    times = ([event.time for event in history] for history in trace.run.histories)
+    return latest_consistent(trace.run, [int(np.searchsorted(some, time, "right")) for some in times])
