@@ -19,6 +19,8 @@ from offbeat.cli.bench_server import EPILOG as SERVER_EXAMPLES
 from offbeat.cli.bench_server import server
 from offbeat.cli.compare import EPILOG as COMPARE_EXAMPLES
 from offbeat.cli.compare import compare
+from offbeat.cli.draw import EPILOG as DRAW_EXAMPLES
+from offbeat.cli.draw import draw
 from offbeat.cli.measuring import BATCH_EXAMPLES, SCALE_EXAMPLES, batch_size, scale
 from offbeat.cli.options import Disturb, HostFile, TargetScore, What
 from offbeat.cli.output import LONG_COMMANDS, FailedError, print_failure, tolerant_streams, wants_json
@@ -301,6 +303,9 @@ def strategies(
     from offbeat.cli.strategies import show
 
     show(name, as_json=output is Format.json)
+
+
+app.command(rich_help_panel=MORE, no_args_is_help=True, epilog=DRAW_EXAMPLES)(draw)
 
 
 @app.command(

@@ -22,6 +22,7 @@ class Single(Exchanging):
     parting = True
     aliases: ClassVar = {"sequential": "single"}
     examples = ("single", "single + accumulate(4)")
+    unplanned = "one worker has nobody to send anything to"
 
     def check(self, workers: int) -> None:
         """Refuse more than one worker."""
