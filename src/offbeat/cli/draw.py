@@ -40,7 +40,8 @@ def draw(
         typer.Argument(
             help="What to draw: a strategy such as [bold]gossip(exponential)[/bold], "
             "[bold]server(consistency=asp)[/bold] or [bold]local(4) + topk(0.01)[/bold]; an algorithm of a collective, "
-            "such as [bold]all_gather(ring)[/bold]; or a schedule or contract of machines of your own, [bold]mine.py:my_ring[/bold]."
+            "such as [bold]all_gather(ring)[/bold]; or a schedule or contract of machines of your own, "
+            "[bold]mine.py:my_ring[/bold]."
         ),
     ],
     workers: Annotated[

@@ -25,7 +25,7 @@ WIDTH: Final = 1280.0
 TOP, BOTTOM, RIGHT = 78.0, 44.0, 18.0
 LEGEND: Final = (
     ("compute", "computes"),
-    ("wait", "waits for another"),
+    ("wait", "waits"),
     ("reduce", "adds up or copies"),
     ("out", "port out: sends"),
     ("in", "port in: receives"),
@@ -114,7 +114,8 @@ class _Painter:
             yield Text(bar.x + bar.width / 2, bar.y + bar.height / 2 + 3.5, words, "inside", "middle")
 
     def _arrows(self) -> Iterator[Drawn]:
-        look = "arrow" if len(self._timeline.messages) <= CROWDED else "thin arrow"
+        crowded = len(self._timeline.messages) > CROWDED or self._lane < 35
+        look = "thin arrow" if crowded else "arrow"
         for one in self._timeline.messages:
             (top, high), (low, deep) = self._strip(one.source, 0), self._strip(one.target, 2)
             begin = self._x(one.leaves), top + high / 2
@@ -165,7 +166,8 @@ class _Painter:
     def _axis(self) -> Iterator[Drawn]:
         bottom = self._plot.y + self._plot.height
         for moment in self._moments():
-            anchor = "middle" if moment else "start"
+            near = self._x(moment) > self._plot.x + self._plot.width - 24
+            anchor = "start" if not moment else "end" if near else "middle"
             yield Text(self._x(moment), bottom + 16, seconds_in_words(moment), "words", anchor)
         yield Text(self._plot.x + self._plot.width, bottom + 34, "virtual time", "words", "end")
 

@@ -132,7 +132,9 @@ def _activity(op: Op) -> Activity:
 
 
 def _round_labels(played: Trace) -> list[str]:
-    return [f"round {number} ({one.op})" for number, one in enumerate(played.rounds)]
+    return [
+        "computes" if one.op is Op.COMPUTE else f"round {number} ({one.op})" for number, one in enumerate(played.rounds)
+    ]
 
 
 def _summaries(played: Trace, layout: Layout) -> tuple[RoundSummary, ...]:
