@@ -150,7 +150,8 @@ class _Run:
     def run(self) -> None:
         """Until it is done and no more faults come; a MachineError if it breaks, or never gets done."""
         try:
-            done = self.simulation.run(self.contract.patience, self._holds_and_is_done)
+            # With nothing left to happen, a fault that is still to come can do no harm.
+            done = self.simulation.run(self.contract.patience, self._holds_and_is_over) or self._is_done()
         except MachineError:
             raise
         except Exception as error:
@@ -159,16 +160,21 @@ class _Run:
             why = f"{self.contract.calm:g} s were left without any fault" if self.weather.faults else "nothing failed"
             raise self._broken(f"is not done after {self.simulation.now:.3g} s of virtual time", why)
 
-    def _holds_and_is_done(self) -> bool:
-        machines = {name: self.simulation.machine(name) for name in self.names}
+    def _holds_and_is_over(self) -> bool:
+        """Whether it is done and all faults have struck; a MachineError if the invariant does not hold."""
         try:
-            wrong = self.contract.invariant(machines)
+            wrong = self.contract.invariant(self._machines())
         except AssertionError as error:
             wrong = str(error) or "an assertion in invariant() fails"
         if wrong:
             raise self._broken("breaks its invariant", str(wrong))
-        living = {name: machine for name, machine in machines.items() if self.simulation.alive(name)}
-        return bool(self.contract.done(living)) and self.simulation.now >= self._last_fault
+        return self.simulation.now >= self._last_fault and self._is_done()
+
+    def _is_done(self) -> bool:
+        return bool(self.contract.done({n: m for n, m in self._machines().items() if self.simulation.alive(n)}))
+
+    def _machines(self) -> dict[Name, Machine]:
+        return {name: self.simulation.machine(name) for name in self.names}
 
     @property
     def _last_fault(self) -> float:

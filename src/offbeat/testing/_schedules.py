@@ -10,6 +10,7 @@ import inspect
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -110,7 +111,7 @@ def check_schedule(
         ScheduleError: it is wrong; says for how many ranks, in which round, and what.
 
     """
-    subject = _Subject.of(schedule, collective, matrix)
+    subject = Subject.of(schedule, collective, matrix)
     told = say or (lambda _: None)
     told(f"proving it for {PROVED[0]} to {PROVED[-1]} ranks")
     reports = prove_schedule(subject)
@@ -127,7 +128,7 @@ def check_schedule(
 
 
 @dataclass(frozen=True)
-class _Subject:
+class Subject:
     """A schedule, and what it promises."""
 
     schedule: Schedule
@@ -138,7 +139,8 @@ class _Subject:
     """The file or module that other processes find it in."""
 
     @classmethod
-    def of(cls, given: Schedule | Algorithm | OwnSchedule, collective: Collective, matrix: Matrix | None) -> _Subject:
+    def of(cls, given: Schedule | Algorithm | OwnSchedule, collective: Collective, matrix: Matrix | None) -> Subject:
+        """From any of the forms that a schedule comes in."""
         if isinstance(given, OwnSchedule):
             return cls(given.schedule, given.collective, matrix, given.name, given.source)
         if isinstance(given, Algorithm):
@@ -151,6 +153,7 @@ class _Subject:
         return Layout(count, root=size // 2)
 
     def nbytes(self, size: int) -> int:
+        """Bytes of a rank's buffer."""
         layout = self.layout(size)
         return layout.count * layout.itemsize
 
@@ -160,6 +163,7 @@ class _Subject:
         return [together] if self.one_sided(together) else [together, View.of(size, [r % 2 for r in range(size)])]
 
     def one_sided(self, view: View) -> bool:
+        """Whether ranks read each other's memory."""
         rounds = self.schedule(view, self.layout(view.size))
         return any(one.op is Op.FETCH for one in rounds)
 
@@ -172,6 +176,7 @@ class _Subject:
         return ""
 
     def wrong(self, size: int, how: str, what: object) -> ScheduleError:
+        """The error that says for how many ranks it is wrong, and by what that was found out."""
         return ScheduleError(f"{self.name} is wrong for {size} ranks, {how}: {what}.")
 
 
@@ -184,28 +189,29 @@ def _source(schedule: Schedule) -> str | None:
     return module.__file__ or module.__name__
 
 
-def prove_schedule(subject: _Subject) -> dict[int, Report]:
+def prove_schedule(subject: Subject) -> dict[int, Report]:
     """The checker on every size; a ScheduleError says which one it fails for."""
     found: dict[int, Report] = {}
     for size in PROVED:
-        for view in subject.views(size):
-            try:
+        layout = subject.layout(size)
+        try:
+            for view in subject.views(size):
                 if subject.matrix is None:
-                    found[size] = check((subject.schedule, subject.collective), view, subject.layout(size))
+                    found[size] = check((subject.schedule, subject.collective), view, layout)
                 else:
-                    found[size] = check_mixing(subject.schedule, subject.matrix(size), view, subject.layout(size))
-            except ScheduleError as error:
-                raise subject.wrong(size, "by the checker's proof", error) from error
-            except Exception as error:
-                raise subject.wrong(size, "as it fails itself", f"{type(error).__name__}: {error}") from error
+                    found[size] = check_mixing(subject.schedule, subject.matrix(size), view, layout)
+        except ScheduleError as error:
+            raise subject.wrong(size, "by the checker's proof", error) from error
+        except Exception as error:
+            raise subject.wrong(size, "as it fails itself", f"{type(error).__name__}: {error}") from error
     return found
 
 
-def play_schedule(subject: _Subject) -> int:
+def play_schedule(subject: Subject) -> int:
     """Numbers in virtual time, in several orders; answers how many plays there were."""
     plays = 0
     for size in PLAYED:
-        view, layout = View.of(size), subject.layout(size)
+        view, layout = subject.views(size)[-1], subject.layout(size)
         given = [brought(subject.matrix is not None, layout.count, rank) for rank in range(size)]
         for seed in range(ORDERS):
             try:
@@ -220,7 +226,7 @@ def play_schedule(subject: _Subject) -> int:
     return plays
 
 
-def run_schedule(subject: _Subject, size: int, launcher: Launcher) -> None:
+def run_schedule(subject: Subject, size: int, launcher: Launcher) -> None:
     """Real processes, over messages; a ScheduleError tells what they ended with."""
     source = subject.source
     if source is None:
@@ -262,11 +268,11 @@ def worker(config: Mapping[str, Any], control: Control) -> None:
     value = getattr(module, name)
     schedule = value.schedule if isinstance(value, Algorithm) else value
     matrix = None if config["matrix"] is None else np.array(config["matrix"])
-    subject = _Subject(
+    subject = Subject(
         schedule, Collective(config["collective"]), None if matrix is None else _constant(matrix), name, None
     )
     group = Group(where(), PATIENCE, torch.device("cpu"))
-    view, layout = View.of(group.size), subject.layout(group.size)
+    view, layout = subject.views(group.size)[-1], subject.layout(group.size)
     given = [brought(matrix is not None, layout.count, rank) for rank in range(group.size)]
     tensor = torch.from_numpy(given[group.rank].copy())
     try:
@@ -275,7 +281,7 @@ def worker(config: Mapping[str, Any], control: Control) -> None:
     except Exception as error:
         wrong = f"rank {group.rank} fails with {type(error).__name__}: {error}"
     control.send({"rank": group.rank, "wrong": wrong})
-    if not wrong:
+    with suppress(Exception):  # Somebody else may have failed, and has said so.
         group.barrier()
     group.close()
 
@@ -290,7 +296,7 @@ def brought(mixes: bool, count: int, rank: int) -> NDArray[Any]:
     return numbers.astype(np.float64) if mixes else numbers
 
 
-def verified(subject: _Subject, given: Sequence[NDArray[Any]], end: NDArray[Any], layout: Layout, rank: int) -> str:
+def verified(subject: Subject, given: Sequence[NDArray[Any]], end: NDArray[Any], layout: Layout, rank: int) -> str:
     """What is wrong with the buffer that a rank ends with; nothing if it is right."""
     if subject.matrix is not None:
         expected = subject.matrix(len(given))[rank] @ np.stack(given)
