@@ -76,7 +76,8 @@ class _Painter:
     def _bar(self, lane: int, strip: int, begin: float, end: float, look: str, title: str) -> Rect:
         top, height = self._strip(lane, strip)
         x = self._x(begin)
-        return Rect(x, top, max(self._x(end) - x, 0.6), height, look, title)
+        wide = self._x(end) - x
+        return Rect(x, top, wide - 0.8 if wide > 2.5 else max(wide, 0.6), height, look, title)
 
     def _lanes(self) -> Iterator[Drawn]:
         for lane in range(len(self._timeline.lanes)):

@@ -90,7 +90,6 @@ def timeline_of(text: str, setting: Setting) -> Timeline:
         return _collective(bundled, text.strip(), setting)
     strategy = combined(parse(text))
     strategy.check(len(setting.hosts))
-    strategy.check_hosts(len(set(setting.hosts)))
     return _strategy(strategy, text.strip(), setting)
 
 
@@ -147,9 +146,17 @@ def _strategy(strategy: Combined, text: str, setting: Setting) -> Timeline:
         step = exchange.planned(setting.view, setting.nbytes, forms)
     if isinstance(step, str):
         raise StrategyError(f"{text} cannot be drawn: {step}.")
+    _check_hosts(strategy, setting)
     _, count = step_schedule(step, [[0.0] * len(setting.hosts)], setting.steps)
     schedule, _ = step_schedule(step, setting.seconds(count).tolist(), count)
     return schedule_timeline(schedule, setting.view, Layout(0, 1), setting.network, text, role="worker")
+
+
+def _check_hosts(strategy: Combined, setting: Setting) -> None:
+    try:
+        strategy.check_hosts(len(set(setting.hosts)))
+    except StrategyError as error:
+        raise StrategyError(f"{error} To draw it on one host, add --hosts 1x{len(setting.hosts)}.") from error
 
 
 def _forms(strategy: Combined) -> list[Format]:

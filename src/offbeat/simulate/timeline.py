@@ -177,8 +177,8 @@ def server_timeline(training: ServerTraining, durations: Times, title: str) -> T
     lanes = [f"worker {number}" for number in range(count)]
     lanes.append("server" if training.servers == 1 else f"each of {training.servers} servers")
     waits = _between(drive.computed, drive.ends)
-    end = max(drive.ends)
-    intervals = [one for one in (*drive.computed, *waits) if one.begin < end]
+    end = max(drive.ends)  # Who is late in the last step may compute beyond it.
+    intervals = [one._replace(end=min(one.end, end)) for one in (*drive.computed, *waits) if one.begin < end]
     return Timeline(title, tuple(lanes), (*range(count), count), tuple(intervals), tuple(drive.messages))
 
 

@@ -112,7 +112,7 @@ def check_schedule(
 
     """
     subject = Subject.of(schedule, collective, matrix)
-    told = say or (lambda _: None)
+    told = say or _silent
     told(f"proving it for {PROVED[0]} to {PROVED[-1]} ranks")
     reports = prove_schedule(subject)
     told(f"playing it with numbers in virtual time, {ORDERS} orders for each of {len(PLAYED)} sizes")
@@ -125,6 +125,10 @@ def check_schedule(
     real = () if unrun else REAL
     bounds = {} if matrix else {p: bound(subject.collective, p, subject.nbytes(p)) for p in reports}
     return ScheduleReport(subject.name, reports, bounds, subject.layout, plays, real, unrun)
+
+
+def _silent(words: str) -> None:
+    del words
 
 
 @dataclass(frozen=True)
