@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -411,3 +412,39 @@ def test_a_contract_with_unknown_faults_or_nameless_machines_is_refused() -> Non
 
     with pytest.raises(UsageError, match="give each machine a name of its own"):
         check_machine(Twins())
+
+
+# -- as documented ----------------------------------------------------------------------------------------------------
+
+
+def documented(word: str) -> str:
+    """The program of docs/strategies.md that has this word."""
+    page = (Path(__file__).parents[1] / "docs/strategies.md").read_text()
+    return next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if word in block)
+
+
+@pytest.mark.slow
+def test_the_documented_schedule_holds_with_the_least_bytes(launcher: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "ring.py").write_text(documented("def my_ring"))
+    own = find_own(f"{tmp_path}/ring.py:my_ring")
+    assert isinstance(own, OwnSchedule)
+    report = check_schedule(own, launcher=launcher)
+    assert report.real == REAL
+    # Blocks of 17 numbers on 8 ranks are 3 or 2 long: the busiest port carries little more than the least.
+    assert report.sizes[8].port_bytes <= 1.1 * report.bounds[8].port_bytes
+    assert documented("def my_ring").count("\n") <= 40
+
+
+def test_the_documented_machines_hold_and_a_changed_line_is_found_out(tmp_path: Path) -> None:
+    program = documented("class Deliveries")
+    (tmp_path / "documented.py").write_text(program)
+    contract = find_own(f"{tmp_path}/documented.py:Deliveries")
+    assert isinstance(contract, MachineContract)
+    assert check_machine(contract, 60).lost > 0
+    line = "if event.message.number not in self.got:"
+    assert program.count(line) == 1
+    (tmp_path / "undocumented.py").write_text(program.replace(line, "if True:"))
+    broken = find_own(f"{tmp_path}/undocumented.py:Deliveries")
+    assert isinstance(broken, MachineContract)
+    with pytest.raises(MachineError, match="got a parcel twice"):
+        check_machine(broken, 60)
