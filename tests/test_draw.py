@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cli_support import Offbeat, in_process
-from offbeat.drawing import MOST_LANES, Setting, picture, plain, port_rows, round_rows, timeline_of
+from offbeat.drawing import MOST_LANES, Scenario, picture, plain, port_rows, round_rows, timeline_of
 from offbeat.errors import UsageError
 from offbeat.monitor.pictures import svg
 from offbeat.protocols.checker import cost
@@ -31,8 +31,8 @@ NETWORK = Network.parse("10Gbit,50us")
 SLOW = Stragglers.parse("permanent(2)", 0.04)
 
 
-def setting(workers: int, stragglers: Stragglers | None = None, **more: object) -> Setting:
-    return Setting(tuple(range(workers)), NETWORK, stragglers=stragglers or Stragglers(0.04), **more)  # pyright: ignore
+def setting(workers: int, stragglers: Stragglers | None = None, **more: object) -> Scenario:
+    return Scenario(tuple(range(workers)), NETWORK, stragglers=stragglers or Stragglers(0.04), **more)  # pyright: ignore
 
 
 def drawn(text: str, workers: int = 4, **more: object) -> Timeline:
@@ -279,7 +279,7 @@ def test_ports_add_up_in_the_table_and_in_json() -> None:
 
 
 def test_one_link_of_an_uneven_network_shows_in_the_times() -> None:
-    apart = Setting((0, 0, 1, 1), Network(Link(1.0, 0.0), Link(0.001, 0.0)), nbytes=400)
+    apart = Scenario((0, 0, 1, 1), Network(Link(1.0, 0.0), Link(0.001, 0.0)), nbytes=400)
     timeline = timeline_of("all_reduce(hierarchical)", apart)
     took = {one.arrives - one.leaves for one in timeline.messages}
     assert {round(one, 6) for one in took} == {0.001, 1.0}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from offbeat.drawing import Setting, picture, timeline_of
+from offbeat.drawing import Scenario, picture, timeline_of
 from offbeat.monitor.pictures import write
 from offbeat.simulate.network import Network
 from offbeat.simulate.stragglers import Stragglers
+from offbeat.simulate.units import parse_size
 
 HERE = Path(__file__).parent
 NETWORK = "10Gbit,50us"
@@ -15,18 +16,19 @@ NETWORK = "10Gbit,50us"
 
 def pictured() -> None:
     """Both of them, beside this file."""
-    for name, text, workers, steps, slow in (
-        ("draw-ring", "allreduce(ring)", 4, None, "none"),
-        ("draw-ssp", "server(consistency=ssp(3))", 4, 6, "permanent(2)"),
+    for name, text, size, steps, slow in (
+        ("draw-ring", "allreduce(ring)", "100MB", None, "none"),
+        ("draw-ssp", "server(consistency=ssp(3))", "10MB", 8, "permanent(2)"),
     ):
-        setting = Setting(
-            tuple(range(workers)),
+        setting = Scenario(
+            tuple(range(4)),
             Network.parse(NETWORK),
-            steps=steps,
+            parse_size(size),
+            steps,
             stragglers=Stragglers.parse(slow, 0.04),
         )
         timeline = timeline_of(text, setting)
-        write(picture(timeline, f"{workers} workers, 100MB, {NETWORK}; stragglers: {slow}"), HERE / f"{name}.svg")
+        write(picture(timeline, f"4 workers, {size}, {NETWORK}; stragglers: {slow}"), HERE / f"{name}.svg")
 
 
 if __name__ == "__main__":

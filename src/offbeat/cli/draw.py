@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 EPILOG = (
     'Examples: offbeat draw "allreduce(ring)" --workers 8 -o ring.svg [dim]|[/dim] '
-    'offbeat draw "server(consistency=ssp(3))" --workers 4 --steps 6 --stragglers "permanent(2)" -o ssp.png '
+    'offbeat draw "server(consistency=ssp(3))" --size 10MB --steps 8 --stragglers "permanent(2)" -o ssp.png '
     '[dim]|[/dim] offbeat draw "all_gather(doubling)" --workers 6 --size 1MB [dim]|[/dim] '
     'offbeat draw "allreduce(hierarchical)" --hosts 2x4 -o hosts.svg [dim]|[/dim] offbeat draw mine.py:my_ring -w 5'
 )
@@ -90,7 +90,7 @@ def draw(
     The same text is drawn here that processes run: schedules and machines of `protocols`, in virtual time.
     """
     from offbeat.cli.output import print_json
-    from offbeat.drawing import Setting, picture, plain, timeline_of
+    from offbeat.drawing import Scenario, picture, plain, timeline_of
     from offbeat.monitor.pictures import check_name, write
     from offbeat.simulate.network import Network
     from offbeat.simulate.stragglers import Stragglers
@@ -98,7 +98,7 @@ def draw(
 
     if out is not None:
         check_name(out)
-    setting = Setting(
+    setting = Scenario(
         hosts_of(hosts, workers),
         Network.parse(network, inside),
         parse_size(size),

@@ -44,7 +44,7 @@ _BUNDLED: Final = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:\(\s*(\w*)\s*\))?\s*")
 
 
 @dataclass(frozen=True)
-class Setting:
+class Scenario:
     """The world in which it is played."""
 
     hosts: tuple[int, ...]
@@ -78,7 +78,7 @@ class Setting:
         return self.stragglers.draw(len(self.hosts), steps, self.seed) * work
 
 
-def timeline_of(text: str, setting: Setting) -> Timeline:
+def timeline_of(text: str, setting: Scenario) -> Timeline:
     """Play what a text names; refused with the reason where there is nothing to play."""
     own = find_own(text, setting.collective)
     if isinstance(own, OwnSchedule):
@@ -116,7 +116,7 @@ def _bundled(text: str) -> OwnSchedule | None:
     return None
 
 
-def _collective(own: OwnSchedule, text: str, setting: Setting) -> Timeline:
+def _collective(own: OwnSchedule, text: str, setting: Scenario) -> Timeline:
     view, size = setting.view, len(setting.hosts)
     count = max(1, setting.nbytes // 4)
     if own.collective is Collective.ALL_TO_ALL:
@@ -124,7 +124,7 @@ def _collective(own: OwnSchedule, text: str, setting: Setting) -> Timeline:
     return schedule_timeline(own.schedule, view, Layout(count), setting.network, text)
 
 
-def _strategy(strategy: Combined, text: str, setting: Setting) -> Timeline:
+def _strategy(strategy: Combined, text: str, setting: Scenario) -> Timeline:
     exchange = strategy.exchange
     assert isinstance(exchange, Exchanging)  # noqa: S101 (what all strategies of that axis are)
     forms = _forms(strategy)
@@ -152,7 +152,7 @@ def _strategy(strategy: Combined, text: str, setting: Setting) -> Timeline:
     return schedule_timeline(schedule, setting.view, Layout(0, 1), setting.network, text, role="worker")
 
 
-def _check_hosts(strategy: Combined, setting: Setting) -> None:
+def _check_hosts(strategy: Combined, setting: Scenario) -> None:
     try:
         strategy.check_hosts(len(set(setting.hosts)))
     except StrategyError as error:
@@ -181,7 +181,7 @@ def _alone(strategy: Combined, text: str) -> None:
 # -- machines ---------------------------------------------------------------------------------------------------------
 
 
-def _contract(contract: MachineContract, text: str, setting: Setting) -> Timeline:
+def _contract(contract: MachineContract, text: str, setting: Scenario) -> Timeline:
     """Machines of somebody's own, without faults, until they are done."""
     machines = list(contract.machines(len(setting.hosts), setting.seed))
     named = {machine.name: machine for machine in machines}
@@ -191,7 +191,7 @@ def _contract(contract: MachineContract, text: str, setting: Setting) -> Timelin
     )
 
 
-def _delays(setting: Setting) -> Delays:
+def _delays(setting: Scenario) -> Delays:
     link = setting.network.between
     return Delays(delay=link.alpha, per_byte=link.beta, ordered=True)
 
@@ -223,7 +223,7 @@ class _SteppingWorker:
         return [SetTimer(took, "computed")]
 
 
-def _gossip(gossip: Gossip, text: str, setting: Setting) -> Timeline:
+def _gossip(gossip: Gossip, text: str, setting: Scenario) -> Timeline:
     size, row = len(setting.hosts), Payload(setting.nbytes)
     made, durations = gossip.mixing(size), setting.seconds(setting.steps or SERVER_STEPS).T.tolist()
     patience = 4 * (setting.network.between.alpha + setting.network.between.beta * setting.nbytes) + 0.1

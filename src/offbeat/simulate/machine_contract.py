@@ -119,7 +119,7 @@ class MachineReport:
 
 
 @dataclass
-class _Run:
+class _FaultyRun:
     """One run, by one seed."""
 
     contract: MachineContract
@@ -220,7 +220,7 @@ def check_machine(
     events = lost = 0
     counts: Counter[str] = Counter()
     for number, one in enumerate(seeds):
-        played = _Run(contract, name or type(contract).__name__, one)
+        played = _FaultyRun(contract, name or type(contract).__name__, one)
         played.run()
         events, lost = events + played.simulation.events, lost + played.simulation.lost
         counts.update(_kinds(played.weather))
