@@ -7,7 +7,8 @@ Each message says what was wrong (with the offending value), why it matters, and
     │   ├── StrategyError          no such strategy or parameter, or two that cannot go together
     │   ├── TaskError              no such task or script, or one that cannot be used as asked
     │   ├── DataError              data that cannot be divided as asked
-    │   └── ScheduleError          rounds that lose, double or misplace a contribution, or race for a range
+    │   ├── ScheduleError          rounds that lose, double or misplace a contribution, or race for a range
+    │   └── MachineError           a machine that breaks its invariant, or gets nowhere; carries the seed
     ├── RunError                   a run was started and could not go on
     │   ├── WorkerError            a process raised or was killed; carries role, rank and traceback
     │   ├── WaitError              a wait passed its deadline; names who was waited for
@@ -51,6 +52,14 @@ class DataError(UsageError):
 
 class ScheduleError(UsageError):
     """A schedule loses, doubles or misplaces a contribution, waits in vain, or lets two ranks race for a range."""
+
+
+class MachineError(UsageError):
+    """A machine breaks its invariant under faults, or gets nowhere when they cease; by which seed."""
+
+    def __init__(self, message: str, *, seed: int) -> None:
+        super().__init__(message)
+        self.seed = seed
 
 
 class RunError(OffbeatError):

@@ -17,6 +17,8 @@ from offbeat._version import __version__
 from offbeat.cli import alive
 from offbeat.cli.bench_server import EPILOG as SERVER_EXAMPLES
 from offbeat.cli.bench_server import server
+from offbeat.cli.draw import EPILOG as DRAW_EXAMPLES
+from offbeat.cli.draw import draw
 from offbeat.cli.from_settings import command_from
 from offbeat.cli.options import BatchSizeOptions, CompareOptions, Format, HostFile, RunOptions, ScaleOptions
 from offbeat.cli.output import LONG_COMMANDS, FailedError, print_failure, printable, tolerant_streams, wants_json
@@ -243,25 +245,48 @@ def strategies(
     show(name, as_json=output is Format.json)
 
 
+app.command(rich_help_panel=MORE, no_args_is_help=True, epilog=DRAW_EXAMPLES)(draw)
+
+
 @app.command(
     rich_help_panel=MORE,
     no_args_is_help=True,
-    epilog="Examples: offbeat check allreduce --workers 3 [dim]|[/dim] offbeat check 'mine.py:Push(0.5)'",
+    epilog="Examples: offbeat check allreduce --workers 3 [dim]|[/dim] offbeat check 'mine.py:Push(0.5)' [dim]|[/dim] "
+    "offbeat check mine.py:my_ring [dim]|[/dim] offbeat check mine.py:my_gather --collective all_gather [dim]|[/dim] "
+    "offbeat check mine.py:MyContract --runs 2000 [dim]|[/dim] offbeat check mine.py:MyContract --seed 17",
 )
 def check(
     strategy: Annotated[
-        str, typer.Argument(help="A strategy, e.g. [bold]mine.py:Push(0.5)[/bold] or [bold]allreduce[/bold].")
+        str,
+        typer.Argument(
+            metavar="SUBJECT",
+            help="A strategy ([bold]mine.py:Push(0.5)[/bold], [bold]allreduce[/bold]), a schedule "
+            "([bold]mine.py:my_ring[/bold]: a function of view and layout) or a contract of machines "
+            "([bold]mine.py:MyContract[/bold]).",
+        ),
     ],
     workers: Annotated[
-        int | None, typer.Option("--workers", "-w", help="Workers to check it with. Default: 2, or the hosts'.")
+        int | None,
+        typer.Option("--workers", "-w", help="Workers to check a strategy with. Default: 2, or the hosts'."),
     ] = None,
     hosts: HostFile = None,
+    collective: Annotated[
+        str | None, typer.Option(help="What a schedule is to achieve: all_reduce (the default), all_gather …")
+    ] = None,
+    runs: Annotated[int | None, typer.Option(help="Seeds that machines are put through. Default: 200.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Only this seed, to see again what broke machines, and after which events.")
+    ] = None,
     output: FormatOption = Format.text,
 ) -> None:
-    """Run the contract suite on a strategy: see whether it keeps what its traits promise."""
-    from offbeat.cli.check import check_strategy
+    """See whether a strategy keeps what its traits promise, a schedule its collective's promise, machines theirs.
 
-    check_strategy(strategy, workers, hosts, as_json=output is Format.json)
+    Schedules are proved for 1 to 33 ranks, played with numbers in virtual time, and run on real processes. Machines
+    meet delays, reorderings, losses, doubles, stops, partitions and kills. Exit code 1: it does not hold.
+    """
+    from offbeat.cli.check import Wish, check_any
+
+    check_any(strategy, Wish(workers, hosts, collective, runs, seed, output is Format.json))
 
 
 bench = typer.Typer(

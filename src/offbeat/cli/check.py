@@ -1,22 +1,164 @@
-"""`offbeat check`: the contract suite on one strategy."""
+"""`offbeat check`: the contract suite on one strategy, schedule or set of machines."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress
 
 from offbeat import limits
 from offbeat.cli.output import print_json
+from offbeat.errors import MachineError, ScheduleError, UsageError
 from offbeat.fitting import WARM
 from offbeat.jobs import agreed_workers
+from offbeat.own import OwnSchedule, find_own
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.launch import Launcher
+from offbeat.simulate.machine_contract import MachineContract
 from offbeat.strategies import Combined, combined, parse
-from offbeat.testing import Check, bench, checks_for
+from offbeat.testing import Check, ScheduleReport, bench, check_machine, check_schedule, checks_for
+
+SHOWN = (2, 4, 7, 8, 32, 33)
+"""Numbers of ranks whose cost is printed: powers of two, and others."""
+RUNS = 200
+"""Seeds that machines are put through, unless said."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What was asked for on the command line; None where nothing was said."""
+
+    workers: int | None
+    hosts: Path | None
+    collective: str | None
+    runs: int | None
+    seed: int | None
+    as_json: bool
+
+    def refuse(self, names: tuple[str, ...], what: str) -> None:
+        """Refuse options that mean nothing for what is checked."""
+        for name in names:
+            if getattr(self, name) is not None:
+                raise UsageError(f"--{name} does not apply to {what}: omit it.")
+
+
+def check_any(text: str, wish: Wish) -> None:
+    """Check what the text names; the exit code is 1 if it does not hold."""
+    own = find_own(text, wish.collective)
+    console = Console(stderr=wish.as_json, highlight=False, soft_wrap=True)
+    if isinstance(own, OwnSchedule):
+        wish.refuse(("workers", "hosts", "runs", "seed"), "a schedule, which is proved for 1 to 33 ranks")
+        _check_own_schedule(own, text, console, wish.as_json)
+    elif isinstance(own, MachineContract):
+        wish.refuse(("workers", "hosts", "collective"), "machines, whose contract says how many there are")
+        _check_own_machines(own, text, console, wish)
+    else:
+        wish.refuse(("collective", "runs", "seed"), "a strategy")
+        check_strategy(text, wish.workers, wish.hosts, wish.as_json)
+
+
+# -- schedules --------------------------------------------------------------------------------------------------------
+
+
+def _check_own_schedule(own: OwnSchedule, text: str, console: Console, as_json: bool) -> None:
+    console.print(f"[bold]{escape(text)}[/bold] as {own.collective.value}: every contribution exactly once")
+    start = time.monotonic()
+    try:
+        with Launcher(WARM) as launcher:
+            report = check_schedule(own, launcher=launcher, say=lambda words: console.print(f"  {words} …"))
+    except ScheduleError as error:
+        _failed(console, str(error))
+        if as_json:
+            print_json({"schedule": text, "collective": own.collective.value, "holds": False, "wrong": str(error)})
+        raise typer.Exit(1) from error
+    if as_json:
+        print_json({"schedule": text, "collective": own.collective.value, "holds": True, **_plain(report)})
+        return
+    _print_costs(console, report)
+    ran = f"ran on {', '.join(map(str, report.real))} processes" if report.real else f"not run: {report.unrun}"
+    console.print(
+        f"  [green]holds[/green]  proved for 1 to 33 ranks, {report.simulated} plays in virtual time, "
+        f"{escape(ran)} ({time.monotonic() - start:.1f} s)"
+    )
+
+
+def _print_costs(console: Console, report: ScheduleReport) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("ranks", "rounds", "hops", "fewest*", "busiest port", "least", "times the least"):
+        table.add_column(column, justify="right")
+    for size in SHOWN:
+        found, least = report.sizes[size], report.bounds[size]
+        layout = report.layout(size)
+        whole = layout.count * layout.itemsize
+        ratio = f"{found.port_bytes / least.port_bytes:.2f}" if least.port_bytes else ""
+        shares = (f"{found.port_bytes / whole:.2f} n", f"{least.port_bytes / whole:.2f} n")
+        table.add_row(str(size), str(found.rounds), str(found.hops), str(least.hops), *shares, ratio)
+    console.print(table)
+    console.print("n: bytes of the buffer. *: if a port carries one message at a time.", style="dim")
+
+
+def _plain(report: ScheduleReport) -> dict[str, Any]:
+    return {
+        "ranks": {
+            size: {
+                "rounds": found.rounds,
+                "hops": found.hops,
+                "least_hops": report.bounds[size].hops,
+                "port_bytes": found.port_bytes,
+                "least_port_bytes": report.bounds[size].port_bytes,
+            }
+            for size, found in report.sizes.items()
+        },
+        "simulated": report.simulated,
+        "real": list(report.real),
+        "not_run": report.unrun or None,
+    }
+
+
+# -- machines ---------------------------------------------------------------------------------------------------------
+
+
+def _check_own_machines(contract: MachineContract, text: str, console: Console, wish: Wish) -> None:
+    runs = RUNS if wish.runs is None else wish.runs
+    limits.whole("--runs", runs, 1_000_000)
+    if wish.seed is not None:
+        limits.whole("--seed", wish.seed, 2**63 - 1, least=0)
+    times = f"{runs} runs" if wish.seed is None else f"seed {wish.seed}"
+    console.print(f"[bold]{escape(text)}[/bold] under random faults, {times}: {', '.join(contract.survives)}")
+    errors = Console(stderr=True)
+    try:
+        with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
+            bar = progress.add_task("runs", total=1.0)
+            report = check_machine(
+                contract, runs, wish.seed, name=text, progress=lambda share: progress.update(bar, completed=share)
+            )
+    except MachineError as error:
+        _failed(console, str(error))
+        if wish.as_json:
+            print_json({"machines": text, "holds": False, "seed": error.seed, "wrong": str(error)})
+        raise typer.Exit(1) from error
+    if wish.as_json:
+        print_json({"machines": text, "holds": True, **vars(report)})
+        return
+    faults = ", ".join(f"{kind} in {count}" for kind, count in sorted(report.faults.items())) or "no faults"
+    counts = f"{report.runs:,} runs, {report.events:,} events, {report.lost:,} messages lost"
+    console.print(f"  [green]holds[/green]  {counts}; {faults}")
+
+
+def _failed(console: Console, words: str) -> None:
+    console.print("  [red]FAILS[/red]")
+    console.print(words, markup=False)
+
+
+# -- strategies -------------------------------------------------------------------------------------------------------
 
 
 def check_strategy(text: str, wanted: int | None, file: Path | None, as_json: bool) -> None:

@@ -29,7 +29,12 @@ def check_name(path: Path) -> None:
 def save(lanes: Lanes, path: Path) -> None:
     """Write the picture of a diagram; the name's ending says as what."""
     check_name(path)
-    picture = drawn(lanes)
+    write(drawn(lanes), path)
+
+
+def write(picture: Drawing, path: Path) -> None:
+    """Write a drawing; the name's ending says as what."""
+    check_name(path)
     try:
         if path.suffix.lower() == ".png":
             _write_png(picture, path)

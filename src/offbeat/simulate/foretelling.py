@@ -79,14 +79,25 @@ def network_of(step: Step, rate: float | None = None) -> Network:
 
 def step_time(step: Step, network: Network, computing: Sequence[float]) -> float:
     """Seconds of one step, the mean over those that must be played; each worker computes for as long as is given."""
+    schedule, count = step_schedule(step, [computing])
+    return _played(step, network, schedule) / count
+
+
+def step_schedule(step: Step, computing: Sequence[Sequence[float]], count: int | None = None) -> tuple[Schedule, int]:
+    """So many steps as one schedule, and how many they are: by default one turn of what is exchanged.
+
+    `computing` has the seconds of each worker, a row for each step; rows are used again if there are too few.
+    """
+    turns = max(1, len(step.matrices))
+    if count is None:
+        count = 1 if step.beside else step.period * (turns * max(1, -(-MIXED // turns)) if step.matrices else 1)
+    seconds = [list(computing[number % len(computing)]) for number in range(count)]
     if step.beside:
         total = max(sum(one.nbytes for one in step.exchanges), 1)
         parts = [(one.nbytes / total * (1 - FORWARD), _part(step, one)) for one in step.exchanges]
         if parts:  # Forward comes before the first share of backward.
             parts[0] = (parts[0][0] + FORWARD, parts[0][1])
-        return _played(step, network, beside(computing, parts))
-    turns = max(1, len(step.matrices))
-    count = step.period * (turns * max(1, -(-MIXED // turns)) if step.matrices else 1)
+        return in_turn([(beside(own, parts), Layout(0, 1)) for own in seconds]), count
 
     def exchange(number: int) -> Schedule | None:
         turn, rest = divmod(number + 1, step.period)
@@ -95,7 +106,7 @@ def step_time(step: Step, network: Network, computing: Sequence[float]) -> float
         chosen = [one for one in step.exchanges if one.what != "mix" or int(one.by) == (turn - 1) % turns]
         return in_turn([_part(step, one) for one in chosen])
 
-    return _played(step, network, steps([list(computing)] * count, exchange)) / count
+    return steps(seconds, exchange), count
 
 
 def _played(step: Step, network: Network, schedule: Schedule) -> float:

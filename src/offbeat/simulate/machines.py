@@ -26,6 +26,30 @@ from offbeat.protocols.machine import (
     Timer,
 )
 
+
+@dataclass(frozen=True)
+class Sent:
+    """A message has left."""
+
+    at: float
+    sender: Name
+    to: Name
+    message: Any
+    nbytes: int
+    arrivals: tuple[float, ...]
+    """When it arrives: twice if it is doubled, never if it is lost."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """A process was told an event; with none, it has begun."""
+
+    at: float
+    name: Name
+    event: Event | None
+
+
+Happening = Sent | Told
 Perform = Callable[[Any], Any]
 """Does the work of a `Start`; what it answers is the result of the `Done`."""
 
@@ -42,6 +66,8 @@ class Network:
     """Share of messages that never arrive."""
     duplicate: float = 0.0
     """Share of messages that arrive twice."""
+    per_byte: float = 0.0
+    """Seconds that each byte of a payload adds to the delay."""
     ordered: bool = False
     """Messages from one to another arrive in the order they were sent, as on one connection."""
     until: float = float("inf")
@@ -110,6 +136,7 @@ class Simulation:
         faults: Sequence[Fault] = (),
         perform: Mapping[Name, Perform] | None = None,
         observer: Name = "coordinator",
+        log: Callable[[Happening], None] | None = None,
     ) -> None:
         self.now = 0.0
         self.events = 0
@@ -120,6 +147,7 @@ class Simulation:
         self._network = network or Network()
         self._perform = dict(perform or {})
         self._observer = observer
+        self._log = log
         self._processes: dict[Name, _Process] = {}
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._entered = 0
@@ -191,6 +219,8 @@ class Simulation:
 
     def _begin(self, process: _Process) -> None:
         if process.alive:
+            if self._log is not None:
+                self._log(Told(self.now, process.machine.name, None))
             self.carry_out(process.machine.name, process.machine.begin(self.now))
 
     def _happen(self, name: Name, process: _Process, event: Event) -> None:
@@ -200,6 +230,8 @@ class Simulation:
         if self.now < process.stopped_until:
             self._at(process.stopped_until, lambda: self._happen(name, process, event))
             return
+        if self._log is not None:
+            self._log(Told(self.now, name, event))
         self.carry_out(name, process.machine.on(event, self.now))
 
     def _set_timer(self, name: Name, process: _Process, effect: SetTimer) -> None:
@@ -216,16 +248,22 @@ class Simulation:
         network, calm = self._network, self.now >= self._network.until
         if self._is_cut(sender, effect.to) or (not calm and self._random.random() < network.loss):
             self.lost += 1
+            if self._log is not None:
+                self._log(Sent(self.now, sender, effect.to, effect.message, effect.payload.nbytes, ()))
             return
         copies = 1 if calm or self._random.random() >= network.duplicate else 2
+        arrivals: list[float] = []
         for _ in range(copies):
-            arrival = self.now + network.delay
+            arrival = self.now + network.delay + network.per_byte * effect.payload.nbytes
             if network.jitter:
                 arrival += self._random.expovariate(1 / network.jitter)
             if network.ordered:
                 arrival = self._latest[sender, effect.to] = max(arrival, self._latest.get((sender, effect.to), 0.0))
+            arrivals.append(arrival)
             event = Received(sender, effect.message, effect.payload)
             self._at(arrival, lambda event=event: self._arrive(effect.to, event))
+        if self._log is not None:
+            self._log(Sent(self.now, sender, effect.to, effect.message, effect.payload.nbytes, tuple(arrivals)))
 
     def _arrive(self, name: Name, event: Received) -> None:
         process = self._processes.get(name)

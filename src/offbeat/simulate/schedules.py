@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -28,6 +29,32 @@ Of older ones only the latest times of all together are known, which serves a ro
 """
 
 
+class Transfer(NamedTuple):
+    """One entry of a round that passes ports: the times for which it holds its sender's and its receiver's."""
+
+    round: int
+    source: int
+    target: int
+    nbytes: int
+    leaves: float
+    """When its first byte enters the sender's port."""
+    left: float
+    """When the sender's port is free again; a FETCH does not hold it."""
+    comes: float
+    """When its first byte enters the receiver's port."""
+    arrives: float
+    """When the receiver has all of it."""
+
+
+class Work(NamedTuple):
+    """What a rank's processor did in a round."""
+
+    round: int
+    rank: int
+    begin: float
+    end: float
+
+
 @dataclass(frozen=True)
 class Trace:
     """What every rank did in every round, as arrays of rounds by ranks; NaN where it had no part."""
@@ -39,6 +66,10 @@ class Trace:
     """When it had done it."""
     waited: NDArray[np.float64]
     """How much of that it only waited for another rank to be ready."""
+    transfers: tuple[Transfer, ...]
+    """What passed ports, in the order of rounds."""
+    work: tuple[Work, ...]
+    """What took time of processors, in the order of rounds."""
 
     @property
     def finish(self) -> NDArray[np.float64]:
@@ -72,16 +103,18 @@ def trace(
 ) -> Trace:
     """What every rank does when, for worlds small enough to be looked at."""
     clockwork = Clockwork(view, layout, network, arrivals)
+    clockwork.log = log = TraceLog(layout.itemsize)
     played = tuple(rounds)
     shape = (len(played), view.size)
     begin, end, waited = np.full(shape, np.nan), np.full(shape, np.nan), np.full(shape, np.nan)
     for number, one in enumerate(played):
+        log.round = number
         here = spread(clockwork.begun(one), view.size)[:, 0]
         done = spread(clockwork.play(one), view.size)[:, 0]
         part = np.unique(np.concatenate([one.source, one.target] if one.op is Op.SEND else [one.target]))
         begin[number, part], end[number, part] = here[part], done[part]
         waited[number, part] = _waited(one, here)[part]
-    return Trace(played, begin, end, waited)
+    return Trace(played, begin, end, waited, tuple(log.transfers), tuple(log.work))
 
 
 def _waited(one: Round, begun: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -92,6 +125,31 @@ def _waited(one: Round, begun: NDArray[np.float64]) -> NDArray[np.float64]:
     if one.op is Op.SEND:
         np.maximum.at(latest, one.source, begun[one.target])
     return latest - begun
+
+
+class TraceLog:
+    """Writes down what passes ports and what processors do, of the first case."""
+
+    def __init__(self, itemsize: int) -> None:
+        self.round = 0
+        self.transfers: list[Transfer] = []
+        self.work: list[Work] = []
+        self._itemsize = itemsize
+
+    def transfer(self, op: Op, source: IntArray, target: IntArray, lengths: IntArray, times: tuple[Times, ...]) -> None:
+        """Entries of the round that is played; `times`: when each leaves, arrives, and how long it holds a port."""
+        leaves, arrives, held = (np.broadcast_to(one[:, 0], len(source)).tolist() for one in times)
+        entries = zip(source.tolist(), target.tolist(), lengths.tolist(), leaves, arrives, held, strict=True)
+        for here, there, length, start, stop, took in entries:
+            left = start + took if op is Op.SEND else start
+            nbytes = length * self._itemsize
+            self.transfers.append(Transfer(self.round, here, there, nbytes, start, left, stop - took, stop))
+
+    def busy(self, target: IntArray, begin: Times, duration: Times) -> None:
+        """Work of processors in the round that is played."""
+        starts, lasts = (np.broadcast_to(one[:, 0], len(target)).tolist() for one in (begin, duration))
+        for rank, start, took in zip(target.tolist(), starts, lasts, strict=True):
+            self.work.append(Work(self.round, rank, start, start + took))
 
 
 class Clockwork:
@@ -105,6 +163,8 @@ class Clockwork:
         arrivals: ArrayLike | None = None,
         scales: ArrayLike = (1.0,),
     ) -> None:
+        self.log: TraceLog | None = None
+        """Where to write down what happens, if anybody wants to know."""
         self._size = view.size
         self._itemsize = layout.itemsize
         self._network = network
@@ -176,6 +236,8 @@ class Clockwork:
         if op is Op.SEND:
             left = self._leaving.serve(self._ports(senders, local), left, duration)
         finish = self._coming.serve(self._ports(receivers, local), left + alpha, duration) + duration
+        if self.log is not None:
+            self.log.transfer(op, source, target, lengths, (left, finish, duration))
         done = raised(begun, senders, finish) if op is Op.SEND else begun
         return raised(done, receivers, finish)
 
@@ -210,6 +272,8 @@ class Clockwork:
             target, duration = target[working], duration[working]
         targets = Places(target, self._size)
         begin = self._processors[stream].serve(targets, at(begun, targets), duration)
+        if self.log is not None:
+            self.log.busy(target, begin, duration)
         return raised(begun, targets, begin + duration)
 
     def _cost(self, one: Round) -> float | NDArray[np.float64]:

@@ -32,24 +32,25 @@ class Ports:
     A port carries one byte at a time each way, and serves first who comes first.
     """
 
-    def __init__(self, link: Link, nbytes: int, servers: int) -> None:
+    def __init__(self, link: Link, nbytes: int, servers: int, pushed: int | None = None) -> None:
         self.alpha = link.alpha
-        self._whole = link.beta * nbytes
-        self._part = self._whole / servers
+        pushed = nbytes if pushed is None else pushed  # Fewer than are pulled, where pushes are compressed.
+        self._pushed_whole, self._pulled_whole = link.beta * pushed, link.beta * nbytes
+        self._pushed_part, self._pulled_part = self._pushed_whole / servers, self._pulled_whole / servers
         self._apply = link.gamma * nbytes / servers
         self._inbound = self._outbound = self._applied = 0.0
 
     def push(self, now: float) -> float:
         """When all servers have applied what a worker begins to push now."""
-        self._inbound = max(self._inbound, now) + self._part
-        arrived = max(self._inbound, now + self._whole) + self.alpha
+        self._inbound = max(self._inbound, now) + self._pushed_part
+        arrived = max(self._inbound, now + self._pushed_whole) + self.alpha
         self._applied = max(self._applied, arrived) + self._apply
         return self._applied
 
     def pull(self, now: float) -> float:
         """When a worker has all that servers begin to send it now."""
-        self._outbound = max(self._outbound, now) + self._part
-        return max(self._outbound, now + self._whole) + self.alpha
+        self._outbound = max(self._outbound, now) + self._pulled_part
+        return max(self._outbound, now + self._pulled_whole) + self.alpha
 
 
 class Worker:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 
-from offbeat.protocols.compression import Format, Way
+from offbeat.protocols.compression import Format, Shapes, Way
 from offbeat.protocols.schedule import View
 from offbeat.runtime.backend import OffbeatGroup
 from offbeat.runtime.group import Group
@@ -47,6 +48,13 @@ def letters(forms: Sequence[Format], nbytes: int, view: View) -> list[Exchanged]
         return [summed(nbytes // form.exchanges, view)] * form.exchanges
     lengths = [] if form.fixed else [summed(8 * view.size, view)]
     return [*lengths, gathered(nbytes, view)]
+
+
+def as_matrix(nbytes: int) -> Shapes:
+    """A model of so many bytes of float32 as one matrix, as square as can be."""
+    count = max(1, nbytes // 4)
+    rows = next(rows for rows in range(math.isqrt(count), 0, -1) if count % rows == 0)
+    return [(rows, count // rows)]
 
 
 def trials(group: Group, most: int, forms: Sequence[Format], by: str | None = None) -> tuple[Timed, ...]:

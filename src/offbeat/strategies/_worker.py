@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import StrategyError
+from offbeat.protocols.compression import Format
+from offbeat.protocols.schedule import View
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.rhythm import RhythmOf
 from offbeat.runtime.group import Group
@@ -206,6 +208,8 @@ class Exchanging(Strategy):
     """Whether it mixes models after a step, instead of exchanging gradients before it."""
     sends_letters: ClassVar[bool] = False
     """Whether each letter goes to one receiver, where nothing can be summed on the way."""
+    unplanned: ClassVar[str] = "it does not say beforehand what a step exchanges (give it `planned` or `rhythm`)"
+    """Why `planned` has no answer."""
 
     @property
     def parting(self) -> bool:
@@ -223,6 +227,19 @@ class Exchanging(Strategy):
     def rhythm(self) -> RhythmOf | None:
         """When each worker pushes to servers and pulls from them; None where it has none to push to."""
         return None
+
+    def planned(self, view: View, nbytes: int, forms: Sequence[Format] = (), models: bool = False) -> Step | str:
+        """What a step exchanges of a model of so many bytes, before any process has started; or why nobody knows.
+
+        Args:
+            view: Who takes part, and on which hosts.
+            nbytes: Bytes of the model, as one tensor.
+            forms: What compressors leave of it, in their order.
+            models: Whether models are averaged, rather than gradients summed.
+
+        """
+        del view, nbytes, forms, models
+        return self.unplanned
 
     @property
     def work(self) -> int:
@@ -249,6 +266,11 @@ class Timing(Strategy):
     def batches_per_update(self) -> int:
         """How many global batches make one update."""
         return 1
+
+    def planned(self, exchange: Exchanging, view: View, nbytes: int, forms: Sequence[Format] = ()) -> Step | str:
+        """What `exchange` exchanges under it, and in which steps; see `Exchanging.planned`."""
+        del exchange, view, nbytes, forms
+        return f"{self.name} does not say beforehand in which steps it exchanges (give it `planned`)"
 
 
 def adopt(exchange: Exchange, model: nn.Module) -> None:

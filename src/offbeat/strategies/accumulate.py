@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn import Parameter
@@ -15,9 +16,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import unserializable_hook
 
 from offbeat.errors import RunError, StrategyError
+from offbeat.protocols.compression import Format
+from offbeat.protocols.schedule import View
+from offbeat.simulate.foretelling import Step
 from offbeat.strategies._base import Traits, require
 from offbeat.strategies._capabilities import Microbatched
-from offbeat.strategies._worker import Exchange, Microbatches, Pace, Timing, closure_of
+from offbeat.strategies._worker import Exchange, Exchanging, Microbatches, Pace, Timing, closure_of
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,11 @@ class Accumulate(Timing):
         if isinstance(exchange, Microbatched) and exchange.takes_microbatches:
             return Microbatches(exchange, exchange, self.steps)
         return _Accumulating(exchange, self.steps)
+
+    def planned(self, exchange: Exchanging, view: View, nbytes: int, forms: Sequence[Format] = ()) -> Step | str:
+        """What the exchange says, after the last batch of each update."""
+        step = exchange.planned(view, nbytes, forms)
+        return step if isinstance(step, str) else structs.replace(step, period=self.steps, beside=False)
 
     def batches_per_update(self) -> int:
         """As many as are accumulated."""

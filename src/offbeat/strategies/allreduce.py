@@ -16,8 +16,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError, UsageError
-from offbeat.protocols.compression import Shapes
+from offbeat.protocols.compression import Format, Shapes
 from offbeat.protocols.partition import mixed
+from offbeat.protocols.schedule import View
 from offbeat.runtime.buckets import GradientBuckets, hook
 from offbeat.runtime.choices import Sums, stored_choices
 from offbeat.runtime.compression import Account, Feedback, GroupLink, together
@@ -30,7 +31,7 @@ from offbeat.runtime.sums import GradientSums
 from offbeat.simulate.foretelling import Step, Timed
 from offbeat.strategies._base import Axis, Strategy, Traits, require_bucket
 from offbeat.strategies._compressing import compressor
-from offbeat.strategies._foreseeing import CODED, formats, letters, summed, trials, why_not
+from offbeat.strategies._foreseeing import CODED, as_matrix, formats, letters, summed, trials, why_not
 from offbeat.strategies._sharding import ShardedSteps, Shards
 from offbeat.strategies._worker import Exchange, Exchanging
 
@@ -125,6 +126,20 @@ class AllReduce(Exchanging):
         if self.algorithm is not Algorithm.NATIVE:
             return f"a compressor decides how its letters are summed, so algorithm={self.algorithm} has nothing to do"
         return None
+
+    def planned(self, view: View, nbytes: int, forms: Sequence[Format] = (), models: bool = False) -> Step | str:
+        """One sum of all gradients; of compressed ones, what is left of them."""
+        if self.algorithm is Algorithm.AUTO and not models:
+            return "auto tries every algorithm when a run begins, and takes the fastest. Name one, such as ring"
+        if self.algorithm is Algorithm.GLOO and not models:
+            return "how Gloo sums is Gloo's own affair. Name an algorithm of ours, such as ring"
+        if self.shard != "nothing":
+            return "slices are summed, updated and handed round in turn, which no schedule here says as a whole"
+        by = None if models or self.algorithm is Algorithm.NATIVE else self.algorithm.value
+        exchanges = [summed(nbytes, view, by)]
+        if forms:
+            exchanges = letters(forms, forms[0].nbytes(as_matrix(nbytes), 4, *forms[1:]), view)
+        return Step(hosts=tuple(view.hosts.tolist()), exchanges=tuple(exchanges), beside=not (forms or models))
 
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
         """The worker's side: sums on every model."""

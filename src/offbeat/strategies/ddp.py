@@ -53,6 +53,7 @@ class DDP(Exchanging):
 
     promises = Traits(synchronous=True, exact=True, deterministic=True)
     examples = ("ddp", "ddp(bucket=50.0)", "ddp(find_unused=True)")
+    unplanned = "torch's own DistributedDataParallel sums on Gloo, in buckets, at times and in ways of its own"
 
     def __post_init__(self) -> None:
         """Refuse a bucket that holds nothing."""

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError, UsageError
+from offbeat.protocols.compression import Format
 from offbeat.protocols.mixing import mix
 from offbeat.protocols.partition import mixed
-from offbeat.protocols.schedule import Layout
+from offbeat.protocols.schedule import Layout, View
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.topology import Mixing, RandomRegular, Shape, mixing
 from offbeat.runtime.compression import together
@@ -34,7 +35,7 @@ from offbeat.simulate.foretelling import Exchanged, Step, Timed
 from offbeat.strategies._base import Axis, Setting, Strategy, Traits, require
 from offbeat.strategies._compressing import compressor
 from offbeat.strategies._estimating import Estimates
-from offbeat.strategies._foreseeing import CODED, formats, why_not
+from offbeat.strategies._foreseeing import CODED, as_matrix, formats, why_not
 from offbeat.strategies._pairing import Pairing
 from offbeat.strategies._parted import Parted
 from offbeat.strategies._rows import Rows, parameters_of, still_fits
@@ -126,6 +127,18 @@ class Gossip(Exchanging):
         except UsageError as error:
             raise StrategyError(f"{self}: {error}") from error
 
+    def planned(self, view: View, nbytes: int, forms: Sequence[Format] = (), models: bool = False) -> Step | str:
+        """In each turn everybody's model, or the letter that is left of it, goes to its neighbours."""
+        del models
+        if self.asynchronous:
+            return "who meets whom is decided as it happens"
+        made = self.mixing(view.size)
+        rows = [nbytes]
+        if forms:
+            rows = [forms[0].letter(as_matrix(nbytes), 4, *forms[1:]), *([] if forms[0].fixed else [8])]
+        exchanges = tuple(_mixed(turn, row) for turn in range(len(made.matrices)) for row in rows)
+        return Step(hosts=tuple(view.hosts.tolist()), exchanges=exchanges, matrices=_plain(made))
+
     def servers(self, workers: int) -> tuple[int, int, Rule] | None:
         """Asynchronously: none, but somebody who counts who lives, so that the others go on without the dead."""
         return (0, 0, Rule(None)) if self.asynchronous and workers > 1 else None
@@ -188,9 +201,8 @@ class _Mixing(Parted):
         else:
             rows = [row.nbytes for of_one in self._rows.values() for row in of_one.read()]
         exchanges = tuple(_mixed(turn, nbytes) for turn in range(len(self._schedules)) for nbytes in rows)
-        matrices = tuple(tuple(map(tuple, matrix.tolist())) for matrix in self.mixing.matrices)
         hosts = tuple(self.group.view.hosts.tolist())
-        return Step(hosts=hosts, exchanges=exchanges, matrices=matrices, trials=self._trials)
+        return Step(hosts=hosts, exchanges=exchanges, matrices=_plain(self.mixing), trials=self._trials)
 
     def _first_estimates(self, number: int, optimizer: Optimizer) -> list[Estimates]:
         rows, (matrix,) = Rows(parameters_of(optimizer)), self.mixing.matrices
@@ -278,6 +290,10 @@ class _Mixing(Parted):
         for rows, known in zip(self._estimates, state["known"], strict=True):
             for estimates, one in zip(rows, known, strict=True):
                 estimates.load_state_dict(one)
+
+
+def _plain(mixing: Mixing) -> tuple[tuple[tuple[float, ...], ...], ...]:
+    return tuple(tuple(map(tuple, matrix.tolist())) for matrix in mixing.matrices)
 
 
 def _mixed(turn: int, nbytes: int) -> Exchanged:

@@ -55,6 +55,7 @@ class Hogwild(Exchanging):
 
     promises = Traits()
     examples = ("hogwild", "hogwild + accumulate(4)")
+    unplanned = "its workers write to shared memory without a lock, and send nobody anything"
 
     def check_hosts(self, hosts: int) -> None:
         """Refuse several hosts."""

@@ -24,12 +24,13 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from offbeat.errors import RunError, StrategyError
-from offbeat.protocols.compression import Shapes
+from offbeat.protocols.compression import Format, Shapes
+from offbeat.protocols.schedule import View
 from offbeat.simulate.foretelling import Step
 from offbeat.strategies._base import Axis, Setting, Strategy, Traits, require
 from offbeat.strategies._capabilities import CostedMeans, MeanMaker
 from offbeat.strategies._rows import Idle, Rows, averaged_parameters, parameters_of, state_tensors, still_fits
-from offbeat.strategies._worker import Exchange, Pace, Timing, closure_of, foreseen_by
+from offbeat.strategies._worker import Exchange, Exchanging, Pace, Timing, closure_of, foreseen_by
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,10 @@ class Local(Timing):
     def pace(self, exchange: Exchange) -> Pace:
         """The worker's side: gradients stay local, and models are averaged after every so manieth step."""
         return _Spacing(exchange, self) if exchange.mixes else _Averaging(exchange, self)
+
+    def planned(self, exchange: Exchanging, view: View, nbytes: int, forms: Sequence[Format] = ()) -> Step | str:
+        """The mean of models, or what mixes them, in every n-th step."""
+        return _every(exchange.planned(view, nbytes, forms, models=True), self)
 
     def batches_per_update(self) -> int:
         """All agree after so many."""

@@ -21,6 +21,7 @@ class Single(Exchanging):
     promises = Traits(synchronous=True, exact=True, deterministic=True)
     aliases: ClassVar = {"sequential": "single"}
     examples = ("single", "single + accumulate(4)")
+    unplanned = "one worker has nobody to send anything to"
 
     @property
     def parting(self) -> bool:

@@ -1,0 +1,35 @@
+"""Draws draw-ring.svg and draw-ssp.svg, the pictures of docs/draw.md, as `offbeat draw` does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from offbeat.drawing import Scenario, picture, timeline_of
+from offbeat.monitor.pictures import write
+from offbeat.simulate.network import Network
+from offbeat.simulate.stragglers import Stragglers
+from offbeat.simulate.units import parse_size
+
+HERE = Path(__file__).parent
+NETWORK = "10Gbit,50us"
+
+
+def pictured() -> None:
+    """Both of them, beside this file."""
+    for name, text, size, steps, slow in (
+        ("draw-ring", "allreduce(ring)", "100MB", None, "none"),
+        ("draw-ssp", "server(consistency=ssp(3))", "10MB", 8, "permanent(2)"),
+    ):
+        setting = Scenario(
+            tuple(range(4)),
+            Network.parse(NETWORK),
+            parse_size(size),
+            steps,
+            stragglers=Stragglers.parse(slow, 0.04),
+        )
+        timeline = timeline_of(text, setting)
+        write(picture(timeline, f"4 workers, {size}, {NETWORK}; stragglers: {slow}"), HERE / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    pictured()

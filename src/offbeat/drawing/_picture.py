@@ -1,0 +1,185 @@
+"""A timeline as shapes: a lane for each participant over virtual time, ports as bars, messages as arrows.
+
+Each lane has three strips: what leaves through the port out, what the participant does, what enters by the port in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Final
+
+from offbeat.errors import UsageError
+from offbeat.monitor.shapes import Drawing, Drawn, Rect, Shape, Text, text_width
+from offbeat.simulate.timeline import Activity, Message, Timeline
+from offbeat.simulate.units import seconds_in_words, size_in_words
+
+MOST_LANES: Final = 33
+"""32 ranks, or 32 workers and their servers: more lanes cannot be told apart."""
+MOST_MESSAGES: Final = 20_000
+"""Arrows of one picture; a file with more opens in no browser."""
+CROWDED: Final = 250
+"""Arrows beyond which they are drawn thin, so that bars stay visible."""
+WIDTH: Final = 1280.0
+TOP, BOTTOM, RIGHT = 78.0, 44.0, 18.0
+LEGEND: Final = (
+    ("compute", "computes"),
+    ("wait", "waits"),
+    ("reduce", "adds up or copies"),
+    ("out", "port out: sends"),
+    ("in", "port in: receives"),
+)
+
+
+def picture(timeline: Timeline, subtitle: str) -> Drawing:
+    """The whole picture; refused where nobody could read it."""
+    if len(timeline.lanes) > MOST_LANES:
+        raise UsageError(
+            f"a picture of {len(timeline.lanes)} lanes cannot be read: draw {MOST_LANES - 1} workers or fewer, or omit "
+            f"the picture; the table takes more."
+        )
+    if len(timeline.messages) > MOST_MESSAGES:
+        raise UsageError(
+            f"{len(timeline.messages):,} messages are more than {MOST_MESSAGES:,}, the most that one picture can show: "
+            f"draw fewer steps or workers, or omit the picture."
+        )
+    return _Painter(timeline).drawing(subtitle)
+
+
+class _Painter:
+    """Places of lanes and moments, and the shapes there."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        count = len(timeline.lanes)
+        self._lane = 58.0 if count <= 9 else 40.0 if count <= 17 else 27.0
+        self._left = 34.0 + max(text_width(name, "name") for name in timeline.lanes)
+        self._plot = Rect(self._left, TOP, WIDTH - self._left - RIGHT, self._lane * count, "paper")
+        self._seconds = (timeline.end or 1.0) * 1.01
+
+    def drawing(self, subtitle: str) -> Drawing:
+        """All of it."""
+        inside = [*self._lanes(), *self._grid(), *self._intervals(), *self._ports(), *self._arrows()]
+        around = [*self._names(), *self._axis(), *_heading(self._timeline.title, subtitle)]
+        height = self._plot.y + self._plot.height + BOTTOM
+        return Drawing(WIDTH, height, self._timeline.title, self._plot, inside, around)
+
+    def _x(self, seconds: float) -> float:
+        return self._plot.x + seconds / self._seconds * self._plot.width
+
+    def _strip(self, lane: int, strip: int) -> tuple[float, float]:
+        """The top and the height of a strip of a lane: 0 the port out, 1 what it does, 2 the port in."""
+        starts, heights = (0.09, 0.36, 0.67), (0.24, 0.28, 0.24)
+        return self._plot.y + self._lane * (lane + starts[strip]), self._lane * heights[strip]
+
+    def _bar(self, lane: int, strip: int, begin: float, end: float, look: str, title: str) -> Rect:
+        top, height = self._strip(lane, strip)
+        x = self._x(begin)
+        wide = self._x(end) - x
+        return Rect(x, top, wide - 0.8 if wide > 2.5 else max(wide, 0.6), height, look, title)
+
+    def _lanes(self) -> Iterator[Drawn]:
+        for lane in range(len(self._timeline.lanes)):
+            top = self._plot.y + self._lane * lane
+            yield Rect(self._plot.x, top + 1, self._plot.width, self._lane - 2, "lane")
+
+    def _intervals(self) -> Iterator[Drawn]:
+        for one in sorted(self._timeline.intervals, key=lambda one: one.activity is not Activity.WAIT):
+            title = f"{self._timeline.lanes[one.lane]}, {one.label}: {seconds_in_words(one.end - one.begin)}"
+            bar = self._bar(one.lane, 1, one.begin, one.end, one.activity.value, title)
+            yield bar
+            if one.activity is Activity.COMPUTE:
+                yield from self._label(bar, one.label)
+
+    def _ports(self) -> Iterator[Drawn]:
+        for one in self._timeline.messages:
+            title = self._told(one)
+            if one.left > one.leaves:
+                bar = self._bar(one.source, 0, one.leaves, one.left, "out", title)
+                yield bar
+                yield from self._label(bar, size_in_words(one.nbytes))
+            if one.came > one.comes:
+                yield self._bar(one.target, 2, one.comes, one.came, "in", title)
+
+    def _told(self, one: Message) -> str:
+        lanes = self._timeline.lanes
+        arrival = "is lost" if math.isnan(one.arrives) else f"arrives at {seconds_in_words(one.arrives)}"
+        size = f", {size_in_words(one.nbytes)}" if one.nbytes else ""
+        times = f"leaves at {seconds_in_words(one.leaves)}, {arrival}"
+        return f"{lanes[one.source]} to {lanes[one.target]}: {one.label}{size}; {times}"
+
+    def _label(self, bar: Rect, words: str) -> Iterator[Drawn]:
+        """Words inside a bar, if they fit."""
+        if self._lane > 35 and text_width(words, "inside") < bar.width - 4 and bar.x > self._plot.x - 1:
+            yield Text(bar.x + bar.width / 2, bar.y + bar.height / 2 + 3.5, words, "inside", "middle")
+
+    def _arrows(self) -> Iterator[Drawn]:
+        crowded = len(self._timeline.messages) > CROWDED or self._lane < 35
+        look = "thin arrow" if crowded else "arrow"
+        for one in self._timeline.messages:
+            (top, high), (low, deep) = self._strip(one.source, 0), self._strip(one.target, 2)
+            begin = self._x(one.leaves), top + high / 2
+            if math.isnan(one.arrives):
+                yield from self._lost(begin, one)
+            else:
+                end = self._x(one.arrives), low + deep / 2
+                yield Shape((begin, end), look, closed=False, head=True, title=self._told(one))
+
+    def _lost(self, begin: tuple[float, float], one: Message) -> Iterator[Drawn]:
+        """A stub of an arrow that ends in a cross."""
+        x, y = begin
+        down = 1 if one.target > one.source else -1
+        end = x + 12, y + down * self._lane * 0.4
+        yield Shape((begin, end), "missing", closed=False, title=self._told(one))
+        yield Text(end[0], end[1] + 4, "x", "wrong cut words", "middle")
+
+    def _names(self) -> Iterator[Drawn]:
+        for lane, name in enumerate(self._timeline.lanes):
+            middle = self._plot.y + self._lane * (lane + 0.5)
+            yield Text(self._plot.x - 8, middle + 4, name, "name", "end")
+        if len(set(self._timeline.hosts)) == len(self._timeline.hosts):
+            return
+        lanes = range(len(self._timeline.lanes))
+        for host, members in groupby(lanes, key=lambda lane: self._timeline.hosts[lane]):
+            together = list(members)
+            top, bottom = (self._plot.y + self._lane * (together[0] + 0.12), together[-1] + 0.88)
+            ends = (
+                (14.0, top),
+                (10.0, top),
+                (10.0, self._plot.y + self._lane * bottom),
+                (14.0, self._plot.y + self._lane * bottom),
+            )
+            yield Shape(ends, "rail", closed=False, title=f"host {host}")
+            yield Text(16, (ends[0][1] + ends[-1][1]) / 2 + 4, f"host {host}", "words")
+
+    def _moments(self) -> list[float]:
+        step = self._seconds / 8
+        size = 10.0 ** math.floor(math.log10(step))
+        step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= step)
+        return [number * step for number in range(int(self._seconds / step) + 1)]
+
+    def _grid(self) -> Iterator[Drawn]:
+        bottom = self._plot.y + self._plot.height
+        for moment in self._moments():
+            yield Shape(((self._x(moment), self._plot.y), (self._x(moment), bottom)), "grid", closed=False)
+
+    def _axis(self) -> Iterator[Drawn]:
+        bottom = self._plot.y + self._plot.height
+        for moment in self._moments():
+            near = self._x(moment) > self._plot.x + self._plot.width - 24
+            anchor = "start" if not moment else "end" if near else "middle"
+            yield Text(self._x(moment), bottom + 16, seconds_in_words(moment), "words", anchor)
+        yield Text(self._plot.x + self._plot.width, bottom + 34, "virtual time", "words", "end")
+
+
+def _heading(title: str, subtitle: str) -> Iterator[Drawn]:
+    yield Text(14, 24, title, "title")
+    yield Text(14, 42, subtitle, "words")
+    x = 14.0
+    for look, words in LEGEND:
+        yield Rect(x, 53, 20, 11, look)
+        yield Text(x + 26, 63, words, "words")
+        x += 48 + text_width(words, "words")
+    yield Shape(((x, 58.5), (x + 26, 58.5)), "arrow", closed=False, head=True)
+    yield Text(x + 34, 63, "a message, from its first byte out to its last byte in", "words")

@@ -1,0 +1,291 @@
+"""Machines of anybody's, put through random faults: what must never be is never, and when faults cease they get done.
+
+A contract says who takes part, what must never be (`invariant`) and what must come about (`done`). All that happens in
+one run, faults included, follows from one seed, so that a failure can be looked at again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, ClassVar, Final
+
+from offbeat.errors import MachineError, UsageError, did_you_mean
+from offbeat.protocols.machine import Done, Ended, Machine, Name, Received, Timer
+from offbeat.simulate.machines import Fault, Happening, Kill, Network, Partition, Sent, Simulation, Stop
+
+FAULTS: Final = ("delay", "reorder", "loss", "duplicate", "stop", "partition", "kill")
+"""What may happen: messages are slow, overtake each other, are lost or doubled; processes stop, are cut off, die."""
+SHOWN: Final = 25
+"""Happenings that an error tells of."""
+
+
+class MachineContract:
+    """What must hold of machines that are run together; subclass it, and give it to `offbeat check`."""
+
+    survives: ClassVar[Sequence[str]] = FAULTS
+    """The faults that it must hold under."""
+    sizes: ClassVar[Sequence[int]] = (2, 3, 5)
+    """How many machines take part: one of these, by the seed."""
+    calm: ClassVar[float] = 10.0
+    """Virtual seconds after which no more faults happen."""
+    patience: ClassVar[float] = 120.0
+    """Virtual seconds by which it must be done."""
+    observer: ClassVar[Name] = "coordinator"
+    """Who is told (`Ended`) that a process was killed, if there is such a machine."""
+
+    def machines(self, size: int, seed: int) -> Sequence[Machine]:
+        """New machines, each with a name of its own; chance must come from the seed."""
+        raise NotImplementedError
+
+    def invariant(self, machines: Mapping[Name, Machine]) -> str | None:
+        """What is wrong now, in words; None if nothing is. Asked after every event, of all machines, dead ones too."""
+        raise NotImplementedError
+
+    def done(self, machines: Mapping[Name, Machine]) -> bool:
+        """Whether what they are there for has come about; asked of those that live."""
+        raise NotImplementedError
+
+    def kills(self, size: int) -> int:
+        """How many of so many machines may be killed: fewer than half of them."""
+        return (size - 1) // 2
+
+    def perform(self, name: Name, work: Any) -> Any:
+        """Do the work of a machine's `Start`; what it returns is the result of the `Done`."""
+        del name, work
+
+
+@dataclass(frozen=True)
+class Weather:
+    """The faults of one run."""
+
+    network: Network
+    faults: tuple[Fault, ...]
+
+    @classmethod
+    def of(cls, contract: MachineContract, names: Sequence[Name], seed: int) -> Weather:
+        """What this seed brings: nothing with seed 0, and a random choice of faults with others."""
+        chance = Random(seed * 2_654_435_761 + 1)  # noqa: S311 - faults to be repeated, not secrets
+        kinds = {kind for kind in contract.survives if seed and chance.random() < 0.5}
+        until = contract.calm
+        network = Network(
+            delay=chance.uniform(0.001, 0.2) if "delay" in kinds else 0.001,
+            jitter=chance.uniform(0.005, 0.3) if "reorder" in kinds else 0.0,
+            loss=chance.uniform(0.02, 0.3) if "loss" in kinds else 0.0,
+            duplicate=chance.uniform(0.02, 0.3) if "duplicate" in kinds else 0.0,
+            ordered="reorder" not in contract.survives,
+            until=until,
+        )
+        faults: list[Fault] = [
+            Stop(chance.choice(names), chance.uniform(0, until), chance.uniform(0.1, until / 4))
+            for _ in range(chance.randint(1, 3) if "stop" in kinds else 0)
+        ]
+        for _ in range(chance.randint(1, 2) if "partition" in kinds and len(names) > 1 else 0):
+            cut = frozenset(chance.sample(names, chance.randint(1, len(names) - 1)))
+            at = chance.uniform(0, 0.75 * until)
+            faults.append(Partition(cut, at, chance.uniform(0.1, until - at)))
+        for name in chance.sample(names, contract.kills(len(names))) if "kill" in kinds else ():
+            seen = chance.choice([None, chance.uniform(0.01, 1.0)])
+            faults.append(Kill(name, chance.uniform(0, until), seen))
+        return cls(network, tuple(faults))
+
+    def words(self) -> str:
+        """All faults, for an error."""
+        network = self.network
+        said = [f"messages take {network.delay:.3g} s"]
+        if network.jitter:
+            said[0] += f" and {network.jitter:.3g} s more on average"
+        said += [
+            f"{share:.0%} of them {how}"
+            for share, how in ((network.loss, "are lost"), (network.duplicate, "come twice"))
+            if share
+        ]
+        return "; ".join([*said, *(_fault_in_words(fault) for fault in self.faults)])
+
+
+@dataclass(frozen=True)
+class MachineReport:
+    """What was tried, and nothing broke."""
+
+    runs: int
+    events: int
+    """That machines were told, in all runs."""
+    lost: int
+    """Messages that never arrived."""
+    faults: Mapping[str, int]
+    """How many runs had each kind."""
+
+
+@dataclass
+class _FaultyRun:
+    """One run, by one seed."""
+
+    contract: MachineContract
+    name: str
+    seed: int
+    recent: deque[Happening] = field(default_factory=lambda: deque[Happening](maxlen=SHOWN))
+
+    def __post_init__(self) -> None:
+        contract = self.contract
+        size = contract.sizes[self.seed % len(contract.sizes)]
+        machines = _made(contract, self.name, size, self.seed)
+        self.names = [machine.name for machine in machines]
+        self.weather = Weather.of(contract, self.names, self.seed)
+        work = {name: self._performer(name) for name in self.names}
+        self.simulation = Simulation(
+            machines,
+            seed=self.seed,
+            network=self.weather.network,
+            faults=self.weather.faults,
+            perform=work,
+            observer=contract.observer,
+            log=self.recent.append,
+        )
+
+    def _performer(self, name: Name) -> Callable[[Any], Any]:
+        return lambda work: self.contract.perform(name, work)
+
+    def run(self) -> None:
+        """Until it is done and no more faults come; a MachineError if it breaks, or never gets done."""
+        try:
+            # With nothing left to happen, a fault that is still to come can do no harm.
+            done = self.simulation.run(self.contract.patience, self._holds_and_is_over) or self._is_done()
+        except MachineError:
+            raise
+        except Exception as error:
+            raise self._broken(f"raises {type(error).__name__}: {error}", "") from error
+        if not done:
+            why = f"{self.contract.calm:g} s were left without any fault" if self.weather.faults else "nothing failed"
+            raise self._broken(f"is not done after {self.simulation.now:.3g} s of virtual time", why)
+
+    def _holds_and_is_over(self) -> bool:
+        """Whether it is done and all faults have struck; a MachineError if the invariant does not hold."""
+        try:
+            wrong = self.contract.invariant(self._machines())
+        except AssertionError as error:
+            wrong = str(error) or "an assertion in invariant() fails"
+        if wrong:
+            raise self._broken("breaks its invariant", str(wrong))
+        return self.simulation.now >= self._last_fault and self._is_done()
+
+    def _is_done(self) -> bool:
+        return bool(self.contract.done({n: m for n, m in self._machines().items() if self.simulation.alive(n)}))
+
+    def _machines(self) -> dict[Name, Machine]:
+        return {name: self.simulation.machine(name) for name in self.names}
+
+    @property
+    def _last_fault(self) -> float:
+        return max((fault.at for fault in self.weather.faults), default=0.0)
+
+    def _broken(self, what: str, why: str) -> MachineError:
+        lines = [
+            f"{self.name} {what} with seed {self.seed} and {len(self.names)} machines"
+            + (f": {why}" if why else "")
+            + ".",
+            f"It was event {self.simulation.events}, at {self.simulation.now:.4f} s of virtual time. What came before:",
+            *(f"  {line}" for line in map(happening_in_words, self.recent)),
+            f"The faults of this seed: {self.weather.words()}.",
+            f"Run it again with `offbeat check {self.name} --seed {self.seed}`. If it need not survive such faults, "
+            f"say so: `survives = (...)` in the contract.",
+        ]
+        return MachineError("\n".join(lines), seed=self.seed)
+
+
+def check_machine(
+    contract: MachineContract,
+    runs: int = 200,
+    seed: int | None = None,
+    *,
+    name: str | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> MachineReport:
+    """Put machines through random faults: `runs` times, or once with one seed.
+
+    Args:
+        contract: Who takes part, what must never be, and what must come about.
+        runs: How many seeds are tried, from 0 on.
+        seed: Only this one, to look at a failure again.
+        name: What errors call it.
+        progress: Told from time to time which share is done.
+
+    Raises:
+        MachineError: the invariant broke, or nothing came of it; says by which seed and after which events.
+
+    """
+    _check_form(contract)
+    seeds: Iterable[int] = range(runs) if seed is None else [seed]
+    events = lost = 0
+    counts: Counter[str] = Counter()
+    for number, one in enumerate(seeds):
+        played = _FaultyRun(contract, name or type(contract).__name__, one)
+        played.run()
+        events, lost = events + played.simulation.events, lost + played.simulation.lost
+        counts.update(_kinds(played.weather))
+        if progress is not None:
+            progress((number + 1) / runs)
+    return MachineReport(runs if seed is None else 1, events, lost, dict(counts))
+
+
+def _check_form(contract: MachineContract) -> None:
+    for kind in contract.survives:
+        if kind not in FAULTS:
+            raise UsageError(f"survives names {kind!r}, which is not a fault.{did_you_mean(kind, FAULTS)}")
+    if not contract.sizes or min(contract.sizes) < 1:
+        raise UsageError(f"sizes is {tuple(contract.sizes)}: give one number of machines or more, each above 0.")
+
+
+def _made(contract: MachineContract, name: str, size: int, seed: int) -> list[Machine]:
+    machines = list(contract.machines(size, seed))
+    for machine in machines:
+        missing = [method for method in ("name", "begin", "on") if not hasattr(machine, method)]
+        if missing:
+            raise UsageError(
+                f"{name}: {type(machine).__name__} is not a machine, as it has no {', '.join(missing)}. A machine has "
+                f"a name, begin(now) and on(event, now); see docs/strategies.md."
+            )
+    names = [machine.name for machine in machines]
+    if not machines or len(set(names)) < len(names):
+        raise UsageError(f"{name}: machines() made {names or 'none'}: give each machine a name of its own.")
+    return machines
+
+
+def _kinds(weather: Weather) -> list[str]:
+    network = weather.network
+    kinds = ["delay"] * (network.delay > 0.001) + ["reorder"] * (network.jitter > 0)
+    kinds += ["loss"] * (network.loss > 0) + ["duplicate"] * (network.duplicate > 0)
+    return kinds + sorted({type(fault).__name__.lower() for fault in weather.faults})
+
+
+def _fault_in_words(fault: Fault) -> str:
+    match fault:
+        case Kill(name, at, _):
+            return f"{name} is killed at {at:.3g} s"
+        case Stop(name, at, seconds):
+            return f"{name} is stopped at {at:.3g} s for {seconds:.3g} s"
+        case Partition(names, at, seconds):
+            return f"{', '.join(sorted(names))} cut off at {at:.3g} s for {seconds:.3g} s"
+        case _:
+            return str(fault)
+
+
+def happening_in_words(happening: Happening) -> str:
+    """One line of what happened, with the time."""
+    if isinstance(happening, Sent):
+        arrival = ", ".join(f"{at:.4f} s" for at in happening.arrivals)
+        fate = f"arrives at {arrival}" if arrival else "is lost"
+        return f"{happening.at:.4f} s  {happening.sender} sends {happening.message} to {happening.to}: {fate}"
+    match happening.event:
+        case None:
+            what = "begins"
+        case Received(sender, message):
+            what = f"receives {message} from {sender}"
+        case Timer(token):
+            what = f"is told that its timer {token!r} has rung"
+        case Done(token, result):
+            what = f"is told that its work {token!r} is done" + ("" if result is None else f": {result}")
+        case Ended(name):
+            what = f"is told that {name} has ended"
+    return f"{happening.at:.4f} s  {happening.name} {what}"

@@ -1,0 +1,346 @@
+"""The contract of schedules: proved symbolically, played with numbers in virtual time, run on real processes.
+
+A schedule of a collective must bring every contribution where it belongs, exactly once, for every number of ranks;
+a mixing schedule must leave every rank with the weighted sum that its matrix says.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from offbeat.errors import RunError, ScheduleError, UsageError
+from offbeat.own import OwnSchedule
+from offbeat.protocols.checker import Report, check, check_mixing
+from offbeat.protocols.collectives import Algorithm, Collective
+from offbeat.protocols.schedule import FloatArray, Layout, Op, Schedule, View
+from offbeat.runtime.execute import compile_schedule, run
+from offbeat.runtime.group import Group
+from offbeat.runtime.launch import Control, Launcher, Role, serve_store, worker_environment
+from offbeat.runtime.place import where
+from offbeat.simulate.values import play_values
+from offbeat.task import load_module
+
+PROVED: Final = tuple(range(1, 34))
+"""Numbers of ranks that a schedule is proved for."""
+PLAYED: Final = (2, 3, 4, 6, 9)
+"""Those that it is played for with numbers, in virtual time."""
+ORDERS: Final = 5
+"""Seeds of such a play: each lets messages come in another order."""
+REAL: Final = (2, 3, 4)
+"""Those that it is run for on real processes."""
+PATIENCE: Final = timedelta(seconds=20)
+"""How long a process waits for another."""
+
+Matrix = Callable[[int], FloatArray]
+"""The mixing matrix of so many ranks."""
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The least that a collective can do with; what a schedule does is told beside it."""
+
+    port_bytes: float
+    """Bytes through the busiest port."""
+    hops: int
+    """Hops, if a port carries one message at a time."""
+
+
+def bound(collective: Collective, size: int, nbytes: int) -> Bound:
+    """The known lower bound for a buffer of so many bytes on so many ranks."""
+    hops = math.ceil(math.log2(size)) if size > 1 else 0
+    others = (size - 1) / size * nbytes
+    least = {
+        Collective.ALL_REDUCE: 2 * others,
+        Collective.BROADCAST: nbytes if size > 1 else 0.0,
+        Collective.REDUCE: nbytes if size > 1 else 0.0,
+        Collective.BARRIER: 0.0,
+    }
+    return Bound(least.get(collective, others), hops)
+
+
+@dataclass(frozen=True)
+class ScheduleReport:
+    """What was found out about a schedule that is right."""
+
+    name: str
+    sizes: Mapping[int, Report]
+    """By the number of ranks: rounds, hops and bytes."""
+    bounds: Mapping[int, Bound]
+    """By the number of ranks; empty for mixing, which has none."""
+    layout: Callable[[int], Layout]
+    """What was exchanged, by the number of ranks."""
+    simulated: int
+    """Plays with numbers in virtual time."""
+    real: tuple[int, ...]
+    """Numbers of real processes that it ran on."""
+    unrun: str = ""
+    """Why it ran on none."""
+
+
+def check_schedule(
+    schedule: Schedule | Algorithm | OwnSchedule,
+    collective: Collective = Collective.ALL_REDUCE,
+    *,
+    matrix: Matrix | None = None,
+    launcher: Launcher | None = None,
+    say: Say | None = None,
+) -> ScheduleReport:
+    """Prove a schedule, play it in virtual time, and run it on real processes.
+
+    Args:
+        schedule: A function of view and layout that yields rounds, or an `Algorithm`.
+        collective: What it is to achieve; an `Algorithm` says so itself.
+        matrix: Instead of a collective: the matrix by which it mixes, for each number of ranks.
+        launcher: Starts the processes; None: it is not run on any.
+        say: Told what is being done.
+
+    Raises:
+        ScheduleError: it is wrong; says for how many ranks, in which round, and what.
+
+    """
+    subject = Subject.of(schedule, collective, matrix)
+    told = say or _silent
+    told(f"proving it for {PROVED[0]} to {PROVED[-1]} ranks")
+    reports = prove_schedule(subject)
+    told(f"playing it with numbers in virtual time, {ORDERS} orders for each of {len(PLAYED)} sizes")
+    plays = play_schedule(subject)
+    unrun = subject.why_not_run() if launcher is not None else "no launcher was given"
+    if launcher is not None and not unrun:
+        for size in REAL:
+            told(f"running it on {size} processes")
+            run_schedule(subject, size, launcher)
+    real = () if unrun else REAL
+    bounds = {} if matrix else {p: bound(subject.collective, p, subject.nbytes(p)) for p in reports}
+    return ScheduleReport(subject.name, reports, bounds, subject.layout, plays, real, unrun)
+
+
+def _silent(words: str) -> None:
+    del words
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A schedule, and what it promises."""
+
+    schedule: Schedule
+    collective: Collective
+    matrix: Matrix | None
+    name: str
+    source: str | None
+    """The file or module that other processes find it in."""
+
+    @classmethod
+    def of(cls, given: Schedule | Algorithm | OwnSchedule, collective: Collective, matrix: Matrix | None) -> Subject:
+        """From any of the forms that a schedule comes in."""
+        if isinstance(given, OwnSchedule):
+            return cls(given.schedule, given.collective, matrix, given.name, given.source)
+        if isinstance(given, Algorithm):
+            return cls(given.schedule, given.collective, matrix, given.name, _source(given.schedule))
+        return cls(given, collective, matrix, getattr(given, "__name__", "schedule"), _source(given))
+
+    def layout(self, size: int) -> Layout:
+        """Blocks that are not all as long, where they need not be; the root is not always the first."""
+        count = 2 * size if self.collective is Collective.ALL_TO_ALL else 2 * size + 1
+        return Layout(count, root=size // 2)
+
+    def nbytes(self, size: int) -> int:
+        """Bytes of a rank's buffer."""
+        layout = self.layout(size)
+        return layout.count * layout.itemsize
+
+    def views(self, size: int) -> list[View]:
+        """All on one host, and, where memory is not read, spread over some."""
+        together = View.of(size)
+        return [together] if self.one_sided(together) else [together, View.of(size, [r % 2 for r in range(size)])]
+
+    def one_sided(self, view: View) -> bool:
+        """Whether ranks read each other's memory."""
+        rounds = self.schedule(view, self.layout(view.size))
+        return any(one.op is Op.FETCH for one in rounds)
+
+    def why_not_run(self) -> str:
+        """Why it cannot be run on real processes; nothing if it can."""
+        if self.one_sided(View.of(2)):
+            return "it reads other ranks' memory, which messages between processes cannot do"
+        if self.source is None:
+            return "it is not a function of a module, so other processes cannot import it"
+        return ""
+
+    def wrong(self, size: int, how: str, what: object) -> ScheduleError:
+        """The error that says for how many ranks it is wrong, and by what that was found out."""
+        return ScheduleError(f"{self.name} is wrong for {size} ranks, {how}: {what}.")
+
+
+def _source(schedule: Schedule) -> str | None:
+    """Where a function can be imported from by its name; None for closures and the like."""
+    module = inspect.getmodule(schedule)
+    name = getattr(schedule, "__name__", "")
+    if module is None or getattr(module, name, None) is not schedule:
+        return None
+    return module.__file__ or module.__name__
+
+
+def prove_schedule(subject: Subject) -> dict[int, Report]:
+    """The checker on every size; a ScheduleError says which one it fails for."""
+    found: dict[int, Report] = {}
+    for size in PROVED:
+        layout = subject.layout(size)
+        try:
+            for view in subject.views(size):
+                if subject.matrix is None:
+                    found[size] = check((subject.schedule, subject.collective), view, layout)
+                else:
+                    found[size] = check_mixing(subject.schedule, subject.matrix(size), view, layout)
+        except ScheduleError as error:
+            raise subject.wrong(size, "by the checker's proof", error) from error
+        except Exception as error:
+            raise subject.wrong(size, "as it fails itself", f"{type(error).__name__}: {error}") from error
+    return found
+
+
+def play_schedule(subject: Subject) -> int:
+    """Numbers in virtual time, in several orders; answers how many plays there were."""
+    plays = 0
+    for size in PLAYED:
+        view, layout = subject.views(size)[-1], subject.layout(size)
+        given = [brought(subject.matrix is not None, layout.count, rank) for rank in range(size)]
+        for seed in range(ORDERS):
+            try:
+                ends = play_values(subject.schedule, view, layout, given, seed)
+            except ScheduleError as error:
+                raise subject.wrong(size, f"in virtual time (seed {seed})", error) from error
+            for rank in range(size):
+                words = verified(subject, given, ends[rank], layout, rank)
+                if words:
+                    raise subject.wrong(size, f"in virtual time (seed {seed})", words)
+            plays += 1
+    return plays
+
+
+def run_schedule(subject: Subject, size: int, launcher: Launcher) -> None:
+    """Real processes, over messages; a ScheduleError tells what they ended with."""
+    source = subject.source
+    if source is None:
+        raise UsageError(f"{subject.name} cannot be imported by other processes: define it at the top of a module.")
+    config = {
+        "source": str(Path(source).resolve()) if source.endswith(".py") else source,
+        "name": subject.name,
+        "collective": subject.collective.value,
+        "matrix": None if subject.matrix is None else subject.matrix(size).tolist(),
+    }
+    store, seen = serve_store(), dict[int, str]()
+    with tempfile.TemporaryDirectory(prefix="offbeat-check-") as folder:
+        roles = [
+            Role(
+                kind="worker",
+                rank=rank,
+                entry=f"{__name__}:worker",
+                config=config,
+                environment=worker_environment(rank, size, store.port),
+                log=Path(folder) / f"{rank}.log",
+                threads=1,
+            )
+            for rank in range(size)
+        ]
+        try:
+            launcher.run(roles, on_message=lambda _role, said: seen.update({int(said["rank"]): str(said["wrong"])}))
+        except RunError as error:
+            raise subject.wrong(size, "on real processes", error) from error
+    for _, words in sorted(seen.items()):
+        if words:
+            raise subject.wrong(size, "on real processes", words)
+    if len(seen) < size:
+        raise subject.wrong(size, "on real processes", f"only {len(seen)} of them came to an end")
+
+
+def worker(config: Mapping[str, Any], control: Control) -> None:
+    """One process: runs the schedule, and says what is wrong with the values."""
+    module, name = load_module(config["source"]), str(config["name"])
+    value = getattr(module, name)
+    schedule = value.schedule if isinstance(value, Algorithm) else value
+    matrix = None if config["matrix"] is None else np.array(config["matrix"])
+    subject = Subject(
+        schedule, Collective(config["collective"]), None if matrix is None else _constant(matrix), name, None
+    )
+    group = Group(where(), PATIENCE, torch.device("cpu"))
+    view, layout = subject.views(group.size)[-1], subject.layout(group.size)
+    given = [brought(matrix is not None, layout.count, rank) for rank in range(group.size)]
+    tensor = torch.from_numpy(given[group.rank].copy())
+    try:
+        run(compile_schedule(schedule, view, layout, group.rank), tensor, group.process_group)
+        wrong = verified(subject, given, tensor.numpy(), layout, group.rank)
+    except Exception as error:
+        wrong = f"rank {group.rank} fails with {type(error).__name__}: {error}"
+    control.send({"rank": group.rank, "wrong": wrong})
+    with suppress(Exception):  # Somebody else may have failed, and has said so.
+        group.barrier()
+    group.close()
+
+
+def _constant(matrix: FloatArray) -> Matrix:
+    return lambda _: matrix
+
+
+def brought(mixes: bool, count: int, rank: int) -> NDArray[Any]:
+    """What a rank begins with: whole numbers, which sum exactly; a mixture is of numbers with a fraction."""
+    numbers = np.random.default_rng(1000 * count + rank).integers(0, 1000, count)
+    return numbers.astype(np.float64) if mixes else numbers
+
+
+def verified(subject: Subject, given: Sequence[NDArray[Any]], end: NDArray[Any], layout: Layout, rank: int) -> str:
+    """What is wrong with the buffer that a rank ends with; nothing if it is right."""
+    if subject.matrix is not None:
+        expected = subject.matrix(len(given))[rank] @ np.stack(given)
+        off = np.flatnonzero(~np.isclose(end, expected, rtol=1e-9, atol=1e-9))
+        start = 0
+    else:
+        start, expected = _expected(subject.collective, given, layout, rank)
+        off = np.flatnonzero(end[start : start + len(expected)] != expected)
+    if not len(off):
+        return ""
+    at = int(off[0])
+    return f"rank {rank} ends with {end[start + at]} at {start + at}, where {expected[at]} belongs"
+
+
+def _expected(
+    collective: Collective, given: Sequence[NDArray[Any]], layout: Layout, rank: int
+) -> tuple[int, NDArray[Any]]:
+    """From where on the result matters at a rank, and what must be there."""
+    size, root = len(given), layout.root
+    cuts = cast("list[int]", layout.blocks(size).tolist())
+    low, high = cuts[rank], cuts[rank + 1]
+    total = np.sum(given, axis=0)
+    gathered = np.concatenate([one[cuts[r] : cuts[r + 1]] for r, one in enumerate(given)])
+    at_root = slice(None) if rank == root else slice(0, 0)
+    match collective:
+        case Collective.ALL_REDUCE:
+            return 0, total
+        case Collective.REDUCE:
+            return 0, total[at_root]
+        case Collective.REDUCE_SCATTER:
+            return low, total[low:high]
+        case Collective.BROADCAST:
+            return 0, given[root]
+        case Collective.SCATTER:
+            return low, given[root][low:high]
+        case Collective.ALL_GATHER:
+            return 0, gathered
+        case Collective.GATHER:
+            return 0, gathered[at_root]
+        case Collective.ALL_TO_ALL:
+            return 0, np.concatenate([one.reshape(size, -1)[rank] for one in given])
+        case Collective.BARRIER:
+            return 0, total[:0]
