@@ -30,8 +30,7 @@ from offbeat.protocols.servers.messages import (
 )
 from offbeat.protocols.servers.notices import Arrived, Completed, Departed, Failed, Joined, Part, Refreshed
 from offbeat.protocols.servers.server import ServerMachine
-from offbeat.protocols.servers.shard import Accumulate, Discard, Restore, Update
-from offbeat.protocols.servers.works import Inspect, Read
+from offbeat.protocols.servers.works import Accumulate, Discard, Inspect, Read, Restore, Update
 from offbeat.simulate.machines import Fault, Kill, Network, Partition, Restart, Simulation, Stop
 
 CALM = 12.0

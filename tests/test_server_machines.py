@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -36,7 +36,7 @@ from offbeat.protocols.servers.messages import (
 )
 from offbeat.protocols.servers.notices import Completed, Departed, Failed, Part
 from offbeat.protocols.servers.pacing import Parked
-from offbeat.protocols.servers.replication import Feed
+from offbeat.protocols.servers.replication import Feed, Replication
 from offbeat.protocols.servers.server import ServerMachine
 from offbeat.simulate.machines import Kill, Network, Partition, Restart, Stop
 from server_worlds import Gradient, Setting, Store, World, random_world
@@ -500,24 +500,26 @@ def test_a_thousand_random_schedules_of_faults_lose_nothing_and_double_nothing()
 
 
 class ForgetsWhatItKnows(ServerMachine):
-    def _at_the_door(self, push: Any, payload: Payload, now: float) -> None:
+    def _push(self, push: Any, payload: Payload, now: float) -> None:
         self.shard.knows = lambda *_: False  # type: ignore[method-assign]
-        self._let_in(push, payload, now)
+        self._admission.inspect(push, payload, self._out)
 
 
 class AnswersBeforeBackupsHold(ServerMachine):
     def _advance(self, now: float) -> None:
         super()._advance(now)
-        while self._applied < self._log.end:
-            entry, payload = self._log[self._applied]
-            self._applied += 1
-            self._tell(self._apply(entry, payload))
+        replication = self.replication
+        while replication.applied < replication.log.end:
+            entry, payload = replication.log[replication.applied]
+            replication.applied += 1
+            self._answers.tell(self._apply(entry, payload), self._out)
 
 
 class FencesNobody(ServerMachine):
     def _replicate(self, event: Received, message: Replicate) -> None:
-        self._hold(message, event.payload)
-        self._out.send(event.sender, Replicated(message.epoch, self._log.end - 1))
+        for entry in self.replication.hold(message, event.payload):
+            self._apply(*entry)
+        self._out.send(event.sender, Replicated(message.epoch, self.replication.log.end - 1))
 
 
 class ExactlyParked(Parked[Any]):
@@ -532,23 +534,29 @@ class WakesOnlyTheExactMinimum(ServerMachine):
 
 
 class TakesWhateverComesAsNext(ServerMachine):
-    def _hold(self, message: Replicate, payload: Payload) -> None:
-        if message.index >= self._log.end:
-            super()._hold(structs.replace(message, index=self._log.end), payload)
+    def _replicate(self, event: Received, message: Replicate) -> None:
+        if message.index >= self.replication.log.end:
+            super()._replicate(event, structs.replace(message, index=self.replication.log.end))
 
 
 class TakesPushesOutOfOrder(ServerMachine):
-    def _at_the_door(self, push: Any, payload: Payload, now: float) -> None:
+    def _push(self, push: Any, payload: Payload, now: float) -> None:
         if self.shard.knows(push.worker, push.life, push.number):
-            self._again(push)
+            super()._push(push, payload, now)
         else:
-            self._let_in(push, payload, now)
+            self._admission.inspect(push, payload, self._out)
+
+
+class Selfish(Replication):
+    def take_over(self, backups: Iterable[Name], now: float) -> None:
+        super().take_over(backups, now)
+        self.feed = Feed(backups, self.log.end, now)
 
 
 class KeepsTheRestToItself(ServerMachine):
-    def _take_over(self, now: float) -> None:
-        super()._take_over(now)
-        self._feed = Feed(self.view.backups[self.number], self._log.end, now)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.replication.__class__ = Selfish
 
 
 MUTANTS = [
@@ -574,10 +582,14 @@ def test_a_broken_line_is_noticed(mutant: type[ServerMachine]):
     pytest.fail(f"150 schedules of faults do not notice {mutant.__name__}")
 
 
+class NeverUnsettled(Replication):
+    settled = True  # type: ignore[assignment]
+
+
 class ServesTooEarly(ServerMachine):
-    def _take_over(self, now: float) -> None:
-        super()._take_over(now)
-        self._settled_at = 0
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.replication.__class__ = NeverUnsettled
 
 
 @pytest.mark.parametrize(

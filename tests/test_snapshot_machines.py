@@ -89,7 +89,8 @@ class Witness:
         return self._noted(effects)
 
     def _stashed(self) -> set[int]:
-        return {id(event) for event in getattr(self.machine, "_stash", ())}
+        fence = getattr(self.machine, "fence", None)
+        return set() if fence is None else {id(event) for event in fence.later}
 
     def _received(self, sender: Name, marked: Marked) -> None:
         message = marked.message
