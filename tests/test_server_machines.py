@@ -34,7 +34,7 @@ from offbeat.protocols.servers.messages import (
     Timing,
     Viewed,
 )
-from offbeat.protocols.servers.notices import Completed, Departed, Failed, Part
+from offbeat.protocols.servers.notices import Completed, Departed, Failed, Part, PullRequest, PushRequest
 from offbeat.protocols.servers.pacing import Parked
 from offbeat.protocols.servers.replication import Feed, Replication
 from offbeat.protocols.servers.server import ServerMachine
@@ -248,7 +248,7 @@ def works(effects: Sequence[Effect]) -> list[Any]:
 
 def test_what_is_unanswered_is_asked_again_under_the_same_number_less_and_less_often():
     machine = client()
-    ((_, first),) = messages(machine.push([Part(0, Payload(1))], 0.0, clock=0).effects)
+    ((_, first),) = messages(machine.ask(PushRequest([Part(0, Payload(1))], 0), 0.0).effects)
     times = []
     for tick in range(1, 40):
         for to, again in messages(machine.on(Timer("tick"), tick * 0.25), Push):
@@ -259,7 +259,7 @@ def test_what_is_unanswered_is_asked_again_under_the_same_number_less_and_less_o
 
 def test_what_is_unanswered_goes_to_the_successor_at_once():
     machine = client()
-    machine.push([Part(0, Payload(1))], 0.0, clock=0)
+    machine.ask(PushRequest([Part(0, Payload(1))], 0), 0.0)
     view = structs.replace(machine.view, epoch=1, primaries=(B,), backups=((),))
     ((to, again),) = messages(machine.on(Received(COORDINATOR, Viewed(view)), 0.1), Push)
     assert (to, again.number, again.epoch) == (B, 0, 1)
@@ -270,15 +270,15 @@ def test_what_is_unanswered_goes_to_the_successor_at_once():
 
 def test_a_request_that_nobody_answers_names_who_was_waited_for():
     machine = client(timing=Timing(deadline=1.0))
-    asked = machine.push([Part(0, Payload(1))], 0.0, clock=0)
-    assert machine.waited_for() == (P,)
+    asked = machine.ask(PushRequest([Part(0, Payload(1))], 0), 0.0)
+    assert machine.outstanding.waited_for() == (P,)
     assert Failed(asked.token, (P,)) in works(machine.on(Timer("tick"), 1.0))
-    assert machine.waited_for() == ()
+    assert machine.outstanding.waited_for() == ()
 
 
 def test_a_reply_of_another_life_is_not_taken_for_one_of_this():
     machine = client()
-    machine.push([Part(0, Payload(1))], 0.0, clock=0)
+    machine.ask(PushRequest([Part(0, Payload(1))], 0), 0.0)
     reply = PushReply(life=1, number=0, status="applied", version=1, clock=1, epoch=0)
     assert machine.on(Received(P, reply), 0.1) == []
 
@@ -292,7 +292,7 @@ def test_an_answer_that_was_overtaken_by_fresh_values_does_not_replace_them():
 def test_one_who_was_declared_dead_is_told_whatever_it_asks():
     machine = client()
     assert works(machine.on(Received(COORDINATOR, Gone(1)), 0.0)) == [Departed(1)]
-    assert works(machine.pull(0.1, clock=0).effects) == [Departed(0)]
+    assert works(machine.ask(PullRequest(0), 0.1).effects) == [Departed(0)]
     assert messages(machine.on(Timer("tick"), 0.2)) == []
     assert messages(machine.join()) == [(COORDINATOR, Hello(0, 0))]
 

@@ -13,7 +13,7 @@ from offbeat.protocols.machine import Done, Payload, Received, Send, Start, Time
 from offbeat.protocols.servers.client import ClientMachine
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import ClusterView, Fenced, Trial, Tried
-from offbeat.protocols.servers.notices import Completed, Part
+from offbeat.protocols.servers.notices import Completed, Part, TrialRequest
 from offbeat.protocols.servers.server import ServerMachine
 from offbeat.protocols.servers.works import Look, Read, Restore
 from offbeat.runtime.compression import build
@@ -46,7 +46,7 @@ def test_only_who_serves_the_shard_is_tried_and_only_in_ones_own_name() -> None:
 
 def test_a_trial_that_is_lost_is_sent_again_until_it_is_answered() -> None:
     machine = ClientMachine(0, VIEW)
-    asked = machine.trial([Part(0, Payload(4))], 0.0, letter=False)
+    asked = machine.ask(TrialRequest([Part(0, Payload(4))], letter=False), 0.0)
     (first,) = asked.effects
     assert isinstance(first, Send)
     assert isinstance(first.message, Trial)

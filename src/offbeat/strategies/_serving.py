@@ -22,9 +22,19 @@ from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
 from offbeat.protocols.compression import AnyFormat
+from offbeat.protocols.machine import NOTHING, Payload
 from offbeat.protocols.partition import mixed
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import PullReply, Push, PushReply, Settings
+from offbeat.protocols.servers.notices import (
+    FetchRequest,
+    LoadRequest,
+    Part,
+    PullRequest,
+    PushRequest,
+    ReplayRequest,
+    whole_shards,
+)
 from offbeat.protocols.servers.rhythm import IN_FLIGHT, Action
 from offbeat.runtime.group import Group
 from offbeat.runtime.optimizers import ELEMENT_WISE, why_not
@@ -212,15 +222,14 @@ class Served(Exchange):
     def put(self, states: Sequence[NDArray[np.uint8]], version: int = 0, clock: int = 0) -> None:
         """The one who leads puts states on the servers; then all start from them."""
         if self.group.leads:
-            self.client.wait(
-                self.client.load(states, [version] * len(states), clock), "putting the parameters on the servers"
-            )
+            request = LoadRequest(whole_shards(states), [version] * len(states), clock)
+            self.client.answer(request, "putting the parameters on the servers")
         self.group.barrier("the parameters being on the servers")
         self.refresh()
 
     def refresh(self) -> None:
         """Take the newest values, whatever the clock."""
-        self.client.wait(self.client.pull(self.clock, anew=True), "reading the parameters")
+        self.client.answer(PullRequest(self.clock, anew=True), "reading the parameters")
 
     def _take(self, shard: int, values: NDArray[np.uint8]) -> None:
         if self._taking is not None:
@@ -282,14 +291,14 @@ class Served(Exchange):
                 case Action.PUSH_AND_PULL:
                     self._pull = self.push(slot(), then_pull=True, weight=weight)
                 case Action.PULL:
-                    self._pull = self.client.pull(self.clock, anew=True)
+                    self._pull = self.client.ask(PullRequest(self.clock, anew=True)).token
                 case Action.AWAIT:
                     self.await_values()
                 case Action.SETTLE:
                     self.settle_all()
                 case Action.TAKE_FRESH:
                     if not self.take_fresh():
-                        self.arrive(self.client.pull(self.clock, anew=True))
+                        self.arrive(self.client.ask(PullRequest(self.clock, anew=True)).token)
                 case Action.REUSE:
                     self.reuse()
                 case Action.MEET:
@@ -341,9 +350,9 @@ class Served(Exchange):
     def push_microbatch(self, slot: int, weight: float) -> None:
         """Push what lies in a slot as a part of a step that counts by itself; the step goes on."""
         parts = self._payloads(slot, waited=False)
-        self._sent[slot], _ = self.client.push(
-            parts, self.clock, weight, self._settings(), False, microbatch=True, absent=self._absent_from(slot)
-        )
+        parts = whole_shards(parts, self._absent_from(slot))
+        request = PushRequest(parts, self.clock, weight, self._settings(), final=False, counts=True)
+        self._sent[slot] = self.client.ask(request).token
 
     def push(self, slot: int | None, then_pull: bool, weight: float = 1.0) -> int:
         """Push what lies in a slot (None: nothing but a tick of the clock); answers the token of the pull."""
@@ -352,18 +361,21 @@ class Served(Exchange):
         # Where pushes are applied one by one, one without numbers is not: settings would be lost with it.
         settings = () if slot is None and not self.rule.aggregated else self._settings()
         absent = () if slot is None else self._absent_from(slot)
-        token, pull = self.client.push(parts, self.clock, weight, settings, then_pull, absent=absent)
+        request = PushRequest(whole_shards(parts, absent), self.clock, weight, settings, then_pull=then_pull)
+        asked = self.client.ask(request)
         self.clock += 1
         if slot is None:
-            self.heed(self._waited(token, "the answer to a push"))
+            self.heed(self._waited(asked.token, "the answer to a push"))
         else:
-            self._sent[slot] = token
-        return pull
+            self._sent[slot] = asked.token
+        return asked.pull
 
     def push_parts(self, parts: Sequence[tuple[int, int, int, NDArray[np.uint8]]]) -> int:
         """Push numbers for ranges of shards, as parts of a step that goes on; answers the token."""
         # Each shard must hear of the settings with what it applies; where steps are summed up, with the step's end.
-        return self.client.push_parts(parts, self.clock, () if self.rule.aggregated else self._settings_now())
+        settings = () if self.rule.aggregated else self._settings_now()
+        ranges = [Part(shard, Payload(part.nbytes, part), start, stop) for shard, start, stop, part in parts]
+        return self.client.ask(PushRequest(ranges, self.clock, settings=settings, final=False)).token
 
     def _absent_from(self, slot: int) -> list[tuple[tuple[int, int], ...]]:
         """Of each shard, which ranges have no gradient in a slot; nothing if all have."""
@@ -404,7 +416,7 @@ class Served(Exchange):
         """Wait for values that were asked for; if a shard has gone on without this worker, for its newer ones."""
         self.heed(self._waited(pull, "a pull"))
         while self.rule.closes and any(clock < self.clock for _, clock in self.client.machine.known.values()):
-            self.heed(self._waited(self.client.pull(self.clock), "a pull"))
+            self.heed(self._waited(self.client.ask(PullRequest(self.clock)).token, "a pull"))
 
     def take_fresh(self) -> bool:
         """Take what servers have sent unasked, if it is fresh enough for the next step and has this worker's pushes."""
@@ -518,7 +530,7 @@ class Served(Exchange):
                 states[shard] = torch.from_numpy(written.copy())
 
             self._taking = keep
-            self.client.wait(self.client.fetch(), "fetching the servers' state")
+            self.client.answer(FetchRequest(), "fetching the servers' state")
             self._taking = None
         self.group.barrier("the servers' state being fetched")
         return {**self.own_state(), "shards": [states[k] for k in sorted(states)]}
@@ -553,14 +565,14 @@ class Served(Exchange):
         if self.group.leads:
             states = [state.numpy() for state in resumed["states"]]
             took = [tuple((int(w), int(n), int(c)) for w, n, c in of_shard) for of_shard in resumed["took"]]
-            token = self.client.load(states, resumed["versions"], 0, took)
-            self.client.wait(token, "putting the parameters on the servers")
+            request = LoadRequest(whole_shards(states), resumed["versions"], 0, took)
+            self.client.answer(request, "putting the parameters on the servers")
         self.group.barrier("the parameters being on the servers")
         under_way = [
-            (int(shard), msgspec.convert(push, Push), None if numbers is None else numbers.numpy())
-            for shard, push, numbers in resumed["under_way"]
+            (int(shard), msgspec.convert(push, Push), NOTHING if part is None else Payload(part.nbytes, part.numpy()))
+            for shard, push, part in resumed["under_way"]
         ]
-        self.client.wait(self.client.replay(resumed["sent"], under_way), "sending again what was under way")
+        self.client.answer(ReplayRequest(resumed["sent"], under_way), "sending again what was under way")
         self.group.barrier("all that was under way being there")
         self.refresh()
 

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from offbeat.errors import UsageError
 from offbeat.protocols.servers.messages import PullReply
-from offbeat.protocols.servers.notices import Wanted
+from offbeat.protocols.servers.notices import RangeRequest, Wanted
 
 if TYPE_CHECKING:
     from offbeat.strategies._parameter_row import Row
@@ -106,7 +106,8 @@ class Vector:
             versions[number] = reply.version
 
         exchange = self._exchange
-        replies = self._answers(exchange.client.pull_parts(wanted, exchange.clock, take), "a pull of a range")
+        asked = exchange.client.ask(RangeRequest(wanted, exchange.clock), take)
+        replies = self._answers(asked.token, "a pull of a range")
         clock = min(reply.clock for _, reply in replies)
         if newer_than is not None and tuple(versions) == newer_than.versions:
             return None
@@ -148,8 +149,8 @@ class Vector:
         if exchange.rule.bound is not None:
             # A question that has no answer but "unchanged", which comes when the consistency allows the next step.
             wanted = [Wanted(shard, 0, 0, _NOTHING_IS_NEWER) for shard in range(len(self.shards))]
-            token = exchange.client.pull_parts(wanted, exchange.clock, _leave_alone)
-            self._answers(token, "the next step being allowed")
+            asked = exchange.client.ask(RangeRequest(wanted, exchange.clock), _leave_alone)
+            self._answers(asked.token, "the next step being allowed")
         self._counted()
 
     def _answers(self, token: int, what: str) -> Sequence[Any]:
