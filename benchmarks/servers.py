@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from offbeat.benching import environment, holds, ratio
 from offbeat.protocols.servers.consistency import Rule
+from offbeat.protocols.servers.notices import LoadRequest, PushRequest, whole_shards
 from offbeat.runtime.launch import Control, Launcher, Role
 from offbeat.runtime.messages import private_directory
 from offbeat.runtime.servers.client import Client
@@ -56,15 +57,15 @@ def ours(plan: Plan, given: Floats, taken: Floats) -> tuple[Trip, Callable[[], N
     slot = memory.tensor(0, given.size, torch.float32).numpy()
     client.takes = lambda _, values: np.copyto(taken, values.view(np.float32))
     state = first_state(Recipe(optimizer=ADD), torch.zeros(given.size))
-    client.wait(client.load([state], [0], 0), "the load")
+    client.answer(LoadRequest(whole_shards([state]), [0], 0), "the load")
     clock = 0
 
     def trip() -> None:
         nonlocal clock
         np.copyto(slot, given)
-        pushed, pulled = client.push([slot.view(np.uint8)], clock, 1.0, (), then_pull=True)
-        client.wait(pulled, "the pull")
-        client.wait(pushed, "the push")
+        asked = client.ask(PushRequest(whole_shards([slot.view(np.uint8)]), clock, then_pull=True))
+        client.wait(asked.pull, "the pull")
+        client.wait(asked.token, "the push")
         clock += 1
 
     return trip, client.close

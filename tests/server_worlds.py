@@ -28,10 +28,20 @@ from offbeat.protocols.servers.messages import (
     Timing,
     server_name,
 )
-from offbeat.protocols.servers.notices import Arrived, Completed, Departed, Failed, Joined, Part, Refreshed
+from offbeat.protocols.servers.notices import (
+    Arrived,
+    Completed,
+    Departed,
+    Failed,
+    Joined,
+    MeetRequest,
+    Part,
+    PullRequest,
+    PushRequest,
+    Refreshed,
+)
 from offbeat.protocols.servers.server import ServerMachine
-from offbeat.protocols.servers.shard import Accumulate, Discard, Restore, Update
-from offbeat.protocols.servers.works import Inspect, Read
+from offbeat.protocols.servers.works import Accumulate, Discard, Inspect, Read, Restore, Update
 from offbeat.simulate.machines import Fault, Kill, Network, Partition, Restart, Simulation, Stop
 
 CALM = 12.0
@@ -172,7 +182,7 @@ class Loop:
 
     def pull(self, now: float) -> Sequence[Effect]:
         self.pushing = False
-        asked = self.client.pull(now, clock=self.clock, anew=True)
+        asked = self.client.ask(PullRequest(self.clock, anew=True), now)
         self.waiting = asked.token
         return asked.effects
 
@@ -187,7 +197,7 @@ class Loop:
             for shard in range(setting.shards)
             for part in range(setting.parts)
         ]
-        asked = self.client.push(parts, now, clock=self.clock, then_pull=setting.together)
+        asked = self.client.ask(PushRequest(parts, self.clock, then_pull=setting.together), now)
         self.pushing = True
         self.waiting = asked.pull or asked.token
         return asked.effects
@@ -235,7 +245,7 @@ class Loop:
             return self.pull(now)
         if self.clock < self.world.setting.steps:
             return [SetTimer(self.random.uniform(0.2, 1.8) * self.world.setting.pace, "computed")]
-        asked = self.client.meet("end", (float(self.clock),), now)
+        asked = self.client.ask(MeetRequest("end", (float(self.clock),)), now)
         self.waiting = asked.token
         return asked.effects
 
@@ -338,7 +348,9 @@ class World:
     def run(self, until: float = PATIENCE) -> World:
         """Let everything happen, and then be still for a while."""
         over = self.simulation.run(until, lambda: all(loop.finished for loop in self.loops()))
-        waiting = {loop.name: (loop.clock, loop.client.waited_for()) for loop in self.loops() if not loop.finished}
+        waiting = {
+            loop.name: (loop.clock, loop.client.outstanding.waited_for()) for loop in self.loops() if not loop.finished
+        }
         assert over, f"still waiting: {waiting}"
         self.simulation.run(self.simulation.now + 5.0)
         return self

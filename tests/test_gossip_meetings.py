@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from offbeat.protocols.gossip import GO_ON, PAUSE, STEPPED, Ask, Gossiper, Grant, Meet, Move, Read, Refuse, Turn
 from offbeat.protocols.machine import Done, Effect, Ended, Event, Payload, Received, Send, SetTimer, Start, Timer
 from offbeat.protocols.servers.client import ClientMachine
-from offbeat.protocols.servers.coordinator import Add, Changed, CoordinatorMachine, Total
+from offbeat.protocols.servers.coordinator import Changed, CoordinatorMachine
+from offbeat.protocols.servers.meetings import Add, Total
 from offbeat.protocols.servers.messages import COORDINATOR, Awaiting, Bring, ClusterView, Met, Timing
 from offbeat.protocols.servers.messages import Meet as Come
-from offbeat.protocols.servers.notices import Arrived, Completed, Departed, Failed
+from offbeat.protocols.servers.notices import Arrived, Completed, Departed, Failed, MeetRequest
 from offbeat.protocols.topology import Shape, mixing
 from offbeat.simulate.machines import Fault, Kill, Network, Partition, Simulation, Stop
 
@@ -92,7 +93,7 @@ class Member:
         if self.resting and not self.meeting and self.gossip.at_rest and not self.fenced:
             self.meeting, self.total = True, None
             row = Payload(self.row.nbytes, self.row.copy())
-            asked = self.client.meet(f"mean ({self.round})", (1.0,), now, kind="float64", row=row)
+            asked = self.client.ask(MeetRequest(f"mean ({self.round})", (1.0,), kind="float64", row=row), now)
             self.world.brought[self.round, self.rank] = self.row.copy()
             done += self.passed_on(asked.effects, now)
         return done
@@ -267,7 +268,7 @@ class Doubling(CoordinatorMachine):
     """Forgets who has brought a row already."""
 
     def _meet(self, message: Come, row: Payload) -> None:
-        meeting = self._meetings.get(message.what)
+        meeting = self.meetings._meetings.get(message.what)
         if meeting is not None and not meeting.over:
             meeting.values.pop(message.worker, None)
         super()._meet(message, row)
@@ -301,7 +302,7 @@ def test_a_row_that_was_lost_is_asked_for_and_is_not_sent_again_otherwise() -> N
     coordinator.begin(0.0)
     client.begin(0.0)
     row = Payload(8, "row")
-    (first,) = client.meet("mean", (), 0.0, kind="float64", row=row).effects
+    (first,) = client.ask(MeetRequest("mean", kind="float64", row=row), 0.0).effects
     assert isinstance(first, Send)
     assert first.payload == row
     again = [effect for effect in client.on(Timer("tick"), 1.0) if isinstance(effect, Send)]

@@ -23,7 +23,8 @@ from offbeat.protocols.machine import Ended, Payload, Received, Start, Timer
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.coordinator import CoordinatorMachine
 from offbeat.protocols.servers.messages import ClusterView, Heartbeat, Push, Refused
-from offbeat.protocols.servers.shard import Shard, Update
+from offbeat.protocols.servers.shard import Shard
+from offbeat.protocols.servers.works import Update
 from offbeat.runtime.goal import Goal
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.servers.numbers import is_number, settings_of

@@ -22,7 +22,8 @@ from offbeat.fitting import Result
 from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import ClusterView, Push, Refused
-from offbeat.protocols.servers.shard import Accumulate, Discard, Outcome, Shard, Update
+from offbeat.protocols.servers.shard import Shard
+from offbeat.protocols.servers.works import Accumulate, Discard, Outcome, Update
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.records import MODEL_FILE
 from offbeat.runtime.stopwatch import Stopwatch
@@ -405,7 +406,7 @@ def test_a_shard_holds_coded_answers_until_they_are_enough_and_discards_the_rest
         return shard.apply(Refused(message, reason) if reason else message, payloads[worker])
 
     assert push(0) == push(2) == Outcome(), "both have computed the same slice"
-    assert shard.holds(0, 0)
+    assert shard._sum.holds(0, 0)
     done = push(1)
     assert done.works[:2] == [Accumulate(payloads[0], 2.0, 0, -1), Discard(payloads[2])]
     assert done.works[2:] == [Accumulate(payloads[1], 2.0, 0, -1), Update(1, 1 / 4.0, ())]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -34,9 +34,9 @@ from offbeat.protocols.servers.messages import (
     Timing,
     Viewed,
 )
-from offbeat.protocols.servers.notices import Completed, Departed, Failed, Part
+from offbeat.protocols.servers.notices import Completed, Departed, Failed, Part, PullRequest, PushRequest
 from offbeat.protocols.servers.pacing import Parked
-from offbeat.protocols.servers.replication import Feed
+from offbeat.protocols.servers.replication import Feed, Replication
 from offbeat.protocols.servers.server import ServerMachine
 from offbeat.simulate.machines import Kill, Network, Partition, Restart, Stop
 from server_worlds import Gradient, Setting, Store, World, random_world
@@ -248,7 +248,7 @@ def works(effects: Sequence[Effect]) -> list[Any]:
 
 def test_what_is_unanswered_is_asked_again_under_the_same_number_less_and_less_often():
     machine = client()
-    ((_, first),) = messages(machine.push([Part(0, Payload(1))], 0.0, clock=0).effects)
+    ((_, first),) = messages(machine.ask(PushRequest([Part(0, Payload(1))], 0), 0.0).effects)
     times = []
     for tick in range(1, 40):
         for to, again in messages(machine.on(Timer("tick"), tick * 0.25), Push):
@@ -259,7 +259,7 @@ def test_what_is_unanswered_is_asked_again_under_the_same_number_less_and_less_o
 
 def test_what_is_unanswered_goes_to_the_successor_at_once():
     machine = client()
-    machine.push([Part(0, Payload(1))], 0.0, clock=0)
+    machine.ask(PushRequest([Part(0, Payload(1))], 0), 0.0)
     view = structs.replace(machine.view, epoch=1, primaries=(B,), backups=((),))
     ((to, again),) = messages(machine.on(Received(COORDINATOR, Viewed(view)), 0.1), Push)
     assert (to, again.number, again.epoch) == (B, 0, 1)
@@ -270,15 +270,15 @@ def test_what_is_unanswered_goes_to_the_successor_at_once():
 
 def test_a_request_that_nobody_answers_names_who_was_waited_for():
     machine = client(timing=Timing(deadline=1.0))
-    asked = machine.push([Part(0, Payload(1))], 0.0, clock=0)
-    assert machine.waited_for() == (P,)
+    asked = machine.ask(PushRequest([Part(0, Payload(1))], 0), 0.0)
+    assert machine.outstanding.waited_for() == (P,)
     assert Failed(asked.token, (P,)) in works(machine.on(Timer("tick"), 1.0))
-    assert machine.waited_for() == ()
+    assert machine.outstanding.waited_for() == ()
 
 
 def test_a_reply_of_another_life_is_not_taken_for_one_of_this():
     machine = client()
-    machine.push([Part(0, Payload(1))], 0.0, clock=0)
+    machine.ask(PushRequest([Part(0, Payload(1))], 0), 0.0)
     reply = PushReply(life=1, number=0, status="applied", version=1, clock=1, epoch=0)
     assert machine.on(Received(P, reply), 0.1) == []
 
@@ -292,7 +292,7 @@ def test_an_answer_that_was_overtaken_by_fresh_values_does_not_replace_them():
 def test_one_who_was_declared_dead_is_told_whatever_it_asks():
     machine = client()
     assert works(machine.on(Received(COORDINATOR, Gone(1)), 0.0)) == [Departed(1)]
-    assert works(machine.pull(0.1, clock=0).effects) == [Departed(0)]
+    assert works(machine.ask(PullRequest(0), 0.1).effects) == [Departed(0)]
     assert messages(machine.on(Timer("tick"), 0.2)) == []
     assert messages(machine.join()) == [(COORDINATOR, Hello(0, 0))]
 
@@ -500,24 +500,26 @@ def test_a_thousand_random_schedules_of_faults_lose_nothing_and_double_nothing()
 
 
 class ForgetsWhatItKnows(ServerMachine):
-    def _at_the_door(self, push: Any, payload: Payload, now: float) -> None:
+    def _push(self, push: Any, payload: Payload, now: float) -> None:
         self.shard.knows = lambda *_: False  # type: ignore[method-assign]
-        self._let_in(push, payload, now)
+        self._admission.inspect(push, payload, self._out)
 
 
 class AnswersBeforeBackupsHold(ServerMachine):
     def _advance(self, now: float) -> None:
         super()._advance(now)
-        while self._applied < self._log.end:
-            entry, payload = self._log[self._applied]
-            self._applied += 1
-            self._tell(self._apply(entry, payload))
+        replication = self.replication
+        while replication.applied < replication.log.end:
+            entry, payload = replication.log[replication.applied]
+            replication.applied += 1
+            self._answers.tell(self._apply(entry, payload), self._out)
 
 
 class FencesNobody(ServerMachine):
     def _replicate(self, event: Received, message: Replicate) -> None:
-        self._hold(message, event.payload)
-        self._out.send(event.sender, Replicated(message.epoch, self._log.end - 1))
+        for entry in self.replication.hold(message, event.payload):
+            self._apply(*entry)
+        self._out.send(event.sender, Replicated(message.epoch, self.replication.log.end - 1))
 
 
 class ExactlyParked(Parked[Any]):
@@ -532,23 +534,29 @@ class WakesOnlyTheExactMinimum(ServerMachine):
 
 
 class TakesWhateverComesAsNext(ServerMachine):
-    def _hold(self, message: Replicate, payload: Payload) -> None:
-        if message.index >= self._log.end:
-            super()._hold(structs.replace(message, index=self._log.end), payload)
+    def _replicate(self, event: Received, message: Replicate) -> None:
+        if message.index >= self.replication.log.end:
+            super()._replicate(event, structs.replace(message, index=self.replication.log.end))
 
 
 class TakesPushesOutOfOrder(ServerMachine):
-    def _at_the_door(self, push: Any, payload: Payload, now: float) -> None:
+    def _push(self, push: Any, payload: Payload, now: float) -> None:
         if self.shard.knows(push.worker, push.life, push.number):
-            self._again(push)
+            super()._push(push, payload, now)
         else:
-            self._let_in(push, payload, now)
+            self._admission.inspect(push, payload, self._out)
+
+
+class Selfish(Replication):
+    def take_over(self, backups: Iterable[Name], now: float) -> None:
+        super().take_over(backups, now)
+        self.feed = Feed(backups, self.log.end, now)
 
 
 class KeepsTheRestToItself(ServerMachine):
-    def _take_over(self, now: float) -> None:
-        super()._take_over(now)
-        self._feed = Feed(self.view.backups[self.number], self._log.end, now)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.replication.__class__ = Selfish
 
 
 MUTANTS = [
@@ -574,10 +582,14 @@ def test_a_broken_line_is_noticed(mutant: type[ServerMachine]):
     pytest.fail(f"150 schedules of faults do not notice {mutant.__name__}")
 
 
+class NeverUnsettled(Replication):
+    settled = True  # type: ignore[assignment]
+
+
 class ServesTooEarly(ServerMachine):
-    def _take_over(self, now: float) -> None:
-        super()._take_over(now)
-        self._settled_at = 0
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.replication.__class__ = NeverUnsettled
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from torch.nn import Parameter
 
 from offbeat.protocols.compression import Format, Half, Quantize, RandomK, Threshold, TopK
 from offbeat.protocols.machine import Payload
-from offbeat.protocols.servers.shard import Accumulate, Discard, Restore, Update
-from offbeat.protocols.servers.works import Inspect, Read, Release
+from offbeat.protocols.servers.works import Accumulate, Discard, Inspect, Read, Release, Restore, Update
 from offbeat.runtime.compression import Coder, build
 from offbeat.runtime.optimizers import ELEMENT_WISE, why_not
 from offbeat.runtime.servers.numbers import ADD, Numbers, Recipe, first_state, settings_of

@@ -18,7 +18,7 @@ from offbeat.protocols.machine import Payload, Received, Send
 from offbeat.protocols.servers.client import ClientMachine
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import ClusterView, Pull, PullReply, Push
-from offbeat.protocols.servers.notices import Arrived, Part, Wanted
+from offbeat.protocols.servers.notices import Arrived, Part, PushRequest, RangeRequest, Wanted
 from offbeat.protocols.servers.server import ServerMachine
 from offbeat.protocols.servers.works import Read
 from offbeat.runtime.goal import Goal
@@ -192,7 +192,7 @@ def test_where_ranges_cannot_be_had_the_reason_is_said(
 def test_a_client_asks_each_shard_for_its_part_and_keeps_it_apart_from_whole_values() -> None:
     client = ClientMachine(0, ClusterView.of(1, 2))
     client.known[0] = (9, 4)
-    asked = client.pull_parts([Wanted(0, 3, 5, 7), Wanted(1, 0, 2)], 0.0, clock=1)
+    asked = client.ask(RangeRequest([Wanted(0, 3, 5, 7), Wanted(1, 0, 2)], 1), 0.0)
     sent = [effect for effect in asked.effects if isinstance(effect, Send)]
     assert [(one.to, one.message.start, one.message.stop, one.message.newer_than) for one in sent] == [
         ("server 0.0", 3, 5, 7),
@@ -225,8 +225,8 @@ def works_of(effects: Any) -> list[Read]:
 def test_parts_for_several_ranges_of_a_shard_end_with_a_tick_on_all() -> None:
     client = ClientMachine(0, ClusterView.of(1, 2))
     parts = [Part(0, Payload(4, "a"), 0, 1), Part(0, Payload(4, "b"), 3, 4)]
-    early = client.push(parts, 0.0, clock=0, final=False)
-    end = client.push([], 0.0, clock=0)
+    early = client.ask(PushRequest(parts, 0, final=False), 0.0)
+    end = client.ask(PushRequest([], 0), 0.0)
     sent = [effect.message for asked in (early, end) for effect in asked.effects if isinstance(effect, Send)]
     assert [(push.number, push.start, push.stop, push.last) for push in sent] == [
         (0, 0, 1, False),

@@ -184,17 +184,17 @@ def test_three_hundred_schedules_of_deaths_and_replacements() -> None:
 
 class AnswersWhatItsNoviceDoesNotHold(ServerMachine):
     def _take_state(self, now: float) -> None:
-        before = self._renewal is not None and self._renewal.begun
+        before = self._renewal.begun
         super()._take_state(now)
-        if self._renewal is not None and self._renewal.begun and not before:
-            self._feed.add(self._renewal.name, 2**40, now)
+        if self._renewal.begun and not before:
+            self.replication.feed.add(self._renewal.novice, 2**40, now)
 
 
 class SaysReadyBeforeItIs(ServerMachine):
     def _take_state(self, now: float) -> None:
         super()._take_state(now)
-        if self._renewal is not None and self._renewal.begun:
-            self._out.send(self._coordinator, Ready(self.number, self._renewal.name))
+        if self._renewal.begun:
+            self._out.send(self._coordinator, Ready(self.number, self._renewal.novice))
 
 
 class HandsOverInTheMiddleOfAStep(ServerMachine):
@@ -299,7 +299,7 @@ def test_a_novice_holds_nothing_before_it_has_the_state_and_then_what_has_overta
     message = Install(epoch=3, number=1, index=8, state=other.state())
     effects = novice.on(Received("server 0.0", message), 0.0)
     assert [e.message for e in effects if isinstance(e, Send)] == [Replicated(3, 8)]
-    assert novice.held == 9
+    assert novice.replication.log.end == 9
     assert novice.on(Timer("tick"), 1.0)
     again = novice.on(Received("server 0.0", message), 0.0)
     assert [e.message for e in again if isinstance(e, Send)] == [Replicated(3, 8)], "once, however often it is said"

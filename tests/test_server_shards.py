@@ -27,7 +27,8 @@ from offbeat.protocols.servers.messages import (
     Replicate,
     Viewed,
 )
-from offbeat.protocols.servers.shard import Accumulate, Discard, Outcome, Restore, Shard, Update
+from offbeat.protocols.servers.shard import Shard
+from offbeat.protocols.servers.works import Accumulate, Discard, Outcome, Restore, Update
 from server_worlds import Gradient, Store
 
 
@@ -151,7 +152,7 @@ def test_parts_of_a_step_count_whole_or_not_at_all():
     numbered = Numbered(Rule(0), 2)
     first = numbered.push(0, 0, part=0, start=0, stop=5, last=False)
     assert (first.works, first.answers) == ([], [])
-    assert numbered.shard.holds(0, 0)
+    assert numbered.shard._sum.holds(0, 0)
     second = numbered.push(0, 0, part=1, start=5, stop=9)
     assert [(work.start, work.stop) for work in second.works if isinstance(work, Accumulate)] == [(0, 5), (5, 9)]
     assert statuses(second) == ["applied", "applied"]

@@ -32,6 +32,7 @@ from offbeat.protocols.servers.messages import (
     PushReply,
     Turned,
 )
+from offbeat.protocols.servers.notices import MeetRequest
 from offbeat.protocols.servers.requests import key_of
 from offbeat.protocols.servers.snapshots import (
     GivenUp,
@@ -87,7 +88,8 @@ class Witness:
         return self._noted(effects)
 
     def _stashed(self) -> set[int]:
-        return {id(event) for event in getattr(self.machine, "_stash", ())}
+        fence = getattr(self.machine, "fence", None)
+        return set() if fence is None else {id(event) for event in fence.later}
 
     def _received(self, sender: Name, marked: Marked) -> None:
         message = marked.message
@@ -107,12 +109,12 @@ class Witness:
         if shard is None or reply.life != client.life:
             return False
         keys = [key_of(reply, shard)] + ([key_of(reply.pushed, shard)] if getattr(reply, "pushed", None) else [])
-        return any(key in client._open for key in keys)
+        return any(key in client.outstanding.open for key in keys)
 
     def met(self, message: Met) -> None:
         """A meeting is as if everybody who came had told this one."""
         client = self.machine.client
-        if message.life == client.life and key_of(message, -1) in client._open:
+        if message.life == client.life and key_of(message, -1) in client.outstanding.open:
             if message.colour > client.colour.own:
                 self.reddened.setdefault(message.colour, len(self.history))
             self.history.append(Event(Kind.LOCAL, f"from {message.what}"))
@@ -276,7 +278,7 @@ class Recording(Loop):
     def go_on(self, now: float) -> Sequence[Effect]:
         if self.clock < self.world.setting.steps:
             return [*self.record(now), SetTimer(self.random.uniform(0.2, 1.8) * self.world.setting.pace, "computed")]
-        asked = self.client.meet("end", (float(self.clock),), now)
+        asked = self.client.ask(MeetRequest("end", (float(self.clock),)), now)
         self.waiting = asked.token
         return asked.effects
 

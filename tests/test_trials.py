@@ -13,9 +13,9 @@ from offbeat.protocols.machine import Done, Payload, Received, Send, Start, Time
 from offbeat.protocols.servers.client import ClientMachine
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import ClusterView, Fenced, Trial, Tried
-from offbeat.protocols.servers.notices import Completed, Part
-from offbeat.protocols.servers.server import Look, Read, ServerMachine
-from offbeat.protocols.servers.shard import Restore
+from offbeat.protocols.servers.notices import Completed, Part, TrialRequest
+from offbeat.protocols.servers.server import ServerMachine
+from offbeat.protocols.servers.works import Look, Read, Restore
 from offbeat.runtime.compression import build
 from offbeat.runtime.servers.numbers import Numbers, Recipe, first_state, settings_of
 
@@ -32,7 +32,7 @@ def test_a_trial_is_looked_at_and_answered_and_leaves_the_shard_as_it_is() -> No
     assert begun.work == Look(payload, True)
     (answer,) = server.on(Done(begun.token), 0.1)
     assert answer == Send("worker 1", Tried(number=7, epoch=0))
-    assert server.held == 0, "nothing goes to the log, nor to backups"
+    assert server.replication.log.end == 0, "nothing goes to the log, nor to backups"
     assert (server.shard.version, server.shard.minimum) == (0, 0)
     assert not server.shard.counts
 
@@ -46,7 +46,7 @@ def test_only_who_serves_the_shard_is_tried_and_only_in_ones_own_name() -> None:
 
 def test_a_trial_that_is_lost_is_sent_again_until_it_is_answered() -> None:
     machine = ClientMachine(0, VIEW)
-    asked = machine.trial([Part(0, Payload(4))], 0.0, letter=False)
+    asked = machine.ask(TrialRequest([Part(0, Payload(4))], letter=False), 0.0)
     (first,) = asked.effects
     assert isinstance(first, Send)
     assert isinstance(first.message, Trial)

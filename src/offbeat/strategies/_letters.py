@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from offbeat.protocols.partition import mixed
+from offbeat.protocols.servers.notices import TrialRequest, whole_shards
 from offbeat.runtime.compression import Account, Feedback, together
 from offbeat.runtime.compression.account import COMPARING, timed
 from offbeat.runtime.group import Group
@@ -68,8 +69,8 @@ class Letters:
         many count as were waited for.
         """
         start, sent = time.perf_counter(), client.bytes_sent
-        letters = timed(group, lambda: client.wait(client.trial(self._last, letter=True), COMPARING))
-        numbers = timed(group, lambda: client.wait(client.trial(dense, letter=False), COMPARING))
+        letters = timed(group, lambda: client.answer(TrialRequest(whole_shards(self._last), True), COMPARING))
+        numbers = timed(group, lambda: client.answer(TrialRequest(whole_shards(dense), False), COMPARING))
         self.tried_bytes = client.bytes_sent - sent
         figures = self._account.figures
         pushes = max(figures["sums"], 1.0)

@@ -10,7 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.messages import Settings
+from offbeat.protocols.servers.notices import Part, PushRequest, whole_shards
 from offbeat.protocols.servers.rhythm import IN_FLIGHT
 from offbeat.runtime.shared.segment import Segment
 from offbeat.strategies._letters import Letters
@@ -91,26 +93,28 @@ class PushQueue:
         # Where pushes are applied one by one, one without numbers is not: settings would be lost with it.
         settings = () if slot is None and not link.rule.aggregated else self._settings.changed()
         absent = () if slot is None else self._absent_from(slot)
-        token, pull = link.client.push(parts, link.clock, weight, settings, then_pull, absent=absent)
+        request = PushRequest(whole_shards(parts, absent), link.clock, weight, settings, then_pull=then_pull)
+        asked = link.client.ask(request)
         link.clock += 1
         if slot is None:
-            link.wait(token, "the answer to a push")
+            link.wait(asked.token, "the answer to a push")
         else:
-            self._sent[slot] = token
-        return pull
+            self._sent[slot] = asked.token
+        return asked.pull
 
     def push_microbatch(self, slot: int, weight: float) -> None:
         """Push what lies in a slot as a part of a step that counts by itself; the step goes on."""
-        parts, settings = self._payloads(slot, waited=False), self._settings.changed()
-        self._sent[slot], _ = self._link.client.push(
-            parts, self._link.clock, weight, settings, False, microbatch=True, absent=self._absent_from(slot)
-        )
+        parts = whole_shards(self._payloads(slot, waited=False), self._absent_from(slot))
+        settings = self._settings.changed()
+        request = PushRequest(parts, self._link.clock, weight, settings, final=False, counts=True)
+        self._sent[slot] = self._link.client.ask(request).token
 
     def push_parts(self, parts: Sequence[tuple[int, int, int, NDArray[np.uint8]]]) -> int:
         """Push numbers for ranges of shards, as parts of a step that goes on; answers the token."""
         # Each shard must hear of the settings with what it applies; where steps are summed up, with the step's end.
         settings = () if self._link.rule.aggregated else self._settings.now()
-        return self._link.client.push_parts(parts, self._link.clock, settings)
+        ranges = [Part(shard, Payload(part.nbytes, part), start, stop) for shard, start, stop, part in parts]
+        return self._link.client.ask(PushRequest(ranges, self._link.clock, settings=settings, final=False)).token
 
     def settle(self, slot: int) -> None:
         """Wait until what was pushed from this slot is answered."""

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from offbeat.protocols.servers.notices import LoadRequest, PullRequest, whole_shards
 from offbeat.protocols.servers.rhythm import Action, Rhythm
 from offbeat.runtime.servers.noting import WARM_START
 from offbeat.strategies._letters import Letters
@@ -55,14 +56,14 @@ class ServerDriver:
                 case Action.PUSH_AND_PULL:
                     self._pull = self.queue.push(slot(), then_pull=True, weight=weight)
                 case Action.PULL:
-                    self._pull = link.client.pull(link.clock, anew=True)
+                    self._pull = link.client.ask(PullRequest(link.clock, anew=True)).token
                 case Action.AWAIT:
                     self.await_values()
                 case Action.SETTLE:
                     self.queue.settle_all()
                 case Action.TAKE_FRESH:
                     if not self._take_fresh():
-                        link.arrive(link.client.pull(link.clock, anew=True))
+                        link.arrive(link.client.ask(PullRequest(link.clock, anew=True)).token)
                 case Action.REUSE:
                     link.reused(link.clock - self._complete)
                 case Action.MEET:
@@ -103,7 +104,7 @@ class ServerDriver:
         """The one who leads puts states on the servers; then all start from them."""
         link = self.link
         if link.group.leads:
-            link.load(link.client.load(states, [version] * len(states), clock))
+            link.load(LoadRequest(whole_shards(states), [version] * len(states), clock))
         link.group.barrier("the parameters being on the servers")
         self.refresh()
 

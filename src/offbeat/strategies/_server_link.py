@@ -13,6 +13,7 @@ from torch import Tensor
 from offbeat.errors import StrategyError
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import PullReply, PushReply
+from offbeat.protocols.servers.notices import FetchRequest, LoadRequest, PullRequest
 from offbeat.runtime.group import Group
 from offbeat.runtime.served import ServedGroup
 from offbeat.runtime.servers.client import Client
@@ -79,15 +80,15 @@ class ServerLink:
         """Wait for values that were asked for; if a shard has gone on without this worker, for its newer ones."""
         self.wait(pull, "a pull")
         while self.rule.closes and any(clock < self.clock for _, clock in self.client.machine.known.values()):
-            self.wait(self.client.pull(self.clock), "a pull")
+            self.wait(self.client.ask(PullRequest(self.clock)).token, "a pull")
 
     def refresh(self) -> None:
         """Take the newest values, whatever the clock."""
-        self.client.wait(self.client.pull(self.clock, anew=True), "reading the parameters")
+        self.client.answer(PullRequest(self.clock, anew=True), "reading the parameters")
 
-    def load(self, token: int) -> None:
-        """Wait until states are on the servers."""
-        self.client.wait(token, "putting the parameters on the servers")
+    def load(self, request: LoadRequest) -> None:
+        """Put states on the servers."""
+        self.client.answer(request, "putting the parameters on the servers")
 
     def states(self) -> list[Tensor]:
         """The whole state of every shard."""
@@ -98,7 +99,7 @@ class ServerLink:
 
         landing, self.client.takes = self.client.takes, keep
         try:
-            self.client.wait(self.client.fetch(), "fetching the servers' state")
+            self.client.answer(FetchRequest(), "fetching the servers' state")
         finally:
             self.client.takes = landing
         return [states[shard] for shard in sorted(states)]

@@ -24,8 +24,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
+from offbeat.protocols.machine import NOTHING, Payload
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import Push
+from offbeat.protocols.servers.notices import LoadRequest, ReplayRequest, whole_shards
 from offbeat.protocols.servers.rhythm import Rhythm
 from offbeat.runtime.group import Group
 from offbeat.runtime.snapshots import Cut
@@ -280,12 +282,12 @@ def _go_on(driver: ServerDriver, resumed: Mapping[str, Any]) -> None:
     if link.group.leads:
         states = [state.numpy() for state in resumed["states"]]
         took = [tuple((int(w), int(n), int(c)) for w, n, c in of_shard) for of_shard in resumed["took"]]
-        link.load(link.client.load(states, resumed["versions"], 0, took))
+        link.load(LoadRequest(whole_shards(states), resumed["versions"], 0, took))
     link.group.barrier("the parameters being on the servers")
     under_way = [
-        (int(shard), msgspec.convert(push, Push), None if numbers is None else numbers.numpy())
-        for shard, push, numbers in resumed["under_way"]
+        (int(shard), msgspec.convert(push, Push), NOTHING if part is None else Payload(part.nbytes, part.numpy()))
+        for shard, push, part in resumed["under_way"]
     ]
-    link.client.wait(link.client.replay(resumed["sent"], under_way), "sending again what was under way")
+    link.client.answer(ReplayRequest(resumed["sent"], under_way), "sending again what was under way")
     link.group.barrier("all that was under way being there")
     driver.refresh()

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from offbeat.errors import UsageError
 from offbeat.protocols.servers.messages import PullReply
-from offbeat.protocols.servers.notices import Wanted
+from offbeat.protocols.servers.notices import RangeRequest, Wanted
 from offbeat.strategies._compressing import Compressing
 from offbeat.strategies._server_driver import ServerDriver
 
@@ -103,7 +103,8 @@ class Vector:
             np.copyto(place, numbers.view(place.dtype))
             versions[number] = reply.version
 
-        replies = self._link.wait(self._link.client.pull_parts(wanted, self._link.clock, take), "a pull of a range")
+        asked = self._link.client.ask(RangeRequest(wanted, self._link.clock), take)
+        replies = self._link.wait(asked.token, "a pull of a range")
         clock = min(reply.clock for _, reply in replies)
         if newer_than is not None and tuple(versions) == newer_than.versions:
             return None
@@ -145,7 +146,7 @@ class Vector:
         if link.rule.bound is not None:
             # A question that has no answer but "unchanged", which comes when the consistency allows the next step.
             wanted = [Wanted(shard, 0, 0, _NOTHING_IS_NEWER) for shard in range(len(self.shards))]
-            token = link.client.pull_parts(wanted, link.clock, _leave_alone)
+            token = link.client.ask(RangeRequest(wanted, link.clock), _leave_alone).token
             link.wait(token, "the next step being allowed")
         self._counted()
 

@@ -2,24 +2,21 @@
 
 There is one coordinator, in the process that started all others; if it ends, the run does. So views need no vote: it
 alone makes them, and counts them. A view is sent to everyone when it changes, and again to whoever shows by the epoch
-in its sign of life that it has not heard.
-
-A meeting is the same for all who hear of it, whoever dies meanwhile: who came, what each brought, and, where they
-brought rows of numbers, the sum of those. Rows are added as they come (`Add`), so that one sum is kept and no row.
+in its sign of life that it has not heard. Beside that it holds `meetings` and takes `snapshots`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from msgspec import Struct, structs
+from msgspec import structs
 
-from offbeat.protocols.machine import NOTHING, Done, Effect, Effects, Ended, Event, Name, Payload, Received, Timer
+from offbeat.protocols.machine import Done, Effect, Effects, Ended, Event, Name, Payload, Received, Timer
+from offbeat.protocols.servers.liveness import Liveness
+from offbeat.protocols.servers.meetings import Meetings
 from offbeat.protocols.servers.messages import (
     COORDINATOR,
-    Awaiting,
-    Bring,
     ClusterView,
     Gone,
     Heartbeat,
@@ -27,7 +24,6 @@ from offbeat.protocols.servers.messages import (
     Leave,
     Lost,
     Meet,
-    Met,
     Noted,
     Ready,
     Recorded,
@@ -42,9 +38,6 @@ from offbeat.protocols.servers.snapshots import Snapshots
 
 TICK = "tick"
 
-REMEMBERED = 256
-"""Meetings whose outcome is kept, for those who have not heard it."""
-
 
 @dataclass(frozen=True, slots=True)
 class Changed:
@@ -56,36 +49,6 @@ class Changed:
     copied: tuple[Name, ...] = ()
     """Servers that hold a copy of their shard from now on, in place of others that had died."""
     left: tuple[int, ...] = ()
-
-
-class Add(Struct, frozen=True):
-    """Work: add this row to the sum of a meeting; it is to be read now."""
-
-    what: str
-    kind: str
-    row: Payload
-
-
-class Total(Struct, frozen=True):
-    """Work: the sum of a meeting, as a payload. Nothing is added to it any more."""
-
-    what: str
-
-
-@dataclass(slots=True)
-class _Meeting:
-    values: dict[int, tuple[float, ...]] = field(default_factory=dict[int, tuple[float, ...]])
-    waiting: dict[int, Meet] = field(default_factory=dict[int, Meet])
-    """Whom to answer."""
-    over: bool = False
-    summed: bool = False
-    """Whether anybody has brought a row."""
-    total: Payload | None = None
-    """Of the rows; nothing, if there are none; None before it is known, and again when all have it."""
-    colour: int = 0
-    """The newest of those who have come."""
-    joining: tuple[int, ...] = ()
-    """Workers that waited to join when all had come."""
 
 
 class CoordinatorMachine:
@@ -100,24 +63,20 @@ class CoordinatorMachine:
         """Workers that wait to be let in, and their processes."""
         self.snapshots = Snapshots()
         """What is recorded of the run while it goes on."""
+        self.meetings = Meetings()
+        self._liveness = Liveness(timing or Timing())
         self._told: dict[int, tuple[float, ...]] = {}
-        self._timing = timing or Timing()
         self._copies = [1 + len(backups) for backups in view.backups]
         self._buried: set[Name] = set()
         self._lives = view.members
         self._processes: dict[int, int] = {}
-        self._heard: dict[Name, float] = {}
-        self._burden = 0
-        self._begun = 0.0
-        self._ticked = 0.0
-        self._meetings: dict[str, _Meeting] = {}
         self._out = Effects()
 
     def begin(self, now: float) -> Sequence[Effect]:
         """Begin to listen."""
-        self._begun = self._ticked = now
         self._out = Effects()
-        self._out.timer(self._timing.heartbeat, TICK)
+        self._liveness.begin(now)
+        self._out.timer(self._liveness.heartbeat, TICK)
         return self._out.done
 
     def on(self, event: Event, now: float) -> Sequence[Effect]:
@@ -132,7 +91,8 @@ class CoordinatorMachine:
             case Timer():
                 self._tick(now)
             case Done(("total", str(what)), Payload() as total):
-                self._summed(what, total)
+                self.meetings.summed(what, total)
+                self._hold_meetings()
             case _:
                 pass
         return self._out.done
@@ -173,19 +133,14 @@ class CoordinatorMachine:
         if sender not in self._members():
             self._out.send(sender, Gone(self.view.epoch))
             return
-        self._heard[sender] = now
-        self._burden = max(self._burden, message.burden)
+        self._liveness.hear(sender, now, message.burden)
         if message.epoch < self.view.epoch:
             self._out.send(sender, Viewed(self.view))
 
     def _tick(self, now: float) -> None:
-        """Look who is silent. The time that the coordinator itself was stopped for counts against nobody."""
-        asleep = max(0.0, now - self._ticked - 2 * self._timing.heartbeat)
-        self._ticked = now
-        self._out.timer(self._timing.heartbeat, TICK)
-        self._begun += asleep
-        self._heard = {name: heard + asleep for name, heard in self._heard.items()}
-        silent = [name for name in self._members() if self._is_silent(name, now)]
+        """Look who is silent."""
+        self._out.timer(self._liveness.heartbeat, TICK)
+        silent = self._liveness.silent(self._members(), now)
         if all(worker_name(worker) in silent for worker in self.view.workers):
             # Without them nobody could go on; they may have been stopped together, and come back.
             silent = [name for name in silent if name in self.view.servers]
@@ -197,20 +152,12 @@ class CoordinatorMachine:
 
         To give it up would lose the shard, and it may come back; who has ended is told of, and is lost.
         """
-        found: set[Name] = set()
-        for first, rest in zip(self.view.primaries, self.view.backups, strict=True):
-            if all(name in silent and name in self._heard for name in (first, *rest)):
-                found |= {first, *rest}
-        return found
+        copies = [(first, *rest) for first, rest in zip(self.view.primaries, self.view.backups, strict=True)]
+        still = [names for names in copies if all(name in silent and self._liveness.knows(name) for name in names)]
+        return {name for names in still for name in names}
 
     def _look_at_snapshots(self, now: float) -> None:
-        meeting = any(meeting.waiting for meeting in self._meetings.values() if not meeting.over)
-        self.snapshots.look(self.view, meeting, now, self._out)
-
-    def _is_silent(self, name: Name, now: float) -> bool:
-        if name not in self._heard:
-            return now - self._begun > self._timing.startup
-        return now - self._heard[name] > self._timing.longest_silence(self._burden)
+        self.snapshots.look(self.view, self.meetings.open, now, self._out)
 
     # Views.
 
@@ -220,21 +167,9 @@ class CoordinatorMachine:
         if not died:
             return
         for name in died:
-            self._heard.pop(name, None)
-        replicas = [
-            [name for name in (first, *rest) if name and name not in died]
-            for first, rest in zip(self.view.primaries, self.view.backups, strict=True)
-        ]
-        lost = [shard for shard, left in enumerate(replicas) if not left and shard not in self.lost]
-        self.view = structs.replace(
-            self.view,
-            primaries=tuple(left[0] if left else "" for left in replicas),
-            backups=tuple(tuple(left[1:]) for left in replicas),
-            novices=tuple(
-                self.view.novice(shard) if left and self.view.novice(shard) not in died else ""
-                for shard, left in enumerate(replicas)
-            ),
-        )
+            self._liveness.forget(name)
+        self.view = self.view.without(died)
+        lost = [shard for shard, name in enumerate(self.view.primaries) if not name and shard not in self.lost]
         self._buried.update(died)
         workers = [worker for worker in self.view.workers if worker_name(worker) not in died]
         self._change(workers, Changed(self.view, died=died))
@@ -248,9 +183,7 @@ class CoordinatorMachine:
             self._out.send(name, Viewed(self.view))
         self._out.start(Changed(self.view, news.died, news.joined, news.copied, news.left))
         self._turn_away()
-        for what in list(self._meetings):
-            if what in self._meetings:
-                self._conclude(what)
+        self._hold_meetings()
 
     def _announce_lost(self, lost: Sequence[int]) -> None:
         self.lost += tuple(lost)
@@ -262,32 +195,25 @@ class CoordinatorMachine:
     def _volunteer(self, sender: Name, shard: int, now: float) -> None:
         """Let a new process be brought up to date, if its shard lacks a copy and no other is; else it asks again."""
         if sender in self._members():
-            self._heard[sender] = now
+            self._liveness.hear(sender, now)
             self._out.send(sender, Viewed(self.view))
             return
         there = self.view.replicas(shard) if 0 <= shard < len(self.view.primaries) else ()
         if not there or sender in self._buried or len(there) >= self._copies[shard]:
             self._out.send(sender, Gone(self.view.epoch))
         elif not self.view.novice(shard):
-            self._heard[sender] = now
-            self._set_novice(shard, sender)
+            self._liveness.hear(sender, now)
+            self.view = self.view.with_novice(shard, sender)
             self._change(self.view.workers, Changed(self.view))
-
-    def _set_novice(self, shard: int, name: Name) -> None:
-        named = tuple(
-            name if number == shard else self.view.novice(number) for number in range(len(self.view.primaries))
-        )
-        self.view = structs.replace(self.view, novices=named)
 
     def _promote(self, sender: Name, message: Ready) -> None:
         """A novice holds all that its primary has answered, and will: it can take over."""
         known = 0 <= message.shard < len(self.view.primaries) and sender == self.view.primaries[message.shard]
         if not known or self.view.novice(message.shard) != message.name:
             return
-        self._set_novice(message.shard, "")
         backups = list(self.view.backups)
         backups[message.shard] += (message.name,)
-        self.view = structs.replace(self.view, backups=tuple(backups))
+        self.view = structs.replace(self.view.with_novice(message.shard, ""), backups=tuple(backups))
         self._change(self.view.workers, Changed(self.view, copied=(message.name,)))
 
     def _hello(self, sender: Name, message: Hello, now: float) -> None:
@@ -299,7 +225,7 @@ class CoordinatorMachine:
                 self._turn_away()
                 return
             self._let_in({worker: message.process})
-        self._heard[sender] = now
+        self._liveness.hear(sender, now)
         self._out.send(sender, Viewed(self.view, message.process, self._told.get(worker, ())))
 
     def _let_in(self, processes: Mapping[int, int]) -> None:
@@ -326,7 +252,7 @@ class CoordinatorMachine:
 
     def _leave(self, sender: Name, message: Leave) -> None:
         if self.view.life(message.worker) == message.life:
-            self._heard.pop(sender, None)
+            self._liveness.forget(sender)
             workers = [worker for worker in self.view.workers if worker != message.worker]
             self._change(workers, Changed(self.view, left=(message.worker,)))
         self._out.send(sender, Viewed(self.view))
@@ -337,70 +263,12 @@ class CoordinatorMachine:
         if self.view.life(message.worker) != message.life:
             self._out.send(worker_name(message.worker), Gone(self.view.epoch))
             return
-        meeting = self._meetings.setdefault(message.what, _Meeting())
-        new = not meeting.over and message.worker not in meeting.values
-        if new and message.kind and not row.nbytes:
-            self._out.send(worker_name(message.worker), Bring(life=message.life, number=message.number))
-            return
-        if not (new or meeting.over):
-            missing = tuple(worker for worker in self.view.workers if worker not in meeting.values)
-            self._out.send(
-                worker_name(message.worker), Awaiting(life=message.life, number=message.number, workers=missing)
-            )
-        meeting.waiting[message.worker] = message
-        if not meeting.over:
-            meeting.values[message.worker] = message.values
-            meeting.colour = max(meeting.colour, message.colour)
-        if new and row.nbytes:
-            meeting.summed = True
-            self._out.start(Add(message.what, message.kind, row))
-        self._conclude(message.what)
+        self.meetings.come(message, row, self.view.workers, self._out)
+        self._hold_meetings()
 
-    def _conclude(self, what: str) -> None:
-        """Once all who live have come, tell those who wait; one who comes later hears what was met on."""
-        meeting = self._meetings[what]
-        if meeting.over:
-            self._answer(what, meeting)
-        elif all(worker in meeting.values for worker in self.view.workers):
-            meeting.over, meeting.joining = True, tuple(sorted(self.waiting))
-            self._forget_totals()
-            if meeting.summed:
-                self._out.start(Total(what), ("total", what))
-            else:
-                self._summed(what, NOTHING)
-
-    def _forget_totals(self) -> None:
-        """Who has come to a meeting has heard of all before it: their sums are not asked for again."""
-        for meeting in self._meetings.values():
-            meeting.total = None
-
-    def _summed(self, what: str, total: Payload) -> None:
-        meeting = self._meetings.get(what)
-        if meeting is not None:
-            meeting.total = total
-            self._answer(what, meeting)
-
-    def _answer(self, what: str, meeting: _Meeting) -> None:
-        """Tell those who wait, if there is all to tell."""
-        total = NOTHING if meeting.total is None and not meeting.summed else meeting.total
-        if total is None:
-            return
-        ranks = tuple(sorted(meeting.values))
-        values = tuple(meeting.values[rank] for rank in ranks)
-        answered, meeting.waiting = meeting.waiting, {}
-        for worker, asked in answered.items():
-            met = Met(
-                life=asked.life,
-                number=asked.number,
-                what=what,
-                ranks=ranks,
-                values=values,
-                waiting=meeting.joining,
-                colour=meeting.colour,
-            )
-            self._out.send(worker_name(worker), met, total)
-        if any(asked.admits for asked in answered.values()):
-            self._admit(values[0])
-        over = [name for name, meeting in self._meetings.items() if meeting.over]
-        for name in over[: max(0, len(over) - REMEMBERED)]:
-            self._meetings.pop(name, None)
+    def _hold_meetings(self) -> None:
+        """End the meetings to which all who live have come, tell those who wait, and let in whom they let in."""
+        self.meetings.conclude(self.view.workers, self.waiting, self._out)
+        told = self.meetings.answer(self._out)
+        if told is not None:
+            self._admit(told)

@@ -9,9 +9,10 @@ sender was declared dead, it is never written again: a new life pushes from new 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from offbeat.protocols.machine import Name
 
@@ -93,16 +94,52 @@ class ClusterView(Struct, frozen=True):
         """All replicas of all shards."""
         return tuple(name for shard in range(len(self.primaries)) for name in self.replicas(shard))
 
+    def with_novice(self, shard: int, name: Name) -> ClusterView:
+        """The same view with another novice of a shard."""
+        novices = (name if number == shard else self.novice(number) for number in range(len(self.primaries)))
+        return structs.replace(self, novices=tuple(novices))
 
-class Push(Struct, frozen=True, tag=True, kw_only=True):
-    """A gradient, or the part [start, stop) of one, for the shard that gets this. Payload: its numbers."""
+    def without(self, dead: Sequence[Name]) -> ClusterView:
+        """The same view with the next in order in the place of servers that are dead; workers are as they were."""
+        left = [
+            [name for name in (first, *rest) if name and name not in dead]
+            for first, rest in zip(self.primaries, self.backups, strict=True)
+        ]
+        return structs.replace(
+            self,
+            primaries=tuple(names[0] if names else "" for names in left),
+            backups=tuple(tuple(names[1:]) for names in left),
+            novices=tuple(
+                self.novice(shard) if names and self.novice(shard) not in dead else ""
+                for shard, names in enumerate(left)
+            ),
+        )
+
+
+class _Asked(Struct, frozen=True, kw_only=True):
+    """What every request of a worker says."""
 
     worker: int
     life: int = 0
     number: int
-    """Counts a worker's pushes to this shard, from 0 in each life: taken in order, and none of them twice."""
     epoch: int = 0
     """The newest epoch that the sender knows."""
+
+
+class _Answered(Struct, frozen=True, kw_only=True):
+    """What every answer to a worker's request says."""
+
+    life: int = 0
+    number: int
+    """Of the request."""
+
+
+class Push(_Asked, frozen=True, tag=True, kw_only=True):
+    """A gradient, or the part [start, stop) of one, for the shard that gets this. Payload: its numbers.
+
+    Its number counts a worker's pushes to this shard, from 0 in each life: taken in order, and none of them twice.
+    """
+
     clock: int
     """The step that it belongs to: how many the worker had finished when it began it."""
     weight: float = 1.0
@@ -125,11 +162,9 @@ class Push(Struct, frozen=True, tag=True, kw_only=True):
     """The newest snapshot that its sender has been cut by; see `snapshots`."""
 
 
-class PushReply(Struct, frozen=True, tag=True, kw_only=True):
+class PushReply(_Answered, frozen=True, tag=True, kw_only=True):
     """The push is held by all live replicas, and will not be lost; its memory is the sender's again."""
 
-    life: int = 0
-    number: int
     status: Status
     reason: str = ""
     version: int
@@ -140,13 +175,9 @@ class PushReply(Struct, frozen=True, tag=True, kw_only=True):
     colour: int = 0
 
 
-class Pull(Struct, frozen=True, tag=True, kw_only=True):
+class Pull(_Asked, frozen=True, tag=True, kw_only=True):
     """Asks for the shard's values, as fresh as the rule says for a reader at this clock."""
 
-    worker: int
-    life: int = 0
-    number: int
-    epoch: int = 0
     clock: int
     newer_than: int = -1
     """Version that the reader has: if there is no newer one, no values are sent."""
@@ -163,11 +194,9 @@ class Pull(Struct, frozen=True, tag=True, kw_only=True):
         return self.start == 0 and self.stop < 0
 
 
-class PullReply(Struct, frozen=True, tag=True, kw_only=True):
+class PullReply(_Answered, frozen=True, tag=True, kw_only=True):
     """The shard's values, or the range of them that was asked for, as payload."""
 
-    life: int = 0
-    number: int
     version: int
     clock: int
     """All updates of steps before this one are in it."""
@@ -188,78 +217,58 @@ class Fresh(Struct, frozen=True, tag=True, kw_only=True):
     colour: int = 0
 
 
-class Trial(Struct, frozen=True, tag=True, kw_only=True):
+class Trial(_Asked, frozen=True, tag=True, kw_only=True):
     """A payload that is only to be brought here and looked at like a push, to see what that takes: nothing changes."""
 
-    worker: int
-    life: int = 0
-    number: int
-    epoch: int = 0
     letter: bool = False
     """Whether it is compressed as pushes are; else numbers as they are."""
 
 
-class Tried(Struct, frozen=True, tag=True, kw_only=True):
+class Tried(_Answered, frozen=True, tag=True, kw_only=True):
     """The payload was here and has been looked at; its memory is the sender's again."""
 
-    life: int = 0
-    number: int
     epoch: int
 
 
-class Fetch(Struct, frozen=True, tag=True, kw_only=True):
+class Fetch(_Asked, frozen=True, tag=True, kw_only=True):
     """Asks for the whole state of the shard, optimizer and all, for a checkpoint."""
 
-    worker: int
-    life: int = 0
-    number: int
-    epoch: int = 0
     clock: int = 0
     """Steps that must be complete."""
     after: int = -1
     colour: int = 0
 
 
-class Fetched(Struct, frozen=True, tag=True, kw_only=True):
+class Fetched(_Answered, frozen=True, tag=True, kw_only=True):
     """The state of the shard, as payload."""
 
-    life: int = 0
-    number: int
     version: int
     clock: int
     epoch: int
     colour: int = 0
 
 
-class Load(Struct, frozen=True, tag=True, kw_only=True):
+class Load(_Asked, frozen=True, tag=True, kw_only=True):
     """Puts back a state that was fetched, as payload. Numbered like a push, and answered as one."""
 
-    worker: int
-    life: int = 0
-    number: int
-    epoch: int = 0
     version: int
     clock: int
     took: tuple[tuple[int, int, int], ...] = ()
     """Workers whose pushes go on under the numbers they had: each with how many are in the state, and its clock."""
 
 
-class Enter(Struct, frozen=True, tag=True, kw_only=True):
-    """A worker that has joined asks to be waited for from this clock on, or from the shard's own if that is later."""
+class Enter(_Asked, frozen=True, tag=True, kw_only=True):
+    """A worker that has joined asks to be waited for from this clock on, or from the shard's own if that is later.
 
-    worker: int
-    life: int
-    number: int
-    """0: in the log only, where the primary has learned it from the clock of a pull."""
-    epoch: int = 0
+    Number 0: in the log only, where the primary has learned it from the clock of a pull.
+    """
+
     clock: int = 0
 
 
-class Entered(Struct, frozen=True, tag=True, kw_only=True):
+class Entered(_Answered, frozen=True, tag=True, kw_only=True):
     """The shard waits for the worker from this clock on."""
 
-    life: int = 0
-    number: int
     clock: int
     epoch: int
 
@@ -413,26 +422,19 @@ class Meet(Struct, frozen=True, tag=True, kw_only=True):
     colour: int = 0
 
 
-class Bring(Struct, frozen=True, tag=True, kw_only=True):
+class Bring(_Answered, frozen=True, tag=True, kw_only=True):
     """Who comes to a meeting with a row has come without it: it was lost, and is to be sent again."""
 
-    life: int = 0
-    number: int
 
-
-class Awaiting(Struct, frozen=True, tag=True, kw_only=True):
+class Awaiting(_Answered, frozen=True, tag=True, kw_only=True):
     """Who has come to a meeting asks again: these have not come yet."""
 
-    life: int = 0
-    number: int
     workers: tuple[int, ...]
 
 
-class Met(Struct, frozen=True, tag=True, kw_only=True):
+class Met(_Answered, frozen=True, tag=True, kw_only=True):
     """All live workers have come to the meeting. Payload: the sum of the rows that they brought, if any did."""
 
-    life: int = 0
-    number: int
     what: str
     ranks: tuple[int, ...]
     """Who came, in order; one who died after coming is among them."""
@@ -456,13 +458,9 @@ class Announce(Struct, frozen=True, tag=True):
     colour: int
 
 
-class Turned(Struct, frozen=True, tag=True, kw_only=True):
+class Turned(_Asked, frozen=True, tag=True, kw_only=True):
     """A worker has recorded its state: so many of its pushes to this shard belong to it."""
 
-    worker: int
-    life: int = 0
-    number: int
-    epoch: int = 0
     colour: int
     pushes: int
 
@@ -493,13 +491,9 @@ class ShardCut(Struct, frozen=True, kw_only=True):
     """Pushes from before their worker's cut that came after the shard's, in order: worker and number."""
 
 
-class Recorded(Struct, frozen=True, tag=True, kw_only=True):
+class Recorded(_Asked, frozen=True, tag=True, kw_only=True):
     """A worker has written its part of a snapshot; without a cut: it has missed its place, and there can be none."""
 
-    worker: int
-    life: int = 0
-    number: int
-    epoch: int = 0
     colour: int
     cut: WorkerCut | None = None
 
@@ -512,12 +506,8 @@ class ShardRecorded(Struct, frozen=True, tag=True, kw_only=True):
     cut: ShardCut
 
 
-class Noted(Struct, frozen=True, tag=True, kw_only=True):
-    """It was heard, and need not be said again."""
-
-    life: int = 0
-    number: int
-    """Of the request; what a shard has recorded goes by its colour."""
+class Noted(_Answered, frozen=True, tag=True, kw_only=True):
+    """It was heard, and need not be said again. What a shard has recorded goes by its colour, as number."""
 
 
 Request = Push | Pull | Fetch | Load | Enter | Turned | Trial

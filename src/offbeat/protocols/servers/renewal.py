@@ -13,60 +13,62 @@ order in which each holds all that the next one does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from offbeat.protocols.machine import Effects, Name, Payload
 from offbeat.protocols.servers.messages import Install, Ready, ShardState
-from offbeat.protocols.servers.works import Release
+from offbeat.protocols.servers.works import Read, Release
 
 
-@dataclass(slots=True)
 class Renewal:
-    """A primary's side: what its novice is given, and whether it has it."""
+    """A primary's side: what the shard's novice is given, and whether it has it."""
 
-    name: Name
-    number: int
-    """Tells this transfer from others of the same primary."""
-    index: int = -1
-    """How many entries of the log are in the state; -1: it was not taken yet."""
-    installed: bool = False
-    """Whether the novice holds it."""
-    _state: ShardState | None = None
-    _payload: Payload | None = None
-    _sent_at: float = field(default=0.0)
-
-    @property
-    def begun(self) -> bool:
+    def __init__(self, shard: int, coordinator: Name) -> None:
+        self.novice: Name = ""
+        """Who is being brought up to date; empty: nobody."""
+        self.begun = False
         """Whether the state was taken: from then on the novice must hold what is answered."""
-        return self.index >= 0
+        self.installed = False
+        """Whether the novice holds it."""
+        self._shard, self._coordinator = shard, coordinator
+        self._number = 0
+        """Tells this transfer from others of the same primary."""
+        self._index = 0
+        self._state: ShardState | None = None
+        self._payload: Payload | None = None
+        self._sent_at = 0.0
 
-    def take(self, index: int, state: ShardState) -> None:
-        """The shard as it is after so many entries; its numbers are being read."""
-        self.index, self._state = index, state
+    def follow(self, novice: Name, out: Effects) -> None:
+        """Bring the view's novice up to date, unless that is under way."""
+        if novice != self.novice:
+            self._release(out)
+            self.novice, self.begun, self.installed = novice, False, False
+            self._number += 1
 
-    def read(self, payload: Payload, epoch: int, now: float, out: Effects) -> None:
+    def take(self, index: int, state: ShardState, out: Effects) -> None:
+        """The shard as it is after so many entries of the log: have its numbers read."""
+        self.begun, self._index, self._state = True, index, state
+        out.start(Read(state=True, kept=True), ("renewal", self._number))
+
+    def read(self, number: int, payload: Payload, epoch: int, now: float, out: Effects) -> None:
         """The numbers are there: hand over."""
-        self._payload = payload
-        self._send(epoch, now, out)
-
-    def look(self, epoch: int, patience: float, now: float, out: Effects) -> None:
-        """Hand over again what was not answered for so long."""
-        if self.begun and not self.installed and now - self._sent_at >= patience:
+        if number == self._number and self.novice:
+            self._payload = payload
             self._send(epoch, now, out)
 
-    def answered(self, shard: int, to: Name, out: Effects) -> None:
-        """The novice holds the state: it can take over from now on."""
-        self.installed = True
-        self.release(out)
-        self.report(shard, to, out)
-
-    def report(self, shard: int, to: Name, out: Effects) -> None:
-        """Say so, if it is so."""
+    def look(self, epoch: int, patience: float, now: float, out: Effects) -> None:
+        """Hand over again what was not answered for so long, and say again what the coordinator may not have heard."""
         if self.installed:
-            out.send(to, Ready(shard, self.name))
+            out.send(self._coordinator, Ready(self._shard, self.novice))
+        elif self.begun and now - self._sent_at >= patience:
+            self._send(epoch, now, out)
 
-    def release(self, out: Effects) -> None:
-        """The state need not be handed over any more."""
+    def answered(self, name: Name, out: Effects) -> None:
+        """Somebody holds entries; if it is the novice, it has the state, and can take over from now on."""
+        if name == self.novice and self.begun and not self.installed:
+            self.installed = True
+            self._release(out)
+            out.send(self._coordinator, Ready(self._shard, self.novice))
+
+    def _release(self, out: Effects) -> None:
         if self._payload is not None:
             out.start(Release(self._payload))
         self._state = self._payload = None
@@ -74,5 +76,5 @@ class Renewal:
     def _send(self, epoch: int, now: float, out: Effects) -> None:
         if self._state is not None and self._payload is not None:
             self._sent_at = now
-            message = Install(epoch=epoch, number=self.number, index=self.index, state=self._state)
-            out.send(self.name, message, self._payload)
+            message = Install(epoch=epoch, number=self._number, index=self._index, state=self._state)
+            out.send(self.novice, message, self._payload)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from offbeat.protocols.machine import NOTHING, Name, Payload
-from offbeat.protocols.servers.messages import Entry
+from offbeat.protocols.machine import NOTHING, Effects, Name, Payload
+from offbeat.protocols.servers.messages import Entry, Replicate
 
 WINDOW = 64
 """Entries that are sent again at once to a backup that does not answer."""
@@ -100,3 +100,78 @@ class Feed:
                 backup.quiet_since = now
                 for index in range(backup.held, min(backup.sent, backup.held + WINDOW)):
                     yield name, index
+
+
+class Replication:
+    """One replica's log: what it holds and has applied and, of a primary, what is to be sent to its backups."""
+
+    def __init__(self, backups: Iterable[Name]) -> None:
+        self.log = Log()
+        self.feed = Feed(backups)
+        self.applied = 0
+        """How many entries this replica has applied."""
+        self.committed = 0
+        """How many entries are known to be held by all replicas."""
+        self._settled_at = 0
+        self._ahead: dict[int, tuple[Entry, Payload]] = {}
+        """Entries that came before others with lower indices."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether all backups hold what was in the log when this replica took over."""
+        return self.committed >= self._settled_at
+
+    def take_over(self, backups: Iterable[Name], now: float) -> None:
+        """What this replica holds is what the shard is; it serves once all other backups hold it, too."""
+        self.feed = Feed(backups, self.committed, now)
+        self._settled_at = self.log.end
+
+    def send(self, epoch: int, now: float, out: Effects) -> None:
+        """Send backups what is due, and see how much all of them hold."""
+        for backup, index in self.feed.due(self.log.end, now):
+            self._send(backup, index, epoch, out)
+        self.committed = max(self.committed, self.feed.committed(self.log.end))
+
+    def send_again(self, epoch: int, patience: float, now: float, out: Effects) -> None:
+        """Send again what was not answered for so long."""
+        for backup, index in self.feed.overdue(patience, now):
+            self._send(backup, index, epoch, out)
+
+    def _send(self, backup: Name, index: int, epoch: int, out: Effects) -> None:
+        entry, payload = self.log[index]
+        out.send(backup, Replicate(epoch=epoch, index=index, committed=self.committed - 1, entry=entry), payload)
+
+    def to_apply(self) -> Iterator[tuple[Entry, Payload]]:
+        """Of a primary: the entries that all replicas hold and that are to be applied now."""
+        while self.applied < self.committed:
+            self.applied += 1
+            yield self.log[self.applied - 1]
+        self.log.forget(self.committed)
+
+    def hold(self, message: Replicate, payload: Payload) -> Iterator[tuple[Entry, Payload]]:
+        """Of a backup: take an entry; the entries that are to be applied now. They were never answered yet."""
+        if message.index >= self.log.end:
+            self.keep(message, payload)
+        yield from self.in_turn()
+        self.committed = max(self.committed, message.committed + 1)
+        self.log.forget(self.committed)
+
+    def keep(self, message: Replicate, payload: Payload) -> None:
+        """Keep an entry until it is its turn."""
+        self._ahead[message.index] = (message.entry, payload)
+
+    def in_turn(self) -> Iterator[tuple[Entry, Payload]]:
+        """The entries that have come and follow on what this replica holds."""
+        while (following := self._ahead.pop(self.log.end, None)) is not None:
+            self.log.append(*following)
+            self.applied += 1
+            yield following
+
+    def drop_early(self) -> None:
+        """Forget what came before its turn: whoever serves now sends it again."""
+        self._ahead.clear()
+
+    def restart(self, index: int) -> None:
+        """Hold so many entries, in a state that was handed over."""
+        self.log = Log(index)
+        self.applied = self.committed = index

@@ -3,14 +3,9 @@
 It knows nothing of replicas, networks and time. Given an entry it answers which work is to be done on the numbers, what
 the senders are told, and which reads have become due. Every replica of a shard runs this on the same log.
 
-Under a rule that aggregates (`bsp`, `drop_slowest`, `deadline`) a step's gradients are summed, each weighted by its
-examples, and applied once, over the total weight of what came. A worker's step counts whole or not at all: parts of it
-are held, unanswered, until the last one has come; unless they say that they count by themselves, as microbatches do
-whose worker may not come to its last one in time. Under `ssp` and `asp` every push is applied as it comes, with weight
-1/p, so that p of them move the model as far as one synchronous step.
-
-Where steps are coded, answers are held until they are enough to have the sum of all workers' gradients from; then each
-is used by its coefficient in that sum, and those that are not needed are discarded.
+Under a rule that aggregates (`bsp`, `drop_slowest`, `deadline`, codes) a step's gradients are summed and applied once:
+see `step_sum`. Under `ssp` and `asp` every push is applied as it comes, with weight 1/p, so that p of them move the
+model as far as one synchronous step.
 
 The staleness of a read at clock c is how far the slowest clock that is fully in it is behind: c - minimum, at least 0.
 A read is due once minimum >= c - s, so it sees all updates of clocks up to c - s (exclusive, as clocks count finished
@@ -26,7 +21,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from offbeat.protocols.machine import NOTHING, Payload
 from offbeat.protocols.servers.consistency import Rule
@@ -35,106 +29,16 @@ from offbeat.protocols.servers.messages import (
     Deadline,
     Enter,
     Entry,
-    Fetch,
     Load,
     Members,
     Pull,
     Push,
     Refused,
-    Settings,
     ShardState,
-    Status,
 )
 from offbeat.protocols.servers.pacing import Pacing
-
-Ask = Pull | Fetch
-"""A read that a worker has asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Accumulate:
-    """Add `weight` times a gradient, which covers [start, stop) of the shard, to the sum of this step."""
-
-    payload: Payload
-    weight: float
-    start: int
-    stop: int
-    absent: tuple[tuple[int, int], ...] = ()
-    """Ranges of the shard, inside of that, that have no gradient."""
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """Apply `scale` times a gradient to [start, stop) of the shard, and with it reach this version."""
-
-    version: int
-    scale: float
-    settings: Settings
-    start: int = 0
-    stop: int = -1
-    payload: Payload | None = None
-    """The gradient; none: the sum of this step, which is then cleared."""
-    missed: int = 0
-    """Updates that have come since the values were read that the gradient was computed from."""
-    absent: tuple[tuple[int, int], ...] = ()
-    """Ranges of the shard that the given gradient does not have."""
-    oldest: int | None = None
-    """Keep the values as they are before this update, and of earlier ones those from this version on; None: none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Discard:
-    """Leave a gradient unused: its memory is about to be its sender's again."""
-
-    payload: Payload
-
-
-@dataclass(frozen=True, slots=True)
-class Restore:
-    """Put back a state, which has this version, and clear the sum."""
-
-    payload: Payload
-    version: int
-
-
-Work = Accumulate | Update | Discard | Restore
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a worker is told about what it sent."""
-
-    worker: int
-    life: int
-    number: int
-    status: Status
-    reason: str = ""
-    then_pull: int = 0
-    """Number of the pull that is to follow; 0: none."""
-    step: int = 0
-    entered: int | None = None
-    """The clock from which the worker is waited for, if that is what it asked for."""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What follows from an entry."""
-
-    works: list[Work] = field(default_factory=list[Work])
-    answers: list[Answer] = field(default_factory=list[Answer])
-    due: list[Ask] = field(default_factory=list[Ask])
-    """Reads that waited for this."""
-    moved: bool = False
-    """More steps are complete than before."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A part of a step that is held until the step's last one has come."""
-
-    push: Push
-    payload: Payload
-    unfit: str
+from offbeat.protocols.servers.step_sum import Gradient, StepSum
+from offbeat.protocols.servers.works import Answer, Ask, Outcome, Restore, Update
 
 
 class Shard:
@@ -151,10 +55,9 @@ class Shard:
         self._members = view.members
         self.pacing: Pacing[Ask] = Pacing(rule, self._members)
         """Who may start a step."""
+        self._sum = StepSum(rule, self.pacing)
         self._next = dict.fromkeys(self._members, 0)
-        self._held: dict[int, list[_Part]] = {}
-        self._weight = 0.0
-        self._settings: Settings = ()
+        """The number of each worker's next push: they are taken in order, so that `last` is last."""
         self._asked: set[tuple[int, int, int]] = set()
         self._unwritten: dict[int, list[Ask]] = {}
         self._origins: dict[int, int] = {}
@@ -170,17 +73,22 @@ class Shard:
         """The workers that take part, and the life that each is in."""
         return self._members
 
-    def expected(self, worker: int) -> int:
-        """The number of the worker's next push: they are taken in order, so that `last` is last."""
-        return self._next[worker]
+    @property
+    def between_steps(self) -> bool:
+        """Whether nothing of a step is held or summed up: all that was taken is in the values."""
+        return self._sum.empty
 
-    def clock(self, worker: int) -> int:
-        """Steps that a worker has finished, as far as its pushes say."""
-        return self.pacing.clocks.get(worker) or 0
+    def expected(self, worker: int, life: int) -> int:
+        """The number of the next push of a worker in this life."""
+        return self._next[worker] if self._members.get(worker) == life else 0
 
     def knows(self, worker: int, life: int, number: int) -> bool:
         """Whether this push has been met before."""
-        return self._members.get(worker) == life and number < self._next[worker]
+        return number < self.expected(worker, life)
+
+    def has_answered(self, push: Push | Load) -> bool:
+        """Whether this push has been met before, and is not a part that waits for its step's last one."""
+        return self.knows(push.worker, push.life, push.number) and not self._sum.holds(push.worker, push.number)
 
     def skips(self, ask: Ask) -> bool:
         """Whether the reader goes on from a later step than the shard awaits of it.
@@ -193,10 +101,16 @@ class Shard:
             return False
         return ask.clock > awaited and self.knows(ask.worker, ask.life, ask.after)
 
-    @property
-    def between_steps(self) -> bool:
-        """Whether nothing of a step is held or summed up: all that was taken is in the values."""
-        return not self._held and not self._weight
+    # What it is.
+
+    def taken(self, members: Mapping[int, int]) -> dict[int, tuple[int, int, int]]:
+        """Of each of these workers: its life, how many of its pushes are in the values, and its clock."""
+        return {
+            worker: (life, self._next[worker], self.pacing.clocks.get(worker) or 0)
+            if self._members.get(worker) == life
+            else (life, 0, 0)
+            for worker, life in members.items()
+        }
 
     def state(self) -> ShardState:
         """What this is, without its numbers; only between two steps."""
@@ -210,7 +124,7 @@ class Shard:
                 for who, life in self._members.items()
             ),
             order=tuple(clocks.workers),
-            settings=self._settings,
+            settings=self._sum.settings,
             overdue=self.pacing.overdue,
             counts=dict(self.counts),
             origins=tuple(self._origins.items()) if self.rule.remembers else (),
@@ -225,13 +139,12 @@ class Shard:
         order = [(worker, clocks[worker]) for worker in state.order]
         self.pacing.restart(state.completed, state.minimum, order, state.overdue)
         self.pacing.forget()
-        self._held, self._weight, self._settings = {}, 0.0, state.settings
+        self._sum.clear(held=True)
+        self._sum.settings = state.settings
         self._asked, self._unwritten = set(), {}
         self._origins = dict(state.origins)
 
-    def holds(self, worker: int, number: int) -> bool:
-        """Whether this push is a part that waits for the step's last one, and is not answered yet."""
-        return any(part.push.number == number for part in self._held.get(worker, ()))
+    # What it does.
 
     def apply(self, entry: Entry, payload: Payload = NOTHING) -> Outcome:
         """Take the next entry of the log."""
@@ -239,9 +152,9 @@ class Shard:
         before = self.minimum
         match entry:
             case Push():
-                self._push(entry, payload, outcome)
+                self._push(Gradient(entry, payload, ""), outcome)
             case Refused():
-                self._push(entry.push, payload, outcome, entry.reason)
+                self._push(Gradient(entry.push, payload, entry.reason), outcome)
             case Load():
                 self._load(entry, payload, outcome)
             case Enter():
@@ -250,8 +163,13 @@ class Shard:
                 self.pacing.expire(entry.step)
             case Members():
                 self._change(entry.view, outcome)
-        self._complete_steps(outcome)
+        while self.pacing.is_complete():
+            if (weight := self._sum.close(outcome)) > 0:
+                self.version += 1
+                outcome.works.append(Update(self.version, 1 / weight, self._sum.settings))
+            self._sum.give_up_on_the_slow(outcome)
         outcome.moved = self.minimum > before
+        self.counts.update(outcome.statuses)
         self._release(outcome)
         return outcome
 
@@ -274,44 +192,34 @@ class Shard:
             self.staleness[max(0, ask.clock - self.minimum)] += 1
         return True
 
-    def _push(self, push: Push, payload: Payload, outcome: Outcome, unfit: str = "") -> None:
-        if not self._meet(push, payload, outcome):
-            return
-        if self.rule.aggregated:
-            self._collect(_Part(push, payload, unfit), outcome)
-        else:
-            self._apply_alone(_Part(push, payload, unfit), outcome)
+    def _push(self, gradient: Gradient, outcome: Outcome) -> None:
+        if self._is_new(gradient.push, gradient.payload, outcome):
+            if self.rule.aggregated:
+                self._sum.collect(gradient, outcome)
+            else:
+                self._apply_alone(gradient, outcome)
 
-    def _meet(self, push: Push | Load, payload: Payload, outcome: Outcome) -> bool:
+    def _is_new(self, push: Push | Load, payload: Payload, outcome: Outcome) -> bool:
         """Whether a push is of one who takes part, and new; else it is answered and left unused."""
         if self._members.get(push.worker) != push.life or push.worker not in self.pacing.clocks:
-            self._settle(push, payload, outcome, "refused", "its sender does not take part")
+            outcome.settle(push, payload, "refused", "its sender does not take part")
             return False
         if self.knows(push.worker, push.life, push.number):
-            self._settle(push, payload, outcome, "duplicate")
+            outcome.settle(push, payload, "duplicate")
             return False
         self._next[push.worker] = push.number + 1
         return True
 
-    def _settle(self, push: Push | Load, payload: Payload, outcome: Outcome, status: Status, reason: str = "") -> None:
-        """Answer a push; unless it was applied, leave it unused."""
-        if isinstance(push, Push):
-            self.counts[status] += 1
-        if status != "applied" and payload.nbytes:
-            outcome.works.append(Discard(payload))
-        then_pull, step = (push.then_pull, push.clock) if isinstance(push, Push) else (0, 0)
-        outcome.answers.append(Answer(push.worker, push.life, push.number, status, reason, then_pull, step))
-
-    def _apply_alone(self, part: _Part, outcome: Outcome) -> None:
-        push = part.push
-        if part.payload.nbytes and not part.unfit:
+    def _apply_alone(self, gradient: Gradient, outcome: Outcome) -> None:
+        push, payload, unfit = gradient.push, gradient.payload, gradient.unfit
+        if payload.nbytes and not unfit:
             missed = max(0, self.version - push.version)
             oldest = self._oldest() if self.rule.remembers else None
             self._origins[push.worker] = min(push.version, self.version)
             self.version += 1
-            scale, given = 1 / len(self.pacing.clocks), (part.payload, missed, push.absent, oldest)
+            scale, given = 1 / len(self.pacing.clocks), (payload, missed, push.absent, oldest)
             outcome.works.append(Update(self.version, scale, push.settings, push.start, push.stop, *given))
-        self._settle(push, part.payload, outcome, "refused" if part.unfit else "applied", part.unfit)
+        outcome.settle(push, payload, "refused" if unfit else "applied", unfit)
         if push.last:
             self.pacing.finish(push.worker, push.clock + 1)
 
@@ -319,63 +227,12 @@ class Shard:
         """No gradient will come that was computed from an older version; of who has not pushed yet nothing is known."""
         return min((self._origins.get(worker, 0) for worker in self.pacing.clocks.workers), default=0)
 
-    def _collect(self, part: _Part, outcome: Outcome) -> None:
-        push, step = part.push, self.pacing.completed
-        if push.clock < step:
-            self._settle(push, part.payload, outcome, "late")
-        elif push.clock > step:
-            reason = f"it is for step {push.clock} while step {step} is open: pull before pushing on"
-            self._settle(push, part.payload, outcome, "refused", reason)
-        elif push.counts and not push.last:
-            self._add([part], push, outcome)
-        else:
-            self._held.setdefault(push.worker, []).append(part)
-            if push.last:
-                self._finish(push, outcome)
-
-    def _finish(self, last: Push, outcome: Outcome) -> None:
-        """A worker's step is whole. What is coded is held until there is enough of it; anything else joins the sum."""
-        if not self.rule.coded:
-            self._add(self._held.pop(last.worker), last, outcome)
-        elif not _unfit(self._held[last.worker]):
-            self.pacing.contribute(last.worker)
-        self.pacing.finish(last.worker, last.clock + 1)
-
-    def _combine(self, outcome: Outcome) -> None:
-        """A coded step is complete: use what has come, each by its coefficient."""
-        coefficients = self.pacing.coefficients()
-        for worker, parts in [entry for entry in self._held.items() if entry[1][-1].push.last]:
-            del self._held[worker]
-            factor = 1.0 if coefficients is None else float(coefficients[worker])
-            if _unfit(parts) or (coefficients is not None and factor):
-                self._add(parts, parts[-1].push, outcome, factor)
-                continue
-            for part in parts:
-                if coefficients is None:
-                    self._settle(part.push, part.payload, outcome, "refused", "too many workers are gone for its code")
-                else:
-                    self._settle(part.push, part.payload, outcome, "late")
-
-    def _add(self, parts: list[_Part], last: Push, outcome: Outcome, factor: float = 1.0) -> None:
-        """Parts that belong together join the sum; if any of them is unfit, none is used."""
-        unfit = _unfit(parts)
-        for part in parts:
-            push = part.push
-            if part.payload.nbytes and not unfit:
-                weight = factor * last.weight
-                outcome.works.append(Accumulate(part.payload, weight, push.start, push.stop, push.absent))
-            self._settle(push, part.payload, outcome, "refused" if unfit else "applied", unfit)
-        if not unfit:
-            self._weight += factor * last.weight
-            self.pacing.contribute(last.worker)
-        self._settings = last.settings or self._settings  # Told once: also with numbers that are not used.
-
     def _load(self, load: Load, payload: Payload, outcome: Outcome) -> None:
-        if not self._meet(load, payload, outcome):
+        if not self._is_new(load, payload, outcome):
             return
         self.version = load.version
         outcome.works.append(Restore(payload, load.version))
-        self._settle(load, payload, outcome, "applied")
+        outcome.settle(load, payload, "applied")
         clocks = dict.fromkeys(self.pacing.clocks.workers, load.clock)
         for worker, pushes, clock in load.took:
             if worker in clocks:
@@ -383,7 +240,7 @@ class Shard:
                 self._next[worker] = pushes
         self.pacing.restart(load.clock, load.clock, clocks.items())
         self._origins.clear()
-        self._weight = 0.0
+        self._sum.clear(held=False)
 
     def _enter(self, enter: Enter, outcome: Outcome) -> None:
         if self._members.get(enter.worker) != enter.life:
@@ -399,33 +256,13 @@ class Shard:
         for worker, life in list(self._members.items()):
             if now.get(worker) == life:
                 continue
-            for part in self._held.pop(worker, []):
-                self._settle(part.push, part.payload, outcome, "refused", "its sender does not take part")
+            self._sum.leave(worker, outcome)
             self.pacing.leave(worker)
             self._unwritten.pop(worker, None)
             self._origins.pop(worker, None)
             del self._next[worker]
         self._next |= {worker: 0 for worker in now if worker not in self._next}
         self._members = now
-
-    def _complete_steps(self, outcome: Outcome) -> None:
-        while self.pacing.is_complete():
-            if self.rule.coded:
-                self._combine(outcome)
-                if self.rule.cyclic and self._weight:
-                    self._weight = 1.0  # Answers are shares of the mean over all examples; coefficients are not.
-            if self._weight > 0:
-                self.version += 1
-                outcome.works.append(Update(self.version, 1 / self._weight, self._settings))
-            self._weight = 0.0
-            self.pacing.close()
-            self._give_up_on_the_slow(outcome)
-
-    def _give_up_on_the_slow(self, outcome: Outcome) -> None:
-        """What is held of steps that were completed without it is late."""
-        late = [who for who, parts in self._held.items() if parts[0].push.clock < self.pacing.completed]
-        for part in [part for worker in late for part in self._held.pop(worker)]:
-            self._settle(part.push, part.payload, outcome, "late")
 
     def _release(self, outcome: Outcome) -> None:
         """Name the reads that are due now: all that the minimum allows, and those that waited for a push of theirs."""
@@ -435,8 +272,3 @@ class Shard:
         for ask in ready:
             self._asked.discard((ask.worker, ask.life, ask.number))
         outcome.due += [ask for ask in ready if self.ask(ask)]
-
-
-def _unfit(parts: list[_Part]) -> str:
-    """Why a step in these parts cannot be used; empty if it can."""
-    return next((part.unfit for part in parts if part.unfit), "")

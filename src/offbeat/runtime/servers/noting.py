@@ -6,8 +6,17 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from offbeat.protocols.machine import Effect, Event, Received, Send
+from offbeat.protocols.servers.client import ClientMachine
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import ClusterView, Pull, PullReply, Push, PushReply
+from offbeat.protocols.servers.notices import (
+    Asked,
+    ClientRequest,
+    LoadRequest,
+    PullRequest,
+    PushRequest,
+    RangeRequest,
+)
 from offbeat.protocols.servers.server import ServerMachine
 from offbeat.runtime.stamps import About, Mark, Recorder
 
@@ -69,18 +78,23 @@ class Requests:
         self._recorder = recorder
         self._workers = workers
 
-    def pushed(self, token: int, number: int, clock: int, final: bool) -> None:
-        """A push has been sent to every shard; with the final one a step is finished."""
-        self._open[token] = _Request(self._push, number, clock)
-        self._stamp(_START, self._push, number, clock, int(final))
-
-    def pulls(self, token: int, clock: int) -> None:
-        """Values were asked for, by a push or by themselves."""
-        self._open[token] = _Request(self._pull, token, clock)
-
-    def loaded(self, clock: int) -> None:
-        """All go on from this clock: somebody has put a state on the servers."""
-        self._stamp(_START, self._recorder.name("servers: load", lambda: About(GROUP, "load")), 0, clock)
+    def asked(self, request: ClientRequest, asked: Asked, machine: ClientMachine) -> None:
+        """Something was asked for: with the final push a step is finished, with a load all go on from its clock."""
+        match request:
+            case PushRequest(parts, clock, final=final):
+                if final or parts[0].shard == 0:  # Pushes go by the numbers that they have on the first shard.
+                    number = message_number(machine.life, machine.composer.pushes[0] - 1)
+                    self._open[asked.token] = _Request(self._push, number, clock)
+                    self._stamp(_START, self._push, number, clock, int(final))
+                if asked.pull:
+                    self._open[asked.pull] = _Request(self._pull, asked.pull, clock + 1)
+            case PullRequest(clock) | RangeRequest(_, clock):
+                self._open[asked.token] = _Request(self._pull, asked.token, clock)
+            case LoadRequest():
+                name = self._recorder.name("servers: load", lambda: About(GROUP, "load"))
+                self._stamp(_START, name, 0, request.clock)
+            case _:
+                pass
 
     def meets(self, token: int, what: str, number: int) -> None:
         """All live workers are to come."""

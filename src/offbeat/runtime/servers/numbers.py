@@ -29,8 +29,7 @@ from offbeat.errors import RunError
 from offbeat.protocols.compression import AnyFormat
 from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.messages import Settings
-from offbeat.protocols.servers.shard import Accumulate, Discard, Restore, Update
-from offbeat.protocols.servers.works import Inspect, Look, Read, Release
+from offbeat.protocols.servers.works import Accumulate, Discard, Inspect, Look, Read, Release, Restore, Update
 from offbeat.runtime.compression import Coder, build
 from offbeat.runtime.optimizers import ELEMENT_WISE
 from offbeat.runtime.shared.segment import Segment

@@ -13,8 +13,7 @@ from offbeat.protocols.colouring import Keep, Record, Write
 from offbeat.protocols.machine import Effect, Event, Payload, Received, Start
 from offbeat.protocols.servers.messages import COORDINATOR, ClusterView, Load, server_name
 from offbeat.protocols.servers.server import ServerMachine
-from offbeat.protocols.servers.shard import Restore
-from offbeat.protocols.servers.works import Inspect
+from offbeat.protocols.servers.works import Inspect, Restore
 from offbeat.runtime.allocation import keep_freed_memory
 from offbeat.runtime.disturb import Disturber
 from offbeat.runtime.launch import Control
