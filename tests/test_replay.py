@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from cli_support import Offbeat, in_process
+from offbeat.cli.wanted import Wanted
 from offbeat.errors import UsageError
 from offbeat.monitor.predicates import Possibilities, predicate
 from offbeat.monitor.replay import RULES, replay
+from offbeat.monitor.scenes import Scene
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.stamps import COMPUTING, INPUT, About, Mark, Stamp
 
@@ -80,6 +82,17 @@ def test_a_deadlock_that_is_true_is_seen_under_every_rule_and_is_no_phantom(rule
     assert seen.verdict is not None
     assert seen.verdict.startswith("deadlock: worker 0 waits for worker 1 in barrier #1 of group one")
     assert seen.phantoms == ()
+
+
+def test_a_consistent_cut_is_said_to_be_deadlocked_where_it_is() -> None:
+    run = lockstep(2)
+    for rank, group in enumerate(("one", "other")):
+        run[rank].append(Stamp(Mark.ENTER, About(group, "barrier", 2), 1, 1.0))
+    done = Wanted(cuts=("latest", "past worker 0:3")).done(Scene.of(run))
+    waits = "worker 0 waits for worker 1 in barrier #1 of group one"
+    told = f"{waits}; worker 1 waits for worker 0 in barrier #1 of group other."
+    assert [line for line in done.lines if "Deadlocked" in line] == [f"  Deadlocked there: {told}"]
+    assert done.plain["deadlocked"] == {"latest": told}
 
 
 def test_clocks_that_do_not_agree_spoil_the_order_of_time_and_no_other() -> None:

@@ -100,7 +100,9 @@ class Wanted:
             told.lines.append(f"Cut {cut.label} ({counts}): {'consistent.' if cut.consistent else cut.words}")
             told.code = told.code if cut.consistent else INCONSISTENT
             stuck = deadlock(waits(scene.run, cuts[cut.label])) if cut.consistent else None
-            told.lines += [] if stuck is None else [f"  Deadlocked there: {stuck}"]
+            if stuck is not None:
+                told.lines.append(f"  Deadlocked there: {stuck}")
+                told.plain.setdefault("deadlocked", {})[cut.label] = str(stuck)
         told.plain["cuts"] = to_builtins(lanes.cuts)
         if self.draw is not None:
             save(lanes, self.draw)
