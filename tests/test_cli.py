@@ -26,8 +26,8 @@ from offbeat.strategies import available
 from offbeat.tasks.digits import Digits
 
 COMMANDS = [
-    "run", "compare", "explain", "doctor", "watch", "strategies", "check", "ps", "stop", "logs", "scale", "batch-size",
-    "bench", "keys",
+    "run", "compare", "explain", "doctor", "watch", "strategies", "draw", "check", "ps", "stop", "logs", "scale",
+    "batch-size", "bench", "keys",
 ]  # fmt: skip
 BENCH_OPTIONS = {
     "--ranks", "-r", "--size", "--sizes", "--simulate", "--network", "--inside", "--hosts", "--per-host", "--ports",
@@ -136,7 +136,10 @@ def test_the_commands_and_their_options_are_these() -> None:
     assert options_of("doctor") == {"--format"}
     assert options_of("watch") == {"--port", "--open", "--export"}
     assert options_of("strategies") == {"--format"}
-    assert options_of("check") == {"--workers", "-w", "--hosts", "--format"}
+    own = {"--collective", "--runs", "--seed"}
+    assert options_of("check") == {"--workers", "-w", "--hosts", "--format"} | own
+    world = {"--workers", "-w", "--network", "--inside", "--size", "--hosts", "--steps", "--step", "--stragglers"}
+    assert options_of("draw") == world | {"--collective", "--seed", "--out", "-o", "--format"}
     assert list(typer.main.get_command(app).commands["bench"].commands) == ["collectives", "server"]  # pyright: ignore[reportAttributeAccessIssue]
     assert options_of("bench", "collectives") == BENCH_OPTIONS
     measuring = {"--workers", "-w", "--steps", "--seconds", "--threads", "--seed", "--out", "-o", "--format"}
