@@ -1,0 +1,68 @@
+"""The seams between strategies and team stay narrow: a small core, capabilities by type, classes of a readable size."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offbeat
+from offbeat.strategies import Exchange, _capabilities
+from offbeat.strategies._worker import EveryBatch, pace_of
+
+SOURCE = Path(offbeat.__file__).parent
+FILES = sorted([*SOURCE.glob("strategies/*.py"), *SOURCE.glob("teamwork/*.py"), SOURCE / "join.py"])
+CAPABILITIES: list[Any] = [
+    kind for _, kind in inspect.getmembers(_capabilities, inspect.isclass) if kind.__module__ == _capabilities.__name__
+]
+
+
+class Least(Exchange):
+    """An exchange that can do nothing but what every one must."""
+
+    def install(self, model: object) -> None:
+        """Nothing to hook."""
+
+    def weigh(self, examples: int, total: int | None) -> None:
+        """Nothing to weigh."""
+
+    def suspend(self, held: bool) -> None:
+        """Nothing to suspend."""
+
+
+def least() -> Least:
+    group: Any = None
+    return Least(group, group)
+
+
+def test_the_core_of_an_exchange_is_small() -> None:
+    methods = {name for name, held in vars(Exchange).items() if inspect.isfunction(held) and not name.startswith("_")}
+    assert methods == {"install", "weigh", "suspend", "averaged", "state_dict", "load_state_dict", "close"}
+    assert Exchange.__abstractmethods__ == {"install", "weigh", "suspend"}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda kind: kind.__name__)
+def test_an_exchange_has_a_capability_only_by_having_its_methods(capability: Any) -> None:
+    names = [name for name in vars(capability) if not name.startswith("_")]
+    assert 1 <= len(names) <= 4
+    assert not isinstance(least(), capability)
+    assert isinstance(type("Able", (Least,), dict.fromkeys(names, lambda *_: None))(None, None), capability)
+
+
+def test_an_exchange_that_decides_nothing_about_slices_is_paced_batch_by_batch() -> None:
+    pace, batches = pace_of(None, least())
+    assert (type(pace), batches) == (EveryBatch, 1)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_no_class_outgrows_a_page(path: Path) -> None:
+    source = path.read_text()
+    assert "reportIncompatible" not in source
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef):
+            methods = sum(isinstance(part, ast.FunctionDef) for part in node.body)
+            assert methods <= 23, f"{node.name} has {methods} methods"
+            assert (node.end_lineno or 0) - node.lineno < 250, f"{node.name} is too long"
