@@ -14,9 +14,18 @@ from hypothesis import strategies as st
 from offbeat.errors import UsageError
 from offbeat.protocols.machine import Done, Effect, Payload, Received, Send, SetTimer, Start, Timer
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.messages import ClusterView, PullReply, Push, worker_name
+from offbeat.protocols.servers.messages import ClusterView, Fresh, Pull, PullReply, Push, PushReply, worker_name
 from offbeat.protocols.servers.pacing import Clocks, Pacing, Parked
-from offbeat.protocols.servers.rhythm import EveryStep
+from offbeat.protocols.servers.rhythm import (
+    Action,
+    EveryStep,
+    Exchange,
+    Lazily,
+    PushAndFetch,
+    RhythmOf,
+    Spring,
+    rhythm_of,
+)
 from offbeat.protocols.servers.server import ServerMachine
 from offbeat.simulate.queues import Times
 from offbeat.simulate.server_events import Drive, Worker
@@ -292,47 +301,65 @@ def test_a_coded_step_is_complete_with_answers_that_give_the_whole_sum() -> None
 
 # --- the simulator and the servers start the same workers at the same moments
 
-RULES = [
-    Rule(0),
-    Rule(1),
-    Rule(3),
-    Rule(None),
-    Rule(0, drop=1),
-    Rule(0, drop=2),
-    Rule(0, deadline=0.7),
-    Rule(0, deadline=2.0),
-    Rule(0, coded=1),
-    Rule(0, coded=1, cyclic=True),
-]
+Case = tuple[Rule, RhythmOf]
+CASES: dict[str, Case] = {
+    **{
+        str(rule): (rule, rhythm_of(rule))
+        for rule in (
+            Rule(0),
+            Rule(1),
+            Rule(3),
+            Rule(1, eager=True),
+            Rule(3, eager=True),
+            Rule(None),
+            Rule(0, drop=1),
+            Rule(0, drop=2),
+            Rule(0, deadline=0.7),
+            Rule(0, deadline=2.0),
+            Rule(0, coded=1),
+            Rule(0, coded=1, cyclic=True),
+        )
+    },
+    "downpour(2, 3)": (Rule(None), lambda _: PushAndFetch(2, 3)),
+    "downpour(warm=2)": (Rule(None), lambda worker: PushAndFetch(1, 2, warm=2, leads=worker == 0)),
+    "elastic(2)": (Rule(0), lambda _: Spring(2, asynchronous=False)),
+    "elastic(3, asynchronous)": (Rule(None), lambda _: Spring(3, asynchronous=True)),
+}
+Starts = list[tuple[float, int, int]]
+"""When which worker started which step."""
 
 
 class Recorded(Drive):
     """Who started which step when, in the simulator."""
 
-    def __init__(self, rule: Rule, durations: Times) -> None:
-        super().__init__(rule, durations, lambda _: EveryStep(), None, None)
-        self.starts: list[tuple[float, int, int]] = []
+    def __init__(self, case: Case, durations: Times) -> None:
+        super().__init__(case[0], durations, case[1], None, None)
+        self.starts: Starts = []
 
     def _begin(self, number: int, worker: Worker, now: float) -> None:
-        if worker.clock < self.steps:
-            self.starts.append((now, number, worker.clock))
+        step = worker.clock if self.rule.closes else worker.steps
+        if step < self.steps:
+            self.starts.append((now, number, step))
         super()._begin(number, worker, now)
 
 
 class Served:
-    """The same on the server machine that processes run: pushes in order of time, answers at once."""
+    """The same on the server machine that processes run: what rhythms say, in order of time, answered at once."""
 
-    def __init__(self, rule: Rule, durations: Times) -> None:
+    def __init__(self, case: Case, durations: Times) -> None:
         self.steps, self.workers = durations.shape
-        self.durations, self.rule = durations, rule
-        view = ClusterView.of(self.workers, 1)
-        self.machine = ServerMachine("server 0.0", 0, rule, view, inspect=False)
-        self.starts: list[tuple[float, int, int]] = []
-        self.clocks = [0] * self.workers
-        self.numbers = [0] * self.workers
+        self.durations, self.rule = durations, case[0]
+        self.machine = ServerMachine("server 0.0", 0, self.rule, ClusterView.of(self.workers, 1), inspect=False)
+        self.rhythms = [case[1](worker) for worker in range(self.workers)]
+        self.starts: Starts = []
         self.events: list[tuple[float, int, int]] = []
+        self.todo: list[list[Action]] = [[] for _ in self.rhythms]
+        self.computed, self.clocks, self.asks, self.pushes, self.written = ([0] * self.workers for _ in range(5))
+        self.asked, self.here, self.blocked = ([False] * self.workers for _ in range(3))
+        self.fresh: dict[int, Fresh] = {}
+        self.met: list[int] = []
 
-    def run(self) -> list[tuple[float, int, int]]:
+    def run(self) -> Starts:
         for worker in range(self.workers):
             self.begin(worker, 0.0)
         while self.events and not (self.rule.closes and self.machine.shard.minimum >= self.steps):
@@ -340,19 +367,62 @@ class Served:
             if worker < 0:
                 self.handle(self.machine.on(Timer(("deadline", step)), now), now)
             else:
-                self.push(worker, now)
+                self.computed[worker] += 1
+                self.todo[worker] = list(self.rhythms[worker].computed(self.clocks[worker]).actions)
+                self.go_on(worker, now)
         return self.starts
 
     def begin(self, worker: int, now: float) -> None:
-        if (step := self.clocks[worker]) < self.steps:
+        step = self.clocks[worker] if self.rule.closes else self.computed[worker]
+        if step < self.steps:
             self.starts.append((now, worker, step))
-            heappush(self.events, (now + float(self.durations[step, worker]), worker, step))
+            seconds = float(self.durations[step, worker]) if self.rhythms[worker].trains() else 0.0
+            heappush(self.events, (now + seconds, worker, step))
 
-    def push(self, worker: int, now: float) -> None:
-        clock, number = self.clocks[worker], self.numbers[worker]
-        self.clocks[worker], self.numbers[worker] = clock + 1, number + 1
-        push = Push(worker=worker, number=number, clock=clock, then_pull=number + 1)
-        self.handle(self.machine.on(Received(worker_name(worker), push, Payload(1)), now), now)
+    def go_on(self, worker: int, now: float) -> None:
+        todo = self.todo[worker]
+        while todo:
+            action = todo.pop(0)
+            if action in (Action.PUSH, Action.PUSH_AND_PULL):
+                self.push(worker, action is Action.PUSH_AND_PULL, now)
+            elif action is Action.PULL:
+                self.pull(worker, now)
+            elif action is Action.TAKE_FRESH:
+                fresh = self.fresh.get(worker)
+                needed = self.rule.needed(self.clocks[worker])
+                if fresh is None or fresh.version < self.written[worker] or fresh.clock < needed:
+                    todo[:0] = [Action.PULL, Action.AWAIT]
+            elif action is Action.AWAIT and self.asked[worker] and not self.here[worker]:
+                self.blocked[worker] = True
+                return
+            elif action is Action.AWAIT:
+                self.asked[worker] = self.here[worker] = False
+            elif action is Action.MEET:
+                self.met.append(worker)
+                if len(self.met) == self.workers:
+                    together, self.met = self.met, []
+                    for other in together:
+                        self.go_on(other, now)
+                return
+        self.begin(worker, now)
+
+    def tell(self, worker: int, message: Push | Pull, now: float) -> None:
+        payload = Payload(1) if isinstance(message, Push) else Payload(0)
+        self.handle(self.machine.on(Received(worker_name(worker), message, payload), now), now)
+
+    def push(self, worker: int, pulls: bool, now: float) -> None:
+        clock, number = self.clocks[worker], self.pushes[worker]
+        self.clocks[worker], self.pushes[worker] = clock + 1, number + 1
+        self.asks[worker] += pulls
+        self.asked[worker] |= pulls
+        then_pull = self.asks[worker] if pulls else 0
+        self.tell(worker, Push(worker=worker, number=number, clock=clock, then_pull=then_pull), now)
+
+    def pull(self, worker: int, now: float) -> None:
+        self.asks[worker] += 1
+        self.asked[worker] = True
+        after = self.pushes[worker] - 1
+        self.tell(worker, Pull(worker=worker, number=self.asks[worker], clock=self.clocks[worker], after=after), now)
 
     def handle(self, effects: Sequence[Effect], now: float) -> None:
         for effect in effects:
@@ -360,42 +430,58 @@ class Served:
                 self.handle(self.machine.on(Done(effect.token, Payload(1)), now), now)
             elif isinstance(effect, SetTimer) and isinstance(effect.token, tuple):
                 heappush(self.events, (now + effect.after, -1, effect.token[1]))
-            elif isinstance(effect, Send) and isinstance(effect.message, PullReply):
-                worker, reply = int(effect.to.removeprefix("worker ")), effect.message
-                if reply.pushed is not None and reply.pushed.status == "late":
-                    self.clocks[worker] = max(self.clocks[worker], reply.clock)
-                self.begin(worker, now)
+            elif isinstance(effect, Send):
+                self.hear(int(effect.to.removeprefix("worker ")), effect.message, now)
+
+    def hear(self, worker: int, reply: object, now: float) -> None:
+        pushed = reply.pushed if isinstance(reply, PullReply) else reply
+        if isinstance(pushed, PushReply):
+            self.written[worker] = max(self.written[worker], pushed.version)
+        if isinstance(reply, Fresh):
+            self.fresh[worker] = reply
+        elif isinstance(reply, PullReply):
+            if reply.pushed is not None and reply.pushed.status == "late":
+                self.clocks[worker] = max(self.clocks[worker], reply.clock)
+            self.rhythms[worker].read(reply.clock)
+            self.here[worker] = True
+            if self.blocked[worker]:
+                self.blocked[worker] = self.asked[worker] = self.here[worker] = False
+                self.go_on(worker, now)
 
 
-@given(st.sampled_from(RULES), st.sampled_from([2, 4, 6]), st.integers(1, 12), st.integers(0, 10**6))
-def test_the_simulator_and_the_server_machine_start_the_same_workers_at_the_same_moments(
-    rule: Rule, workers: int, steps: int, seed: int
-) -> None:
-    assume(rule.drop < workers)
-    durations = np.random.default_rng(seed).exponential(1.0, (steps, workers)) + 0.01
-    simulated = Recorded(rule, durations)
+def both(case: Case, durations: Times) -> tuple[Starts, Starts]:
+    """Who started when: in the simulator, and on the server machine."""
+    simulated = Recorded(case, durations)
     simulated.run()
-    assert sorted(simulated.starts) == sorted(Served(rule, durations).run())
+    return sorted(simulated.starts), sorted(Served(case, durations).run())
 
 
-@pytest.mark.parametrize("broken", ["admits", "released", "is_complete"])
-def test_a_pacing_that_is_wrong_is_wrong_in_the_simulator_and_on_the_server(
-    broken: str, monkeypatch: pytest.MonkeyPatch
+@given(st.sampled_from(sorted(CASES)), st.sampled_from([2, 4, 6]), st.integers(1, 12), st.integers(0, 10**6))
+def test_the_simulator_and_the_server_machine_start_the_same_workers_at_the_same_moments(
+    name: str, workers: int, steps: int, seed: int
+) -> None:
+    assume(CASES[name][0].drop < workers)
+    durations = np.random.default_rng(seed).exponential(1.0, (steps, workers)) + 0.01
+    simulated, served = both(CASES[name], durations)
+    assert simulated == served
+
+
+@pytest.mark.parametrize(
+    ("name", "owner", "method", "wrong"),
+    [
+        ("ssp(1)", Pacing, "admits", lambda self, needed, item, real=Pacing.admits: real(self, needed + 1, item)),
+        ("drop_slowest(1)", Pacing, "released", lambda self, real=Pacing.released: real(self)[1:]),
+        ("drop_slowest(1)", Pacing, "is_complete", lambda self: self.clocks.minimum > self.completed),
+        ("ssp(1)", Lazily, "computed", lambda *_: Exchange((Action.PUSH, Action.REUSE), own_step=True)),
+        ("bsp", EveryStep, "computed", lambda *_: Exchange((Action.PUSH,))),
+        ("elastic(2)", Spring, "computed", lambda *_: Exchange(own_step=True)),
+    ],
+)
+def test_a_line_that_is_wrong_is_wrong_in_the_simulator_and_on_the_server(
+    name: str, owner: type, method: str, wrong: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     durations = np.random.default_rng(3).exponential(1.0, (8, 4)) + 0.01
-    rule = Rule(2) if broken == "admits" else Rule(0, drop=1)
-
-    def starts() -> tuple[list[tuple[float, int, int]], list[tuple[float, int, int]]]:
-        simulated = Recorded(rule, durations)
-        simulated.run()
-        return sorted(simulated.starts), sorted(Served(rule, durations).run())
-
-    right = starts()
-    wrong: dict[str, Callable[..., object]] = {
-        "admits": lambda self, needed, item, real=Pacing.admits: real(self, needed + 1, item),
-        "released": lambda self, real=Pacing.released: real(self)[1:],
-        "is_complete": lambda self: self.clocks.minimum > self.completed,
-    }
-    monkeypatch.setattr(Pacing, broken, wrong[broken])
+    right = both(CASES[name], durations)
+    monkeypatch.setattr(owner, method, wrong)
     assert right[0] == right[1]
-    assert all(one != other for one, other in zip(right, starts(), strict=True))
+    assert all(one != other for one, other in zip(right, both(CASES[name], durations), strict=True))

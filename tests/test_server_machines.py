@@ -512,13 +512,13 @@ class AnswersBeforeBackupsHold(ServerMachine):
         while replication.applied < replication.log.end:
             entry, payload = replication.log[replication.applied]
             replication.applied += 1
-            self._answers.tell(self._apply(entry, payload), self._out)
+            self._answers.tell(self.shard.apply(entry, payload, self._out), self._out)
 
 
 class FencesNobody(ServerMachine):
     def _replicate(self, event: Received, message: Replicate) -> None:
         for entry in self.replication.hold(message, event.payload):
-            self._apply(*entry)
+            self.shard.apply(*entry, self._out)
         self._out.send(event.sender, Replicated(message.epoch, self.replication.log.end - 1))
 
 

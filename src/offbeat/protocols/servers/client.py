@@ -126,9 +126,9 @@ class ClientMachine:
             self._act(now)
         for shard, message, payload in self.composer.compose(request):
             if pull and isinstance(message, Pull):
-                self.outstanding.enlist(pull, shard, message, payload, now)
+                self.outstanding.enlist(pull, shard, message, payload, now, None)
             else:
-                self.outstanding.send(token, shard, message, payload, now, out)
+                self.outstanding.enlist(token, shard, message, payload, now, out)
         self.outstanding.conclude(token, out)
         return Asked(token, out.done, pull)
 
@@ -167,13 +167,13 @@ class ClientMachine:
         out = self._out = Effects()
         cut = self.composer.cut(clock, meetings)
         for shard in self.membership.shards:
-            self.outstanding.send(ASIDE, shard, self.composer.turned(shard), NOTHING, now, out)
+            self.outstanding.enlist(ASIDE, shard, self.composer.turned(shard), NOTHING, now, out)
         return cut, out.done
 
     def recorded(self, colour: int, cut: WorkerCut | None, now: float) -> Sequence[Effect]:
         """The state of that cut is written down; or, without a cut, there is none."""
         out = self._out = Effects()
-        self.outstanding.send(ASIDE, -1, self.composer.recorded(colour, cut), NOTHING, now, out)
+        self.outstanding.enlist(ASIDE, -1, self.composer.recorded(colour, cut), NOTHING, now, out)
         return out.done
 
     def _act(self, now: float) -> None:
@@ -182,7 +182,7 @@ class ClientMachine:
         self.colour.act()
         if self.colour.missed > missed:
             message = self.composer.recorded(self.colour.missed, None)
-            self.outstanding.send(ASIDE, -1, message, NOTHING, now, self._out)
+            self.outstanding.enlist(ASIDE, -1, message, NOTHING, now, self._out)
 
     # What happens.
 
@@ -294,7 +294,7 @@ class ClientMachine:
         self.known.clear()
 
     def _ask_to_enter(self, shard: int, clock: int, now: float) -> None:
-        self.outstanding.send(ENTERING, shard, self.composer.enter(clock), NOTHING, now, self._out)
+        self.outstanding.enlist(ENTERING, shard, self.composer.enter(clock), NOTHING, now, self._out)
 
     def _enter(self, now: float) -> None:
         """Once all shards wait for this worker from the same clock on, it is one of the others."""

@@ -82,18 +82,15 @@ class Outstanding:
         """Payloads of so many bytes are to be borne with."""
         self.burden = max(self.burden, nbytes)
 
-    def enlist(self, token: int, shard: int, message: Sent, payload: Payload, now: float) -> None:
-        """Wait for the answer to a message; it is sent by itself only if none comes."""
+    def enlist(self, token: int, shard: int, message: Sent, payload: Payload, now: float, out: Effects | None) -> None:
+        """Send a message until it is answered. Without effects it is only waited for, and sent if no answer comes."""
         self.expect(payload.nbytes)
         patience = self._timing.patience(self.burden)
         self.open[key_of(message, shard)] = Open(token, shard, message, payload, now, now + patience, patience)
         if token in self._waits:
             self._waits[token].open += 1
-
-    def send(self, token: int, shard: int, message: Sent, payload: Payload, now: float, out: Effects) -> None:
-        """Send a message until it is answered."""
-        self.enlist(token, shard, message, payload, now)
-        self._send(shard, message, payload, out)
+        if out is not None:
+            self._send(shard, message, payload, out)
 
     def send_row(self, message: Bring, out: Effects) -> None:
         """The row that was brought to a meeting was lost: send it again."""

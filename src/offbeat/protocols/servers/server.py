@@ -49,7 +49,7 @@ from offbeat.protocols.servers.renewal import Renewal
 from offbeat.protocols.servers.replication import Replication
 from offbeat.protocols.servers.shard import Shard
 from offbeat.protocols.servers.snapshots import ShardColour
-from offbeat.protocols.servers.works import Answer, Ask, Look, Outcome, Restore
+from offbeat.protocols.servers.works import Answer, Ask, Look, Restore
 
 TICK = "tick"
 
@@ -233,7 +233,7 @@ class ServerMachine:
         unsettled = not self.replication.settled
         self.replication.send(self.view.epoch, now, self._out)
         for entry, payload in self.replication.to_apply():
-            outcome = self._apply(entry, payload)
+            outcome = self.shard.apply(entry, payload, self._out)
             if isinstance(entry, Load):
                 self._admission.forget()  # Pushes may go on under other numbers.
             if self._colour.recording:
@@ -243,12 +243,6 @@ class ServerMachine:
         self._take_state(now)
         if unsettled and self.replication.settled:
             self._open_stash(now)
-
-    def _apply(self, entry: Entry, payload: Payload) -> Outcome:
-        outcome = self.shard.apply(entry, payload)
-        for work in outcome.works:
-            self._out.start(work)
-        return outcome
 
     def _take_state(self, now: float) -> None:
         """Between two steps, when all backups hold what is applied: this is what the novice is given."""
@@ -284,7 +278,7 @@ class ServerMachine:
     def _take(self, entries: Iterable[tuple[Entry, Payload]], sender: Name) -> None:
         """Apply entries, and say how many are held."""
         for entry in entries:
-            self._apply(*entry)
+            self.shard.apply(*entry, self._out)
         self._out.send(sender, Replicated(self.view.epoch, self.replication.log.end - 1))
 
     # What workers ask for.

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from offbeat.protocols.machine import NOTHING, Payload
+from offbeat.protocols.machine import NOTHING, Effects, Payload, Start
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import (
     ClusterView,
@@ -146,15 +146,16 @@ class Shard:
 
     # What it does.
 
-    def apply(self, entry: Entry, payload: Payload = NOTHING) -> Outcome:
-        """Take the next entry of the log."""
+    def apply(self, entry: Entry, payload: Payload = NOTHING, out: Effects | None = None) -> Outcome:
+        """Take the next entry of the log, and begin the work on the numbers that follows from it."""
         outcome = Outcome()
         before = self.minimum
         match entry:
-            case Push():
-                self._push(Gradient(entry, payload, ""), outcome)
-            case Refused():
-                self._push(Gradient(entry.push, payload, entry.reason), outcome)
+            case Push() | Refused():
+                push, unfit = (entry, "") if isinstance(entry, Push) else (entry.push, entry.reason)
+                if self._is_new(push, payload, outcome):
+                    take = self._sum.collect if self.rule.aggregated else self._apply_alone
+                    take(Gradient(push, payload, unfit), outcome)
             case Load():
                 self._load(entry, payload, outcome)
             case Enter():
@@ -170,6 +171,8 @@ class Shard:
             self._sum.give_up_on_the_slow(outcome)
         outcome.moved = self.minimum > before
         self.counts.update(outcome.statuses)
+        if out is not None:
+            out.done += [Start(work) for work in outcome.works]
         self._release(outcome)
         return outcome
 
@@ -191,13 +194,6 @@ class Shard:
         if isinstance(ask, Pull):
             self.staleness[max(0, ask.clock - self.minimum)] += 1
         return True
-
-    def _push(self, gradient: Gradient, outcome: Outcome) -> None:
-        if self._is_new(gradient.push, gradient.payload, outcome):
-            if self.rule.aggregated:
-                self._sum.collect(gradient, outcome)
-            else:
-                self._apply_alone(gradient, outcome)
 
     def _is_new(self, push: Push | Load, payload: Payload, outcome: Outcome) -> bool:
         """Whether a push is of one who takes part, and new; else it is answered and left unused."""

@@ -20,7 +20,7 @@ from offbeat.protocols.machine import (
     Start,
     Timer,
 )
-from offbeat.runtime.messages.endpoint import Endpoint, Incoming
+from offbeat.runtime.messages.endpoint import Endpoint
 
 LONGEST_SLEEP = 0.5
 """Seconds after which `until` is asked again even if nothing has happened."""
@@ -87,7 +87,10 @@ def drive(
     as `Done(token, result)` if there is a token, after the other effects of the same event. While it works, nothing
     else happens: heartbeats must bear the longest piece of work.
     """
-    Driver(machine, endpoint, work, clock, inbox).run(until)
+    driver = Driver(machine, endpoint, work, clock, inbox)
+    driver.begin()
+    while not until():
+        driver.turn(LONGEST_SLEEP)
 
 
 class Driver:
@@ -109,12 +112,6 @@ class Driver:
         self._timers = Timers()
         self._done: deque[Done] = deque()
 
-    def run(self, until: Callable[[], bool]) -> None:
-        """As `drive` says."""
-        self.begin()
-        while not until():
-            self.turn(LONGEST_SLEEP)
-
     def begin(self) -> None:
         """Let the machine begin."""
         self.perform(self._machine.begin(self._clock()))
@@ -123,25 +120,20 @@ class Driver:
 
     def turn(self, longest: float) -> bool:
         """Tell the machine of one thing that has happened; False if nothing did in so many seconds."""
-        event = self._next(longest)
-        if event is None:
-            return False
+        event: Event | None = self._inbox.take() or self._timers.take(self._clock())
+        if event is None:  # Other threads' events come first, then timers, then messages.
+            due = self._timers.due()
+            rest = LONGEST_SLEEP if due is None else min(LONGEST_SLEEP, max(0.0, due - self._clock()))
+            incoming = self._endpoint.receive(min(longest, rest))
+            if incoming is None:
+                return False
+            payload = incoming.payload
+            numbers = NOTHING if payload is None else Payload(payload.nbytes, payload)
+            event = Received(incoming.sender, incoming.message, numbers)
         self.perform(self._machine.on(event, self._clock()))
         while self._done:
             self.perform(self._machine.on(self._done.popleft(), self._clock()))
         return True
-
-    def _next(self, longest: float) -> Event | None:
-        """What has happened: other threads' events, then timers, then messages."""
-        event = self._inbox.take() or self._timers.take(self._clock())
-        if event is not None:
-            return event
-        incoming = self._endpoint.receive(min(longest, self._patience()))
-        return None if incoming is None else _received(incoming)
-
-    def _patience(self) -> float:
-        due = self._timers.due()
-        return LONGEST_SLEEP if due is None else min(LONGEST_SLEEP, max(0.0, due - self._clock()))
 
     def perform(self, effects: Sequence[Effect]) -> None:
         """Do what a machine says, in order."""
@@ -154,8 +146,3 @@ class Driver:
                     self._done.append(Done(effect.token, result))
             else:
                 self._timers.set(self._clock() + effect.after, effect.token)
-
-
-def _received(incoming: Incoming[Any]) -> Received:
-    payload = incoming.payload
-    return Received(incoming.sender, incoming.message, NOTHING if payload is None else Payload(payload.nbytes, payload))

@@ -112,7 +112,7 @@ class Client:
     def expect(self, nbytes: int) -> None:
         """Payloads of so many bytes are going to come: on a slow link, asking again too soon would double them."""
         with self._connection as connection:
-            connection.perform(self.machine.announce(nbytes))
+            connection.driver.perform(self.machine.announce(nbytes))
 
     def ask(self, request: ClientRequest, takes: Takes | None = None) -> Asked:
         """Ask for something: the token under which `wait` has the answer. Ranges that come are given to `takes`."""
@@ -121,7 +121,7 @@ class Client:
             asked = self.machine.ask(request, time.monotonic())
             if takes is not None:
                 self._takers[asked.token] = takes
-            connection.perform(asked.effects)
+            connection.driver.perform(asked.effects)
         if isinstance(request, PushRequest):
             self.clock = request.clock + request.final
             self._reads_at = request.clock + 1 if request.then_pull else self._reads_at
@@ -170,7 +170,7 @@ class Client:
             with self._connection as connection:
                 while token not in self._results:
                     connection.check()
-                    connection.turn(_SLICE)
+                    connection.driver.turn(_SLICE)
                 result = self._results.pop(token)
         finally:
             self.presence.waiting = None
@@ -201,7 +201,7 @@ class Client:
     def want_snapshot(self) -> None:
         """Ask the coordinator for a snapshot of the run."""
         with self._connection as connection:
-            connection.perform(self.machine.want_snapshot())
+            connection.driver.perform(self.machine.want_snapshot())
 
     def snapshot_due(self) -> bool:
         """Whether the worker, which is between two steps, is to record its state."""
@@ -213,24 +213,24 @@ class Client:
         """Be cut here; answers by which snapshot, and where."""
         with self._connection as connection:
             cut, effects = self.machine.turn(time.monotonic(), clock=clock, meetings=meetings)
-            connection.perform(effects)
+            connection.driver.perform(effects)
             return self.machine.colour.own, cut
 
     def recorded(self, colour: int, cut: WorkerCut) -> None:
         """The state of that cut is on the disk; may be called by any thread."""
         with self._connection as connection:
             if connection.broken is None and not connection.over:
-                connection.perform(self.machine.recorded(colour, cut, time.monotonic()))
+                connection.driver.perform(self.machine.recorded(colour, cut, time.monotonic()))
 
     # -- joining and leaving -----------------------------------------------------------------------------------------
 
     def join(self) -> Joined:
         """Wait until the others let this worker in; if the run ends before they do, this process does too."""
         with self._connection as connection:
-            connection.perform(self.machine.join(patient=True))
+            connection.driver.perform(self.machine.join(patient=True))
             while self._joined is None:
                 connection.check()
-                connection.turn(_SLICE)
+                connection.driver.turn(_SLICE)
         return self._joined
 
     def tell(self, heard: Callable[[ClusterView], None]) -> None:
@@ -254,10 +254,10 @@ class Client:
             if connection.broken is None:
                 if self._notes is not None:
                     self._notes.leaves()
-                connection.perform(self.machine.leave())
+                connection.driver.perform(self.machine.leave())
                 deadline = time.monotonic() + 1.0
                 while not self.machine.left and time.monotonic() < deadline:
-                    connection.turn(0.05)
+                    connection.driver.turn(0.05)
             connection.close()
 
     # -- what the machine says ---------------------------------------------------------------------------------------

@@ -6,11 +6,11 @@ It is entered as a context, by one thread at a time. While nobody is in it, a th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from offbeat.errors import RunError
-from offbeat.protocols.machine import Effect, Machine, Name
+from offbeat.protocols.machine import Machine, Name
 from offbeat.protocols.servers.messages import COORDINATOR, ClusterView, place_of
 from offbeat.runtime.messages import Driver, Endpoint
 from offbeat.runtime.servers.plan import Plan
@@ -33,12 +33,12 @@ class Connection:
         self._endpoint.connect(COORDINATOR, plan.address(COORDINATOR))
         self._connected: set[Name] = set()
         self.reach(plan.view)
-        self._driver = Driver(machine, self._endpoint, told)
+        self.driver = Driver(machine, self._endpoint, told)
         self._thread = threading.Thread(target=self._look_in, name="offbeat client", daemon=True)
 
     def start(self) -> None:
         """Let the machine begin, and look in from now on."""
-        self._driver.begin()
+        self.driver.begin()
         self._thread.start()
 
     def __enter__(self) -> Connection:
@@ -71,17 +71,9 @@ class Connection:
         with self:
             self._endpoint.lend(segment)
 
-    def perform(self, effects: Sequence[Effect]) -> None:
-        """Do what the machine says."""
-        self._driver.perform(effects)
-
-    def turn(self, seconds: float) -> bool:
-        """Tell the machine of one thing that has happened; False if nothing did in so many seconds."""
-        return self._driver.turn(seconds)
-
     def catch_up(self) -> None:
         """Tell the machine of all that has happened."""
-        while self._driver.turn(0.0):
+        while self.driver.turn(0.0):
             pass
 
     def check(self) -> None:
