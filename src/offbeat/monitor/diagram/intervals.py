@@ -137,15 +137,16 @@ class Window:
         self._lengths = self._stops - self._starts
         self._rows = some["lane"].astype(np.int64) * len(KINDS) + some["kind"]
 
-    def seen(self, start: float, stop: float, pixels: int) -> tuple[Table, Table]:
+    def seen(self, start: float, stop: float, pixels: int, most: int | None = None) -> tuple[Table, Table]:
         """What is seen between two times on so many pixels: long intervals as they are, and short ones put together.
 
-        There is one of the latter for each pixel, lane and kind at most; short ones that are few are left as they are.
+        There is one of the latter for each pixel, lane and kind at most. Short ones are left as they are if they are no
+        more than `most`; without it, than there are pixels.
         """
         inside = np.flatnonzero((self._starts < stop) & (self._stops > start))
         width = (stop - start) / pixels
         is_short = self._lengths[inside] < width
-        if np.count_nonzero(is_short) <= pixels:
+        if np.count_nonzero(is_short) <= (pixels if most is None else most):
             return self.all[inside], self.all[:0]
         short = inside[is_short]
         pixel = np.clip(((self._starts[short] - start) / width).astype(np.int64), 0, pixels - 1)

@@ -168,7 +168,7 @@ class Scene:
     # -- what of it is in a window ------------------------------------------------------------------------------------
 
     def _spans(self, view: _View) -> Iterator[Span]:
-        alone, merged = self._window.seen(view.start, view.stop, view.columns)
+        alone, merged = self._window.seen(view.start, view.stop, view.columns, view.shapes)
         for one in alone[np.lexsort((alone["start"], alone["lane"]))]:
             known = one["call"] != NO_CALL
             label = self._names.labels[int(one["label"])].said(int(one["sequence"])) if known else ""
@@ -243,7 +243,7 @@ class _View:
         self.columns = columns
         self.width = (stop - start) / columns or 1.0
         """What is shorter cannot be told apart from its neighbour."""
-        self._shapes = shapes
+        self.shapes = shapes
         self.merged = {"spans": 0, "collectives": 0, "messages": 0, "marks": 0}
 
     def thinned(
@@ -261,7 +261,7 @@ class _View:
         """
         begun, over, key = np.array(starts, float), np.array(stops, float), np.array(keys, np.int64)
         found = np.flatnonzero((over >= self.start) & (begun <= self.stop))
-        if len(found) * each <= self._shapes:
+        if len(found) * each <= self.shapes:
             return [[index] for index in found.tolist()]
         column = np.floor((begun - self.start) / self.width).astype(np.int64)
         order = found[np.lexsort((column[found], key[found]))]
