@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from offbeat.simulate.laws import Estimate, amdahl, fit_amdahl, fit_gunther, gunther, gunther_peak
+from offbeat.simulate.laws import amdahl, fit_amdahl, fit_gunther, gunther, gunther_peak
+from offbeat.statistics import Estimate
 
 RESULTS = Path(__file__).parent / "results"
 WORKERS = [1, 2, 4, 8, 16] * 3

@@ -13,7 +13,7 @@ import pytest
 from cli_support import Offbeat, in_process
 from offbeat.drawing import MOST_LANES, Scenario, picture, plain, port_rows, round_rows, timeline_of
 from offbeat.errors import UsageError
-from offbeat.monitor.pictures import svg
+from offbeat.monitor.diagram.picture import svg
 from offbeat.protocols.checker import cost
 from offbeat.protocols.collectives import Collective, algorithm
 from offbeat.protocols.schedule import Layout, View

@@ -14,8 +14,8 @@ from causal_support import computations, few, lines, places
 from cli_support import Offbeat, in_process, write
 from offbeat.errors import UsageError
 from offbeat.monitor.accounts import account, longest_chain
-from offbeat.monitor.exporting import export, exported
-from offbeat.monitor.scenes import Scene
+from offbeat.monitor.diagram.export import export, exported
+from offbeat.monitor.diagram.scene import Scene
 from offbeat.protocols.causality.histories import Computation
 from offbeat.protocols.causality.shiviz import Log, parse
 from offbeat.runtime.launch import Launcher
@@ -198,58 +198,34 @@ def test_a_trace_of_a_log_without_times_has_logical_ones(tmp_path: Path) -> None
         export(scene, tmp_path / "a.csv", "csv")
 
 
-Fields = list[tuple[int, int | bytes]]
-
-
-def decoded(text: bytes) -> Fields:
-    """The fields of a message in Protocol Buffers' encoding."""
-    at, found = 0, Fields()
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = text[at]
-            at += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-
-    while at < len(text):
-        key = varint()
-        if key & 7 == 0:
-            found.append((key >> 3, varint()))
-        else:
-            length = 8 if key & 7 == 1 else varint()
-            value = text[at : at + length]
-            found.append((key >> 3, int.from_bytes(value, "little") if key & 7 == 1 else value))
-            at += length
-    return found
-
-
 @few
 @given(computations(4, 60))
-def test_a_trace_for_perfetto_has_tracks_that_nest_and_flows_that_lead_on(run: Computation) -> None:
+def test_a_trace_has_slices_that_follow_each_other_and_flows_that_lead_on(run: Computation) -> None:
     scene = Scene(run)
-    packets = [dict(decoded(value)) for number, value in decoded(exported(scene, "perfetto")) if number == 1]  # type: ignore[arg-type]
-    tracks = [dict(decoded(one[60])) for one in packets if 60 in one]  # type: ignore[arg-type]
-    assert [one[2].decode() for one in tracks if 5 not in one] == list(run.processes)  # type: ignore[union-attr]
-    events = [(one[8], decoded(one[11])) for one in packets if 11 in one]  # type: ignore[arg-type]
-    assert [time for time, _ in events] == sorted(time for time, _ in events)  # type: ignore[type-var]
-    depth, begun, ended = defaultdict[int, int](int), dict[int, int](), dict[int, int]()
-    for time, fields in events:
-        known = dict(fields)
-        assert known[11] in {one[1] for one in tracks}
-        depth[known[11]] += {1: 1, 2: -1, 3: 0}[known[9]]  # type: ignore[index]
-        assert 0 <= depth[known[11]] <= 1  # type: ignore[index]
-        begun |= {value: time for number, value in fields if number == 47}  # type: ignore[misc]
-        ended |= {value: time for number, value in fields if number == 48}  # type: ignore[misc]
+    trace = json.loads(exported(scene, "perfetto"))["traceEvents"]
+    assert [one["args"]["name"] for one in trace if one["name"] == "process_name"] == list(run.processes)
+    tracks = defaultdict[tuple[int, int], list[tuple[float, float]]](list)
+    begun, ended = dict[int, float](), dict[int, float]()
+    for one in trace:
+        if one["ph"] == "X":
+            tracks[one["pid"], one["tid"]].append((one["ts"], one["ts"] + one["dur"]))
+        elif one["ph"] in "sf":
+            assert (one["ts"], one["ts"]) <= tracks[one["pid"], one["tid"]][-1], (
+                "A flow holds on to the slice before it."
+            )
+            (begun if one["ph"] == "s" else ended)[one["id"]] = one["ts"]
+    for slices in tracks.values():
+        assert all(one[1] <= other[0] + 1e-6 for one, other in pairwise(slices))
     assert begun.keys() == ended.keys()
     assert all(begun[flow] <= ended[flow] for flow in begun)
-    lanes = scene.lanes()
+    lanes = scene.diagram()
     held = 0
     for band in lanes.bands:
         came = [stay.start for stay in band.stays if stay.lane == band.last]
         held += sum(stay.lane != band.last and stay.stop >= came[0] for stay in band.stays) if came else 0
     assert len(begun) == len(lanes.arrows) + held
+    stays = {phase: [one["id"] for one in trace if one["ph"] == phase] for phase in "be"}
+    assert sorted(stays["b"]) == sorted(f"{i}.{stay.lane}" for i, band in enumerate(lanes.bands) for stay in band.stays)
+    assert set(stays["b"]) - set(stays["e"]) == {
+        f"{i}.{stay.lane}" for i, band in enumerate(lanes.bands) for stay in band.stays if stay.open
+    }

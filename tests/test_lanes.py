@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from causal_support import computations, few, lines
 from offbeat.errors import UsageError
-from offbeat.monitor.cutting import asked, window
-from offbeat.monitor.drawing import drawn
-from offbeat.monitor.lanes import COMMUNICATE, COMPUTE, LOGICAL, MANY, SECONDS, WAIT, Arrow, Lanes, Mark, Span
-from offbeat.monitor.pictures import save, svg
-from offbeat.monitor.scenes import Scene
+from offbeat.monitor.diagram.cuts import asked, window
+from offbeat.monitor.diagram.layout import drawn
+from offbeat.monitor.diagram.model import LOGICAL, MANY, SECONDS, Arrow, Diagram, Mark, Span
+from offbeat.monitor.diagram.picture import save, svg
+from offbeat.monitor.diagram.scene import Scene
+from offbeat.monitor.diagram.shapes import Shape
 from offbeat.protocols.causality.cuts import is_consistent
 from offbeat.protocols.causality.histories import Call, Computation, Event, Kind, computation
 from offbeat.runtime.stamps import About, Stamp
@@ -56,12 +57,12 @@ def late_by_one() -> Scene:
     )
 
 
-def spans_of(lanes: Lanes, lane: int) -> list[tuple[str, float, float]]:
+def spans_of(lanes: Diagram, lane: int) -> list[tuple[str, float, float]]:
     return [(span.kind, span.start, span.stop) for span in lanes.spans if span.lane == lane]
 
 
 def test_waiting_is_told_from_computing_and_from_the_exchange_itself() -> None:
-    lanes = late_by_one().lanes()
+    lanes = late_by_one().diagram()
     assert (lanes.names, lanes.axis, lanes.start, lanes.stop, lanes.origin) == (
         ("worker 0", "worker 1"),
         SECONDS,
@@ -70,12 +71,12 @@ def test_waiting_is_told_from_computing_and_from_the_exchange_itself() -> None:
         100.0,
     )
     assert spans_of(lanes, 0) == [
-        (COMPUTE, 0.0, 1.5),
-        (WAIT, 1.5, 2.0),
-        (COMMUNICATE, 2.0, 2.25),
-        (COMPUTE, 2.25, 3.0),
+        ("compute", 0.0, 1.5),
+        ("wait", 1.5, 2.0),
+        ("communicate", 2.0, 2.25),
+        ("compute", 2.25, 3.0),
     ]
-    assert spans_of(lanes, 1) == [(COMPUTE, 0.0, 2.0), (COMMUNICATE, 2.0, 2.25), (COMPUTE, 2.25, 3.0)]
+    assert spans_of(lanes, 1) == [("compute", 0.0, 2.0), ("communicate", 2.0, 2.25), ("compute", 2.25, 3.0)]
     (band,) = lanes.bands
     assert band.label == "all_reduce #1 (sum of float32 x 4) of group world, called at train.py:88"
     assert [(stay.lane, stay.start, stay.stop) for stay in band.stays] == [(0, 1.0, 2.25), (1, 2.0, 2.25)]
@@ -85,8 +86,8 @@ def test_waiting_is_told_from_computing_and_from_the_exchange_itself() -> None:
 
 def test_who_never_came_is_missing_and_the_wait_is_open() -> None:
     scene = Scene.of({0: stamps((Stamped.ENTER, SUM, 1, 5.0)), 1: stamps((Stamped.END, None, 0, 7.0))})
-    lanes = scene.lanes()
-    assert lanes.spans == (Span(0, WAIT, 0.0, 2.0, str(lanes.bands[0].label), open=True),)
+    lanes = scene.diagram()
+    assert lanes.spans == (Span(0, "stuck", 0.0, 2.0, str(lanes.bands[0].label), open=True),)
     assert lanes.bands[0].missing == (1,)
     assert lanes.bands[0].last is None
     assert "has never entered" in svg(drawn(lanes))
@@ -97,9 +98,9 @@ def test_a_wait_that_failed_is_drawn_to_its_end() -> None:
         0: stamps((Stamped.ENTER, SUM, 1, 5.0), (Stamped.FAIL, SUM, 1, 9.0)),
         1: stamps((Stamped.END, None, 0, 7.0)),
     }
-    lanes = Scene.of(rows).lanes()
+    lanes = Scene.of(rows).diagram()
     assert lanes.stop == 4.0
-    assert spans_of(lanes, 0) == [(WAIT, 0.0, 4.0)]
+    assert spans_of(lanes, 0) == [("failed", 0.0, 4.0)]
     assert Mark(0, "fail", 4.0, "failed: all_reduce #1") in lanes.marks
 
 
@@ -109,10 +110,10 @@ def test_an_entry_that_was_written_over_makes_nobody_missing() -> None:
         1: stamps((Stamped.ENTER, SUM, 2, 6.5)),
     }
     scene = Scene.of(rows, dropped=3)
-    lanes = scene.lanes()
+    lanes = scene.diagram()
     assert [band.missing for band in lanes.bands] == [(), ()]
     assert lanes.notes == ("3 older events were written over.",)
-    assert (WAIT, 0.0, 1.0) not in spans_of(lanes, 0)
+    assert ("wait", 0.0, 1.0) not in spans_of(lanes, 0)
 
 
 def test_a_message_is_an_arrow_and_its_receipt_waits_until_it_is_sent() -> None:
@@ -128,21 +129,21 @@ def test_a_message_is_an_arrow_and_its_receipt_waits_until_it_is_sent() -> None:
             ),
         }
     )  # fmt: skip
-    lanes = scene.lanes()
+    lanes = scene.diagram()
     assert lanes.arrows == (Arrow(0, 1, 1.5, 2.0),)
-    assert spans_of(lanes, 1) == [(COMPUTE, 0.0, 0.5), (WAIT, 0.5, 1.5), (COMMUNICATE, 1.5, 2.0)]
+    assert spans_of(lanes, 1) == [("compute", 0.0, 0.5), ("wait", 0.5, 1.5), ("communicate", 1.5, 2.0)]
 
 
 def test_what_time_was_spent_on_is_shown_where_it_is_known() -> None:
     events = [Event(what="step", time=1.0), Event(what="step", time=3.0, spent={"input": 0.5, "compute": 1.0})]
-    lanes = Scene(computation({"a": events})).lanes()
+    lanes = Scene(computation({"a": events})).diagram()
     assert spans_of(lanes, 0) == [("input", 0.0, 0.5), ("compute", 0.5, 1.5), ("other", 1.5, 2.0)]
 
 
 @few
 @given(computations(4, 60), st.integers(0, 3))
 def test_spans_follow_each_other_and_every_collective_has_its_band(run: Computation, shift: int) -> None:
-    lanes = Scene(run).lanes()
+    lanes = Scene(run).diagram()
     by_lane = defaultdict[int, list[Span]](list)
     for span in lanes.spans:
         assert span.start < span.stop
@@ -155,7 +156,7 @@ def test_spans_follow_each_other_and_every_collective_has_its_band(run: Computat
     assert len(lanes.arrows) == received
     assert all(arrow.start <= arrow.stop for arrow in lanes.arrows)
     assert lanes.events == sum(run.lengths)
-    part = Scene(run).lanes((float(shift), float(shift)))
+    part = Scene(run).diagram((float(shift), float(shift)))
     assert {(span.lane, span.start) for span in part.spans} <= {(span.lane, span.start) for span in lanes.spans}
 
 
@@ -164,7 +165,7 @@ def test_spans_follow_each_other_and_every_collective_has_its_band(run: Computat
 def test_a_line_crosses_each_lane_just_behind_what_it_holds(run: Computation, random: st.DataObject) -> None:
     scene = Scene(run)
     cut = tuple(random.randint(0, length) for length in run.lengths)  # pyright: ignore[reportAttributeAccessIssue]
-    (line,) = scene.lanes(None, {"mine": cut}).cuts
+    (line,) = scene.diagram(None, {"mine": cut}).cuts
     assert line.counts == cut
     assert line.consistent == is_consistent(run, cut)
     assert bool(line.words) == (not line.consistent)
@@ -190,14 +191,14 @@ def many(pairs: int = 1200) -> Scene:
 
 def test_too_many_are_merged_and_that_is_said_and_nothing_is_lost() -> None:
     scene = many()
-    lanes = scene.lanes(shapes=200)
+    lanes = scene.diagram(shapes=200)
     assert len(lanes.spans) <= 400
     assert len(lanes.bands) <= 400
-    whole = scene.lanes(shapes=10**6)
+    whole = scene.diagram(shapes=10**6)
     assert sum(span.count for span in lanes.spans) == len(whole.spans)
     assert sum(band.count for band in lanes.bands) == len(whole.bands) == 1200
     assert sum(mark.count for mark in lanes.marks) == len(whole.marks)
-    for kind in (WAIT, COMMUNICATE, COMPUTE):
+    for kind in ("wait", "communicate", "compute"):
         merged = sum(
             (span.stop - span.start) * (span.mix.get(kind, 0.0) if span.mix else span.kind == kind)
             for span in lanes.spans
@@ -208,7 +209,7 @@ def test_too_many_are_merged_and_that_is_said_and_nothing_is_lost() -> None:
     assert any(span.kind == MANY for span in lanes.spans)
     assert "1,200 collectives" in lanes.notes[0]
     assert "drawn together" in svg(drawn(lanes))
-    near = scene.lanes((10.0, 20.0), shapes=200)
+    near = scene.diagram((10.0, 20.0), shapes=200)
     assert near.notes == ()
     assert len(near.bands) == 10
 
@@ -218,19 +219,19 @@ def test_messages_too_many_are_merged_too() -> None:
         "a": [Event(Kind.SEND, time=k, message=k) for k in range(1, 500)],
         "b": [Event(Kind.RECEIVE, time=k + 0.5, message=k) for k in range(1, 500)],
     }
-    lanes = Scene(computation(histories)).lanes(shapes=120)
+    lanes = Scene(computation(histories)).diagram(shapes=120)
     assert len(lanes.arrows) <= 120
     assert sum(arrow.count for arrow in lanes.arrows) == 499
 
 
 def test_a_diagram_becomes_json_and_back() -> None:
-    lanes = late_by_one().lanes(cuts={"latest": (3, 3)})
-    assert msgspec.json.decode(msgspec.json.encode(lanes), type=Lanes) == lanes
+    lanes = late_by_one().diagram(cuts={"latest": (3, 3)})
+    assert msgspec.json.decode(msgspec.json.encode(lanes), type=Diagram) == lanes
 
 
 def test_without_times_effects_are_right_of_their_causes() -> None:
     run = lines(3, 2, edges=[((0, 2), (1, 2))])
-    lanes = Scene(run, "log").lanes()
+    lanes = Scene(run, "log").diagram()
     assert lanes.axis == LOGICAL
     assert lanes.arrows == (Arrow(0, 1, 2.0, 3.0, "0.2"),)
     assert Mark(1, "event", 3.0, "1.2") in lanes.marks
@@ -243,7 +244,7 @@ def test_what_is_known_by_way_of_another_is_no_arrow_of_its_own() -> None:
         dict(zip(run.processes, run.histories, strict=True)),
         [*run.joins[:1], type(run.joins[0])((run.joins[0].causes[0], run.joins[2].causes[0]), run.joins[1].effects)],
     )
-    assert [(arrow.source, arrow.target) for arrow in Scene(joined).lanes().arrows] == [(0, 1), (1, 2)]
+    assert [(arrow.source, arrow.target) for arrow in Scene(joined).diagram().arrows] == [(0, 1), (1, 2)]
 
 
 # -- cuts and windows as they are asked for
@@ -295,7 +296,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_a_picture_shows_lanes_waits_bands_and_cuts() -> None:
-    lanes = late_by_one().lanes(cuts={"latest": (4, 4), "wrong": (3, 1)})
+    lanes = late_by_one().diagram(cuts={"latest": (4, 4), "wrong": (3, 1)})
     root = ET.fromstring(svg(drawn(lanes)))  # noqa: S314
     words = [text.text for text in root.iter(f"{SVG}text")]
     for word in ("one is late", "worker 0", "worker 1", "wait", "collective", "cut latest: consistent", "latest"):
@@ -313,22 +314,29 @@ def test_lanes_of_any_number_fit_and_do_not_touch(count: int) -> None:
     run = computation(
         {f"worker {i}": [Event(what="step", time=1.0), Event(what="step", time=2.0)] for i in range(count)}
     )
-    drawing = drawn(Scene(run).lanes())
-    bars = sorted((shape.y, shape.y + shape.height) for shape in drawing.inside if shape.look == "compute")  # pyright: ignore[reportAttributeAccessIssue]
+    drawing = drawn(Scene(run).diagram())
+    bars = sorted(_heights(shape) for shape in drawing.inside if isinstance(shape, Shape) and shape.look == "compute")
     assert len(bars) == count
     assert all(one[1] + 4 < other[0] for one, other in pairwise(bars))
-    assert drawing.plot.y <= bars[0][0]
-    assert bars[-1][1] <= drawing.plot.y + drawing.plot.height <= drawing.height
+    top, bottom = _heights(drawing.plot)
+    assert top <= bars[0][0]
+    assert bars[-1][1] <= bottom <= drawing.height
+
+
+def _heights(shape: Shape) -> tuple[float, float]:
+    """Where a shape begins and ends, from top to bottom."""
+    heights = [y for _, y in shape.points]
+    return min(heights), max(heights)
 
 
 def test_a_run_without_events_and_odd_names_can_be_drawn() -> None:
-    assert ET.fromstring(svg(drawn(Scene(computation({"a": []})).lanes()))) is not None  # noqa: S314
+    assert ET.fromstring(svg(drawn(Scene(computation({"a": []})).diagram()))) is not None  # noqa: S314
     odd = Scene(computation({"<a> & 'b'": [Event(what='"x" < $y$', time=1.0)]}), "]]> & <title>")
-    assert "<a> & 'b'" in [text.text for text in ET.fromstring(svg(drawn(odd.lanes()))).iter(f"{SVG}text")]  # noqa: S314
+    assert "<a> & 'b'" in [text.text for text in ET.fromstring(svg(drawn(odd.diagram()))).iter(f"{SVG}text")]  # noqa: S314
 
 
 def test_pictures_are_saved_by_their_names(tmp_path: Path) -> None:
-    lanes = late_by_one().lanes(cuts={"latest": (4, 4)})
+    lanes = late_by_one().diagram(cuts={"latest": (4, 4)})
     save(lanes, tmp_path / "a.svg")
     assert (tmp_path / "a.svg").read_text() == svg(drawn(lanes))
     save(lanes, tmp_path / "a.png")
@@ -340,4 +348,4 @@ def test_pictures_are_saved_by_their_names(tmp_path: Path) -> None:
 def test_png_without_matplotlib_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.backends.backend_agg", None)
     with pytest.raises(UsageError, match=r"pip install 'offbeat\[draw\]'"):
-        save(late_by_one().lanes(), tmp_path / "a.png")
+        save(late_by_one().diagram(), tmp_path / "a.png")

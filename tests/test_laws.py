@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from offbeat.errors import UsageError
 from offbeat.simulate.laws import (
-    Estimate,
     amdahl,
     amdahl_half,
     amdahl_limit,
@@ -17,9 +18,8 @@ from offbeat.simulate.laws import (
     fit_gunther,
     gunther,
     gunther_peak,
-    ratio,
-    student,
 )
+from offbeat.statistics import Estimate, not_negative, paired_ratio, student
 
 WORKERS = [1, 2, 4, 8, 16] * 3
 
@@ -114,6 +114,17 @@ def test_students_quantiles_are_those_of_the_tables() -> None:
 
 def test_a_ratio_of_paired_rates_forgets_what_disturbed_both() -> None:
     slow = [1.0, 0.5, 0.8]
-    found = ratio([2 * one for one in slow], slow)
+    found = paired_ratio([2 * one for one in slow], slow)
     assert (found.low, found.value, found.high) == pytest.approx((2, 2, 2))
-    assert ratio([2], [1]).high == math.inf
+    assert paired_ratio([2], [1]).high == math.inf
+
+
+def test_scipy_is_imported_only_where_it_is_used() -> None:
+    program = "import sys, offbeat, offbeat.cli.app, offbeat.statistics; sys.exit('scipy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_columns_that_say_the_same_are_told_apart_by_none() -> None:
+    sizes = np.array([1.0, 2.0, 4.0])
+    found = not_negative(np.column_stack([sizes, 2 * sizes, np.zeros(3)]) / sizes[:, np.newaxis])
+    assert found == pytest.approx([1.0, 0.0, 0.0])

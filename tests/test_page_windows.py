@@ -10,9 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.monitor.page.names import Names
-from offbeat.monitor.page.spans import Lane
-from offbeat.monitor.page.windows import COMMUNICATE, FAILED, NO_CALL, STUCK, UNDER_WAY, WAIT, Lanes
+from offbeat.monitor.diagram.intervals import (
+    COMMUNICATE,
+    FAILED,
+    INTERVAL,
+    NO_CALL,
+    STUCK,
+    UNDER_WAY,
+    WAIT,
+    Window,
+)
+from offbeat.monitor.diagram.names import Names
+from offbeat.monitor.diagram.stays import FileLane
+from offbeat.monitor.page.windows import Timeline
 from offbeat.runtime.stamps import About, Mark, Reader, Recorder
 from page_support import SUM
 
@@ -25,21 +35,23 @@ class Written:
         monkeypatch.setattr("offbeat.runtime.stamps.time.monotonic", lambda: self._now)
         self.names = Names()
         self._recorders = [Recorder(folder / f"worker-{rank}.events", rank) for rank in (0, 1)]
-        self.lanes = [Lane(f"worker {rank}", Reader(folder / f"worker-{rank}.events"), self.names) for rank in (0, 1)]
+        self.lanes = [
+            FileLane(f"worker {rank}", Reader(folder / f"worker-{rank}.events"), self.names) for rank in (0, 1)
+        ]
 
     def at(self, now: float, rank: int, mark: Mark, sequence: int = 0, about: About | None = SUM) -> None:
         self._now = now
         recorder = self._recorders[rank]
         recorder.stamp(mark, 0 if about is None else recorder.name(about, lambda: about), sequence)
 
-    def drawn(self, now: float | None = None) -> Lanes:
+    def drawn(self, now: float | None = None) -> Timeline:
         for lane in self.lanes:
             lane.read()
-        return Lanes(self.lanes, self.names, now)
+        return Timeline(self.lanes, self.names, now)
 
     def pieces(self, now: float | None = None) -> list[tuple[int, int, float, float]]:
-        found = self.drawn(now).pieces
-        return sorted((int(p["lane"]), int(p["kind"]), float(p["start"]), float(p["length"])) for p in found)
+        found = self.drawn(now).intervals
+        return sorted((int(p["lane"]), int(p["kind"]), float(p["start"]), float(p["stop"] - p["start"])) for p in found)
 
 
 @pytest.fixture
@@ -53,7 +65,7 @@ def test_a_wait_lasts_until_the_last_one_comes_and_the_rest_is_communication(wri
     written.at(4.0, 0, Mark.EXIT, 1)
     written.at(5.0, 1, Mark.EXIT, 1)
     assert written.pieces() == [(0, WAIT, 1.0, 2.0), (0, COMMUNICATE, 3.0, 1.0), (1, COMMUNICATE, 3.0, 2.0)]
-    calls = written.drawn().pieces["call"]
+    calls = written.drawn().intervals["call"]
     assert len(set(calls.tolist())) == 1
 
 
@@ -93,8 +105,8 @@ def test_messages_are_joined_by_their_channel_whatever_they_are_called_on_either
     written.at(2.5, 0, Mark.EXIT, 1, About("world", "send to", peer=1))
     written.at(3.0, 1, Mark.EXIT, 1, About("world", "receive from", peer=0))
     assert written.pieces() == [(0, UNDER_WAY, 2.0, 0.5), (1, WAIT, 1.0, 1.0), (1, COMMUNICATE, 2.0, 1.0)]
-    assert len(set(written.drawn().pieces["call"].tolist())) == 1
-    said = [written.names.labels[label].said(1) for label in written.drawn().pieces["label"].tolist()]
+    assert len(set(written.drawn().intervals["call"].tolist())) == 1
+    said = [written.names.labels[label].said(1) for label in written.drawn().intervals["label"].tolist()]
     assert "send to worker 1 #1 of group world" in said
 
 
@@ -118,25 +130,23 @@ def test_who_was_last_is_counted_by_calls_of_several(written: Written) -> None:
 def test_a_window_keeps_the_time_that_was_spent_and_has_no_more_pieces_than_pixels(
     spans: list[tuple[int, float, float]], start: float, width: float, pixels: int
 ) -> None:
-    lanes = Lanes([], Names(), None)
-    lanes.names = ["worker 0", "worker 1"]
-    lanes.pieces = np.zeros(len(spans), lanes.pieces.dtype)
-    lanes.pieces["lane"], lanes.pieces["start"], lanes.pieces["length"] = zip(*spans, strict=True)
-    lanes.pieces["share"] = 255
+    some = np.zeros(len(spans), INTERVAL)
+    some["lane"], some["start"], lengths = zip(*spans, strict=True)
+    some["stop"], some["share"], some["count"] = some["start"] + lengths, 1.0, 1
     stop = start + width
-    found = lanes.window(start, stop, pixels)
-    whole = lanes.pieces[(lanes.pieces["start"] < stop) & (lanes.pieces["start"] + lanes.pieces["length"] > start)]
-    short = whole["length"] < width / pixels
+    found = np.concatenate(Window(some, 2).seen(start, stop, pixels))
+    whole = some[(some["start"] < stop) & (some["stop"] > start)]
+    short = whole["stop"] - whole["start"] < width / pixels
     assert len(found) <= np.count_nonzero(~short) + 2 * pixels
     merged = found[found["call"] == NO_CALL]
     assert set(whole["lane"].tolist()) == set(found["lane"].tolist())
     if not len(merged):
         assert len(found) == len(whole)
     else:
-        spent = whole["length"][short]
-        shown = merged["length"] * merged["share"] / 255
-        # A pixel cannot hold more than itself, and a share is one of 255.
-        assert shown.sum() <= spent.sum() + len(merged) * width / pixels / 255 + 1e-9
+        spent = (whole["stop"] - whole["start"])[short]
+        shown = (merged["stop"] - merged["start"]) * merged["share"]
+        assert shown.sum() == pytest.approx(spent.sum(), rel=1e-5)
+        assert merged["count"].sum() == np.count_nonzero(short)
         assert merged["start"].min() >= start - 1e-9
 
 
@@ -144,13 +154,13 @@ def test_a_packed_window_is_read_back_column_by_column(written: Written) -> None
     written.at(1.0, 0, Mark.ENTER, 1)
     written.at(2.0, 0, Mark.EXIT, 1)
     drawn = written.drawn()
-    packed = drawn.packed(drawn.pieces, 1.0, 2.0)
+    packed = drawn.packed(drawn.intervals, 1.0, 2.0)
     size = int.from_bytes(packed[:4], "little")
     assert (size + 4) % 8 == 0
     assert b'"lanes":["worker 0","worker 1"]' in packed[4 : 4 + size]
     assert b"(sum of float32 x 4) of group world, called at train.py:88" in packed[4 : 4 + size]
     assert np.frombuffer(packed, "<f8", 1, 4 + size).tolist() == [1.0]
-    assert len(packed) == 4 + size + len(drawn.pieces) * drawn.pieces.dtype.itemsize
+    assert len(packed) == 4 + size + len(drawn.intervals) * (INTERVAL.itemsize - 1)  # Without `open`.
 
 
 def test_more_records_than_a_ring_holds_are_counted_as_dropped(tmp_path: Path) -> None:
@@ -161,8 +171,8 @@ def test_more_records_than_a_ring_holds_are_counted_as_dropped(tmp_path: Path) -
             recorder.stamp(Mark.ENTER, name, number)
             recorder.stamp(Mark.EXIT, name, number)
     names = Names()
-    lanes = [Lane(f"worker {rank}", Reader(tmp_path / f"worker-{rank}.events"), names) for rank in range(2)]
+    lanes = [FileLane(f"worker {rank}", Reader(tmp_path / f"worker-{rank}.events"), names) for rank in range(2)]
     assert [lane.read() for lane in lanes] == [True, True]
     assert [lane.reader.dropped for lane in lanes] == [40_000 - 32_768] * 2
-    drawn = Lanes(lanes, names, time.monotonic())
+    drawn = Timeline(lanes, names, time.monotonic())
     assert len(drawn.window(drawn.start, drawn.stop, 500)) <= 500 * 2 * 5 + 1000

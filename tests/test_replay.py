@@ -10,9 +10,9 @@ import pytest
 from cli_support import Offbeat, in_process
 from offbeat.cli.wanted import Wanted
 from offbeat.errors import UsageError
+from offbeat.monitor.diagram.scene import Scene
 from offbeat.monitor.predicates import Possibilities, predicate
 from offbeat.monitor.replay import RULES, replay
-from offbeat.monitor.scenes import Scene
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.stamps import COMPUTING, INPUT, About, Mark, Stamp
 

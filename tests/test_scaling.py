@@ -18,7 +18,8 @@ from offbeat.fitting import Result
 from offbeat.runtime.launch import Launcher
 from offbeat.scaling import BatchSize, Scaling, Stage, batch_size, scale
 from offbeat.scaling._scale import _concluded  # pyright: ignore[reportPrivateUsage]
-from offbeat.simulate.laws import Estimate, gunther
+from offbeat.simulate.laws import gunther
+from offbeat.statistics import Estimate
 from offbeat.strategies import combined, parse
 
 LOOP = """

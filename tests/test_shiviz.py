@@ -10,8 +10,10 @@ from hypothesis import given
 
 from causal_support import computations, few, lines, places
 from offbeat.errors import UsageError
+from offbeat.monitor.diagram.scene import Scene
+from offbeat.monitor.diagram.trace import chrome_trace
 from offbeat.protocols.causality.cuts import is_consistent
-from offbeat.protocols.causality.exports import json_lines, perfetto
+from offbeat.protocols.causality.exports import json_lines
 from offbeat.protocols.causality.histories import Call, Computation, Event, Kind, Place, computation
 from offbeat.protocols.causality.shiviz import parse, parse_all, write
 
@@ -214,23 +216,25 @@ def exported() -> Computation:
     return computation(histories)
 
 
-def test_a_trace_has_a_slice_for_each_event_and_a_flow_from_what_was_waited_for() -> None:
-    run = exported()
-    trace = json.loads(json.dumps(perfetto(run)))["traceEvents"]
+def test_a_trace_has_a_slice_for_each_span_and_a_flow_from_what_was_waited_for() -> None:
+    trace = json.loads(json.dumps(chrome_trace(Scene(exported()).diagram())))["traceEvents"]
     by_phase = {phase: [record for record in trace if record["ph"] == phase] for phase in "MXbesf"}
     assert sum(map(len, by_phase.values())) == len(trace)
-    assert {record["args"]["name"] for record in by_phase["M"]} == {"a", "b"}
-    assert len(by_phase["X"]) == 6
-    assert min(record["ts"] for record in by_phase["X"]) == 0.0
+    assert {record["args"]["name"] for record in by_phase["M"] if record["name"] == "process_name"} == {"a", "b"}
+    work = [record for record in by_phase["X"] if record["tid"] == 0]
+    assert [(record["pid"], record["cat"], record["ts"], record["dur"]) for record in work] == [
+        (0, "compute", 0.0, 1e6), (0, "wait", 1e6, 1e6), (0, "communicate", 2e6, 1e6),
+        (1, "compute", 0.0, 2e6), (1, "communicate", 2e6, 1e6),
+    ]  # fmt: skip
     stays = {record["id"]: record["ts"] for record in by_phase["b"]}
-    assert stays == {"0/world/1": 1e6, "1/world/1": 2e6}
-    assert {record["id"] for record in by_phase["e"]} == set(stays)
-    slices = {(record["pid"], record["ts"]) for record in by_phase["X"]}
-    starts = {record["id"]: (record["pid"], record["ts"]) for record in by_phase["s"]}
-    ends = {record["id"]: (record["pid"], record["ts"]) for record in by_phase["f"]}
+    assert stays == {"0.0": 1e6, "0.1": 2e6}
+    assert {record["id"]: record["ts"] for record in by_phase["e"]} == {"0.0": 3e6, "0.1": 3e6}
+    slices = {(record["pid"], record["tid"], record["ts"]) for record in by_phase["X"]}
+    starts = {record["id"]: (record["pid"], record["tid"], record["ts"]) for record in by_phase["s"]}
+    ends = {record["id"]: (record["pid"], record["tid"], record["ts"]) for record in by_phase["f"]}
     assert set(starts.values()) | set(ends.values()) <= slices
     # Both have left when b, the last, had entered.
-    assert [(starts[number], ends[number]) for number in starts] == [((1, 2e6), (0, 3e6))]
+    assert [(starts[number], ends[number]) for number in starts] == [((1, 1, 2e6), (0, 1, 3e6))]
 
 
 def test_lines_of_json_say_everything_that_is_known() -> None:
@@ -251,4 +255,4 @@ def test_a_computation_without_events_is_exported_too() -> None:
     empty = lines(0, 0)
     assert write(empty) == ""
     assert list(json_lines(empty)) == []
-    assert [record["ph"] for record in perfetto(empty)["traceEvents"]] == ["M"] * 4
+    assert {record["ph"] for record in chrome_trace(Scene(empty).diagram())["traceEvents"]} == {"M"}

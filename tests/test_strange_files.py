@@ -30,7 +30,7 @@ from offbeat.comparing._records import LeagueFolder
 from offbeat.errors import CheckpointError, OffbeatError, UsageError
 from offbeat.fitting import fit
 from offbeat.jobs import Job, _as_before
-from offbeat.monitor import pictures
+from offbeat.monitor.diagram import picture
 from offbeat.monitor.page.folders import Folder, log_of
 from offbeat.monitor.page.following import Run
 from offbeat.runtime import stamps
@@ -103,7 +103,7 @@ def readers(folder: Path) -> dict[str, Callable[[], object]]:
         "explain": lambda: explain_run(folder, as_json=False),
         "explain as json": lambda: explain_run(folder, as_json=True),
         "check": lambda: check(folder),
-        "draw": lambda: pictures.save(_scene(folder).lanes(), folder.parent / "x.svg"),
+        "draw": lambda: picture.save(_scene(folder).diagram(), folder.parent / "x.svg"),
         "ps": ps,
         "logs": lambda: _named(RunFolder.open(folder)),
         "list of runs": lambda: Folder(folder.parent).briefs(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from offbeat.drawing import Scenario, picture, timeline_of
-from offbeat.monitor.pictures import write
+from offbeat.monitor.diagram.picture import write
 from offbeat.simulate.network import Network
 from offbeat.simulate.stragglers import Stragglers
 from offbeat.simulate.units import parse_size

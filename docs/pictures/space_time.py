@@ -7,17 +7,17 @@ from pathlib import Path
 
 from offbeat import fit
 from offbeat.monitor import recorded
-from offbeat.monitor.cutting import asked
-from offbeat.monitor.lanes import COMPUTE, Lanes
-from offbeat.monitor.pictures import save
-from offbeat.monitor.scenes import Scene
+from offbeat.monitor.diagram.cuts import asked
+from offbeat.monitor.diagram.model import Diagram
+from offbeat.monitor.diagram.picture import save
+from offbeat.monitor.diagram.scene import Scene
 
 DISTURBED = ("worker *: pace 25ms", "worker 1: pause 120ms every 500ms")
 AROUND = 0.14
 """Seconds of the picture before and after the middle of that."""
 
 
-def pictured() -> Lanes:
+def pictured() -> Diagram:
     """The part of a run around what took worker 1 longest, with the past of what it did next."""
     with tempfile.TemporaryDirectory() as folder:
         result = fit(
@@ -26,14 +26,14 @@ def pictured() -> Lanes:
         )  # fmt: skip
         events = recorded(result.run)
     scene = Scene.of(events.stamps, "digits on 3 workers, allreduce; worker 1 is stopped for 120 ms", events.dropped)
-    own = [span for span in scene.lanes().spans if span.kind == COMPUTE and span.lane == 1 and span.start > 1.0]
+    own = [span for span in scene.diagram().spans if span.kind == "compute" and span.lane == 1 and span.start > 1.0]
     longest = max(own, key=lambda span: span.stop - span.start)
     middle = (longest.start + longest.stop) / 2
     number = (
         int(scene.times[1].searchsorted(longest.stop)) + 2
     )  # It enters the sum that the others wait in, and leaves.
     cut = f"past worker 1:{number}"
-    return scene.lanes((middle - AROUND, middle + AROUND), {cut: asked(scene.run, scene.times, cut, scene.stop)})
+    return scene.diagram((middle - AROUND, middle + AROUND), {cut: asked(scene.run, scene.times, cut, scene.stop)})
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from offbeat.benching._collectives import PEERS, collectives, described, environ
 from offbeat.benching._measure import Measured, measured
 from offbeat.benching._mpi import why_no_mpi
 from offbeat.benching._show import picture, table
-from offbeat.benching._statistics import Spread, geometric_mean, holds, ratio
+from offbeat.statistics import Spread, geometric_mean, holds, ratio
 
 __all__ = [
     "PEERS",

@@ -16,9 +16,9 @@ from offbeat._version import __version__
 from offbeat.benching._measure import Measured, measured
 from offbeat.benching._mpi import why_no_mpi
 from offbeat.benching._show import picture as draw
-from offbeat.benching._statistics import ratio
 from offbeat.errors import UsageError, did_you_mean
 from offbeat.runtime.capacity import check_room, free_memory
+from offbeat.statistics import ratio
 
 PEERS = ("offbeat", "gloo", "mpi")
 """Who can be measured."""

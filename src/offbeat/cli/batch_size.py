@@ -14,7 +14,7 @@ from offbeat.cli.scale import wide_console
 from offbeat.fitting import WARM
 from offbeat.runtime.launch import Launcher
 from offbeat.scaling import BatchSize, batch_size
-from offbeat.simulate.laws import Estimate
+from offbeat.statistics import Estimate
 
 
 def measure_batch_size(asked: BatchSizeOptions) -> None:

@@ -91,7 +91,7 @@ def draw(
     """
     from offbeat.cli.output import print_json
     from offbeat.drawing import Scenario, picture, plain, timeline_of
-    from offbeat.monitor.pictures import check_name, write
+    from offbeat.monitor.diagram.picture import check_name, write
     from offbeat.simulate.network import Network
     from offbeat.simulate.stragglers import Stragglers
     from offbeat.simulate.units import parse_duration, parse_size, seconds_in_words

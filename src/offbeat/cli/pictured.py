@@ -18,7 +18,7 @@ from offbeat.cli.wanted import Done, Wanted
 from offbeat.errors import UsageError
 from offbeat.monitor import recorded
 from offbeat.monitor.accounts import account
-from offbeat.monitor.scenes import Scene
+from offbeat.monitor.diagram.scene import Scene
 from offbeat.protocols.causality.shiviz import parse_all
 from offbeat.runtime.reading import is_file
 from offbeat.runtime.records import RunFolder

@@ -14,7 +14,7 @@ from offbeat.errors import UsageError
 from offbeat.fitting import WARM
 from offbeat.runtime.launch import Launcher
 from offbeat.scaling import Scaling, scale
-from offbeat.simulate.laws import Estimate
+from offbeat.statistics import Estimate
 
 _WIDE = 200
 """Columns that a table may take: one that is too wide for the terminal is wrapped by it, rather than cut."""

@@ -10,12 +10,12 @@ from msgspec import to_builtins
 
 from offbeat.errors import UsageError
 from offbeat.monitor import Recorded
-from offbeat.monitor.cutting import asked, moment, window
-from offbeat.monitor.exporting import export, kind_of
-from offbeat.monitor.pictures import check_name, save
+from offbeat.monitor.diagram.cuts import asked, moment, window
+from offbeat.monitor.diagram.export import export, kind_of
+from offbeat.monitor.diagram.picture import check_name, save
+from offbeat.monitor.diagram.scene import Scene
 from offbeat.monitor.predicates import Possibilities, Predicate, predicate
 from offbeat.monitor.replay import DELAY, check_rule, replay
-from offbeat.monitor.scenes import Scene
 from offbeat.protocols.causality.deadlock import deadlock, waits
 
 INCONSISTENT: Final = 20
@@ -93,7 +93,7 @@ class Wanted:
         """Do it, and tell what was done."""
         part = (scene.start, scene.stop) if self.window is None else window(self.window, scene.start, scene.stop)
         cuts = {text: asked(scene.run, scene.times, text, part[1]) for text in self.cuts}
-        lanes = scene.lanes(part, cuts)
+        lanes = scene.diagram(part, cuts)
         told = Done()
         for cut in lanes.cuts:
             counts = ", ".join(f"{name}:{count}" for name, count in zip(lanes.names, cut.counts, strict=True))

@@ -6,6 +6,6 @@ from offbeat.comparing._league import League
 from offbeat.comparing._order import Planned
 from offbeat.comparing._records import Entry
 from offbeat.comparing._rows import Row
-from offbeat.comparing._spread import Spread
+from offbeat.statistics import Spread
 
 __all__ = ["DEFAULT", "Entry", "League", "Planned", "Row", "Spectator", "Spread", "compare"]

@@ -11,8 +11,8 @@ import numpy as np
 
 from offbeat.comparing._contestants import AGAIN, BASELINE, SINGLE, Contestant, Part
 from offbeat.comparing._records import Entry
-from offbeat.comparing._spread import Spread, ratios, spread
 from offbeat.runtime.stopwatch import KINDS
+from offbeat.statistics import Spread, ratios, spread
 
 
 @dataclass(frozen=True)

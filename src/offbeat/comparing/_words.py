@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from offbeat.comparing._contestants import BASELINE, Part
 from offbeat.comparing._rows import Row
-from offbeat.comparing._spread import ENOUGH
 from offbeat.errors import StrategyError
+from offbeat.statistics import ENOUGH
 from offbeat.strategies import Local, combined, parse_built_in
 
 _DIFFERENT = 0.05

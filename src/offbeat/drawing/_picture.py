@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Final
 
 from offbeat.errors import UsageError
-from offbeat.monitor.shapes import Drawing, Drawn, Rect, Shape, Text, text_width
+from offbeat.monitor.diagram.shapes import Drawing, Drawn, Rect, Shape, Text, text_width
 from offbeat.simulate.timeline import Activity, Message, Timeline
 from offbeat.simulate.units import seconds_in_words, size_in_words
 

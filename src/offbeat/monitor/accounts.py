@@ -8,8 +8,7 @@ from typing import Any
 
 from msgspec import Struct, to_builtins
 
-from offbeat.monitor.lanes import Arrow
-from offbeat.monitor.scenery import arrows, logical
+from offbeat.monitor.diagram.scene import messages
 from offbeat.protocols.causality.histories import Computation, Place
 from offbeat.protocols.causality.shiviz import Log
 
@@ -85,12 +84,11 @@ def account(log: Log) -> Account:
     ordered = sum(int(clocks.sum() - clocks[:, process].sum()) for process, clocks in enumerate(run.clocks))
     pairs = (total**2 - sum(count**2 for count in counts)) // 2
     chain = longest_chain(run)
-    found: list[Arrow] = list(arrows(run, logical(run)))
     names = tuple(name for name, _ in groupby(run.processes[place.process] for place in chain))
     return Account(
         run.size,
         total,
-        len(found),
+        sum(1 for _ in messages(run)),
         pairs - ordered,
         pairs,
         names,

@@ -16,7 +16,7 @@ from offbeat.runtime.gauge import read_gradients
 from offbeat.runtime.launch import Launcher
 from offbeat.scaling._noise import DELTA, Noise, by_samples, largest_batch, noise_of, worth
 from offbeat.scaling._runs import Tell, check_budget, is_iterative, nobody, runs_of
-from offbeat.simulate.laws import Estimate
+from offbeat.statistics import Estimate
 from offbeat.task import AnyTask
 
 STAGES = 5

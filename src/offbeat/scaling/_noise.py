@@ -17,14 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from offbeat.simulate.laws import CONFIDENCE, Estimate, student
+from offbeat.statistics import CONFIDENCE, Estimate, Floats, student
 
 DELTA = 0.25
 """How much less than all of its worth an example of the largest batch may count: 1 / (1 + delta), here 80 %."""
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from offbeat.errors import StrategyError, UsageError
 from offbeat.fitting import Result
 from offbeat.runtime.launch import Launcher
 from offbeat.scaling._runs import Runs, Tell, busy_seconds, check_budget, is_iterative, nobody, runs_of
-from offbeat.simulate.laws import Amdahl, Estimate, Gunther, fit_amdahl, fit_gunther, ratio
+from offbeat.simulate.laws import Amdahl, Gunther, fit_amdahl, fit_gunther
+from offbeat.statistics import Estimate, paired_ratio
 from offbeat.strategies import Strategy, combined, parse
 from offbeat.strategies._base import Combined
 from offbeat.task import AnyTask
@@ -227,7 +228,7 @@ def _concluded(
         for count, results in found.items()
     }
     points = tuple(
-        Point(count, tuple(each), ratio(each, rates[1]), count > 1 and count * threads > cores)
+        Point(count, tuple(each), paired_ratio(each, rates[1]), count > 1 and count * threads > cores)
         for count, each in rates.items()
     )
     listed = [(count, rate) for count, each in rates.items() for rate in each]

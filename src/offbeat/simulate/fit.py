@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +20,7 @@ from offbeat.errors import UsageError
 from offbeat.protocols.schedule import Layout, Schedule, View
 from offbeat.simulate.network import Link, Network
 from offbeat.simulate.schedules import finish_times
+from offbeat.statistics import not_negative
 
 
 class Cost(NamedTuple):
@@ -100,21 +100,3 @@ def _shares(size: int, knots: Sequence[int]) -> NDArray[np.float64]:
     """Which share of a working set lies in each regime."""
     edges = np.clip([0, *knots, size], 0, size)
     return np.diff(edges) / size
-
-
-def not_negative(columns: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The x >= 0 that brings columns @ x nearest to ones, with as few columns as that takes.
-
-    All sets of columns are tried, the smallest first: there are few, and no iteration can fail to end.
-    """
-    scale = np.abs(columns).max(axis=0)
-    usable = [int(column) for column in np.flatnonzero(scale)]
-    best, least = np.zeros(columns.shape[1]), float(len(columns))
-    for chosen in chain.from_iterable(combinations(usable, count) for count in range(1, len(usable) + 1)):
-        some = list(chosen)
-        values = np.linalg.lstsq(columns[:, some] / scale[some], np.ones(len(columns)), rcond=None)[0]
-        residual = float(np.square(columns[:, some] / scale[some] @ values - 1).sum())
-        if (values >= 0).all() and residual < least - 1e-12:
-            best, least = np.zeros(columns.shape[1]), residual
-            best[some] = values / scale[some]
-    return best

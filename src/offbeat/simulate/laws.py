@@ -7,7 +7,7 @@ negative, with errors relative to what was measured, and what one worker does is
 An interval holds every value with which the law, its other parameters chosen as well as can be, misses the measured
 rates by not much more than it must: the sum of squares may grow by the factor 1 + t^2/(n - k), t from Student's
 distribution for n rates and k parameters. The values that a law allows together form a convex set, because what is
-asked of them is that a vector that is linear in them stays within an angle of another; so bounds are bisected.
+asked of them is that a vector that is linear in them stays within an angle of another; so bounds can be bracketed.
 """
 
 from __future__ import annotations
@@ -18,43 +18,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from offbeat.errors import UsageError
-from offbeat.simulate.fit import not_negative
+from offbeat.statistics import CONFIDENCE, Estimate, Floats, furthest, not_negative, student
 
-CONFIDENCE = 0.9
-"""How often an interval is to hold the truth."""
-_BISECTIONS = 40
 _GRID = 81
 """Values of each parameter that are tried for what follows from both."""
 _FLAT = 1e-12
 """A sum of squares that only rounding has left."""
-
-Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A figure, and between what it lies by all that was measured."""
-
-    value: float
-    low: float
-    high: float
-
-    def mapped(self, rising: Callable[[float], float]) -> Estimate:
-        """The estimate of what rises with this one."""
-        return Estimate(rising(self.value), rising(self.low), rising(self.high))
-
-    def plain(self) -> dict[str, float | None]:
-        """For JSON; None where there is no limit."""
-        return {
-            name: value if math.isfinite(value) else None
-            for name, value in (("value", self.value), ("low", self.low), ("high", self.high))
-        }
-
-    def __str__(self) -> str:
-        return f"{_short(self.value)} [{_short(self.low)}, {_short(self.high)}]"
 
 
 def amdahl(p: ArrayLike, f: float) -> Floats:
@@ -169,8 +141,8 @@ def fit_amdahl(workers: Sequence[int], rates: Sequence[float], confidence: float
 
     least = misses(serial)
     enough = least * _slack(len(p) - 2, confidence) + _FLAT
-    low = _edge(lambda value: misses(value) <= enough, serial, 0.0)
-    high = _edge(lambda value: misses(value) <= enough, serial, 1.0)
+    low = furthest(lambda value: misses(value) - enough, serial, 0.0)
+    high = furthest(lambda value: misses(value) - enough, serial, 1.0)
     return Amdahl(Estimate(1 - serial, 1 - high, 1 - low), math.sqrt(least / len(p)))
 
 
@@ -190,36 +162,11 @@ def fit_gunther(workers: Sequence[int], rates: Sequence[float], confidence: floa
 
     least = _misses(np.column_stack([y, y * p, y * pairs]))
     enough = least * _slack(len(p) - 3, confidence) + _FLAT
-    sigmas = [_edge(lambda value: misses_sigma(value) <= enough, sigma, end) for end in (0.0, 1.0)]
-    kappas = [_edge(lambda value: misses_kappa(value) <= enough, kappa, end) for end in (0.0, math.inf)]
+    sigmas = [furthest(lambda value: misses_sigma(value) - enough, sigma, end) for end in (0.0, 1.0)]
+    kappas = [furthest(lambda value: misses_kappa(value) - enough, kappa, end) for end in (0.0, math.inf)]
     allowed = _allowed(p, y, enough, (sigma, kappa), sigmas, kappas)
     scatter = math.sqrt(least / len(p))
     return Gunther(Estimate(sigma, *sigmas), Estimate(kappa, *kappas), scatter, allowed)
-
-
-def ratio(over: Sequence[float], under: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
-    """The ratio of two rates that were measured in turn: the geometric mean over the turns, by Student's distribution.
-
-    A single turn says nothing of how far it can be trusted: then the interval has no ends.
-    """
-    logs = np.log(np.asarray(over, dtype=np.float64) / np.asarray(under, dtype=np.float64))
-    value = math.exp(float(logs.mean()))
-    if len(logs) < 2:
-        return Estimate(value, 0.0, math.inf)
-    reach = student(confidence, len(logs) - 1) * float(logs.std(ddof=1)) / math.sqrt(len(logs))
-    return Estimate(value, value * math.exp(-reach), value * math.exp(min(reach, 700.0)))
-
-
-def student(confidence: float, freedom: int) -> float:
-    """The t within which Student's distribution of this freedom lies with this confidence, on both sides.
-
-    With t = sqrt(freedom) tan(angle) its density is the cosine to the power of freedom - 1.
-    """
-    angles = np.linspace(0, math.pi / 2, 20_001)
-    density = np.cos(angles) ** (freedom - 1)
-    below = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
-    angle = float(np.interp(confidence, below / below[-1], angles))
-    return math.sqrt(freedom) * math.tan(angle)
 
 
 def _measured(workers: Sequence[int], rates: Sequence[float], kinds: int, whose: str) -> tuple[Floats, Floats]:
@@ -248,22 +195,6 @@ def _slack(freedom: int, confidence: float) -> float:
     return math.inf if freedom < 1 else 1 + student(confidence, freedom) ** 2 / freedom
 
 
-def _edge(fits: Callable[[float], bool], inside: float, end: float) -> float:
-    """The furthest value towards an end of the range that still fits."""
-    if end == math.inf:
-        end = max(2 * inside, 1e-3)
-        while fits(end):
-            end *= 2
-            if end > 1e6:
-                return math.inf
-    if fits(end):
-        return end
-    for _ in range(_BISECTIONS):
-        middle = (inside + end) / 2
-        inside, end = (middle, end) if fits(middle) else (inside, middle)
-    return inside
-
-
 def _allowed(
     p: Floats, y: Floats, enough: float, best: tuple[float, float], sigmas: list[float], kappas: list[float]
 ) -> Floats:
@@ -283,7 +214,3 @@ def _at_peak(sigma: float, kappa: float) -> float:
     if math.isfinite(peak):
         return float(gunther(peak, sigma, kappa))
     return math.inf if sigma <= 0 else 1 / sigma
-
-
-def _short(value: float) -> str:
-    return "no limit" if value == math.inf else f"{value:.3g}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from offbeat.comparing._league import League
 from offbeat.comparing._rows import Row
-from offbeat.comparing._spread import Spread
+from offbeat.statistics import Spread
 
 NEVER = "missed"
 NONE = "-"

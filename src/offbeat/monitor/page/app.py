@@ -120,7 +120,7 @@ class Page:
         return HTMLResponse(exported(run), headers={"content-disposition": f'attachment; filename="{name}.html"'})
 
     def _figures(self, _: Request) -> Response:
-        return PlainTextResponse(figures(self._measured()), media_type=CONTENT_TYPE)
+        return Response(figures(self._measured()), headers={"content-type": CONTENT_TYPE})
 
     def _measured(self) -> list[dict[str, Any]]:
         """The runs that go on, and the one that was chosen, or else the newest."""

@@ -17,7 +17,7 @@ SCRIPTS: Final = ("common.js", "charts.js", "lanes.js", "runs.js", "page.js")
 ASSETS: Final = (STYLE, *SCRIPTS, "icon.svg")
 """All that the page loads."""
 MOST: Final = 400_000
-"""Pieces of lanes that are put into the file; beyond that, short ones are put together."""
+"""Intervals that are put into the file; beyond that, short ones are put together."""
 FINEST: Final = 8192
 """How finely, in pixels over the whole run."""
 
@@ -25,10 +25,10 @@ FINEST: Final = 8192
 def exported(run: Run) -> str:
     """The page with its data inside."""
     lanes = run.lanes()
-    pieces = lanes.pieces if len(lanes.pieces) <= MOST else lanes.window(lanes.start, lanes.now, FINEST)
+    some = lanes.intervals if len(lanes.intervals) <= MOST else lanes.window(lanes.start, lanes.now, FINEST)
     data: dict[str, Any] = {
         "run": run.told() | {"folder": ""},
-        "lanes": base64.b64encode(lanes.packed(pieces, lanes.start, lanes.now)).decode(),
+        "lanes": base64.b64encode(lanes.packed(some, lanes.start, lanes.now)).decode(),
     }
     style = _text(STYLE)
     script = "\n".join(map(_text, SCRIPTS))

@@ -14,11 +14,11 @@ import numpy as np
 
 from offbeat.errors import OffbeatError, UsageError
 from offbeat.monitor.blaming import ENOUGH, LATEST, blame
+from offbeat.monitor.diagram.names import Names
+from offbeat.monitor.diagram.stays import FileLane
 from offbeat.monitor.judging import Judge
 from offbeat.monitor.page.folders import Metrics, logs_of, run_of
-from offbeat.monitor.page.names import Names
-from offbeat.monitor.page.spans import Lane
-from offbeat.monitor.page.windows import Lanes
+from offbeat.monitor.page.windows import Timeline
 from offbeat.monitor.queues import read_queues
 from offbeat.monitor.verdicts import EXIT_CODES
 from offbeat.protocols.causality.deadlock import natural
@@ -48,10 +48,10 @@ class Run:
         self.metrics = Metrics(folder)
         self._lock = threading.RLock()
         self._names = Names()
-        self._lanes: dict[Path, tuple[int, Lane]] = {}
+        self._lanes: dict[Path, tuple[int, FileLane]] = {}
         self._looked = 0.0
         self._changed = True
-        self._drawn: Lanes | None = None
+        self._drawn: Timeline | None = None
         self._drawn_live = False
         self._data: dict[str, Any] = {}
         self._words: list[dict[str, Any]] = []
@@ -79,11 +79,11 @@ class Run:
             inode = path.stat().st_ino
             known = self._lanes.get(path)
             if known is None or known[0] != inode:
-                self._lanes[path] = (inode, Lane(_spoken(path.stem), Reader(path, kept=True), self._names))
+                self._lanes[path] = (inode, FileLane(_spoken(path.stem), Reader(path, kept=True), self._names))
                 self._changed = True
 
     @property
-    def _in_order(self) -> list[Lane]:
+    def _in_order(self) -> list[FileLane]:
         """Workers first, then servers."""
         by_name = {lane.name: lane for _, lane in self._lanes.values()}
         return sorted((by_name[name] for name in natural(by_name)), key=lambda lane: not lane.name.startswith("worker"))
@@ -99,14 +99,14 @@ class Run:
         """What run.json says."""
         return str(self._data.get("state", "not readable"))
 
-    def lanes(self) -> Lanes:
+    def lanes(self) -> Timeline:
         """Everything that was read, ready to be drawn."""
         with self._lock:
             self.look()
             live = self.live
             going = live and any(len(lane.open) for lane in self._in_order)
             if self._drawn is None or self._changed or going or live != self._drawn_live:
-                self._drawn = Lanes(self._in_order, self._names, time.monotonic() if live else None)
+                self._drawn = Timeline(self._in_order, self._names, time.monotonic() if live else None)
                 self._changed, self._drawn_live = False, live
             return self._drawn
 
@@ -145,7 +145,7 @@ class Run:
         state = "unwatched" if self.state == "running" else "over"
         return [{"name": _spoken(log), "state": state, "step": None} for log in logs_of(self.folder)]
 
-    def _process(self, lane: Lane) -> dict[str, Any]:
+    def _process(self, lane: FileLane) -> dict[str, Any]:
         """What a process does now, or did at last."""
         now = time.monotonic()
         waits = lane.open[np.isfinite(lane.open["waited"])]
@@ -166,10 +166,10 @@ class Run:
             return told | {"state": "computing"}
         return told | {"state": "waiting", "seconds": now - float(waits[-1]["waited"])} | self._wait(lane, waits[-1])
 
-    def _wait(self, lane: Lane, wait: Any) -> dict[str, Any]:
+    def _wait(self, lane: FileLane, wait: Any) -> dict[str, Any]:
         channel, sequence = int(wait["channel"]), int(wait["sequence"])
         others = {other.name: other.entered for other in self._in_order if other is not lane}
-        members = [name for name in self._names.members[channel] if name != lane.name]
+        members = [name for name in self._names.channels[channel].members if name != lane.name]
         late = [name for name in members if others.get(name, {}).get(channel, 0) < sequence]
         return {"waits_in": self._names.labels[int(wait["label"])].said(sequence), "waits_for": late}
 

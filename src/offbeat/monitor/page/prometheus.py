@@ -1,42 +1,44 @@
-"""Figures of runs in the text format that Prometheus reads."""
+"""Figures of runs for Prometheus, by its own client library."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
+
 from offbeat.runtime.records import part
 
-CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 NAMES: Final = {
-    "offbeat_run": ("gauge", "1, with the run's strategy, workers and state as labels"),
-    "offbeat_step": ("gauge", "Updates done at the last report"),
-    "offbeat_samples": ("gauge", "Training examples seen at the last report"),
-    "offbeat_samples_per_second": ("gauge", "Examples per second between the last two reports"),
-    "offbeat_metric": ("gauge", "What was reported last, by name: score, loss and others"),
-    "offbeat_seconds": ("gauge", "Training time so far, by kind"),
-    "offbeat_staleness_reads": ("gauge", "Reads so far, by how many steps old they were"),
-    "offbeat_worker_steps": ("gauge", "Steps of each process, as its events tell"),
-    "offbeat_worker_waiting_seconds": ("gauge", "How long each process has been waiting; 0 if it does not"),
-    "offbeat_events": ("gauge", "Events written down"),
-    "offbeat_events_dropped": ("gauge", "Events that were written over before they were read"),
-    "offbeat_verdict": ("gauge", "1 for each kind of verdict that holds"),
+    "offbeat_run": "1, with the run's strategy, workers and state as labels.",
+    "offbeat_step": "Updates done at the last report.",
+    "offbeat_samples": "Training examples seen at the last report.",
+    "offbeat_samples_per_second": "Examples per second between the last two reports.",
+    "offbeat_metric": "What was reported last, by name: score, loss and others.",
+    "offbeat_seconds": "Training time so far, by kind.",
+    "offbeat_staleness_reads": "Reads so far, by how many steps old they were.",
+    "offbeat_worker_steps": "Steps of each process, as its events tell.",
+    "offbeat_worker_waiting_seconds": "How long each process has been waiting; 0 if it does not.",
+    "offbeat_events": "Events written down.",
+    "offbeat_events_dropped": "Events that were written over before they were read.",
+    "offbeat_verdict": "1 for each kind of verdict that holds.",
 }
-"""What there is: its type, and what it means."""
+"""What each gauge means."""
 _NOT_METRICS: Final = ("step", "epoch", "samples", "seconds")
 
 Sample = tuple[str, dict[str, str], float]
 
 
-def figures(runs: Iterable[Mapping[str, Any]]) -> str:
+def figures(runs: Iterable[Mapping[str, Any]]) -> bytes:
     """All figures of these runs, each as `Run.told` tells it."""
-    found = [sample for run in runs for sample in _samples(run)]
-    lines: list[str] = []
-    for name, (kind, words) in NAMES.items():
-        own = [sample for sample in found if sample[0] == name]
-        if own:
-            lines += [f"# HELP {name} {words}.", f"# TYPE {name} {kind}", *map(_line, own)]
-    return "\n".join(lines) + "\n"
+    registry = CollectorRegistry()
+    gauges: dict[str, Gauge] = {}
+    for name, labels, value in (sample for run in runs for sample in _samples(run)):
+        if name not in gauges:
+            gauges[name] = Gauge(name, NAMES[name], labelnames=list(labels), registry=registry)
+        gauges[name].labels(**labels).set(value)
+    return generate_latest(registry)
 
 
 def _samples(run: Mapping[str, Any]) -> Iterator[Sample]:
@@ -82,13 +84,3 @@ def _reported(label: dict[str, str], lines: Sequence[Mapping[str, Any]]) -> Iter
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _line(sample: Sample) -> str:
-    name, labels, value = sample
-    said = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
-    return f"{name}{{{said}}} {value:.10g}"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

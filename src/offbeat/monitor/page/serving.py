@@ -23,7 +23,7 @@ HOW_TO_GET: Final = "pip install 'offbeat[watch]'"
 
 def missing() -> bool:
     """Whether the extra that the page needs is not installed."""
-    return any(find_spec(name) is None for name in ("starlette", "uvicorn"))
+    return any(find_spec(name) is None for name in ("starlette", "uvicorn", "prometheus_client"))
 
 
 class Served:
@@ -31,7 +31,7 @@ class Served:
 
     def __init__(self, folder: Folder, chosen: str | None = None, port: int = 0) -> None:
         if missing():
-            raise UsageError(f"the page needs starlette and uvicorn, which are not there: {HOW_TO_GET}.")
+            raise UsageError(f"the page needs starlette, uvicorn and prometheus-client: {HOW_TO_GET}.")
         self._socket = _listening(port)
         self._folder, self._chosen = folder, chosen
         self.port: int = self._socket.getsockname()[1]

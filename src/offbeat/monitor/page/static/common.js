@@ -44,8 +44,8 @@ window.offbeat = (() => {
   }
 
   const COLUMNS = [["start", Float64Array], ["length", Float64Array], ["call", Uint32Array],
-    ["sequence", Uint32Array], ["label", Uint16Array], ["lane", Uint16Array], ["kind", Uint8Array],
-    ["share", Uint8Array]];
+    ["sequence", Uint32Array], ["times", Uint32Array], ["share", Float32Array], ["label", Uint16Array],
+    ["lane", Uint16Array], ["kind", Uint8Array]];
   /** Pieces of lanes as the server packs them. */
   function unpacked(buffer) {
     const size = new DataView(buffer).getUint32(0, true);
@@ -71,7 +71,8 @@ window.offbeat = (() => {
     for (const i of merged ? short : []) {
       const pixel = Math.min(pixels - 1, Math.max(0, Math.floor((all.start[i] - start) / width)));
       const cell = (all.lane[i] * all.kinds.length + all.kind[i]) * pixels + pixel;
-      cells.set(cell, (cells.get(cell) || 0) + all.length[i]);
+      const known = cells.get(cell) || [0, 0];
+      cells.set(cell, [known[0] + all.length[i], known[1] + all.times[i]]);
     }
     const kept = merged ? long : long.concat(short);
     const found = { ...all, start: null, windowStart: start, windowStop: stop, count: kept.length + cells.size };
@@ -80,14 +81,15 @@ window.offbeat = (() => {
       kept.forEach((i, at) => { found[name][at] = all[name][i]; });
     }
     let at = kept.length;
-    for (const [cell, spent] of cells) {
+    for (const [cell, [spent, times]] of cells) {
       const row = Math.floor(cell / pixels);
       found.start[at] = start + (cell % pixels) * width;
       found.length[at] = width;
       found.lane[at] = Math.floor(row / all.kinds.length);
       found.kind[at] = row % all.kinds.length;
       found.call[at] = 0xffffffff;
-      found.share[at] = Math.min(255, Math.max(1, Math.ceil((spent / width) * 255)));
+      found.share[at] = spent / width;
+      found.times[at] = times;
       at += 1;
     }
     const inside = all.steps.map((some) => some.filter((time) => time >= start && time <= stop));

@@ -164,16 +164,16 @@ offbeat.Lanes = class {
     for (const wanted of [thin, ...kinds.keys()].filter((one, i) => i === 0 || one !== thin)) {
       pen.fillStyle = colors[wanted];
       const [down, high] = wanted === thin ? [this.row - 5, 3] : [2, this.row - 4];
-      let alpha = 255;
+      let alpha = 1;
       for (let i = 0; i < count; i += 1) {
         if (kind[i] !== wanted) continue;
         const left = from + start[i] * scale;
         const wide = Math.max(length[i] * scale, 0.6);
         if (left > edge || left + wide < 0) continue;
-        const level = share[i] | 31;
+        const level = Math.min(1, Math.ceil(share[i] * 8) / 8);
         if (level !== alpha) {
           alpha = level;
-          pen.globalAlpha = alpha / 255;
+          pen.globalAlpha = alpha;
         }
         pen.fillRect(left, lane[i] * this.row + down, wide, high);
       }
@@ -358,8 +358,9 @@ offbeat.Lanes = class {
     }
     const kind = data.kinds[data.kind[found]];
     if (data.call[found] === 0xffffffff) {
-      const share = Math.round((data.share[found] / 255) * 100);
-      this.detail.textContent = `${when}: ${kind} for ${share} % of this moment; zoom in to see each.`;
+      const share = Math.round(Math.min(1, data.share[found]) * 100);
+      const times = data.times[found].toLocaleString("en");
+      this.detail.textContent = `${when}: ${kind} for ${share} % of this moment, ${times} times; zoom in to see each.`;
       return;
     }
     const label = data.labels[data.label[found]] || ["something", ""];

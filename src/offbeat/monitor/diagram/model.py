@@ -2,7 +2,7 @@
 
 Each process has a lane, and time goes along it. Everything refers to lanes by their number, and to times on the
 diagram's own axis: seconds since the first event of the run, or, for logs without times, logical time, in which every
-effect comes after its causes. The same data is drawn as a picture, and on the page.
+effect comes after its causes. Pictures and traces are made from it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,8 @@ from msgspec import Struct
 SECONDS: Final = "seconds"
 LOGICAL: Final = "logical"
 """An axis by Lamport clocks: what is further right did not happen before what is further left, and nothing more."""
-
-WAIT: Final = "wait"
-"""For somebody who had not arrived, or not sent."""
-COMMUNICATE: Final = "communicate"
-"""In a collective or a receipt, once all who were needed were there."""
-COMPUTE: Final = "compute"
-"""Whatever a process did between what it wrote down; where it is known better, `input`, `evaluate` … stand here."""
 MANY: Final = "many"
-"""Spans too short to be told apart at this size; `Span.mix` says of what."""
+"""Intervals too short to be told apart at this size; `Span.mix` says of what."""
 
 
 class Span(Struct, frozen=True):
@@ -31,7 +24,7 @@ class Span(Struct, frozen=True):
 
     lane: int
     kind: str
-    """`wait`, `communicate`, `compute`, `many`, or any other kind of time that is known."""
+    """`many`, or one of `intervals.KINDS`."""
     start: float
     stop: float
     label: str = ""
@@ -39,7 +32,7 @@ class Span(Struct, frozen=True):
     count: int = 1
     """How many spans were merged into it."""
     mix: Mapping[str, float] = {}
-    """Of merged ones: which share of the time is of which kind."""
+    """Of merged ones: which share of the span is of which kind."""
     open: bool = False
     """Whether it had not ended when the last event was written."""
 
@@ -106,7 +99,7 @@ class Line(Struct, frozen=True):
     """If it is not consistent: which effect is in it without its cause."""
 
 
-class Lanes(Struct, frozen=True):
+class Diagram(Struct, frozen=True):
     """A space-time diagram, or a window of one."""
 
     title: str

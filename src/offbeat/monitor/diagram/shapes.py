@@ -6,6 +6,7 @@ too, so that it is seen in black and white.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
@@ -28,18 +29,6 @@ class Look(NamedTuple):
     bold: bool = False
 
 
-class Rect(NamedTuple):
-    """A rectangle by its upper left corner."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    look: str
-    title: str = ""
-    """What is said when somebody points at it."""
-
-
 class Shape(NamedTuple):
     """A polygon, or, if it is not closed, a line, which may have a head."""
 
@@ -48,16 +37,11 @@ class Shape(NamedTuple):
     closed: bool = True
     head: bool = False
     title: str = ""
+    """What is said when somebody points at it."""
 
-
-class Dot(NamedTuple):
-    """A circle."""
-
-    x: float
-    y: float
-    radius: float
-    look: str
-    title: str = ""
+    def moved(self, x: float, y: float) -> Shape:
+        """The same elsewhere."""
+        return self._replace(points=tuple((a + x, b + y) for a, b in self.points))
 
 
 class Text(NamedTuple):
@@ -70,18 +54,27 @@ class Text(NamedTuple):
     anchor: str = "start"
 
 
-Drawn = Rect | Shape | Dot | Text
-
-
 class Drawing(NamedTuple):
     """A whole picture: what is cut off at the edges of the plot, and what is around and above it."""
 
     width: float
     height: float
     title: str
-    plot: Rect
-    inside: list[Drawn]
-    around: list[Drawn]
+    plot: Shape
+    inside: list[Shape | Text]
+    around: list[Shape | Text]
+
+
+def rect(x: float, y: float, width: float, height: float, look: str, title: str = "") -> Shape:
+    """A rectangle by its upper left corner."""
+    corners = ((x, y), (x + width, y), (x + width, y + height), (x, y + height))
+    return Shape(corners, look, title=title)
+
+
+def dot(x: float, y: float, radius: float, look: str, title: str = "") -> Shape:
+    """A circle, as far as the eye can tell."""
+    angles = [math.tau * part / 16 for part in range(16)]
+    return Shape(tuple((x + radius * math.cos(a), y + radius * math.sin(a)) for a in angles), look, title=title)
 
 
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE = (
@@ -94,11 +87,13 @@ KINDS: Final[Mapping[str, Look]] = {
     "compute": Look(SKY),
     "wait": Look("#FBE7BF", hatch=ORANGE),
     "communicate": Look(GREEN),
+    "failed": Look(VERMILLION),
+    "stuck": Look("#FBD9C9", hatch=VERMILLION),
     "input": Look(PURPLE),
     "evaluate": Look(YELLOW),
     "other": Look("#C9CED4"),
 }
-"""The kinds of time; any other looks like `other`."""
+"""The kinds of time."""
 LOOKS: Final[Mapping[str, Look]] = {
     **KINDS,
     "paper": Look("#ffffff"),

@@ -1,4 +1,4 @@
-"""A run for other tools: a ShiViz log, traces for Perfetto, lines of JSON."""
+"""A run for other tools: a ShiViz log, a Chrome trace, lines of JSON."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from msgspec import structs
-
 from offbeat.errors import OutputError, UsageError, did_you_mean
-from offbeat.monitor.scenes import Scene
-from offbeat.monitor.tracks import track_events
-from offbeat.protocols.causality.exports import json_lines, perfetto
-from offbeat.protocols.causality.histories import Computation
+from offbeat.monitor.diagram.scene import Scene
+from offbeat.monitor.diagram.trace import chrome_trace
+from offbeat.protocols.causality.exports import json_lines
 from offbeat.protocols.causality.shiviz import write
 
 ENDINGS: Final[Mapping[str, str]] = {
@@ -26,7 +23,7 @@ ENDINGS: Final[Mapping[str, str]] = {
 }
 """Which kind a name's ending stands for."""
 KINDS: Final = ("shiviz", "perfetto", "trace", "jsonl")
-"""`perfetto` is its own format, `trace` the older one in JSON, which chrome://tracing reads, too."""
+"""`perfetto` and `trace` are both a Chrome trace in JSON, which Perfetto and chrome://tracing open."""
 _EVERYTHING: Final = 10**9
 
 
@@ -54,26 +51,10 @@ def export(scene: Scene, path: Path, kind: str | None = None) -> str:
 
 def exported(scene: Scene, kind: str) -> bytes:
     """What an export holds."""
-    if kind == "perfetto":
-        return track_events(scene.lanes(shapes=_EVERYTHING))
     if kind == "shiviz":
         text = write(scene.run)
     elif kind == "jsonl":
         text = "".join(f"{line}\n" for line in json_lines(scene.run))
     else:
-        text = json.dumps(perfetto(_timed(scene.run))) + "\n"
+        text = json.dumps(chrome_trace(scene.diagram(shapes=_EVERYTHING))) + "\n"
     return text.encode()
-
-
-def _timed(run: Computation) -> Computation:
-    """The run itself; of a log without times, with a millisecond for each step of logical time."""
-    if any(event.time for history in run.histories for event in history):
-        return run
-    histories = tuple(
-        tuple(
-            structs.replace(event, time=clock / 1000)
-            for event, clock in zip(history, run.lamports[process][1:].tolist(), strict=True)
-        )
-        for process, history in enumerate(run.histories)
-    )
-    return Computation(run.processes, histories, run.joins)

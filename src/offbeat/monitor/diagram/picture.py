@@ -9,9 +9,9 @@ from typing import Any, Final
 from xml.sax.saxutils import escape, quoteattr
 
 from offbeat.errors import OutputError, UsageError, did_you_mean
-from offbeat.monitor.drawing import drawn
-from offbeat.monitor.lanes import Lanes
-from offbeat.monitor.shapes import LOOKS, Dot, Drawing, Drawn, Look, Point, Rect, Shape, Text
+from offbeat.monitor.diagram.layout import drawn
+from offbeat.monitor.diagram.model import Diagram
+from offbeat.monitor.diagram.shapes import LOOKS, Drawing, Look, Point, Shape, Text
 
 SUFFIXES: Final = (".svg", ".png")
 _FONT: Final = "'DejaVu Sans', 'Segoe UI', Helvetica, Arial, sans-serif"
@@ -26,7 +26,7 @@ def check_name(path: Path) -> None:
         raise UsageError(f"{path} is no name for a picture.{did_you_mean(path.suffix, SUFFIXES)}")
 
 
-def save(lanes: Lanes, path: Path) -> None:
+def save(lanes: Diagram, path: Path) -> None:
     """Write the picture of a diagram; the name's ending says as what."""
     check_name(path)
     write(drawn(lanes), path)
@@ -47,7 +47,7 @@ def write(picture: Drawing, path: Path) -> None:
 def svg(drawing: Drawing) -> str:
     """A drawing as SVG: one file, nothing fetched, and words where somebody points."""
     looks = {shape.look for shape in (*drawing.inside, *drawing.around)}
-    plot, size = drawing.plot, f"{_n(drawing.width)} {_n(drawing.height)}"
+    size = f"{_n(drawing.width)} {_n(drawing.height)}"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" width="{_n(drawing.width)}" '
         f'height="{_n(drawing.height)}" font-family={quoteattr(_FONT)} role="img">',
@@ -55,8 +55,7 @@ def svg(drawing: Drawing) -> str:
         f"<style>{''.join(_css(name) for name in LOOKS if name in looks)}</style>",
         "<defs>",
         *(_pattern(name) for name in LOOKS if name in looks and LOOKS[name].hatch),
-        f'<clipPath id="plot"><rect x="{_n(plot.x)}" y="{_n(plot.y)}" width="{_n(plot.width)}" '
-        f'height="{_n(plot.height)}"/></clipPath>',
+        f'<clipPath id="plot"><path d="{_path(drawing.plot.points, True)}"/></clipPath>',
         "</defs>",
         f'<rect width="{_n(drawing.width)}" height="{_n(drawing.height)}" fill="#fff"/>',
         '<g clip-path="url(#plot)">',
@@ -99,7 +98,7 @@ def _pattern(name: str) -> str:
     )
 
 
-def _element(shape: Drawn) -> str:
+def _element(shape: Shape | Text) -> str:
     name = _class(shape.look)
     if isinstance(shape, Text):
         look = LOOKS[shape.look]
@@ -107,12 +106,6 @@ def _element(shape: Drawn) -> str:
         anchor = "" if shape.anchor == "start" else f' text-anchor="{shape.anchor}"'
         where = f'x="{_n(shape.x)}" y="{_n(shape.y)}" font-size="{_n(look.size)}"'
         return f'<text class="{name}" {where}{bold}{anchor}>{escape(shape.words)}</text>'
-    if isinstance(shape, Rect):
-        size = f'width="{_n(shape.width)}" height="{_n(shape.height)}"'
-        return _titled(f'rect class="{name}" x="{_n(shape.x)}" y="{_n(shape.y)}" {size}', shape.title)
-    if isinstance(shape, Dot):
-        where = f'cx="{_n(shape.x)}" cy="{_n(shape.y)}" r="{_n(shape.radius)}"'
-        return _titled(f'circle class="{name}" {where}', shape.title)
     return "".join(_titled(f'path class="{name}" d="{way}"{more}', shape.title) for way, more in _ways(shape))
 
 
@@ -147,7 +140,7 @@ def _write_png(drawing: Drawing, path: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-        from matplotlib.patches import Rectangle
+        from matplotlib.patches import Polygon
     except ImportError as error:
         raise UsageError("PNG needs matplotlib: pip install 'offbeat[draw]', or name the picture .svg.") from error
     figure: Any = Figure((drawing.width / 100, drawing.height / 100), dpi=100 * _SHARP)
@@ -155,7 +148,7 @@ def _write_png(drawing: Drawing, path: Path) -> None:
     axes: Any = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, drawing.width), ylim=(drawing.height, 0))
     axes.axis("off")
-    plot: Any = Rectangle((drawing.plot.x, drawing.plot.y), drawing.plot.width, drawing.plot.height)
+    plot: Any = Polygon(drawing.plot.points, closed=True)
     plot.set_transform(axes.transData)
     for order, shape in enumerate((*drawing.inside, *drawing.around)):
         for artist in _artists(shape):
@@ -166,9 +159,9 @@ def _write_png(drawing: Drawing, path: Path) -> None:
     figure.savefig(path, format="png", facecolor="white")
 
 
-def _artists(shape: Drawn) -> Iterator[Any]:
+def _artists(shape: Shape | Text) -> Iterator[Any]:
     from matplotlib.lines import Line2D
-    from matplotlib.patches import Circle, Polygon, Rectangle
+    from matplotlib.patches import Polygon
     from matplotlib.patheffects import withStroke
     from matplotlib.text import Text as Words
 
@@ -182,10 +175,6 @@ def _artists(shape: Drawn) -> Iterator[Any]:
             parse_math=False, path_effects=[withStroke(linewidth=0.72 * look.width, foreground=look.stroke)]
             if look.stroke else None,
         )  # fmt: skip
-    elif isinstance(shape, Rect):
-        yield Rectangle((shape.x, shape.y), shape.width, shape.height, **_filled(look))
-    elif isinstance(shape, Dot):
-        yield Circle((shape.x, shape.y), shape.radius, **_filled(look))
     elif shape.closed:
         yield Polygon(shape.points, closed=True, **_filled(look))
     else:

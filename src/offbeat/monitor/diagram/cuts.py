@@ -9,8 +9,8 @@ from statistics import median
 from typing import Final
 
 from offbeat.errors import UsageError
-from offbeat.monitor.lanes import Line
-from offbeat.monitor.stays import Times
+from offbeat.monitor.diagram.model import Line
+from offbeat.monitor.diagram.stays import Floats
 from offbeat.protocols.causality.cuts import Cut, causal_past, check, latest_consistent, violation
 from offbeat.protocols.causality.histories import Computation, Place
 
@@ -43,12 +43,12 @@ def window(text: str, start: float, stop: float) -> tuple[float, float]:
     return begin, end
 
 
-def until(times: Times, time: float) -> Cut:
+def until(times: Sequence[Floats], time: float) -> Cut:
     """Everything up to a time on the axis, which need not be consistent."""
     return tuple(int(some.searchsorted(time, "right")) for some in times)
 
 
-def asked(run: Computation, times: Times, text: str, stop: float) -> Cut:
+def asked(run: Computation, times: Sequence[Floats], text: str, stop: float) -> Cut:
     """The cut that a text asks for; `latest` is the largest consistent one up to the end of the window."""
     words = text.strip()
     if words == "latest":
@@ -88,7 +88,7 @@ def _place(run: Computation, text: str) -> Place:
     return Place(process, int(number))
 
 
-def crossed(run: Computation, times: Times, label: str, cut: Cut) -> Line:
+def crossed(run: Computation, times: Sequence[Floats], label: str, cut: Cut) -> Line:
     """A cut as a line through all lanes, as straight as its events let it be."""
     wrong = violation(run, cut)
     rooms = [_room(times[process].tolist(), count) for process, count in enumerate(cut)]

@@ -1,0 +1,163 @@
+"""From stays to intervals: waiting, communicating, under way; and what of them is seen through a window.
+
+A wait for others ends when the last one that a call needs has entered it; the rest of the call is communication. What
+was begun and is not waited for is *under way*. What is shorter than a pixel of the window is put together with what
+lies beside it: the pixel then has a share, of how much of it was spent that way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from offbeat.monitor.diagram.names import Names
+from offbeat.monitor.diagram.stays import Floats, Table
+
+KINDS: Final = ("wait", "communicate", "under way", "failed", "stuck", "compute", "input", "evaluate", "other")
+"""`stuck`: the process was in it when the run ended, and never came out. The last four are a process's own work."""
+WAIT, COMMUNICATE, UNDER_WAY, FAILED, STUCK, COMPUTE, INPUT, EVALUATE, OTHER = range(len(KINDS))
+INTERVAL: Final = np.dtype(
+    [
+        ("start", "<f8"),
+        ("stop", "<f8"),
+        ("call", "<u4"),
+        ("sequence", "<u4"),
+        ("count", "<u4"),
+        ("share", "<f4"),
+        ("label", "<u2"),
+        ("lane", "<u2"),
+        ("kind", "u1"),
+        ("open", "?"),
+    ]
+)
+"""`call` is the same for all that belongs together; `count` and `share` are of intervals that were put together."""
+NO_CALL: Final = 2**32 - 1
+"""The call of a process's own work, and of what was put together from several."""
+
+
+class Calls:
+    """Which stays belong together, and when those that each one needs were there."""
+
+    def __init__(self, stays: Table, names: Names, lanes: Sequence[str]) -> None:
+        self.stays = stays
+        order = np.lexsort((stays["begun"], stays["sequence"], stays["channel"]))
+        ranked = stays[["channel", "sequence"]][order]
+        new = np.concatenate([[True], ranked[1:] != ranked[:-1]]) if len(stays) else np.zeros(0, bool)
+        self._order, self._edges = order, np.append(np.flatnonzero(new), len(order))
+        self.of_stay = np.empty(len(stays), np.int64)
+        """The number of each stay's call."""
+        self.of_stay[order] = np.cumsum(new) - 1
+        there = np.diff(self._edges)
+        last = order[self._edges[1:] - 1]
+        self.decisive: Table = last[there > 1]
+        """The stays that were the last to enter a call of several."""
+        self.ready = self._ready(names, lanes, there, stays["begun"][last])
+        """For each stay when the last one that it needs came; infinite if somebody has not."""
+
+    def __len__(self) -> int:
+        return len(self._edges) - 1
+
+    def of(self, call: int) -> Table:
+        """The stays of a call, by their beginning."""
+        return self.stays[self._order[self._edges[call] : self._edges[call + 1]]]
+
+    def reduced(self, ufunc: np.ufunc, column: str) -> Table:
+        """One number for each call, such as the earliest of a column."""
+        return ufunc.reduceat(self.stays[column][self._order], self._edges[:-1]) if len(self) else np.zeros(0)
+
+    def _ready(self, names: Names, lanes: Sequence[str], there: Table, last: Floats) -> Floats:
+        stays, call = self.stays, self.of_stay
+        members = np.array([len(channel.members) for channel in names.channels] or [0])
+        needed = members[self.reduced(np.minimum, "channel").astype(np.int64)]
+        # Members whose events are gone, or who are not watched, count as there if somebody could leave.
+        left = self.reduced(np.minimum, "ended")
+        every = np.where((needed > 0) & ((there >= needed) | np.isfinite(left)), last, np.inf)[call]
+        index = {name: number for number, name in enumerate(lanes)}
+        root = np.array([index.get(one.name or "", -1) for one in names.roots])[stays["label"]]
+        gives = np.array([one.gives for one in names.roots])[stays["label"]]
+        is_root = stays["lane"] == root
+        given = np.full(len(self), np.inf)
+        given[call[is_root]] = stays["begun"][is_root]
+        return np.where((root < 0) | (is_root & ~gives), every, np.where(gives & ~is_root, given[call], -np.inf))
+
+
+def intervals(calls: Calls, now: float, live: bool) -> Table:
+    """Each stay in up to three parts; what has not ended goes on until `now`, and is stuck if the run is over."""
+    stays = calls.stays
+    ended = np.minimum(stays["ended"], now)
+    waited = np.minimum(stays["waited"], ended)
+    over = np.isfinite(stays["ended"])
+    # Who left before the last one came did not need it; who was needed for what failed, nobody knows.
+    met = np.where(over & np.isfinite(calls.ready) | stays["failed"], waited, ended)
+    met = np.where(calls.ready <= ended, np.maximum(calls.ready, waited), met)
+    after = np.where(stays["failed"], FAILED, COMMUNICATE)
+    waiting = np.where(over | live, WAIT, STUCK)
+    # What nobody has ever waited for and whose end nobody has seen may have ended long ago.
+    beside = np.where(over | np.isfinite(stays["waited"]), waited, stays["begun"])
+    parts: list[Table] = []
+    for start, stop, kind in ((stays["begun"], beside, UNDER_WAY), (waited, met, waiting), (met, ended, after)):
+        part = np.zeros(len(stays), INTERVAL)
+        part["start"], part["stop"], part["kind"], part["open"] = start, stop, kind, ~over & (stop == ended)
+        part["call"], part["lane"], part["sequence"] = calls.of_stay, stays["lane"], stays["sequence"]
+        part["label"], part["count"], part["share"] = np.minimum(stays["label"], 65535), 1, 1.0
+        parts.append(part[start < stop])
+    return np.concatenate(parts)
+
+
+def apart(some: Table) -> Table:
+    """The intervals of one lane in order and without overlaps: what began first stays."""
+    some = some[np.lexsort((some["stop"], some["start"]))]
+    before = np.concatenate([[-np.inf], np.maximum.accumulate(some["stop"])[:-1]])
+    some["start"] = np.maximum(some["start"], before)
+    return some[some["start"] < some["stop"]]
+
+
+def layered(below: Table, above: Table) -> Table:
+    """The intervals of one lane in order; those below are seen where none above hides them."""
+    left = np.concatenate([[-np.inf], above["stop"]])
+    right = np.concatenate([above["start"], [np.inf]])
+    first = np.searchsorted(right, below["start"], "right")
+    counts = np.maximum(0, np.searchsorted(left, below["stop"], "left") - first)
+    gap = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - first, counts)
+    seen = np.repeat(below, counts)
+    seen["start"], seen["stop"] = np.maximum(seen["start"], left[gap]), np.minimum(seen["stop"], right[gap])
+    found = np.concatenate([seen[seen["start"] < seen["stop"]], above])
+    return found[np.argsort(found["start"], kind="stable")]
+
+
+class Window:
+    """Intervals as columns, each by itself: far faster to look through."""
+
+    def __init__(self, some: Table, lanes: int) -> None:
+        self.all = some
+        self._lanes = lanes
+        self._starts, self._stops = some["start"].copy(), some["stop"].copy()
+        self._lengths = self._stops - self._starts
+        self._rows = some["lane"].astype(np.int64) * len(KINDS) + some["kind"]
+
+    def seen(self, start: float, stop: float, pixels: int, most: int | None = None) -> tuple[Table, Table]:
+        """What is seen between two times on so many pixels: long intervals as they are, and short ones put together.
+
+        There is one of the latter for each pixel, lane and kind at most. Short ones are left as they are if they are no
+        more than `most`; without it, than there are pixels.
+        """
+        inside = np.flatnonzero((self._starts < stop) & (self._stops > start))
+        width = (stop - start) / pixels
+        is_short = self._lengths[inside] < width
+        if np.count_nonzero(is_short) <= (pixels if most is None else most):
+            return self.all[inside], self.all[:0]
+        short = inside[is_short]
+        pixel = np.clip(((self._starts[short] - start) / width).astype(np.int64), 0, pixels - 1)
+        cell = self._rows[short] * pixels + pixel
+        size = self._lanes * len(KINDS) * pixels
+        counts = np.bincount(cell, minlength=size)
+        some = np.flatnonzero(counts)
+        merged = np.zeros(len(some), INTERVAL)
+        row, pixel = np.divmod(some, pixels)
+        merged["start"], merged["stop"] = start + pixel * width, start + (pixel + 1) * width
+        merged["lane"], merged["kind"] = np.divmod(row, len(KINDS))
+        merged["call"], merged["count"] = NO_CALL, counts[some]
+        merged["share"] = np.bincount(cell, self._lengths[short], size)[some] / width
+        return self.all[inside[~is_short]], merged

@@ -1,0 +1,184 @@
+"""Figures with intervals: bootstraps, Student's quantiles and least squares without negative parts, by scipy.
+
+scipy is imported where it is used: it takes longer to import than most commands take.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+RESAMPLES = 4000
+CONFIDENCE = 0.9
+"""How often the interval of an estimate is to hold the truth."""
+LEVEL = 95
+"""Per cent of the resampled medians that an interval holds."""
+ENOUGH = 3
+"""Seeds below which an interval says nothing."""
+WITHIN = 1.05
+"""A bar holds only if the median is no further from it than this, however wide the interval."""
+
+Floats = NDArray[np.float64]
+Times = Sequence[float]
+"""Seconds, one entry per block; blocks of the same number were measured next to each other."""
+
+
+class _Interval:
+    """What figures with an interval have in common."""
+
+    def plain(self) -> dict[str, float | None]:
+        """For JSON, which has no infinity: None where there is no limit."""
+        values = asdict(self)  # pyright: ignore[reportArgumentType]
+        return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class Spread(_Interval):
+    """A median and its bootstrap interval; infinite where too many runs missed a target."""
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def width(self) -> float:
+        """The interval's width as a share of the median."""
+        return (self.high - self.low) / self.median if math.isfinite(self.high) and self.median else math.inf
+
+    def overlaps(self, other: Spread) -> bool:
+        """Whether both could be the same."""
+        return self.low <= other.high and other.low <= self.high
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} [{self.low:.3g}, {self.high:.3g}]"
+
+    @classmethod
+    def from_plain(cls, data: dict[str, Any]) -> Spread:
+        """From such data."""
+        return cls(*(math.inf if data[name] is None else float(data[name]) for name in ("median", "low", "high")))
+
+
+@dataclass(frozen=True)
+class Estimate(_Interval):
+    """A figure, and between what it lies by all that was measured."""
+
+    value: float
+    low: float
+    high: float
+
+    def mapped(self, rising: Callable[[float], float]) -> Estimate:
+        """The estimate of what rises with this one."""
+        return Estimate(rising(self.value), rising(self.low), rising(self.high))
+
+    def __str__(self) -> str:
+        value, low, high = ("no limit" if x == math.inf else f"{x:.3g}" for x in (self.value, self.low, self.high))
+        return f"{value} [{low}, {high}]"
+
+
+def spread(values: Sequence[float], seed: int = 0) -> Spread:
+    """The median of one value for each seed; infinity is a miss, which is slower than anything."""
+    if not values:
+        return Spread(math.inf, math.inf, math.inf)
+    medians = _resampled(np.median, [values], seed)
+    return Spread(float(np.median(values)), *_ends(medians))
+
+
+def ratios(over: Sequence[float], under: Sequence[float]) -> list[float] | None:
+    """Seed by seed, so that what a seed makes long or short cancels; None if `under` has always missed.
+
+    Where only one of the two has missed, it was slower by any factor; where both have, neither was.
+    """
+    if all(math.isinf(value) for value in under):
+        return None
+    pairs = zip(over, under, strict=True)
+    return [1.0 if math.isinf(a) and math.isinf(b) else a / max(b, 1e-12) for a, b in pairs]
+
+
+def ratio(over: Times, under: Times, seed: int = 0) -> Spread:
+    """The ratio of medians; blocks are drawn again in pairs, because what disturbs one disturbs its neighbour."""
+    return geometric_mean([(over, under)], seed)
+
+
+def geometric_mean(pairs: Sequence[tuple[Times, Times]], seed: int = 0) -> Spread:
+    """The geometric mean of several ratios of medians, each over blocks of its own."""
+
+    def logs(a: Floats, b: Floats, axis: int = -1) -> Floats:
+        return np.log(np.median(a, axis=axis) / np.median(b, axis=axis))
+
+    middle = np.mean([logs(np.asarray(a), np.asarray(b)) for a, b in pairs])
+    resampled = np.mean([_resampled(logs, pair, seed + number) for number, pair in enumerate(pairs)], axis=0)
+    return Spread(float(np.exp(middle)), *_ends(np.exp(resampled)))
+
+
+def paired_ratio(over: Sequence[float], under: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
+    """The ratio of two rates that were measured in turn: the geometric mean over the turns, by Student's distribution.
+
+    A single turn says nothing of how far it can be trusted: then the interval has no ends.
+    """
+    logs = np.log(np.asarray(over, dtype=np.float64) / np.asarray(under, dtype=np.float64))
+    value = math.exp(float(logs.mean()))
+    if len(logs) < 2:
+        return Estimate(value, 0.0, math.inf)
+    reach = student(confidence, len(logs) - 1) * float(logs.std(ddof=1)) / math.sqrt(len(logs))
+    return Estimate(value, value * math.exp(-reach), value * math.exp(min(reach, 700.0)))
+
+
+def holds(found: Spread, *, at_least: float | None = None, at_most: float | None = None) -> bool:
+    """Whether a bar is reached: by the better end of the interval, and by the median to within 5 %."""
+    enough = at_least is None or (found.high >= at_least and found.median * WITHIN >= at_least)
+    little = at_most is None or (found.low <= at_most and found.median <= at_most * WITHIN)
+    return enough and little
+
+
+def student(confidence: float, freedom: int) -> float:
+    """The t within which Student's distribution of this freedom lies with this confidence, on both sides."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, (1 + confidence) / 2))
+
+
+def not_negative(columns: Floats) -> Floats:
+    """The x >= 0 that brings columns @ x nearest to ones."""
+    from scipy.optimize import nnls
+
+    scale = np.abs(columns).max(axis=0)
+    scale[scale == 0] = 1.0
+    return nnls(columns / scale, np.ones(len(columns)))[0] / scale
+
+
+def furthest(excess: Callable[[float], float], inside: float, end: float) -> float:
+    """The furthest value towards an end of the range at which nothing is in excess, as at `inside`."""
+    from scipy.optimize import brentq
+
+    if end == math.inf:
+        end = max(2 * inside, 1e-3)
+        while excess(end) <= 0:
+            end *= 2
+            if end > 1e6:
+                return math.inf
+    return end if excess(end) <= 0 else float(brentq(excess, inside, end, xtol=1e-12))
+
+
+def _resampled(statistic: Callable[..., Any], samples: Sequence[Sequence[float]], seed: int) -> Floats:
+    """The statistic of samples that are drawn again and again, in pairs if there are two."""
+    from scipy.stats import bootstrap
+
+    if len(samples[0]) < 2:
+        return np.full(RESAMPLES, statistic(*map(np.asarray, samples)))
+    with np.errstate(invalid="ignore"):  # Misses are infinite.
+        return bootstrap(
+            [np.asarray(sample, np.float64) for sample in samples], statistic, n_resamples=RESAMPLES, paired=True,
+            vectorized=True, method="percentile", rng=np.random.default_rng(seed),
+        ).bootstrap_distribution  # fmt: skip
+
+
+def _ends(resampled: Floats) -> tuple[float, float]:
+    """Both ends of the interval: values that were drawn, so that a miss stays one."""
+    edge = (100 - LEVEL) / 200
+    low, high = np.quantile(resampled, [edge, 1 - edge], method="inverted_cdf")
+    return float(low), float(high)
