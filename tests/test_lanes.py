@@ -20,7 +20,7 @@ from offbeat.monitor.diagram.layout import drawn
 from offbeat.monitor.diagram.model import LOGICAL, MANY, SECONDS, Arrow, Diagram, Mark, Span
 from offbeat.monitor.diagram.picture import save, svg
 from offbeat.monitor.diagram.scene import Scene
-from offbeat.monitor.diagram.shapes import Shape
+from offbeat.monitor.diagram.shapes import Rect
 from offbeat.protocols.causality.cuts import is_consistent
 from offbeat.protocols.causality.histories import Call, Computation, Event, Kind, computation
 from offbeat.runtime.stamps import About, Stamp
@@ -315,7 +315,7 @@ def test_lanes_of_any_number_fit_and_do_not_touch(count: int) -> None:
         {f"worker {i}": [Event(what="step", time=1.0), Event(what="step", time=2.0)] for i in range(count)}
     )
     drawing = drawn(Scene(run).diagram())
-    bars = sorted(_heights(shape) for shape in drawing.inside if isinstance(shape, Shape) and shape.look == "compute")
+    bars = sorted(_heights(shape) for shape in drawing.inside if isinstance(shape, Rect) and shape.look == "compute")
     assert len(bars) == count
     assert all(one[1] + 4 < other[0] for one, other in pairwise(bars))
     top, bottom = _heights(drawing.plot)
@@ -323,7 +323,7 @@ def test_lanes_of_any_number_fit_and_do_not_touch(count: int) -> None:
     assert bars[-1][1] <= bottom <= drawing.height
 
 
-def _heights(shape: Shape) -> tuple[float, float]:
+def _heights(shape: Rect) -> tuple[float, float]:
     """Where a shape begins and ends, from top to bottom."""
     heights = [y for _, y in shape.points]
     return min(heights), max(heights)

@@ -22,7 +22,7 @@ from offbeat.monitor.diagram.intervals import (
 )
 from offbeat.monitor.diagram.names import Names
 from offbeat.monitor.diagram.stays import FileLane
-from offbeat.monitor.page.windows import Timeline
+from offbeat.monitor.page.windows import LaneView
 from offbeat.runtime.stamps import About, Mark, Reader, Recorder
 from page_support import SUM
 
@@ -44,10 +44,10 @@ class Written:
         recorder = self._recorders[rank]
         recorder.stamp(mark, 0 if about is None else recorder.name(about, lambda: about), sequence)
 
-    def drawn(self, now: float | None = None) -> Timeline:
+    def drawn(self, now: float | None = None) -> LaneView:
         for lane in self.lanes:
             lane.read()
-        return Timeline(self.lanes, self.names, now)
+        return LaneView(self.lanes, self.names, now)
 
     def pieces(self, now: float | None = None) -> list[tuple[int, int, float, float]]:
         found = self.drawn(now).intervals
@@ -174,5 +174,5 @@ def test_more_records_than_a_ring_holds_are_counted_as_dropped(tmp_path: Path) -
     lanes = [FileLane(f"worker {rank}", Reader(tmp_path / f"worker-{rank}.events"), names) for rank in range(2)]
     assert [lane.read() for lane in lanes] == [True, True]
     assert [lane.reader.dropped for lane in lanes] == [40_000 - 32_768] * 2
-    drawn = Timeline(lanes, names, time.monotonic())
+    drawn = LaneView(lanes, names, time.monotonic())
     assert len(drawn.window(drawn.start, drawn.stop, 500)) <= 500 * 2 * 5 + 1000

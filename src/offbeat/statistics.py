@@ -161,7 +161,7 @@ def furthest(excess: Callable[[float], float], inside: float, end: float) -> flo
             end *= 2
             if end > 1e6:
                 return math.inf
-    return end if excess(end) <= 0 else float(brentq(excess, inside, end, xtol=1e-12))
+    return end if excess(end) <= 0 else float(cast("float", brentq(excess, inside, end, xtol=1e-12)))
 
 
 def _resampled(statistic: Callable[..., Any], samples: Sequence[Sequence[float]], seed: int) -> Floats:

@@ -135,7 +135,8 @@ class Window:
         self._lanes = lanes
         self._starts, self._stops = some["start"].copy(), some["stop"].copy()
         self._lengths = self._stops - self._starts
-        self._rows = some["lane"].astype(np.int64) * len(KINDS) + some["kind"]
+        self._kinds = int(some["kind"].max(initial=0)) + 1
+        self._rows = some["lane"].astype(np.int64) * self._kinds + some["kind"]
 
     def seen(self, start: float, stop: float, pixels: int, most: int | None = None) -> tuple[Table, Table]:
         """What is seen between two times on so many pixels: long intervals as they are, and short ones put together.
@@ -151,13 +152,13 @@ class Window:
         short = inside[is_short]
         pixel = np.clip(((self._starts[short] - start) / width).astype(np.int64), 0, pixels - 1)
         cell = self._rows[short] * pixels + pixel
-        size = self._lanes * len(KINDS) * pixels
+        size = self._lanes * self._kinds * pixels
         counts = np.bincount(cell, minlength=size)
         some = np.flatnonzero(counts)
         merged = np.zeros(len(some), INTERVAL)
         row, pixel = np.divmod(some, pixels)
         merged["start"], merged["stop"] = start + pixel * width, start + (pixel + 1) * width
-        merged["lane"], merged["kind"] = np.divmod(row, len(KINDS))
+        merged["lane"], merged["kind"] = np.divmod(row, self._kinds)
         merged["call"], merged["count"] = NO_CALL, counts[some]
         merged["share"] = np.bincount(cell, self._lengths[short], size)[some] / width
         return self.all[inside[~is_short]], merged

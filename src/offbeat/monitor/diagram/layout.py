@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Final
 
 from offbeat.monitor.diagram.model import LOGICAL, Arrow, Band, Diagram, Line, Mark, Span
-from offbeat.monitor.diagram.shapes import KINDS, Drawing, Point, Shape, Text, dot, rect, text_width
+from offbeat.monitor.diagram.shapes import KINDS, Drawing, Drawn, Point, Rect, Shape, Text, dot, text_width
 
 WIDTH: Final = 1200.0
 _EDGE: Final = 18.0
@@ -45,7 +45,7 @@ class _Sheet:
         """All of it."""
         notes = list(self._notes())
         height = self._bottom + 42 + 16 * len(notes)
-        plot = rect(self._left, self._top, self._right - self._left, self._bottom - self._top, "paper")
+        plot = Rect(self._left, self._top, self._right - self._left, self._bottom - self._top, "paper")
         inside = [*self._grid(), *self._rails(), *self._bands(), *self._spans(), *self._arrows(), *self._marks()]
         for cut in self._lanes.cuts:
             inside += self._cut(cut)
@@ -67,7 +67,7 @@ class _Sheet:
 
     # -- around -------------------------------------------------------------------------------------------------------
 
-    def _heading(self) -> Iterator[Shape | Text]:
+    def _heading(self) -> Iterator[Drawn]:
         lanes = self._lanes
         yield Text(_EDGE, 26, lanes.title or "Space-time diagram", "title")
         seconds = f"{_seconds(lanes.start, lanes.stop)} since the first event"
@@ -87,7 +87,7 @@ class _Sheet:
         there = {kind for span in lanes.spans for kind in (span.mix or [span.kind])}
         for kind in KINDS:
             if kind in there:
-                yield rect(0, 0, 18, 11, kind), kind
+                yield Shape(Rect(0, 0, 18, 11, kind).points, kind), kind
         if lanes.bands:
             yield Shape(((3, 0), (18, 0), (15, 11), (0, 11)), "band"), "collective"
         if lanes.arrows:
@@ -98,14 +98,14 @@ class _Sheet:
             elif lanes.axis != LOGICAL:
                 yield _flag(kind, 9, 10), kind
 
-    def _cut_words(self, cut: Line, y: float) -> Iterator[Shape | Text]:
+    def _cut_words(self, cut: Line, y: float) -> Iterator[Drawn]:
         said = "consistent" if cut.consistent else f"not consistent: {cut.words}"
         look = "cut" if cut.consistent else "wrong cut"
         yield Shape(((_EDGE, y + 1), (_EDGE + 18, y + 1)), look, False)
         room = int((self._right - _EDGE - 24) / text_width("x", "cut words"))
         yield Text(_EDGE + 24, y + 5, _cropped(f"cut {cut.label}: {said}", room), f"{look} words")
 
-    def _names(self) -> Iterator[Shape | Text]:
+    def _names(self) -> Iterator[Drawn]:
         for lane, name in enumerate(self._lanes.names):
             yield Text(self._left - 10, self._y(lane) + 4, name, "name", "end")
 
@@ -120,7 +120,7 @@ class _Sheet:
         last = math.floor(self._lanes.stop / step + 1e-9)
         return [number * step for number in range(first, last + 1)]
 
-    def _ticks(self) -> Iterator[Shape | Text]:
+    def _ticks(self) -> Iterator[Drawn]:
         steps = self._steps()
         small = self._lanes.axis != LOGICAL and self._lanes.stop - self._lanes.start < 0.5
         for time in steps:
@@ -128,26 +128,26 @@ class _Sheet:
             late = self._x(time) + text_width(words, "words") / 2 > self._right
             yield Text(self._x(time), self._bottom + 18, words, "words", "end" if late else "middle")
 
-    def _notes(self) -> Iterator[Shape | Text]:
+    def _notes(self) -> Iterator[Drawn]:
         room = int((self._right - _EDGE) / text_width("x", "words"))
         for number, note in enumerate(self._lanes.notes):
             yield Text(_EDGE, self._bottom + 40 + 16 * number, _cropped(note, room), "words")
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _grid(self) -> Iterator[Shape | Text]:
+    def _grid(self) -> Iterator[Drawn]:
         for time in self._steps():
             yield Shape(((self._x(time), self._top), (self._x(time), self._bottom)), "grid", False)
 
-    def _rails(self) -> Iterator[Shape | Text]:
+    def _rails(self) -> Iterator[Drawn]:
         for lane in range(len(self._lanes.names)):
             y = self._y(lane)
             if self._lanes.axis == LOGICAL:
                 yield Shape(((self._left, y), (self._right, y)), "rail", False)
             else:
-                yield rect(self._left, y - self._bar / 2, self._right - self._left, self._bar, "lane")
+                yield Rect(self._left, y - self._bar / 2, self._right - self._left, self._bar, "lane")
 
-    def _bands(self) -> Iterator[Shape | Text]:
+    def _bands(self) -> Iterator[Drawn]:
         for band in self._lanes.bands:
             if band.count > 1:
                 yield self._merged(band)
@@ -158,13 +158,13 @@ class _Sheet:
                 yield Shape(tuple((self._kept(self._x(time)), y) for time, y in corners), "band", title=band.label)
             yield from self._missing(band)
 
-    def _merged(self, band: Band) -> Shape:
+    def _merged(self, band: Band) -> Rect:
         """Several collectives as one, behind all their lanes."""
         first, last = band.stays[0], band.stays[-1]
         left, top = self._kept(self._x(first.start)), self._y(first.lane)
-        return rect(left, top, self._kept(self._x(first.stop)) - left, self._y(last.lane) - top, "bands", band.label)
+        return Rect(left, top, self._kept(self._x(first.stop)) - left, self._y(last.lane) - top, "bands", band.label)
 
-    def _missing(self, band: Band) -> Iterator[Shape | Text]:
+    def _missing(self, band: Band) -> Iterator[Drawn]:
         """From the nearest who came to each who never did."""
         for lane in band.missing if band.stays else ():
             near = min(band.stays, key=lambda stay: abs(stay.lane - lane))
@@ -172,25 +172,25 @@ class _Sheet:
             title = f"{self._lanes.names[lane]} has never entered {band.label}"
             yield Shape(((x, self._y(near.lane) + side), (x, self._y(lane) - side)), "missing", False, True, title)
 
-    def _spans(self) -> Iterator[Shape | Text]:
+    def _spans(self) -> Iterator[Drawn]:
         for span in self._lanes.spans:
             left, right = self._kept(self._x(span.start)), self._kept(self._x(span.stop))
             top, width = self._y(span.lane) - self._bar / 2, max(right - left, _LEAST)
             title = _title(span) if span.label else ""
             for kind, share in (span.mix or {span.kind: 1.0}).items():
                 height = share * self._bar / max(1.0, sum(span.mix.values()))
-                yield rect(left, top, width, height, kind, title)
+                yield Rect(left, top, width, height, kind, title)
                 top, title = top + height, ""
             if span.open:
-                yield rect(right - 3, self._y(span.lane) - self._bar / 2, 3, self._bar, "open", "has never ended")
+                yield Rect(right - 3, self._y(span.lane) - self._bar / 2, 3, self._bar, "open", "has never ended")
             yield from self._span_words(span, max(left, self._left), min(right, self._right))
 
-    def _span_words(self, span: Span, left: float, right: float) -> Iterator[Shape | Text]:
+    def _span_words(self, span: Span, left: float, right: float) -> Iterator[Drawn]:
         words = span.label.partition(" (")[0].partition(" of group")[0] if span.count == 1 else ""
         if words and self._bar >= 14 and text_width(words, "inside") + 8 < right - left:
             yield Text((left + right) / 2, self._y(span.lane) + 4, words, "inside", "middle")
 
-    def _arrows(self) -> Iterator[Shape | Text]:
+    def _arrows(self) -> Iterator[Drawn]:
         for arrow in self._lanes.arrows:
             yield self._arrow(arrow)
 
@@ -203,7 +203,7 @@ class _Sheet:
         title = f"{who}: {arrow.label}" if arrow.label else who
         return Shape((start, stop), "arrow", False, True, title)
 
-    def _marks(self) -> Iterator[Shape | Text]:
+    def _marks(self) -> Iterator[Drawn]:
         lanes = defaultdict[int, list[Mark]](list)
         for mark in self._lanes.marks:
             x, y = self._x(mark.time), self._y(mark.lane) - self._bar / 2
@@ -218,7 +218,7 @@ class _Sheet:
         for some in lanes.values():
             yield from self._mark_words(some)
 
-    def _mark_words(self, marks: Sequence[Mark]) -> Iterator[Shape | Text]:
+    def _mark_words(self, marks: Sequence[Mark]) -> Iterator[Drawn]:
         """What the events of a log are, where there is room for it."""
         for mark, following in zip(marks, [*marks[1:], None], strict=True):
             x = self._x(mark.time)
@@ -227,7 +227,7 @@ class _Sheet:
             if letters >= 5:
                 yield Text(x + 3, self._y(mark.lane) - 9, _cropped(mark.label, letters), "inside")
 
-    def _cut(self, cut: Line) -> Iterator[Shape | Text]:
+    def _cut(self, cut: Line) -> Iterator[Drawn]:
         xs = [self._x(time) for time in cut.times]
         if not xs or max(xs) < self._left or min(xs) > self._right + 20:
             return

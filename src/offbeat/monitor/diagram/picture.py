@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape, quoteattr
 from offbeat.errors import OutputError, UsageError, did_you_mean
 from offbeat.monitor.diagram.layout import drawn
 from offbeat.monitor.diagram.model import Diagram
-from offbeat.monitor.diagram.shapes import LOOKS, Drawing, Look, Point, Shape, Text
+from offbeat.monitor.diagram.shapes import LOOKS, Drawing, Drawn, Look, Point, Rect, Shape, Text
 
 SUFFIXES: Final = (".svg", ".png")
 _FONT: Final = "'DejaVu Sans', 'Segoe UI', Helvetica, Arial, sans-serif"
@@ -28,18 +28,17 @@ def check_name(path: Path) -> None:
 
 def save(lanes: Diagram, path: Path) -> None:
     """Write the picture of a diagram; the name's ending says as what."""
-    check_name(path)
     write(drawn(lanes), path)
 
 
-def write(picture: Drawing, path: Path) -> None:
+def write(drawing: Drawing, path: Path) -> None:
     """Write a drawing; the name's ending says as what."""
     check_name(path)
     try:
         if path.suffix.lower() == ".png":
-            _write_png(picture, path)
+            _write_png(drawing, path)
         else:
-            path.write_text(svg(picture), encoding="utf-8")
+            path.write_text(svg(drawing), encoding="utf-8")
     except OSError as error:
         raise OutputError(f"{path} cannot be written: {error.strerror or error}. Give another place.") from error
 
@@ -98,7 +97,7 @@ def _pattern(name: str) -> str:
     )
 
 
-def _element(shape: Shape | Text) -> str:
+def _element(shape: Drawn) -> str:
     name = _class(shape.look)
     if isinstance(shape, Text):
         look = LOOKS[shape.look]
@@ -109,7 +108,7 @@ def _element(shape: Shape | Text) -> str:
     return "".join(_titled(f'path class="{name}" d="{way}"{more}', shape.title) for way, more in _ways(shape))
 
 
-def _ways(shape: Shape) -> Iterator[tuple[str, str]]:
+def _ways(shape: Rect | Shape) -> Iterator[tuple[str, str]]:
     """The line or polygon, and the head if it has one."""
     yield _path(shape.points, shape.closed), "" if shape.closed else ' style="fill:none"'
     if shape.head:
@@ -159,7 +158,7 @@ def _write_png(drawing: Drawing, path: Path) -> None:
     figure.savefig(path, format="png", facecolor="white")
 
 
-def _artists(shape: Shape | Text) -> Iterator[Any]:
+def _artists(shape: Drawn) -> Iterator[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Polygon
     from matplotlib.patheffects import withStroke

@@ -44,6 +44,25 @@ class Shape(NamedTuple):
         return self._replace(points=tuple((a + x, b + y) for a, b in self.points))
 
 
+class Rect(NamedTuple):
+    """A rectangle by its upper left corner: a polygon, too."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    look: str
+    title: str = ""
+    closed = True
+    head = False
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """Its corners."""
+        right, bottom = self.x + self.width, self.y + self.height
+        return (self.x, self.y), (right, self.y), (right, bottom), (self.x, bottom)
+
+
 class Text(NamedTuple):
     """Words, of which the anchor is at a point: their `start`, `middle` or `end`."""
 
@@ -54,21 +73,18 @@ class Text(NamedTuple):
     anchor: str = "start"
 
 
+Drawn = Rect | Shape | Text
+
+
 class Drawing(NamedTuple):
     """A whole picture: what is cut off at the edges of the plot, and what is around and above it."""
 
     width: float
     height: float
     title: str
-    plot: Shape
-    inside: list[Shape | Text]
-    around: list[Shape | Text]
-
-
-def rect(x: float, y: float, width: float, height: float, look: str, title: str = "") -> Shape:
-    """A rectangle by its upper left corner."""
-    corners = ((x, y), (x + width, y), (x + width, y + height), (x, y + height))
-    return Shape(corners, look, title=title)
+    plot: Rect
+    inside: list[Drawn]
+    around: list[Drawn]
 
 
 def dot(x: float, y: float, radius: float, look: str, title: str = "") -> Shape:

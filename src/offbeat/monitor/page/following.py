@@ -18,7 +18,7 @@ from offbeat.monitor.diagram.names import Names
 from offbeat.monitor.diagram.stays import FileLane
 from offbeat.monitor.judging import Judge
 from offbeat.monitor.page.folders import Metrics, logs_of, run_of
-from offbeat.monitor.page.windows import Timeline
+from offbeat.monitor.page.windows import LaneView
 from offbeat.monitor.queues import read_queues
 from offbeat.monitor.verdicts import EXIT_CODES
 from offbeat.protocols.causality.deadlock import natural
@@ -51,7 +51,7 @@ class Run:
         self._lanes: dict[Path, tuple[int, FileLane]] = {}
         self._looked = 0.0
         self._changed = True
-        self._drawn: Timeline | None = None
+        self._drawn: LaneView | None = None
         self._drawn_live = False
         self._data: dict[str, Any] = {}
         self._words: list[dict[str, Any]] = []
@@ -99,14 +99,14 @@ class Run:
         """What run.json says."""
         return str(self._data.get("state", "not readable"))
 
-    def lanes(self) -> Timeline:
+    def lanes(self) -> LaneView:
         """Everything that was read, ready to be drawn."""
         with self._lock:
             self.look()
             live = self.live
             going = live and any(len(lane.open) for lane in self._in_order)
             if self._drawn is None or self._changed or going or live != self._drawn_live:
-                self._drawn = Timeline(self._in_order, self._names, time.monotonic() if live else None)
+                self._drawn = LaneView(self._in_order, self._names, time.monotonic() if live else None)
                 self._changed, self._drawn_live = False, live
             return self._drawn
 

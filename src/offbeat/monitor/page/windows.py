@@ -20,7 +20,7 @@ _COLUMNS: Final = ("call", "sequence", "count", "share", "label", "lane", "kind"
 """What follows on starts and lengths; as in common.js."""
 
 
-class Timeline:
+class LaneView:
     """All intervals of a run at one moment."""
 
     def __init__(self, lanes: Sequence[Lane], names: Names, now: float | None) -> None:
