@@ -40,8 +40,6 @@ class Format(Struct, frozen=True, tag=True):
 
     fixed: ClassVar[bool] = True
     """Whether the number of bytes depends on nothing but the row's length; else the most there can be is told."""
-    exchanges: ClassVar[int] = 1
-    """Exchanges that wait for each other in one sum; long rows of halves are summed piece by piece."""
 
     def way(self, inner: Format | None = None) -> Way:
         """How it is summed."""
@@ -151,7 +149,6 @@ class LowRank(Format, frozen=True, tag="lowrank"):
     """Matrices as the product of two thin ones; everything else, and what would not get smaller, as it is."""
 
     rank: int = 4
-    exchanges: ClassVar[int] = 2
 
     def way(self, inner: Format | None = None) -> Way:
         """Thin matrices are summed like any numbers, one side after the other."""
@@ -206,13 +203,6 @@ def matrices_in(shapes: Shapes, rank: int) -> list[Matrix]:
             found.append(Matrix(start, rows, columns, rank))
         start += count
     return found
-
-
-def sent_bytes(nbytes: int, way: Way, workers: int) -> int:
-    """Bytes that one worker sends for a sum of what each brings: to all others, or around a ring."""
-    if way is Way.GATHER:
-        return nbytes * (workers - 1)
-    return 2 * nbytes * (workers - 1) // workers
 
 
 def _values(kept: int, width: int, inner: Format | None) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +21,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions
 
 from offbeat.errors import RunError, UsageError, WaitError
+from offbeat.protocols.collectives import Collective
+from offbeat.protocols.exchanges import Exchanged, sent_by
 from offbeat.protocols.schedule import View
-from offbeat.runtime.backend import CollectiveError, OffbeatGroup, open_group
+from offbeat.runtime.backend import GLOO, CollectiveError, OffbeatGroup, open_group
 from offbeat.runtime.choices import Sums
 from offbeat.runtime.execute import Program, run
 from offbeat.runtime.place import Place
@@ -29,6 +32,8 @@ from offbeat.runtime.presence import Presence, Waiting
 
 _WAITED_FOR = AllreduceOptions()
 _WAITED_FOR.asyncOp = False
+_COUNTED = 4096
+"""Exchanges whose bytes are remembered; sizes that differ each time must not fill the memory."""
 ROLL_CALL = timedelta(seconds=2)
 """How long a worker whose deadline has passed waits to hear which others are stuck at the same place."""
 
@@ -41,6 +46,16 @@ class Pending(Protocol):
         ...
 
 
+class Sent:
+    """Bytes that a worker has sent, over all lanes."""
+
+    def __init__(self) -> None:
+        self.counted = 0
+        """By the exchanges of the run."""
+        self.measuring = 0
+        """By exchanges that were only made to measure what they take."""
+
+
 class Group:
     """The workers of one run; of size 1 it needs no network and every exchange is the identity."""
 
@@ -51,7 +66,9 @@ class Group:
         self.one_host = place.local_size == place.size
         self.outside = False
         """Whether this worker is on its way into a run that the others have begun: it agrees on things with itself."""
-        self._sent = [0]
+        self._sent = Sent()
+        self._counted: dict[tuple[Any, ...], tuple[Exchanged, int]] = {}
+        self._recorded: list[Exchanged] | None = None
         self._lanes = [0]
         self._lane = 0
         self._calls = 0
@@ -157,11 +174,55 @@ class Group:
     @property
     def bytes_sent(self) -> int:
         """Payload bytes that this worker has sent, over all lanes."""
-        return self._sent[0]
+        return self._sent.counted
 
-    @bytes_sent.setter
-    def bytes_sent(self, count: int) -> None:
-        self._sent[0] = count
+    @property
+    def bytes_measuring(self) -> int:
+        """What was sent beside that, only to measure what exchanges take."""
+        return self._sent.measuring
+
+    @contextmanager
+    def measuring(self) -> Generator[None]:
+        """Inside, exchanges count as measurements: they are no part of a step, nor of what the run has sent."""
+        before, recorded = self._sent.counted, self._recorded
+        self._recorded = None
+        try:
+            yield
+        finally:
+            self._recorded = recorded
+            self._sent.measuring += self._sent.counted - before
+            self._sent.counted = before
+
+    def record(self) -> None:
+        """From now on, remember what is exchanged over this lane."""
+        self._recorded = []
+
+    def recorded(self) -> tuple[Exchanged, ...]:
+        """What was exchanged since, and remember no more."""
+        recorded, self._recorded = self._recorded, None
+        return tuple(recorded or ())
+
+    def note(self, what: str, nbytes: int, itemsize: int = 1, by: str | None = None, root: int = 0) -> None:
+        """Count an exchange by the schedule that runs; without a name, by that of the process group's own algorithm."""
+        key = (what, nbytes, itemsize, by, root)
+        known = self._counted.get(key)
+        if known is None:
+            known = self._costed(*key)
+        self._sent.counted += known[1]
+        if self._recorded is not None:
+            self._recorded.append(known[0])
+
+    def _costed(self, what: Any, nbytes: int, itemsize: int, by: str | None, root: int) -> tuple[Exchanged, int]:
+        group, named = self._process_group, by
+        if by is None:
+            own = isinstance(group, OffbeatGroup)
+            by = group.algorithm(Collective(what), nbytes) if own else GLOO[Collective(what)]
+        exchanged = Exchanged(what=what, by=by, nbytes=nbytes, itemsize=itemsize, root=root)
+        if len(self._counted) >= _COUNTED:
+            self._counted.clear()
+        found = exchanged, sent_by(*exchanged.part(self.size), self.view, self.rank)
+        self._counted[what, nbytes, itemsize, named, root] = found
+        return found
 
     @property
     def calls(self) -> int:
@@ -254,9 +315,14 @@ class Group:
             self._view = View.of(self.size, hosts)
         return self._view
 
-    def run(self, program: Program, row: Tensor, scratch: Tensor, what: str) -> None:
-        """Do this worker's part of a schedule over single messages, in place; every worker calls this with its own."""
-        self.bytes_sent += program.sent * row.element_size()
+    def run(self, program: Program, row: Tensor, scratch: Tensor, what: str, mixed: Exchanged | None = None) -> None:
+        """Do this worker's part of a schedule over single messages, in place; every worker calls this with its own.
+
+        `mixed` is what that is in a step, if it is a part of one.
+        """
+        self._sent.counted += program.sent * row.element_size()
+        if self._recorded is not None and mixed is not None:
+            self._recorded.append(mixed)
 
         def do(messages: Any) -> None:
             run(program, row, messages, scratch=scratch)
@@ -274,12 +340,15 @@ class Group:
         return _DONE if self.size == 1 else self._start_sum(tensor, what, AllreduceOptions())
 
     def _start_sum(self, tensor: Tensor, what: str, options: AllreduceOptions) -> Pending:
-        self.bytes_sent += ring_bytes(tensor.numel() * tensor.element_size(), self.size)
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        sums = self.sums_by
-        if sums is not None:
-            return self._started(lambda group: group.later(lambda: sums.sum(real), what, [real]), what)
-        return self._started(lambda group: group.allreduce([real], options), what)
+        sums, nbytes, itemsize = self.sums_by, real.nbytes, real.itemsize
+        if sums is None:
+            self.note("all_reduce", nbytes, itemsize)
+            return self._started(lambda group: group.allreduce([real], options), what)
+        work = self._started(lambda group: group.later(lambda: sums.sum(real), what, [real]), what)
+        # Which algorithm it was may be found out by the sum itself.
+        work.then = lambda: self.note("all_reduce", nbytes, itemsize, sums.algorithm(nbytes))
+        return work
 
     def sum(self, tensor: Tensor, what: str = "a sum") -> Tensor:
         """`tensor` summed over the workers, in place."""
@@ -311,15 +380,14 @@ class Group:
         if self.size == 1:
             return tensor
         total = tensor.coalesce()
-        self.bytes_sent += total.values().numel() * total.values().element_size() * (self.size - 1)
+        self.note("all_gather", total.values().nbytes + total.indices().nbytes, by=GLOO[Collective.ALL_GATHER])
         self._started(lambda group: group.allreduce([total]), what).wait()
         return total
 
     def share(self, tensor: Tensor, what: str = "a broadcast", root: int = 0) -> Tensor:
         """`tensor` of worker `root`, on every worker, in place."""
         if self.size > 1 and tensor.numel():
-            if self.rank == root:
-                self.bytes_sent += tensor.numel() * tensor.element_size() * (self.size - 1)
+            self.note("broadcast", tensor.nbytes, root=root)
             held = tensor if tensor.is_contiguous() else tensor.contiguous()
             options = dist.BroadcastOptions()
             options.rootRank = root
@@ -347,45 +415,17 @@ class Group:
         # Gloo gathers rows of one length only.
         sizes = lengths if self.shares_memory else [longest] * self.size
         given = torch.nn.functional.pad(letter, (0, sizes[self.rank] - letter.numel()))
-        self.bytes_sent += given.numel() * (self.size - 1)
+        self.note("all_gather", given.numel())
         outputs = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         if longest:
             self._started(lambda group: group.allgather([outputs], [given]), what).wait()
         return [output[:length] for output, length in zip(outputs, lengths, strict=True)]
 
-    def trade(self, letter: Tensor, others: Sequence[int], fixed: bool, what: str) -> list[Tensor]:
-        """A row of bytes to each of these workers, and one from each; `fixed` if all are of one length."""
-        lengths = [letter.numel()] * len(others)
-        if not fixed:
-            length = torch.tensor([letter.numel()])
-            lengths = [
-                int(told) for told in self._trade(length, [torch.zeros_like(length) for _ in others], others, what)
-            ]
-        came = [torch.empty(length, dtype=torch.uint8) for length in lengths]
-        self.bytes_sent += letter.numel() * len(others)
-        return self._trade(letter, came, others, what)
-
-    def _trade(self, given: Tensor, came: list[Tensor], others: Sequence[int], what: str) -> list[Tensor]:
-        def do(messages: Any) -> None:
-            works = [messages.recv([row], other, 0) for other, row in zip(others, came, strict=True) if row.numel()]
-            works += [messages.send([given], other, 0) for other in others if given.numel()]
-            for work in works:
-                work.wait()
-
-        def act(group: Any) -> Any:
-            if isinstance(group, OffbeatGroup):
-                return group.later(lambda: do(group.messages), what, [given, *came])
-            do(group)
-            return _DONE
-
-        self._started(act, what).wait()
-        return came
-
     def barrier(self, what: str = "a barrier") -> None:
         """Return when every worker has called this."""
         self.sum(torch.zeros(1), what)
 
-    def _started(self, start: Callable[[Any], Any], what: str) -> Pending:
+    def _started(self, start: Callable[[Any], Any], what: str) -> _Work:
         self._calls += 1
         begun = _Work(self, what, self._calls)
         begun.work = begun.watched(lambda: start(self._process_group))
@@ -431,7 +471,7 @@ class Group:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting."""
-        self.bytes_sent = int(state["bytes_sent"])
+        self._sent.counted = int(state["bytes_sent"])
 
     def close(self) -> None:
         """Leave the group, if it was opened here."""
@@ -464,6 +504,8 @@ class _Work:
         self._group, self.what, self.number = group, what, number
         self._presence = group._watched  # pyright: ignore[reportPrivateUsage]
         self.work: Any = None
+        self.then: Callable[[], None] | None = None
+        """Called when it is done."""
 
     @property
     def lane(self) -> str:
@@ -472,6 +514,9 @@ class _Work:
     def wait(self) -> None:
         """Wait for torch's work, and explain its failure."""
         self.watched(self.work.wait)
+        if self.then is not None:
+            self.then()
+            self.then = None
 
     def watched(self, act: Callable[[], Any]) -> Any:
         """Do something that may wait for the others."""
@@ -482,11 +527,6 @@ class _Work:
             raise self._group.explained(error, self.what, self.number) from error
         finally:
             self._presence.waiting = None
-
-
-def ring_bytes(count: int, size: int) -> int:
-    """Payload bytes that one rank sends for a ring all-reduce of `count` bytes: 2n(p-1)/p."""
-    return 2 * count * (size - 1) // size
 
 
 def _meeting_point(place: Place) -> str:

@@ -137,14 +137,19 @@ class Reports:
         """All workers bring their accounts together, and worker 0 sends the result."""
         self._stopwatch.total()
         counted = [float(self._sent()), self._ledger.cpu(), float(self._ledger.own_samples)]
-        mine = [*counted, self._stopwatch.overlapped, *self._stopwatch.seconds.values()]
+        mine = [
+            *counted,
+            float(self._group.bytes_measuring),
+            self._stopwatch.overlapped,
+            *self._stopwatch.seconds.values(),
+        ]
         rows = self._group.gather(mine, "the end of the run")
         if self._group.leads:
             self._send({"kind": "result", **self._ledger.summary(), **self._costs(rows), **more})
 
     def _costs(self, rows: Tensor) -> dict[str, Any]:
         mean = rows.mean(dim=0)
-        by_kind = {kind: float(mean[4 + i]) for i, kind in enumerate(self._stopwatch.seconds)}
+        by_kind = {kind: float(mean[5 + i]) for i, kind in enumerate(self._stopwatch.seconds)}
         seconds = sum(by_kind.values())
         samples = self._ledger.samples + int(rows[:, 2].sum())
         return {
@@ -153,10 +158,11 @@ class Reports:
             "samples_per_second": samples / seconds if seconds > 0 else 0.0,
             "core_seconds": float(rows[:, 1].sum()),
             "bytes_sent": int(rows[:, 0].sum()),
+            "bytes_measuring": int(rows[:, 3].sum()),
             "seconds_by_kind": by_kind,
-            "overlapped_seconds": float(mean[3]),
-            "computing_seconds": self._computing(rows[:, 4:]).tolist(),
-            "waits": rows[:, 4 + list(self._stopwatch.seconds).index("wait")].tolist(),
+            "overlapped_seconds": float(mean[4]),
+            "computing_seconds": self._computing(rows[:, 5:]).tolist(),
+            "waits": rows[:, 5 + list(self._stopwatch.seconds).index("wait")].tolist(),
         }
 
     def _computing(self, kinds: Tensor) -> Tensor:

@@ -190,7 +190,7 @@ class ServedGroup(Group):
         total = self.client.total
         if total is None:
             raise RunError(f"worker {self.rank} brought a row to a meeting, which has no sum")
-        self.bytes_sent += total.nbytes
+        self._sent.counted += total.nbytes
         return np.frombuffer(total, dtype=str(kind).removeprefix("torch.")).copy()
 
     def start_sum(self, tensor: Tensor, what: str) -> Pending:
@@ -224,7 +224,7 @@ class ServedGroup(Group):
         self._meet([], what, raw if root == self.rank else None)
         total = self.client.total
         if root == self.rank:
-            self.bytes_sent += raw.nbytes
+            self._sent.counted += raw.nbytes
         return None if total is None else np.frombuffer(total, dtype=np.uint8).copy()
 
     def barrier(self, what: str = "a barrier") -> None:

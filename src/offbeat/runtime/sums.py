@@ -19,9 +19,10 @@ from torch.autograd import Variable
 from torch.nn import Parameter
 
 from offbeat.errors import RunError
+from offbeat.protocols.exchanges import Exchanged
 from offbeat.runtime.backend import OffbeatGroup
 from offbeat.runtime.buckets import hook
-from offbeat.runtime.group import Group, ring_bytes
+from offbeat.runtime.group import Group
 from offbeat.runtime.header import Header
 from offbeat.runtime.stopwatch import Stopwatch
 
@@ -68,6 +69,8 @@ class GradientSums:
         self.parameters = [p for p in parameters if p.is_floating_point() or p.is_complex()]
         """Those whose gradients are exchanged, if they have any."""
         self.suspended = False
+        self.exchanges: tuple[Exchanged, ...] = ()
+        """What the workers exchanged in the last pass."""
         self.afterwards: list[Callable[[], None]] = []
         """Called when the gradients of a backward pass have been handed back."""
         self._group, self._stopwatch, self._own_blocks = group, stopwatch, own_blocks
@@ -96,15 +99,6 @@ class GradientSums:
         if state:
             raise RunError("this checkpoint was written where gradients went through buckets; resume it there")
 
-    def rows(self) -> list[int]:
-        """Bytes of what is summed in a step, one after the other."""
-        trained = [p for p in self.parameters if p.requires_grad]
-        counted: dict[Any, int] = {}
-        for parameter in trained:
-            kind = parameter.dtype, parameter.numel() > SMALL_GRADIENT
-            counted[kind] = counted.get(kind, 0) + parameter.numel() * parameter.element_size()
-        return [self._row.nbytes, *counted.values()] if trained else []
-
     def begin(self) -> None:
         """Backward has begun: when it ends, gradients are exchanged. Asked for by hooks; once for each pass."""
         if not self.running and not self.suspended:
@@ -120,9 +114,11 @@ class GradientSums:
         if self.parameters:
             entered = time.perf_counter()
             before = self._stopwatch.switch("communicate")
+            self._group.record()
             with torch.no_grad():
                 numbers = self._tell()
                 self._exchange(numbers)
+            self.exchanges = self._group.recorded()
             self._header.account(numbers, entered)
             self._stopwatch.switch(before)
         for then in self.afterwards:
@@ -156,7 +152,7 @@ class GradientSums:
         """Where they lie; a gradient that does not lie in a row is copied into one and back."""
         held = [gradient if gradient.is_contiguous() else gradient.contiguous() for gradient in gradients]
         real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in held]
-        count, size = sum(tensor.nbytes for tensor in real), self._group.size
+        count, itemsize = sum(tensor.nbytes for tensor in real), real[0].itemsize
 
         def act(group: OffbeatGroup) -> None:
             local: Any = group.local
@@ -165,7 +161,10 @@ class GradientSums:
             else:
                 local.all_reduce(real, torch.distributed.ReduceOp.SUM, weight)
 
-        self._group.bytes_sent += ring_bytes(count, size) // (2 if self._own_blocks else 1)
+        if self._own_blocks:
+            self._group.note("reduce_scatter", count, itemsize)
+        else:
+            self._group.note("all_reduce", count, itemsize, "two_shot")
         self._group.at_once(act, "the sum of gradients", real)
         for gradient, copy in zip(gradients, held, strict=True):
             if copy is not gradient:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols.compression import Shapes
+from offbeat.protocols.exchanges import Exchanged
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.rhythm import RhythmOf
 from offbeat.runtime.group import Group
@@ -177,9 +178,9 @@ class Exchange(ABC):
         """What a step exchanges, from which its time can be foretold; or why it cannot."""
         return self.unforeseen
 
-    def foreseen_means(self, rows: Sequence[int]) -> Step | str:
-        """The same, of means of rows of so many bytes, such as `mean` makes."""
-        del rows
+    def foreseen_means(self, exchanges: Sequence[Exchanged]) -> Step | str:
+        """The same, of means of models that were made by these exchanges."""
+        del exchanges
         return self.unforeseen
 
     def figures(self) -> dict[str, Any]:

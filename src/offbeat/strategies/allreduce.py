@@ -11,12 +11,14 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols.compression import Shapes
+from offbeat.protocols.exchanges import Exchanged
 from offbeat.protocols.partition import mixed
 from offbeat.runtime.buckets import GradientBuckets, hook
 from offbeat.runtime.choices import Sums, stored_choices
@@ -30,7 +32,7 @@ from offbeat.runtime.sums import GradientSums
 from offbeat.simulate.foretelling import Step, Timed
 from offbeat.strategies._base import Axis, Strategy, Traits, require
 from offbeat.strategies._compressing import compressor
-from offbeat.strategies._foreseeing import CODED, formats, letters, summed, trials, why_not
+from offbeat.strategies._foreseeing import CODED, formats, trials, why_not
 from offbeat.strategies._sharding import ShardedSteps, Shards
 from offbeat.strategies._worker import Exchange, Exchanging
 
@@ -207,12 +209,7 @@ class _AllReducing(Exchange):
         """Learn what the links cost, so that the result can tell what a step should take."""
         if self._sums and self._unforeseen() is None:
             most = sum(p.numel() * p.element_size() for sums in self._sums for p in sums.parameters)
-            self._trials = trials(self._lane, most, formats(self.compressions) or (), self._by())
-
-    def _by(self) -> str | None:
-        """The algorithm's name; None: what the backend does by itself."""
-        named = self._settings.algorithm
-        return {Algorithm.NATIVE: None, Algorithm.GLOO: "ring"}.get(named, named.value)
+            self._trials = trials(self._lane, most, formats(self.compressions) or ())
 
     def _unforeseen(self) -> str | None:
         if self._settings.algorithm is Algorithm.AUTO:
@@ -224,29 +221,24 @@ class _AllReducing(Exchange):
         return why_not(self._lane)
 
     def foreseen(self) -> Step | str:
-        """Sums of gradients; of compressed ones the header, and then letters."""
-        rows = [nbytes for sums in self._sums for nbytes in sums.rows()]
-        accounts = [account for sums in self._sums if isinstance(sums, CompressedSums) for account in sums.accounts]
-        buckets = any(isinstance(sums, GradientBuckets) for sums in self._sums)
-        return self._step(rows, accounts, beside=buckets)
+        """What the last step's gradients were exchanged by."""
+        exchanges = [each for sums in self._sums for each in sums.exchanges]
+        return self._step(exchanges, beside=any(isinstance(sums, GradientBuckets) for sums in self._sums))
 
-    def foreseen_means(self, rows: Sequence[int]) -> Step | str:
-        """Means of models; compressed, where they are."""
-        if self._by() is not None:
+    def foreseen_means(self, exchanges: Sequence[Exchanged]) -> Step | str:
+        """What models were averaged by."""
+        if self._settings.algorithm is not Algorithm.NATIVE:
             return f"models are averaged by the backend itself, and links were measured by {self._settings.algorithm}"
-        kept = [nbytes for nbytes in rows if nbytes <= 8 * self.group.size] if self.compressions else rows
-        return self._step(kept, [account for _, account in self._means.values()])
+        return self._step(exchanges)
 
-    def _step(self, rows: Sequence[int], accounts: Sequence[Account], beside: bool = False) -> Step | str:
-        view, reason, forms = self.group.view, self._unforeseen(), formats(self.compressions)
+    def _step(self, exchanges: Sequence[Exchanged], beside: bool = False) -> Step | str:
+        reason = self._unforeseen()
         if reason is not None:
             return reason
-        sums = [summed(nbytes, view, self._by()) for nbytes in rows]
-        more = [one for a in accounts if a.letter for one in letters(forms or (), a.letter, view)]
-        if not sums and not more:
+        if not exchanges:
             return "no gradients were exchanged"
-        hosts = tuple(view.hosts.tolist())
-        return Step(hosts=hosts, exchanges=(*sums, *more), beside=beside, trials=self._trials)
+        hosts = tuple(self.group.view.hosts.tolist())
+        return Step(hosts=hosts, exchanges=tuple(exchanges), beside=beside, trials=self._trials)
 
     def stepping(self, optimizer: Optimizer) -> None:
         """Gradients are the workers' mean when backward is over, not before."""
@@ -316,8 +308,13 @@ class _Sharding(_AllReducing):
         super().__init__(group, stopwatch, settings)
         self._steps = ShardedSteps()
 
-    def _unforeseen(self) -> str:
-        return "slices are summed, updated and handed round in turn, which no schedule here says as a whole"
+    def foreseen(self) -> Step | str:
+        """Sums of gradients, and then what brings everybody the slices that were updated."""
+        step = super().foreseen()
+        if isinstance(step, str):
+            return step
+        behind = [each for shards in self._steps.shards for each in shards.exchanges]
+        return structs.replace(step, exchanges=(*step.exchanges, *behind), behind=len(behind))
 
     def _summed(self, dense: Sequence[Parameter], lane: Group) -> GradientBuckets | GradientSums:
         shards = Shards(dense, lane)

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError, UsageError
+from offbeat.protocols.exchanges import Exchanged
 from offbeat.protocols.mixing import mix
 from offbeat.protocols.partition import mixed
 from offbeat.protocols.schedule import Layout
@@ -28,9 +29,10 @@ from offbeat.runtime.compression import together
 from offbeat.runtime.execute import programs
 from offbeat.runtime.group import Group
 from offbeat.runtime.links import measured
+from offbeat.runtime.neighbours import Neighbours
 from offbeat.runtime.served import ServedGroup
 from offbeat.runtime.stopwatch import Stopwatch
-from offbeat.simulate.foretelling import Exchanged, Step, Timed
+from offbeat.simulate.foretelling import Step, Timed
 from offbeat.strategies._base import Axis, Setting, Strategy, Traits, require
 from offbeat.strategies._compressing import compressor
 from offbeat.strategies._estimating import Estimates
@@ -151,6 +153,7 @@ class _Mixing(Parted):
         self._compiled = programs()
         self._scratch: dict[Any, Tensor] = {}
         self._rows: dict[int, Rows] = {}
+        self._exchanges: dict[int, tuple[Exchanged, ...]] = {}
         self._mixed: dict[int, int] = {}
         self._measured: tuple[float, float] | None = None
         self._trials: tuple[Timed, ...] = ()
@@ -166,7 +169,7 @@ class _Mixing(Parted):
             return
         if why_not(self.group) is None:
             most = sum(p.numel() * p.element_size() for one in self._attended for p in parameters_of(one))
-            self._trials = measured(self.group, most, partial(_mixed, 0), self._trial)
+            self._trials = measured(self.group, most, self._trial)
         if self.compressions:
             self._estimates = [self._first_estimates(number, one) for number, one in enumerate(self._attended)]
 
@@ -174,16 +177,12 @@ class _Mixing(Parted):
         return partial(self._mix, torch.zeros(max(1, size // 4)), 0)
 
     def foreseen(self) -> Step | str:
-        """Every row, or the letter that is left of it, goes to the neighbours of each step."""
-        forms, reason = formats(self.compressions), why_not(self.group)
-        if forms is None or reason is not None:
+        """What each optimizer's last step exchanged, with the neighbours of every turn."""
+        reason = why_not(self.group)
+        if formats(self.compressions) is None or reason is not None:
             return reason or CODED
-        if forms:
-            rows = [estimates.account.letter for of_one in self._estimates for estimates in of_one]
-            rows += [] if forms[0].fixed else [8 for _ in rows]
-        else:
-            rows = [row.nbytes for of_one in self._rows.values() for row in of_one.read()]
-        exchanges = tuple(_mixed(turn, nbytes) for turn in range(len(self._schedules)) for nbytes in rows)
+        last = [each for exchanges in self._exchanges.values() for each in exchanges]
+        exchanges = tuple(replace(each, by=str(turn)) for turn in range(len(self._schedules)) for each in last)
         matrices = tuple(tuple(map(tuple, matrix.tolist())) for matrix in self.mixing.matrices)
         hosts = tuple(self.group.view.hosts.tolist())
         return Step(hosts=hosts, exchanges=exchanges, matrices=matrices, trials=self._trials)
@@ -191,7 +190,8 @@ class _Mixing(Parted):
     def _first_estimates(self, number: int, optimizer: Optimizer) -> list[Estimates]:
         rows, (matrix,) = Rows(parameters_of(optimizer)), self.mixing.matrices
         rank = self.group.rank
-        weights = {int(k): float(matrix[rank, k]) for k in np.flatnonzero(matrix[rank]) if k != rank}
+        neighbours = Neighbours(self.group, matrix)
+        weights = [float(matrix[rank, other]) for other in neighbours.ranks]
         made: list[Estimates] = []
         for place, (row, shapes) in enumerate(zip(rows.read(), rows.shapes, strict=True)):
             if row.dtype not in (torch.float32, torch.float64):
@@ -200,7 +200,7 @@ class _Mixing(Parted):
                     f"{row.dtype}. Leave the compressor out."
                 )
             coder = compressor(self.compressions, shapes, mixed(self.seed, number, place), rank).coder
-            made.append(Estimates(row, weights, coder, self._gamma))
+            made.append(Estimates(row, neighbours, weights, coder, self._gamma))
         return made
 
     def stepped(self, number: int, optimizer: Optimizer) -> None:
@@ -211,6 +211,7 @@ class _Mixing(Parted):
         still_fits(rows, optimizer, self.strategy)
         turn = self._mixed.get(number, 0)
         with self.stopwatch.spent_on("communicate"):
+            self.group.record()
             flat = rows.read()
             for place, row in enumerate(flat):
                 if self.compressions:
@@ -218,10 +219,11 @@ class _Mixing(Parted):
                     if estimates.account.due:
                         estimates.account.probe(self.group, partial(self._mix, row.clone(), turn))
                     with estimates.account.compared(self.group):
-                        estimates.mix(row, self.group)
+                        estimates.mix(row)
                 else:
                     self._mix(row, turn)
             rows.write(flat)
+            self._exchanges[number] = self.group.recorded()
         self._mixed[number] = turn + 1
 
     def _mix(self, row: Tensor, turn: int) -> None:
@@ -233,7 +235,9 @@ class _Mixing(Parted):
         held = self._scratch.get(kind)
         if held is None or held.numel() < program.scratch:
             held = self._scratch[kind] = real.new_empty(program.scratch)
-        self.group.run(program, real, held, "mixing with neighbours")
+        by = str(turn % len(self._schedules))
+        exchanged = Exchanged(what="mix", by=by, nbytes=real.nbytes, itemsize=real.itemsize)
+        self.group.run(program, real, held, "mixing with neighbours", exchanged)
 
     @contextmanager
     def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:
@@ -274,8 +278,3 @@ class _Mixing(Parted):
         for rows, known in zip(self._estimates, state["known"], strict=True):
             for estimates, one in zip(rows, known, strict=True):
                 estimates.load_state_dict(one)
-
-
-def _mixed(turn: int, nbytes: int) -> Exchanged:
-    """Rows of so many bytes, mixed by the matrix of this turn."""
-    return Exchanged(what="mix", by=str(turn), nbytes=nbytes)

@@ -25,6 +25,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import RunError, StrategyError
+from offbeat.protocols.exchanges import Exchanged
 from offbeat.simulate.foretelling import Step
 from offbeat.strategies._base import Axis, Setting, Strategy, Traits, require
 from offbeat.strategies._rows import Idle, Rows, averaged_parameters, parameters_of, state_tensors, still_fits
@@ -251,12 +252,9 @@ class _Averaging(_Counting):
             self._exchange.suspend(True)
 
     def foreseen(self, exchange: Exchange) -> Step | str:
-        """The mean of models, in every so manieth step."""
-        if self._settings.momentum == "averaged":
-            return "what an optimizer remembers, which is averaged too, is known only after its steps"
-        counts = [8 * exchange.group.size for _ in self._ways]
-        rows = [row.nbytes for way in self._ways for row in way.rows.read()]
-        return _every(exchange.foreseen_means([*counts, *rows]), self._settings)
+        """What the last mean of models was made by, every n-th step."""
+        made = [each for way in self._ways for each in way.exchanges]
+        return _every(exchange.foreseen_means(made), self._settings)
 
     def _average(self, way: _Way) -> None:
         group = self._exchange.group
@@ -264,10 +262,12 @@ class _Averaging(_Counting):
             way.examples = 0.0
             return
         with self._exchange.stopwatch.spent_on("communicate"):
+            group.record()
             counts = group.gather([way.examples], "the count of examples")
             total = float(counts.sum())
             weight = way.examples * group.size / total if total else 1.0
             way.average(weight, self._exchange)
+            way.exchanges = group.recorded()
         way.examples = 0.0
 
     @contextmanager
@@ -299,6 +299,8 @@ class _Way:
         self.rows = Rows(())
         self.examples = 0.0
         """Behind the steps since the last averaging."""
+        self.exchanges: tuple[Exchanged, ...] = ()
+        """What the last averaging exchanged."""
         self._common: list[Parameter] = []
         self._outer: Optimizer | None = None
 

@@ -6,8 +6,9 @@ has calls that Python cannot reach. What comes here lies in a row already; the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,18 +26,31 @@ from torch._C._distributed_c10d import (
     ScatterOptions,
 )
 
-from offbeat.runtime.backend._spread import Spread
+from offbeat.protocols.collectives import Collective
+from offbeat.runtime.backend._spread import AcrossHosts
 from offbeat.runtime.shared.kernels import ways_of
 
+GLOO: Mapping[Collective, str] = MappingProxyType(
+    {Collective.ALL_REDUCE: "ring", Collective.ALL_GATHER: "ring", Collective.BROADCAST: "doubling"}
+)
+"""The algorithms that Gloo runs, whatever the size, as its source has them; of the collectives that are counted."""
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
 
 class Far:
     """The same calls as in shared memory; tensors are contiguous. Every call returns when it is done here."""
 
-    def __init__(self, gloo: Any, spread: Spread | None, rank: int, size: int, timeout: Callable[[], float]) -> None:
+    def __init__(
+        self, gloo: Any, spread: AcrossHosts | None, rank: int, size: int, timeout: Callable[[], float]
+    ) -> None:
         self._gloo, self._spread, self._rank, self._size = gloo, spread, rank, size
         self._timeout = timeout
+
+    def algorithm(self, collective: Collective, nbytes: int) -> str:
+        """Which algorithm does this, with so many bytes of each rank."""
+        del nbytes
+        across = collective is Collective.ALL_REDUCE and self._spread is not None
+        return "hierarchical_shared" if across else GLOO[collective]
 
     def _asked(self, options: Any, operation: Any = None, root: int | None = None) -> Any:
         options.timeout = timedelta(seconds=self._timeout())

@@ -53,10 +53,6 @@ class CompressedSums(GradientSums):
         """What compressing each row has come to so far."""
         return [row.account for row in self._rows]
 
-    def rows(self) -> list[int]:
-        """Bytes of what is summed as it is; letters come after it."""
-        return [self._row.nbytes] if any(p.requires_grad for p in self.parameters) else []
-
     def state(self) -> list[Any]:
         """What is owed, and what coders remember."""
         return [row.feedback.state_dict() for row in self._rows]
