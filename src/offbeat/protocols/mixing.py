@@ -55,7 +55,8 @@ def tell(matrix: FloatArray, lengths: IntArray) -> Schedule:
         for shift in range(1, size):
             target = np.flatnonzero(near[ranks, (ranks + shift) % size])
             source = (target + shift) % size
-            brought.append(entries(Op.SEND, source, target, 0, lengths[source], (), places[target, source]))
+            if len(target):
+                brought.append(entries(Op.SEND, source, target, 0, lengths[source], (), places[target, source]))
         yield from brought
         for number, each in enumerate(brought):
             yield each.used(Op.COPY, (number,))

@@ -193,6 +193,10 @@ class Group:
             self._sent.measuring += self._sent.counted - before
             self._sent.counted = before
 
+    def count_as_measuring(self, nbytes: int) -> None:
+        """Count what was sent to measure outside of this group."""
+        self._sent.measuring += nbytes
+
     def record(self) -> None:
         """From now on, remember what is exchanged over this lane."""
         self._recorded = []
