@@ -38,7 +38,7 @@ from offbeat.protocols.compression import Shapes, Way
 from offbeat.protocols.exchanges import sent_by
 from offbeat.protocols.schedule import View
 from offbeat.runtime.compression.sums import CompressedSums
-from offbeat.runtime.group import Group
+from offbeat.runtime.group import DirectGroup, Group
 from offbeat.runtime.hosts import Hosts, namespaces
 from offbeat.runtime.launch import EVERYWHERE, Control, Launcher, Role, serve_store, worker_environment
 from offbeat.runtime.place import where
@@ -144,7 +144,7 @@ class Variant:
 
 def worker(config: Mapping[str, Any], control: Control) -> None:
     """One of the four: makes a step of each variant when it is its turn."""
-    group = Group(where(), TIMEOUT, torch.device("cpu"))
+    group = DirectGroup(where(), TIMEOUT, torch.device("cpu"))
     variants = {text: Variant(text, group) for text in config["variants"]}
     for variant in variants.values():
         variant.run()

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import offbeat
 from offbeat.protocols.collectives.across_hosts import parts_across_hosts
 from offbeat.runtime.backend import _spread
-from offbeat.runtime.group import Group
+from offbeat.runtime.group import DirectGroup
 from offbeat.runtime.launch import Control
 from offbeat.runtime.place import where
 from offbeat.runtime.shared.segment import host_identity
@@ -30,7 +30,7 @@ def look_around(config: dict[str, Any], control: Control) -> None:
     """Say where this process is, after a sum with the others."""
     interface = os.environ["GLOO_SOCKET_IFNAME"]
     place = where()
-    group = Group(place, timedelta(seconds=30), torch.device("cpu"))
+    group = DirectGroup(place, timedelta(seconds=30), torch.device("cpu"))
     total = float(group.sum(torch.tensor([float(group.rank + 1)])))
     backend: Any = group.process_group
     control.send(
@@ -54,7 +54,7 @@ def look_around(config: dict[str, Any], control: Control) -> None:
 
 def sum_much(config: dict[str, Any], control: Control) -> None:
     """Sum so many numbers once."""
-    group = Group(where(), timedelta(seconds=60), torch.device("cpu"))
+    group = DirectGroup(where(), timedelta(seconds=60), torch.device("cpu"))
     row = torch.ones(config["count"])
     group.sum(row)
     control.send({"right": bool((row == group.size).all())})
@@ -69,7 +69,7 @@ def sum_without_handing_back(config: dict[str, Any], control: Control) -> None:
 
 def count_bytes(config: dict[str, Any], control: Control) -> None:
     """Say what single exchanges count as."""
-    group = Group(where(), timedelta(seconds=60), torch.device("cpu"))
+    group = DirectGroup(where(), timedelta(seconds=60), torch.device("cpu"))
     row = torch.ones(config["count"])
     counted: dict[str, int] = {}
 
@@ -85,9 +85,9 @@ def count_bytes(config: dict[str, Any], control: Control) -> None:
         lane = group.lane()
         lane.sum_by(name)
         count(name, lambda lane=lane: lane.sum(row))
-    with group.measuring():
+    with group.sent.measuring():
         count("measuring", lambda: group.sum(row))
-    control.send({"rank": group.rank, "counted": counted, "measuring": group.bytes_measuring, "sent": group.bytes_sent})
+    control.send({"rank": group.rank, "counted": counted, "measuring": group.sent.measured, "sent": group.bytes_sent})
     group.close()
 
 

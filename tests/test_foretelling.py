@@ -173,7 +173,7 @@ def test_what_cannot_be_foretold_says_why_and_what_exchanges_nothing_says_nothin
         ("allreduce + lowrank(2)", ["all_reduce"] * 3, 1),
         ("allreduce + threshold(0.001)", ["all_reduce", "all_reduce", "all_gather"], 1),
         ("local(3) + sign", ["all_reduce", "all_reduce", "all_gather"], 3),
-        ("local(3, momentum=averaged)", ["all_reduce"] * 3, 3),
+        ("local(3, momentum=averaged)", ["all_reduce"] * 4, 3),
         ("gossip", ["mix"], 1),
         ("gossip + threshold(0.001)", ["tell", "tell"], 1),
     ],
@@ -187,7 +187,7 @@ def test_a_run_tells_what_its_steps_were_foretold_to_take(
     assert found["links"] == MEASURED
     assert found["foretold_seconds"] > found["computing_seconds"] > 0
     numbers = 4 * sum(p.numel() for p in Digits().model().parameters())
-    if "+" not in strategy:
+    if "+" not in strategy and "momentum" not in strategy:
         assert numbers <= sum(one["nbytes"] for one in found["exchanges"]) < numbers + 1000
 
 

@@ -30,16 +30,17 @@ from offbeat.runtime.disturb import Disturber
 from offbeat.runtime.fingerprint import fingerprint
 from offbeat.runtime.gauge import Gauge
 from offbeat.runtime.goal import Goal, Target
-from offbeat.runtime.group import Group
 from offbeat.runtime.holdings import Holdings, Stateful
 from offbeat.runtime.ledger import Ledger
 from offbeat.runtime.loaders import Batch, Loader, Share, agreed_state, divide
 from offbeat.runtime.losses import FirstLoss
+from offbeat.runtime.membership import StaticMembership
 from offbeat.runtime.memory import Memory, open_memory
 from offbeat.runtime.parts import Parts
 from offbeat.runtime.place import Place, where
 from offbeat.runtime.rates import ScaledRate
 from offbeat.runtime.reports import Reports
+from offbeat.runtime.served import CoordinatedMembership, group_for
 from offbeat.runtime.slicing import note_slice
 from offbeat.runtime.stamps import RECORDER, Mark
 from offbeat.runtime.stopwatch import Stopwatch
@@ -119,7 +120,8 @@ class Team:
         self._stopping = self._started = self._closed = self._admitting = self._uncounted = False
         self._batch: tuple[int, int | None] | None = None
         self._shares: list[Share] = []
-        self.group = _group_for(assignment, place, timedelta(seconds=goal.timeout), self.device)
+        patience = timedelta(seconds=goal.timeout)
+        self.group = group_for(place, patience, self.device, assignment.servers, assignment.joins)
         self.stopwatch = Stopwatch()
         self.ledger = Ledger(Target.parse(goal.target) if goal.target else None)
         if self.group.presence is not None:
@@ -166,7 +168,7 @@ class Team:
 
     def _join(self) -> None:
         """Be let in by the others, who have begun, and go on from the checkpoint that they have written for this."""
-        self.group.knock()
+        cast("CoordinatedMembership", self.group.membership).knock()
         self.seed = self._memory.recall()["seed"]
 
     # -- what a loop calls -------------------------------------------------------------------------------------------
@@ -179,7 +181,7 @@ class Team:
         """
         if not things:
             raise UsageError("prepare() was given nothing. Give it the model, the optimizer and the training loader.")
-        if self.group.outside and not self._memory.resuming:
+        if self.group.membership.outside and not self._memory.resuming:
             self._join()
         before = len(self._holdings.models), len(self._holdings.optimizers)
         prepared = [self._adopted(thing, split) for thing in things]
@@ -220,7 +222,7 @@ class Team:
         self.reports.record(mean, self._holdings.epoch)
         done = self.ledger.reached or self.exhausted
         self._stopping = bool(self.group.gather([float(done)], "a report").max() > 0)
-        self._admitting = self.group.awaited
+        self._admitting = self.group.membership.awaited
         if self.goal.checkpoint_every is None:
             self._memory.consider()
         elif self.exchange.snapshots:
@@ -270,7 +272,7 @@ class Team:
             return False
         if self.exchange.publishes:
             self._memory.publish_complete()
-        if self.group.leads and self._memory.wants_snapshot(self.goal.checkpoint_every, self.step):
+        if self.group.membership.leads and self._memory.wants_snapshot(self.goal.checkpoint_every, self.step):
             self.snapshot()
         cut = self.exchange.cut(self.step)
         if cut is not None:
@@ -447,7 +449,7 @@ class Team:
         if self._admitting:
             self._admitting = False
             with self.stopwatch.spent_on("wait"):
-                self.group.admit()
+                cast("CoordinatedMembership", self.group.membership).admit()
             self._redivide()
         self.reports.tell(self._holdings.epoch)
         return True
@@ -455,7 +457,7 @@ class Team:
     def _redivide(self) -> None:
         """What the dead would have had is shared by the living."""
         for share in self._shares:
-            share.members = self.group.members
+            share.members = self.group.membership.members
 
     def begin_step(self) -> None:
         """A step begins: what `--disturb` asks to happen before it happens now. Again in the same step does nothing."""
@@ -466,8 +468,8 @@ class Team:
         if self._memory.resuming:
             self._memory.go_back()
             self.reports.go_back()
-            if self.group.outside:
-                self.group.come_in()
+            if self.group.membership.outside:
+                cast("CoordinatedMembership", self.group.membership).come_in()
 
     def given(self, batch: Batch, training: bool) -> None:
         """A batch goes to the loop."""
@@ -551,14 +553,15 @@ class Team:
             if not failed:
                 self._watch.check(at_end=True)
             if not failed and self._started:
-                self.group.leave()
+                self.group.membership.leave()
                 self._memory.give_back_account()
                 if not self._memory.catching_up():
                     self.checkpoint(at_end=True)
                 self._conclude()
             done = not failed
         finally:
-            self.group.depart(failed=not done)
+            if isinstance(membership := self.group.membership, StaticMembership):
+                membership.depart(failed=not done)
             for hook in self._step_hooks:
                 hook.remove()
             if self._first_loss is not None:
@@ -590,11 +593,3 @@ class Team:
             **self.notes,
         }
         self.reports.conclude(more)
-
-
-def _group_for(assignment: Assignment, place: Place, timeout: timedelta, device: torch.device) -> Group:
-    if assignment.servers is None:
-        return Group(place, timeout, device)
-    from offbeat.runtime.served import ServedGroup
-
-    return ServedGroup(place, timeout, assignment.servers, assignment.joins)

@@ -227,7 +227,7 @@ class GradientBuckets:
         if last:
             self._header.write(self._numbers, self._used)
         if self._next == 1:
-            self._group.record()
+            self._group.sent.record()
             self._first_launch = time.perf_counter()
         what = f"the sum of gradients, bucket {self._next} of {len(self._buckets)}"
         bucket.pending = self._group.start_sum(bucket.flat, what)
@@ -254,7 +254,7 @@ class GradientBuckets:
                 bucket.pending.wait()
         if self._header_pending is not None:
             self._header_pending.wait()
-        self.exchanges = self._group.recorded()
+        self.exchanges = self._group.sent.recorded()
         self._settle()
         self._stopwatch.overlapped += max(0.0, entered - self._first_launch)
         self._header.account(self._numbers, entered)

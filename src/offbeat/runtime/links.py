@@ -23,7 +23,7 @@ def measured(group: Group, most: int, act: Callable[[int], Callable[[], object]]
 
     The slowest worker's time counts, and of three the shortest: other work of the machine only adds to it.
     """
-    with group.measuring():
+    with group.sent.measuring():
         return tuple(_growing(group, most, act))
 
 
@@ -32,9 +32,9 @@ def _growing(group: Group, most: int, act: Callable[[int], Callable[[], object]]
     size = min(SMALLEST, most)
     while True:
         once = act(size)
-        group.record()
+        group.sent.record()
         once()
-        (exchanged,) = group.recorded()
+        (exchanged,) = group.sent.recorded()
         seconds = min(_timed(group, once) for _ in range(_TIMES))
         yield Timed(exchanged, seconds)
         following = min(size * LARGER, most)

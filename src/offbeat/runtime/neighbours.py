@@ -10,13 +10,13 @@ from offbeat.protocols.exchanges import Exchanged
 from offbeat.protocols.mixing import tell
 from offbeat.protocols.schedule import FloatArray, Layout
 from offbeat.runtime.execute import Program, compile_schedule
-from offbeat.runtime.group import Group
+from offbeat.runtime.group import DirectGroup
 
 
 class Neighbours:
     """One worker and those that it mixes with: everybody's message reaches all neighbours of its sender."""
 
-    def __init__(self, group: Group, matrix: FloatArray) -> None:
+    def __init__(self, group: DirectGroup, matrix: FloatArray) -> None:
         self._group, self._matrix = group, matrix
         self.ranks = tuple(int(rank) for rank in np.flatnonzero(matrix[group.rank]) if rank != group.rank)
         """Who they are, in the order of their ranks."""

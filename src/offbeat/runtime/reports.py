@@ -54,7 +54,7 @@ class Reports:
         """Worker 0 also writes metrics into the run's folder; should it die, the one who then leads does."""
         if folder is not None:
             self._open_metrics = lambda: _metrics_in(folder, tensorboard)
-            if self._group.leads:
+            if self._group.membership.leads:
                 self._metrics = self._open_metrics()
 
     def go_back(self) -> None:
@@ -92,7 +92,7 @@ class Reports:
     def record(self, metrics: Mapping[str, float], epoch: int | None) -> None:
         """Worker 0 writes a line and tells the launcher; all workers call this together."""
         accounts = self.accounts()
-        if not self._group.leads:
+        if not self._group.membership.leads:
             return
         far = self._how_far(epoch)
         if self._metrics is None and self._open_metrics is not None:
@@ -106,7 +106,7 @@ class Reports:
     def tell(self, epoch: int | None) -> None:
         """Worker 0 tells the launcher how far the work is, a few times a second at most."""
         now = time.monotonic()
-        if self._group.leads and now - self._told >= _TELL_EVERY:
+        if self._group.membership.leads and now - self._told >= _TELL_EVERY:
             self._told = now
             self._send({"kind": "progress", **self._how_far(epoch)})
 
@@ -139,12 +139,12 @@ class Reports:
         counted = [float(self._sent()), self._ledger.cpu(), float(self._ledger.own_samples)]
         mine = [
             *counted,
-            float(self._group.bytes_measuring),
+            float(self._group.sent.measured),
             self._stopwatch.overlapped,
             *self._stopwatch.seconds.values(),
         ]
         rows = self._group.gather(mine, "the end of the run")
-        if self._group.leads:
+        if self._group.membership.leads:
             self._send({"kind": "result", **self._ledger.summary(), **self._costs(rows), **more})
 
     def _costs(self, rows: Tensor) -> dict[str, Any]:

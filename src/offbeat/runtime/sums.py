@@ -22,7 +22,7 @@ from offbeat.errors import RunError
 from offbeat.protocols.exchanges import Exchanged
 from offbeat.runtime.backend import OffbeatGroup
 from offbeat.runtime.buckets import hook
-from offbeat.runtime.group import Group
+from offbeat.runtime.group import DirectGroup
 from offbeat.runtime.header import Header
 from offbeat.runtime.stopwatch import Stopwatch
 
@@ -64,7 +64,7 @@ class GradientSums:
     """How many numbers `_flags` answers."""
 
     def __init__(
-        self, parameters: Iterable[Parameter], group: Group, stopwatch: Stopwatch, own_blocks: bool = False
+        self, parameters: Iterable[Parameter], group: DirectGroup, stopwatch: Stopwatch, own_blocks: bool = False
     ) -> None:
         self.parameters = [p for p in parameters if p.is_floating_point() or p.is_complex()]
         """Those whose gradients are exchanged, if they have any."""
@@ -114,11 +114,11 @@ class GradientSums:
         if self.parameters:
             entered = time.perf_counter()
             before = self._stopwatch.switch("communicate")
-            self._group.record()
+            self._group.sent.record()
             with torch.no_grad():
                 numbers = self._tell()
                 self._exchange(numbers)
-            self.exchanges = self._group.recorded()
+            self.exchanges = self._group.sent.recorded()
             self._header.account(numbers, entered)
             self._stopwatch.switch(before)
         for then in self.afterwards:

@@ -8,7 +8,7 @@ import torch
 
 from offbeat.protocols.compression import Format, Way
 from offbeat.runtime.backend import OffbeatGroup
-from offbeat.runtime.group import Group
+from offbeat.runtime.group import DirectGroup, Group
 from offbeat.runtime.links import measured
 from offbeat.simulate.foretelling import Timed
 from offbeat.strategies._compressing import Compressing
@@ -18,7 +18,7 @@ CODED = "what its letters are only its coder knows"
 
 def why_not(group: Group) -> str | None:
     """Why nothing that this group exchanges can be foretold; None if it can."""
-    if not isinstance(group.process_group, OffbeatGroup):
+    if not isinstance(group, DirectGroup) or not isinstance(group.process_group, OffbeatGroup):
         return "on this device torch's own backend exchanges, by ways of its own"
     return None
 
@@ -29,7 +29,7 @@ def formats(compressions: Sequence[Compressing]) -> list[Format] | None:
     return None if None in found else [one for one in found if one is not None]
 
 
-def trials(group: Group, most: int, forms: Sequence[Format]) -> tuple[Timed, ...]:
+def trials(group: DirectGroup, most: int, forms: Sequence[Format]) -> tuple[Timed, ...]:
     """What sums take here, and messages, if some are gathered; all workers call this together."""
 
     def sum_of(size: int) -> Callable[[], object]:

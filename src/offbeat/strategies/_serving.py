@@ -28,7 +28,7 @@ from offbeat.protocols.servers.messages import PullReply, Push, PushReply, Setti
 from offbeat.protocols.servers.rhythm import IN_FLIGHT, Action
 from offbeat.runtime.group import Group
 from offbeat.runtime.optimizers import ELEMENT_WISE, why_not
-from offbeat.runtime.served import ServedGroup
+from offbeat.runtime.served import CoordinatedGroup
 from offbeat.runtime.servers.client import Client
 from offbeat.runtime.servers.noting import WARM_START
 from offbeat.runtime.servers.numbers import Recipe, is_number, settings_of
@@ -45,9 +45,9 @@ SLOTS = IN_FLIGHT
 """Memory for so many pushes: that of one that is not answered yet is not written."""
 
 
-def served(group: Group, strategy: object) -> ServedGroup:
+def served(group: Group, strategy: object) -> CoordinatedGroup:
     """The group of a run that has servers; refused where nobody has started any."""
-    if not isinstance(group, ServedGroup):
+    if not isinstance(group, CoordinatedGroup):
         raise StrategyError(
             f"{strategy} needs server processes beside the workers, which `offbeat run --strategy` and offbeat.fit "
             f"start. Here there are none. Name the strategy on the command line of `offbeat run`, or use allreduce."
@@ -211,7 +211,7 @@ class Served(Exchange):
 
     def put(self, states: Sequence[NDArray[np.uint8]], version: int = 0, clock: int = 0) -> None:
         """The one who leads puts states on the servers; then all start from them."""
-        if self.group.leads:
+        if self.group.membership.leads:
             self.client.wait(
                 self.client.load(states, [version] * len(states), clock), "putting the parameters on the servers"
             )
@@ -512,7 +512,7 @@ class Served(Exchange):
         self.settle_all()
         self.group.barrier("all pushes being answered")
         states: dict[int, Tensor] = {}
-        if self.group.leads:
+        if self.group.membership.leads:
 
             def keep(shard: int, written: NDArray[np.uint8]) -> None:
                 states[shard] = torch.from_numpy(written.copy())
@@ -541,7 +541,7 @@ class Served(Exchange):
         del clock
         if not self.snapshots or not self.client.snapshot_due():
             return None
-        colour, place = self.client.turn(self.clock, self.served.meetings)
+        colour, place = self.client.turn(self.clock, self.served.calls)
         return Cut(colour, place, self.own_state(), partial(self.client.recorded, colour, place))
 
     def own_state(self) -> dict[str, Any]:
@@ -550,7 +550,7 @@ class Served(Exchange):
 
     def _go_on(self, resumed: Mapping[str, Any]) -> None:
         """From a snapshot: the one who leads puts the shards' states back, and each sends what it had under way."""
-        if self.group.leads:
+        if self.group.membership.leads:
             states = [state.numpy() for state in resumed["states"]]
             took = [tuple((int(w), int(n), int(c)) for w, n, c in of_shard) for of_shard in resumed["took"]]
             token = self.client.load(states, resumed["versions"], 0, took)
@@ -568,8 +568,8 @@ class Served(Exchange):
         """Put the shards' state back, and go on from that clock."""
         if self.row is None:
             return
-        if self.group.outside:
-            self.clock = self.served.clock  # Servers have newer values than the checkpoint.
+        if self.group.membership.outside:
+            self.clock = self.served.membership.clock  # Servers have newer values than the checkpoint.
             self.refresh()
             return
         self.clock = int(state["clock"])

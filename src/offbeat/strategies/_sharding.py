@@ -25,7 +25,7 @@ from offbeat.errors import RunError, StrategyError
 from offbeat.protocols.exchanges import Exchanged
 from offbeat.protocols.schedule import Layout
 from offbeat.runtime.backend import OffbeatGroup
-from offbeat.runtime.group import Group
+from offbeat.runtime.group import DirectGroup
 from offbeat.runtime.optimizers import ELEMENT_WISE, why_not
 from offbeat.runtime.shared.segment import Segment
 from offbeat.runtime.sums import SMALL_GRADIENT
@@ -52,7 +52,7 @@ def slices_of(parameters: Sequence[Parameter], size: int) -> list[list[tuple[int
 class Shards:
     """One model's parameters, and which slices of them this worker updates."""
 
-    def __init__(self, parameters: Iterable[Parameter], group: Group) -> None:
+    def __init__(self, parameters: Iterable[Parameter], group: DirectGroup) -> None:
         self.parameters = [p for p in parameters if p.is_floating_point()]
         self._group = group
         self._owned = slices_of(self.parameters, group.size)
@@ -109,13 +109,13 @@ class Shards:
         """The slices here are updated: return when every worker has every slice."""
         for own in self.slices:
             own.grad = None
-        self._group.record()
+        self._group.sent.record()
         if self._segment is not None:
             self._group.barrier("the end of a step")
         else:
             for dtype in dict.fromkeys(p.dtype for p in self.parameters):
                 self._gather([i for i, p in enumerate(self.parameters) if p.dtype == dtype])
-        self.exchanges = self._group.recorded()
+        self.exchanges = self._group.sent.recorded()
 
     def _gather(self, members: Sequence[int]) -> None:
         lengths = [sum(ranges[i][1] - ranges[i][0] for i in members) for ranges in self._owned]

@@ -68,7 +68,7 @@ class Watch:
 
     def compare(self, fingerprints: Sequence[float]) -> None:
         """All workers have told what their first gradients were."""
-        if self.first_gradients.same(fingerprints) and self._group.leads:
+        if self.first_gradients.same(fingerprints) and self._group.membership.leads:
             size = self._group.size
             self.warn(
                 f"all {size} workers had the same gradients in their first backward passes, so they compute the same "

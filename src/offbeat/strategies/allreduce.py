@@ -26,7 +26,7 @@ from offbeat.runtime.compression import Account, Feedback, GroupLink, together
 from offbeat.runtime.compression.account import COMPARING
 from offbeat.runtime.compression.coder import finite
 from offbeat.runtime.compression.sums import CompressedSums
-from offbeat.runtime.group import Group
+from offbeat.runtime.group import DirectGroup, Group
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.runtime.sums import GradientSums
 from offbeat.simulate.foretelling import Step, Timed
@@ -145,7 +145,7 @@ class _AllReducing(Exchange):
         self._sparse: list[_SparseSums] = []
         self._means: dict[str, tuple[Feedback, Account]] = {}
         self._states_of_means: dict[str, Any] = {}
-        self._lane = group
+        self._lane: Group = group
         self._trials: tuple[Timed, ...] = ()
 
     def install(self, model: nn.Module) -> None:
@@ -156,7 +156,7 @@ class _AllReducing(Exchange):
         self._known.update(map(id, new))
         # Models meet in one backward pass in an order that may differ between workers, and a worker that leaves out a
         # backward pass comes to something else instead: each model has a lane, so that nothing is mistaken for another.
-        lane = self._lane = self.group.lane()
+        lane = self._lane = self.group.direct.lane()
         sums = self._summed([p for p in new if id(p) not in sparse], lane)
         sums.suspended = self._held
         self._sums.append(sums)
@@ -164,7 +164,7 @@ class _AllReducing(Exchange):
             alike = [p for p in new if id(p) in sparse]
             self._sparse.append(_SparseSums(alike, lane, self.stopwatch, sums))
 
-    def _summed(self, dense: Sequence[Parameter], lane: Group) -> GradientBuckets | GradientSums:
+    def _summed(self, dense: Sequence[Parameter], lane: DirectGroup) -> GradientBuckets | GradientSums:
         settings = self._settings
         if self.compressions:
             return CompressedSums(dense, lane, self.stopwatch, partial(self._compressor, len(self._sums)))
@@ -197,7 +197,7 @@ class _AllReducing(Exchange):
             account.probe(self.group, partial(self.group.sum, row.clone(), COMPARING))
         narrow = row.dtype not in (torch.float32, torch.float64)
         with account.compared(self.group):
-            link, start = GroupLink(self.group, what), time.perf_counter()
+            link, start = GroupLink(self.group.direct, what), time.perf_counter()
             held = row.float() if narrow else row
             feedback.sum(held.div_(self.group.size), link)
             took = time.perf_counter() - start
@@ -209,7 +209,7 @@ class _AllReducing(Exchange):
         """Learn what the links cost, so that the result can tell what a step should take."""
         if self._sums and self._unforeseen() is None:
             most = sum(p.numel() * p.element_size() for sums in self._sums for p in sums.parameters)
-            self._trials = trials(self._lane, most, formats(self.compressions) or ())
+            self._trials = trials(self._lane.direct, most, formats(self.compressions) or ())
 
     def _unforeseen(self) -> str | None:
         if self._settings.algorithm is Algorithm.AUTO:
@@ -237,7 +237,7 @@ class _AllReducing(Exchange):
             return reason
         if not exchanges:
             return "no gradients were exchanged"
-        hosts = tuple(self.group.view.hosts.tolist())
+        hosts = tuple(self.group.direct.view.hosts.tolist())
         return Step(hosts=hosts, exchanges=tuple(exchanges), beside=beside, trials=self._trials)
 
     def stepping(self, optimizer: Optimizer) -> None:
@@ -316,7 +316,7 @@ class _Sharding(_AllReducing):
         behind = [each for shards in self._steps.shards for each in shards.exchanges]
         return structs.replace(step, exchanges=(*step.exchanges, *behind), behind=len(behind))
 
-    def _summed(self, dense: Sequence[Parameter], lane: Group) -> GradientBuckets | GradientSums:
+    def _summed(self, dense: Sequence[Parameter], lane: DirectGroup) -> GradientBuckets | GradientSums:
         shards = Shards(dense, lane)
         self._steps.shards.append(shards)
         sums = (

@@ -139,7 +139,7 @@ class _Stock(Exchange):
     def _process_group(self) -> Any:
         """Torch's own, one for all models, as its users have it."""
         if self._stock_group is None:
-            self._stock_group = self.group.stock()
+            self._stock_group = self.group.direct.connection.stock()
         return self._stock_group
 
     def _claim(self, model: nn.Module) -> None:
@@ -155,7 +155,7 @@ class _Stock(Exchange):
     def _note(self, what: Literal["all_reduce", "broadcast"], nbytes: int) -> None:
         """Count what DDP has Gloo do."""
         if nbytes and self.group.size > 1:
-            self.group.note(what, nbytes, by=GLOO[Collective(what)])
+            self.group.direct.note(what, nbytes, by=GLOO[Collective(what)])
 
     def _exchanged(self, model: int, size: int, _: Tensor) -> None:
         """Count what DDP sums: a model's gradients, once for each backward pass, however often it was called before."""
@@ -233,7 +233,7 @@ class _Stock(Exchange):
         if not any(sign in str(error) for sign in ("imed out", "onnection closed", "onnection reset")):
             return None
         # Negative, so that it is no number of the group's own exchanges.
-        return self.group.explained(error, _SUM, -self._passes)
+        return self.group.direct.explained(error, _SUM, -self._passes)
 
     def close(self) -> None:
         """Take the hooks off, and let go of DDP before its group is closed.

@@ -87,7 +87,7 @@ class _Raining(Served):
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: Downpour) -> None:
         super().__init__(group, stopwatch, settings, Rule(None))
         self._every_fetch = settings.fetch
-        self._rhythm = PushAndFetch(settings.push, settings.fetch, settings.warm, leads=group.leads)
+        self._rhythm = PushAndFetch(settings.push, settings.fetch, settings.warm, leads=group.membership.leads)
         self._due: tuple[Action, ...] = ()
         self._filling: int | None = None
 
@@ -181,7 +181,7 @@ class _Raining(Served):
         super().load_state_dict(state)
         self._put_back(own)
         # What another has not pushed yet it pushes itself.
-        accrued: Tensor | None = None if self.group.outside else state["accrued"]
+        accrued: Tensor | None = None if self.group.membership.outside else state["accrued"]
         self._filling = None
         if accrued is not None:
             self._filling = self.free_slot()

@@ -105,7 +105,7 @@ class _Tied(Served):
 
     def _alpha(self, group: Mapping[str, Any]) -> float:
         """The share of its distance to the centre that a worker moves in an exchange."""
-        workers = len(self.group.members)
+        workers = len(self.group.membership.members)
         if self._rho is None:
             return MOVING_RATE / workers
         alpha = float(group["lr"]) * self._rho

@@ -30,7 +30,7 @@ from offbeat.runtime.execute import programs
 from offbeat.runtime.group import Group
 from offbeat.runtime.links import measured
 from offbeat.runtime.neighbours import Neighbours
-from offbeat.runtime.served import ServedGroup
+from offbeat.runtime.served import CoordinatedGroup
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.simulate.foretelling import Step, Timed
 from offbeat.strategies._base import Axis, Setting, Strategy, Traits, require
@@ -131,7 +131,7 @@ class Gossip(Exchanging):
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
         """The worker's side."""
         if self.asynchronous and group.size > 1:
-            plan = group.client.plan if isinstance(group, ServedGroup) else None
+            plan = group.client.plan if isinstance(group, CoordinatedGroup) else None
             if plan is None and not group.one_host:
                 raise StrategyError(
                     f"{self} finds its neighbours on several hosts only if `offbeat run --strategy ... --hosts FILE` "
@@ -184,13 +184,13 @@ class _Mixing(Parted):
         last = [each for exchanges in self._exchanges.values() for each in exchanges]
         exchanges = tuple(replace(each, by=str(turn)) for turn in range(len(self._schedules)) for each in last)
         matrices = tuple(tuple(map(tuple, matrix.tolist())) for matrix in self.mixing.matrices)
-        hosts = tuple(self.group.view.hosts.tolist())
+        hosts = tuple(self.group.direct.view.hosts.tolist())
         return Step(hosts=hosts, exchanges=exchanges, matrices=matrices, trials=self._trials)
 
     def _first_estimates(self, number: int, optimizer: Optimizer) -> list[Estimates]:
         rows, (matrix,) = Rows(parameters_of(optimizer)), self.mixing.matrices
         rank = self.group.rank
-        neighbours = Neighbours(self.group, matrix)
+        neighbours = Neighbours(self.group.direct, matrix)
         weights = [float(matrix[rank, other]) for other in neighbours.ranks]
         made: list[Estimates] = []
         for place, (row, shapes) in enumerate(zip(rows.read(), rows.shapes, strict=True)):
@@ -211,7 +211,7 @@ class _Mixing(Parted):
         still_fits(rows, optimizer, self.strategy)
         turn = self._mixed.get(number, 0)
         with self.stopwatch.spent_on("communicate"):
-            self.group.record()
+            self.group.sent.record()
             flat = rows.read()
             for place, row in enumerate(flat):
                 if self.compressions:
@@ -223,21 +223,21 @@ class _Mixing(Parted):
                 else:
                     self._mix(row, turn)
             rows.write(flat)
-            self._exchanges[number] = self.group.recorded()
+            self._exchanges[number] = self.group.sent.recorded()
         self._mixed[number] = turn + 1
 
     def _mix(self, row: Tensor, turn: int) -> None:
         real = torch.view_as_real(row).view(-1) if row.is_complex() else row
         schedule = self._schedules[turn % len(self._schedules)]
         layout = Layout(real.numel(), real.element_size())
-        program = self._compiled(schedule, self.group.view, layout, self.group.rank)
+        program = self._compiled(schedule, self.group.direct.view, layout, self.group.rank)
         kind = (real.dtype, real.device)
         held = self._scratch.get(kind)
         if held is None or held.numel() < program.scratch:
             held = self._scratch[kind] = real.new_empty(program.scratch)
         by = str(turn % len(self._schedules))
         exchanged = Exchanged(what="mix", by=by, nbytes=real.nbytes, itemsize=real.itemsize)
-        self.group.run(program, real, held, "mixing with neighbours", exchanged)
+        self.group.direct.run(program, real, held, "mixing with neighbours", exchanged)
 
     @contextmanager
     def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:

@@ -66,7 +66,7 @@ class Hogwild(Exchanging):
 
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
         """The worker's side: parameters in shared memory, and steps that are weighed."""
-        if group.size > 1 and not group.shares_memory:
+        if group.size > 1 and not group.direct.shares_memory:
             raise StrategyError(
                 "hogwild needs workers that share memory: on one host, on CPUs. These do not. Start all of them on one "
                 "host, or take allreduce, which works between hosts."
@@ -255,7 +255,7 @@ def shared_memory(group: Group, size: int) -> Segment:
         local: Any = opened.local
         made.append(local.room.share_segment(size))
 
-    group.at_once(act, "the sharing of parameters")
+    group.direct.at_once(act, "the sharing of parameters")
     return made[0]
 
 

@@ -262,12 +262,12 @@ class _Averaging(_Counting):
             way.examples = 0.0
             return
         with self._exchange.stopwatch.spent_on("communicate"):
-            group.record()
+            group.sent.record()
             counts = group.gather([way.examples], "the count of examples")
             total = float(counts.sum())
             weight = way.examples * group.size / total if total else 1.0
             way.average(weight, self._exchange)
-            way.exchanges = group.recorded()
+            way.exchanges = group.sent.recorded()
         way.examples = 0.0
 
     @contextmanager

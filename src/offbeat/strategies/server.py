@@ -242,7 +242,7 @@ class _Pushing(Served):
         optimizer: Any = self.optimizer
         self._rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            group["lr"] = group["lr"] / len(self.group.members)
+            group["lr"] = group["lr"] / len(self.group.membership.members)
         return False
 
     def await_values(self) -> None:
@@ -323,7 +323,7 @@ class _Totals:
         exchange = self._exchange
         exchange.together()
         living = exchange.group.sum(self._last.clone(), "what the living have told")
-        if exchange.group.rank == min(exchange.group.present):
+        if exchange.group.rank == min(exchange.group.membership.present):
             self._last += self._row.values - living
 
     def total(self, statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -43,7 +43,7 @@ class Account:
     def probe(self, group: Group, act: Callable[[], object]) -> None:
         """Exchange densely, which is what `act` does, and see what that takes; all workers call this together."""
         start = time.perf_counter()
-        with group.measuring():
+        with group.sent.measuring():
             times = timed(group, act)
         self.figures["probes"] += len(times)
         self.figures["dense_seconds"] += sum(times)
@@ -55,12 +55,12 @@ class Account:
         if self.figures["compared"] >= self.figures["probes"]:
             yield
             return
-        with group.measuring():
+        with group.sent.measuring():
             group.barrier(COMPARING)
         start = time.perf_counter()
         yield
         spent = time.perf_counter() - start
-        with group.measuring():
+        with group.sent.measuring():
             took = float(group.gather([spent], COMPARING).max())
         self.figures["compared"] += 1
         self.figures["compressed_seconds"] += took

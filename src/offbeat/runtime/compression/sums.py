@@ -22,7 +22,7 @@ from offbeat.protocols.compression import Shapes
 from offbeat.runtime.compression.account import COMPARING, Account
 from offbeat.runtime.compression.coder import Feedback, all_finite
 from offbeat.runtime.compression.link import GroupLink
-from offbeat.runtime.group import Group
+from offbeat.runtime.group import DirectGroup
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.runtime.sums import GradientSums, gradient_of
 
@@ -39,7 +39,7 @@ class CompressedSums(GradientSums):
     def __init__(
         self,
         parameters: Iterable[Parameter],
-        group: Group,
+        group: DirectGroup,
         stopwatch: Stopwatch,
         compressor: Callable[[Shapes, int], Feedback],
     ) -> None:
