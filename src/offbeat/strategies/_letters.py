@@ -71,6 +71,7 @@ class Letters:
         letters = timed(group, lambda: client.wait(client.trial(self._last, letter=True), COMPARING))
         numbers = timed(group, lambda: client.wait(client.trial(dense, letter=False), COMPARING))
         self.tried_bytes = client.bytes_sent - sent
+        group.sent.measured += self.tried_bytes
         figures = self._account.figures
         pushes = max(figures["sums"], 1.0)
         share, each = self._waited / pushes, sum(letters) / len(letters)
