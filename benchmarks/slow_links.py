@@ -34,14 +34,17 @@ from torch.optim import SGD, Optimizer
 import offbeat
 from offbeat.benching import environment, holds, ratio
 from offbeat.fitting import WARM
-from offbeat.protocols.compression import Shapes, Way, sent_bytes
+from offbeat.protocols.compression import Shapes, Way
+from offbeat.protocols.exchanges import sent_by
+from offbeat.protocols.schedule import View
 from offbeat.runtime.compression.sums import CompressedSums
-from offbeat.runtime.group import Group
+from offbeat.runtime.group import DirectGroup, Group
 from offbeat.runtime.hosts import Hosts, namespaces
 from offbeat.runtime.launch import EVERYWHERE, Control, Launcher, Role, serve_store, worker_environment
 from offbeat.runtime.place import where
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.simulate import Network, compressed_sum_time
+from offbeat.simulate.compressed import exchange_of
 from offbeat.strategies import Exchanging, Timing, combined, parse
 from offbeat.strategies._compressing import Compressing
 from offbeat.strategies._worker import EveryBatch, Exchange, Pace, adopt, attend
@@ -139,7 +142,7 @@ class Variant:
 
 def worker(config: Mapping[str, Any], control: Control) -> None:
     """One of the four: makes a step of each variant when it is its turn."""
-    group = Group(where(), TIMEOUT, torch.device("cpu"))
+    group = DirectGroup(where(), TIMEOUT, torch.device("cpu"))
     variants = {text: Variant(text, group) for text in config["variants"]}
     for variant in variants.values():
         variant.run()
@@ -194,9 +197,14 @@ def port_bytes(text: str, found: Mapping[str, float], shapes: Shapes) -> float:
     dense = sum(4 * int(np.prod(shape)) for shape in shapes)
     compressions = combined(parse(text.removesuffix(" again"))).compressions
     if not compressions:
-        return sent_bytes(dense, Way.REDUCE, WORKERS)
+        return _port_bytes(dense, Way.REDUCE)
     form = cast("Any", compressions[0]).format()
-    return sent_bytes(int(found["letter_bytes"]), form.way(), WORKERS)
+    return _port_bytes(int(found["letter_bytes"]), form.way())
+
+
+def _port_bytes(nbytes: int, way: Way) -> int:
+    view = View.of(WORKERS, range(WORKERS))
+    return sent_by(*exchange_of(nbytes, way).part(WORKERS), view, rank=0)
 
 
 def simulated(text: str, found: Mapping[str, float], shapes: Shapes) -> float:

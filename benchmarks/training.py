@@ -40,7 +40,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from offbeat.benching import environment, holds, ratio
 from offbeat.runtime.allocation import keep_freed_memory
-from offbeat.runtime.group import Group
+from offbeat.runtime.group import DirectGroup
 from offbeat.runtime.launch import Control, Launcher, Role, serve_store, worker_environment
 from offbeat.runtime.place import where
 from offbeat.runtime.stopwatch import Stopwatch
@@ -134,7 +134,7 @@ def team(name: str, work: Work, model: nn.Module, optimizer: Optimizer) -> Gener
         yield DistributedDataParallel(model, gradient_as_bucket_view=True), lambda: cast("None", dist.barrier())
         dist.destroy_process_group()
         return
-    group = Group(place, TIMEOUT, torch.device("cpu"))
+    group = DirectGroup(place, TIMEOUT, torch.device("cpu"))
     exchange = cast("Exchanging", parse(name)).connect(group, Stopwatch())
     adopt(exchange, model)
     if isinstance(exchange, OptimizerHooks):

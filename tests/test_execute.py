@@ -19,7 +19,7 @@ from offbeat.protocols.checker import check
 from offbeat.protocols.collectives import ALGORITHMS, Algorithm, Collective, algorithm
 from offbeat.protocols.schedule import Layout, Op, Round, View
 from offbeat.runtime.execute import Combine, Put, Receive, Send, SetAside, Wait, compile_schedule, programs, run
-from offbeat.runtime.group import Group
+from offbeat.runtime.group import DirectGroup
 from offbeat.runtime.launch import Control, Launcher, Role, serve_store, worker_environment
 from offbeat.runtime.place import where
 
@@ -94,7 +94,7 @@ class Bench:
     """One process that runs case after case."""
 
     def __init__(self) -> None:
-        self.group = Group(where(), timedelta(seconds=30), torch.device("cpu"))
+        self.group = DirectGroup(where(), timedelta(seconds=30), torch.device("cpu"))
         self.rank, self.size = self.group.rank, self.group.size
         self.compile = programs()
         self.failures: list[str] = []

@@ -11,17 +11,15 @@ import pytest
 import offbeat
 from offbeat.foretelling import GIVEN, MEASURED, foretold
 from offbeat.protocols.collectives import Collective, algorithm
-from offbeat.protocols.compression import LowRank, Quantize, Threshold, TopK, Way
+from offbeat.protocols.compression import Way
+from offbeat.protocols.exchanges import Exchanged
 from offbeat.protocols.schedule import Layout, Op, View
 from offbeat.protocols.stepping import beside, in_turn
 from offbeat.protocols.topology import Shape, mixing
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.launch import Launcher
-from offbeat.runtime.links import native
-from offbeat.runtime.shared.room import ONE_SHOT
 from offbeat.simulate import Link, Network, compressed_sum_time, finish_times, gossip_step_time, local_step_time
-from offbeat.simulate.foretelling import Exchanged, Step, Timed, network_of, step_time
-from offbeat.strategies._foreseeing import letters
+from offbeat.simulate.foretelling import Step, Timed, network_of, step_time
 from offbeat.tasks.digits import Digits
 
 SIZE, BYTES = 4, 4_000_000
@@ -75,21 +73,21 @@ def test_each_turn_mixes_what_is_its_own() -> None:
     assert found == pytest.approx(sum(both) / 2)
 
 
-def test_letters_from_everybody_to_everybody_are_what_the_simulator_says_of_them() -> None:
-    (one,) = letters([TopK(0.01)], 50_000, APART)
+def test_messages_from_everybody_to_everybody_are_what_the_simulator_says_of_them() -> None:
+    one = Exchanged(what="all_gather", by="ring", nbytes=50_000)
     assert step_time(step(one), NETWORK, [0.0] * SIZE) == pytest.approx(
         compressed_sum_time(50_000, Way.GATHER, SIZE, NETWORK)
     )
 
 
-def test_each_form_says_how_its_letters_come_together() -> None:
-    def kinds(*forms: Any) -> list[str]:
-        return [one.what for one in letters(forms, 1000, APART)]
+def test_elements_of_any_size_take_the_time_of_their_bytes() -> None:
+    wide, plain = Exchanged(what="all_reduce", by="ring", nbytes=BYTES, itemsize=8), ring(BYTES)
+    assert step_time(step(wide), NETWORK, [0.1] * SIZE) == step_time(step(plain), NETWORK, [0.1] * SIZE)
 
-    assert kinds(Quantize(4)) == ["all_gather"]
-    assert kinds(Threshold(0.1)) == ["all_reduce", "all_gather"], "lengths are told first"
-    assert kinds(LowRank(2)) == ["all_reduce", "all_reduce"], "one side after the other"
-    assert sum(one.nbytes for one in letters([LowRank(2)], 1000, APART)) == 1000
+
+def test_what_is_handed_round_after_a_step_waits_for_all_of_it() -> None:
+    late = step(ring(BYTES), ring(BYTES), beside=True, behind=1)
+    assert step_time(late, NETWORK, [100.0] * SIZE) == pytest.approx(100.0 + 2 * alone(BYTES))
 
 
 def test_sums_beside_backward_are_hidden_as_far_as_there_is_something_to_hide_behind() -> None:
@@ -135,15 +133,6 @@ def test_where_the_rate_is_known_only_latency_is_measured() -> None:
     assert network_of(together, rate=12.5e6).between.beta == 0.0, "nothing leaves the host"
 
 
-def test_the_backends_own_way_is_known() -> None:
-    here = View.of(4)
-    assert native("all_reduce", ONE_SHOT, here) == "one_shot"
-    assert native("all_reduce", ONE_SHOT + 1, here) == "two_shot"
-    assert native("all_gather", ONE_SHOT + 1, here) == "one_shot"
-    assert native("all_reduce", 8, APART) == native("all_gather", 8, APART) == "ring"
-    assert native("all_reduce", 8, View.of(4, [0, 0, 1, 1])) == "hierarchical_ring"
-
-
 def result(**more: Any) -> dict[str, Any]:
     """Ten steps of half a second each, two seconds of the run being an evaluation."""
     known = {"steps": 10, "seconds": 7.0, "seconds_by_kind": {"evaluate": 2.0}, "computing_seconds": [1.0] * SIZE}
@@ -180,8 +169,13 @@ def test_what_cannot_be_foretold_says_why_and_what_exchanges_nothing_says_nothin
     [
         ("allreduce", ["all_reduce"] * 3, 1),
         ("allreduce(tree)", ["all_reduce"], 1),
-        ("local(3) + sign", ["all_reduce", "all_gather"], 3),
+        ("allreduce(shard=optimizer)", ["all_reduce", "all_reduce", "reduce_scatter", "all_reduce"], 1),
+        ("allreduce + lowrank(2)", ["all_reduce"] * 3, 1),
+        ("allreduce + threshold(0.001)", ["all_reduce", "all_reduce", "all_gather"], 1),
+        ("local(3) + sign", ["all_reduce", "all_reduce", "all_gather"], 3),
+        ("local(3, momentum=averaged)", ["all_reduce"] * 4, 3),
         ("gossip", ["mix"], 1),
+        ("gossip + threshold(0.001)", ["tell", "tell"], 1),
     ],
 )
 def test_a_run_tells_what_its_steps_were_foretold_to_take(
@@ -193,7 +187,7 @@ def test_a_run_tells_what_its_steps_were_foretold_to_take(
     assert found["links"] == MEASURED
     assert found["foretold_seconds"] > found["computing_seconds"] > 0
     numbers = 4 * sum(p.numel() for p in Digits().model().parameters())
-    if "sign" not in strategy:
+    if "+" not in strategy and "momentum" not in strategy:
         assert numbers <= sum(one["nbytes"] for one in found["exchanges"]) < numbers + 1000
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from offbeat.errors import UsageError
 from offbeat.protocols.checker import check, cost
 from offbeat.protocols.collectives import ALGORITHMS, Algorithm, Collective, algorithm
+from offbeat.protocols.collectives.across_hosts import hierarchical_shared
 from offbeat.protocols.schedule import Layout, Op, View, entries
 
 C = Collective
@@ -107,9 +109,22 @@ def test_a_hierarchy_costs_the_sum_of_inside_and_between(between: str) -> None:
             assert found.hops == inside[1] + outside[1]
 
 
-def test_a_shared_hierarchy_takes_one_hop_inside_each_way() -> None:
+def test_a_shared_hierarchy_takes_two_hops_inside_a_ring_between_and_one_back() -> None:
     view = View.of(12, [rank // 3 for rank in range(12)])
-    assert check(algorithm(C.ALL_REDUCE, "hierarchical_shared"), view, Layout(64)).hops == 1 + 4 + 1
+    found = check(algorithm(C.ALL_REDUCE, "hierarchical_shared"), view, Layout(72))
+    assert found.hops == 2 + 6 + 1
+    inside, back, between = 4 * 72 * 2 // 3, 2 * 4 * 72, 2 * 4 * 72 * 3 // 4
+    assert found.bytes_sent[0] == inside + back + between
+    assert found.bytes_sent[1] == inside + 4 * 72 // 3, "its contribution to the others' blocks, and its own block"
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1, 1, 0, 2], [0, 1, 2], [0, 0, 0, 1]])
+def test_pieces_of_a_shared_hierarchy_are_right_in_a_pipeline_too(hosts: list[int]) -> None:
+    view, layout = View.of(len(hosts), hosts), Layout(72, itemsize=4)
+    whole = check(algorithm(C.ALL_REDUCE, "hierarchical_shared"), view, layout)
+    pieces = check((partial(hierarchical_shared, piece=48), C.ALL_REDUCE), view, layout)
+    assert pieces.rounds > 4 * whole.rounds
+    assert pieces.bytes_sent.sum() == whole.bytes_sent.sum()
 
 
 def test_other_collectives_cost_what_they_are_known_to() -> None:
@@ -119,6 +134,7 @@ def test_other_collectives_cost_what_they_are_known_to() -> None:
         promises = {
             (C.BROADCAST, "star"): ((p - 1) * n, 1),
             (C.BROADCAST, "tree"): (known * n, known),
+            (C.BROADCAST, "doubling"): (known * n, known),
             (C.REDUCE, "star"): ((p - 1) * n, 1),
             (C.REDUCE, "tree"): (known * n, known),
             (C.REDUCE_SCATTER, "naive"): ((p - 1) * block, 1),

@@ -27,7 +27,7 @@ from torch.optim import lr_scheduler, swa_utils
 from offbeat.errors import CheckpointError
 from offbeat.runtime import checkpoint
 from offbeat.runtime.checkpoint import Checkpoints, newest, read_manifest
-from offbeat.runtime.group import Group
+from offbeat.runtime.group import DirectGroup
 from offbeat.runtime.holdings import Holdings
 from offbeat.runtime.place import Place
 from offbeat.runtime.trees import put_together, take_apart
@@ -36,7 +36,7 @@ IDENTITY = {"task": "digits", "shape": (2, 3)}
 
 
 def _checkpoints(folder: Path, **identity: Any) -> Checkpoints:
-    group = Group(Place(), timedelta(seconds=1), torch.device("cpu"))
+    group = DirectGroup(Place(), timedelta(seconds=1), torch.device("cpu"))
     return Checkpoints(folder, group, IDENTITY | identity)
 
 

@@ -27,6 +27,7 @@ from offbeat.runtime import randomness
 from offbeat.runtime.assignment import ASSIGNED, Assignment
 from offbeat.runtime.goal import Goal
 from offbeat.runtime.loaders import Loader
+from offbeat.runtime.membership import StaticMembership
 from offbeat.runtime.place import Place, where
 from offbeat.runtime.slicing import note_slice
 from offbeat.runtime.summaries import reporter
@@ -113,7 +114,7 @@ class Team:
         if not things:
             raise UsageError("prepare() was given nothing. Give it the model, the optimizer and the training loader.")
         work, held = self._place, self._place.holdings
-        if work.group.outside and not work.memory.resuming:
+        if work.group.membership.outside and not work.memory.resuming:
             self._boundaries.join()
         before = len(held.models), len(held.optimizers)
         prepared = [self._adoption.take(thing, split) for thing in things]
@@ -169,7 +170,7 @@ class Team:
         work.reports.record(mean, work.holdings.epoch)
         done = work.ledger.reached or self.exhausted
         work.stopping = bool(work.group.gather([float(done)], "a report").max() > 0)
-        work.admitting = work.group.awaited
+        work.admitting = work.group.membership.awaited
         self._boundaries.at_report()
         return self.stopping
 
@@ -281,14 +282,15 @@ class Team:
             if not failed:
                 work.watch.check(at_end=True)
             if not failed and work.started:
-                work.group.leave()
+                work.group.membership.leave()
                 work.memory.give_back_account()
                 if not work.memory.catching_up():
                     self._boundaries.checkpoint(at_end=True)
                 self._conclude()
             done = not failed
         finally:
-            work.group.depart(failed=not done)
+            if isinstance(membership := work.group.membership, StaticMembership):
+                membership.depart(failed=not done)
             self._adoption.close()
             if work.gauge is not None:
                 work.gauge.close()

@@ -187,7 +187,7 @@ def _keep_model(model: nn.Module, team: Team) -> None:
     if folder is None:
         return
     with team.averaged(model):
-        if team.group.leads:
+        if team.group.membership.leads:
             state = {
                 name: value.detach().cpu().clone()
                 for name, value in model.state_dict().items()
@@ -274,15 +274,15 @@ def iterate(task: IterativeTask, team: Team) -> None:
             with team.stopwatch.spent_on("evaluate"):
                 score = float(task.score(params.values, validate))
             team.report(score=score)
-            if team.group.present != members:
+            if team.group.membership.present != members:
                 if isinstance(team.exchange, StatisticsKeeper):
                     team.exchange.take_over()
-                members = team.group.present
+                members = team.group.membership.present
                 part = _part_of(data.train, task, team, members)
     test = list(_loader(data.test, _size(data.test), task.collate, shuffle=False))
     team.notes["test_score"] = team.mean(score=float(task.score(params.values, test)))["score"]
     team.notes["epochs"] = team.step
-    if team.folder is not None and team.group.leads:
+    if team.folder is not None and team.group.membership.leads:
         _write_model({name: value.contiguous() for name, value in params.values.items()}, team.folder / MODEL_FILE)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from offbeat.runtime import buckets
 from offbeat.runtime.buckets import GradientBuckets
-from offbeat.runtime.group import Group
+from offbeat.runtime.group import DirectGroup
 from offbeat.runtime.launch import Control
 from offbeat.runtime.place import where
 from offbeat.runtime.stopwatch import Stopwatch
@@ -25,7 +25,7 @@ class Bench:
 
     def __init__(self, capacity: int) -> None:
         torch.manual_seed(0)
-        self.group = Group(where(), timedelta(seconds=20), torch.device("cpu"))
+        self.group = DirectGroup(where(), timedelta(seconds=20), torch.device("cpu"))
         self.stopwatch = Stopwatch()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
         buckets.FIRST_BYTES = min(capacity, buckets.FIRST_BYTES)  # This process's own copy: it ends with the test.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from offbeat.runtime.choices import Sums
-from offbeat.runtime.group import Group
+from offbeat.runtime.group import DirectGroup, Group
 from offbeat.runtime.launch import Control
 from offbeat.runtime.place import where
 
@@ -36,7 +36,7 @@ def wrong_sums(group: Group, sums: Sums) -> list[str]:
 
 def run(config: Mapping[str, Any], control: Control) -> None:
     """The entry."""
-    group = Group(where(), timedelta(seconds=20), torch.device("cpu"))
+    group = DirectGroup(where(), timedelta(seconds=20), torch.device("cpu"))
     sums = group.sum_by("auto")
     wrong = wrong_sums(group, sums)
     control.send({"rank": group.rank, "seen": {"wrong": wrong, "choices": sums.choices}})

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from offbeat.runtime.backend import _meeting
-from offbeat.runtime.group import Group
+from offbeat.runtime.group import DirectGroup
 from offbeat.runtime.launch import Control
 from offbeat.runtime.place import where
 from offbeat.runtime.stopwatch import Stopwatch
@@ -56,7 +56,7 @@ def run(config: Mapping[str, Any], control: Control) -> None:
     place = where()
     if config["apart"]:
         _meeting.host_identity = lambda: f"host {place.rank}"  # This process's own copy: it ends with the test.
-    group = Group(place, timedelta(seconds=20), torch.device("cpu"))
+    group = DirectGroup(place, timedelta(seconds=20), torch.device("cpu"))
     for text in config["strategies"]:
         model, sums = net(), []
         exchange = AllReduce().connect(group, Stopwatch())

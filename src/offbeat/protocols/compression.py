@@ -40,8 +40,6 @@ class Format(Struct, frozen=True, tag=True):
 
     fixed: ClassVar[bool] = True
     """Whether the number of bytes depends on nothing but the row's length; else the most there can be is told."""
-    exchanges: ClassVar[int] = 1
-    """Exchanges that wait for each other in one sum; long rows of halves are summed piece by piece."""
 
     def way(self, inner: Format | None = None) -> Way:
         """How it is summed."""
@@ -51,6 +49,10 @@ class Format(Struct, frozen=True, tag=True):
     def nbytes(self, shapes: Shapes, width: int = 4, inner: Format | None = None) -> int:
         """Bytes that one worker brings to a sum, from numbers of `width` bytes; `inner` encodes those that are kept."""
         raise NotImplementedError
+
+    def sums(self, shapes: Shapes, width: int = 4, inner: Format | None = None) -> tuple[int, ...]:
+        """Bytes of each exchange of one sum, where one must wait for the other."""
+        return (self.nbytes(shapes, width, inner),)
 
     def letter(self, shapes: Shapes, width: int = 4, inner: Format | None = None) -> int:
         """Bytes of a letter to one receiver, such as a server."""
@@ -151,7 +153,6 @@ class LowRank(Format, frozen=True, tag="lowrank"):
     """Matrices as the product of two thin ones; everything else, and what would not get smaller, as it is."""
 
     rank: int = 4
-    exchanges: ClassVar[int] = 2
 
     def way(self, inner: Format | None = None) -> Way:
         """Thin matrices are summed like any numbers, one side after the other."""
@@ -160,10 +161,15 @@ class LowRank(Format, frozen=True, tag="lowrank"):
 
     def nbytes(self, shapes: Shapes, width: int = 4, inner: Format | None = None) -> int:
         """Both thin matrices of each, and the rest."""
+        return sum(self.sums(shapes, width, inner))
+
+    def sums(self, shapes: Shapes, width: int = 4, inner: Format | None = None) -> tuple[int, ...]:
+        """Left sides with the rest, and then right sides."""
         del inner
         matrices = matrices_in(shapes, self.rank)
-        thin = sum(m.rank * (m.rows + m.columns) for m in matrices)
-        return width * (numbers_in(shapes) - sum(m.rows * m.columns for m in matrices) + thin)
+        rest = numbers_in(shapes) - sum(m.rows * m.columns for m in matrices)
+        lefts, rights = sum(m.rank * m.rows for m in matrices), sum(m.rank * m.columns for m in matrices)
+        return (width * (lefts + rest), width * rights) if matrices else (width * rest,)
 
 
 AnyFormat = Half | BFloat | Quantize | Sign | TopK | Threshold | RandomK | LowRank
@@ -206,13 +212,6 @@ def matrices_in(shapes: Shapes, rank: int) -> list[Matrix]:
             found.append(Matrix(start, rows, columns, rank))
         start += count
     return found
-
-
-def sent_bytes(nbytes: int, way: Way, workers: int) -> int:
-    """Bytes that one worker sends for a sum of what each brings: to all others, or around a ring."""
-    if way is Way.GATHER:
-        return nbytes * (workers - 1)
-    return 2 * nbytes * (workers - 1) // workers
 
 
 def _values(kept: int, width: int, inner: Format | None) -> int:

@@ -37,6 +37,33 @@ def mix(matrix: FloatArray) -> Schedule:
     return rounds
 
 
+def tell(matrix: FloatArray, lengths: IntArray) -> Schedule:
+    """Everybody's message, as long as `lengths` says, reaches its neighbours in one hop, for them to make use of.
+
+    In a rank's buffer its own message comes first, then those of its neighbours in the order of their ranks.
+    """
+    size = len(matrix)
+    near = (matrix != 0) & ~np.eye(size, dtype=np.bool_)
+    places = lengths[:, np.newaxis] + np.cumsum(near * lengths, axis=1) - near * lengths
+    ranks = np.arange(size)
+
+    def rounds(view: View, layout: Layout) -> Iterator[Round]:
+        del layout
+        if view.size != size:
+            raise UsageError(f"the matrix has {size} workers, and there are {view.size}")
+        brought: list[Round] = []
+        for shift in range(1, size):
+            target = np.flatnonzero(near[ranks, (ranks + shift) % size])
+            source = (target + shift) % size
+            if len(target):
+                brought.append(entries(Op.SEND, source, target, 0, lengths[source], (), places[target, source]))
+        yield from brought
+        for number, each in enumerate(brought):
+            yield each.used(Op.COPY, (number,))
+
+    return rounds
+
+
 def _weighed(one: Round, weight: FloatArray) -> Round:
     """With these weights; a row of no elements has no entries, and so none."""
     return replace(one, weight=weight[: len(one.source)])

@@ -25,6 +25,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import RunError
+from offbeat.protocols.exchanges import Exchanged
 from offbeat.runtime.group import Group, Pending
 from offbeat.runtime.header import Header
 from offbeat.runtime.stopwatch import Stopwatch
@@ -63,6 +64,8 @@ class GradientBuckets:
         self.suspended = False
         self.order: list[int] | None = None
         """The order in which gradients become ready, as worker 0 saw it in the first pass."""
+        self.exchanges: tuple[Exchanged, ...] = ()
+        """What the workers exchanged in the last pass."""
         self.afterwards: list[Callable[[], None]] = []
         """Called when the gradients of a backward pass have been handed back."""
         self._group, self._stopwatch, self._capacity = group, stopwatch, capacity
@@ -158,10 +161,6 @@ class GradientBuckets:
         self._next = 0
         self._first_launch = 0.0
 
-    def rows(self) -> list[int]:
-        """Bytes of what is summed in a step, one after the other."""
-        return [bucket.flat.nbytes for bucket in self._buckets] + ([] if self._rides else [self._row.nbytes])
-
     def begin(self) -> None:
         """Backward has begun: when it ends, gradients are handed back. Asked for by hooks; once for each pass."""
         if self.running or self.suspended:
@@ -228,6 +227,7 @@ class GradientBuckets:
         if last:
             self._header.write(self._numbers, self._used)
         if self._next == 1:
+            self._group.sent.record()
             self._first_launch = time.perf_counter()
         what = f"the sum of gradients, bucket {self._next} of {len(self._buckets)}"
         bucket.pending = self._group.start_sum(bucket.flat, what)
@@ -254,6 +254,7 @@ class GradientBuckets:
                 bucket.pending.wait()
         if self._header_pending is not None:
             self._header_pending.wait()
+        self.exchanges = self._group.sent.recorded()
         self._settle()
         self._stopwatch.overlapped += max(0.0, entered - self._first_launch)
         self._header.account(self._numbers, entered)

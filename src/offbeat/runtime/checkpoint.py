@@ -69,7 +69,7 @@ class Checkpoints:
 
     def save(self, step: int, shared: Mapping[str, Any], own: Mapping[str, Any], summary: Mapping[str, Any]) -> Path:
         """Write what worker 0 says is shared and what is each worker's own; all workers call this together."""
-        leader = self._group.leader()
+        leader = self._group.membership.leader()
         leads = leader == self._group.rank
         final = _place_of(self.folder, step)
         draft = self.folder / f".draft-{step:09d}"
@@ -96,7 +96,7 @@ class Checkpoints:
             except (OSError, SafetensorError, CheckpointError) as error:
                 failure = _reason(error, draft)
             self._agree(failure)
-            if leader not in self._group.present:
+            if leader not in self._group.membership.present:
                 break  # It has died: this one is given up, and the one before is still the newest.
         return final
 
@@ -105,11 +105,11 @@ class Checkpoints:
         failed = self._group.gather([1.0 if failure else 0.0], "writing a checkpoint")
         if failed.sum() == 0:
             return
-        if self._group.leads:
+        if self._group.membership.leads:
             _sweep(self.folder)
         kept = newest(self.folder)
         tail = f" The one before, {kept.name}, is intact: mend the cause and --resume." if kept else ""
-        who = ", ".join(str(rank) for rank, bad in zip(self._group.members, failed, strict=False) if bad)
+        who = ", ".join(str(rank) for rank, bad in zip(self._group.membership.members, failed, strict=False) if bad)
         raise CheckpointError(f"a checkpoint could not be written (worker {who}): {failure or 'see its log'}.{tail}")
 
     def _publish(self, draft: Path, step: int, summary: Mapping[str, Any]) -> Path:

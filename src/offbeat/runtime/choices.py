@@ -61,6 +61,13 @@ class Sums:
             name = self._chosen(tensor)
         self._sum_by(name, tensor)
 
+    def algorithm(self, nbytes: int) -> str:
+        """By which algorithm so many bytes were summed; one that is found by measuring is known after the first sum."""
+        name = self._name if self._name != "auto" else str(self.choices[str(size_class(nbytes))]["chosen"])
+        if name in (NATIVE, STOCK):
+            return self._group.algorithm(Collective.ALL_REDUCE, nbytes, stock=name == STOCK)
+        return name
+
     def _sum_by(self, name: str, tensor: Tensor) -> None:
         group = self._group
         if name in (NATIVE, STOCK):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from offbeat.errors import OffbeatError
 from offbeat.runtime.backend import _quick
-from offbeat.runtime.group import Group
+from offbeat.runtime.group import DirectGroup
 from offbeat.runtime.hosts import why_not
 from offbeat.runtime.launch import Control, Launcher, Role, private_store, worker_environment
 from offbeat.runtime.place import where
@@ -94,7 +94,7 @@ def self_test(launcher: Launcher) -> dict[str, Any]:
 def meet(config: Mapping[str, Any], control: Control) -> None:
     """One of the two processes of the self-test."""
     del config
-    group = Group(where(), timedelta(seconds=30), torch.device("cpu"))
+    group = DirectGroup(where(), timedelta(seconds=30), torch.device("cpu"))
     total = group.sum(torch.tensor([group.rank + 1.0]), "the self-test")
     start = time.perf_counter()
     for _ in range(20):

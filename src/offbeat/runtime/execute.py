@@ -15,7 +15,7 @@ import heapq
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -108,7 +108,7 @@ class Program:
     """Elements of the scratch."""
     steps: tuple[Step, ...]
 
-    @property
+    @cached_property
     def sent(self) -> int:
         """Elements that this rank sends to others."""
         return sum(step.stop - step.start for step in self.steps if isinstance(step, Send))

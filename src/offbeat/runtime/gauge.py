@@ -95,7 +95,7 @@ class Gauge:
         elif self.trouble is None:
             figures["trouble"] = "no gradient was exchanged." if not self._rows else "another worker could not measure."
         figures["checks"] = self.checks
-        if folder is not None and self._group.leads:
+        if folder is not None and self._group.membership.leads:
             (folder / GRADIENTS_FILE).write_text(json.dumps(figures))
 
     def _joined(self) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from offbeat.protocols.gossip_cuts import GossipCut
 from offbeat.protocols.machine import NOTHING, Done, Effect, Ended, Event, Machine, Payload, Received, Send, Start
 from offbeat.runtime.group import Group
 from offbeat.runtime.messages import Codec, Endpoint, Inbox, Keys, address_in, drive, private_directory
+from offbeat.runtime.served import CoordinatedMembership
 from offbeat.runtime.servers.plan import Plan
 from offbeat.runtime.stamps import RECORDER, About, Mark, Recorder
 
@@ -150,7 +151,7 @@ class Chat:
     def __init__(self, group: Group, graph: Graph, row: Tensor, seed: int, plan: Plan | None = None) -> None:
         self._group, self._graph = group, graph
         self._homes = _Homes(group, plan)
-        self._neighbours = [worker_name(rank) for rank in graph(group.members)]
+        self._neighbours = [worker_name(rank) for rank in graph(group.membership.members)]
         nbytes = row.numel() * row.element_size()
         self.machine = Gossiper(worker_name(group.rank), self._neighbours, seed, self._homes.patience(nbytes))
         recorder = RECORDER.get()
@@ -180,13 +181,14 @@ class Chat:
             self._meet.set()
             self._until(lambda: not self._missing(), lambda: ", ".join(self._missing()))
             self._group.barrier("the meeting of neighbours")
-            self._group.tell_of_changes(self._hear)
+            if isinstance(self._group.membership, CoordinatedMembership):
+                self._group.membership.tell_of_changes(self._hear)
         finally:
             self._homes.close()
 
     def _missing(self) -> list[str]:
         """Neighbours that live and have not greeted this worker yet."""
-        endpoint, living = self._endpoint, {worker_name(rank) for rank in self._group.members}
+        endpoint, living = self._endpoint, {worker_name(rank) for rank in self._group.membership.members}
         return [name for name in self._neighbours if name in living and not (endpoint and endpoint.has_met(name))]
 
     def _hear(self, gone: Sequence[int]) -> None:
@@ -194,7 +196,7 @@ class Chat:
         if self._inbox is not None:
             for rank in gone:
                 self._inbox.put(Ended(worker_name(rank)))
-            for rank in self._graph(self._group.members):
+            for rank in self._graph(self._group.membership.members):
                 self._inbox.put(Done(("near", worker_name(rank))))
 
     def _until(self, condition: Callable[[], bool], whom: Callable[[], str]) -> None:
@@ -291,7 +293,8 @@ class Chat:
 
     def check(self) -> None:
         """Raise what has gone wrong in the thread, or if the others have gone on without this worker."""
-        self._group.check()
+        if isinstance(self._group.membership, CoordinatedMembership):
+            self._group.membership.check()
         if self._failure is not None:
             raise RunError(f"gossip of {self.machine.name} has failed: {self._failure}") from self._failure
 

@@ -1,4 +1,4 @@
-"""The workers of a run as one group: what they sum, share and wait for together.
+"""The workers of a run as one group: what they sum, share and gather together.
 
 Everything that waits here has a deadline. When it passes, the workers call the roll through the rendezvous store, so
 that the error names who had not arrived instead of only saying that somebody was late.
@@ -7,7 +7,7 @@ that the error names who had not arrived instead of only saying that somebody wa
 from __future__ import annotations
 
 import copy
-import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,18 +21,21 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions
 
 from offbeat.errors import RunError, UsageError, WaitError
+from offbeat.protocols.collectives import Collective
+from offbeat.protocols.exchanges import Exchanged, sum_in_memory
 from offbeat.protocols.schedule import View
-from offbeat.runtime.backend import CollectiveError, OffbeatGroup, open_group
+from offbeat.runtime.backend import GLOO, CollectiveError, OffbeatGroup
 from offbeat.runtime.choices import Sums
+from offbeat.runtime.connection import Connection, line_of_presence
 from offbeat.runtime.execute import Program, run
+from offbeat.runtime.membership import Membership, StaticMembership
 from offbeat.runtime.place import Place
 from offbeat.runtime.presence import Presence, Waiting
 from offbeat.runtime.shared.segment import Segment
+from offbeat.runtime.traffic import SentBytes, Traffic
 
 _WAITED_FOR = AllreduceOptions()
 _WAITED_FOR.asyncOp = False
-ROLL_CALL = timedelta(seconds=2)
-"""How long a worker whose deadline has passed waits to hear which others are stuck at the same place."""
 
 
 class Pending(Protocol):
@@ -43,105 +46,149 @@ class Pending(Protocol):
         ...
 
 
-class Group:
-    """The workers of one run; of size 1 it needs no network and every exchange is the identity."""
+class Group(ABC):
+    """What the workers of one run do together, whichever way they are connected."""
 
-    def __init__(self, place: Place, timeout: timedelta, device: torch.device) -> None:
-        self.rank = place.rank
-        self.size = place.size
+    def __init__(self, place: Place, timeout: timedelta) -> None:
+        self.rank, self.size = place.rank, place.size
         self.timeout = timeout
         self.one_host = place.local_size == place.size
-        self.outside = False
-        """Whether this worker is on its way into a run that the others have begun: it agrees on things with itself."""
-        self._sent = [0]
-        self._lanes = [0]
-        self._lane = 0
-        self._calls = 0
-        self._number = 0
-        self._store: Any = None
-        self._all = [self]
+        self.sent = SentBytes()
+        """What this worker has sent, and what it exchanges in a step."""
         self.presence: Presence | None = None
         """Where the workers are, so that a wait for one that has left is noticed; None alone."""
-        self._watched: Any = SimpleNamespace(waiting=None)
-        self._owns_default = False
-        self._opened: list[Any] = []
-        self._process_group: Any = None
-        self._view: View | None = None
+
+    @property
+    @abstractmethod
+    def membership(self) -> Membership:
+        """Who takes part."""
+
+    @property
+    def direct(self) -> DirectGroup:
+        """The same workers, if they are connected with each other, for what only these can do."""
+        raise UsageError(
+            "these workers meet through a coordinator, and are not connected with each other: a strategy with servers "
+            "cannot have lanes, shared memory or schedules of its own"
+        )
+
+    @property
+    @abstractmethod
+    def calls(self) -> int:
+        """How often this worker has exchanged something with all others: in step they have all done so as often."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that this worker has sent, over all lanes."""
+        return self.sent.counted
+
+    @abstractmethod
+    def start_sum(self, tensor: Tensor, what: str) -> Pending:
+        """Begin to replace `tensor`, on every worker, by its sum over the workers."""
+
+    @abstractmethod
+    def sum(self, tensor: Tensor, what: str = "a sum") -> Tensor:
+        """`tensor` summed over the workers, in place."""
+
+    @abstractmethod
+    def mean(self, tensor: Tensor, what: str, weight: float | None = None) -> Tensor:
+        """`tensor` averaged over the workers, in place; by their weights, if they have any and not all are 0."""
+
+    @abstractmethod
+    def sum_sparse(self, tensor: Tensor, what: str) -> Tensor:
+        """A sparse tensor summed over the workers."""
+
+    @abstractmethod
+    def share(self, tensor: Tensor, what: str = "a broadcast", root: int = 0) -> Tensor:
+        """`tensor` of worker `root`, on every worker, in place."""
+
+    @abstractmethod
+    def gather(self, values: Sequence[float], what: str) -> Tensor:
+        """A row of numbers from every worker that takes part, as a float64 matrix with one row for each."""
+
+    @abstractmethod
+    def barrier(self, what: str = "a barrier") -> None:
+        """Return when every worker has called this."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the group."""
+
+    def sums(self, tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+        """Named tensors, each summed over the workers; one exchange for each kind of number."""
+        result = {name: value.detach().clone() for name, value in tensors.items()}
+        kinds = sorted({value.dtype for value in result.values()}, key=str)
+        for kind in kinds:
+            names = [name for name in sorted(result) if result[name].dtype == kind]
+            flat = torch.cat([result[name].reshape(-1) for name in names])
+            self.sum(flat, what)
+            for name, piece in zip(names, flat.split([result[name].numel() for name in names]), strict=True):
+                result[name] = piece.view(result[name].shape)
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on counting from."""
+        return {"bytes_sent": self.bytes_sent}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting."""
+        self.sent.counted = int(state["bytes_sent"])
+
+
+class DirectGroup(Group):
+    """Workers that are connected with each other; of size 1 it needs no network and every exchange is the identity."""
+
+    def __init__(self, place: Place, timeout: timedelta, device: torch.device) -> None:
+        super().__init__(place, timeout)
+        self._connection = Connection(place, timeout, device) if self.size > 1 else None
+        self._lane = self._calls = 0
+        self._lanes = [self]
         self.sums_by: Sums | None = None
         """The algorithm that was chosen; None: the process group's own."""
-        self._backend = "offbeat" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
-        if self.size > 1:
-            self._connect(place)
-            self._attend(lambda: {str(lane._lane): lane._calls for lane in self._all})
+        self._watched: Any = SimpleNamespace(waiting=None)
+        self.process_group: Any = None
+        """Torch's own group underneath, for those who build on it; None alone."""
+        self.view = View.of(self.size)
+        """Who takes part in schedules, and on which host each lives, as far as it is known."""
+        if self._connection is not None:
+            self.process_group, self.view = self._connection.first, self._connection.view
+            self.presence = self._watched = self._attend(self._connection)
+        self._traffic = Traffic(self.view, self.rank, self._algorithm)
+        self._membership = StaticMembership(self.rank, self.size, self.presence, timeout.total_seconds())
 
-    def _attend(self, counts: Callable[[], Mapping[str, int]]) -> None:
-        """Tell the others where this worker is, over a line of its own: a thread must not wait for another's answer."""
-        line = dist.PrefixStore(f"offbeat/team/{self._number}", self._store.clone())
-        self.presence = Presence(line, self.rank, self.size, counts)
-        self.presence.break_off = self._break_off
-        self._watched = self.presence
+    def _attend(self, connection: Connection) -> Presence:
+        """Tell the others where this worker is."""
+        line, lanes = line_of_presence(connection.store, connection.number), self._lanes
+        presence = Presence(line, self.rank, self.size, lambda: {str(lane._lane): lane._calls for lane in lanes})
+        presence.break_off = lambda _error: connection.abort()
+        return presence
 
-    def _break_off(self, error: WaitError) -> None:
-        """End waits in shared memory; those inside of Gloo end with the process."""
-        del error  # It is the presence's verdict.
-        for opened in {self._process_group, *self._opened}:
-            if isinstance(opened, OffbeatGroup):
-                opened.abort()
+    def _algorithm(self, collective: Collective, nbytes: int) -> str:
+        group = self.process_group
+        return group.algorithm(collective, nbytes) if isinstance(group, OffbeatGroup) else GLOO[collective]
 
-    def leave(self) -> None:
-        """Say that this worker has done its last step, and wait until all others have: a team ends together."""
-        if self.presence is not None:
-            self.presence.leave()
-            self.presence.await_others(self.timeout.total_seconds())
+    @property
+    def membership(self) -> StaticMembership:
+        """All workers, from the beginning to the end."""
+        return self._membership
 
-    def depart(self, failed: bool) -> None:
-        """Say that nothing more will come from this worker, so that nobody waits for it."""
-        if self.presence is not None:
-            self.presence.gone(failed)
+    @property
+    def direct(self) -> DirectGroup:
+        """These are."""
+        return self
 
-    def _meet_at(self, place: Place) -> None:
-        """Find the store."""
-        store, rank, _ = next(
-            iter(dist.rendezvous(_meeting_point(place), place.rank, place.size, timeout=self.timeout))
-        )
-        store.set_timeout(self.timeout)
-        # The store may outlive a team: the next one in the same processes must not find this one's addresses.
-        self._store, self._number = store, store.add(f"offbeat/teams/{rank}", 1)
+    @property
+    def calls(self) -> int:
+        """How often this worker has exchanged something with all others over this lane."""
+        return self._calls
 
-    def _connect(self, place: Place) -> None:
-        if dist.is_initialized():
-            self._store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-            self._number = self._store.add(f"offbeat/teams/{self.rank}", 1)
-            self._process_group = self._another()
-            return
-        try:
-            self._meet_at(place)
-            store, rank, size = self._store, self.rank, self.size
-            meeting = dist.PrefixStore(f"offbeat/team/{self._number}", store)
-            dist.init_process_group(self._backend, store=meeting, rank=rank, world_size=size, timeout=self.timeout)
-        except (RuntimeError, ValueError) as error:
-            raise WaitError(
-                f"worker {self.rank} could not meet the other {self.size - 1} at {place.address}:{place.port} within "
-                f"{self.timeout.total_seconds():g} s: {error}. Check that all workers were started and reach that "
-                f"address."
-            ) from error
-        self._owns_default = True
-        self._process_group = dist.group.WORLD
+    @property
+    def connection(self) -> Connection:
+        """What connects the workers; refused alone."""
+        if self._connection is None:
+            raise UsageError("one worker alone is connected with nobody: there is nothing to open or to choose")
+        return self._connection
 
-    def _another(self) -> Any:
-        """The same workers once more."""
-        self._lanes[0] += 1
-        if self._backend == "offbeat":
-            # Unknown to torch, so that a script may destroy torch's groups while the team goes on.
-            meeting = dist.PrefixStore(f"offbeat/group/{self._number}/{self._lanes[0]}", self._store)
-            label = f"team {self._number}.{self._lanes[0]}"
-            opened: Any = open_group(meeting, self.rank, self.size, self.timeout, label=label)
-        else:
-            opened = dist.new_group(backend=self._backend, timeout=self.timeout)
-        self._opened.append(opened)
-        return opened
-
-    def lane(self) -> Group:
+    def lane(self) -> DirectGroup:
         """The same workers over connections of their own: exchanges there need keep no order with those here.
 
         All workers open their lanes in the same order.
@@ -150,101 +197,37 @@ class Group:
             return self
         lane = copy.copy(self)
         lane._calls = 0
-        lane._owns_default = False
-        lane._process_group = self._another()
-        lane._lane = self._lanes[0]
-        self._all.append(lane)
+        lane.process_group = self.connection.another()
+        lane._lane = self.connection.lanes
+        lane.sent = self.sent.lane()
+        self._lanes.append(lane)
         return lane
-
-    @property
-    def bytes_sent(self) -> int:
-        """Payload bytes that this worker has sent, over all lanes."""
-        return self._sent[0]
-
-    @bytes_sent.setter
-    def bytes_sent(self, count: int) -> None:
-        self._sent[0] = count
-
-    @property
-    def calls(self) -> int:
-        """How often this worker has exchanged something with all others: in step they have all done so as often."""
-        return self._calls
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """Ranks of the workers that take part."""
-        return tuple(range(self.size))
-
-    @property
-    def present(self) -> tuple[int, ...]:
-        """Who took part in the last exchange."""
-        return self.members
-
-    @property
-    def awaited(self) -> bool:
-        """Whether anybody waits to join."""
-        return False
-
-    def knock(self) -> None:
-        """Wait until the others let this worker in."""
-
-    def come_in(self) -> None:
-        """Meet the others from now on: this worker is where they are."""
-
-    def admit(self) -> None:
-        """Let in those who wait to join; all workers call this together."""
-
-    def leader(self) -> int:
-        """The rank of the one who does what only one does, agreed by all; all workers call this together."""
-        return 0
-
-    @property
-    def leads(self) -> bool:
-        """Whether this worker does what only one does: writes, tells, concludes."""
-        return self.rank == 0
-
-    def check(self) -> None:
-        """Raise if this worker takes part no longer: the others have gone on without it."""
-
-    def tell_of_changes(self, told: Callable[[Sequence[int]], None]) -> None:
-        """Have this called, in any thread, when other workers take part than before, with the ranks of those gone.
-
-        It never is in most runs: they end with the first death.
-        """
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """Torch's own group underneath, for those who build on it; None alone."""
-        return self._process_group
-
-    def stock(self) -> dist.ProcessGroup:
-        """The same workers in a group as torch makes it by itself, on Gloo or NCCL; all workers open it together."""
-        backend = "gloo" if self._backend == "offbeat" else self._backend
-        opened: Any = dist.new_group(backend=backend, timeout=self.timeout)
-        self._opened.append(opened)
-        return opened
 
     @property
     def shares_memory(self) -> bool:
         """Whether all workers live on one host and can read each other's memory."""
-        return isinstance(self._process_group, OffbeatGroup) and self._process_group.local is not None
+        return isinstance(self.process_group, OffbeatGroup) and self.process_group.local is not None
 
     def sum_by(self, name: str, stored: Path | None = None) -> Sums:
         """From now on, sum by this algorithm; `auto` measures all of them, or takes what is `stored`."""
-        if not isinstance(self._process_group, OffbeatGroup):
-            raise UsageError(f"algorithms can be chosen for workers on CPUs; here {self._backend} sums by its own ways")
-        self.sums_by = Sums(self._process_group, name, stored)
+        self.sums_by = Sums(self.connection.own(self.process_group), name, stored)
         return self.sums_by
+
+    def note(self, what: str, nbytes: int, itemsize: int = 1, by: str | None = None, root: int = 0) -> None:
+        """Count an exchange by the schedule that runs; without a name, by that of the process group's own algorithm."""
+        self.sent.add(*self._traffic.of(what, nbytes, itemsize, by, root))
 
     def sum_in_place(self, tensors: Sequence[Tensor], weight: float, own_blocks: bool, what: str) -> None:
         """Sum tensors times a weight where they lie, through shared memory; or only this worker's blocks of them."""
+        one = sum_in_memory(sum(tensor.nbytes for tensor in tensors), tensors[0].itemsize, own_blocks)
+        self.note(one.what, one.nbytes, one.itemsize, one.by)
         with self._awaited_in_memory(what):
-            self._process_group.sum_in_place(tensors, weight, own_blocks, what)
+            self.process_group.sum_in_place(tensors, weight, own_blocks, what)
 
     def shared_segment(self, size: int, what: str) -> Segment:
         """So many bytes of memory that all workers of the host have; all call this together."""
         with self._awaited_in_memory(what):
-            return self._process_group.share_segment(size, what)
+            return self.process_group.share_segment(size, what)
 
     @contextmanager
     def _awaited_in_memory(self, what: str) -> Generator[None]:
@@ -258,18 +241,12 @@ class Group:
         finally:
             self._watched.waiting = None
 
-    @property
-    def view(self) -> View:
-        """Who takes part in schedules, and on which host each lives, as far as it is known."""
-        if self._view is None:
-            group = self._process_group
-            hosts = group.hosts.of if isinstance(group, OffbeatGroup) else None
-            self._view = View.of(self.size, hosts)
-        return self._view
+    def run(self, program: Program, row: Tensor, scratch: Tensor, what: str, mixed: Exchanged | None = None) -> None:
+        """Do this worker's part of a schedule over single messages, in place; every worker calls this with its own.
 
-    def run(self, program: Program, row: Tensor, scratch: Tensor, what: str) -> None:
-        """Do this worker's part of a schedule over single messages, in place; every worker calls this with its own."""
-        self.bytes_sent += program.sent * row.element_size()
+        `mixed` is what that is in a step, if it is a part of one.
+        """
+        self.sent.add(program.sent * row.element_size(), mixed)
 
         def do(messages: Any) -> None:
             run(program, row, messages, scratch=scratch)
@@ -287,12 +264,15 @@ class Group:
         return _DONE if self.size == 1 else self._start_sum(tensor, what, AllreduceOptions())
 
     def _start_sum(self, tensor: Tensor, what: str, options: AllreduceOptions) -> Pending:
-        self.bytes_sent += ring_bytes(tensor.numel() * tensor.element_size(), self.size)
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        sums = self.sums_by
-        if sums is not None:
-            return self._started(lambda group: group.later(lambda: sums.sum(real), what, [real]), what)
-        return self._started(lambda group: group.allreduce([real], options), what)
+        sums, nbytes, itemsize = self.sums_by, real.nbytes, real.itemsize
+        if sums is None:
+            self.note("all_reduce", nbytes, itemsize)
+            return self._started(lambda group: group.allreduce([real], options), what)
+        work = self._started(lambda group: group.later(lambda: sums.sum(real), what, [real]), what)
+        # Which algorithm it was may be found out by the sum itself.
+        work.then = lambda: self.note("all_reduce", nbytes, itemsize, sums.algorithm(nbytes))
+        return work
 
     def sum(self, tensor: Tensor, what: str = "a sum") -> Tensor:
         """`tensor` summed over the workers, in place."""
@@ -307,32 +287,19 @@ class Group:
         total = float(self.gather([weight], what).sum())
         return self.sum(tensor.mul_(weight / total if total else 1 / self.size), what)
 
-    def sums(self, tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
-        """Named tensors, each summed over the workers; one exchange for each kind of number."""
-        result = {name: value.detach().clone() for name, value in tensors.items()}
-        kinds = sorted({value.dtype for value in result.values()}, key=str)
-        for kind in kinds:
-            names = [name for name in sorted(result) if result[name].dtype == kind]
-            flat = torch.cat([result[name].reshape(-1) for name in names])
-            self.sum(flat, what)
-            for name, piece in zip(names, flat.split([result[name].numel() for name in names]), strict=True):
-                result[name] = piece.view(result[name].shape)
-        return result
-
     def sum_sparse(self, tensor: Tensor, what: str) -> Tensor:
         """A sparse tensor summed over the workers."""
         if self.size == 1:
             return tensor
         total = tensor.coalesce()
-        self.bytes_sent += total.values().numel() * total.values().element_size() * (self.size - 1)
+        self.note("all_gather", total.values().nbytes + total.indices().nbytes, by=GLOO[Collective.ALL_GATHER])
         self._started(lambda group: group.allreduce([total]), what).wait()
         return total
 
     def share(self, tensor: Tensor, what: str = "a broadcast", root: int = 0) -> Tensor:
         """`tensor` of worker `root`, on every worker, in place."""
         if self.size > 1 and tensor.numel():
-            if self.rank == root:
-                self.bytes_sent += tensor.numel() * tensor.element_size() * (self.size - 1)
+            self.note("broadcast", tensor.nbytes, root=root)
             held = tensor if tensor.is_contiguous() else tensor.contiguous()
             options = dist.BroadcastOptions()
             options.rootRank = root
@@ -360,48 +327,20 @@ class Group:
         # Gloo gathers rows of one length only.
         sizes = lengths if self.shares_memory else [longest] * self.size
         given = torch.nn.functional.pad(letter, (0, sizes[self.rank] - letter.numel()))
-        self.bytes_sent += given.numel() * (self.size - 1)
+        self.note("all_gather", given.numel())
         outputs = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         if longest:
             self._started(lambda group: group.allgather([outputs], [given]), what).wait()
         return [output[:length] for output, length in zip(outputs, lengths, strict=True)]
 
-    def trade(self, letter: Tensor, others: Sequence[int], fixed: bool, what: str) -> list[Tensor]:
-        """A row of bytes to each of these workers, and one from each; `fixed` if all are of one length."""
-        lengths = [letter.numel()] * len(others)
-        if not fixed:
-            length = torch.tensor([letter.numel()])
-            lengths = [
-                int(told) for told in self._trade(length, [torch.zeros_like(length) for _ in others], others, what)
-            ]
-        came = [torch.empty(length, dtype=torch.uint8) for length in lengths]
-        self.bytes_sent += letter.numel() * len(others)
-        return self._trade(letter, came, others, what)
-
-    def _trade(self, given: Tensor, came: list[Tensor], others: Sequence[int], what: str) -> list[Tensor]:
-        def do(messages: Any) -> None:
-            works = [messages.recv([row], other, 0) for other, row in zip(others, came, strict=True) if row.numel()]
-            works += [messages.send([given], other, 0) for other in others if given.numel()]
-            for work in works:
-                work.wait()
-
-        def act(group: Any) -> Any:
-            if isinstance(group, OffbeatGroup):
-                return group.later(lambda: do(group.messages), what, [given, *came])
-            do(group)
-            return _DONE
-
-        self._started(act, what).wait()
-        return came
-
     def barrier(self, what: str = "a barrier") -> None:
         """Return when every worker has called this."""
         self.sum(torch.zeros(1), what)
 
-    def _started(self, start: Callable[[Any], Any], what: str) -> Pending:
+    def _started(self, start: Callable[[Any], Any], what: str) -> _Work:
         self._calls += 1
         begun = _Work(self, what, self._calls)
-        begun.work = begun.watched(lambda: start(self._process_group))
+        begun.work = begun.watched(lambda: start(self.process_group))
         return begun
 
     def explained(self, error: RuntimeError, what: str, number: int) -> RunError:
@@ -414,7 +353,7 @@ class Group:
             return WaitError(f"{place}: {text}")  # It says itself who has died, or what the others have called.
         if "imed out" not in text and "timeout" not in text.lower():
             return WaitError(f"{place} lost its connection to another worker, which has most likely died: {text}")
-        missing = self._roll_call(number)
+        missing = self.connection.roll_call(self._lane, number)
         who = (
             f"worker{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
             if missing
@@ -425,41 +364,13 @@ class Group:
             f"or, if such a wait is normal for this program, allow more with --timeout."
         )
 
-    def _roll_call(self, number: int) -> list[int]:
-        store = dist.PrefixStore(f"offbeat/late/{self._number}/{self._lane}/{number}", self._store)
-        absent = [rank for rank in range(self.size) if rank != self.rank]
-        try:
-            store.set(str(self.rank), "here")
-            deadline = time.monotonic() + ROLL_CALL.total_seconds()
-            while absent and time.monotonic() < deadline:
-                absent = [rank for rank in absent if not store.check([str(rank)])]
-                time.sleep(0.05)
-        except RuntimeError:
-            return []  # The store went away with its host: nobody is left to ask.
-        return absent
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on counting from."""
-        return {"bytes_sent": self.bytes_sent}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting."""
-        self.bytes_sent = int(state["bytes_sent"])
-
     def close(self) -> None:
         """Leave the group, if it was opened here."""
         if self.presence is not None:
             self.presence.close()
-        for opened in self._opened:
-            if isinstance(opened, OffbeatGroup):
-                opened.shutdown()
-            elif dist.is_initialized() and not self._owns_default:
-                dist.destroy_process_group(opened)
-        if self._owns_default and dist.is_initialized():
-            dist.destroy_process_group()
-        self._opened.clear()
-        self._owns_default = False
-        self._process_group = None
+        if self._connection is not None:
+            self._connection.close()
+        self.process_group = None
 
 
 class _Done:
@@ -473,10 +384,12 @@ _DONE = _Done()
 class _Work:
     spare = 0
 
-    def __init__(self, group: Group, what: str, number: int) -> None:
+    def __init__(self, group: DirectGroup, what: str, number: int) -> None:
         self._group, self.what, self.number = group, what, number
         self._presence = group._watched  # pyright: ignore[reportPrivateUsage]
         self.work: Any = None
+        self.then: Callable[[], None] | None = None
+        """Called when it is done."""
 
     @property
     def lane(self) -> str:
@@ -485,6 +398,9 @@ class _Work:
     def wait(self) -> None:
         """Wait for torch's work, and explain its failure."""
         self.watched(self.work.wait)
+        if self.then is not None:
+            self.then()
+            self.then = None
 
     def watched(self, act: Callable[[], Any]) -> Any:
         """Do something that may wait for the others."""
@@ -495,13 +411,3 @@ class _Work:
             raise self._group.explained(error, self.what, self.number) from error
         finally:
             self._presence.waiting = None
-
-
-def ring_bytes(count: int, size: int) -> int:
-    """Payload bytes that one rank sends for a ring all-reduce of `count` bytes: 2n(p-1)/p."""
-    return 2 * count * (size - 1) // size
-
-
-def _meeting_point(place: Place) -> str:
-    # env:// lets torch join a store that the launcher already serves; Slurm has no such server, so rank 0 opens one.
-    return "env://" if place.launcher == "torchrun" else f"tcp://{place.address}:{place.port}"

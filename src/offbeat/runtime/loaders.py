@@ -255,7 +255,7 @@ def agreed_state(group: Group, meeting: bool, state: State, seed: int) -> tuple[
     """
     if not meeting:
         return seeded(seed) | {"own": state["own"]}, False
-    return unpacked(group.share(packed(state), "the order of an epoch's data"), state), group.leads
+    return unpacked(group.share(packed(state), "the order of an epoch's data"), state), group.membership.leads
 
 
 def divide(loader: Iterable[Any], shares: Sequence[Share], feed: Feed, parts: Parts, split: bool = True) -> Loader:

@@ -94,7 +94,9 @@ class Memory:
     def publish_complete(self, at_end: bool = False) -> None:
         """Publish the newest snapshot whose parts are all there, and leave older ones; at the end, all."""
         if self._checkpoints is not None:
-            self._cuts.publish(self._checkpoints.folder, self._checkpoints.identity, self._group.members, at_end)
+            self._cuts.publish(
+                self._checkpoints.folder, self._checkpoints.identity, self._group.membership.members, at_end
+            )
 
     def close(self) -> None:
         """Wait until what is being written is on the disk."""
@@ -181,6 +183,6 @@ def open_memory(
 ) -> Memory:
     """The memory of a run that leaves its checkpoints in a folder; without one it forgets everything."""
     checkpoints = None if folder is None else Checkpoints(folder / "checkpoint", group, identity)
-    if checkpoints is not None and group.leads:
+    if checkpoints is not None and group.membership.leads:
         discard(checkpoints.folder)  # Parts that a run which was killed has left must not mix with new ones.
     return Memory(checkpoints, group, holdings, replicated)

@@ -54,7 +54,7 @@ class Reports:
         """Worker 0 also writes metrics into the run's folder; should it die, the one who then leads does."""
         if folder is not None:
             self._open_metrics = lambda: _metrics_in(folder, tensorboard)
-            if self._group.leads:
+            if self._group.membership.leads:
                 self._metrics = self._open_metrics()
 
     def go_back(self) -> None:
@@ -93,7 +93,7 @@ class Reports:
     def record(self, metrics: Mapping[str, float], epoch: int | None) -> None:
         """Worker 0 writes a line and tells the launcher; all workers call this together."""
         accounts = self.accounts()
-        if not self._group.leads:
+        if not self._group.membership.leads:
             return
         far = self._how_far(epoch)
         if self._metrics is None and self._open_metrics is not None:
@@ -107,7 +107,7 @@ class Reports:
     def tell(self, epoch: int | None) -> None:
         """Worker 0 tells the launcher how far the work is, a few times a second at most."""
         now = time.monotonic()
-        if self._group.leads and now - self._told >= _TELL_EVERY:
+        if self._group.membership.leads and now - self._told >= _TELL_EVERY:
             self._told = now
             self._send({"kind": "progress", **self._how_far(epoch)})
 
@@ -138,14 +138,19 @@ class Reports:
         """All workers bring their accounts together, and worker 0 sends the result."""
         self._stopwatch.total()
         counted = [float(self._sent()), self._ledger.cpu(), float(self._ledger.own_samples)]
-        mine = [*counted, self._stopwatch.overlapped, *self._stopwatch.seconds.values()]
+        mine = [
+            *counted,
+            float(self._group.sent.measured),
+            self._stopwatch.overlapped,
+            *self._stopwatch.seconds.values(),
+        ]
         rows = self._group.gather(mine, "the end of the run")
-        if self._group.leads:
+        if self._group.membership.leads:
             self._send({"kind": "result", **self._ledger.summary(), **self._costs(rows), **more})
 
     def _costs(self, rows: Tensor) -> dict[str, Any]:
         mean = rows.mean(dim=0)
-        by_kind = {kind: float(mean[4 + i]) for i, kind in enumerate(self._stopwatch.seconds)}
+        by_kind = {kind: float(mean[5 + i]) for i, kind in enumerate(self._stopwatch.seconds)}
         seconds = sum(by_kind.values())
         samples = self._ledger.samples + int(rows[:, 2].sum())
         return {
@@ -154,10 +159,11 @@ class Reports:
             "samples_per_second": samples / seconds if seconds > 0 else 0.0,
             "core_seconds": float(rows[:, 1].sum()),
             "bytes_sent": int(rows[:, 0].sum()),
+            "bytes_measuring": int(rows[:, 3].sum()),
             "seconds_by_kind": by_kind,
-            "overlapped_seconds": float(mean[3]),
-            "computing_seconds": self._computing(rows[:, 4:]).tolist(),
-            "waits": rows[:, 4 + list(self._stopwatch.seconds).index("wait")].tolist(),
+            "overlapped_seconds": float(mean[4]),
+            "computing_seconds": self._computing(rows[:, 5:]).tolist(),
+            "waits": rows[:, 5 + list(self._stopwatch.seconds).index("wait")].tolist(),
         }
 
     def _computing(self, kinds: Tensor) -> Tensor:

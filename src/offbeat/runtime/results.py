@@ -54,7 +54,9 @@ class Result:
     core_seconds: float = 0.0
     """Processor time of all workers together."""
     bytes_sent: int = 0
-    """Payload bytes that the workers sent, by the formulas of the algorithms used."""
+    """Payload bytes that the workers sent, read off the schedules that ran."""
+    bytes_measuring: int = 0
+    """The same of exchanges that were only made to measure links, or to compare; not part of `bytes_sent`."""
     seconds_by_kind: dict[str, float] = field(default_factory=dict)
     """Where the time went; sums to `seconds`. `communicate` is only the part that backward did not hide."""
     overlapped_seconds: float = 0.0

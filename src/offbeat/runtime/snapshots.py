@@ -230,7 +230,7 @@ def _shards_of(path: Path, certificate: certificates.Certificate, group: Group) 
         for number, push in enumerate(json.loads(metadata_of(file)["pushes"])):
             if push["worker"] == group.rank and mine is not None:
                 under_way.append((shard.shard, push, tensors.get(f"push.{number}")))
-        if group.leads:
+        if group.membership.leads:
             raw = (path / certificates.shard_file(shard.shard)).read_bytes()
             states.append(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
     return {

@@ -19,8 +19,9 @@ from torch.autograd import Variable
 from torch.nn import Parameter
 
 from offbeat.errors import RunError
+from offbeat.protocols.exchanges import Exchanged
 from offbeat.runtime.buckets import hook
-from offbeat.runtime.group import Group, ring_bytes
+from offbeat.runtime.group import DirectGroup
 from offbeat.runtime.header import Header
 from offbeat.runtime.stopwatch import Stopwatch
 
@@ -62,11 +63,13 @@ class GradientSums:
     """How many numbers `_flags` answers."""
 
     def __init__(
-        self, parameters: Iterable[Parameter], group: Group, stopwatch: Stopwatch, own_blocks: bool = False
+        self, parameters: Iterable[Parameter], group: DirectGroup, stopwatch: Stopwatch, own_blocks: bool = False
     ) -> None:
         self.parameters = [p for p in parameters if p.is_floating_point() or p.is_complex()]
         """Those whose gradients are exchanged, if they have any."""
         self.suspended = False
+        self.exchanges: tuple[Exchanged, ...] = ()
+        """What the workers exchanged in the last pass."""
         self.afterwards: list[Callable[[], None]] = []
         """Called when the gradients of a backward pass have been handed back."""
         self._group, self._stopwatch, self._own_blocks = group, stopwatch, own_blocks
@@ -95,15 +98,6 @@ class GradientSums:
         if state:
             raise RunError("this checkpoint was written where gradients went through buckets; resume it there")
 
-    def rows(self) -> list[int]:
-        """Bytes of what is summed in a step, one after the other."""
-        trained = [p for p in self.parameters if p.requires_grad]
-        counted: dict[Any, int] = {}
-        for parameter in trained:
-            kind = parameter.dtype, parameter.numel() > SMALL_GRADIENT
-            counted[kind] = counted.get(kind, 0) + parameter.numel() * parameter.element_size()
-        return [self._row.nbytes, *counted.values()] if trained else []
-
     def begin(self) -> None:
         """Backward has begun: when it ends, gradients are exchanged. Asked for by hooks; once for each pass."""
         if not self.running and not self.suspended:
@@ -119,9 +113,11 @@ class GradientSums:
         if self.parameters:
             entered = time.perf_counter()
             before = self._stopwatch.switch("communicate")
+            self._group.sent.record()
             with torch.no_grad():
                 numbers = self._tell()
                 self._exchange(numbers)
+            self.exchanges = self._group.sent.recorded()
             self._header.account(numbers, entered)
             self._stopwatch.switch(before)
         for then in self.afterwards:
@@ -155,9 +151,6 @@ class GradientSums:
         """Where they lie; a gradient that does not lie in a row is copied into one and back."""
         held = [gradient if gradient.is_contiguous() else gradient.contiguous() for gradient in gradients]
         real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in held]
-        count, size = sum(tensor.nbytes for tensor in real), self._group.size
-
-        self._group.bytes_sent += ring_bytes(count, size) // (2 if self._own_blocks else 1)
         self._group.sum_in_place(real, weight, self._own_blocks, "the sum of gradients")
         for gradient, copy in zip(gradients, held, strict=True):
             if copy is not gradient:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from offbeat.protocols.collectives import Collective, algorithm
 from offbeat.protocols.compression import Way
-from offbeat.protocols.schedule import Layout, View
+from offbeat.protocols.exchanges import Exchanged
+from offbeat.protocols.schedule import View
 from offbeat.simulate.network import Network
 from offbeat.simulate.schedules import finish_times
+
+
+def exchange_of(nbytes: int, way: Way) -> Exchanged:
+    """The sum of what each worker brings in `nbytes` bytes, between hosts: gathered by all, or summed on the way."""
+    return Exchanged(what="all_gather" if way is Way.GATHER else "all_reduce", by="ring", nbytes=nbytes)
 
 
 def compressed_sum_time(nbytes: int, way: Way, workers: int, network: Network) -> float:
@@ -16,9 +21,5 @@ def compressed_sum_time(nbytes: int, way: Way, workers: int, network: Network) -
     ring's all-reduce.
     """
     view = View.of(workers, range(workers))
-    if way is Way.GATHER:
-        schedule, count = algorithm(Collective.ALL_GATHER, "ring").schedule, nbytes * workers
-    else:
-        schedule, count = algorithm(Collective.ALL_REDUCE, "ring").schedule, nbytes
-    layout = Layout(count, itemsize=1)
+    schedule, layout = exchange_of(nbytes, way).part(workers)
     return float(finish_times(schedule(view, layout), view, layout, network).max())

@@ -7,13 +7,12 @@ From those, or from a rate that is known, comes a network; on it the schedules a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
-import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
-from offbeat.protocols.collectives import Collective, algorithm
-from offbeat.protocols.mixing import mix, steps
+from offbeat.protocols.exchanges import Exchanged, Matrix
+from offbeat.protocols.mixing import steps
 from offbeat.protocols.schedule import Layout, Schedule, View
 from offbeat.protocols.stepping import Part, beside, in_turn
 from offbeat.simulate.fit import cost_of, fit_link
@@ -24,17 +23,6 @@ FORWARD = 1 / 3
 """The share of computing that comes before the first gradient: backward takes about twice as long as forward."""
 MIXED = 4
 """Steps of mixing that are played at least: ranks that differ drift apart until they wait for each other."""
-
-Row = tuple[float, ...]
-
-
-class Exchanged(Struct, frozen=True, kw_only=True):
-    """One exchange: what is achieved by which algorithm, with how many bytes of each worker."""
-
-    what: Literal["all_reduce", "all_gather", "mix"]
-    by: str
-    """The algorithm; of mixing, which of the matrices."""
-    nbytes: int
 
 
 class Timed(Struct, frozen=True):
@@ -55,7 +43,9 @@ class Step(Struct, frozen=True, kw_only=True):
     """In every so manieth step."""
     beside: bool = False
     """Whether they begin while gradients are still computed, each when its share of the bytes is there."""
-    matrices: tuple[tuple[Row, ...], ...] = ()
+    behind: int = 0
+    """How many of the last of them begin only when all is computed, as where slices are handed round after a step."""
+    matrices: tuple[Matrix, ...] = ()
     """By which workers mix, in turn."""
     trials: tuple[Timed, ...] = ()
     """What the links were measured by."""
@@ -93,17 +83,19 @@ def step_schedule(step: Step, computing: Sequence[Sequence[float]], count: int |
         count = 1 if step.beside else step.period * (turns * max(1, -(-MIXED // turns)) if step.matrices else 1)
     seconds = [list(computing[number % len(computing)]) for number in range(count)]
     if step.beside:
-        total = max(sum(one.nbytes for one in step.exchanges), 1)
-        parts = [(one.nbytes / total * (1 - FORWARD), _part(step, one)) for one in step.exchanges]
+        early = step.exchanges[: len(step.exchanges) - step.behind]
+        total = max(sum(one.nbytes for one in early), 1)
+        parts = [(one.nbytes / total * (1 - FORWARD), _part(step, one)) for one in early]
         if parts:  # Forward comes before the first share of backward.
             parts[0] = (parts[0][0] + FORWARD, parts[0][1])
+        parts += [(0.0, _part(step, one)) for one in step.exchanges[len(early) :]]
         return in_turn([(beside(own, parts), Layout(0, 1)) for own in seconds]), count
 
     def exchange(number: int) -> Schedule | None:
         turn, rest = divmod(number + 1, step.period)
         if rest:
             return None
-        chosen = [one for one in step.exchanges if one.what != "mix" or int(one.by) == (turn - 1) % turns]
+        chosen = [one for one in step.exchanges if one.what not in ("mix", "tell") or int(one.by) == (turn - 1) % turns]
         return in_turn([_part(step, one) for one in chosen])
 
     return steps(seconds, exchange), count
@@ -115,13 +107,8 @@ def _played(step: Step, network: Network, schedule: Schedule) -> float:
 
 
 def _part(step: Step, one: Exchanged) -> Part:
-    """The schedule of an exchange, and its layout in bytes."""
-    if one.what == "mix":
-        return mix(np.asarray(step.matrices[int(one.by)])), Layout(one.nbytes, 1)
-    collective = Collective(one.what)
-    # What each brings to a gathering is a block of the whole.
-    count = one.nbytes * len(step.hosts) if collective is Collective.ALL_GATHER else one.nbytes
-    return algorithm(collective, one.by).schedule, Layout(count, 1)
+    """The schedule of an exchange, and its layout in bytes, as a step's exchanges have elements of several sizes."""
+    return replace(one, itemsize=1).part(len(step.hosts), step.matrices)
 
 
 def _costed(step: Step, one: Exchanged) -> tuple[Schedule, View, Layout]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offbeat.protocols.compression import Shapes
+from offbeat.protocols.exchanges import Exchanged
 from offbeat.runtime.snapshots import Cut
 from offbeat.simulate.foretelling import Step
 
@@ -203,10 +204,10 @@ class Costed(Protocol):
 
 @runtime_checkable
 class CostedMeans(Protocol):
-    """Knows what a mean of rows exchanges."""
+    """Knows how long means of models take."""
 
-    def foreseen_means(self, rows: Sequence[int]) -> Step | str:
-        """What means of rows of so many bytes exchange; or why their time cannot be predicted."""
+    def foreseen_means(self, exchanges: Sequence[Exchanged]) -> Step | str:
+        """A step in which models are averaged by these exchanges; or why its time cannot be predicted."""
         ...
 
 

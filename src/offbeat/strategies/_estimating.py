@@ -11,36 +11,38 @@ Koloskova, Stich and Jaggi, "Decentralized Stochastic Optimization and Gossip Al
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from offbeat.runtime.compression import Account, Coder
-from offbeat.runtime.group import Group
+from offbeat.runtime.neighbours import Neighbours
 
 
 class Estimates:
     """One worker's estimate of its own row, and the weighted sum of those of its neighbours' rows."""
 
-    def __init__(self, start: Tensor, weights: Mapping[int, float], coder: Coder, gamma: float) -> None:
-        self._weights, self._coder, self._gamma = dict(sorted(weights.items())), coder, gamma
-        self._total = sum(self._weights.values())
+    def __init__(
+        self, start: Tensor, neighbours: Neighbours, weights: Sequence[float], coder: Coder, gamma: float
+    ) -> None:
+        self._neighbours, self._weights, self._coder, self._gamma = neighbours, list(weights), coder, gamma
+        self._total = sum(self._weights)
         self._own = start.clone()
         self._others = start * self._total
         self.account = Account()
         """What letters have cost and saved."""
 
-    def mix(self, row: Tensor, group: Group) -> None:
+    def mix(self, row: Tensor) -> None:
         """Tell the neighbours how this row has changed, and move it towards what is known of theirs."""
         start = time.perf_counter()
         letter = self._coder.encode(row - self._own)
         self._coder.add(letter, self._own)
         sending = time.perf_counter()
-        came = group.trade(letter, tuple(self._weights), self._coder.fixed, "letters to neighbours")
+        came = self._neighbours.trade(letter, self._coder.fixed, "messages to neighbours")
         sent = time.perf_counter() - sending
-        for weight, other in zip(self._weights.values(), came, strict=True):
+        for weight, other in zip(self._weights, came, strict=True):
             self._coder.add(other, self._others, weight)
         torch.add(row, self._others, alpha=self._gamma, out=row)
         row.sub_(self._own, alpha=self._gamma * self._total)

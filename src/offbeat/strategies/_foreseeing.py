@@ -1,4 +1,4 @@
-"""What a strategy exchanges, so that its time can be foretold: sums, and letters that are summed or gathered."""
+"""What links take, so that the time of a step can be predicted, and why it cannot be."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from offbeat.protocols.collectives import Collective
 from offbeat.protocols.compression import Format, Shapes, Way
+from offbeat.protocols.exchanges import Exchanged
 from offbeat.protocols.schedule import View
-from offbeat.runtime.backend import OffbeatGroup
-from offbeat.runtime.group import Group
-from offbeat.runtime.links import measured, native
-from offbeat.simulate.foretelling import Exchanged, Timed
+from offbeat.runtime.backend import OffbeatGroup, planned_algorithm
+from offbeat.runtime.group import DirectGroup, Group
+from offbeat.runtime.links import measured
+from offbeat.simulate.foretelling import Timed
 from offbeat.strategies._compressing import Compressing
 
 CODED = "what its letters are only its coder knows"
@@ -20,7 +22,7 @@ CODED = "what its letters are only its coder knows"
 
 def why_not(group: Group) -> str | None:
     """Why nothing that this group exchanges can be foretold; None if it can."""
-    if not isinstance(group.process_group, OffbeatGroup):
+    if not isinstance(group, DirectGroup) or not isinstance(group.process_group, OffbeatGroup):
         return "on this device torch's own backend exchanges, by ways of its own"
     return None
 
@@ -31,25 +33,6 @@ def formats(compressions: Sequence[Compressing]) -> list[Format] | None:
     return None if None in found else [one for one in found if one is not None]
 
 
-def summed(nbytes: int, view: View, by: str | None = None) -> Exchanged:
-    """A sum of so many bytes, by a named algorithm or by the backend's own."""
-    return Exchanged(what="all_reduce", by=by or native("all_reduce", nbytes, view), nbytes=nbytes)
-
-
-def gathered(nbytes: int, view: View) -> Exchanged:
-    """Letters of so many bytes, from everybody to everybody."""
-    return Exchanged(what="all_gather", by=native("all_gather", nbytes, view), nbytes=nbytes)
-
-
-def letters(forms: Sequence[Format], nbytes: int, view: View) -> list[Exchanged]:
-    """How letters of so many bytes are brought together, by what each form says."""
-    form, *inner = forms
-    if form.way(*inner) is Way.REDUCE:
-        return [summed(nbytes // form.exchanges, view)] * form.exchanges
-    lengths = [] if form.fixed else [summed(8 * view.size, view)]
-    return [*lengths, gathered(nbytes, view)]
-
-
 def as_matrix(nbytes: int) -> Shapes:
     """A model of so many bytes of float32 as one matrix, as square as can be."""
     count = max(1, nbytes // 4)
@@ -57,9 +40,36 @@ def as_matrix(nbytes: int) -> Shapes:
     return [(rows, count // rows)]
 
 
-def trials(group: Group, most: int, forms: Sequence[Format], by: str | None = None) -> tuple[Timed, ...]:
-    """What sums take here, and letters, if some are gathered; all workers call this together."""
-    view = group.view
+def planned_sum(nbytes: int, view: View, by: str | None = None) -> Exchanged:
+    """A sum of so many bytes of float32, by a named algorithm or by the backend's own."""
+    name = by or planned_algorithm(Collective.ALL_REDUCE, nbytes, view)
+    return Exchanged(what="all_reduce", by=name, nbytes=nbytes, itemsize=4)
+
+
+def planned_letters(forms: Sequence[Format], nbytes: int, view: View) -> list[Exchanged]:
+    """How what is left of a model of so many bytes is brought together, by what each form says."""
+    form, *inner = forms
+    shapes = as_matrix(nbytes)
+    if form.way(*inner) is Way.REDUCE:
+        return [planned_sum(part, view) for part in form.sums(shapes, 4, *inner)]
+    lengths = [] if form.fixed else [planned_sum(8 * view.size, view)]
+    return [*lengths, _gathered(form.nbytes(shapes, 4, *inner), view)]
+
+
+def planned_slices(nbytes: int, view: View) -> list[Exchanged]:
+    """How everybody comes to have all slices that were updated: in shared memory it is enough that all have done so."""
+    if len(set(view.hosts.tolist())) == 1:
+        return [planned_sum(4, view)]
+    return [_gathered(4 * -(-nbytes // 4 // view.size), view)]
+
+
+def _gathered(nbytes: int, view: View) -> Exchanged:
+    by = planned_algorithm(Collective.ALL_GATHER, nbytes, view)
+    return Exchanged(what="all_gather", by=by, nbytes=nbytes)
+
+
+def trials(group: DirectGroup, most: int, forms: Sequence[Format]) -> tuple[Timed, ...]:
+    """What sums take here, and messages, if some are gathered; all workers call this together."""
 
     def sum_of(size: int) -> Callable[[], object]:
         row = torch.zeros(max(1, size // 4))
@@ -69,8 +79,8 @@ def trials(group: Group, most: int, forms: Sequence[Format], by: str | None = No
         row = torch.zeros(size, dtype=torch.uint8)
         return lambda: group.letters(row, True, "measuring the links")
 
-    found = measured(group, most, lambda size: summed(size, view, by), sum_of)
+    found = measured(group, most, sum_of)
     if forms and forms[0].way(*forms[1:]) is Way.GATHER:
         longest = forms[0].nbytes([(most // 4,)], 4, *forms[1:]) if forms[0].fixed else most
-        found += measured(group, longest, lambda size: gathered(size, view), letters_of)
+        found += measured(group, longest, letters_of)
     return found

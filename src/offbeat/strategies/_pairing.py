@@ -17,6 +17,7 @@ from offbeat.protocols.partition import mixed
 from offbeat.protocols.topology import Mixing
 from offbeat.runtime.gossiping import Chat
 from offbeat.runtime.group import Group
+from offbeat.runtime.served import CoordinatedGroup
 from offbeat.runtime.servers.plan import Plan
 from offbeat.runtime.snapshots import Cut, write_moves
 from offbeat.runtime.stopwatch import Stopwatch
@@ -127,8 +128,9 @@ class Pairing(Parted):
         return {"gossip": {**super().notes()["gossip"], **pairs}}
 
     def payload(self) -> int:
-        """What was sent to neighbours."""
-        return self._sent + (0 if self._chat is None else self._chat.bytes_sent)
+        """What was sent to neighbours, and to the coordinator, which averages models for evaluations."""
+        client = self.group.client.bytes_sent if isinstance(self.group, CoordinatedGroup) else 0
+        return self._sent + client + (0 if self._chat is None else self._chat.bytes_sent)
 
     @property
     def snapshots(self) -> bool:
@@ -138,7 +140,7 @@ class Pairing(Parted):
     @property
     def publishes(self) -> bool:
         """Nobody else keeps count: whoever leads looks whether the parts of all who live are there."""
-        return self._chat is not None and self.group.leads
+        return self._chat is not None and self.group.membership.leads
 
     def want_snapshot(self) -> None:
         """At the next boundary; neighbours hear of it."""

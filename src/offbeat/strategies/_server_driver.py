@@ -103,7 +103,7 @@ class ServerDriver:
     def put(self, states: Sequence[NDArray[np.uint8]], version: int = 0, clock: int = 0) -> None:
         """The one who leads puts states on the servers; then all start from them."""
         link = self.link
-        if link.group.leads:
+        if link.group.membership.leads:
             link.load(LoadRequest(whole_shards(states), [version] * len(states), clock))
         link.group.barrier("the parameters being on the servers")
         self.refresh()
@@ -126,6 +126,6 @@ class ServerDriver:
         self.await_values()
         self.queue.settle_all()
         self.link.group.barrier("all pushes being answered")
-        states = self.link.states() if self.link.group.leads else []
+        states = self.link.states() if self.link.group.membership.leads else []
         self.link.group.barrier("the servers' state being fetched")
         return states

@@ -15,15 +15,15 @@ from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import PullReply, PushReply
 from offbeat.protocols.servers.notices import FetchRequest, LoadRequest, PullRequest
 from offbeat.runtime.group import Group
-from offbeat.runtime.served import ServedGroup
+from offbeat.runtime.served import CoordinatedGroup
 from offbeat.runtime.servers.client import Client
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._accounts import PushRecord
 
 
-def served(group: Group, strategy: object) -> ServedGroup:
+def served(group: Group, strategy: object) -> CoordinatedGroup:
     """The group of a run that has servers; refused where nobody has started any."""
-    if not isinstance(group, ServedGroup):
+    if not isinstance(group, CoordinatedGroup):
         raise StrategyError(
             f"{strategy} needs server processes beside the workers, which `offbeat run --strategy` and offbeat.fit "
             f"start. Here there are none. Name the strategy on the command line of `offbeat run`, or use allreduce."
@@ -34,7 +34,7 @@ def served(group: Group, strategy: object) -> ServedGroup:
 class ServerLink:
     """Waits for the servers' answers, and keeps this worker's clock and record by them."""
 
-    def __init__(self, group: ServedGroup, stopwatch: Stopwatch, rule: Rule) -> None:
+    def __init__(self, group: CoordinatedGroup, stopwatch: Stopwatch, rule: Rule) -> None:
         self.group, self.stopwatch, self.rule = group, stopwatch, rule
         self.client: Client = group.client
         self.clock = 0

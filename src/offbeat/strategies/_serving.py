@@ -209,8 +209,8 @@ class ServedWorker(Exchange):
         """Put the shards' state back, and go on from that clock."""
         if self.driver is None:
             return
-        if self.group.outside:
-            self.link.clock = self.link.group.clock  # Servers have newer values than the checkpoint.
+        if self.group.membership.outside:
+            self.link.clock = self.link.group.membership.clock  # Servers have newer values than the checkpoint.
             self.driver.refresh()
             return
         self.link.clock = int(state["clock"])
@@ -272,14 +272,14 @@ class RecordedWorker(ServedWorker):
         client, driver = self.link.client, self.driver
         if driver is None or not self.snapshots or not client.snapshot_due():
             return None
-        colour, place = client.turn(self.link.clock, self.link.group.meetings)
+        colour, place = client.turn(self.link.clock, self.link.group.calls)
         return Cut(colour, place, self.own_state(driver), partial(client.recorded, colour, place))
 
 
 def _go_on(driver: ServerDriver, resumed: Mapping[str, Any]) -> None:
     """From a snapshot: the one who leads puts the shards' states back, and each sends what it had under way."""
     link = driver.link
-    if link.group.leads:
+    if link.group.membership.leads:
         states = [state.numpy() for state in resumed["states"]]
         took = [tuple((int(w), int(n), int(c)) for w, n, c in of_shard) for of_shard in resumed["took"]]
         link.load(LoadRequest(whole_shards(states), resumed["versions"], 0, took))

@@ -22,8 +22,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from offbeat.errors import RunError, StrategyError
+from offbeat.protocols.exchanges import Exchanged
 from offbeat.protocols.schedule import Layout
-from offbeat.runtime.group import Group
+from offbeat.runtime.group import DirectGroup
 from offbeat.runtime.optimizers import ELEMENT_WISE, why_not
 from offbeat.runtime.shared.segment import Segment
 from offbeat.runtime.sums import SMALL_GRADIENT
@@ -50,7 +51,7 @@ def slices_of(parameters: Sequence[Parameter], size: int) -> list[list[tuple[int
 class Shards:
     """One model's parameters, and which slices of them this worker updates."""
 
-    def __init__(self, parameters: Iterable[Parameter], group: Group) -> None:
+    def __init__(self, parameters: Iterable[Parameter], group: DirectGroup) -> None:
         self.parameters = [p for p in parameters if p.is_floating_point()]
         self._group = group
         self._owned = slices_of(self.parameters, group.size)
@@ -62,6 +63,8 @@ class Shards:
         """This worker's part of each parameter, in the parameter's own memory; empty where it has none."""
         self.seen: dict[int, tuple[int, int]] = {}
         """Each gradient as the exchange left it: which tensor, and how often it had been written."""
+        self.exchanges: tuple[Exchanged, ...] = ()
+        """What the last step's slices were brought to everybody by."""
 
     def _move_into_shared_memory(self) -> None:
         """One copy of the parameters for all workers of the host."""
@@ -99,23 +102,25 @@ class Shards:
         """The slices here are updated: return when every worker has every slice."""
         for own in self.slices:
             own.grad = None
+        self._group.sent.record()
         if self._segment is not None:
             self._group.barrier("the end of a step")
-            return
-        for dtype in dict.fromkeys(p.dtype for p in self.parameters):
-            self._gather([i for i, p in enumerate(self.parameters) if p.dtype == dtype])
+        else:
+            for dtype in dict.fromkeys(p.dtype for p in self.parameters):
+                self._gather([i for i, p in enumerate(self.parameters) if p.dtype == dtype])
+        self.exchanges = self._group.sent.recorded()
 
     def _gather(self, members: Sequence[int]) -> None:
         lengths = [sum(ranges[i][1] - ranges[i][0] for i in members) for ranges in self._owned]
-        table = torch.zeros(self._group.size, max(lengths), dtype=self.parameters[members[0]].dtype)
         mine = torch.cat([self.slices[i].detach() for i in members])
-        table[self._group.rank, : len(mine)] = mine
-        self._group.sum(table, "the gathering of parameters")
-        for rank, ranges in enumerate(self._owned):
-            at = 0
+        # Slices are padded to one length, which the shorter of them lack by little.
+        padded = torch.nn.functional.pad(mine, (0, max(lengths) - len(mine)))
+        gathered = self._group.letters(padded.view(torch.uint8), True, "the gathering of parameters")
+        for row, ranges in zip(gathered, self._owned, strict=True):
+            values, at = row.view(mine.dtype), 0
             for i in members:
                 low, high = ranges[i]
-                self.parameters[i].data.view(-1)[low:high] = table[rank, at : at + high - low]
+                self.parameters[i].data.view(-1)[low:high] = values[at : at + high - low]
                 at += high - low
 
     def close(self) -> None:

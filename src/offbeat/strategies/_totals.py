@@ -47,7 +47,7 @@ class ServerTotals:
         self.driver.together()
         group = self.driver.link.group
         living = group.sum(self._last.clone(), "what the living have told")
-        if group.rank == min(group.present):
+        if group.rank == min(group.membership.present):
             self._last += self._row.values - living
 
     def total(self, statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:

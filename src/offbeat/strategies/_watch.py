@@ -79,14 +79,14 @@ class Watch:
 
     def compare(self, rows: Tensor) -> None:
         """All workers have told their evidence."""
-        if self._replicas is not None and self._replicas.differ(rows[:, 1:]) and self._group.leads:
+        if self._replicas is not None and self._replicas.differ(rows[:, 1:]) and self._group.membership.leads:
             self.warn(
                 f"the workers' models differ after step {self._ledger.steps}, although all have stepped on the same "
                 f"gradients. Each worker did something of its own to them: a learning rate that follows its own loss "
                 f"(give ReduceLROnPlateau what team.mean(...) answers), gradients of torch.autograd.grad or torch.func "
                 f"(only backward() exchanges them), or random numbers (use a generator that is seeded alike)."
             )
-        if self.first_gradients.same(rows[:, 0].tolist()) and self._group.leads:
+        if self.first_gradients.same(rows[:, 0].tolist()) and self._group.membership.leads:
             size = self._group.size
             self.warn(
                 f"all {size} workers had the same gradients in their first backward passes, so they compute the same "

@@ -11,27 +11,31 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError, UsageError
+from offbeat.protocols.collectives import Collective
 from offbeat.protocols.compression import Format, Shapes
+from offbeat.protocols.exchanges import Exchanged, sum_in_memory
 from offbeat.protocols.partition import mixed
 from offbeat.protocols.schedule import View
+from offbeat.runtime.backend import GLOO
 from offbeat.runtime.buckets import GradientBuckets, hook
 from offbeat.runtime.choices import Sums, stored_choices
 from offbeat.runtime.compression import Account, Feedback, GroupLink, together
 from offbeat.runtime.compression.account import COMPARING
 from offbeat.runtime.compression.coder import finite
 from offbeat.runtime.compression.sums import CompressedSums
-from offbeat.runtime.group import Group
+from offbeat.runtime.group import DirectGroup, Group
 from offbeat.runtime.stopwatch import Stopwatch
-from offbeat.runtime.sums import GradientSums
+from offbeat.runtime.sums import SMALL_GRADIENT, GradientSums
 from offbeat.simulate.foretelling import Step, Timed
 from offbeat.strategies._base import Axis, Strategy, Traits, require_bucket
 from offbeat.strategies._compressing import compressor
-from offbeat.strategies._foreseeing import CODED, as_matrix, formats, letters, summed, trials, why_not
+from offbeat.strategies._foreseeing import CODED, formats, planned_letters, planned_slices, planned_sum, trials, why_not
 from offbeat.strategies._sharding import ShardedSteps, Shards
 from offbeat.strategies._worker import Exchange, Exchanging
 
@@ -131,15 +135,23 @@ class AllReduce(Exchanging):
         """One sum of all gradients; of compressed ones, what is left of them."""
         if self.algorithm is Algorithm.AUTO and not models:
             return "auto tries every algorithm when a run begins, and takes the fastest. Name one, such as ring"
-        if self.algorithm is Algorithm.GLOO and not models:
-            return "how Gloo sums is Gloo's own affair. Name an algorithm of ours, such as ring"
-        if self.shard != "nothing":
-            return "slices are summed, updated and handed round in turn, which no schedule here says as a whole"
-        by = None if models or self.algorithm is Algorithm.NATIVE else self.algorithm.value
-        exchanges = [summed(nbytes, view, by)]
+        by = {Algorithm.NATIVE: None, Algorithm.GLOO: GLOO[Collective.ALL_REDUCE]}.get(self.algorithm, self.algorithm)
+        # Workers of one host sum gradients where they lie, when all are there; others bucket by bucket.
+        in_memory = self.algorithm is Algorithm.NATIVE and len(set(view.hosts.tolist())) == 1
+        behind: list[Exchanged] = []
         if forms:
-            exchanges = letters(forms, forms[0].nbytes(as_matrix(nbytes), 4, *forms[1:]), view)
-        return Step(hosts=tuple(view.hosts.tolist()), exchanges=tuple(exchanges), beside=not (forms or models))
+            exchanges = planned_letters(forms, nbytes, view)
+        elif models:
+            exchanges = [planned_sum(nbytes, view)]
+        elif in_memory and nbytes // 4 > SMALL_GRADIENT:
+            exchanges = [sum_in_memory(nbytes, 4, own_blocks=self.shard == "optimizer")]
+        else:
+            exchanges = [planned_sum(nbytes, view, by)]
+        if self.shard == "optimizer":
+            behind = planned_slices(nbytes, view)
+        overlapped = not (forms or models or in_memory)
+        hosts = tuple(view.hosts.tolist())
+        return Step(hosts=hosts, exchanges=(*exchanges, *behind), beside=overlapped, behind=len(behind))
 
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
         """The worker's side: sums on every model."""
@@ -158,7 +170,7 @@ class _AllReducing(Exchange):
         self._sparse: list[_SparseSums] = []
         self._means: dict[str, tuple[Feedback, Account]] = {}
         self._states_of_means: dict[str, Any] = {}
-        self._lane = group
+        self._lane: Group = group
         self._trials: tuple[Timed, ...] = ()
 
     def install(self, model: nn.Module) -> None:
@@ -169,7 +181,7 @@ class _AllReducing(Exchange):
         self._known.update(map(id, new))
         # Models meet in one backward pass in an order that may differ between workers, and a worker that leaves out a
         # backward pass comes to something else instead: each model has a lane, so that nothing is mistaken for another.
-        lane = self._lane = self.group.lane()
+        lane = self._lane = self.group.direct.lane()
         sums = self._summed([p for p in new if id(p) not in sparse], lane)
         sums.suspended = self._held
         self._sums.append(sums)
@@ -177,7 +189,7 @@ class _AllReducing(Exchange):
             alike = [p for p in new if id(p) in sparse]
             self._sparse.append(_SparseSums(alike, lane, self.stopwatch, sums))
 
-    def _summed(self, dense: Sequence[Parameter], lane: Group) -> GradientBuckets | GradientSums:
+    def _summed(self, dense: Sequence[Parameter], lane: DirectGroup) -> GradientBuckets | GradientSums:
         settings = self._settings
         if self.compressions:
             return CompressedSums(dense, lane, self.stopwatch, partial(self._compressor, len(self._sums)))
@@ -210,7 +222,7 @@ class _AllReducing(Exchange):
             account.probe(self.group, partial(self.group.sum, row.clone(), COMPARING))
         narrow = row.dtype not in (torch.float32, torch.float64)
         with account.compared(self.group):
-            link, start = GroupLink(self.group, what), time.perf_counter()
+            link, start = GroupLink(self.group.direct, what), time.perf_counter()
             held = row.float() if narrow else row
             feedback.sum(held.div_(self.group.size), link)
             took = time.perf_counter() - start
@@ -222,12 +234,7 @@ class _AllReducing(Exchange):
         """Learn what the links cost, so that the result can tell what a step should take."""
         if self._sums and self._unforeseen() is None:
             most = sum(p.numel() * p.element_size() for sums in self._sums for p in sums.parameters)
-            self._trials = trials(self._lane, most, formats(self.compressions) or (), self._by())
-
-    def _by(self) -> str | None:
-        """The algorithm's name; None: what the backend does by itself."""
-        named = self._settings.algorithm
-        return {Algorithm.NATIVE: None, Algorithm.GLOO: "ring"}.get(named, named.value)
+            self._trials = trials(self._lane.direct, most, formats(self.compressions) or ())
 
     def _unforeseen(self) -> str | None:
         if self._settings.algorithm is Algorithm.AUTO:
@@ -239,29 +246,24 @@ class _AllReducing(Exchange):
         return why_not(self._lane)
 
     def foreseen(self) -> Step | str:
-        """Sums of gradients; of compressed ones the header, and then letters."""
-        rows = [nbytes for sums in self._sums for nbytes in sums.rows()]
-        accounts = [account for sums in self._sums if isinstance(sums, CompressedSums) for account in sums.accounts]
-        buckets = any(isinstance(sums, GradientBuckets) for sums in self._sums)
-        return self._step(rows, accounts, beside=buckets)
+        """What the last step's gradients were exchanged by."""
+        exchanges = [each for sums in self._sums for each in sums.exchanges]
+        return self._step(exchanges, beside=any(isinstance(sums, GradientBuckets) for sums in self._sums))
 
-    def foreseen_means(self, rows: Sequence[int]) -> Step | str:
-        """Means of models; compressed, where they are."""
-        if self._by() is not None:
+    def foreseen_means(self, exchanges: Sequence[Exchanged]) -> Step | str:
+        """What models were averaged by."""
+        if self._settings.algorithm is not Algorithm.NATIVE:
             return f"models are averaged by the backend itself, and links were measured by {self._settings.algorithm}"
-        kept = [nbytes for nbytes in rows if nbytes <= 8 * self.group.size] if self.compressions else rows
-        return self._step(kept, [account for _, account in self._means.values()])
+        return self._step(exchanges)
 
-    def _step(self, rows: Sequence[int], accounts: Sequence[Account], beside: bool = False) -> Step | str:
-        view, reason, forms = self.group.view, self._unforeseen(), formats(self.compressions)
+    def _step(self, exchanges: Sequence[Exchanged], beside: bool = False) -> Step | str:
+        reason = self._unforeseen()
         if reason is not None:
             return reason
-        sums = [summed(nbytes, view, self._by()) for nbytes in rows]
-        more = [one for a in accounts if a.letter for one in letters(forms or (), a.letter, view)]
-        if not sums and not more:
+        if not exchanges:
             return "no gradients were exchanged"
-        hosts = tuple(view.hosts.tolist())
-        return Step(hosts=hosts, exchanges=(*sums, *more), beside=beside, trials=self._trials)
+        hosts = tuple(self.group.direct.view.hosts.tolist())
+        return Step(hosts=hosts, exchanges=tuple(exchanges), beside=beside, trials=self._trials)
 
     def stepping(self, optimizer: Optimizer) -> None:
         """Gradients are the workers' mean when backward is over, not before."""
@@ -331,10 +333,15 @@ class _Sharding(_AllReducing):
         super().__init__(group, stopwatch, settings)
         self._steps = ShardedSteps()
 
-    def _unforeseen(self) -> str:
-        return "slices are summed, updated and handed round in turn, which no schedule here says as a whole"
+    def foreseen(self) -> Step | str:
+        """Sums of gradients, and then what brings everybody the slices that were updated."""
+        step = super().foreseen()
+        if isinstance(step, str):
+            return step
+        behind = [each for shards in self._steps.shards for each in shards.exchanges]
+        return structs.replace(step, exchanges=(*step.exchanges, *behind), behind=len(behind))
 
-    def _summed(self, dense: Sequence[Parameter], lane: Group) -> GradientBuckets | GradientSums:
+    def _summed(self, dense: Sequence[Parameter], lane: DirectGroup) -> GradientBuckets | GradientSums:
         shards = Shards(dense, lane)
         self._steps.shards.append(shards)
         sums = (

@@ -137,9 +137,10 @@ class _Combining(ServedWorker):
                 f"stream beforehand. Use a dataset with a length, or code=fractional."
             )
         self._done = 0
-        if len(self.group.members) < self._needed:
+        members = self.group.membership.members
+        if len(members) < self._needed:
             raise RunError(
-                f"{self.group.size - len(self.group.members)} workers are gone, and {self.strategy} cannot have the "
+                f"{self.group.size - len(members)} workers are gone, and {self.strategy} cannot have the "
                 f"exact gradient from fewer than {self._needed}. Go on from the last checkpoint with --resume; a "
                 f"larger s outlives more workers."
             )
@@ -169,7 +170,7 @@ class _Repeating(ServedWorker):
 
     def _all_slices_are_computed(self) -> None:
         count = self.slices()[1]
-        left = {rank % count for rank in self.group.members}
+        left = {rank % count for rank in self.group.membership.members}
         for slice_ in sorted(set(range(count)) - left):
             raise RunError(
                 f"all {self._copies} workers that compute slice {slice_} of every batch are gone, and {self.strategy} "

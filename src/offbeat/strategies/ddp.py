@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import RunError, StrategyError
+from offbeat.protocols.collectives import Collective
+from offbeat.runtime.backend import GLOO
 from offbeat.runtime.buckets import hook
-from offbeat.runtime.group import Group, ring_bytes
+from offbeat.runtime.group import Group
 from offbeat.runtime.presence import Waiting
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._base import Traits, require_bucket
@@ -78,7 +80,6 @@ class _Stock(Exchange):
         self._wrapped: list[DistributedDataParallel] = []
         self._passes = 0
         self._due: set[int] = set()
-        self._summed = 0
         if group.presence is not None:
             group.presence.counted["ddp"] = lambda: self._passes
         self._held = False
@@ -104,6 +105,8 @@ class _Stock(Exchange):
             gradient_as_bucket_view=True,
         )
         self._wrapped.append(wrapped)
+        buffers = sum(buffer.nbytes for buffer in model.buffers())
+        self._note("broadcast", buffers + sum(p.nbytes for p in model.parameters()))
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         names = list(trained)
         if not settings.find_unused:
@@ -120,6 +123,8 @@ class _Stock(Exchange):
             # DDP would broadcast buffers in evaluations too, and wait for workers that have fewer batches to evaluate.
             if not torch.is_grad_enabled():
                 return None
+            if wrapped.require_forward_param_sync:
+                self._note("broadcast", buffers)
             try:
                 return wrapped._pre_forward(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
             except RuntimeError as error:
@@ -144,7 +149,7 @@ class _Stock(Exchange):
     def _process_group(self) -> Any:
         """Torch's own, one for all models, as its users have it."""
         if self._stock_group is None:
-            self._stock_group = self.group.stock()
+            self._stock_group = self.group.direct.connection.stock()
         return self._stock_group
 
     def _claim(self, model: nn.Module) -> None:
@@ -157,11 +162,16 @@ class _Stock(Exchange):
             if not parameter.requires_grad and (parameter.is_floating_point() or parameter.is_complex()):
                 self.handles.append(hook(parameter, partial(_refuse_unfrozen, name)))
 
+    def _note(self, what: Literal["all_reduce", "broadcast"], nbytes: int) -> None:
+        """Count what DDP has Gloo do."""
+        if nbytes and self.group.size > 1:
+            self.group.direct.note(what, nbytes, by=GLOO[Collective(what)])
+
     def _exchanged(self, model: int, size: int, _: Tensor) -> None:
         """Count what DDP sums: a model's gradients, once for each backward pass, however often it was called before."""
         if model in self._due:
             self._due.discard(model)
-            self._summed += ring_bytes(size, self.group.size)
+            self._note("all_reduce", size)
 
     def _computed(self, model: int, _: Tensor) -> None:
         self._computed_at = None if self._held else time.perf_counter()
@@ -226,11 +236,7 @@ class _Stock(Exchange):
         if not any(sign in str(error) for sign in ("imed out", "onnection closed", "onnection reset")):
             return None
         # Negative, so that it is no number of the group's own exchanges.
-        return self.group.explained(error, _SUM, -self._passes)
-
-    def payload(self) -> int:
-        """Its reducer sends by itself: all gradients of a model in every backward pass that follows its forward."""
-        return self._summed
+        return self.group.direct.explained(error, _SUM, -self._passes)
 
     def close(self) -> None:
         """Take the hooks off, and let go of DDP before its group is closed.

@@ -104,7 +104,7 @@ class _Raining(RecordedWorker):
     """Sums gradients, pushes the sum when it is due, and fetches when that is due."""
 
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: Downpour) -> None:
-        rhythm = PushAndFetch(settings.push, settings.fetch, settings.warm, leads=group.leads)
+        rhythm = PushAndFetch(settings.push, settings.fetch, settings.warm, leads=group.membership.leads)
         super().__init__(group, stopwatch, settings, Rule(None), rhythm, _Adagrad())
         self.replicated = settings.fetch == 1  # Between fetches every worker has parameters and a state of its own.
         self._steps = rhythm
@@ -173,7 +173,7 @@ class _Raining(RecordedWorker):
         super().load_state_dict(state)
         self._put_back(own)
         # What another has not pushed yet it pushes itself.
-        accrued: Tensor | None = None if self.group.outside else state["accrued"]
+        accrued: Tensor | None = None if self.group.membership.outside else state["accrued"]
         self._filling = None
         if accrued is not None:
             queue = self.driver.queue

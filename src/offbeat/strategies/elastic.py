@@ -104,7 +104,7 @@ class _Pull:
 
     def _alpha(self, group: Mapping[str, Any]) -> float:
         """The share of its distance to the centre that a worker moves in an exchange."""
-        workers, asynchronous = len(self._group.members), self._settings.asynchronous
+        workers, asynchronous = len(self._group.membership.members), self._settings.asynchronous
         if self._settings.rho is None:
             return MOVING_RATE / workers
         alpha = float(group["lr"]) * self._settings.rho

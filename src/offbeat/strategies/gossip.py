@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols.compression import Format
+from offbeat.protocols.exchanges import Exchanged
 from offbeat.protocols.mixing import mix
 from offbeat.protocols.partition import mixed
 from offbeat.protocols.schedule import Layout, View
@@ -29,9 +30,10 @@ from offbeat.runtime.compression import together
 from offbeat.runtime.execute import programs
 from offbeat.runtime.group import Group
 from offbeat.runtime.links import measured
-from offbeat.runtime.served import ServedGroup
+from offbeat.runtime.neighbours import Neighbours
+from offbeat.runtime.served import CoordinatedGroup
 from offbeat.runtime.stopwatch import Stopwatch
-from offbeat.simulate.foretelling import Exchanged, Step, Timed
+from offbeat.simulate.foretelling import Step, Timed
 from offbeat.strategies._base import Axis, Setting, Strategy, Traits, require
 from offbeat.strategies._compressing import compressor
 from offbeat.strategies._estimating import Estimates
@@ -133,11 +135,12 @@ class Gossip(Exchanging):
         if self.asynchronous:
             return "who meets whom is decided as it happens"
         made = self.mixing(view.size)
-        rows = [nbytes]
+        one = [Exchanged(what="mix", by="0", nbytes=nbytes, itemsize=4)]
         if forms:
-            rows = [forms[0].letter(as_matrix(nbytes), 4, *forms[1:]), *([] if forms[0].fixed else [8])]
-        exchanges = tuple(_mixed(turn, row) for turn in range(len(made.matrices)) for row in rows)
-        return Step(hosts=tuple(view.hosts.tolist()), exchanges=exchanges, matrices=_plain(made))
+            lengths = [] if forms[0].fixed else [8]
+            letter = forms[0].letter(as_matrix(nbytes), 4, *forms[1:])
+            one = [Exchanged(what="tell", by="0", nbytes=length) for length in (*lengths, letter)]
+        return _turns(one, made, view)
 
     def servers(self, workers: int) -> tuple[int, int, Rule] | None:
         """Asynchronously: none, but somebody who counts who lives, so that the others go on without the dead."""
@@ -146,7 +149,7 @@ class Gossip(Exchanging):
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
         """The worker's side."""
         if self.asynchronous and group.size > 1:
-            plan = group.client.plan if isinstance(group, ServedGroup) else None
+            plan = group.client.plan if isinstance(group, CoordinatedGroup) else None
             if plan is None and not group.one_host:
                 raise StrategyError(
                     f"{self} finds its neighbours on several hosts only if `offbeat run --strategy ... --hosts FILE` "
@@ -168,6 +171,7 @@ class _Mixing(Parted):
         self._compiled = programs()
         self._scratch: dict[Any, Tensor] = {}
         self._rows: dict[int, Rows] = {}
+        self._exchanges: dict[int, tuple[Exchanged, ...]] = {}
         self._mixed: dict[int, int] = {}
         self._measured: tuple[float, float] | None = None
         self._trials: tuple[Timed, ...] = ()
@@ -183,7 +187,7 @@ class _Mixing(Parted):
             return
         if why_not(self.group) is None:
             most = sum(p.numel() * p.element_size() for one in self._attended for p in parameters_of(one))
-            self._trials = measured(self.group, most, partial(_mixed, 0), self._trial)
+            self._trials = measured(self.group, most, self._trial)
         if self.compressions:
             self._estimates = [self._first_estimates(number, one) for number, one in enumerate(self._attended)]
 
@@ -191,23 +195,18 @@ class _Mixing(Parted):
         return partial(self._mix, torch.zeros(max(1, size // 4)), 0)
 
     def foreseen(self) -> Step | str:
-        """Every row, or the letter that is left of it, goes to the neighbours of each step."""
-        forms, reason = formats(self.compressions), why_not(self.group)
-        if forms is None or reason is not None:
+        """What each optimizer's last step exchanged, with the neighbours of every turn."""
+        reason = why_not(self.group)
+        if formats(self.compressions) is None or reason is not None:
             return reason or CODED
-        if forms:
-            rows = [estimates.account.letter for of_one in self._estimates for estimates in of_one]
-            rows += [] if forms[0].fixed else [8 for _ in rows]
-        else:
-            rows = [row.nbytes for of_one in self._rows.values() for row in of_one.read()]
-        exchanges = tuple(_mixed(turn, nbytes) for turn in range(len(self._schedules)) for nbytes in rows)
-        hosts = tuple(self.group.view.hosts.tolist())
-        return Step(hosts=hosts, exchanges=exchanges, matrices=_plain(self.mixing), trials=self._trials)
+        last = [each for exchanges in self._exchanges.values() for each in exchanges]
+        return _turns(last, self.mixing, self.group.direct.view, self._trials)
 
     def _first_estimates(self, number: int, optimizer: Optimizer) -> list[Estimates]:
         rows, (matrix,) = Rows(parameters_of(optimizer)), self.mixing.matrices
         rank = self.group.rank
-        weights = {int(k): float(matrix[rank, k]) for k in np.flatnonzero(matrix[rank]) if k != rank}
+        neighbours = Neighbours(self.group.direct, matrix)
+        weights = [float(matrix[rank, other]) for other in neighbours.ranks]
         made: list[Estimates] = []
         for place, (row, shapes) in enumerate(zip(rows.read(), rows.shapes, strict=True)):
             if row.dtype not in (torch.float32, torch.float64):
@@ -216,7 +215,7 @@ class _Mixing(Parted):
                     f"{row.dtype}. Leave the compressor out."
                 )
             coder = compressor(self.compressions, shapes, mixed(self.seed, number, place), rank).coder
-            made.append(Estimates(row, weights, coder, self._gamma))
+            made.append(Estimates(row, neighbours, weights, coder, self._gamma))
         return made
 
     def stepped(self, number: int, optimizer: Optimizer) -> None:
@@ -227,6 +226,7 @@ class _Mixing(Parted):
         still_fits(rows, optimizer, self.strategy)
         turn = self._mixed.get(number, 0)
         with self.stopwatch.spent_on("communicate"):
+            self.group.sent.record()
             flat = rows.read()
             for place, row in enumerate(flat):
                 if self.compressions:
@@ -234,22 +234,25 @@ class _Mixing(Parted):
                     if estimates.account.due:
                         estimates.account.probe(self.group, partial(self._mix, row.clone(), turn))
                     with estimates.account.compared(self.group):
-                        estimates.mix(row, self.group)
+                        estimates.mix(row)
                 else:
                     self._mix(row, turn)
             rows.write(flat)
+            self._exchanges[number] = self.group.sent.recorded()
         self._mixed[number] = turn + 1
 
     def _mix(self, row: Tensor, turn: int) -> None:
         real = torch.view_as_real(row).view(-1) if row.is_complex() else row
         schedule = self._schedules[turn % len(self._schedules)]
         layout = Layout(real.numel(), real.element_size())
-        program = self._compiled(schedule, self.group.view, layout, self.group.rank)
+        program = self._compiled(schedule, self.group.direct.view, layout, self.group.rank)
         kind = (real.dtype, real.device)
         held = self._scratch.get(kind)
         if held is None or held.numel() < program.scratch:
             held = self._scratch[kind] = real.new_empty(program.scratch)
-        self.group.run(program, real, held, "mixing with neighbours")
+        by = str(turn % len(self._schedules))
+        exchanged = Exchanged(what="mix", by=by, nbytes=real.nbytes, itemsize=real.itemsize)
+        self.group.direct.run(program, real, held, "mixing with neighbours", exchanged)
 
     @contextmanager
     def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:
@@ -292,10 +295,8 @@ class _Mixing(Parted):
                 estimates.load_state_dict(one)
 
 
-def _plain(mixing: Mixing) -> tuple[tuple[tuple[float, ...], ...], ...]:
-    return tuple(tuple(map(tuple, matrix.tolist())) for matrix in mixing.matrices)
-
-
-def _mixed(turn: int, nbytes: int) -> Exchanged:
-    """Rows of so many bytes, mixed by the matrix of this turn."""
-    return Exchanged(what="mix", by=str(turn), nbytes=nbytes)
+def _turns(one: Sequence[Exchanged], mixing: Mixing, view: View, trials: tuple[Timed, ...] = ()) -> Step:
+    """What is exchanged in one turn, with the neighbours of every turn."""
+    exchanges = tuple(replace(each, by=str(turn)) for turn in range(len(mixing.matrices)) for each in one)
+    matrices = tuple(tuple(map(tuple, matrix.tolist())) for matrix in mixing.matrices)
+    return Step(hosts=tuple(view.hosts.tolist()), exchanges=exchanges, matrices=matrices, trials=trials)

@@ -67,7 +67,7 @@ class Hogwild(Exchanging):
 
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
         """The worker's side: parameters in shared memory, and steps that are weighed."""
-        if group.size > 1 and not group.shares_memory:
+        if group.size > 1 and not group.direct.shares_memory:
             raise StrategyError(
                 "hogwild needs workers that share memory: on one host, on CPUs. These do not. Start all of them on one "
                 "host, or take allreduce, which works between hosts."
@@ -100,7 +100,7 @@ class _Unlocked(Exchange):
     def install(self, model: nn.Module) -> None:
         """Move the model's parameters into shared memory."""
         if self._clocks is None:
-            self._clocks = _Clocks(self.group.shared_segment(_LINE * self.group.size, _SHARING), self.group)
+            self._clocks = _Clocks(self.group.direct.shared_segment(_LINE * self.group.size, _SHARING), self.group)
         new = [p for p in model.parameters() if id(p) not in self._known and p.numel()]
         new = [p for p in new if p.is_floating_point() or p.is_complex()]
         self._known.update(map(id, new))
@@ -256,7 +256,7 @@ def share_parameters(parameters: Iterable[Parameter], group: Group) -> None:
     if not moved:
         return
     offsets = np.cumsum([0, *(-(-p.numel() * p.element_size() // _LINE) * _LINE for p in moved)])
-    segment = group.shared_segment(int(offsets[-1]), _SHARING)
+    segment = group.direct.shared_segment(int(offsets[-1]), _SHARING)
     for parameter, offset in zip(moved, offsets.tolist(), strict=False):
         shared = segment.tensor(offset, parameter.numel(), parameter.dtype).view(parameter.shape)
         if group.rank == 0:

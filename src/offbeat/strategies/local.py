@@ -25,6 +25,7 @@ from torch.optim import SGD, Optimizer
 
 from offbeat.errors import RunError, StrategyError
 from offbeat.protocols.compression import Format, Shapes
+from offbeat.protocols.exchanges import Exchanged
 from offbeat.protocols.schedule import View
 from offbeat.simulate.foretelling import Step
 from offbeat.strategies._base import Axis, Setting, Strategy, Traits, require
@@ -244,15 +245,12 @@ class _Averaging(_Counting):
             self.exchange.suspend(True)
 
     def foreseen(self) -> Step | str:
-        """The mean of models, in every n-th step."""
-        if self._settings.momentum == "averaged":
-            return "what an optimizer remembers, which is averaged too, is known only after its steps"
+        """What the last mean of models was made by, every n-th step."""
         exchange = self.exchange
         if not isinstance(exchange, CostedMeans):
             return exchange.unforeseen
-        counts = [8 * exchange.group.size for _ in self._ways]
-        rows = [row.nbytes for way in self._ways for row in way.rows.read()]
-        return _every(exchange.foreseen_means([*counts, *rows]), self._settings)
+        made = [each for way in self._ways for each in way.exchanges]
+        return _every(exchange.foreseen_means(made), self._settings)
 
     def _average(self, way: _Way) -> None:
         group = self.exchange.group
@@ -260,10 +258,12 @@ class _Averaging(_Counting):
             way.examples = 0.0
             return
         with self.exchange.stopwatch.spent_on("communicate"):
+            group.sent.record()
             counts = group.gather([way.examples], "the count of examples")
             total = float(counts.sum())
             weight = way.examples * group.size / total if total else 1.0
             way.average(weight, self.exchange)
+            way.exchanges = group.sent.recorded()
         way.examples = 0.0
 
     @contextmanager
@@ -295,6 +295,8 @@ class _Way:
         self.rows = Rows(())
         self.examples = 0.0
         """Behind the steps since the last averaging."""
+        self.exchanges: tuple[Exchanged, ...] = ()
+        """What the last averaging exchanged."""
         self._common: list[Parameter] = []
         self._outer: Optimizer | None = None
 

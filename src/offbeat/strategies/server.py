@@ -240,7 +240,7 @@ class _Pushing(RecordedWorker):
         optimizer: Any = self.optimizer
         rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            group["lr"] = group["lr"] / len(self.group.members)
+            group["lr"] = group["lr"] / len(self.group.membership.members)
         return StepHere(own=True, afterwards=partial(_restore_rates, optimizer, rates))
 
     def vector(self, counted: Callable[[], None]) -> Vector:

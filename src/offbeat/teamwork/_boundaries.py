@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from offbeat.errors import UsageError
+from offbeat.runtime.served import CoordinatedMembership
 from offbeat.runtime.stamps import RECORDER, Mark
 from offbeat.strategies._capabilities import Snapshotting
 from offbeat.teamwork._workplace import Workplace
@@ -47,7 +50,7 @@ class Boundaries:
         if place.admitting:
             place.admitting = False
             with place.stopwatch.spent_on("wait"):
-                place.group.admit()
+                cast("CoordinatedMembership", place.group.membership).admit()
             place.redivide()
         place.reports.tell(place.holdings.epoch)
         return True
@@ -108,7 +111,7 @@ class Boundaries:
             return False
         if exchange.publishes:
             place.memory.publish_complete()
-        if place.group.leads and place.memory.wants_snapshot(place.goal.checkpoint_every, place.step):
+        if place.group.membership.leads and place.memory.wants_snapshot(place.goal.checkpoint_every, place.step):
             exchange.want_snapshot()
         cut = exchange.cut(place.step)
         if cut is not None:
@@ -120,7 +123,7 @@ class Boundaries:
 
     def join(self) -> None:
         """Be let in by the others, who have begun, and go on from the checkpoint that they have written for this."""
-        self._place.group.knock()
+        cast("CoordinatedMembership", self._place.group.membership).knock()
         self._place.seed = self._place.memory.recall()["seed"]
 
     def resume(self) -> None:
@@ -129,5 +132,5 @@ class Boundaries:
         if place.memory.resuming:
             place.memory.go_back()
             place.reports.go_back()
-            if place.group.outside:
-                place.group.come_in()
+            if place.group.membership.outside:
+                cast("CoordinatedMembership", place.group.membership).come_in()

@@ -20,6 +20,7 @@ from offbeat.runtime.loaders import Share
 from offbeat.runtime.memory import Memory, open_memory
 from offbeat.runtime.place import Place
 from offbeat.runtime.reports import Reports
+from offbeat.runtime.served import group_for
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies import Combined, combined, parse
 from offbeat.strategies._capabilities import Accounted, Metered, Observed
@@ -78,7 +79,7 @@ class Workplace:
     def redivide(self) -> None:
         """What the dead would have had is shared by the living."""
         for share in self.shares:
-            share.members = self.group.members
+            share.members = self.group.membership.members
 
     def learned(self) -> None:
         """A step was made on what loaders have handed out."""
@@ -93,7 +94,7 @@ def set_up(assignment: Assignment, place: Place) -> Workplace:
     strategy.check(place.size)
     if goal.seed is not None:
         randomness.seed_everything(goal.seed)
-    group = _group_for(assignment, place, timedelta(seconds=goal.timeout), device)
+    group = group_for(place, timedelta(seconds=goal.timeout), device, assignment.servers, assignment.joins)
     stopwatch, ledger = Stopwatch(), Ledger(Target.parse(goal.target) if goal.target else None)
     if group.presence is not None:
         group.presence.step = lambda: ledger.steps
@@ -142,11 +143,3 @@ def _reports(
 def _agreed_seed(goal: Goal, group: Group) -> int:
     chosen = torch.tensor([goal.seed if goal.seed is not None else torch.initial_seed() % 2**62])
     return int(group.share(chosen, "the sharing of the seed"))
-
-
-def _group_for(assignment: Assignment, place: Place, timeout: timedelta, device: torch.device) -> Group:
-    if assignment.servers is None:
-        return Group(place, timeout, device)
-    from offbeat.runtime.served import ServedGroup
-
-    return ServedGroup(place, timeout, assignment.servers, assignment.joins)

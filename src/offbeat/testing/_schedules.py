@@ -26,7 +26,7 @@ from offbeat.protocols.checker import Report, check, check_mixing
 from offbeat.protocols.collectives import Algorithm, Collective
 from offbeat.protocols.schedule import FloatArray, Layout, Op, Schedule, View
 from offbeat.runtime.execute import compile_schedule, run
-from offbeat.runtime.group import Group
+from offbeat.runtime.group import DirectGroup
 from offbeat.runtime.launch import Control, Launcher, Role, serve_store, worker_environment
 from offbeat.runtime.place import where
 from offbeat.simulate.values import play_values
@@ -275,7 +275,7 @@ def worker(config: Mapping[str, Any], control: Control) -> None:
     subject = Subject(
         schedule, Collective(config["collective"]), None if matrix is None else _constant(matrix), name, None
     )
-    group = Group(where(), PATIENCE, torch.device("cpu"))
+    group = DirectGroup(where(), PATIENCE, torch.device("cpu"))
     view, layout = subject.views(group.size)[-1], subject.layout(group.size)
     given = [brought(matrix is not None, layout.count, rank) for rank in range(group.size)]
     tensor = torch.from_numpy(given[group.rank].copy())

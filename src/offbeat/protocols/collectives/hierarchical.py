@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from offbeat.protocols.collectives.phases import At, Phase, Tree, exchange, tree_reduced, tree_spread
+from offbeat.protocols.collectives.phases import At, Phase, Tree, tree_reduced, tree_spread
 from offbeat.protocols.collectives.reducing import halving_doubling_between, ring_between
-from offbeat.protocols.collectives.shared import published
-from offbeat.protocols.schedule import IntArray, Layout, Op, Round, View
+from offbeat.protocols.schedule import IntArray, Layout, Round, View
 
 Between = Callable[[At, IntArray, Layout], Phase]
 
@@ -25,21 +24,6 @@ def hierarchical(view: View, layout: Layout) -> Iterator[Round]:
 def hierarchical_ring(view: View, layout: Layout) -> Iterator[Round]:
     """Binomial trees inside, a ring between."""
     return _by_trees(view, layout, ring_between)
-
-
-def hierarchical_shared(view: View, layout: Layout) -> Iterator[Round]:
-    """Shared memory inside, where the leader reads and is read, and halving-doubling between."""
-    hosts = by_host(view)
-    leaders, members = hosts.ranks[hosts.position == 0], hosts.ranks[hosts.position > 0]
-    theirs = np.repeat(leaders, np.diff(np.flatnonzero(np.append(hosts.position == 0, True))) - 1)
-    at = At()
-    if len(members):
-        at = yield from published(at, members, 0, layout.count)
-        at = yield from exchange(at, Op.REDUCE, members, theirs, 0, layout.count, bring=Op.FETCH)
-    at = yield from halving_doubling_between(at, leaders, layout)
-    if len(members):
-        at = yield from published(at, np.unique(theirs), 0, layout.count)
-        yield from exchange(at, Op.COPY, theirs, members, 0, layout.count, bring=Op.FETCH)
 
 
 def _by_trees(view: View, layout: Layout, between: Between) -> Iterator[Round]:

@@ -33,6 +33,15 @@ def broadcast_tree(view: View, layout: Layout) -> Iterator[Round]:
     yield from tree_spread(At(), Tree.of(from_root(view, layout)), layout.count)
 
 
+def broadcast_doubling(view: View, layout: Layout) -> Iterator[Round]:
+    """Broadcast: whoever knows tells one more at distance 1, then 2, 4 and so on; Gloo's broadcast is this one."""
+    ranks, at, known = from_root(view, layout), At(), 1
+    while known < view.size:
+        heard = min(known, view.size - known)
+        at = yield from exchange(at, Op.COPY, ranks[:heard], ranks[known : known + heard], 0, layout.count)
+        known *= 2
+
+
 def broadcast_ring(view: View, layout: Layout) -> Iterator[Round]:
     """Broadcast: blocks are scattered down a binomial tree, then gathered by all round a ring."""
     ranks, bounds = from_root(view, layout), layout.blocks(view.size)

@@ -12,11 +12,28 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from offbeat.runtime.backend._group import OffbeatGroup
     from offbeat.runtime.backend._marks import CollectiveError
+    from offbeat.runtime.backend._native import GLOO, planned_algorithm
     from offbeat.runtime.backend._registered import Options, open_group, register, stand_in_for_gloo
     from offbeat.runtime.backend._stamped import stamp_groups
 
-__all__ = ["CollectiveError", "OffbeatGroup", "Options", "open_group", "register", "stamp_groups", "stand_in_for_gloo"]
-_WHERE = {"CollectiveError": "_marks", "OffbeatGroup": "_group", "stamp_groups": "_stamped"}
+__all__ = [
+    "GLOO",
+    "CollectiveError",
+    "OffbeatGroup",
+    "Options",
+    "open_group",
+    "planned_algorithm",
+    "register",
+    "stamp_groups",
+    "stand_in_for_gloo",
+]
+_WHERE = {
+    "GLOO": "_native",
+    "planned_algorithm": "_native",
+    "CollectiveError": "_marks",
+    "OffbeatGroup": "_group",
+    "stamp_groups": "_stamped",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions
 
+from offbeat.protocols.collectives import Collective
 from offbeat.runtime.allocation import keep_freed_memory
 from offbeat.runtime.backend._checks import flat, in_place
 from offbeat.runtime.backend._far import Far
@@ -21,8 +22,9 @@ from offbeat.runtime.backend._line import Line, Pending, may_be_waited_for_by_te
 from offbeat.runtime.backend._local import Local
 from offbeat.runtime.backend._marks import CollectiveError, in_words, ranks_in_words, shapes
 from offbeat.runtime.backend._meeting import Hosts, anew, find_hosts, open_room
+from offbeat.runtime.backend._native import GLOO, native
 from offbeat.runtime.backend._quick import DONE, profiling, quick
-from offbeat.runtime.backend._spread import Spread
+from offbeat.runtime.backend._spread import AcrossHosts
 from offbeat.runtime.shared.room import FAILED, ONE_SHOT, SMALL
 from offbeat.runtime.shared.segment import Segment
 
@@ -89,7 +91,7 @@ class Core(_ProcessGroup):
         self._quick = quick(self._plans, self._line, None if local is None else local.compiled.start_turn)
         self._begin = self._quick.begin
         several = room is not None and 1 < self.hosts.count < size
-        self._spread = Spread(room, self.hosts, store, timeout) if room is not None and several else None
+        self._spread = AcrossHosts(room, self.hosts, store, timeout) if room is not None and several else None
         self._way: Any = self.local or self._far(dist.PrefixStore("far/", store))
         """Who does collectives: shared memory, or Gloo where ranks share none."""
 
@@ -219,7 +221,8 @@ class Core(_ProcessGroup):
     ) -> None:
         """All-reduce in the middle of something that has the turn: by ourselves, by Gloo, or by a named algorithm."""
         if self._spread is not None and not stock:
-            self._spread.all_reduce_all([tensor], operation)
+            with in_place([tensor]) as (held,):
+                self._spread.all_reduce(held, operation)
         elif stock or self.local is None:
             opts = AllreduceOptions()
             opts.reduceOp = operation
@@ -228,6 +231,12 @@ class Core(_ProcessGroup):
             self._all_reduce([tensor], operation)
         else:
             self.local.all_reduce([tensor], operation, algorithm=name)
+
+    def algorithm(self, collective: Collective, nbytes: int, stock: bool = False) -> str:
+        """Which algorithm this group, or Gloo in it, does a collective by, with so many bytes of each rank."""
+        if stock:
+            return GLOO[collective]
+        return native(collective, nbytes, self.local is not None, self._spread is not None)
 
     @property
     def messages(self) -> Any:

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import (
     ScatterOptions,
 )
 
-from offbeat.runtime.backend._spread import Spread
+from offbeat.runtime.backend._spread import AcrossHosts
 from offbeat.runtime.shared.kernels import ways_of
 
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
@@ -34,7 +34,9 @@ _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: tor
 class Far:
     """The same calls as in shared memory; tensors are contiguous. Every call returns when it is done here."""
 
-    def __init__(self, gloo: Any, spread: Spread | None, rank: int, size: int, timeout: Callable[[], float]) -> None:
+    def __init__(
+        self, gloo: Any, spread: AcrossHosts | None, rank: int, size: int, timeout: Callable[[], float]
+    ) -> None:
         self._gloo, self._spread, self._rank, self._size = gloo, spread, rank, size
         self._timeout = timeout
 

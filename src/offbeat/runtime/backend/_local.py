@@ -280,7 +280,7 @@ class Local:
         """Return when all ranks have come."""
         self._meet(mark(kind))
 
-    def broadcast(self, tensor: Tensor, root: int) -> None:
+    def broadcast(self, tensor: Tensor, root: int, algorithm: str = "one_shot") -> None:
         """The root's numbers, on every rank, in place."""
         row = as_bytes(tensor)
         number = mark("broadcast", tensor.dtype, tensor.numel(), root=root)
@@ -290,18 +290,18 @@ class Local:
             cuts = [row[start : start + width] for start in range(0, row.size, width)]
             return [([cut], [cut]) for cut in cuts]
 
-        stages = self._program(Collective.BROADCAST, "one_shot", root)
-        self._run(("broadcast", root, row.size), stages, pieces, [row], width, np.uint8, number)
+        stages = self._program(Collective.BROADCAST, algorithm, root)
+        self._run(("broadcast", algorithm, root, row.size), stages, pieces, [row], width, np.uint8, number)
 
-    def reduce(self, tensor: Tensor, operation: Any, root: int) -> None:
+    def reduce(self, tensor: Tensor, operation: Any, root: int, algorithm: str = "two_shot") -> None:
         """Combined at the root, in place; the others keep theirs."""
         row = as_words(tensor)
         result = row if self.room.rank == root else np.empty_like(row)
-        stages = self._program(Collective.REDUCE, "two_shot", root)
+        stages = self._program(Collective.REDUCE, algorithm, root)
         number = mark("reduce", tensor.dtype, row.size, operation, root)
         size = self.room.size
         width = self._engine.width(size, row.itemsize)
-        key = ("reduce", root, int(operation), row.dtype, tensor.dtype, row.size)
+        key = ("reduce", algorithm, root, int(operation), row.dtype, tensor.dtype, row.size)
         ways = ways_of(operation, tensor.dtype, size)
         rows = [row, result] if result is not row else [row]
         self._run(key, stages, lambda: _pieces(row, result, width, size), rows, width, row.dtype, number, ways)

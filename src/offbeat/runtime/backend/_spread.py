@@ -1,70 +1,84 @@
-"""An all-reduce over several hosts: inside each through shared memory, between their leaders by Gloo."""
+"""Runs the parts of an all-reduce over several hosts: those inside a host in shared memory, those between by Gloo.
+
+What is done by whom, in which order and on which range is `protocols.collectives.across_hosts`; nothing of it is
+decided here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions
 
+from offbeat.protocols.collectives import Collective
+from offbeat.protocols.collectives.across_hosts import parts_across_hosts
+from offbeat.protocols.schedule import Layout, View
 from offbeat.runtime.backend._local import Local
 from offbeat.runtime.backend._meeting import Hosts
 from offbeat.runtime.shared.room import Room
 
-PIECE = 1 << 22
-"""Bytes that travel between hosts at once, while the next are reduced inside and the last are handed round."""
+_SIZES = 256
+"""Sizes whose parts are remembered."""
 
 
-class Spread:
+class _OwnPart(NamedTuple):
+    """A part that this rank has something to do in."""
+
+    number: int
+    collective: Collective
+    algorithm: str
+    start: int
+    stop: int
+    after: tuple[int, ...]
+
+
+class AcrossHosts:
     """Ranks on several hosts, of which at least one has several."""
 
     def __init__(self, room: Room, hosts: Hosts, store: dist.Store, timeout: timedelta) -> None:
         self._local = Local(room) if room.size > 1 else None
-        self._size = len(hosts.of)
+        self._view, self._rank = View.of(len(hosts.of), hosts.of), hosts.rank
         self._between: Any = None
         if hosts.rank in hosts.leaders:
             number = hosts.leaders.index(hosts.rank)
             self._between = dist.ProcessGroupGloo(dist.PrefixStore("leaders/", store), number, hosts.count, timeout)
+        self._parts = lru_cache(_SIZES)(self._own_parts)
+
+    def _own_parts(self, count: int, itemsize: int) -> list[_OwnPart]:
+        return [
+            _OwnPart(number, part.algorithm.collective, part.algorithm.name, part.start, part.stop, part.after)
+            for number, part in enumerate(parts_across_hosts(self._view, Layout(count, itemsize)))
+            if any(self._rank in group and len(group) > 1 for group in part.groups)
+        ]
 
     def all_reduce(self, row: Tensor, operation: Any) -> None:
         """A contiguous tensor, in place."""
         average = operation == dist.ReduceOp.AVG
         kind = dist.ReduceOp.SUM if average else operation
-        pieces = row.detach().view(-1).split(max(1, PIECE // row.element_size())) if row.numel() else [row.detach()]
-        under_way: Any = None
-        for number, piece in enumerate(pieces):
-            if self._local is not None:
-                self._local.reduce(piece, kind, 0)
-            started = self._start(piece, kind)
-            if number:
-                self._hand_round(pieces[number - 1], under_way)
-            under_way = started
-        self._hand_round(pieces[-1], under_way)
+        flat = row.detach().view(-1)
+        under_way: dict[int, Any] = {}
+        for part in self._parts(flat.numel(), flat.element_size()):
+            for earlier in part.after:
+                if (work := under_way.pop(earlier, None)) is not None:
+                    work.wait()
+            self._begin(part, flat[part.start : part.stop], kind, under_way)
+        for work in under_way.values():
+            work.wait()
         if average:
-            row.detach().div_(self._size, rounding_mode=None if row.is_floating_point() else "trunc")
+            flat.div_(self._view.size, rounding_mode=None if row.is_floating_point() else "trunc")
 
-    def _start(self, piece: Tensor, operation: Any) -> Any:
-        if self._between is None or not piece.numel():
-            return None
-        options = AllreduceOptions()
-        options.reduceOp = operation
-        return self._between.allreduce([piece], options)
-
-    def _hand_round(self, piece: Tensor, under_way: Any) -> None:
-        if under_way is not None:
-            under_way.wait()
-        if self._local is not None:
-            self._local.broadcast(piece, 0)
-
-    def all_reduce_all(self, tensors: Sequence[Tensor], operation: Any) -> None:
-        """Several tensors, one after the other; those that do not lie in a row are copied into one and back."""
-        for tensor in tensors:
-            held = tensor if tensor.is_contiguous() else tensor.contiguous()
-            self.all_reduce(held, operation)
-            if held is not tensor:
-                with torch.no_grad():
-                    tensor.copy_(held)
+    def _begin(self, part: _OwnPart, piece: Tensor, operation: Any, under_way: dict[int, Any]) -> None:
+        """Do a part inside a host, or start one between hosts. The root is the first of the ranks that do it."""
+        if part.collective is Collective.ALL_REDUCE:
+            if piece.numel():
+                options = AllreduceOptions()
+                options.reduceOp = operation
+                under_way[part.number] = self._between.allreduce([piece], options)
+        elif self._local is not None and part.collective is Collective.REDUCE:
+            self._local.reduce(piece, operation, 0, part.algorithm)
+        elif self._local is not None:
+            self._local.broadcast(piece, 0, part.algorithm)

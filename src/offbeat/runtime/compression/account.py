@@ -36,20 +36,15 @@ class Account:
             self.figures[name] += value
 
     @property
-    def letter(self) -> int:
-        """Bytes of a letter, on average; 0 if there was none."""
-        return round(self.figures["letter_bytes"] / max(self.figures["sums"], 1.0))
-
-    @property
     def due(self) -> bool:
         """Whether it is time to see what the same takes dense; the same answer on all workers that exchange in step."""
         return self.figures["sums"] == PROBED and not self.figures["probes"]
 
     def probe(self, group: Group, act: Callable[[], object]) -> None:
         """Exchange densely, which is what `act` does, and see what that takes; all workers call this together."""
-        start, sent = time.perf_counter(), group.bytes_sent
-        times = timed(group, act)
-        group.bytes_sent = sent
+        start = time.perf_counter()
+        with group.sent.measuring():
+            times = timed(group, act)
         self.figures["probes"] += len(times)
         self.figures["dense_seconds"] += sum(times)
         self.figures["probing_seconds"] += time.perf_counter() - start
@@ -60,10 +55,13 @@ class Account:
         if self.figures["compared"] >= self.figures["probes"]:
             yield
             return
-        group.barrier(COMPARING)
+        with group.sent.measuring():
+            group.barrier(COMPARING)
         start = time.perf_counter()
         yield
-        took = float(group.gather([time.perf_counter() - start], COMPARING).max())
+        spent = time.perf_counter() - start
+        with group.sent.measuring():
+            took = float(group.gather([spent], COMPARING).max())
         self.figures["compared"] += 1
         self.figures["compressed_seconds"] += took
 

@@ -6,13 +6,13 @@ import time
 
 from torch import Tensor
 
-from offbeat.runtime.group import Group
+from offbeat.runtime.group import DirectGroup
 
 
 class GroupLink:
     """How letters travel in one exchange of a group; it counts what they took."""
 
-    def __init__(self, group: Group, what: str) -> None:
+    def __init__(self, group: DirectGroup, what: str) -> None:
         self._group, self._what = group, what
         self.nbytes = 0
         """Bytes that this worker has brought to sums and gatherings."""

@@ -22,7 +22,7 @@ from offbeat.protocols.compression import Shapes
 from offbeat.runtime.compression.account import COMPARING, Account
 from offbeat.runtime.compression.coder import Feedback, all_finite
 from offbeat.runtime.compression.link import GroupLink
-from offbeat.runtime.group import Group
+from offbeat.runtime.group import DirectGroup
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.runtime.sums import GradientSums, gradient_of
 
@@ -39,7 +39,7 @@ class CompressedSums(GradientSums):
     def __init__(
         self,
         parameters: Iterable[Parameter],
-        group: Group,
+        group: DirectGroup,
         stopwatch: Stopwatch,
         compressor: Callable[[Shapes, int], Feedback],
     ) -> None:
@@ -52,10 +52,6 @@ class CompressedSums(GradientSums):
     def accounts(self) -> list[Account]:
         """What compressing each row has come to so far."""
         return [row.account for row in self._rows]
-
-    def rows(self) -> list[int]:
-        """Bytes of what is summed as it is; letters come after it."""
-        return [self._row.nbytes] if any(p.requires_grad for p in self.parameters) else []
 
     def state(self) -> list[Any]:
         """What is owed, and what coders remember."""

@@ -86,17 +86,19 @@ class Placed:
                 "rate": there.host.rate,
                 "workers": [rank for rank, home in enumerate(workers) if home == number],
                 "servers": [server for server, home in (servers or {}).items() if home == number],
-                "sent_bytes": None if there.port is None else sent.get(there.port),
+                "sent_bytes": None if there.port is None else sent.get(there.port, (None, None))[0],
+                "sent_packets": None if there.port is None else sent.get(there.port, (None, None))[1],
             }
             for number, there in enumerate(self.hosts)
         ]
 
-    def _sent(self) -> dict[str, int]:
-        """What the kernel has counted at the other end of each link, headers and all."""
+    def _sent(self) -> dict[str, tuple[int, int]]:
+        """Bytes, headers and all, and packets that the kernel has counted at the other end of each link."""
         try:
             with self.inside():
                 lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
         except (OSError, RunError):
             return {}
         named = (line.partition(":") for line in lines if ":" in line)
-        return {name.strip(): int(counts.split()[0]) for name, _, counts in named}
+        counted = {name.strip(): counts.split() for name, _, counts in named}
+        return {name: (int(columns[0]), int(columns[1])) for name, columns in counted.items()}

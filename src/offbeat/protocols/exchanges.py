@@ -1,0 +1,63 @@
+"""What workers exchange, as the description by which it is executed, counted and predicted.
+
+Whoever executes a collective makes an `Exchanged` of it: what is achieved, by which algorithm, with how many bytes. Its
+schedule says what each rank sends, and how long it takes on a network. So `bytes_sent` and the predicted step cannot
+differ from what ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from msgspec import Struct
+
+from offbeat.protocols.checker import cost
+from offbeat.protocols.collectives import Collective, algorithm
+from offbeat.protocols.mixing import mix, tell
+from offbeat.protocols.schedule import Layout, Schedule, View
+from offbeat.protocols.stepping import Part
+
+Row = tuple[float, ...]
+Matrix = tuple[Row, ...]
+
+
+class Exchanged(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One exchange of all workers."""
+
+    what: Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "mix", "tell"]
+    by: str
+    """The algorithm; between neighbours, which of the matrices."""
+    nbytes: int
+    """Bytes of each worker's row; of an all-gather, of what each worker brings."""
+    itemsize: int = 1
+    """Bytes of an element: rows are cut between elements."""
+    root: int = 0
+    """Whose row a broadcast hands to the others."""
+
+    def part(self, size: int, matrices: Sequence[Matrix] = ()) -> Part:
+        """The schedule among so many workers, and its layout."""
+        # What each brings to an all-gather is a block of the whole.
+        whole = self.nbytes * size if self.what == "all_gather" else self.nbytes
+        layout = Layout(whole // self.itemsize, self.itemsize, self.root)
+        if self.what == "mix":
+            return mix(np.asarray(matrices[int(self.by)])), layout
+        if self.what == "tell":
+            matrix = np.asarray(matrices[int(self.by)])
+            # A message of everybody, and one of each neighbour at whoever has most of them.
+            longest = int((matrix != 0).sum(axis=1).max()) + 1
+            return tell(matrix, np.full(size, self.nbytes)), Layout(longest * self.nbytes, 1)
+        return algorithm(Collective(self.what), self.by).schedule, layout
+
+
+def sum_in_memory(nbytes: int, itemsize: int, own_blocks: bool = False) -> Exchanged:
+    """A sum of rows where they lie in shared memory; or only of each worker's own block of them."""
+    if own_blocks:
+        return Exchanged(what="reduce_scatter", by="one_shot", nbytes=nbytes, itemsize=itemsize)
+    return Exchanged(what="all_reduce", by="two_shot", nbytes=nbytes, itemsize=itemsize)
+
+
+def sent_by(schedule: Schedule, layout: Layout, view: View, rank: int) -> int:
+    """Bytes that a rank sends in a schedule."""
+    return int(cost(schedule(view, layout), view, layout).bytes_sent[rank])

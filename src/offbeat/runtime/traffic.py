@@ -1,0 +1,103 @@
+"""Bytes that a worker sends: those of the schedules that run, and which exchanges a step is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+from offbeat.protocols.collectives import Collective
+from offbeat.protocols.exchanges import Exchanged, sent_by
+from offbeat.protocols.schedule import View
+
+_REMEMBERED = 4096
+"""Exchanges whose bytes are remembered; sizes that differ each time must not fill the memory."""
+
+
+class _Totals:
+    """Of all lanes of a worker."""
+
+    counted = 0
+    measuring = 0
+
+
+class SentBytes:
+    """What a worker has sent over all lanes, and what it exchanges over one of them while somebody asks."""
+
+    def __init__(self, totals: _Totals | None = None) -> None:
+        self._totals = totals or _Totals()
+        self._recorded: list[Exchanged] | None = None
+
+    def lane(self) -> SentBytes:
+        """The same for another lane of the same worker."""
+        return SentBytes(self._totals)
+
+    @property
+    def counted(self) -> int:
+        """Bytes sent by the exchanges of the run."""
+        return self._totals.counted
+
+    @counted.setter
+    def counted(self, count: int) -> None:
+        self._totals.counted = count
+
+    @property
+    def measured(self) -> int:
+        """Bytes sent beside that, only to measure what exchanges take."""
+        return self._totals.measuring
+
+    @measured.setter
+    def measured(self, count: int) -> None:
+        self._totals.measuring = count
+
+    def add(self, nbytes: int, exchanged: Exchanged | None = None) -> None:
+        """Count what was sent, and remember what for."""
+        self._totals.counted += nbytes
+        if self._recorded is not None and exchanged is not None:
+            self._recorded.append(exchanged)
+
+    @contextmanager
+    def measuring(self) -> Generator[None]:
+        """Inside, exchanges count as measurements: they are no part of a step, nor of what the run has sent."""
+        before, recorded = self.counted, self._recorded
+        self._recorded = None
+        try:
+            yield
+        finally:
+            self._recorded = recorded
+            self._totals.measuring += self.counted - before
+            self.counted = before
+
+    def record(self) -> None:
+        """From now on, remember what is exchanged over this lane."""
+        self._recorded = []
+
+    def recorded(self) -> tuple[Exchanged, ...]:
+        """What was exchanged since, and remember no more."""
+        recorded, self._recorded = self._recorded, None
+        return tuple(recorded or ())
+
+
+class Traffic:
+    """Counts exchanges by their schedules, each of which is walked once for each size."""
+
+    def __init__(self, view: View, rank: int, algorithm: Callable[[Collective, int], str]) -> None:
+        self._view, self._rank, self._algorithm = view, rank, algorithm
+        self._known: dict[tuple[Any, ...], tuple[int, Exchanged]] = {}
+
+    def of(
+        self, what: str, nbytes: int, itemsize: int = 1, by: str | None = None, root: int = 0
+    ) -> tuple[int, Exchanged]:
+        """What this worker sends in such an exchange, and the exchange; without a name, by the backend's algorithm."""
+        key = (what, nbytes, itemsize, by, root)
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            known = self._known[key] = self._costed(*key)
+        return known
+
+    def _costed(self, what: Any, nbytes: int, itemsize: int, by: str | None, root: int) -> tuple[int, Exchanged]:
+        name = by or self._algorithm(Collective(what), nbytes)
+        exchanged = Exchanged(what=what, by=name, nbytes=nbytes, itemsize=itemsize, root=root)
+        return sent_by(*exchanged.part(self._view.size), self._view, self._rank), exchanged
