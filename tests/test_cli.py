@@ -86,6 +86,7 @@ RESULT = [
     "samples_per_second",
     "core_seconds",
     "bytes_sent",
+    "bytes_measuring",
     "seconds_by_kind",
     "overlapped_seconds",
     "staleness",

@@ -233,8 +233,6 @@ def test_thirty_two_ranks_can_be_drawn_and_more_are_told_in_a_table_only(offbeat
         (["ddp"], "ddp cannot be drawn: torch's own DistributedDataParallel sums on Gloo"),
         (["hogwild"], "hogwild cannot be drawn: its workers write to shared memory"),
         (["allreduce(auto)"], "Name one, such as ring"),
-        (["allreduce(gloo)"], "how Gloo sums is Gloo's own affair"),
-        (["zero1"], "which no schedule here says as a whole"),
         (["single", "-w", "1"], "nobody to send anything to"),
         (["allgather(ring)"], "'allgather' is neither a strategy nor a collective. Did you mean 'all_gather'?"),
         (["all_gather(rng)"], "Did you mean 'ring'?"),

@@ -349,10 +349,10 @@ def test_what_cannot_be_done_number_by_number_is_refused(
 
 
 def test_workers_that_share_no_memory_are_refused() -> None:
-    apart: Any = SimpleNamespace(size=2, rank=0, shares_memory=False)
+    apart: Any = SimpleNamespace(size=2, rank=0, direct=SimpleNamespace(shares_memory=False))
     with pytest.raises(StrategyError, match="share memory: on one host, on CPUs"):
         Hogwild().connect(apart, Stopwatch())
-    alone: Any = SimpleNamespace(size=1, rank=0, shares_memory=False)
+    alone: Any = SimpleNamespace(size=1, rank=0)
     Hogwild().connect(alone, Stopwatch())
 
 

@@ -22,7 +22,7 @@ TAGS = {
     "time, relative, speedup, step_seconds, core_seconds, startup_seconds, seconds_by_kind": "measured",
     "reached, steps, samples, score, test_score": "measured",
     "kernel_bytes": "measured",
-    "bytes_sent": "measured: counted by the formulas of the algorithms that were used",
+    "bytes_sent": "measured: read off the schedules that ran",
     "curve": "measured; bytes between evaluations are scaled from one worker's to all",
 }
 """How each figure came about; nothing in a league is simulated or extrapolated."""

@@ -32,7 +32,7 @@ from offbeat.runtime.membership import Membership, StaticMembership
 from offbeat.runtime.place import Place
 from offbeat.runtime.presence import Presence, Waiting
 from offbeat.runtime.shared.segment import Segment
-from offbeat.runtime.traffic import SentBytes, Traffic
+from offbeat.runtime.traffic import REMEMBERED, SentBytes, Traffic
 
 _WAITED_FOR = AllreduceOptions()
 _WAITED_FOR.asyncOp = False
@@ -89,9 +89,12 @@ class Group(ABC):
     def sum(self, tensor: Tensor, what: str = "a sum") -> Tensor:
         """`tensor` summed over the workers, in place."""
 
-    @abstractmethod
     def mean(self, tensor: Tensor, what: str, weight: float | None = None) -> Tensor:
         """`tensor` averaged over the workers, in place; by their weights, if they have any and not all are 0."""
+        if weight is None:
+            return self.sum(tensor, what).div_(self.size)
+        total = float(self.gather([weight], what).sum())
+        return self.sum(tensor.mul_(weight / total if total else 1 / self.size), what)
 
     @abstractmethod
     def sum_sparse(self, tensor: Tensor, what: str) -> Tensor:
@@ -153,6 +156,7 @@ class DirectGroup(Group):
             self.process_group, self.view = self._connection.first, self._connection.view
             self.presence = self._watched = self._attend(self._connection)
         self._traffic = Traffic(self.view, self.rank, self._algorithm)
+        self._summed: dict[tuple[int, int], tuple[int, Exchanged]] = {}
         self._membership = StaticMembership(self.rank, self.size, self.presence, timeout.total_seconds())
 
     def _attend(self, connection: Connection) -> Presence:
@@ -265,27 +269,29 @@ class DirectGroup(Group):
 
     def _start_sum(self, tensor: Tensor, what: str, options: AllreduceOptions) -> Pending:
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        sums, nbytes, itemsize = self.sums_by, real.nbytes, real.itemsize
+        sums = self.sums_by
         if sums is None:
-            self.note("all_reduce", nbytes, itemsize)
+            size = real.numel(), real.element_size()
+            self.sent.add(*(self._summed.get(size) or self._sum_of(size)))
             return self._started(lambda group: group.allreduce([real], options), what)
         work = self._started(lambda group: group.later(lambda: sums.sum(real), what, [real]), what)
         # Which algorithm it was may be found out by the sum itself.
-        work.then = lambda: self.note("all_reduce", nbytes, itemsize, sums.algorithm(nbytes))
+        nbytes = real.nbytes
+        work.then = lambda: self.note("all_reduce", nbytes, real.itemsize, sums.algorithm(nbytes))
         return work
+
+    def _sum_of(self, size: tuple[int, int]) -> tuple[int, Exchanged]:
+        """What a sum of so many elements of so many bytes counts as, for the next ones to find at once."""
+        if len(self._summed) >= REMEMBERED:
+            self._summed.clear()
+        known = self._summed[size] = self._traffic.of("all_reduce", size[0] * size[1], size[1])
+        return known
 
     def sum(self, tensor: Tensor, what: str = "a sum") -> Tensor:
         """`tensor` summed over the workers, in place."""
         if self.size > 1:
             self._start_sum(tensor, what, _WAITED_FOR).wait()
         return tensor
-
-    def mean(self, tensor: Tensor, what: str, weight: float | None = None) -> Tensor:
-        """`tensor` averaged over the workers, in place; by their weights, if they have any and not all are 0."""
-        if weight is None:
-            return self.sum(tensor, what).div_(self.size)
-        total = float(self.gather([weight], what).sum())
-        return self.sum(tensor.mul_(weight / total if total else 1 / self.size), what)
 
     def sum_sparse(self, tensor: Tensor, what: str) -> Tensor:
         """A sparse tensor summed over the workers."""

@@ -10,7 +10,7 @@ from offbeat.protocols.collectives import Collective
 from offbeat.protocols.exchanges import Exchanged, sent_by
 from offbeat.protocols.schedule import View
 
-_REMEMBERED = 4096
+REMEMBERED = 4096
 """Exchanges whose bytes are remembered; sizes that differ each time must not fill the memory."""
 
 
@@ -92,7 +92,7 @@ class Traffic:
         key = (what, nbytes, itemsize, by, root)
         known = self._known.get(key)
         if known is None:
-            if len(self._known) >= _REMEMBERED:
+            if len(self._known) >= REMEMBERED:
                 self._known.clear()
             known = self._known[key] = self._costed(*key)
         return known

@@ -40,7 +40,7 @@ class Step(Struct, frozen=True, kw_only=True):
     exchanges: tuple[Exchanged, ...]
     """One after the other."""
     period: int = 1
-    """In every so manieth step."""
+    """They are made every n-th step."""
     beside: bool = False
     """Whether they begin while gradients are still computed, each when its share of the bytes is there."""
     behind: int = 0

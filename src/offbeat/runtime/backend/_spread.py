@@ -7,7 +7,6 @@ decided here.
 from __future__ import annotations
 
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -46,14 +45,18 @@ class AcrossHosts:
         if hosts.rank in hosts.leaders:
             number = hosts.leaders.index(hosts.rank)
             self._between = dist.ProcessGroupGloo(dist.PrefixStore("leaders/", store), number, hosts.count, timeout)
-        self._parts = lru_cache(_SIZES)(self._own_parts)
+        self._parts: dict[tuple[int, int], list[_OwnPart]] = {}
 
-    def _own_parts(self, count: int, itemsize: int) -> list[_OwnPart]:
-        return [
+    def _own_parts(self, size: tuple[int, int]) -> list[_OwnPart]:
+        """The parts of a row of so many elements of so many bytes, worked out once."""
+        if len(self._parts) >= _SIZES:
+            self._parts.clear()
+        made = self._parts[size] = [
             _OwnPart(number, part.algorithm.collective, part.algorithm.name, part.start, part.stop, part.after)
-            for number, part in enumerate(parts_across_hosts(self._view, Layout(count, itemsize)))
+            for number, part in enumerate(parts_across_hosts(self._view, Layout(*size)))
             if any(self._rank in group and len(group) > 1 for group in part.groups)
         ]
+        return made
 
     def all_reduce(self, row: Tensor, operation: Any) -> None:
         """A contiguous tensor, in place."""
@@ -61,7 +64,8 @@ class AcrossHosts:
         kind = dist.ReduceOp.SUM if average else operation
         flat = row.detach().view(-1)
         under_way: dict[int, Any] = {}
-        for part in self._parts(flat.numel(), flat.element_size()):
+        size = flat.numel(), flat.element_size()
+        for part in self._parts.get(size) or self._own_parts(size):
             for earlier in part.after:
                 if (work := under_way.pop(earlier, None)) is not None:
                     work.wait()
