@@ -1,15 +1,13 @@
-"""`offbeat draw`: its options, and the tables that it prints. What is heavy is imported when it is called."""
+"""`offbeat draw`, and the tables that it prints. What is heavy is imported when it is called."""
 
 from __future__ import annotations
 
 import re
 import sys
-from enum import StrEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from offbeat.cli.from_settings import command_from
+from offbeat.cli.options import DrawOptions, TableFormat
 from offbeat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,64 +25,8 @@ SHOWN = 60
 """Rows that are printed; JSON has all."""
 
 
-class Output(StrEnum):
-    """How the rounds are printed."""
-
-    table = "table"
-    json = "json"
-
-
-def draw(
-    strategy: Annotated[
-        str,
-        typer.Argument(
-            help="What to draw: a strategy such as [bold]gossip(exponential)[/bold], "
-            "[bold]server(consistency=asp)[/bold] or [bold]local(4) + topk(0.01)[/bold]; an algorithm of a collective, "
-            "such as [bold]all_gather(ring)[/bold]; or a schedule or contract of machines of your own, "
-            "[bold]mine.py:my_ring[/bold]."
-        ),
-    ],
-    workers: Annotated[
-        int | None, typer.Option("--workers", "-w", help="How many take part. Default: 4, or the hosts'.")
-    ] = None,
-    network: Annotated[
-        str,
-        typer.Option(
-            help="Between hosts: rate and latency, e.g. [bold]10Gbit,50us[/bold]; a third part such as "
-            "[bold]8GB/s[/bold] says how fast numbers are added up."
-        ),
-    ] = "10Gbit,50us",
-    inside: Annotated[
-        str | None, typer.Option(help="Inside a host, written the same. Default: [bold]100Gbit,1us[/bold].")
-    ] = None,
-    size: Annotated[str, typer.Option(help="Bytes of the model, or of a collective's buffer.")] = "100MB",
-    hosts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HxW", help="Hosts times workers on each, e.g. [bold]2x4[/bold]. Default: a host for each worker."
-        ),
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps to draw. Default: one turn of what is exchanged.")] = None,
-    step: Annotated[str, typer.Option(help="What an undisturbed step takes to compute.")] = "40ms",
-    stragglers: Annotated[
-        str,
-        typer.Option(
-            help="What makes steps longer, as in `offbeat bench server`: [bold]permanent(2)[/bold], "
-            "[bold]transient(0.2, 0.15)[/bold] …"
-        ),
-    ] = "none",
-    collective: Annotated[
-        str | None, typer.Option(help="What a schedule of your own is to achieve. Default: all_reduce.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of stragglers, and of machines' chance.")] = 0,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="Draw it here: .svg, or .png (which needs matplotlib)."),
-    ] = None,
-    output: Annotated[
-        Output, typer.Option("--format", help="[bold]json[/bold] prints every round, message and interval.")
-    ] = Output.table,
-) -> None:
+@command_from(DrawOptions, leading=("workers", "network", "size", "hosts"))
+def draw(given: dict[str, Any]) -> None:
     """Draw who sends what to whom when, port by port: any schedule, or a simulated run of servers or machines.
 
     The same text is drawn here that processes run: schedules and machines of `protocols`, in virtual time.
@@ -96,31 +38,33 @@ def draw(
     from offbeat.simulate.stragglers import Stragglers
     from offbeat.simulate.units import parse_duration, parse_size, seconds_in_words
 
-    if out is not None:
-        check_name(out)
-    setting = Scenario(
-        hosts_of(hosts, workers),
-        Network.parse(network, inside),
-        parse_size(size),
-        steps,
-        Stragglers.parse(stragglers, parse_duration(step)),
-        seed,
-        collective,
+    asked = DrawOptions(**given)
+    if asked.out is not None:
+        check_name(asked.out)
+    scenario = Scenario(
+        hosts_of(asked.hosts, asked.workers),
+        Network.parse(asked.network, asked.inside),
+        parse_size(asked.size),
+        asked.steps,
+        Stragglers.parse(asked.stragglers, parse_duration(asked.step)),
+        asked.seed,
+        asked.collective,
     )
-    timeline = timeline_of(strategy, setting)
-    subtitle = f"{len(setting.hosts)} workers, {size}, {network}: {seconds_in_words(timeline.end)} of virtual time"
-    if out is not None:
-        write(picture(timeline, subtitle), out)
-    if output is Output.json:
-        print_json({"picture": None if out is None else str(out), **plain(timeline)})
+    timeline = timeline_of(asked.strategy, scenario)
+    where = f"{len(scenario.hosts)} workers, {asked.size}, {asked.network}"
+    subtitle = f"{where}: {seconds_in_words(timeline.end)} of virtual time"
+    if asked.out is not None:
+        write(picture(timeline, subtitle), asked.out)
+    if asked.output is TableFormat.json:
+        print_json({"picture": None if asked.out is None else str(asked.out), **plain(timeline)})
         return
     from rich.console import Console
 
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True, markup=False)
     console.print(f"{timeline.title}: {subtitle}", style="bold")
     _print_tables(console, timeline)
-    if out is not None:
-        console.print(f"Drawn: {out}")
+    if asked.out is not None:
+        console.print(f"Drawn: {asked.out}")
 
 
 def hosts_of(text: str | None, workers: int | None) -> tuple[int, ...]:

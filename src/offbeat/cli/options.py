@@ -19,6 +19,13 @@ class Format(StrEnum):
     json = "json"
 
 
+class TableFormat(StrEnum):
+    """How tables are printed."""
+
+    table = "table"
+    json = "json"
+
+
 class LeagueFormat(StrEnum):
     """How a league is printed."""
 
@@ -182,3 +189,49 @@ class BatchSizeOptions(_Measuring):
             "diversity."
         ),
     ] = False
+
+
+@dataclass(frozen=True)
+class DrawOptions:
+    """The options of `offbeat draw`."""
+
+    strategy: Annotated[
+        str,
+        Argument(
+            "What to draw: a strategy such as [bold]gossip(exponential)[/bold], [bold]server(consistency=asp)[/bold] "
+            "or [bold]local(4) + topk(0.01)[/bold]; an algorithm of a collective, such as [bold]all_gather(ring)"
+            "[/bold]; or a schedule or contract of machines of your own, [bold]mine.py:my_ring[/bold].",
+            "STRATEGY",
+        ),
+    ]
+    workers: Annotated[int | None, Option("How many take part. Default: 4, or the hosts'.", "-w")] = None
+    network: Annotated[
+        str,
+        Option(
+            "Between hosts: rate and latency, e.g. [bold]10Gbit,50us[/bold]; a third part such as [bold]8GB/s[/bold] "
+            "says how fast numbers are added up."
+        ),
+    ] = "10Gbit,50us"
+    inside: Annotated[str | None, Option("Inside a host, written the same. Default: [bold]100Gbit,1us[/bold].")] = None
+    size: Annotated[str, Option("Bytes of the model, or of a collective's buffer.")] = "100MB"
+    hosts: Annotated[
+        str | None,
+        Option("Hosts times workers on each, e.g. [bold]2x4[/bold]. Default: a host for each worker.", metavar="HxW"),
+    ] = None
+    steps: Annotated[int | None, Option("Steps to draw. Default: one turn of what is exchanged.")] = None
+    step: Annotated[str, Option("What an undisturbed step takes to compute.")] = "40ms"
+    stragglers: Annotated[
+        str,
+        Option(
+            "What makes steps longer, as in `offbeat bench server`: [bold]permanent(2)[/bold], "
+            "[bold]transient(0.2, 0.15)[/bold] …"
+        ),
+    ] = "none"
+    collective: Annotated[str | None, Option("What a schedule of your own is to achieve. Default: all_reduce.")] = None
+    seed: Annotated[int, Option("Of stragglers, and of machines' chance.")] = 0
+    out: Annotated[
+        Path | None, Option("Draw it here: .svg, or .png (which needs matplotlib).", "-o", metavar="FILE")
+    ] = None
+    output: Annotated[
+        TableFormat, Option("[bold]json[/bold] prints every round, message and interval.", name="format")
+    ] = TableFormat.table
