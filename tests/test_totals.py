@@ -80,7 +80,7 @@ class Living:
     """Stands in for the group of those who live, one after the other: what they bring to the sum is known."""
 
     def __init__(self, rank: int, brought: Tensor) -> None:
-        self.rank, self.present, self._brought = rank, (0, 2), brought
+        self.rank, self.membership, self._brought = rank, SimpleNamespace(present=(0, 2)), brought
 
     def sum(self, _mine: Tensor, _what: str) -> Tensor:
         return self._brought
