@@ -5,17 +5,25 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
+import msgspec
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from cli_support import Offbeat, in_process
+from host_entries import Wide
+from offbeat import Data, fit
 from offbeat.drawing import MOST_LANES, Scenario, picture, plain, port_rows, round_rows, timeline_of
 from offbeat.errors import UsageError
 from offbeat.monitor.diagram.picture import svg
 from offbeat.protocols.checker import cost
 from offbeat.protocols.collectives import Collective, algorithm
+from offbeat.protocols.exchanges import Exchanged
 from offbeat.protocols.schedule import Layout, View
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.runtime.launch import Launcher
@@ -29,6 +37,20 @@ from test_check_own import COURIER, STAR
 
 NETWORK = Network.parse("10Gbit,50us")
 SLOW = Stragglers.parse("permanent(2)", 0.04)
+
+
+LAYER = 4 * 240 * 250
+
+
+class Layer(Wide):
+    """One matrix."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(250, 240, bias=False)
+
+    def data(self) -> Data:
+        noise = TensorDataset(torch.randn(24, 250), torch.randint(0, 240, (24,)))
+        return Data(noise, noise, noise)
 
 
 def setting(workers: int, stragglers: Stragglers | None = None, **more: object) -> Scenario:
@@ -113,12 +135,40 @@ def test_a_slow_worker_is_waited_for_in_the_picture_too() -> None:
         ("allreduce + topk(0.01)", 2, 2_000_000, 2),
         ("allreduce + half", 2, 25_000_000, 4),
         ("gossip + quantize(4)", 2, 12_548_832, 8),
+        ("allreduce(gloo)", 4, 25_000_000, 6 * 4),
     ],
 )
 def test_what_strategies_exchange_in_a_turn(text: str, workers: int, nbytes: int, messages: int) -> None:
     timeline = drawn(text, workers)
     assert {one.nbytes for one in timeline.messages} == {nbytes}
     assert len(timeline.messages) == messages
+
+
+def test_updated_slices_are_handed_round_when_all_is_computed() -> None:
+    timeline = drawn("zero1", 2)
+    assert [one.nbytes for one in timeline.messages] == [50_000_000] * 6, "a sum round a ring, and a slice of each"
+    summed = max(one.arrives for one in timeline.messages[:4])
+    assert min(one.leaves for one in timeline.messages[4:]) >= summed > 0.04
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["allreduce", "allreduce(ring)", "allreduce(gloo)", "zero1", "local(2)", "gossip", "gossip(exponential) + local(2)",
+     "allreduce + topk(0.05)", "allreduce + half", "allreduce + lowrank(2)", "gossip + quantize(8)"],
+)  # fmt: skip
+def test_what_is_planned_is_what_runs(text: str, launcher: Launcher, tmp_path: Path) -> None:
+    result = fit(Layer(), text, workers=2, steps=4, seed=1, out=tmp_path, launcher=launcher)
+    ran, view = msgspec.convert(result.foretold["exchanges"], list[Exchanged]), View.of(2, [0, 0])
+    strategy = combined(parse(text))
+    forms: Any = [one.format() for one in strategy.compressions]  # pyright: ignore[reportAttributeAccessIssue]
+    exchange: Any = strategy.exchange
+    when: Any = strategy.when
+    planned = exchange.planned(view, LAYER, forms) if when is None else when.planned(exchange, view, LAYER, forms)
+    # What workers tell each other of their examples, alone or in a bucket, is left out of pictures.
+    large = [[one for one in exchanges if one.nbytes > 64] for exchanges in (ran, planned.exchanges)]
+    assert [(a.what, a.by) for a in large[0]] == [(b.what, b.by) for b in large[1]]
+    assert [a.nbytes for a in large[0]] == pytest.approx([b.nbytes for b in large[1]], abs=64)
+    assert result.foretold["period"] == planned.period
 
 
 def test_steps_are_drawn_as_many_as_are_asked_for() -> None:

@@ -135,7 +135,8 @@ class AllReduce(Exchanging):
         """One sum of all gradients; of compressed ones, what is left of them."""
         if self.algorithm is Algorithm.AUTO and not models:
             return "auto tries every algorithm when a run begins, and takes the fastest. Name one, such as ring"
-        by = {Algorithm.NATIVE: None, Algorithm.GLOO: GLOO[Collective.ALL_REDUCE]}.get(self.algorithm, self.algorithm)
+        names = {Algorithm.NATIVE: None, Algorithm.GLOO: GLOO[Collective.ALL_REDUCE]}
+        by = names.get(self.algorithm, self.algorithm.value)
         # Workers of one host sum gradients where they lie, when all are there; others bucket by bucket.
         in_memory = self.algorithm is Algorithm.NATIVE and len(set(view.hosts.tolist())) == 1
         behind: list[Exchanged] = []
