@@ -27,6 +27,7 @@ from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._base import Traits, require, require_servers
 from offbeat.strategies._push_queue import PushQueue
 from offbeat.strategies._server_driver import ServerDriver
+from offbeat.strategies._server_link import served
 from offbeat.strategies._serving import RecordedWorker, StepHere
 from offbeat.strategies._worker import Exchange, Exchanging
 
@@ -104,7 +105,8 @@ class _Raining(RecordedWorker):
     """Sums gradients, pushes the sum when it is due, and fetches when that is due."""
 
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: Downpour) -> None:
-        rhythm = PushAndFetch(settings.push, settings.fetch, settings.warm, leads=group.membership.leads)
+        leads = served(group, settings).membership.leads
+        rhythm = PushAndFetch(settings.push, settings.fetch, settings.warm, leads=leads)
         super().__init__(group, stopwatch, settings, Rule(None), rhythm, _Adagrad())
         self.replicated = settings.fetch == 1  # Between fetches every worker has parameters and a state of its own.
         self._steps = rhythm
