@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from offbeat.protocols.schedule import Layout, Schedule, View
 from offbeat.simulate.network import Network
-from offbeat.simulate.schedules import finish_by_scale
+from offbeat.simulate.schedules import finish_by_scale, finish_times
 
 STRAIGHT = 1e-9
 """How far from a line, relative to the time, is still called one: what rounding does."""
@@ -57,6 +57,13 @@ def curve(schedule: Schedule, view: View, network: Network, sizes: Sequence[int]
         order = np.argsort(known)
         known, seconds = known[order], seconds[order]
     return Curve(known, seconds)
+
+
+def played(schedule: Schedule, view: View, network: Network, sizes: Sequence[int], itemsize: int = 4) -> Curve:
+    """The same for a schedule that has more rounds the larger the buffer is: exact at these sizes, joined by lines."""
+    layouts = [Layout(-(-size // itemsize), itemsize) for size in sorted(set(sizes))]
+    seconds = [finish_times(schedule(view, one), view, one, network).max() for one in layouts]
+    return Curve(np.array(sorted(set(sizes)), dtype=np.float64), np.array(seconds))
 
 
 def _possible_corners(sizes: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from offbeat.errors import UsageError
 from offbeat.protocols.collectives import ALGORITHMS, Algorithm, Collective
 from offbeat.protocols.schedule import Layout, View
-from offbeat.simulate.curves import Curve, curve
+from offbeat.simulate.curves import Curve, curve, played
 from offbeat.simulate.network import Network
 
 TIE = 1e-9
@@ -90,7 +90,8 @@ def compare_collectives(
             say(algorithm.name)
         reason = _obstacle(algorithm, view)
         if reason is None:
-            curves[algorithm.name] = curve(algorithm.schedule, view, network, asked, ITEMSIZE)
+            simulated = played if algorithm.pieced else curve
+            curves[algorithm.name] = simulated(algorithm.schedule, view, network, asked, ITEMSIZE)
         else:
             left_out[algorithm.name] = reason
     seconds = {name: tuple(float(time) for time in one(asked)) for name, one in curves.items()}
@@ -100,6 +101,8 @@ def compare_collectives(
 
 def _obstacle(algorithm: Algorithm, view: View) -> str | None:
     """Why an algorithm cannot be used in a view: what its schedule says when it is asked for the first round."""
+    if algorithm.pieced and len(set(view.hosts.tolist())) == view.size > 1:
+        return "every rank is alone on its host, so no memory is shared: it is a ring"
     try:
         next(iter(algorithm.schedule(view, Layout(view.size))), None)
     except UsageError as error:

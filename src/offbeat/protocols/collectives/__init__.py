@@ -24,7 +24,12 @@ __all__ = ["ALGORITHMS", "Algorithm", "Collective", "algorithm"]
 
 _COMPOSED = (
     Algorithm(
-        "hierarchical_shared", Collective.ALL_REDUCE, hierarchical_shared, "memory inside hosts, a ring between", True
+        "hierarchical_shared",
+        Collective.ALL_REDUCE,
+        hierarchical_shared,
+        "memory inside hosts, a ring between",
+        one_sided=True,
+        pieced=True,
     ),
 )
 

@@ -35,6 +35,8 @@ class Algorithm:
     """What it does, in a line."""
     one_sided: bool = False
     """Whether ranks of a host read each other's memory (FETCH rounds), so that it needs shared memory."""
+    pieced: bool = False
+    """Whether it works on pieces of a fixed length, so that larger buffers have more rounds."""
 
 
 _C = Collective
