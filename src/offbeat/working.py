@@ -35,7 +35,7 @@ from offbeat.runtime.randomness import seed_everything
 from offbeat.runtime.records import MODEL_FILE
 from offbeat.runtime.servers.plan import Plan
 from offbeat.runtime.watched import written_down
-from offbeat.strategies._capabilities import StatisticsKeeper
+from offbeat.strategies._capabilities import PartsKeeper, StatisticsKeeper
 from offbeat.task import Data, IterativeTask, Reference, Task
 
 
@@ -275,7 +275,7 @@ def iterate(task: IterativeTask, team: Team) -> None:
                 score = float(task.score(params.values, validate))
             team.report(score=score)
             if team.group.membership.present != members:
-                if isinstance(team.exchange, StatisticsKeeper):
+                if isinstance(team.exchange, PartsKeeper):
                     team.exchange.take_over()
                 members = team.group.membership.present
                 part = _part_of(data.train, task, team, members)

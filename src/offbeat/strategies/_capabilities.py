@@ -114,6 +114,11 @@ class StatisticsKeeper(Protocol):
         """Statistics summed over the workers."""
         ...
 
+
+@runtime_checkable
+class PartsKeeper(Protocol):
+    """Remembers which worker reports which part of the data."""
+
     def take_over(self) -> None:
         """Workers have died: others report their parts of the data from now on. All call this together."""
         ...

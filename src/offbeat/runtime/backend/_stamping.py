@@ -80,7 +80,7 @@ class Stamps:
             tensors = given if type(given) is list or type(given) is tuple else [given]
             elements = tensors[0].numel() if len(tensors) == 1 else sum(tensor.numel() for tensor in tensors)
             dtype = tensors[0].dtype if tensors else None
-        elif shape.exchanged is not None:
+        elif shape.exchanged is not None and len(args) > shape.exchanged:
             tensors = args[shape.exchanged]
         if options is not None:
             how = int(options.reduceOp.op) if shape.reduces else None
