@@ -69,6 +69,12 @@ _PATTERNS = (
     r"test_contracts\.py::.*\[(allreduce|gossip|local|server).*a_watched_run",
     r"test_contracts\.py::test_other_kinds.*\[(gossip\(exp|gossip \+|server\(shards|elastic|coded|ddp)",
     r"test_updates\.py::.*servers\[(server\(consistency=asp|server\]|downpour|elastic|coded)",
+    r"test_docs\.py::test_a_documented_strategy.*\[(every_nth|one_byte)",
+    r"test_server_machines\.py::test_a_thousand",
+    r"test_frames\.py::test_mutated_frames.*\[1000000\]",
+    r"test_loaders\.py::test_nested_and_zipped.*\[shuffled\]",
+    r"test_compression\.py::test_without_feedback",
+    r"test_draw\.py::test_what_is_planned.*\[(allreduce\(gloo|local|gossip\(exp|allreduce \+ half|gossip \+)",
     r"test_choices\.py::test_auto_sums.*\[(3|4)\]",
 )
 WIDE = re.compile("|".join(_PATTERNS))

@@ -32,8 +32,8 @@ def main() -> None:
                 cross_entropy(model(x), y).backward()
                 optimizer.step()
                 twin = copy.deepcopy(model)
-                with torch.no_grad():
-                    assert torch.equal(twin(x), model(x))
+                with torch.no_grad():  # Under hogwild the others go on writing to the model, but not to its copy.
+                    assert torch.equal(twin(x), model(x)) or str(team.strategy) == "hogwild"
                 cross_entropy(twin(x), y).backward()  # A copy trains by itself: nobody else is asked.
                 assert ForkingPickler.dumps(model), "a process can be given the model"
                 with warnings.catch_warnings():  # A copy of an optimizer trains by itself, too.

@@ -71,8 +71,10 @@ class PairColour(Colour):
 
     def answered(self, sender: Name, number: int, move: Payload | None, colour: int, effects: Effects) -> None:
         """A question has been decided; a grant from before the granter's cut was under way if it was open at ours."""
+        if self.cut is None:
+            return
         who = number_of(sender)
-        if self.cut is None or self._recording.expected.get(who) != number:
+        if self._recording.expected.get(who) != number:
             return
         if move is not None and self._recording.keep(who, number, colour):
             effects.start(Keep(self.own, None, move))
