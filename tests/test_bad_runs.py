@@ -19,7 +19,7 @@ from cli_support import Offbeat, Said, in_process, points, write
 from conftest import Cli, clean_environment, wait_until
 from offbeat.errors import CheckpointError, WorkerError
 from offbeat.fitting import Result, fit
-from offbeat.runtime.checkpoint import newest
+from offbeat.runtime.checkpoint import newest, newest_step
 from offbeat.runtime.launch import Launcher
 
 TWO = ("--workers", "2")
@@ -400,9 +400,10 @@ def test_an_interrupt_ends_everything_and_says_how_to_go_on(tmp_path: Path, numb
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        wait_until(lambda: newest(tmp_path / "runs/latest/checkpoint") is not None, "a checkpoint")
+        # By then the launcher has heard of the first steps, too: a worker tells of them every 0.1 s.
+        wait_until(lambda: newest_step(tmp_path / "runs/latest/checkpoint") >= 200, "a hundred checkpoints")
         process.send_signal(number)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     told = json.loads(out)
     assert (told["error"]["type"], told["error"]["exit_code"]) == ("KeyboardInterrupt", 130)
