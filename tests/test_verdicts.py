@@ -410,6 +410,16 @@ def test_a_step_on_servers_in_lockstep_is_blamed_like_a_collective() -> None:
     assert (worst.worker, worst.straggler) == ("worker 1", True)
 
 
+def test_milliseconds_of_a_short_run_make_no_straggler() -> None:
+    brief = {
+        worker: [structs.replace(stamp, time=stamp.time / 100) for stamp in stamps]
+        for worker, stamps in {0: steps(0.1), 1: steps(0.3)}.items()
+    }
+    worst = blame(brief)[0]
+    assert worst.run_seconds_lost == pytest.approx(0.038), "nearly half of the run, but 38 ms"
+    assert not worst.straggler
+
+
 def test_equals_are_no_stragglers() -> None:
     assert not any(one.straggler for one in blame({0: steps(0.299), 1: steps(0.3)}))
     assert blame({0: [at(Mark.STEP, None)], 1: [at(Mark.STEP, None)]}) == []

@@ -35,6 +35,8 @@ OFTEN: Final = 0.75
 """A lateness has one cause if that makes up at least this share of it, in at least this share of all steps."""
 MUCH: Final = 0.1
 """A straggler costs the run at least this share of its time, beyond what the others and the lack of a core cost it …"""
+NOTICEABLE: Final = 0.1
+"""… and at least so many seconds: less than that is how a busy machine happened to schedule a short run …"""
 ENOUGH: Final = 10
 """… over at least so many steps …"""
 BLOCKS: Final = 16
@@ -105,7 +107,7 @@ class Blame(Struct, frozen=True):
         """
         lost = self.run_seconds_lost - self.usual_seconds_lost - (self.queued_seconds or 0.0)
         told_apart = self.cause is not None or (self.queued_seconds is not None and self.steps >= BLOCKS)
-        enough = self.steps >= ENOUGH and lost >= MUCH * self.wall_seconds
+        enough = self.steps >= ENOUGH and lost >= max(MUCH * self.wall_seconds, NOTICEABLE)
         return enough and told_apart and self.deviations >= SURE
 
     @property
