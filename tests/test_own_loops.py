@@ -22,6 +22,7 @@ CASES = (
     "schedule_per_batch",
     "parameter_groups",
     "two_optimizers",
+    "cleared_one_by_one",
     "gan",
     "gan_maker_first",
     "zeros_kept",

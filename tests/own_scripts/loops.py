@@ -145,6 +145,18 @@ def two_optimizers(team: Team, facts: Facts) -> Models:
     return {"model": model}
 
 
+def cleared_one_by_one(team: Team, facts: Facts) -> Models:
+    model = network()
+    first, second = SGD(model[0].parameters(), lr=0.2), Adagrad(model[2].parameters(), lr=0.1)
+    train, model, first, second = team.prepare(batches(), model, first, second)
+    for x, y in train:
+        cross_entropy(model(x), y).backward()
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"model": model}
+
+
 def gan(team: Team, facts: Facts) -> Models:
     maker = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, INPUTS))
     judge = nn.Sequential(nn.Linear(INPUTS, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -312,6 +324,7 @@ CASES = {
         schedule_per_batch,
         parameter_groups,
         two_optimizers,
+        cleared_one_by_one,
         gan,
         gan_maker_first,
         zeros_kept,

@@ -90,6 +90,7 @@ class _Stock(Exchange):
         self._calls: dict[int, int] = {}
         self._awaited: set[int] = set()
         self._stepped: dict[tuple[int, int], int] = {}
+        self._checked: dict[int, int] = {}
 
     def install(self, model: nn.Module) -> None:
         """Make the DDP object and let it see each forward pass."""
@@ -198,6 +199,9 @@ class _Stock(Exchange):
             raise RunError(_NOT_CALLED)
         self._stepped |= calls
         for owner in owners if not self._held else ():
+            if self._checked.get(owner) == self._calls.get(owner):
+                continue  # The model's other optimizer has stepped before, and may have cleared its gradients since.
+            self._checked[owner] = self._calls.get(owner, 0)
             absent = [name for name, p in self._expected.get(owner, {}).items() if p.grad is None]
             if absent:
                 raise _without_gradient(absent)
