@@ -28,6 +28,6 @@ def test_a_group_in_the_place_of_gloo_learns_how_long_to_wait(monkeypatch: pytes
     try:
         c10d._set_pg_timeout(timedelta(seconds=7))
         group: Any = dist.group.WORLD
-        assert group._patience() == 7.0
+        assert group._calls.patience() == 7.0
     finally:
         dist.destroy_process_group()

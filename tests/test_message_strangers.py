@@ -22,7 +22,7 @@ from message_support import nothing_is_left as nothing_is_left
 from offbeat.errors import UsageError
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.messages import Endpoint, Keys, address_in, private_directory
-from offbeat.runtime.messages import endpoint as endpoint_module
+from offbeat.runtime.messages import peers as peers_module
 from offbeat.runtime.messages.frames import CHUNK, Hello, Reference
 from offbeat.runtime.messages.keys import for_socket
 from offbeat.runtime.shared.segment import Segment
@@ -44,7 +44,7 @@ def test_senders_without_a_name_are_refused(endpoints: Endpoints, name: bytes | 
 
 
 def test_there_are_not_more_senders_than_fit(endpoints: Endpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint_module, "MOST_PEERS", 2)
+    monkeypatch.setattr(peers_module, "MOST_PEERS", 2)
     server = endpoints("server 0.0", bind=PRIVATE)
     for number in range(2):
         with Stranger(server.address, f"worker {number}".encode()) as stranger:

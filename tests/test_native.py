@@ -16,6 +16,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from conftest import clean_environment
+from offbeat.runtime.shared.board import SLOTS, STAGES
 from offbeat.runtime.shared.kernels import Ways, ways_of, words_of
 from offbeat.runtime.shared.native import LATE, UNKNOWN, address_of, compiled, executor, overlap
 from offbeat.runtime.shared.room import Room
@@ -75,7 +76,9 @@ def test_its_steps_do_what_the_functions_of_a_script_do(
     assert steps is not None
     assert native is not None, "a compiler is here, but the library was not built: install offbeat again"
     task = native.task(steps, [start for start, _ in stretches_of(rows)], 5, 1.0 if weight is None else weight)
-    native.run(task, lambda: AssertionError("nobody else is here"))
+    turns = native.turns(None)
+    turns.put(0, task)
+    assert native.start(turns.address, address_of(rows[0])) == 0
     assert np.array_equal(rows, expected)
 
 
@@ -85,17 +88,17 @@ def test_a_rank_that_waits_goes_to_a_core_with_fewer_ranks() -> None:
     allowed = os.sched_getaffinity(0)
     for crowded in sorted(allowed)[:2]:
         room = Room(Room.create(2), 1, (0, 1), explain)
-        cores = (ctypes.c_int64 * 2).from_address(room.cores)
+        cores = (ctypes.c_int64 * 2).from_address(room.board.cores)
         native = executor(room)
         assert native is not None
-        waiting = compiled([(room.take, ())], room.stretches, Ways(), np.float32, room)
+        waiting = compiled([(room.take, ())], room.slots.stretches, Ways(), np.float32, room)
         assert waiting is not None
-        turns = native.turns(small=True, advance=1)
+        turns = native.turns(STAGES, 1)
         turns.put(0, native.task(waiting, [0]))
         os.sched_setaffinity(0, {crowded})
         os.sched_setaffinity(0, allowed)
         cores[0] = crowded + 1
-        assert native.start_turn(turns.address) == LATE  # Nobody else is here.
+        assert native.start(turns.address, 0) == LATE  # Nobody else is here.
         assert cores[1] - 1 in allowed - {crowded}
         assert os.sched_getaffinity(0) == allowed
 
@@ -105,14 +108,29 @@ def test_what_was_not_compiled_for_a_turn_is_left_to_others() -> None:
     room = alone()
     native = executor(room)
     assert native is not None
-    turns = native.turns(small=False, advance=3)
-    nothing = compiled([], room.stretches, Ways(), np.float32, room)
+    turns = native.turns(SLOTS, 3)
+    nothing = compiled([], room.slots.stretches, Ways(), np.float32, room)
     assert nothing is not None
     turns.put(0, native.task(nothing, [0]))
-    assert native.start_turn(turns.address) == 0
-    assert room.next_turn(small=False) == 3
-    assert native.start_turn(turns.address) == UNKNOWN
-    assert (room.next_turn(small=False), room.calls) == (3, 1)
+    assert native.start(turns.address, 0) == 0
+    assert room.board.next_turn(SLOTS) == 3
+    assert native.start(turns.address, 0) == UNKNOWN
+    assert (room.board.next_turn(SLOTS), room.board.calls) == (3, 1)
+
+
+@needed
+def test_an_operation_is_done_wherever_its_first_row_lies() -> None:
+    room, rows = alone(), np.arange(24, dtype=np.float32).reshape(3, 8)
+    native, target = executor(room), rows[2].copy()
+    assert native is not None
+    steps = compiled([(np.copyto, (rows[0], rows[1]))], stretches_of(rows[:2]), Ways(), np.float32, room)
+    assert steps is not None
+    turns = native.turns(STAGES, 1)
+    for turn in (0, 1):
+        turns.put(turn, native.task(steps, [start for start, _ in stretches_of(rows[:2])]))
+    for row in (rows[0], target):
+        assert native.start(turns.address, address_of(row)) == 0
+        assert np.array_equal(row, rows[1])
 
 
 def test_large_segments_lie_where_huge_pages_can() -> None:

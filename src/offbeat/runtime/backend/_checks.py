@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from offbeat.errors import UsageError
-from offbeat.runtime.shared.kernels import OPERATIONS
+from offbeat.runtime.backend._marks import CollectiveError
 
 _SEES_TO_ITSELF = "__torch_dispatch__"
 _BY_TORCH: Any = getattr(Tensor, _SEES_TO_ITSELF)
@@ -26,6 +25,11 @@ class ExpandedError(UsageError, RuntimeError):
 def listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """Torch's calls take one tensor or a list of one."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def in_lists(many: Any, single: Any) -> tuple[Any, Any]:
+    """Others take a list and a tensor, or each in a further list."""
+    return ([many] if many else [], [single]) if isinstance(single, Tensor) else (many, single)
 
 
 def flat(result: Sequence[Any]) -> list[Tensor]:
@@ -46,29 +50,28 @@ def also_called(**names: str) -> Callable[[Callable[..., Any]], Callable[..., An
     return decorate
 
 
-def options(made: Any, given: Any, operation: Any, timeout: timedelta | None) -> Any:
-    """Options of a call that was made without them; `given` may be the operation or the time."""
+def options(
+    kind: type[Any], given: Any, operation: Any = None, timeout: timedelta | None = None, root: int | None = None
+) -> Any:
+    """Options of a call; where it was made without, `given` may be the operation, the time or the root."""
+    if isinstance(given, kind):
+        return given
+    made = kind()
     for value in (given, operation, timeout):
         if isinstance(value, timedelta):
             made.timeout = value
+        elif isinstance(value, int) and hasattr(made, "rootRank"):
+            root = value
         elif value is not None:
             made.reduceOp = value
+    if root is not None:
+        made.rootRank = root
     return made
 
 
 def operation_of(given: Any) -> Any:
     """The reduction that options ask for."""
     return given.reduceOp.op
-
-
-def _number_of(operation: Any) -> int:
-    return int(operation.op)
-
-
-number_of: Callable[[Any], int] = (
-    hash if all(hash(ReduceOp(operation)) == int(operation) for operation in OPERATIONS) else _number_of
-)
-"""The number of a reduction. Torch's hash of it is that number, and three times as fast to ask for."""
 
 
 def alike(tensors: Sequence[Tensor]) -> bool:
@@ -125,3 +128,47 @@ def cut(tensor: Tensor, splits: Sequence[int], size: int) -> list[Tensor]:
     """A contiguous tensor, cut along its first dimension."""
     sizes = list(splits) or [tensor.shape[0] // size] * size
     return list(tensor.detach().split(sizes))
+
+
+class Fit:
+    """What is usual in calls of one rank of a group; everything else is Gloo's business."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def usual(self, root: int, tensors: Sequence[Tensor]) -> bool:
+        """Whether there is such a root, and these are alike."""
+        return 0 <= root < self._size and alike(tensors)
+
+    def one_for_each(self, lists: Any, singles: Any, uneven: bool = False) -> bool:
+        """Whether there is one list of a tensor for each rank, and one tensor that fits in this rank's place."""
+        if len(lists) != 1 or len(singles) != 1 or len(lists[0]) != self._size:
+            return False
+        many, one = lists[0], singles[0]
+        fitting = [many[self._rank]] if uneven else many
+        return alike([one, *many]) and all(tensor.numel() == one.numel() for tensor in fitting)
+
+    def at_root(self, root: int, lists: Any, singles: Any) -> bool:
+        """The same for the root; all others have no list."""
+        if self._rank == root:
+            return self.usual(root, singles) and self.one_for_each(lists, singles)
+        return len(singles) == 1 and self.usual(root, singles) and not any(lists)
+
+    def times(self, longer: Any, shorter: Any) -> bool:
+        """Whether each of these is as long as one of those for every rank."""
+        return len(longer) == len(shorter) and all(
+            alike([long, short]) and long.numel() == short.numel() * self._size
+            for long, short in zip(longer, shorter, strict=True)
+        )
+
+    def check_times(self, longer: Any, shorter: Any) -> None:
+        """Refuse others: Gloo has no such call."""
+        if self.times(longer, shorter):
+            return
+        sizes = ", ".join(
+            f"{list(one.shape)} for {list(other.shape)}" for one, other in zip(longer, shorter, strict=False)
+        )
+        raise CollectiveError(
+            f"coalesced calls need a long tensor for each short one, {self._size} times its size, of its kind, on the "
+            f"CPU; given were {len(longer)} and {len(shorter)}: {sizes}"
+        )

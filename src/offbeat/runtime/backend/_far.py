@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import (
     ScatterOptions,
 )
 
+from offbeat.runtime.backend._checks import in_place
 from offbeat.runtime.backend._spread import AcrossHosts
 from offbeat.runtime.shared.kernels import ways_of
 
@@ -59,16 +60,19 @@ class Far:
         return tensor.detach().to(_WIDER.get(tensor.dtype, tensor.dtype), copy=copy)
 
     def all_reduce(self, tensors: Sequence[Tensor], operation: Any) -> None:
-        """In place."""
-        for tensor in tensors:
-            held = self._widened(tensor, operation)
-            if self._spread is not None:
-                self._spread.all_reduce(held, operation)
-            else:
-                self._gloo.allreduce([held], self._asked(AllreduceOptions(), operation)).wait()
-                self._shared_out(held, operation)
-            if held.dtype != tensor.dtype:
-                tensor.detach().copy_(held)
+        """In place; these may lie in any order."""
+        with in_place(tensors) as rows:
+            for row in rows:
+                held = self._widened(row, operation)
+                if self._spread is not None:
+                    self._spread.all_reduce(held, operation)
+                else:
+                    self._gloo.allreduce([held], self._asked(AllreduceOptions(), operation)).wait()
+                    self._shared_out(held, operation)
+                if held.dtype != row.dtype:
+                    row.detach().copy_(held)
+
+    all_reduce_coalesced = all_reduce
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """The root's numbers, on every rank, in place."""

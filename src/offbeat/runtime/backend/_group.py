@@ -5,7 +5,7 @@ What Gloo would refuse is handed to Gloo, which says so as torch programs expect
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,13 +23,13 @@ from torch._C._distributed_c10d import (
     ScatterOptions,
 )
 
-from offbeat.runtime.backend._carried import carried, undelivered
 from offbeat.runtime.backend._checks import (
     alike,
     also_called,
     cut,
     cuts_well,
     dense,
+    in_lists,
     in_place,
     listed,
     operation_of,
@@ -37,10 +37,7 @@ from offbeat.runtime.backend._checks import (
     rows,
 )
 from offbeat.runtime.backend._core import Core
-from offbeat.runtime.backend._line import may_be_waited_for_by_tensor
-from offbeat.runtime.backend._marks import CollectiveError
-from offbeat.runtime.backend._quick import DONE, WRITTEN
-from offbeat.runtime.shared.native import UNKNOWN
+from offbeat.runtime.backend._quick import DONE
 
 _NOTHING: tuple[Tensor, ...] = ()
 
@@ -56,64 +53,32 @@ class OffbeatGroup(Core):
         self, tensors: Any = None, opts: Any = None, op: Any = None, timeout: Any = None, *, tensor: Any = None
     ) -> Any:
         """Combine one tensor over all ranks, in place."""
-        done = self._begin(tensors, opts)
-        if done is DONE:
+        begun = self._begin(tensors, opts)
+        if begun is DONE:
             return DONE
-        if done is not None:
-            return self._finish_quick(done, tensors, opts)
-        if not isinstance(opts, AllreduceOptions) or isinstance(tensors, Tensor):
-            given = opts if not isinstance(opts, AllreduceOptions) else None
-            tensors = listed(tensors if tensor is None else tensor)
-            opts = options(AllreduceOptions(), given, op, timeout)
-        return self._all_reduce_any(tensors, opts)
-
-    def _finish_quick(self, begun: Any, tensors: list[Tensor], opts: Any) -> Any:
-        """What was begun in the quick way goes on: somebody is late, or it is for the interpreter. The turn is had."""
-        local: Any = self.local
-        plan, code = begun
-        self._now = ("all_reduce", tensors, opts)
-        try:
-            if code == WRITTEN:
-                local.all_reduce_small(plan)
-            elif code == UNKNOWN:
-                self._all_reduce(tensors, operation_of(opts))
-            else:
-                local.compiled.finish(plan, code)
-        except BaseException as error:
-            self._spoil(error)
-            raise
-        finally:
-            self._line.leave()
-        return DONE
-
-    def _all_reduce_any(self, tensors: list[Tensor], opts: Any) -> Any:
+        if begun is not None:
+            return self._calls.finish(begun, tensors, opts)
+        tensors, opts = listed(tensors if tensor is None else tensor), options(AllreduceOptions, opts, op, timeout)
         if len(tensors) != 1 or not alike(tensors):
             return self._stock.allreduce(tensors, opts)
-        operation = operation_of(opts)
-        act = self._all_reduce_far if self.local is None else self._all_reduce
-        return self._do("all_reduce", lambda: act(tensors, operation), opts, tensors, tensors)
-
-    def _all_reduce_far(self, tensors: Sequence[Tensor], operation: Any) -> None:
-        with in_place(tensors) as held:
-            self._way.all_reduce(held, operation)
+        return self._do(
+            "all_reduce", partial(self._way.all_reduce, tensors, operation_of(opts)), opts, tensors, tensors
+        )
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         """Combine several tensors of one kind over all ranks, in place."""
         opts, tensors = opts or AllreduceCoalescedOptions(), list(tensors)
         if not tensors or not alike(tensors):
             return self._stock.allreduce_coalesced(tensors, opts)
-        act = self._all_reduce_far if self.local is None else self._all_reduce_packed
-        return self._do("all_reduce", partial(act, tensors, operation_of(opts)), opts, tensors, tensors)
+        act = partial(self._way.all_reduce_coalesced, tensors, operation_of(opts))
+        return self._do("all_reduce", act, opts, tensors, tensors)
 
     @also_called(tensor="tensors")
     def broadcast(self, tensors: Any, opts: Any = None, root: int | None = None, timeout: Any = None) -> Any:
         """The root's tensor, on every rank, in place."""
-        if not isinstance(opts, BroadcastOptions):
-            root = opts if isinstance(opts, int) else root
-            tensors, opts = listed(tensors), options(BroadcastOptions(), None, None, timeout)
-            opts.rootRank = root or 0
+        tensors, opts = listed(tensors), options(BroadcastOptions, opts, None, timeout, root)
         way, source = self._way, opts.rootRank
-        if len(tensors) != 1 or opts.rootTensor or not self._usual(source, tensors):
+        if len(tensors) != 1 or opts.rootTensor or not self._fit.usual(source, tensors):
             return self._stock.broadcast(tensors, opts)
 
         def act() -> None:
@@ -127,12 +92,9 @@ class OffbeatGroup(Core):
         self, tensors: Any, opts: Any = None, root: int | None = None, op: Any = None, timeout: Any = None
     ) -> Any:
         """Combine one tensor over all ranks, at the root, in place."""
-        if not isinstance(opts, ReduceOptions):
-            root = opts if isinstance(opts, int) else root
-            tensors, opts = listed(tensors), options(ReduceOptions(), None, op, timeout)
-            opts.rootRank = root or 0
+        tensors, opts = listed(tensors), options(ReduceOptions, opts, op, timeout, root)
         way, source, operation = self._way, opts.rootRank, operation_of(opts)
-        if len(tensors) != 1 or opts.rootTensor or not self._usual(source, tensors):
+        if len(tensors) != 1 or opts.rootTensor or not self._fit.usual(source, tensors):
             return self._stock.reduce(tensors, opts)
 
         def act() -> None:
@@ -144,12 +106,10 @@ class OffbeatGroup(Core):
     @also_called(input_tensor="input_tensors")
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Everybody's tensor, on every rank, in a list; sizes may differ."""
-        if isinstance(input_tensors, Tensor):
-            output_tensors, input_tensors = [output_tensors], [input_tensors]
-        if not isinstance(opts, AllgatherOptions):
-            opts = options(AllgatherOptions(), opts, None, timeout)
+        output_tensors, input_tensors = in_lists(output_tensors, input_tensors)
+        opts = options(AllgatherOptions, opts, None, timeout)
         way = self._way
-        if not self._one_for_each(output_tensors, input_tensors, uneven=True):
+        if not self._fit.one_for_each(output_tensors, input_tensors, uneven=True):
             return self._stock.allgather(output_tensors, input_tensors, opts)
         outputs, given = output_tensors[0], input_tensors[0]
 
@@ -165,7 +125,7 @@ class OffbeatGroup(Core):
         way = self._way
         columns = list(zip(*output_lists, strict=False)) if len({len(row) for row in output_lists}) == 1 else []
         fits = len(columns) == len(input_list) and all(
-            self._one_for_each([column], [given]) for column, given in zip(columns, input_list, strict=True)
+            self._fit.one_for_each([column], [given]) for column, given in zip(columns, input_list, strict=True)
         )
         if not fits or not input_list:
             return self._stock.allgather_coalesced(output_lists, input_list, opts)
@@ -180,16 +140,14 @@ class OffbeatGroup(Core):
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002 - torch's name
         """Everybody's tensor, on every rank, one after the other in one tensor."""
         opts = opts or AllgatherOptions()
-        if not self._times([output], [input]):
+        if not self._fit.times([output], [input]):
             return self._stock._allgather_base(output, input, opts)
         return self._all_gather_singles([output], [input], opts, "all_gather_into_tensor")
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Several of them in one call."""
-        opts = opts or AllgatherOptions()
-        if not self._times(outputs, inputs):
-            raise self._unlike(outputs, inputs)
-        return self._all_gather_singles(outputs, inputs, opts, "all_gather_into_tensor_coalesced")
+        self._fit.check_times(outputs, inputs)
+        return self._all_gather_singles(outputs, inputs, opts or AllgatherOptions(), "all_gather_into_tensor_coalesced")
 
     def _all_gather_singles(self, outputs: Any, inputs: Any, opts: Any, what: str) -> Any:
         way = self._way
@@ -206,14 +164,10 @@ class OffbeatGroup(Core):
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: int | None = None, timeout: Any = None
     ) -> Any:
         """Everybody's tensor, at the root, in a list."""
-        if isinstance(input_tensors, Tensor):
-            root = opts if isinstance(opts, int) else root
-            output_tensors, input_tensors = [output_tensors] if output_tensors else [], [input_tensors]
-            opts = options(GatherOptions(), None, None, timeout)
-            opts.rootRank = root or 0
-        opts = opts or GatherOptions()
+        output_tensors, input_tensors = in_lists(output_tensors, input_tensors)
+        opts = options(GatherOptions, opts, None, timeout, root)
         way, source = self._way, opts.rootRank
-        if not self._at_root(source, output_tensors, input_tensors):
+        if not self._fit.at_root(source, output_tensors, input_tensors):
             return self._stock.gather(output_tensors, input_tensors, opts)
         outputs: Sequence[Tensor] = output_tensors[0] if self._rank == source else ()
         given = input_tensors[0]
@@ -229,14 +183,10 @@ class OffbeatGroup(Core):
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: int | None = None, timeout: Any = None
     ) -> Any:
         """The root's tensors, one for each rank."""
-        if isinstance(output_tensors, Tensor):
-            root = opts if isinstance(opts, int) else root
-            output_tensors, input_tensors = [output_tensors], [input_tensors] if input_tensors else []
-            opts = options(ScatterOptions(), None, None, timeout)
-            opts.rootRank = root or 0
-        opts = opts or ScatterOptions()
+        input_tensors, output_tensors = in_lists(input_tensors, output_tensors)
+        opts = options(ScatterOptions, opts, None, timeout, root)
         way, source = self._way, opts.rootRank
-        if not self._at_root(source, input_tensors, output_tensors):
+        if not self._fit.at_root(source, input_tensors, output_tensors):
             return self._stock.scatter(output_tensors, input_tensors, opts)
         given: Sequence[Tensor] = input_tensors[0] if self._rank == source else ()
 
@@ -251,12 +201,10 @@ class OffbeatGroup(Core):
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> Any:
         """Rank r gets the combination of everybody's tensor r."""
-        if isinstance(output_tensors, Tensor):
-            output_tensors, input_tensors = [output_tensors], [input_tensors]
-        if not isinstance(opts, ReduceScatterOptions):
-            opts = options(ReduceScatterOptions(), opts, op, timeout)
+        input_tensors, output_tensors = in_lists(input_tensors, output_tensors)
+        opts = options(ReduceScatterOptions, opts, op, timeout)
         way = self._way
-        if not self._one_for_each(input_tensors, output_tensors, uneven=True):
+        if not self._fit.one_for_each(input_tensors, output_tensors, uneven=True):
             return self._stock.reduce_scatter(output_tensors, input_tensors, opts)
         output, inputs, operation = output_tensors[0], input_tensors[0], operation_of(opts)
 
@@ -270,20 +218,18 @@ class OffbeatGroup(Core):
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002 - torch's name
         """Rank r gets the r-th part of the combination of everybody's tensor."""
         opts = opts or ReduceScatterOptions()
-        if not self._times([input], [output]):
+        if not self._fit.times([input], [output]):
             return self._stock._reduce_scatter_base(output, input, opts)
         return self._reduce_scatter_singles([output], [input], opts, "reduce_scatter_tensor")
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Several of them in one call."""
+        self._fit.check_times(inputs, outputs)
         opts = opts or ReduceScatterOptions()
-        if not self._times(inputs, outputs):
-            raise self._unlike(inputs, outputs)
         return self._reduce_scatter_singles(outputs, inputs, opts, "reduce_scatter_tensor_coalesced")
 
     def _reduce_scatter_singles(self, outputs: Any, inputs: Any, opts: Any, what: str) -> Any:
-        way = self._way
-        operation = operation_of(opts)
+        way, operation = self._way, operation_of(opts)
 
         def act() -> None:
             for output, given in zip(outputs, inputs, strict=True):
@@ -296,8 +242,7 @@ class OffbeatGroup(Core):
         """Tensor t of rank s becomes tensor s of rank t; sizes may differ."""
         opts = opts or AllToAllOptions()
         way, size = self._way, self._size
-        fits = len(output_tensors) == len(input_tensors) == size and alike([*output_tensors, *input_tensors])
-        if not fits:
+        if not len(output_tensors) == len(input_tensors) == size or not alike([*output_tensors, *input_tensors]):
             return self._stock.alltoall(output_tensors, input_tensors, opts)
 
         def act() -> None:
@@ -331,9 +276,7 @@ class OffbeatGroup(Core):
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         """Return when all ranks have come."""
-        if not isinstance(opts, BarrierOptions):
-            opts = options(BarrierOptions(), None, None, opts if timeout is None else timeout)
-        return self._do("barrier", self._way.barrier, opts, _NOTHING, _NOTHING)
+        return self._do("barrier", self._way.barrier, options(BarrierOptions, opts, None, timeout), _NOTHING, _NOTHING)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -341,74 +284,25 @@ class OffbeatGroup(Core):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # -- what is usual, and so not Gloo's business -------------------------------------------------------------------
-
-    def _usual(self, root: int, tensors: Sequence[Tensor]) -> bool:
-        return 0 <= root < self._size and alike(tensors)
-
-    def _one_for_each(self, lists: Any, singles: Any, uneven: bool = False) -> bool:
-        """Whether there is one list of a tensor for each rank, and one tensor that fits in this rank's place."""
-        if len(lists) != 1 or len(singles) != 1 or len(lists[0]) != self._size:
-            return False
-        many, one = lists[0], singles[0]
-        fitting = [many[self._rank]] if uneven else many
-        return alike([one, *many]) and all(tensor.numel() == one.numel() for tensor in fitting)
-
-    def _at_root(self, root: int, lists: Any, singles: Any) -> bool:
-        """The same for the root; all others have no list."""
-        if self._rank == root:
-            return self._usual(root, singles) and self._one_for_each(lists, singles)
-        return len(singles) == 1 and self._usual(root, singles) and not any(lists)
-
-    def _times(self, longer: Any, shorter: Any) -> bool:
-        """Whether each of these is as long as one of those for every rank."""
-        return len(longer) == len(shorter) and all(
-            alike([long, short]) and long.numel() == short.numel() * self._size
-            for long, short in zip(longer, shorter, strict=True)
-        )
-
-    def _unlike(self, longer: Any, shorter: Any) -> CollectiveError:
-        sizes = ", ".join(
-            f"{list(one.shape)} for {list(other.shape)}" for one, other in zip(longer, shorter, strict=False)
-        )
-        return CollectiveError(
-            f"coalesced calls need a long tensor for each short one, {self._size} times its size, of its kind, on the "
-            f"CPU; given were {len(longer)} and {len(shorter)}: {sizes}"
-        )
-
     # -- point to point, and what else Gloo does ---------------------------------------------------------------------
 
     @also_called(dstRank="dst")
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         """Send one tensor to one rank."""
         given = listed(tensors)
-        return self._message("send", given, dst, lambda gloo: gloo.send(given, dst, tag))
+        return self._messages.begin("send", given, dst, lambda gloo: gloo.send(given, dst, tag))
 
     @also_called(srcRank="src")
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         """Receive one tensor from one rank."""
         given = listed(tensors)
-        return self._message("recv", given, src, lambda gloo: gloo.recv(given, src, tag))
+        return self._messages.begin("recv", given, src, lambda gloo: gloo.recv(given, src, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """Receive one tensor from whoever sends first."""
         given = listed(tensors)
-        return self._message("recv", given, None, lambda gloo: gloo.recv_anysource(given, tag))
-
-    def _message(self, what: str, tensors: list[Tensor], peer: int | None, begin: Callable[[Any], Any]) -> Any:
-        if peer is not None and not 0 <= peer < self._size:
-            # Gloo would reach for memory that is not there.
-            raise ValueError(f"there is no rank {peer} in a group of {self._size}: ranks go from 0 to {self._size - 1}")
-        self._messages += 1
-        peers = self._names if peer is None else (self._names[peer],)
-        whom = "any rank" if peer is None else f"rank {self._names[peer]}"
-        direction = "to" if what == "send" else "from"
-        told = f"rank {self._names[self._rank]} in {what} {direction} {whom} (message #{self._messages} of this group)"
-        explained = partial(undelivered, told, self._room, peers, tensors)
-        # Behind torch's dispatcher a message becomes known by its tensors, too.
-        gloo = self._gloo if alike(tensors) and not may_be_waited_for_by_tensor() else self._stock
-        return carried(lambda: begin(gloo), explained)
+        return self._messages.begin("recv", given, None, lambda gloo: gloo.recv_anysource(given, tag))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names at rank 0 who has not come."""
-        self._gloo.monitored_barrier(self._timeout if timeout is None else timeout, wait_all_ranks)
+        self._gloo.monitored_barrier(self._calls.timeout if timeout is None else timeout, wait_all_ranks)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,10 +22,6 @@ may_be_waited_for_by_tensor = _c10d._allow_inflight_collective_as_graph_input  #
 
 class Finished(dist._Work):  # pyright: ignore[reportPrivateUsage]
     """What was done before the call returned."""
-
-    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
-        super().__init__()
-        self._tensors = list(tensors)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """There is nothing to wait for."""
@@ -48,13 +44,13 @@ class Finished(dist._Work):  # pyright: ignore[reportPrivateUsage]
         return None
 
     def result(self) -> list[Tensor]:
-        """What it was done to."""
-        return self._tensors
+        """What it was done to is the caller's."""
+        return []
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """A future that is there already."""
         future = torch.futures.Future[list[Tensor]]()
-        future.set_result(self._tensors)
+        future.set_result([])
         return future
 
 
@@ -170,16 +166,11 @@ class Line:
         """Give the turn back."""
         self.lock.release()
 
-    @contextmanager
-    def turn(self) -> Generator[None]:
-        """Have the turn, when everything that stands in line now is done."""
+    def wait_for_turn(self) -> None:
+        """Have the turn, when everything that stands in line now is done; whoever gets it must call `leave`."""
         while self.queue:
             self.put(lambda: None, ()).wait()
         self.lock.acquire()
-        try:
-            yield
-        finally:
-            self.lock.release()
 
     def put(self, act: Callable[[], None], tensors: Sequence[Any]) -> Pending:
         """Stand in line."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,153 +14,140 @@ from offbeat.protocols.collectives import Collective
 from offbeat.protocols.collectives import algorithm as algorithm_of
 from offbeat.protocols.schedule import View
 from offbeat.runtime.allocation import give_back_excess
-from offbeat.runtime.backend._compiled import Compiled, keep, mismatch
+from offbeat.runtime.backend._checks import in_place
 from offbeat.runtime.backend._marks import count_of, mark
-from offbeat.runtime.shared.engine import Blocks, Engine, Piece
+from offbeat.runtime.backend._runner import Runner, Written, mismatch
+from offbeat.runtime.shared.engine import Blocks, Piece, Work
 from offbeat.runtime.shared.kernels import Array, Ways, as_words, row_at, ways_of, words_of
-from offbeat.runtime.shared.native import Turns, address_of
+from offbeat.runtime.shared.native import address_of
 from offbeat.runtime.shared.programs import Stage, compile_one_sided, even_blocks
 from offbeat.runtime.shared.room import ONE_SHOT, SMALL, Room
 from offbeat.runtime.shared.segment import Segment
 
 _SUM = dist.ReduceOp.SUM
-_MOST_PLANS = 512
 _LOOK_AT_MEMORY = 64
 """Large operations between two looks at how much memory this process keeps free."""
 LIVE_ROOT = 1
 """Told in the mark of an all-reduce in place, so that it is not mistaken for one that copies."""
 
 
-class _Written(NamedTuple):
-    """A small all-reduce of what lies at one place in memory, for the interpreter."""
+class SharedTensors:
+    """Tensors that lie in memory of all ranks of a room."""
 
-    mark: int
-    slots: tuple[tuple[Array, ...], tuple[Array, ...]]
-    order: tuple[int, ...]
-    ways: Ways
-    row: Array
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._segments: dict[int, tuple[Segment, int]] = {}
+        """By the address of the storage: the memory, and how much of it each rank has."""
 
+    def __bool__(self) -> bool:
+        return bool(self._segments)
 
-Plan = Turns | _Written
-"""An all-reduce of what lies at one place in memory, worked out: compiled, or for the interpreter."""
-Place = tuple[int, int, torch.dtype, int]
-"""Address, count and kind of numbers, and what is done with them."""
+    def add(self, count: int, dtype: torch.dtype) -> Tensor:
+        """A new one, of zeros; all ranks call this together."""
+        each = -(-max(count * dtype.itemsize, 1) // 4096) * 4096
+        segment = self._room.share_segment(each * self._room.size)
+        tensor = segment.tensor(each * self._room.rank, count, dtype)
+        self._segments[tensor.untyped_storage().data_ptr()] = (segment, each)
+        return tensor
+
+    def rows(self, tensor: Tensor) -> list[Array] | None:
+        """Every rank's part of the memory in which this tensor lies, if it lies in shared memory."""
+        found = self._segments.get(tensor.untyped_storage().data_ptr())
+        if found is None or not tensor.is_contiguous():
+            return None
+        segment, each = found
+        offset = tensor.data_ptr() - segment.address - each * self._room.rank
+        if not 0 <= offset < each:
+            return None
+        words, count = words_of(tensor.dtype), tensor.numel()
+        return [segment.array(each * rank + offset, count, words) for rank in range(self._room.size)]
 
 
 class Local:
     """The collectives of one room. Every rank calls them in the same order, one at a time."""
 
     def __init__(self, room: Room) -> None:
-        self.room = room
-        self._engine = Engine(room)
+        self.room, self.runner = room, Runner(room)
+        self._engine = self.runner.engine
         self._view = View.of(room.size)
         self._programs: dict[tuple[Collective, str, int], tuple[Stage, ...]] = {}
-        self.plans: dict[Place, Plan] = {}
-        """All-reduces that were worked out: small ones, and large ones that came to the same place again."""
-        self._seen: dict[Place, None] = {}
-        # Numbers may overflow here as anywhere in torch, without a word. A context of one's own is the cheapest way to
-        # tell numpy so: only who has the turn uses it.
-        context = contextvars.copy_context()
-        context.run(np.seterr, all="ignore")
-        self._quietly: Any = context.run
-        self.compiled = Compiled(room, self._engine)
-        """What is not left to the interpreter."""
-        self._live: dict[int, tuple[Segment, int]] = {}
-        (one_shot,) = self._program(Collective.ALL_REDUCE, "one_shot")
-        self._order = one_shot.reduce[0][1]
+        self._shared = SharedTensors(room)
         self._large = 0
-        self.sharing = False
-        """Whether any tensor lies in shared memory, so that it is worth asking which."""
 
     def _program(self, collective: Collective, name: str, root: int = 0) -> tuple[Stage, ...]:
         key = (collective, name, root)
         found = self._programs.get(key)
         if found is None:
             schedule = algorithm_of(collective, name).schedule
-            blocks = 1 if collective is Collective.BROADCAST else self.room.size
+            blocks = 1 if collective is Collective.BROADCAST or _in_one_block(collective, name) else self.room.size
             found = compile_one_sided(schedule, self._view, self.room.rank, blocks, root)
             self._programs[key] = found
         return found
 
     # -- all-reduce --------------------------------------------------------------------------------------------------
 
-    def known(self, tensor: Tensor, operation: int) -> Plan:
-        """The plan for a small contiguous tensor; worked out once for each place in memory, kind and operation."""
-        key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, operation)
-        return self.plans.get(key) or self._plan(key)
+    def all_reduce(self, tensors: Sequence[Tensor], operation: Any) -> None:
+        """Tensors of one kind, in place, by the algorithm that suits their size."""
+        alone = tensors[0] if len(tensors) == 1 else None
+        shared = alone is not None and self._shared and alone.nbytes > SMALL
+        if alone is not None and shared and (rows := self._shared.rows(alone)) is not None:
+            self._all_reduce_live(rows, alone.dtype, operation)
+            return
+        with in_place(tensors) as held:
+            if alone is None:
+                self.all_reduce_by("two_shot", held, operation)
+                return
+            sort = alone.numel(), alone.dtype, int(operation)
+            plan, small = self.runner.plans.get(sort), alone.nbytes <= ONE_SHOT
+            if isinstance(plan, Written):
+                self.runner.run_written(plan, held[0])
+                return
+            if plan is not None:
+                if not small:
+                    self._look_at_memory()
+                if self.runner.again(plan, held[0].data_ptr()):
+                    return
+            plan = self.all_reduce_by("one_shot" if small else "two_shot", held, operation)
+            if plan is None and small and alone.numel():
+                plan = self._written(alone.numel(), alone.dtype, operation)
+            if not shared:  # Where tensors of this length may lie in shared memory, it depends on the tensor.
+                self.runner.plan(sort, plan)
 
-    def _plan(self, key: Place) -> Plan:
-        address, count, dtype, number = key
-        operation = dist.ReduceOp.RedOpType(number)
+    def _written(self, count: int, dtype: torch.dtype, operation: Any) -> Written:
+        (stage,) = self._program(Collective.ALL_REDUCE, "one_shot")
         slots = [[slot[:count] for slot in turn] for turn in self._engine.small(words_of(dtype))]
-        ways = ways_of(operation, dtype, self.room.size)
-        row = row_at(address, count, words_of(dtype))
-        number = mark("all_reduce", dtype, count, operation)
-        turns = self.compiled.small(slots, self._order, row, ways, number)
-        plan = turns or _Written(number, (tuple(slots[0]), tuple(slots[1])), self._order, ways, row)
-        if not dtype.is_complex:  # The same memory may count as conjugated the next time.
-            keep(self.plans, key, plan, _MOST_PLANS)
-        return plan
+        number, ways = mark("all_reduce", dtype, count, operation), ways_of(operation, dtype, self.room.size)
+        return Written(number, slots, stage.reduce[0][1], ways)
 
-    def _remember(self, tensor: Tensor, operation: int, compiled: Any, turn: int, number: int) -> None:
-        """If a large tensor comes to the same place again, what was compiled for it need not be looked for again."""
-        key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, operation)
-        if tensor.dtype.is_complex:
-            return
-        if key not in self._seen:
-            keep(self._seen, key, None, _MOST_PLANS)
-            return
-        before: Any = self.plans.get(key)
-        plan = self.compiled.settled(compiled, turn, key[0], number, before)
-        if plan is not None and plan is not before:
-            keep(self.plans, key, plan, _MOST_PLANS)
+    def all_reduce_coalesced(self, tensors: Sequence[Tensor], operation: Any) -> None:
+        """The same; small tensors travel together in one, which saves a round trip for each."""
+        small = [tensor for tensor in tensors if tensor.nbytes <= SMALL]
+        large = [tensor for tensor in tensors if tensor.nbytes > SMALL]
+        if small:
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in small])
+            self.all_reduce([flat], operation)
+            pieces = flat.split([tensor.numel() for tensor in small])
+            for tensor, piece in zip(small, pieces, strict=True):
+                tensor.detach().copy_(piece.view(tensor.shape))
+        if large:
+            self.all_reduce(large, operation)
 
-    def all_reduce_small(self, plan: Plan) -> None:
-        """Up to `ONE_SHOT` bytes, in one stage: everybody reads everybody's slot. Written out, for speed."""
-        room = self.room
-        if isinstance(plan, Turns):
-            code = self.compiled.start_turn(plan.address)
-            if code:
-                self.compiled.finish(plan, code)
-            return
-        number, turns, order, ways, row = plan
-        slots = turns[room.turn(small=True)]
-        base = room.enter(number)
-        np.copyto(slots[room.rank], row)
-        for post in room.posts:
-            post()
-        for acquire, peer in room.takes:
-            if not acquire(False):
-                room.wait_for(acquire, peer)
-        words = room.words
-        for place in range(base + 1, base + 2 * room.size, 2):
-            if words[place] != number:
-                raise mismatch(self.room)
-        self._quietly(ways.combine, slots[order[0]], slots[order[1]], row)
-        for rank in order[2:]:
-            self._quietly(ways.combine, row, slots[rank], row)
-        if ways.finish is not None:
-            ways.finish(row)
-
-    def all_reduce(
-        self, tensors: Sequence[Tensor], operation: Any, weight: float | None = None, algorithm: str = "two_shot"
-    ) -> None:
+    def all_reduce_by(
+        self, algorithm: str, tensors: Sequence[Tensor], operation: Any, weight: float | None = None
+    ) -> Any:
         """Contiguous tensors of one kind, in place, in a pipeline. This rank's numbers count `weight` times."""
         size, dtype = self.room.size, tensors[0].dtype
-        stages = self._program(Collective.ALL_REDUCE, algorithm)
-        width = self._engine.width(size, dtype.itemsize)
+        blocks = 1 if _in_one_block(Collective.ALL_REDUCE, algorithm) else size
+        small = blocks == len(tensors) == 1 and tensors[0].nbytes <= SMALL
+        width = self._engine.width(blocks, dtype.itemsize, small)
 
         def pieces(rows: Sequence[Array]) -> list[Piece]:
-            return [piece for row in rows for piece in _pieces(row, row, width, size)]
+            return [piece for row in rows for piece in _pieces(row, row, width, blocks)]
 
         number = mark("all_reduce", dtype, sum(tensor.numel() for tensor in tensors), operation)
         key = ("all_reduce", algorithm, int(operation), weight is None, weight == 1.0)
-        turn = self.room.next_turn(small=False)
-        whole = self._in_place(key, stages, tensors, pieces, width, number, ways_of(operation, dtype, size, weight))
-        # Small tensors have a plan of one stage under the same key: a rank that took this one would be out of step.
-        large = tensors[0].nbytes > ONE_SHOT
-        if len(tensors) == 1 and weight is None and algorithm == "two_shot" and large:
-            self._remember(tensors[0], int(operation), whole, turn, number)
+        stages, ways = self._program(Collective.ALL_REDUCE, algorithm), ways_of(operation, dtype, size, weight)
+        return self._in_place(key, stages, tensors, pieces, width, number, ways)
 
     def sum_own_blocks(self, tensors: Sequence[Tensor], weight: float) -> None:
         """Sum contiguous tensors, but each rank only its block of each, in place, as `even_blocks` cuts them."""
@@ -191,94 +176,44 @@ class Local:
         width: int,
         number: int,
         ways: Ways,
-    ) -> tuple[Any, ...]:
-        """Run on memory where it lies; answers under which key that was compiled, if it was."""
+    ) -> Any:
+        """Run on memory where it lies."""
+        self._look_at_memory()
+        words = words_of(tensors[0].dtype)
+
+        def work() -> Work:
+            rows = [row_at(tensor.data_ptr(), tensor.numel(), words) for tensor in tensors]
+            return Work(stages, pieces(rows), rows, width, words)
+
+        whole = (*key, words, *(tensor.numel() for tensor in tensors))
+        return self.runner.run(whole, number, ways, [tensor.data_ptr() for tensor in tensors], work)
+
+    def _look_at_memory(self) -> None:
+        """Now and then, see how much this process keeps free."""
         self._large += 1
         if self._large % _LOOK_AT_MEMORY == 0:
             give_back_excess()
-        words = words_of(tensors[0].dtype)
-        whole = (*key, words, *(tensor.numel() for tensor in tensors))
-        if not self.compiled.run(whole, number, [tensor.data_ptr() for tensor in tensors], ways):
-            rows = [row_at(tensor.data_ptr(), tensor.numel(), words) for tensor in tensors]
-            self._run(whole, stages, lambda: pieces(rows), rows, width, words, number, ways)
-        return whole
-
-    def _run(
-        self,
-        key: Any,
-        stages: Sequence[Stage],
-        pieces: Callable[[], Sequence[Piece]],
-        rows: Sequence[Array],
-        width: int,
-        words: Any,
-        number: int,
-        ways: Ways = Ways(),  # noqa: B008 - a value, never changed
-    ) -> None:
-        addresses = [address_of(row) for row in rows]
-        if self.compiled.run(key, number, addresses, ways):
-            return
-        found = pieces()
-        if not found:
-            self._meet(number)
-        elif self.compiled.learn(key, stages, found, rows, width, words, ways):
-            self.compiled.run(key, number, addresses, ways)
-        else:
-            check = partial(self._check, self.room.enter(number), number)
-            self._quietly(self._engine.run, stages, found, width, words, check, ways)
-
-    def _meet(self, number: int) -> None:
-        """All have come, with the same."""
-        base = self.room.enter(number)
-        self.room.sync()
-        self._check(base, number)
-
-    def _check(self, base: int, number: int) -> None:
-        """All ranks must have come with the same operation."""
-        words, size = self.room.words, self.room.size
-        for place in range(base + 1, base + 2 * size, 2):
-            if words[place] != number:
-                raise mismatch(self.room)
 
     # -- on memory that is shared already ----------------------------------------------------------------------------
 
     def shared_tensor(self, count: int, dtype: torch.dtype) -> Tensor:
         """A tensor of zeros that the others can read: an all-reduce of it copies nothing. All ranks call this."""
-        self._meet(mark("shared_tensor", dtype, count))
-        each = -(-max(count * dtype.itemsize, 1) // 4096) * 4096
-        segment = self.room.share_segment(each * self.room.size)
-        tensor = segment.tensor(each * self.room.rank, count, dtype)
-        self._live[tensor.untyped_storage().data_ptr()] = (segment, each)
-        # Other numbers may have lain at this place before, for which memory was not shared.
-        self.plans.clear()
-        self._seen.clear()
-        self.sharing = True
-        return tensor
+        self.runner.meet(mark("shared_tensor", dtype, count))
+        # What is large may lie in shared memory from now on, of which what was compiled knows nothing.
+        self.runner.plans.clear()
+        return self._shared.add(count, dtype)
 
-    def shared_rows(self, tensor: Tensor) -> list[Array] | None:
-        """Every rank's part of the memory in which this tensor lies, if it lies in shared memory."""
-        found = self._live.get(tensor.untyped_storage().data_ptr())
-        if found is None or not tensor.is_contiguous():
-            return None
-        segment, each = found
-        offset = tensor.data_ptr() - segment.address - each * self.room.rank
-        if not 0 <= offset < each:
-            return None
-        words, count = words_of(tensor.dtype), tensor.numel()
-        return [segment.array(each * rank + offset, count, words) for rank in range(self.room.size)]
-
-    def all_reduce_live(self, rows: Sequence[Array], dtype: torch.dtype, operation: Any) -> None:
+    def _all_reduce_live(self, rows: Sequence[Array], dtype: torch.dtype, operation: Any) -> None:
         """Everybody's row lies in shared memory: nothing is copied in or out."""
         number = mark("all_reduce", dtype, rows[0].size, operation, root=LIVE_ROOT)
         stages, ways = self._program(Collective.ALL_REDUCE, "zero_copy"), ways_of(operation, dtype, self.room.size)
-        if not self.compiled.run_live(stages, rows, ways, number):
-            self._meet(number)
-            self._quietly(self._engine.run_live, stages, rows, ways)
+        self.runner.run_live(stages, rows, ways, number)
 
     # -- the others --------------------------------------------------------------------------------------------------
 
     def barrier(self, kind: str = "barrier") -> None:
         """Return when all ranks have come."""
-        self._meet(mark(kind))
+        self.runner.meet(mark(kind))
 
     def broadcast(self, tensor: Tensor, root: int, algorithm: str = "one_shot") -> None:
         """The root's numbers, on every rank, in place."""
@@ -286,12 +221,12 @@ class Local:
         number = mark("broadcast", tensor.dtype, tensor.numel(), root=root)
         width = self._engine.width(1, 1)
 
-        def pieces() -> list[Piece]:
-            cuts = [row[start : start + width] for start in range(0, row.size, width)]
-            return [([cut], [cut]) for cut in cuts]
-
         stages = self._program(Collective.BROADCAST, algorithm, root)
-        self._run(("broadcast", algorithm, root, row.size), stages, pieces, [row], width, np.uint8, number)
+
+        def work() -> Work:
+            return Work(stages, _pieces(row, row, width, 1), [row], width, np.uint8)
+
+        self.runner.run(("broadcast", algorithm, root, row.size), number, Ways(), [address_of(row)], work)
 
     def reduce(self, tensor: Tensor, operation: Any, root: int, algorithm: str = "two_shot") -> None:
         """Combined at the root, in place; the others keep theirs."""
@@ -304,7 +239,11 @@ class Local:
         key = ("reduce", algorithm, root, int(operation), row.dtype, tensor.dtype, row.size)
         ways = ways_of(operation, tensor.dtype, size)
         rows = [row, result] if result is not row else [row]
-        self._run(key, stages, lambda: _pieces(row, result, width, size), rows, width, row.dtype, number, ways)
+
+        def work() -> Work:
+            return Work(stages, _pieces(row, result, width, size), rows, width, row.dtype)
+
+        self.runner.run(key, number, ways, [address_of(row) for row in rows], work)
 
     def all_gather(self, outputs: Sequence[Tensor], given: Tensor) -> None:
         """Everybody's tensor, on every rank; sizes may differ."""
@@ -346,9 +285,9 @@ class Local:
         np.copyto(rows[me], bring[me])
         # Nobody knows how much the others exchange: the longest is agreed first, through the marks.
         longest = max(row.size for row in (*bring, *rows))
-        base = self.room.enter(mark("all_to_all", None, longest))
+        base = self.room.board.enter(mark("all_to_all", None, longest))
         self.room.sync()
-        marks = self.room.marks(base)
+        marks = self.room.board.marks(base)
         if any(other & 15 != marks[me] & 15 for other in marks):
             raise mismatch(self.room)
         longest = max(count_of(other) for other in marks)
@@ -361,16 +300,8 @@ class Local:
         _same_size(mine, rows[me], "the output of reduce_scatter")
         number = mark("reduce_scatter", output.dtype, sum(row.size for row in rows), operation)
         longest = max(row.size for row in rows)
-        results = _only(len(rows), me, mine)
-        self._move(
-            Collective.REDUCE_SCATTER,
-            rows,
-            results,
-            longest,
-            number,
-            0,
-            ways_of(operation, output.dtype, self.room.size),
-        )
+        ways = ways_of(operation, output.dtype, self.room.size)
+        self._move(Collective.REDUCE_SCATTER, rows, _only(len(rows), me, mine), longest, number, ways=ways)
 
     def _move(
         self,
@@ -388,14 +319,22 @@ class Local:
         small = longest * words.itemsize * size <= SMALL
         width = self._engine.width(size, words.itemsize, small)
 
-        def pieces() -> list[Piece]:
-            starts = range(0, longest, width)
-            return [(_windows(bring, start, width), _windows(rows, start, width)) for start in starts]
-
         given = [row for row in (*bring, *rows) if row is not None]
         sizes = tuple(None if row is None else row.size for row in (*bring, *rows))
         key = (collective, root, words, ways.plain, longest, sizes)
-        self._run(key, self._program(collective, "one_shot", root), pieces, given, width, words, number, ways)
+        stages = self._program(collective, "one_shot", root)
+
+        def work() -> Work:
+            starts = range(0, longest, width)
+            pieces = [(_windows(bring, start, width), _windows(rows, start, width)) for start in starts]
+            return Work(stages, pieces, given, width, words)
+
+        self.runner.run(key, number, ways, [address_of(row) for row in given], work)
+
+
+def _in_one_block(collective: Collective, algorithm: str) -> bool:
+    """Whether everybody reduces everything, so that there is nothing to be cut."""
+    return collective is Collective.ALL_REDUCE and algorithm == "one_shot"
 
 
 def as_bytes(tensor: Tensor) -> Array:

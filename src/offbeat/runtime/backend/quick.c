@@ -1,4 +1,4 @@
-/* The quickest way to an all-reduce that was worked out before: what _quick.py does, without the interpreter.
+/* The quickest way to an all-reduce that was compiled before: found and started without the interpreter.
  *
  * An extension module of Python's stable ABI (3.11 on). It looks at the tensor through its Python methods, so that no
  * header of torch is needed, and calls the library of native.c by its address.
@@ -8,24 +8,24 @@
 #include <Python.h>
 #include <stdint.h>
 
-#define VERSION 1
+#define VERSION 2
 
-typedef int64_t (*start_t)(void *);
+typedef int64_t (*start_t)(void *, void *);
 
 /* What is asked of options, tensors, and plans. */
-enum { ASYNC, OPERATION, LAYOUT, CONTIGUOUS, NEGATED, ADDRESS, COUNT, KIND, PLACE, NAMES };
+enum { ASYNC, OPERATION, CPU, LAYOUT, CONTIGUOUS, NEGATED, ADDRESS, COUNT, KIND, PLACE, NAMES };
 static const char *const WORDS[NAMES] = {
-    "asyncOp", "reduceOp", "layout", "is_contiguous", "is_neg", "data_ptr", "numel", "dtype", "address",
+    "asyncOp", "reduceOp", "is_cpu", "layout", "is_contiguous", "is_neg", "data_ptr", "numel", "dtype", "address",
 };
 static PyObject *names[NAMES];
 
 /* Everything that does not change from call to call; in the order in which it is given. */
-enum { PLANS, QUEUE, ACQUIRE, RELEASE, DONE, OPTIONS, TENSOR, STRIDED, PROFILING, TURNS, THINGS };
+enum { PLANS, QUEUE, ACQUIRE, RELEASE, DONE, OPTIONS, TENSOR, STRIDED, PROFILING, TURNS, LOOK, THINGS };
 typedef struct {
     PyObject_HEAD
     PyObject *things[THINGS];
     start_t start;
-    long long asked;
+    long long asked, large;
 } quick_t;
 
 /* Whether something is this very object; takes what it is given. -1: it could not be asked for. */
@@ -44,37 +44,54 @@ static int usual(quick_t *self, PyObject *tensors, PyObject *options) {
     tensor = PyList_GetItem(tensors, 0);
     if ((PyObject *)Py_TYPE(tensor) != things[TENSOR]) return 0;
     if ((good = is(PyObject_GetAttr(options, names[ASYNC]), Py_False)) != 1) return good;
+    if ((good = is(PyObject_GetAttr(tensor, names[CPU]), Py_True)) != 1) return good;
     if ((good = is(PyObject_GetAttr(tensor, names[LAYOUT]), things[STRIDED])) != 1) return good;
     if ((good = is(PyObject_CallMethodObjArgs(tensor, names[CONTIGUOUS], NULL), Py_True)) != 1) return good;
     if ((good = is(PyObject_CallMethodObjArgs(tensor, names[NEGATED], NULL), Py_False)) != 1) return good;
     return is(PyObject_CallNoArgs(things[PROFILING]), Py_False);
 }
 
-/* Address, count and kind of numbers, and what is done with them: under this it was worked out. */
-static PyObject *key_of(PyObject *tensor, PyObject *options) {
-    PyObject *parts[4] = {
-        PyObject_CallMethodObjArgs(tensor, names[ADDRESS], NULL),
+/* Count and kind of numbers, and what is done with them: under this it was compiled. */
+static PyObject *key_of(PyObject *tensor, PyObject *options, Py_ssize_t *count) {
+    PyObject *parts[3] = {
         PyObject_CallMethodObjArgs(tensor, names[COUNT], NULL),
         PyObject_GetAttr(tensor, names[KIND]),
         NULL,
     };
     PyObject *operation = PyObject_GetAttr(options, names[OPERATION]), *key = NULL;
-    if (operation) parts[3] = PyLong_FromSsize_t(PyObject_Hash(operation)); /* Its hash is its number. */
-    if (parts[0] && parts[1] && parts[2] && parts[3]) key = PyTuple_Pack(4, parts[0], parts[1], parts[2], parts[3]);
-    for (int i = 0; i < 4; i++) Py_XDECREF(parts[i]);
+    if (operation) parts[2] = PyLong_FromSsize_t(PyObject_Hash(operation)); /* Its hash is its number. */
+    if (parts[0] && parts[1] && parts[2]) key = PyTuple_Pack(3, parts[0], parts[1], parts[2]);
+    if (key) *count = PyLong_AsSsize_t(parts[0]);
+    for (int i = 0; i < 3; i++) Py_XDECREF(parts[i]);
     Py_XDECREF(operation);
     return key;
 }
 
-/* Begin what was worked out; the turn is had. */
-static PyObject *begun(quick_t *self, PyObject *plan) {
-    PyObject *place = PyObject_GetAttr(plan, names[PLACE]), *released;
-    void *address = place ? PyLong_AsVoidPtr(place) : NULL;
+/* Now and then among large ones, see how much memory this process keeps free. False: that went wrong. */
+static int looked(quick_t *self, Py_ssize_t count) {
+    enum { LARGE = 4096, OFTEN = 64 };
+    PyObject *done;
+    if (count < LARGE || ++self->large % OFTEN) return 1;
+    if (!(done = PyObject_CallNoArgs(self->things[LOOK]))) return 0;
+    Py_DECREF(done);
+    return 1;
+}
+
+/* An address that an object gives, which is taken; NULL with an error set if it gives none. */
+static void *address_from(PyObject *given) {
+    void *address = given ? PyLong_AsVoidPtr(given) : NULL;
+    Py_XDECREF(given);
+    return address;
+}
+
+/* Begin what was compiled; the turn is had. */
+static PyObject *begun(quick_t *self, PyObject *plan, void *first) {
+    PyObject *released;
+    void *address = address_from(PyObject_GetAttr(plan, names[PLACE]));
     int64_t code;
-    Py_XDECREF(place);
     if (address) {
         PyThreadState *state = PyEval_SaveThread();
-        code = self->start(address);
+        code = self->start(address, first);
         PyEval_RestoreThread(state);
         self->asked++;
         if (code) return Py_BuildValue("(OL)", plan, (long long)code);
@@ -88,22 +105,26 @@ static PyObject *begun(quick_t *self, PyObject *plan) {
     return Py_NewRef(self->things[DONE]);
 }
 
-static PyObject *quick_begin(PyObject *own, PyObject *const *arguments, Py_ssize_t count) {
+static PyObject *quick_begin(PyObject *own, PyObject *const *arguments, Py_ssize_t given) {
     quick_t *self = (quick_t *)own;
-    PyObject **things = self->things, *key, *plan, *result;
-    Py_ssize_t waiting;
+    PyObject **things = self->things, *tensor, *key, *plan, *result;
+    Py_ssize_t waiting, count;
+    void *first;
     int good;
-    if (count != 2) return PyErr_Format(PyExc_TypeError, "tensors and options are needed, %zd were given", count);
+    if (given != 2) return PyErr_Format(PyExc_TypeError, "tensors and options are needed, %zd were given", given);
     if ((good = usual(self, arguments[0], arguments[1])) != 1) return good ? NULL : Py_NewRef(Py_None);
-    if (!(key = key_of(PyList_GetItem(arguments[0], 0), arguments[1]))) return NULL;
+    tensor = PyList_GetItem(arguments[0], 0);
+    if (!(key = key_of(tensor, arguments[1], &count))) return NULL;
     plan = PyDict_GetItemWithError(things[PLANS], key);
     Py_DECREF(key);
     if (!plan && PyErr_Occurred()) return NULL;
     if (!plan || (PyObject *)Py_TYPE(plan) != things[TURNS]) Py_RETURN_NONE;
     if ((waiting = PyObject_Size(things[QUEUE])) != 0) return waiting < 0 ? NULL : Py_NewRef(Py_None);
-    Py_INCREF(plan);
-    good = is(PyObject_CallFunctionObjArgs(things[ACQUIRE], Py_False, NULL), Py_True);
-    result = good == 1 ? begun(self, plan) : good ? NULL : Py_NewRef(Py_None);
+    Py_INCREF(plan); /* Other threads may run from here on. */
+    first = looked(self, count) ? address_from(PyObject_CallMethodObjArgs(tensor, names[ADDRESS], NULL)) : NULL;
+    /* Numbers that are nowhere, because there are none or they were taken away, are for the interpreter. */
+    good = first ? is(PyObject_CallFunctionObjArgs(things[ACQUIRE], Py_False, NULL), Py_True) : PyErr_Occurred() ? -1 : 0;
+    result = good == 1 ? begun(self, plan, first) : good ? NULL : Py_NewRef(Py_None);
     Py_DECREF(plan);
     return result;
 }
@@ -117,9 +138,9 @@ static PyObject *quick_new(PyTypeObject *type, PyObject *arguments, PyObject *ke
     PyObject *things[THINGS], *address;
     quick_t *self;
     (void)keywords;
-    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOOO", things + PLANS, things + QUEUE, things + ACQUIRE, things + RELEASE,
+    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOOOO", things + PLANS, things + QUEUE, things + ACQUIRE, things + RELEASE,
                           things + DONE, things + OPTIONS, things + TENSOR, things + STRIDED, things + PROFILING,
-                          things + TURNS, &address))
+                          things + TURNS, things + LOOK, &address))
         return NULL;
     if (!PyDict_Check(things[PLANS])) return PyErr_Format(PyExc_TypeError, "plans must be a dictionary");
     void *start = PyLong_AsVoidPtr(address);

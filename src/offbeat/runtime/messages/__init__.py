@@ -6,9 +6,10 @@ protocol's machine on an endpoint and a real clock. See docs/messages.md.
 
 from offbeat.runtime.messages.addresses import address_in, private_directory
 from offbeat.runtime.messages.drive import Driver, Inbox, drive
-from offbeat.runtime.messages.endpoint import Endpoint, Incoming, Traffic
+from offbeat.runtime.messages.endpoint import Endpoint, Incoming
 from offbeat.runtime.messages.frames import Codec, FrameError
 from offbeat.runtime.messages.keys import Keys
+from offbeat.runtime.messages.peers import Traffic
 
 __all__ = [
     "Codec",

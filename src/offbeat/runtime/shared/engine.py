@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from offbeat.runtime.shared.board import DEPTH, SLOTS, STAGES
 from offbeat.runtime.shared.kernels import Array, Ways
 from offbeat.runtime.shared.programs import Stage, even_blocks
-from offbeat.runtime.shared.room import CHUNK, DEPTH, PHASES, SMALL, Room
+from offbeat.runtime.shared.room import CHUNK, PHASES, SMALL, Room
 
 LIVE = 1 << 18
 """Bytes that are reduced at once where nothing is copied."""
@@ -20,6 +21,27 @@ Piece = tuple[Blocks, Blocks]
 Action = tuple[Callable[..., Any], tuple[Any, ...]]
 Slots = Sequence[Sequence[Array]]
 """Arrays by turn and rank."""
+
+
+class Work(NamedTuple):
+    """A collective, worked out for what one rank brings and where it wants the results."""
+
+    stages: Sequence[Stage]
+    pieces: Sequence[Piece]
+    rows: Sequence[Array]
+    """All memory of this rank that is read or written."""
+    width: int
+    """Elements of a block that fit into a slot."""
+    words: Any
+    """The numpy kind in which numbers are moved."""
+
+    @property
+    def slots(self) -> int:
+        """Which slots it goes through: those for single stages, or those of the ring."""
+        blocks, elsewhere = self.pieces[0]
+        itemsize = next((row.itemsize for row in (*blocks, *elsewhere) if row is not None), 1)
+        single = len(self.pieces) == len(self.stages) == 1
+        return STAGES if single and len(blocks) * self.width * itemsize <= SMALL else SLOTS
 
 
 class Engine:
@@ -39,8 +61,13 @@ class Engine:
         found = self._rings.get(words)
         if found is None:
             room = self._room
+            if room.slots.ring is None:  # Made at its first use, by all ranks together.
+                room.slots.ring = room.share_segment(room.slots.ring_bytes)
             found = self._rings[words] = [
-                [[room.ring(phase, turn, rank).view(words) for rank in range(room.size)] for turn in range(DEPTH)]
+                [
+                    [room.slots.large(phase, turn, rank).view(words) for rank in range(room.size)]
+                    for turn in range(DEPTH)
+                ]
                 for phase in range(PHASES)
             ]
         return found
@@ -51,19 +78,11 @@ class Engine:
         if found is None:
             room = self._room
             found = self._smalls[words] = [
-                [room.small(parity, rank).view(words) for rank in range(room.size)] for parity in (0, 1)
+                [room.slots.small(turn, rank).view(words) for rank in range(room.size)] for turn in (0, 1)
             ]
         return found
 
-    def run(
-        self,
-        stages: Sequence[Stage],
-        pieces: Sequence[Piece],
-        width: int,
-        words: Any,
-        check: Callable[[], None],
-        ways: Ways,
-    ) -> None:
+    def run(self, work: Work, check: Callable[[], None], ways: Ways) -> None:
         """Take every piece (what this rank brings, and where results go, by block) through all stages, overlapping.
 
         All ranks have the same number of pieces. While one piece is being published, the one before is reduced and the
@@ -71,35 +90,22 @@ class Engine:
         come. Nothing is kept of the pieces: small things that outlive an operation would lie between the gradients in
         the heap, whose memory would then not fit the next step's (decision 9).
         """
-        room = self._room
-        small = self.is_small(stages, pieces, width)
-        if not small and not room.has_ring:
+        room, slots = self._room, work.slots
+        if slots == SLOTS and room.slots.ring is None:
             room.sync()  # Room for large messages is made together: first see that all have come for the same.
             check()
-        turn = room.turn(small, len(pieces))
+        turn = room.board.turn(slots, len(work.pieces))
         waiting = True
-        for act, arguments in self.script(stages, pieces, width, words, small, turn, ways):
+        for act, arguments in self.script(work, turn, ways):
             act(*arguments)
             if waiting and act == self._take:
                 waiting = False
                 check()
 
-    def is_small(self, stages: Sequence[Stage], pieces: Sequence[Piece], width: int) -> bool:
-        """Whether it goes through the slots for single stages, rather than through the ring."""
-        return len(pieces) == 1 and len(stages) == 1 and self._fits(pieces[0], width)
-
-    def script(
-        self,
-        stages: Sequence[Stage],
-        pieces: Sequence[Piece],
-        width: int,
-        words: Any,
-        small: bool,
-        first: int,
-        ways: Ways,
-    ) -> Iterator[Action]:
+    def script(self, work: Work, first: int, ways: Ways) -> Iterator[Action]:
         """Everything that is to be done from that turn on, in order: functions and what they are given."""
-        slots: Sequence[Slots] = [self.small(words)] if small else self._ring(words)
+        stages, pieces, width, words = work.stages, work.pieces, work.width, work.words
+        slots: Sequence[Slots] = [self.small(words)] if work.slots == STAGES else self._ring(words)
         rank, last, turns = self._room.rank, len(stages), len(slots[0])
         here_again = results_stay(stages)
         for iteration in range(len(pieces) + last):
@@ -123,11 +129,6 @@ class Engine:
                         yield put, (_part(mine, block, width, given[block]), given[block])
                 if mine is not None:
                     yield self._room.post, ()
-
-    def _fits(self, piece: Piece, width: int) -> bool:
-        rows = [row for side in piece for row in side if row is not None]
-        itemsize = rows[0].itemsize if rows else 1
-        return (len(piece[0]) * width) * itemsize <= SMALL
 
     def _consume(
         self,

@@ -12,7 +12,7 @@
 #include <string.h>
 #include <time.h>
 
-#define VERSION 4
+#define VERSION 5
 
 /* x86 has several widths of vectors; the widest that is there is chosen when the library is loaded. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
@@ -269,23 +269,20 @@ int64_t offbeat_go_on(task_t *task) {
     return DONE;
 }
 
-/* Write on the board that this is the room's next operation, and do it. */
-int64_t offbeat_start(task_t *task) {
-    room_t *room = task->room;
+/* Begin the room's next operation, with the first of its bases there. UNKNOWN: it was not compiled for the slot whose
+ * turn it is, and nothing is done. */
+int64_t offbeat_start(turns_t *turns, char *first) {
+    room_t *room = turns->room;
+    int64_t *count = room->counts + turns->counter;
+    task_t *task = turns->tasks[turns->turn = *count % turns->turns];
+    if (!task) return UNKNOWN;
+    *count += turns->advance;
     int64_t calls = ++room->counts[0];
     appear(room);
+    task->bases[0] = first;
     task->marks = room->board + (calls & 1) * room->ranks * 2;
     task->marks[2 * room->rank + 1] = task->mark;
     task->marks[2 * room->rank] = calls;
     task->at = task->taken = task->checked = 0;
     return offbeat_go_on(task);
-}
-
-/* The same from the slot whose turn it is. UNKNOWN: that was not compiled, and nothing is done. */
-int64_t offbeat_start_turn(turns_t *turns) {
-    int64_t *count = turns->room->counts + turns->counter;
-    task_t *task = turns->tasks[turns->turn = *count % turns->turns];
-    if (!task) return UNKNOWN;
-    *count += turns->advance;
-    return offbeat_start(task);
 }

@@ -20,10 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.runtime.shared import signals
+from offbeat.runtime.shared.board import TURNS
 from offbeat.runtime.shared.kernels import Array, Ways
-from offbeat.runtime.shared.room import DEPTH, SLOTS, STAGES, Room
+from offbeat.runtime.shared.room import Room
 
-VERSION = 4
+VERSION = 5
 LIBRARY = Path(__file__).with_name("_native.so")
 """Where the build puts it."""
 LATE, DIFFERENT, UNKNOWN = 1, 2, 3
@@ -69,26 +70,14 @@ class _Turns(ctypes.Structure):
 
 
 class Task:
-    """An operation that is ready to be done, as often as its memory stays where it is."""
+    """An operation as it is done from one slot, wherever its memory lies."""
 
-    def __init__(self, room: _Room, steps: Steps, bases: Sequence[int], mark: int, weight: float) -> None:
+    def __init__(self, room: _Room, steps: Steps, bases: Sequence[int], mark: int = 0, weight: float = 1.0) -> None:
         self._bases = (ctypes.c_int64 * len(bases))(*bases)
-        self._room, self.steps = room, steps
-        self.fields = _Task(
-            ctypes.addressof(room),
-            steps.ctypes.data,
-            len(steps),
-            ctypes.addressof(self._bases),
-            mark,
-            weight,
-            0,
-            0,
-            0,
-            None,
-        )
+        self._room, self._steps = room, steps
+        places = ctypes.addressof(room), steps.ctypes.data, len(steps), ctypes.addressof(self._bases)
+        self.fields = _Task(*places, mark, weight)
         """What the library sees of it."""
-        self.address = ctypes.addressof(self.fields)
-        """Where it sees it."""
 
     def move(self, bases: Sequence[int], mark: int, weight: float) -> None:
         """Its memory lies elsewhere now, it is called so, and this rank's numbers count so much."""
@@ -97,30 +86,29 @@ class Task:
 
 
 class Turns:
-    """An operation on memory at one place, ready to be done from whichever slot comes next; some may be missing."""
+    """An operation, ready to be done from whichever slot comes next; some may be missing."""
 
-    def __init__(self, room: _Room, small: bool, advance: int) -> None:
-        counter, turns = (STAGES, 2) if small else (SLOTS, DEPTH)
-        self._tasks: list[Task | None] = [None] * turns
+    def __init__(self, room: _Room, slots: int | None, advance: int) -> None:
+        turns = TURNS.get(slots, 1)
+        self.slots = slots
+        """Which kind of slots it takes; None: none."""
+        self.tasks: list[Task | None] = [None] * turns
+        """By the slot with which it begins."""
         self._addresses = (ctypes.c_void_p * turns)()
         self._room = room
-        self._fields = _Turns(ctypes.addressof(room), counter, turns, advance, 0, ctypes.addressof(self._addresses))
+        self._fields = _Turns(ctypes.addressof(room), slots or 0, turns, advance, 0, ctypes.addressof(self._addresses))
         self.address = ctypes.addressof(self._fields)
         """Where the library sees it."""
 
     def put(self, turn: int, task: Task) -> None:
         """What is to be done when it is this slot's turn."""
-        self._tasks[turn] = task
-        self._addresses[turn] = task.address
-
-    def has(self, turn: int) -> bool:
-        """Whether that is known."""
-        return self._tasks[turn] is not None
+        self.tasks[turn] = task
+        self._addresses[turn] = ctypes.addressof(task.fields)
 
     @property
     def latest(self) -> Task:
         """What was begun last."""
-        task: Any = self._tasks[self._fields.turn]
+        task: Any = self.tasks[self._fields.turn]
         return task
 
 
@@ -134,8 +122,8 @@ class Executor:
         self._fields = _Room(
             room.rank,
             room.size,
-            room.counts.ctypes.data,
-            room.board,
+            room.board.counts.ctypes.data,
+            room.board.address,
             *(ctypes.addressof(side) for side in self._signals),
             signals.TRIES,
             signals.YIELDS,
@@ -145,31 +133,25 @@ class Executor:
             int(signals.SLICE * 1e9),
             0,
             0,
-            room.cores,
+            room.board.cores,
             0,
         )
-        self._start: Callable[[int], int] = library.offbeat_start
-        self.start_turn: Callable[[int], int] = library.offbeat_start_turn
-        """Begin what is to be done in this turn (its address); anything but 0 or `UNKNOWN` is for `finish`."""
-        self._go_on: Callable[[int], int] = library.offbeat_go_on
+        self.start: Callable[[int, int], int] = library.offbeat_start
+        """Begin an operation (its address) on a first row (its address); `finish` it if this is not 0 or `UNKNOWN`."""
+        self._go_on: Callable[[Any], int] = library.offbeat_go_on
 
     def task(self, steps: Steps, bases: Sequence[int], mark: int = 0, weight: float = 1.0) -> Task:
         """The operation that these steps make on this memory."""
         return Task(self._fields, steps, bases, mark, weight)
 
-    def turns(self, small: bool, advance: int) -> Turns:
-        """An operation that takes so many slots, of which nothing is known yet."""
-        return Turns(self._fields, small, advance)
+    def turns(self, slots: int | None, advance: int = 0) -> Turns:
+        """An operation that takes so many slots (`STAGES`, `SLOTS`, or None at all); nothing is known of it yet."""
+        return Turns(self._fields, slots, advance)
 
-    def run(self, task: Task, mismatch: Callable[[], Exception]) -> None:
-        """Do it, as the next operation of the room."""
-        code = self._start(task.address)
-        if code:
-            self.finish(task, code, mismatch)
-
-    def finish(self, task: Task, code: int, mismatch: Callable[[], Exception]) -> None:
-        """Go on waiting for whoever is late, as long as there is hope."""
-        fields = task.fields
+    def finish(self, turns: Turns, code: int, mismatch: Callable[[], Exception]) -> None:
+        """Go on with what was begun, waiting for whoever is late as long as there is hope."""
+        fields = turns.latest.fields
+        address = ctypes.addressof(fields)
         place: tuple[int, int] | None = None
         while code:
             if code == DIFFERENT:
@@ -179,11 +161,11 @@ class Executor:
                 self._room.doubt(self._room.others[fields.taken], first=place != before)
             except BaseException:
                 # It may have signalled, and left, just after the wait had ended: what it said still counts.
-                code = self._go_on(task.address)
+                code = self._go_on(address)
                 if code == LATE and (fields.at, fields.taken) == place:
                     raise
                 continue
-            code = self._go_on(task.address)
+            code = self._go_on(address)
 
 
 @cache
@@ -198,8 +180,8 @@ def library() -> Any:
             return None  # Built from another version of its source.
     except (OSError, AttributeError):
         return None
-    for function in (found.offbeat_start, found.offbeat_start_turn, found.offbeat_go_on):
-        function.argtypes, function.restype = (ctypes.c_void_p,), ctypes.c_int64
+    found.offbeat_start.argtypes, found.offbeat_go_on.argtypes = (ctypes.c_void_p, ctypes.c_void_p), (ctypes.c_void_p,)
+    found.offbeat_start.restype = found.offbeat_go_on.restype = ctypes.c_int64
     return found
 
 

@@ -1,0 +1,187 @@
+"""The ZeroMQ sockets of one endpoint: a ROUTER where others find it, and a DEALER to each that it connects to."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from offbeat.errors import UsageError
+from offbeat.runtime.messages.addresses import PRIVATE, address_in, check_address
+from offbeat.runtime.messages.frames import BULK, CHUNK
+from offbeat.runtime.messages.keys import DOMAIN, Keys, for_socket, guard
+
+if TYPE_CHECKING:
+    from zmq.auth.thread import ThreadAuthenticator
+
+TRIES = 30
+"""How often sockets are looked at, letting others run in between, before a wait sleeps: waking up takes longer."""
+_ENCRYPTION = 1024
+"""Bytes, and some to spare, by which a frame is longer under CURVE."""
+_NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # Plain numbers: the enumeration is slow.
+
+Socket = zmq.Socket[bytes]
+
+
+@dataclass(slots=True)
+class _Wake:
+    """Lets another thread end a wait."""
+
+    descriptor: int = field(default_factory=lambda: os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_open: bool = True
+
+    def ring(self) -> None:
+        with self.lock:
+            if self.is_open:
+                os.eventfd_write(self.descriptor, 1)
+
+    def close(self) -> None:
+        with self.lock:
+            if self.is_open:
+                self.is_open = False
+                os.close(self.descriptor)
+
+
+class Sockets:
+    """All sockets of one name. Of one thread, but for `wake`."""
+
+    def __init__(self, name: str, identity: bytes, keys: Keys | None, high_water: int, most_frames: int) -> None:
+        self._name, self._identity, self._keys, self._high_water = name, identity, keys, high_water
+        self._most_frames = most_frames
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self._wake = _Wake()
+        self.wake = self._wake.ring
+        """End the wait of `poll`, or its next one; from any thread."""
+        self.ready: list[Socket] = []
+        """Those that have something."""
+        self._polled: list[tuple[Any, int]] = [(self._wake.descriptor, zmq.POLLIN)]
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._door: ThreadAuthenticator | None = None
+        self.router: Socket | None = None
+        """Where others connect to."""
+
+    def bind(self, address: str) -> str:
+        """Let others connect here; answers where that is."""
+        if address == PRIVATE:
+            self._folder = tempfile.TemporaryDirectory(prefix="offbeat-")
+            address = address_in(Path(self._folder.name), self._name)
+        check_address(address, self._keys is not None)
+        router = self.router = self._made(zmq.ROUTER)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if self._keys is not None:
+            self._door = guard(self._context, self._keys)
+            router.curve_server = True
+            router.zap_domain = DOMAIN.encode()
+        try:
+            router.bind(address)
+        except zmq.ZMQError as error:
+            raise UsageError(f"{self._name} cannot listen at {address}: {error}.") from error
+        self._polled.append((router, zmq.POLLIN))
+        return router.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def connect(self, peer: str, address: str, public: str | None) -> Socket:
+        """A socket to a peer at this address."""
+        dealer = self._made(zmq.DEALER)
+        dealer.setsockopt(zmq.ROUTING_ID, self._identity)
+        if self._keys is not None:
+            dealer.curve_serverkey = for_socket(public or self._keys.public)
+        try:
+            dealer.connect(address)
+        except zmq.ZMQError as error:
+            dealer.close(0)
+            raise UsageError(f"{self._name} cannot connect to {peer!r} at {address}: {error}.") from error
+        self._polled.append((dealer, zmq.POLLIN))
+        return dealer
+
+    def _made(self, kind: int) -> Socket:
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        socket.setsockopt(zmq.SNDHWM, self._high_water)
+        socket.setsockopt(zmq.RCVHWM, self._high_water)
+        socket.setsockopt(zmq.MAXMSGSIZE, CHUNK + _ENCRYPTION)
+        if self._keys is not None:
+            socket.curve_publickey = for_socket(self._keys.public)
+            socket.curve_secretkey = for_socket(self._keys.secret)
+        return socket
+
+    def disconnect(self, dealer: Socket) -> None:
+        """Close a socket to a peer, and drop what waits to be sent."""
+        self._polled = [entry for entry in self._polled if entry[0] is not dealer]
+        self.ready = [socket for socket in self.ready if socket is not dealer]
+        dealer.close(0)
+
+    def put(self, dealer: Socket | None, identity: bytes, frames: list[Any]) -> bool:
+        """Queue frames for a peer, all or none; False if there is no room, or no way to it."""
+        socket = dealer
+        last = frames[-1]
+        try:
+            if socket is None:
+                socket = self.router
+                if socket is None:
+                    return False
+                socket.send(identity, _MORE)
+            for frame in frames[:-1]:
+                socket.send(frame, _MORE, len(frame) < BULK)
+            socket.send(last, _NOBLOCK, len(last) < BULK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def poll(self, milliseconds: int) -> bool:
+        """Wait until a socket has something; True if another thread has rung."""
+        rung = False
+        found: list[tuple[Any, int]] = []
+        for _ in range(TRIES if milliseconds else 0):
+            found = zmq.zmq_poll(self._polled, 0)  # pyright: ignore[reportAssignmentType]
+            if found:
+                break
+            os.sched_yield()
+        if not found:
+            found = zmq.zmq_poll(self._polled, milliseconds)  # pyright: ignore[reportAssignmentType]
+        for entry, _ in found:
+            if isinstance(entry, int):
+                os.eventfd_read(entry)
+                rung = True
+            else:
+                self.ready.append(entry)
+        return rung
+
+    def take(self, socket: Socket) -> tuple[bytes | None, list[Any]]:
+        """One message of a socket, from whom if it is the router's; raises `zmq.Again` if there is none.
+
+        Small frames are copied, which is quicker and aligns them. Of too many, only one more than may be is kept.
+        """
+        identity = socket.recv(_NOBLOCK) if socket is self.router else None
+        limit = self._most_frames + 2
+        frames: list[Any] = []
+        more = True
+        while more:
+            frame = socket.recv(_NOBLOCK, False)
+            more = frame.more
+            if len(frames) < limit:
+                frames.append(frame.bytes if len(frame) < BULK else frame.buffer)
+        return identity, frames
+
+    def close(self, linger: float) -> None:
+        """Close all of them; what still waits to be sent has so many seconds."""
+        if self._door is not None:
+            self._door.stop()
+            self._door = None
+        self._context.destroy(linger=int(linger * 1000))
+        self.ready.clear()
+        self._wake.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
