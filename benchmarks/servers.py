@@ -38,8 +38,9 @@ from offbeat.runtime.launch import Control, Launcher, Role
 from offbeat.runtime.messages import private_directory
 from offbeat.runtime.servers.client import Client
 from offbeat.runtime.servers.coordination import Coordination
-from offbeat.runtime.servers.numbers import ADD, Recipe, first_state
+from offbeat.runtime.servers.numbers import first_state
 from offbeat.runtime.servers.plan import Plan
+from offbeat.runtime.servers.updater import ADD, Recipe
 from offbeat.runtime.shared.segment import Segment
 
 RESULTS = Path(__file__).parent / "results"

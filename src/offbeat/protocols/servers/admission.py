@@ -57,8 +57,11 @@ class Admission:
             expected += 1
             self._tokens += 1
             self._inspected[self._tokens] = following
-            place = (entry.start, entry.stop, entry.absent) if isinstance(entry := following[0], Push) else ()
-            out.start(Inspect(following[1], entry.worker, *place), ("inspect", self._tokens))
+            entry, numbers = following
+            look = Inspect(numbers, entry.worker)
+            if isinstance(entry, Push):
+                look = Inspect(numbers, entry.worker, entry.start, entry.stop, entry.absent)
+            out.start(look, ("inspect", self._tokens))
         self._expected[who] = expected
         return True
 
