@@ -54,7 +54,7 @@ def ours(plan: Plan, given: Floats, taken: Floats) -> tuple[Trip, Callable[[], N
     """One push and pull through our client, and how to end it."""
     client = Client(plan, 0, 60.0)
     memory = Segment.create(given.nbytes)
-    client.lend(memory)
+    client.connection.lend(memory)
     slot = memory.tensor(0, given.size, torch.float32).numpy()
     client.takes = lambda _, values: np.copyto(taken, values.view(np.float32))
     state = first_state(Recipe(optimizer=ADD), torch.zeros(given.size))

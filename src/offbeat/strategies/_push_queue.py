@@ -42,7 +42,7 @@ class PushQueue:
         self._link, self._row, self._settings, self._letters = link, row, settings, letters
         width = -(-row.count * row.values.element_size() // 64) * 64
         memory = Segment.create(width * SLOTS)
-        link.client.lend(memory)
+        link.client.connection.lend(memory)
         link.client.expect(max(row.shard(row.values, shard).nbytes for shard in range(link.shards)))
         self.slots: list[Tensor] = [memory.tensor(width * slot, row.count, row.values.dtype) for slot in range(SLOTS)]
         self.views: list[list[Tensor]] = [row.views(slot) for slot in self.slots]
