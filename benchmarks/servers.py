@@ -38,8 +38,9 @@ from offbeat.runtime.launch import Control, Launcher, Role
 from offbeat.runtime.messages import private_directory
 from offbeat.runtime.servers.client import Client
 from offbeat.runtime.servers.coordination import Coordination
-from offbeat.runtime.servers.numbers import ADD, Recipe, first_state
+from offbeat.runtime.servers.numbers import first_state
 from offbeat.runtime.servers.plan import Plan
+from offbeat.runtime.servers.updater import ADD, Recipe
 from offbeat.runtime.shared.segment import Segment
 
 RESULTS = Path(__file__).parent / "results"
@@ -53,7 +54,7 @@ def ours(plan: Plan, given: Floats, taken: Floats) -> tuple[Trip, Callable[[], N
     """One push and pull through our client, and how to end it."""
     client = Client(plan, 0, 60.0)
     memory = Segment.create(given.nbytes)
-    client.lend(memory)
+    client.connection.lend(memory)
     slot = memory.tensor(0, given.size, torch.float32).numpy()
     client.takes = lambda _, values: np.copyto(taken, values.view(np.float32))
     state = first_state(Recipe(optimizer=ADD), torch.zeros(given.size))

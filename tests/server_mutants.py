@@ -7,17 +7,34 @@ from typing import Any
 
 from msgspec import structs
 
-from offbeat.protocols.machine import Name, Payload, Received
+from offbeat.protocols.machine import Effects, Name, Payload, Received
+from offbeat.protocols.servers.admission import Admission
+from offbeat.protocols.servers.follower import Follower
 from offbeat.protocols.servers.messages import Replicate, Replicated
 from offbeat.protocols.servers.pacing import Parked
 from offbeat.protocols.servers.replication import Feed, Replication
 from offbeat.protocols.servers.server import ServerMachine
+from offbeat.protocols.servers.shard import Shard
+from offbeat.protocols.servers.works import Inspect
+
+
+class Indiscriminate(Admission):
+    def admit(self, push: Any, payload: Payload, out: Effects) -> bool:
+        self._tokens += 1
+        self._inspected[self._tokens] = (push, payload)
+        out.start(Inspect(payload, push.worker), ("inspect", self._tokens))
+        return True
+
+
+class Oblivious(Shard):
+    def knows(self, worker: int, life: int, number: int) -> bool:
+        return False
 
 
 class ForgetsWhatItKnows(ServerMachine):
-    def _push(self, push: Any, payload: Payload, now: float) -> None:
-        self.shard.knows = lambda *_: False  # type: ignore[method-assign]
-        self._admission.inspect(push, payload, self._out)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.admission.__class__, self.shard.__class__ = Indiscriminate, Oblivious
 
 
 class AnswersBeforeBackupsHold(ServerMachine):
@@ -30,11 +47,17 @@ class AnswersBeforeBackupsHold(ServerMachine):
             self._answers.tell(self.shard.apply(entry, payload, self._out), self._out)
 
 
+class Credulous(Follower):
+    def replicate(self, event: Received, message: Replicate, out: Effects) -> None:
+        for entry in self._replication.hold(message, event.payload):
+            self._shard.apply(*entry, out)
+        out.send(event.sender, Replicated(message.epoch, self._replication.log.end - 1))
+
+
 class FencesNobody(ServerMachine):
-    def _replicate(self, event: Received, message: Replicate) -> None:
-        for entry in self.replication.hold(message, event.payload):
-            self.shard.apply(*entry, self._out)
-        self._out.send(event.sender, Replicated(message.epoch, self.replication.log.end - 1))
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._follower.__class__ = Credulous
 
 
 class ExactlyParked(Parked[Any]):
@@ -48,18 +71,28 @@ class WakesOnlyTheExactMinimum(ServerMachine):
         self.shard.pacing._parked = ExactlyParked()
 
 
+class Hasty(Follower):
+    def replicate(self, event: Received, message: Replicate, out: Effects) -> None:
+        if message.index >= self._replication.log.end:
+            super().replicate(event, structs.replace(message, index=self._replication.log.end), out)
+
+
 class TakesWhateverComesAsNext(ServerMachine):
-    def _replicate(self, event: Received, message: Replicate) -> None:
-        if message.index >= self.replication.log.end:
-            super()._replicate(event, structs.replace(message, index=self.replication.log.end))
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._follower.__class__ = Hasty
+
+
+class Unordered(Indiscriminate):
+    def admit(self, push: Any, payload: Payload, out: Effects) -> bool:
+        known = self._shard.knows(push.worker, push.life, push.number)
+        return False if known else super().admit(push, payload, out)
 
 
 class TakesPushesOutOfOrder(ServerMachine):
-    def _push(self, push: Any, payload: Payload, now: float) -> None:
-        if self.shard.knows(push.worker, push.life, push.number):
-            super()._push(push, payload, now)
-        else:
-            self._admission.inspect(push, payload, self._out)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.admission.__class__ = Unordered
 
 
 class Selfish(Replication):

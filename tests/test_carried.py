@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from offbeat.errors import StrategyError
 from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.works import Read, Restore, Update
-from offbeat.runtime.servers.numbers import Numbers, Recipe, settings_of
+from offbeat.runtime.servers.numbers import Numbers
+from offbeat.runtime.servers.updater import Recipe, settings_of
 from offbeat.strategies._carried import first_of, refuse_different_models
 from offbeat.strategies._parameter_row import Row
 

@@ -27,6 +27,7 @@ from offbeat.protocols.servers.rhythm import (
     rhythm_of,
 )
 from offbeat.protocols.servers.server import ServerMachine
+from offbeat.protocols.servers.works import Inspect
 from offbeat.simulate.queues import Times
 from offbeat.simulate.server_events import Drive, Worker
 
@@ -349,7 +350,7 @@ class Served:
     def __init__(self, case: Case, durations: Times) -> None:
         self.steps, self.workers = durations.shape
         self.durations, self.rule = durations, case[0]
-        self.machine = ServerMachine("server 0.0", 0, self.rule, ClusterView.of(self.workers, 1), inspect=False)
+        self.machine = ServerMachine("server 0.0", 0, self.rule, ClusterView.of(self.workers, 1))
         self.rhythms = [case[1](worker) for worker in range(self.workers)]
         self.starts: Starts = []
         self.events: list[tuple[float, int, int]] = []
@@ -427,7 +428,8 @@ class Served:
     def handle(self, effects: Sequence[Effect], now: float) -> None:
         for effect in effects:
             if isinstance(effect, Start) and effect.token is not None:
-                self.handle(self.machine.on(Done(effect.token, Payload(1)), now), now)
+                result = "" if isinstance(effect.work, Inspect) else Payload(1)
+                self.handle(self.machine.on(Done(effect.token, result), now), now)
             elif isinstance(effect, SetTimer) and isinstance(effect.token, tuple):
                 heappush(self.events, (now + effect.after, -1, effect.token[1]))
             elif isinstance(effect, Send):

@@ -27,7 +27,7 @@ from offbeat.protocols.servers.shard import Shard
 from offbeat.protocols.servers.works import Update
 from offbeat.runtime.goal import Goal
 from offbeat.runtime.launch import Launcher
-from offbeat.runtime.servers.numbers import is_number, settings_of
+from offbeat.runtime.servers.updater import is_number, settings_of
 from own_scripts.running import same
 
 NOT_A_NUMBER = """\

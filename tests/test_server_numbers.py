@@ -16,7 +16,8 @@ from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.works import Accumulate, Discard, Inspect, Read, Release, Restore, Update
 from offbeat.runtime.compression import Coder, build
 from offbeat.runtime.optimizers import ELEMENT_WISE, why_not
-from offbeat.runtime.servers.numbers import ADD, Numbers, Recipe, first_state, settings_of
+from offbeat.runtime.servers.numbers import Numbers, first_state
+from offbeat.runtime.servers.updater import ADD, Recipe, settings_of
 from offbeat.runtime.shared.segment import Segment
 
 
@@ -194,8 +195,8 @@ def test_values_are_kept_as_long_as_gradients_may_come_from_them_and_not_without
         numbers.do(Update(version, 1.0, (), payload=payload(1, 1, 1, 1), oldest=max(0, version - 4)))
     assert versions() == [3, 4, 5, 6]
     assert versions(kept=False) == [], "checkpoints, at which nobody computes, need none"
-    monkeypatch.setattr("offbeat.runtime.servers.numbers._LEAST_KEPT", 2)
-    monkeypatch.setattr("offbeat.runtime.servers.numbers._KEPT_BYTES", 0)
+    monkeypatch.setattr("offbeat.runtime.servers.updater._LEAST_KEPT", 2)
+    monkeypatch.setattr("offbeat.runtime.servers.updater._KEPT_BYTES", 0)
     numbers.do(Update(8, 1.0, (), payload=payload(1, 1, 1, 1), oldest=0))
     assert versions() == [6, 7]
     numbers.do(Update(9, 1.0, (), payload=payload(1, 1, 1, 1)))

@@ -14,7 +14,7 @@ from cli_support import write
 from offbeat.errors import StrategyError
 from offbeat.fitting import Result, drive
 from offbeat.jobs import Job, Script
-from offbeat.protocols.machine import Payload, Received, Send
+from offbeat.protocols.machine import Done, Payload, Received, Send, Start
 from offbeat.protocols.servers.client import ClientMachine
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import ClusterView, Pull, PullReply, Push
@@ -207,14 +207,16 @@ def test_a_client_asks_each_shard_for_its_part_and_keeps_it_apart_from_whole_val
 
 def test_a_server_reads_each_range_once_for_all_who_ask_for_it() -> None:
     view = ClusterView.of(3, 1)
-    server = ServerMachine("server 0.0", 0, Rule(0), view, inspect=False)
+    server = ServerMachine("server 0.0", 0, Rule(0), view)
     works: list[Read] = []
     for worker, (start, stop) in enumerate([(0, 2), (0, 2), (1, 4)]):
         message = Pull(worker=worker, number=1, clock=1, start=start, stop=stop)
         assert not server.on(Received(f"worker {worker}", message), 0.0), "the step is not complete"
     for worker in range(3):
         part = Push(worker=worker, number=0, clock=0, start=1, stop=2)
-        works += works_of(server.on(Received(f"worker {worker}", part, Payload(1, worker)), 0.0))
+        (look,) = server.on(Received(f"worker {worker}", part, Payload(1, worker)), 0.0)
+        assert isinstance(look, Start)
+        works += works_of(server.on(Done(look.token, ""), 0.0))
     assert works == [Read(start=0, stop=2), Read(start=1, stop=4)]
 
 

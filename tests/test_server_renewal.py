@@ -11,10 +11,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.protocols.machine import Done, Effect, Event, Name, Payload, Received, Send, SetTimer, Start, Timer
+from offbeat.protocols.machine import (
+    Done,
+    Effect,
+    Effects,
+    Event,
+    Name,
+    Payload,
+    Received,
+    Send,
+    SetTimer,
+    Start,
+    Timer,
+)
 from offbeat.protocols.servers.client import ClientMachine
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.coordinator import CoordinatorMachine
+from offbeat.protocols.servers.follower import Follower
 from offbeat.protocols.servers.messages import (
     ClusterView,
     Gone,
@@ -209,17 +222,29 @@ class NeverBetween(Shard):
         return True
 
 
+class Reinstalled(Follower):
+    def install(self, event: Received, message: Install, out: Effects) -> None:
+        self.installed = None
+        super().install(event, message, out)
+
+
 class InstallsAgain(ServerMachine):
-    def _install(self, event: Received, message: Install) -> None:
-        self._installed = None
-        super()._install(event, message)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._follower.__class__ = Reinstalled
+
+
+class Forgetful(Follower):
+    def install(self, event: Received, message: Install, out: Effects) -> None:
+        super().install(event, message, out)
+        if self.installed is not None:
+            self._shard._next = dict.fromkeys(self._shard._next, 0)
 
 
 class ForgetsWhoHasPushed(ServerMachine):
-    def _install(self, event: Received, message: Install) -> None:
-        super()._install(event, message)
-        if self._installed is not None:
-            self.shard._next = dict.fromkeys(self.shard._next, 0)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._follower.__class__ = Forgetful
 
 
 MUTANTS = [AnswersWhatItsNoviceDoesNotHold, SaysReadyBeforeItIs, HandsOverInTheMiddleOfAStep, InstallsAgain]
@@ -322,12 +347,18 @@ def test_whoever_takes_over_knows_what_gradients_were_computed_from() -> None:
     assert sum(late_after(seed) for seed in range(25)) > 100
 
 
-class RemembersNothingOfItsPredecessor(ServerMachine):
-    def _install(self, event: Received, message: Install) -> None:
+class Unaware(Follower):
+    def install(self, event: Received, message: Install, out: Effects) -> None:
         payload = event.payload
         if payload.handle is not None:
             payload = Payload(payload.nbytes, replace(payload.handle, kept={}))
-        super()._install(Received(event.sender, message, payload), message)
+        super().install(Received(event.sender, message, payload), message, out)
+
+
+class RemembersNothingOfItsPredecessor(ServerMachine):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._follower.__class__ = Unaware
 
 
 class ForgetsTooMuch(ServerMachine):

@@ -291,13 +291,13 @@ class Recording(Loop):
         client, witness = self.client, self.world.witnesses[self.name][-1]
         if not client.colour.due:
             return ()
-        cut, effects = client.turn(now, clock=self.clock, meetings=0)
+        cut, effects = client.snapshots.turn(now, clock=self.clock, meetings=0)
         colour = client.colour.own
         first = witness.reddened.get(colour, len(witness.history))
         if any(event.what == "Push" for event in witness.history[first:]):
             first = len(witness.history)  # What it has pushed is in what it writes down.
         self.world.cut_at[colour, self.name] = (witness, first)
-        return [*effects, *client.recorded(colour, cut, now)]
+        return [*effects, *client.snapshots.recorded(colour, cut, now)]
 
     def on(self, event: Happening, now: float) -> Sequence[Effect]:
         if isinstance(event, Received) and isinstance(event.message, Met):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from offbeat.protocols.servers.rhythm import Action
 from offbeat.strategies._parameter_row import Row
 from offbeat.strategies._totals import ServerTotals
 
@@ -39,21 +41,20 @@ class Servers:
     def gradient(self) -> int:
         return 0
 
-    def push(self, slot: int, then_pull: bool) -> int:
-        assert (slot, then_pull) == (0, True)
+    def perform(self, actions: Sequence[Action], slot: Callable[[], int]) -> None:
+        assert slot() == 0
+        for action in actions:
+            {Action.PUSH_AND_PULL: self.push, Action.AWAIT: self.together, Action.SETTLE: self.settle}[action]()
+
+    def push(self) -> None:
         change = self.row.parameters[0].grad
         for shard in set(range(SHARDS)) - self.deaf:
             self.row.shard(self._held, shard).add_(self.row.shard(change, shard))
-        return 1
-
-    def arrive(self, pull: int) -> None:
-        assert pull == 1
-        self.row.values.copy_(self._held)
 
     def together(self) -> None:
-        self.arrive(1)
+        self.row.values.copy_(self._held)
 
-    def settle(self, slot: int) -> None:
+    def settle(self) -> None:
         """Only the answer to the push itself says what became of it."""
         self.settled += 1
         self.record.unused |= self.deaf

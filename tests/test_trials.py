@@ -17,7 +17,8 @@ from offbeat.protocols.servers.notices import Completed, Part, TrialRequest
 from offbeat.protocols.servers.server import ServerMachine
 from offbeat.protocols.servers.works import Look, Read, Restore
 from offbeat.runtime.compression import build
-from offbeat.runtime.servers.numbers import Numbers, Recipe, first_state, settings_of
+from offbeat.runtime.servers.numbers import Numbers, first_state
+from offbeat.runtime.servers.updater import Recipe, settings_of
 
 VIEW = ClusterView.of(2, 1, 1)
 P, B = "server 0.0", "server 0.1"

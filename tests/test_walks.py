@@ -32,7 +32,7 @@ from offbeat.runtime.servers.process import serve
 
 SOURCE = str(Path(offbeat.__file__).parent)
 WORKER = {"gradient", "enlist", "_put"}
-SERVER = {"_accept", "inspect", "_unfit", "Log.append", "settle", "SGD.step"}
+SERVER = {"_accept", "admit", "unfit", "Log.append", "settle", "SGD.step"}
 
 
 class Walk:
@@ -127,4 +127,4 @@ def test_a_push_passes_few_functions_on_its_way_from_the_optimizer_to_the_server
     hops = worker.names() + server.names()
     record_property("hops", len(hops))
     record_property("files", len({hop.split(":")[0] for hop in hops}))
-    assert len(hops) <= 34, "\n".join(hops)
+    assert len(hops) <= 28, "\n".join(hops)

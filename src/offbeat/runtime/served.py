@@ -113,7 +113,7 @@ class CoordinatedMembership(Membership):
 
     def check(self) -> None:
         """Raise if this worker was declared dead, or its line is broken."""
-        self._client.check()
+        self._client.connection.check()
 
     def tell_of_changes(self, told: Callable[[Sequence[int]], None]) -> None:
         """Have this called, in any thread, when other workers take part than before, with the ranks of those gone.
@@ -173,7 +173,7 @@ class CoordinatedGroup(Group):
         counts = lambda: {"meeting": meetings.count, "clock": client.clock}  # noqa: E731
         presence = Presence(line, self.rank, self.size, counts)
         presence.members = lambda: self._membership.members
-        presence.break_off = client.break_off
+        presence.break_off = client.connection.break_off
         return presence
 
     @property

@@ -114,6 +114,64 @@ class Worker:
         self.fresh: deque[tuple[float, int, int]] = deque()
         """Values that servers have sent unasked: when they come, complete steps, version."""
 
+    def take_fresh(self, needed: int, now: float) -> bool:
+        """Use what servers have sent unasked, if it has so many complete steps and all of this worker's pushes."""
+        fresh = self.fresh
+        while len(fresh) > 1 and fresh[1][0] <= now:
+            fresh.popleft()
+        if not fresh:
+            return False
+        at, complete, version = fresh[0]
+        if at > now or version < self.written or complete < needed:
+            return False
+        self.complete = complete
+        self.stale = max(0, self.clock - complete)
+        return True
+
+    def moving(self, now: float) -> float:
+        """Of the time that it has waited for values: what went into moving them, and not into waiting its turn.
+
+        Its turn is waited for from when servers heard of the request until it was admitted.
+        """
+        waited_for_turn = max(0.0, min(self.admitted, now) - max(self.requested, self.since))
+        return now - self.since - waited_for_turn
+
+
+class Agenda:
+    """Events that lie ahead, in order: of each the time, and a number for what it is."""
+
+    __slots__ = ("_heap", "_sorted", "new")
+
+    def __init__(self) -> None:
+        self._sorted: list[tuple[float, int]] = []
+        self._heap: list[tuple[float, int]] = []
+        self.new: list[tuple[float, int]] = []
+        """Events that are not sorted in yet."""
+
+    def take(self) -> tuple[float, int] | None:
+        """The next event, which lies ahead no longer; None if there is none."""
+        new, ahead, heap = self.new, self._sorted, self._heap
+        if new:
+            if len(new) * MANY > len(ahead):  # Many at once are sorted in, a few go to the heap.
+                ahead += new
+                ahead.sort(reverse=True)
+            else:
+                for entry in new:
+                    heappush(heap, entry)
+            new.clear()
+        if ahead and (not heap or ahead[-1] < heap[0]):
+            return ahead.pop()
+        return heappop(heap) if heap else None
+
+    def another_at(self, now: float) -> bool:
+        """Whether an event that is sorted in is at this time, too."""
+        ahead, heap = self._sorted, self._heap
+        return bool((ahead and ahead[-1][0] == now) or (heap and heap[0][0] == now))
+
+    def left(self) -> list[tuple[float, int]]:
+        """All that lies ahead, in no order."""
+        return self._sorted + self._heap
+
 
 class Drive:
     """One simulation; used once. Results are its attributes, after `run`."""
@@ -137,9 +195,8 @@ class Drive:
         self.staleness = [0] * (self.steps + 1)
         self.worked = self.exchanged = 0.0
         self.late = self.pushes = self.reads = self.unasked = 0
-        self._sorted: list[tuple[float, int]] = []
-        self._heap: list[tuple[float, int]] = []
-        self._entries: list[tuple[float, int]] = []
+        self._agenda = Agenda()
+        self._entries = self._agenda.new
         self._admitted: list[int] = []
         self._met: list[int] = []
         self._version = 0
@@ -150,13 +207,12 @@ class Drive:
         """Until every worker has made its steps, or under a rule that closes steps, until all are complete."""
         for number in range(self.count):
             self._begin(number, self.workers[number], 0.0)
-        self._plan()
-        now, count, closes = 0.0, self.count, self.rule.closes
-        ahead, heap, steps, pacing, workers = self._sorted, self._heap, self.steps, self.pacing, self.workers
-        while (ahead or heap) and not (closes and pacing.completed >= steps):
-            now, event = ahead.pop() if ahead and (not heap or ahead[-1] < heap[0]) else heappop(heap)
+        now, count, closes, agenda = 0.0, self.count, self.rule.closes, self._agenda
+        pacing, steps = self.pacing, self.steps
+        while not (closes and pacing.completed >= steps) and (entry := agenda.take()) is not None:
+            now, event = entry
             if 0 <= event < count:
-                worker = workers[event]
+                worker = self.workers[event]
                 worker.steps += 1
                 worker.actions, worker.at = worker.rhythm.computed(worker.clock).actions, 0
                 self._go_on(event, worker, now)
@@ -164,10 +220,8 @@ class Drive:
                 self._overdue(-1 - event, now)
             else:
                 self._of_network(event // count, event % count, now)
-            if self._admitted and (closes or not ((ahead and ahead[-1][0] == now) or (heap and heap[0][0] == now))):
+            if self._admitted and (closes or not agenda.another_at(now)):
                 self._hand_out(now)
-            if self._entries:
-                self._plan()
         if closes:
             self._stop(now)
 
@@ -235,7 +289,7 @@ class Drive:
         step, seconds = self.pacing.timed, self.rule.deadline
         if step is not None and seconds is not None and step != self._timed:
             self._timed = step
-            heappush(self._heap, (now + seconds, -1 - step))
+            self._entries.append((now + seconds, -1 - step))
 
     def _overdue(self, step: int, now: float) -> None:
         if step == self.pacing.minimum:
@@ -285,7 +339,9 @@ class Drive:
     def _waits(self, action: Action, number: int, worker: Worker, now: float) -> bool:
         """Do one of the rarer actions. True if something has to come first."""
         worker.blocked, worker.since = None, now
-        if action is Action.PULL or (action is Action.TAKE_FRESH and not self._take_fresh(worker, now)):
+        if action is Action.PULL or (
+            action is Action.TAKE_FRESH and not worker.take_fresh(self.rule.needed(worker.clock), now)
+        ):
             self._ask(number, worker, worker.clock, now)
             worker.blocked = None if action is Action.PULL else _AWAIT
         elif action is Action.SETTLE and worker.unanswered:
@@ -340,24 +396,10 @@ class Drive:
         worker.here = True
         if worker.blocked is _AWAIT:
             if self.ports is not None:
-                self._account(worker, now)
+                self.exchanged += worker.moving(now)
             worker.asked = worker.here = False
             worker.at += 1
             self._go_on(number, worker, now)
-
-    def _take_fresh(self, worker: Worker, now: float) -> bool:
-        """Whether what servers have sent unasked is fresh enough for the next step, and has this worker's pushes."""
-        fresh = worker.fresh
-        while len(fresh) > 1 and fresh[1][0] <= now:
-            fresh.popleft()
-        if not fresh:
-            return False
-        at, complete, version = fresh[0]
-        if at > now or version < worker.written or complete < self.rule.needed(worker.clock):
-            return False
-        worker.complete = complete
-        worker.stale = max(0, worker.clock - complete)
-        return True
 
     def _meet(self, number: int, now: float) -> None:
         """Go on together once everybody has come."""
@@ -370,33 +412,12 @@ class Drive:
             worker.at += 1
             self._go_on(one, worker, now)
 
-    # Time.
-
-    def _account(self, worker: Worker, now: float) -> None:
-        """Of the time that a worker has waited for values: what went into moving them, and not into waiting its turn.
-
-        Its turn is waited for from when servers heard of the request until it was admitted.
-        """
-        waited_for_turn = max(0.0, min(worker.admitted, now) - max(worker.requested, worker.since))
-        self.exchanged += now - worker.since - waited_for_turn
-
-    def _plan(self) -> None:
-        """Put events in order: many at once by sorting, a few by the heap."""
-        entries = self._entries
-        if len(entries) * MANY > len(self._sorted):
-            self._sorted += entries
-            self._sorted.sort(reverse=True)
-        else:
-            for entry in entries:
-                heappush(self._heap, entry)
-        entries.clear()
-
     def _stop(self, now: float) -> None:
         """All steps are complete: what is still being computed or exchanged counts up to now."""
         self.ends = [now] * self.count
-        for time, event in self._sorted + self._heap:
+        for time, event in self._agenda.left():
             if 0 <= event < self.count:
                 self.worked -= time - now
         for worker in self.workers:
             if worker.blocked is Action.AWAIT:
-                self._account(worker, now)
+                self.exchanged += worker.moving(now)

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
 from offbeat.runtime.group import Group
-from offbeat.runtime.servers.numbers import Recipe, first_state
+from offbeat.runtime.servers.numbers import first_state
+from offbeat.runtime.servers.updater import Recipe
 
 if TYPE_CHECKING:
     from offbeat.strategies._parameter_row import Row

@@ -68,10 +68,10 @@ class Letters:
         All workers call this together. What is under way while a worker computes costs it nothing: of both, only as
         many count as were waited for.
         """
-        start, sent = time.perf_counter(), client.bytes_sent
+        start, sent = time.perf_counter(), client.connection.bytes_sent
         letters = timed(group, lambda: client.answer(TrialRequest(whole_shards(self._last), True), COMPARING))
         numbers = timed(group, lambda: client.answer(TrialRequest(whole_shards(dense), False), COMPARING))
-        self.tried_bytes = client.bytes_sent - sent
+        self.tried_bytes = client.connection.bytes_sent - sent
         group.sent.measured += self.tried_bytes
         figures = self._account.figures
         pushes = max(figures["sums"], 1.0)

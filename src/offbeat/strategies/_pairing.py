@@ -129,7 +129,7 @@ class Pairing(Parted):
 
     def payload(self) -> int:
         """What was sent to neighbours, and to the coordinator, which averages models for evaluations."""
-        client = self.group.client.bytes_sent if isinstance(self.group, CoordinatedGroup) else 0
+        client = self.group.client.connection.bytes_sent if isinstance(self.group, CoordinatedGroup) else 0
         return self._sent + client + (0 if self._chat is None else self._chat.bytes_sent)
 
     @property

@@ -42,7 +42,7 @@ class PushQueue:
         self._link, self._row, self._settings, self._letters = link, row, settings, letters
         width = -(-row.count * row.values.element_size() // 64) * 64
         memory = Segment.create(width * SLOTS)
-        link.client.lend(memory)
+        link.client.connection.lend(memory)
         link.client.expect(max(row.shard(row.values, shard).nbytes for shard in range(link.shards)))
         self.slots: list[Tensor] = [memory.tensor(width * slot, row.count, row.values.dtype) for slot in range(SLOTS)]
         self.views: list[list[Tensor]] = [row.views(slot) for slot in self.slots]
@@ -85,22 +85,23 @@ class PushQueue:
 
     # -- pushing -----------------------------------------------------------------------------------------------------
 
-    def push(self, slot: int | None, then_pull: bool, weight: float = 1.0) -> int:
-        """Push what lies in a slot (None: nothing but a tick of the clock); answers the token of the pull."""
+    def request(self, slot: int | None, then_pull: bool, weight: float = 1.0) -> PushRequest:
+        """Asks servers to take what lies in a slot as the step's gradient; None: nothing but a tick of the clock."""
         link = self._link
         nothing = [np.empty(0, np.uint8)] * link.shards
         parts = nothing if slot is None else self._payloads(slot, waited=then_pull or link.rule.eager)
         # Where pushes are applied one by one, one without numbers is not: settings would be lost with it.
         settings = () if slot is None and not link.rule.aggregated else self._settings.changed()
         absent = () if slot is None else self._absent_from(slot)
-        request = PushRequest(whole_shards(parts, absent), link.clock, weight, settings, then_pull=then_pull)
-        asked = link.client.ask(request)
-        link.clock += 1
+        return PushRequest(whole_shards(parts, absent), link.clock, weight, settings, then_pull=then_pull)
+
+    def sent(self, slot: int | None, token: int) -> None:
+        """A step's push is under way: what lies in its slot stays until this token is answered."""
+        self._link.clock += 1
         if slot is None:
-            link.wait(asked.token, "the answer to a push")
+            self._link.wait(token, "the answer to a push")
         else:
-            self._sent[slot] = asked.token
-        return asked.pull
+            self._sent[slot] = token
 
     def push_microbatch(self, slot: int, weight: float) -> None:
         """Push what lies in a slot as a part of a step that counts by itself; the step goes on."""

@@ -51,10 +51,11 @@ class ServerDriver:
         link = self.link
         for action in actions:
             match action:
-                case Action.PUSH:
-                    self.queue.push(slot(), then_pull=False, weight=weight)
-                case Action.PUSH_AND_PULL:
-                    self._pull = self.queue.push(slot(), then_pull=True, weight=weight)
+                case Action.PUSH | Action.PUSH_AND_PULL:
+                    filled, pulls = slot(), action is Action.PUSH_AND_PULL
+                    asked = link.client.ask(self.queue.request(filled, pulls, weight))
+                    self._pull = asked.pull if pulls else self._pull
+                    self.queue.sent(filled, asked.token)
                 case Action.PULL:
                     self._pull = link.client.ask(PullRequest(link.clock, anew=True)).token
                 case Action.AWAIT:

@@ -16,7 +16,8 @@ from offbeat.protocols.partition import mixed
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import Settings
 from offbeat.runtime.optimizers import ELEMENT_WISE, why_not
-from offbeat.runtime.servers.numbers import ADD, Recipe, first_state, is_number, settings_of
+from offbeat.runtime.servers.numbers import first_state
+from offbeat.runtime.servers.updater import ADD, Recipe, is_number, settings_of
 from offbeat.strategies._carried import first_of, refuse_more_groups
 from offbeat.strategies._compressing import Compressing
 from offbeat.strategies._parameter_row import Row

@@ -225,7 +225,7 @@ class ServedWorker(Exchange):
     def payload(self) -> int:
         """What went to the servers, and came from them."""
         tried = 0 if self.driver is None else self.driver.queue.tried_bytes
-        return self.link.client.bytes_sent + self.link.client.bytes_received - tried
+        return self.link.client.connection.bytes_sent + self.link.client.bytes_received - tried
 
     def figures(self) -> dict[str, Any]:
         """Pushes of this worker by what became of them, and how stale its reads were."""
@@ -234,7 +234,9 @@ class ServedWorker(Exchange):
     def accounts(self) -> dict[str, Any]:
         """Pushes and reads of all workers, and what each has waited, sent to servers and got from them."""
         self.stopwatch.total()
-        return self.link.record.accounts(self.group, self.stopwatch.seconds["wait"], self.link.client.links)
+        return self.link.record.accounts(
+            self.group, self.stopwatch.seconds["wait"], self.link.client.connection.links()
+        )
 
     def staleness(self, steps: int) -> dict[str, int]:
         """Reads of all workers by how many steps old they were, values that were kept and used again too."""
@@ -264,16 +266,16 @@ class RecordedWorker(ServedWorker):
 
     def want_snapshot(self) -> None:
         """Ask the coordinator."""
-        self.link.client.want_snapshot()
+        self.link.client.snapshots.want()
 
     def cut(self, clock: int) -> Cut | None:
         """What this worker owes is its own; what the shards hold they record themselves."""
         del clock
-        client, driver = self.link.client, self.driver
-        if driver is None or not self.snapshots or not client.snapshot_due():
+        snapshots, driver = self.link.client.snapshots, self.driver
+        if driver is None or not self.snapshots or not snapshots.due():
             return None
-        colour, place = client.turn(self.link.clock, self.link.group.calls)
-        return Cut(colour, place, self.own_state(driver), partial(client.recorded, colour, place))
+        colour, place = snapshots.turn(self.link.clock, self.link.group.calls)
+        return Cut(colour, place, self.own_state(driver), partial(snapshots.recorded, colour, place))
 
 
 def _go_on(driver: ServerDriver, resumed: Mapping[str, Any]) -> None:

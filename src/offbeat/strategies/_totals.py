@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from offbeat.protocols.servers.rhythm import EveryStep
+from offbeat.protocols.servers.rhythm import Action, EveryStep
 from offbeat.strategies._carried import refuse_different_models
 from offbeat.strategies._parameter_row import Row
 from offbeat.strategies._server_driver import ServerDriver
@@ -56,8 +56,7 @@ class ServerTotals:
         self._row.parameters[0].grad = flat - self._last
         slot = queue.gradient()
         link.record.unused.clear()
-        link.arrive(queue.push(slot, then_pull=True))
-        queue.settle(slot)
+        self.driver.perform((Action.PUSH_AND_PULL, Action.AWAIT, Action.SETTLE), lambda: slot)
         # What a shard has not used is a part of the next difference: else it would be missing for ever.
         for shard in set(range(link.shards)) - link.record.unused:
             self._row.shard(self._last, shard).copy_(self._row.shard(flat, shard))

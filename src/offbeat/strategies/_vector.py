@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from offbeat.errors import UsageError
 from offbeat.protocols.servers.messages import PullReply
 from offbeat.protocols.servers.notices import RangeRequest, Wanted
+from offbeat.protocols.servers.rhythm import Action
 from offbeat.strategies._compressing import Compressing
 from offbeat.strategies._server_driver import ServerDriver
 
@@ -60,7 +61,7 @@ class Vector:
     """
 
     def __init__(self, driver: ServerDriver, compressions: Sequence[Compressing], counted: Callable[[], None]) -> None:
-        self._link, self._queue, self._row = driver.link, driver.queue, driver.row
+        self._driver, self._link, self._row = driver, driver.link, driver.row
         self._compressions, self._counted = compressions, counted
         self._tokens: list[int] = []
 
@@ -129,7 +130,7 @@ class Vector:
             )
         raw = gradient.detach().reshape(-1).clone().numpy()
         parts = [(piece.shard, piece.start, piece.stop, raw[piece.place].view(np.uint8)) for piece in pieces]
-        self._tokens.append(self._queue.push_parts(parts))
+        self._tokens.append(self._driver.queue.push_parts(parts))
 
     def step(self, weight: float = 1.0) -> None:
         """End the step: wait until all that was pushed in it is answered, and until the next one may begin.
@@ -140,7 +141,7 @@ class Vector:
             raise UsageError(f"a step's gradient is a mean over {weight:g} examples: give step() a weight above 0.")
         link = self._link
         tokens, self._tokens = self._tokens, []
-        self._queue.push(None, then_pull=False, weight=weight)
+        self._driver.perform((Action.PUSH,), weight=weight)
         for token in tokens:
             link.wait(token, "the answer to a push")
         if link.rule.bound is not None:

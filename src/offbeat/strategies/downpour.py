@@ -22,7 +22,7 @@ from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.rhythm import PushAndFetch, RhythmOf
 from offbeat.runtime.compression.coder import finite
 from offbeat.runtime.group import Group
-from offbeat.runtime.servers.numbers import settings_of
+from offbeat.runtime.servers.updater import settings_of
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._base import Traits, require, require_servers
 from offbeat.strategies._push_queue import PushQueue

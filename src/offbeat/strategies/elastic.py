@@ -24,7 +24,7 @@ from offbeat.errors import StrategyError
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.rhythm import RhythmOf, Spring
 from offbeat.runtime.group import Group
-from offbeat.runtime.servers.numbers import ADD
+from offbeat.runtime.servers.updater import ADD
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._base import Traits, require, require_servers
 from offbeat.strategies._parameter_row import Row

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import NamedTuple
 
 from offbeat.protocols.machine import NOTHING, Effects, Payload
 from offbeat.protocols.servers.messages import Load, Push, Refused
@@ -12,6 +12,17 @@ from offbeat.protocols.servers.works import Inspect
 _Who = tuple[int, int]
 """A worker, and which life it is in."""
 _Numbered = tuple[Push | Load, Payload]
+MOST_REFUSALS = 20
+"""Refusals that are remembered; how many there were is counted by the shard."""
+
+
+class Refusal(NamedTuple):
+    """A push that was not fit to be used."""
+
+    worker: int
+    step: int
+    """That the shard was in."""
+    reason: str
 
 
 class Admission:
@@ -24,6 +35,8 @@ class Admission:
         """Pushes that came before others with lower numbers."""
         self._inspected: dict[int, _Numbered] = {}
         self._tokens = 0
+        self.refusals: list[Refusal] = []
+        """Pushes that were not fit to be used, the first ones."""
 
     def forget(self) -> None:
         """Begin anew: pushes may go on under other numbers."""
@@ -31,35 +44,32 @@ class Admission:
         self._early.clear()
         self._inspected.clear()
 
-    def is_known(self, push: Push | Load) -> bool:
-        """Whether a push was let in before."""
-        return push.number < self._next(push)
-
-    def in_order(self, push: Push | Load, payload: Payload) -> Iterator[_Numbered]:
-        """Those whose turn has come with this new push."""
-        who, expected = (push.worker, push.life), self._next(push)
+    def admit(self, push: Push | Load, payload: Payload, out: Effects) -> bool:
+        """Have a new push looked at when its turn has come, and those that waited for it; False if it is not new."""
+        who = (push.worker, push.life)
+        expected = self._expected.get(who)
+        if expected is None:
+            expected = self._shard.expected(*who)
+        if push.number < expected:
+            return False
         self._early[(*who, push.number)] = (push, payload)
         while (following := self._early.pop((*who, expected), None)) is not None:
             expected += 1
-            self._expected[who] = expected
-            yield following
+            self._tokens += 1
+            self._inspected[self._tokens] = following
+            entry, numbers = following
+            look = Inspect(numbers, entry.worker)
+            if isinstance(entry, Push):
+                look = Inspect(numbers, entry.worker, entry.start, entry.stop, entry.absent)
+            out.start(look, ("inspect", self._tokens))
+        self._expected[who] = expected
+        return True
 
-    def _next(self, push: Push | Load) -> int:
-        known = self._shard.expected(push.worker, push.life)
-        return self._expected.setdefault((push.worker, push.life), known)
-
-    def inspect(self, push: Push | Load, payload: Payload, out: Effects) -> None:
-        """Have a payload looked at."""
-        self._tokens += 1
-        self._inspected[self._tokens] = (push, payload)
-        look = Inspect(payload, push.worker)
-        if isinstance(push, Push):
-            look = Inspect(payload, push.worker, push.start, push.stop, push.absent)
-        out.start(look, ("inspect", self._tokens))
-
-    def inspected(self, token: int, reason: str) -> tuple[Push | Load | Refused, Payload] | None:
+    def inspected(self, token: int, reason: str, step: int) -> tuple[Push | Load | Refused, Payload] | None:
         """What goes to the log now that it was looked at; a reason says why its numbers cannot be used."""
         push, payload = self._inspected.pop(token, (None, NOTHING))
         if reason and isinstance(push, Push):
+            if len(self.refusals) < MOST_REFUSALS:
+                self.refusals.append(Refusal(push.worker, step, reason))
             return Refused(push, reason), NOTHING
         return None if push is None else (push, payload)

@@ -8,13 +8,13 @@ once; and when another replica has taken over a shard, what is unanswered goes t
 One who was declared dead hears of it (`Departed`): all it has asked for is void. It may `join` again, in a new life,
 and goes on from the clock that `Joined` names.
 
-The parts, each without I/O: `membership` (views, joining and leaving), `compose` (messages and their numbers) and
-`requests` (what is not answered yet).
+The parts, each without I/O: `membership` (views, joining and leaving), `compose` (messages and their numbers),
+`requests` (what is not answered yet) and `worker_snapshots`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from offbeat.protocols.machine import NOTHING, Effect, Effects, Event, Name, Payload, Received, Send, Timer
 from offbeat.protocols.servers.compose import Composer
@@ -26,6 +26,7 @@ from offbeat.protocols.servers.messages import (
     Awaiting,
     Bring,
     ClusterView,
+    Enter,
     Entered,
     Fenced,
     Fetched,
@@ -41,8 +42,6 @@ from offbeat.protocols.servers.messages import (
     Timing,
     Tried,
     Viewed,
-    Want,
-    WorkerCut,
     worker_name,
 )
 from offbeat.protocols.servers.notices import (
@@ -58,6 +57,7 @@ from offbeat.protocols.servers.notices import (
 )
 from offbeat.protocols.servers.requests import ASIDE, ENTERING, Outstanding, key_of
 from offbeat.protocols.servers.snapshots import WorkerColour
+from offbeat.protocols.servers.worker_snapshots import WorkerSnapshots
 
 TICK = "tick"
 _Answer = PushReply | PullReply | Fetched | Entered | Tried
@@ -87,6 +87,7 @@ class ClientMachine:
         """Version and clock of the newest values that came, by shard."""
         self.timing = timing or Timing()
         self.outstanding = Outstanding(self.membership, self.colour, coordinator, self.timing)
+        self.snapshots = WorkerSnapshots(self.membership, self.colour, self.composer, self.outstanding, coordinator)
         self._coordinator = coordinator
         self._out = Effects()
 
@@ -123,7 +124,7 @@ class ClientMachine:
         if isinstance(request, PushRequest) and request.final and request.then_pull:
             pull = self.outstanding.begin()
         if isinstance(request, _Act):
-            self._act(now)
+            self.snapshots.act(now, out)
         for shard, message, payload in self.composer.compose(request):
             if pull and isinstance(message, Pull):
                 self.outstanding.enlist(pull, shard, message, payload, now, None)
@@ -155,34 +156,6 @@ class ClientMachine:
         self.membership.state = "leaving"
         self.membership.sign_of_life(self.outstanding.burden, out)
         return out.done
-
-    # Snapshots.
-
-    def want_snapshot(self) -> Sequence[Effect]:
-        """Ask for a snapshot of the run."""
-        return [Send(self._coordinator, Want(self.worker))]
-
-    def turn(self, now: float, *, clock: int, meetings: int) -> tuple[WorkerCut, Sequence[Effect]]:
-        """At a boundary where a snapshot is due (`colour.due`): be cut here. The state is to be recorded now."""
-        out = self._out = Effects()
-        cut = self.composer.cut(clock, meetings)
-        for shard in self.membership.shards:
-            self.outstanding.enlist(ASIDE, shard, self.composer.turned(shard), NOTHING, now, out)
-        return cut, out.done
-
-    def recorded(self, colour: int, cut: WorkerCut | None, now: float) -> Sequence[Effect]:
-        """The state of that cut is written down; or, without a cut, there is none."""
-        out = self._out = Effects()
-        self.outstanding.enlist(ASIDE, -1, self.composer.recorded(colour, cut), NOTHING, now, out)
-        return out.done
-
-    def _act(self, now: float) -> None:
-        """Something that changes others is about to be sent; if that is too early for a snapshot, it is said."""
-        missed = self.colour.missed
-        self.colour.act()
-        if self.colour.missed > missed:
-            message = self.composer.recorded(self.colour.missed, None)
-            self.outstanding.enlist(ASIDE, -1, message, NOTHING, now, self._out)
 
     # What happens.
 
@@ -220,8 +193,11 @@ class ClientMachine:
                 request = self.outstanding.open.get(key_of(message, -1))
                 if request is not None:
                     request.missing = tuple(map(worker_name, message.workers))
-            case Fresh() if event.sender in self.view.primaries:
-                self._fresh(self.view.primaries.index(event.sender), message, payload)
+            case Fresh() if event.sender in self.view.primaries and message.colour <= self.colour.own:
+                # What is from after a cut that is still to come here, who needs it asks for.
+                shard = self.view.primaries.index(event.sender)
+                if message.version > self.known.get(shard, (-1, 0))[0]:
+                    self._out.start(Refreshed(shard, message, payload))
             case Fenced() if message.epoch > self.view.epoch:
                 self.membership.sign_of_life(self.outstanding.burden, self._out)
             case Gone() if message.epoch > self.view.epoch:
@@ -259,13 +235,8 @@ class ClientMachine:
             if total.nbytes:
                 self._out.start(Arrived(request.token, -1, message, total))
             self.colour.hear(message.colour, self.known)
-            self._act(now)
+            self.snapshots.act(now, self._out)
             self.outstanding.finish(request, message, self._out)
-
-    def _fresh(self, shard: int, fresh: Fresh, payload: Payload) -> None:
-        """Values have come unasked; what is from after a cut that is still to come here, who needs it asks for."""
-        if fresh.colour <= self.colour.own and fresh.version > self.known.get(shard, (-1, 0))[0]:
-            self._out.start(Refreshed(shard, fresh, payload))
 
     # Views, leaving and joining.
 
@@ -276,8 +247,7 @@ class ClientMachine:
         if change == "enters":
             self._forget()
             self.composer.restart()
-            for shard in self.membership.shards:
-                self._ask_to_enter(shard, 0, now)
+            self._ask_to_enter(self.membership.shards, 0, now)
             self._enter(now)
         elif change == "out":
             self._depart(self.view.epoch)
@@ -293,16 +263,17 @@ class ClientMachine:
         self.outstanding.forget()
         self.known.clear()
 
-    def _ask_to_enter(self, shard: int, clock: int, now: float) -> None:
-        self.outstanding.enlist(ENTERING, shard, self.composer.enter(clock), NOTHING, now, self._out)
+    def _ask_to_enter(self, shards: Iterable[int], clock: int, now: float) -> None:
+        for shard in shards:
+            enter = Enter(**self.composer.header(), clock=clock)
+            self.outstanding.enlist(ENTERING, shard, enter, NOTHING, now, self._out)
 
     def _enter(self, now: float) -> None:
         """Once all shards wait for this worker from the same clock on, it is one of the others."""
         if self.outstanding.open:
             return
         clock, behind = self.membership.agreed()
-        for shard in behind:
-            self._ask_to_enter(shard, clock, now)
+        self._ask_to_enter(behind, clock, now)
         if not behind:
             self.membership.state = "member"
             self._out.start(Joined(clock, self.membership.told))

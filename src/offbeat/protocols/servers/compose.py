@@ -10,17 +10,13 @@ from msgspec import structs
 from offbeat.protocols.machine import NOTHING, Payload
 from offbeat.protocols.servers.membership import Membership
 from offbeat.protocols.servers.messages import (
-    Enter,
     Fetch,
     Load,
     Meet,
     Pull,
     PullReply,
     Push,
-    Recorded,
     Trial,
-    Turned,
-    WorkerCut,
 )
 from offbeat.protocols.servers.notices import (
     ClientRequest,
@@ -79,12 +75,15 @@ class Composer:
                 return self._load(request)
             case TrialRequest():
                 return self._trial(request)
-            case MeetRequest():
-                return self._meet(request)
+            case MeetRequest(what, values, admits, kind, row):
+                colour = self._colour.own
+                meet = Meet(**self.header(), what=what, values=values, admits=admits, kind=kind, colour=colour)
+                return iter([(-1, meet, row)])
             case ReplayRequest():
                 return self._replay(request.pushes, request.under_way)
 
-    def _header(self) -> _Header:
+    def header(self) -> _Header:
+        """What every request says, under the next number."""
         member = self._membership
         self._numbers += 1
         return {"worker": member.worker, "life": member.life, "number": self._numbers, "epoch": member.view.epoch}
@@ -126,7 +125,7 @@ class Composer:
     def _pull_for(self, shard: int, clock: int, newer_than: int = -1, start: int = 0, stop: int = -1) -> Pull:
         after, colour = self.pushes[shard] - 1, self._colour.ask()
         place = {"newer_than": newer_than, "after": after, "start": start, "stop": stop, "colour": colour}
-        return Pull(**self._header(), clock=clock, **place)
+        return Pull(**self.header(), clock=clock, **place)
 
     def _pull(self, request: PullRequest) -> Iterator[Piece]:
         for shard in self._membership.shards:
@@ -140,7 +139,7 @@ class Composer:
     def _fetch(self) -> Iterator[Piece]:
         for shard in self._membership.shards:
             after = self.pushes[shard] - 1
-            yield shard, Fetch(**self._header(), after=after, colour=self._colour.ask()), NOTHING
+            yield shard, Fetch(**self.header(), after=after, colour=self._colour.ask()), NOTHING
 
     def _load(self, request: LoadRequest) -> Iterator[Piece]:
         for state in request.states:
@@ -151,21 +150,7 @@ class Composer:
 
     def _trial(self, request: TrialRequest) -> Iterator[Piece]:
         for part in request.parts:
-            yield part.shard, Trial(**self._header(), letter=request.letter), part.payload
-
-    def _meet(self, request: MeetRequest) -> Iterator[Piece]:
-        header, colour = self._header(), self._colour.own
-        message = Meet(
-            worker=header["worker"],
-            life=header["life"],
-            number=header["number"],
-            what=request.what,
-            values=request.values,
-            admits=request.admits,
-            kind=request.kind,
-            colour=colour,
-        )
-        yield -1, message, request.row
+            yield part.shard, Trial(**self.header(), letter=request.letter), part.payload
 
     def _replay(self, pushes: Sequence[int], under_way: Iterable[tuple[int, Push, Payload]]) -> Iterator[Piece]:
         self.pushes = list(pushes)
@@ -180,30 +165,6 @@ class Composer:
                 colour=self._colour.own,
             )
             yield shard, message, payload
-
-    def enter(self, clock: int) -> Enter:
-        """Ask a shard to wait for this worker from this clock on."""
-        return Enter(**self._header(), clock=clock)
-
-    def cut(self, clock: int, meetings: int) -> WorkerCut:
-        """Take the new colour: where this worker is cut."""
-        seen = self._colour.turn(self.known)
-        return WorkerCut(
-            worker=self._membership.worker,
-            life=self._membership.life,
-            clock=clock,
-            pushes=tuple(self.pushes),
-            seen=tuple(seen.get(shard, -1) for shard in self._membership.shards),
-            meetings=meetings,
-        )
-
-    def turned(self, shard: int) -> Turned:
-        """Tell a shard how many pushes belong to what this worker has recorded."""
-        return Turned(**self._header(), colour=self._colour.own, pushes=self.pushes[shard])
-
-    def recorded(self, colour: int, cut: WorkerCut | None) -> Recorded:
-        """The state of that cut is written down; or, without a cut, there is none."""
-        return Recorded(**self._header(), colour=colour, cut=cut)
 
     def newest(self, shard: int, reply: PullReply) -> PullReply:
         """What came counts as unchanged if something newer was overtaking it."""

@@ -114,7 +114,7 @@ class CoordinatorMachine:
                 self._meet(message, event.payload)
             case Want():
                 self.snapshots.want()
-                self._look_at_snapshots(now)
+                self.snapshots.look(self.view, self.meetings.open, now, self._out)
             case Recorded() if sender == worker_name(message.worker):
                 self._out.send(sender, Noted(life=message.life, number=message.number))
                 self.snapshots.recorded(message, self.view, self._out)
@@ -126,11 +126,8 @@ class CoordinatorMachine:
 
     # Signs of life.
 
-    def _members(self) -> list[Name]:
-        return [*map(worker_name, self.view.workers), *self.view.servers]
-
     def _alive(self, sender: Name, message: Heartbeat, now: float) -> None:
-        if sender not in self._members():
+        if sender not in self.view.names:
             self._out.send(sender, Gone(self.view.epoch))
             return
         self._liveness.hear(sender, now, message.burden)
@@ -140,12 +137,12 @@ class CoordinatorMachine:
     def _tick(self, now: float) -> None:
         """Look who is silent."""
         self._out.timer(self._liveness.heartbeat, TICK)
-        silent = self._liveness.silent(self._members(), now)
+        silent = self._liveness.silent(self.view.names, now)
         if all(worker_name(worker) in silent for worker in self.view.workers):
             # Without them nobody could go on; they may have been stopped together, and come back.
             silent = [name for name in silent if name in self.view.servers]
         self._bury([name for name in silent if name not in self._last_copies(silent)])
-        self._look_at_snapshots(now)
+        self.snapshots.look(self.view, self.meetings.open, now, self._out)
 
     def _last_copies(self, silent: Sequence[Name]) -> set[Name]:
         """All that there is of a shard, if it has stood still together.
@@ -156,14 +153,11 @@ class CoordinatorMachine:
         still = [names for names in copies if all(name in silent and self._liveness.knows(name) for name in names)]
         return {name for names in still for name in names}
 
-    def _look_at_snapshots(self, now: float) -> None:
-        self.snapshots.look(self.view, self.meetings.open, now, self._out)
-
     # Views.
 
     def _bury(self, names: Sequence[Name]) -> None:
         """Take the dead out of the view; their backups take over."""
-        died = tuple(name for name in names if name in self._members())
+        died = tuple(name for name in names if name in self.view.names)
         if not died:
             return
         for name in died:
@@ -194,7 +188,7 @@ class CoordinatorMachine:
 
     def _volunteer(self, sender: Name, shard: int, now: float) -> None:
         """Let a new process be brought up to date, if its shard lacks a copy and no other is; else it asks again."""
-        if sender in self._members():
+        if sender in self.view.names:
             self._liveness.hear(sender, now)
             self._out.send(sender, Viewed(self.view))
             return

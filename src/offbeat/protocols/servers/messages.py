@@ -94,6 +94,11 @@ class ClusterView(Struct, frozen=True):
         """All replicas of all shards."""
         return tuple(name for shard in range(len(self.primaries)) for name in self.replicas(shard))
 
+    @property
+    def names(self) -> tuple[Name, ...]:
+        """All live workers and all servers."""
+        return (*map(worker_name, self.workers), *self.servers)
+
     def with_novice(self, shard: int, name: Name) -> ClusterView:
         """The same view with another novice of a shard."""
         novices = (name if number == shard else self.novice(number) for number in range(len(self.primaries)))
@@ -406,12 +411,9 @@ class Lost(Struct, frozen=True, tag=True):
     shard: int
 
 
-class Meet(Struct, frozen=True, tag=True, kw_only=True):
+class Meet(_Asked, frozen=True, tag=True, kw_only=True):
     """A worker has come to a meeting, with a few numbers for the others. Payload: a row that is summed, if any."""
 
-    worker: int
-    life: int = 0
-    number: int
     what: str
     """Which meeting, such as `epoch 3`: never the same twice in a run."""
     values: tuple[float, ...] = ()

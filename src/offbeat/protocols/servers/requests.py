@@ -139,7 +139,7 @@ class Outstanding:
         elif isinstance(message, Pull | Fetch):
             # It may not have been sent before, if a push was to ask for it.
             message = structs.replace(message, epoch=epoch, colour=self._colour.ask())
-        elif not isinstance(message, Meet):
+        else:
             message = structs.replace(message, epoch=epoch)
         # A meeting lasts until the last has come: the row that was brought is sent again only if it was lost.
         self._send(request.shard, message, NOTHING if isinstance(message, Meet) else request.payload, out)

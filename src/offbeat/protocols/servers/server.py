@@ -5,22 +5,20 @@ and answered. So an answered push is held by all live replicas, and the backup t
 it again, and says so to one who asks again.
 
 The parts, each without I/O: `fencing` (epochs and views), `admission` (pushes in order, looked at), `replication` (the
-log and who holds how much of it), `shard` (what entries do), `answers` (what workers are told), `renewal` (new copies)
-and `snapshots`. Here is what leads from one to the other.
+log and who holds how much of it), `follower` (a backup's side of it), `shard` (what entries do), `answers` (what
+workers are told), `renewal` (new copies) and `snapshots`. Here is what leads from one to the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
-
-from msgspec import structs
+from collections.abc import Sequence
 
 from offbeat.protocols.machine import NOTHING, Done, Effect, Effects, Event, Name, Payload, Received, Timer
 from offbeat.protocols.servers.admission import Admission
 from offbeat.protocols.servers.answers import Answers
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.fencing import Fence
+from offbeat.protocols.servers.follower import Follower
 from offbeat.protocols.servers.messages import (
     COORDINATOR,
     ClusterView,
@@ -28,16 +26,18 @@ from offbeat.protocols.servers.messages import (
     Enter,
     Entry,
     Fenced,
+    Fetch,
     Gone,
     Install,
     Load,
     Members,
     Noted,
+    Pull,
     Push,
-    Refused,
     Replicate,
     Replicated,
     Request,
+    ShardCut,
     Timing,
     Trial,
     Tried,
@@ -49,7 +49,7 @@ from offbeat.protocols.servers.renewal import Renewal
 from offbeat.protocols.servers.replication import Replication
 from offbeat.protocols.servers.shard import Shard
 from offbeat.protocols.servers.snapshots import ShardColour
-from offbeat.protocols.servers.works import Answer, Ask, Look, Restore
+from offbeat.protocols.servers.works import Answer, Look
 
 TICK = "tick"
 
@@ -66,7 +66,6 @@ class ServerMachine:
         *,
         coordinator: Name = COORDINATOR,
         timing: Timing | None = None,
-        inspect: bool = True,
         joins: bool = False,
     ) -> None:
         self.name = name
@@ -78,12 +77,11 @@ class ServerMachine:
         self.replication = Replication(view.backups[shard])
         self._coordinator = coordinator
         self._timing = timing or Timing()
-        self._inspects = inspect
-        self._colour = ShardColour(shard)
-        self._admission = Admission(self.shard)
+        self._colour = ShardColour(shard, self.shard, self.fence)
+        self._follower = Follower(self.shard, self.fence, self.replication)
+        self.admission = Admission(self.shard)
         self._answers = Answers(self.shard, self.fence, self._colour)
         self._renewal = Renewal(shard, coordinator)
-        self._installed: tuple[Name, int] | None = None
         self._enrolled = view.members
         self._timed_step = -1
         self._out = Effects()
@@ -112,49 +110,43 @@ class ServerMachine:
         out = self._out = Effects()
         if self.fence.retired:
             return out.done
-        if isinstance(event, Received):
-            if isinstance(event.message, Request):
-                self._request(event, event.message, now)
-            else:
-                self._received(event, event.message, now)
-        elif isinstance(event, Done):
-            self._done(event.token, event.result, now)
-        elif isinstance(event, Timer):
-            match event.token:
-                case ("deadline", int(step)):
-                    if self.serving and step == self.shard.minimum:
-                        self._append(Deadline(step), NOTHING, now)
-                case _:
-                    self._tick(now)
+        match event:
+            case Received(message=message) if isinstance(message, Request):
+                self._request(event, message, now)
+            case Received():
+                self._received(event, now)
+            case Done(("inspect", int(number)), reason):
+                entry = self.admission.inspected(number, reason, self.shard.minimum)
+                if entry is not None and self.serving:
+                    self._append(*entry, now)
+            case Done(("read", int(number)), payload):
+                self._answers.hand_out(number, payload, out)
+            case Done(("look", Trial() as trial)):
+                tried = Tried(life=trial.life, number=trial.number, epoch=self.view.epoch)
+                out.send(worker_name(trial.worker), tried)
+            case Done(("renewal", int(number)), payload):
+                self.fence.burden = max(self.fence.burden, payload.nbytes)
+                self._renewal.read(number, payload, self.view.epoch, now, out)
+            case Done(("written", int(colour), ShardCut() as cut), True):
+                self._colour.written(colour, cut)
+                self._colour.report(self._coordinator, out)
+            case Timer(("deadline", int(step))):
+                if self.serving and step == self.shard.minimum:
+                    self._append(Deadline(step), NOTHING, now)
+            case Timer():
+                self._tick(now)
+            case _:
+                pass
         return out.done
 
-    def _done(self, token: tuple[Any, ...], result: Any, now: float) -> None:
-        """Work is finished: by what it was begun for."""
-        what, number = token[0], token[1]
-        if what == "read":
-            self._answers.hand_out(number, result, self._out)
-        elif what == "inspect":
-            entry = self._admission.inspected(number, result)
-            if entry is not None and self.serving:
-                self._append(*entry, now)
-        elif what == "renewal":
-            self.fence.burden = max(self.fence.burden, result.nbytes)
-            self._renewal.read(number, result, self.view.epoch, now, self._out)
-        elif what == "look":
-            trial: Trial = number
-            tried = Tried(life=trial.life, number=trial.number, epoch=self.view.epoch)
-            self._out.send(worker_name(trial.worker), tried)
-        elif result:
-            self._colour.written(number, token[2], self.view.epoch)
-            self._colour.report(self._coordinator, self._out)
-
-    def _received(self, event: Received, message: Any, now: float) -> None:
+    def _received(self, event: Received, now: float) -> None:
         """Something has come from another replica or from the coordinator."""
+        message = event.message
         match message:
             case Replicate():
-                self._replicate(event, message)
+                self._follower.replicate(event, message, self._out)
             case Install():
-                self._install(event, message)
+                self._follower.install(event, message, self._out)
             case Replicated() if self.serving and message.epoch == self.view.epoch:
                 self.replication.feed.answered(event.sender, message.index + 1, now)
                 self._renewal.answered(event.sender, self._out)
@@ -184,7 +176,7 @@ class ServerMachine:
         """Be in a new view: perhaps as the one who serves."""
         before, backups, novice = self.view.primaries[self.number], view.backups[self.number], view.novice(self.number)
         if before != view.primaries[self.number] and novice == self.name:
-            self._installed = None  # What it was given was another's; the next one gives it anew.
+            self._follower.installed = None  # What it was given was another's; the next one gives it anew.
         self.replication.drop_early()
         self._colour.give_up()
         if not self.fence.enter(view):
@@ -195,7 +187,7 @@ class ServerMachine:
             else:
                 self.replication.take_over(backups, now)
                 self._enrolled = dict(self.shard.members)
-                self._admission.forget()
+                self.admission.forget()
             self._renewal.follow(novice, self._out)
             if self._enrolled != view.members:
                 self._append(Members(view), NOTHING, now)
@@ -210,7 +202,7 @@ class ServerMachine:
             if isinstance(event.message, Request):
                 self._request(event, event.message, now)
             else:
-                self._received(event, event.message, now)
+                self._received(event, now)
 
     def _watch_the_time(self) -> None:
         """Set the timer of the open step's deadline, once it runs."""
@@ -235,9 +227,9 @@ class ServerMachine:
         for entry, payload in self.replication.to_apply():
             outcome = self.shard.apply(entry, payload, self._out)
             if isinstance(entry, Load):
-                self._admission.forget()  # Pushes may go on under other numbers.
+                self.admission.forget()  # Pushes may go on under other numbers.
             if self._colour.recording:
-                self._record(entry, payload)
+                self._colour.record(entry, payload, self._out)
             self._answers.tell(outcome, self._out)
             self._watch_the_time()
         self._take_state(now)
@@ -253,34 +245,6 @@ class ServerMachine:
             renewal.take(applied, self.shard.state(), self._out)
             self.replication.feed.add(renewal.novice, applied, now)
 
-    # The log of one who follows.
-
-    def _replicate(self, event: Received, message: Replicate) -> None:
-        if not self.fence.follows(event, message.epoch, self._out):
-            return
-        if self.fence.novice and self._installed is None:
-            self.replication.keep(message, event.payload)  # It has overtaken the state.
-            return
-        self._take(self.replication.hold(message, event.payload), event.sender)
-
-    def _install(self, event: Received, message: Install) -> None:
-        """Be what the primary is; once, however often it is said."""
-        if not self.fence.follows(event, message.epoch, self._out):
-            return
-        given = (event.sender, message.number)
-        if self.fence.novice and self._installed != given:
-            self._installed = given
-            self.shard.adopt(message.state)
-            self._out.start(Restore(event.payload, message.state.version))
-            self.replication.restart(message.index)
-        self._take(self.replication.in_turn(), event.sender)
-
-    def _take(self, entries: Iterable[tuple[Entry, Payload]], sender: Name) -> None:
-        """Apply entries, and say how many are held."""
-        for entry in entries:
-            self.shard.apply(*entry, self._out)
-        self._out.send(sender, Replicated(self.view.epoch, self.replication.log.end - 1))
-
     # What workers ask for.
 
     def _request(self, event: Received, message: Request, now: float) -> None:
@@ -288,53 +252,25 @@ class ServerMachine:
             return
         if not self.replication.settled:
             self.fence.keep(event)
-        elif isinstance(message, Push | Load):
-            self._push(message, event.payload, now)
+            return
+        if isinstance(message, Push | Pull | Fetch | Turned):
+            self._colour.cut(message.colour, self._out)
+        if isinstance(message, Push | Load):
+            # One that was let in before is answered, unless it still will be.
+            if not self.admission.admit(message, event.payload, self._out) and self.shard.has_answered(message):
+                self.shard.counts["duplicate"] += 1
+                self._answers.reply(Answer(message.worker, message.life, message.number, "duplicate"), self._out)
         elif isinstance(message, Enter):
             self._append(message, NOTHING, now)
         elif isinstance(message, Trial):
             self._out.start(Look(event.payload, message.letter), ("look", message))
         elif isinstance(message, Turned):
-            self._cut(message.colour)
-            self._colour.told(message)
             self._out.send(event.sender, Noted(life=message.life, number=message.number))
-            self._colour.complete(self.shard.taken(self.view.members), self._out)
+            self._colour.told(message, self._out)
         else:
-            self._cut(message.colour)
-            self._ask(message, now)
-
-    def _push(self, push: Push | Load, payload: Payload, now: float) -> None:
-        """Let a push in when it is its turn; one that was let in before is answered, unless it still will be."""
-        if isinstance(push, Push):
-            self._cut(push.colour)
-        if self._admission.is_known(push):
-            if self.shard.has_answered(push):
-                self.shard.counts["duplicate"] += 1
-                self._answers.reply(Answer(push.worker, push.life, push.number, "duplicate"), self._out)
-            return
-        for following in self._admission.in_order(push, payload):
-            if self._inspects:
-                self._admission.inspect(*following, self._out)
-            else:
-                self._append(*following, now)
-
-    def _ask(self, ask: Ask, now: float) -> None:
-        if self.shard.skips(ask):
-            self._append(Enter(worker=ask.worker, life=ask.life, number=0, clock=ask.clock), NOTHING, now)
-        if self.shard.ask(ask):
-            self._answers.read([(ask, None)], self._out)
-
-    # Snapshots.
-
-    def _cut(self, colour: int) -> None:
-        """Be cut before the first message of a new colour is handled."""
-        if colour > self._colour.own:
-            self._colour.turn(colour, self.shard.version, self.shard.taken(self.view.members), self._out)
-
-    def _record(self, entry: Entry, payload: Payload) -> None:
-        """An entry was applied while a snapshot is being taken."""
-        if isinstance(entry, Refused):
-            entry, payload = structs.replace(entry.push, start=0, stop=0), NOTHING
-        if isinstance(entry, Push):
-            self._colour.applied(entry, payload, self._out)
-        self._colour.complete(self.shard.taken(self.view.members), self._out)
+            if self.shard.skips(message):
+                self._append(
+                    Enter(worker=message.worker, life=message.life, number=0, clock=message.clock), NOTHING, now
+                )
+            if self.shard.ask(message):
+                self._answers.read([(message, None)], self._out)

@@ -18,18 +18,22 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from offbeat.protocols.colouring import Colour, Keep, Record, Recording, Write
-from offbeat.protocols.machine import Effects, Name, Payload
+from offbeat.protocols.machine import NOTHING, Effects, Name, Payload
+from offbeat.protocols.servers.fencing import Fence
 from offbeat.protocols.servers.messages import (
     Announce,
     ClusterView,
+    Entry,
     Push,
     Recorded,
+    Refused,
     ShardCut,
     ShardRecorded,
     Turned,
     WorkerCut,
     worker_name,
 )
+from offbeat.protocols.servers.shard import Shard
 
 _Cut = TypeVar("_Cut", WorkerCut, ShardCut)
 
@@ -71,24 +75,38 @@ class WorkerColour(Colour):
 class ShardColour:
     """Which snapshots a shard has been cut by, and what was under way to it at the last."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, shard: Shard, fence: Fence) -> None:
         self.own = 0
+        self._shard, self._fence = shard, fence
         self._cut = ShardCut(shard=number, version=0, taken=(), in_flight=())
         self.recording: Recording | None = None
         """What was under way to it, while that is still coming."""
         self._report: ShardRecorded | None = None
 
-    def turn(self, colour: int, version: int, taken: Mapping[int, tuple[int, int, int]], out: Effects) -> None:
-        """Be cut here: of each worker, its life, how many of its pushes are in the values, and its clock."""
-        of_workers = tuple((worker, *told) for worker, told in sorted(taken.items()))
-        self.own, self._cut = colour, replace(self._cut, version=version, taken=of_workers)
-        self.recording, self._report = Recording(colour), None
-        out.start(Record(colour))
+    def _taken(self) -> dict[int, tuple[int, int, int]]:
+        return self._shard.taken(self._fence.view.members)
 
-    def told(self, turned: Turned) -> None:
+    def cut(self, colour: int, out: Effects) -> None:
+        """Be cut before the first message of a new colour is handled."""
+        if colour > self.own:
+            of_workers = tuple((worker, *told) for worker, told in sorted(self._taken().items()))
+            self.own, self._cut = colour, replace(self._cut, version=self._shard.version, taken=of_workers)
+            self.recording, self._report = Recording(colour), None
+            out.start(Record(colour))
+
+    def told(self, turned: Turned, out: Effects) -> None:
         """A worker has said how many of its pushes are from before its cut."""
         if self.recording and turned.colour == self.own:
             self.recording.expected[turned.worker] = turned.pushes
+        self._complete(out)
+
+    def record(self, entry: Entry, payload: Payload, out: Effects) -> None:
+        """An entry was applied while a snapshot is being taken."""
+        if isinstance(entry, Refused):
+            entry, payload = replace(entry.push, start=0, stop=0), NOTHING
+        if isinstance(entry, Push):
+            self.applied(entry, payload, out)
+        self._complete(out)
 
     def applied(self, push: Push, payload: Payload, out: Effects) -> None:
         """A push was taken into the values: if it is from before its worker's cut, it was under way.
@@ -99,17 +117,18 @@ class ShardColour:
         if self.recording and living and self.recording.keep(push.worker, push.number, push.colour):
             out.start(Keep(self.own, push, payload))
 
-    def complete(self, taken: Mapping[int, tuple[int, int, int]], out: Effects) -> None:
+    def _complete(self, out: Effects) -> None:
         """Write it down, if everything that was under way has come from all who take part now."""
-        if (recording := self.recording) and recording.is_complete({who: n for who, (_, n, _) in taken.items()}):
+        recording = self.recording
+        if recording and recording.is_complete({who: pushes for who, (_, pushes, _) in self._taken().items()}):
             self.recording = None
             cut = replace(self._cut, in_flight=tuple(recording.kept))
             out.start(Write(self.own, cut), ("written", self.own, cut))
 
-    def written(self, colour: int, cut: ShardCut, epoch: int) -> None:
+    def written(self, colour: int, cut: ShardCut) -> None:
         """It is on the disk: that is to be said until it is heard."""
         if colour == self.own and not self.recording:
-            self._report = ShardRecorded(colour=colour, epoch=epoch, cut=cut)
+            self._report = ShardRecorded(colour=colour, epoch=self._fence.view.epoch, cut=cut)
 
     def report(self, to: Name, out: Effects) -> None:
         """Say what was recorded, if it was not heard yet."""

@@ -22,6 +22,8 @@ from offbeat.protocols.machine import (
 )
 from offbeat.runtime.messages.endpoint import Endpoint
 
+After = Callable[[Event, Sequence[Effect]], None]
+"""Told of each event, and of what the machine wants done about it, before that is done."""
 LONGEST_SLEEP = 0.5
 """Seconds after which `until` is asked again even if nothing has happened."""
 
@@ -80,6 +82,7 @@ def drive(
     until: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
     inbox: Inbox | None = None,
+    after: After | None = None,
 ) -> None:
     """Tell a machine what happens and do what it says, until `until()`, which is asked between events.
 
@@ -87,7 +90,7 @@ def drive(
     as `Done(token, result)` if there is a token, after the other effects of the same event. While it works, nothing
     else happens: heartbeats must bear the longest piece of work.
     """
-    driver = Driver(machine, endpoint, work, clock, inbox)
+    driver = Driver(machine, endpoint, work, clock, inbox, after)
     driver.begin()
     while not until():
         driver.turn(LONGEST_SLEEP)
@@ -103,7 +106,9 @@ class Driver:
         work: Callable[[Any, Any], Any],
         clock: Callable[[], float] = time.monotonic,
         inbox: Inbox | None = None,
+        after: After | None = None,
     ) -> None:
+        self._after = after
         self._machine = machine
         self._endpoint = endpoint
         self._work = work
@@ -115,13 +120,13 @@ class Driver:
     def begin(self) -> None:
         """Let the machine begin."""
         self.perform(self._machine.begin(self._clock()))
-        while self._done:
-            self.perform(self._machine.on(self._done.popleft(), self._clock()))
 
     def turn(self, longest: float) -> bool:
         """Tell the machine of one thing that has happened; False if nothing did in so many seconds."""
-        event: Event | None = self._inbox.take() or self._timers.take(self._clock())
+        event: Event | None = self._done.popleft() if self._done else self._inbox.take()
         if event is None:  # Other threads' events come first, then timers, then messages.
+            event = self._timers.take(self._clock())
+        if event is None:
             due = self._timers.due()
             rest = LONGEST_SLEEP if due is None else min(LONGEST_SLEEP, max(0.0, due - self._clock()))
             incoming = self._endpoint.receive(min(longest, rest))
@@ -130,9 +135,12 @@ class Driver:
             payload = incoming.payload
             numbers = NOTHING if payload is None else Payload(payload.nbytes, payload)
             event = Received(incoming.sender, incoming.message, numbers)
-        self.perform(self._machine.on(event, self._clock()))
-        while self._done:
-            self.perform(self._machine.on(self._done.popleft(), self._clock()))
+        while event is not None:
+            effects = self._machine.on(event, self._clock())
+            if self._after is not None:
+                self._after(event, effects)
+            self.perform(effects)
+            event = self._done.popleft() if self._done else None
         return True
 
     def perform(self, effects: Sequence[Effect]) -> None:

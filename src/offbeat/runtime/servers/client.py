@@ -41,7 +41,6 @@ from offbeat.runtime.presence import Waiting
 from offbeat.runtime.servers.connection import Connection
 from offbeat.runtime.servers.noting import Requests
 from offbeat.runtime.servers.plan import Plan
-from offbeat.runtime.shared.segment import Segment
 from offbeat.runtime.stamps import RECORDER
 
 Bytes = NDArray[np.uint8]
@@ -58,6 +57,37 @@ class DeclaredDeadError(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(0)
+
+
+class ClientSnapshots:
+    """A worker's part in snapshots of the run."""
+
+    def __init__(self, machine: ClientMachine, connection: Connection) -> None:
+        self._machine, self._connection = machine, connection
+
+    def want(self) -> None:
+        """Ask the coordinator for a snapshot of the run."""
+        with self._connection as connection:
+            connection.driver.perform(self._machine.snapshots.want())
+
+    def due(self) -> bool:
+        """Whether the worker, which is between two steps, is to record its state."""
+        with self._connection as connection:
+            connection.catch_up()
+            return connection.broken is None and self._machine.member and self._machine.colour.due
+
+    def turn(self, clock: int, meetings: int) -> tuple[int, WorkerCut]:
+        """Be cut here; answers by which snapshot, and where."""
+        with self._connection as connection:
+            cut, effects = self._machine.snapshots.turn(time.monotonic(), clock=clock, meetings=meetings)
+            connection.driver.perform(effects)
+            return self._machine.colour.own, cut
+
+    def recorded(self, colour: int, cut: WorkerCut) -> None:
+        """The state of that cut is on the disk; may be called by any thread."""
+        with self._connection as connection:
+            if connection.broken is None and not connection.over:
+                connection.driver.perform(self._machine.snapshots.recorded(colour, cut, time.monotonic()))
 
 
 class Client:
@@ -92,31 +122,18 @@ class Client:
         self._notes = None if recorder is None else Requests(recorder, plan.rule, plan.shards, plan.workers)
         if self._notes is not None:
             self._notes.viewed(view)
-        self._connection = Connection(self.machine, plan, self._told)
-        self._connection.start()
-
-    @property
-    def bytes_sent(self) -> int:
-        """Payload bytes that went to servers, lent ones too."""
-        return self._connection.bytes_sent
-
-    @property
-    def links(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Payload bytes that went to each server and came from it, lent ones too, by shard and replica."""
-        return self._connection.links()
-
-    def lend(self, segment: Segment) -> None:
-        """Let servers of this host read this memory instead of sending them what lies there."""
-        self._connection.lend(segment)
+        self.connection = Connection(self.machine, plan, self._told)
+        self.snapshots = ClientSnapshots(self.machine, self.connection)
+        self.connection.start()
 
     def expect(self, nbytes: int) -> None:
         """Payloads of so many bytes are going to come: on a slow link, asking again too soon would double them."""
-        with self._connection as connection:
+        with self.connection as connection:
             connection.driver.perform(self.machine.announce(nbytes))
 
     def ask(self, request: ClientRequest, takes: Takes | None = None) -> Asked:
         """Ask for something: the token under which `wait` has the answer. Ranges that come are given to `takes`."""
-        with self._connection as connection:
+        with self.connection as connection:
             connection.check()
             asked = self.machine.ask(request, time.monotonic())
             if takes is not None:
@@ -167,7 +184,7 @@ class Client:
         if notes is not None and token not in self._results:
             notes.waits(token)
         try:
-            with self._connection as connection:
+            with self.connection as connection:
                 while token not in self._results:
                     connection.check()
                     connection.driver.turn(_SLICE)
@@ -184,7 +201,7 @@ class Client:
 
     def newest(self, shard: int) -> tuple[Fresh, Bytes] | None:
         """Values of a shard that its server has sent unasked, if any have come since the last call."""
-        with self._connection as connection:
+        with self.connection as connection:
             connection.catch_up()
             values = self._fresh.pop(shard, None)
             if values is not None:
@@ -196,37 +213,11 @@ class Client:
         if self._notes is not None:
             self._notes.used_again(clock, staleness)
 
-    # -- snapshots ---------------------------------------------------------------------------------------------------
-
-    def want_snapshot(self) -> None:
-        """Ask the coordinator for a snapshot of the run."""
-        with self._connection as connection:
-            connection.driver.perform(self.machine.want_snapshot())
-
-    def snapshot_due(self) -> bool:
-        """Whether the worker, which is between two steps, is to record its state."""
-        with self._connection as connection:
-            connection.catch_up()
-            return connection.broken is None and self.machine.member and self.machine.colour.due
-
-    def turn(self, clock: int, meetings: int) -> tuple[int, WorkerCut]:
-        """Be cut here; answers by which snapshot, and where."""
-        with self._connection as connection:
-            cut, effects = self.machine.turn(time.monotonic(), clock=clock, meetings=meetings)
-            connection.driver.perform(effects)
-            return self.machine.colour.own, cut
-
-    def recorded(self, colour: int, cut: WorkerCut) -> None:
-        """The state of that cut is on the disk; may be called by any thread."""
-        with self._connection as connection:
-            if connection.broken is None and not connection.over:
-                connection.driver.perform(self.machine.recorded(colour, cut, time.monotonic()))
-
     # -- joining and leaving -----------------------------------------------------------------------------------------
 
     def join(self) -> Joined:
         """Wait until the others let this worker in; if the run ends before they do, this process does too."""
-        with self._connection as connection:
+        with self.connection as connection:
             connection.driver.perform(self.machine.join(patient=True))
             while self._joined is None:
                 connection.check()
@@ -235,22 +226,14 @@ class Client:
 
     def tell(self, heard: Callable[[ClusterView], None]) -> None:
         """Have this called with the view of now, and with every later one; in any thread, and it must not wait."""
-        with self._connection:
+        with self.connection:
             self._heard = heard
             heard(self.view)
 
-    def check(self) -> None:
-        """Raise if this worker takes part no longer, or its connection is broken."""
-        self._connection.check()
-
-    def break_off(self, error: WaitError) -> None:
-        """End the wait that this worker is in, and all later ones, with an error."""
-        self._connection.break_off(error)
-
     def close(self) -> None:
         """Say goodbye, so that nobody waits for this worker, and close the connection."""
-        self._connection.stop()
-        with self._connection as connection:
+        self.connection.stop()
+        with self.connection as connection:
             if connection.broken is None:
                 if self._notes is not None:
                     self._notes.leaves()
@@ -285,7 +268,7 @@ class Client:
                     self._fresh[shard] = (fresh, payload.handle)
             case Changed(view):
                 self.view = view
-                self._connection.reach(view)
+                self.connection.reach(view)
                 self._heard(view)
                 if self._notes is not None:
                     self._notes.viewed(view)
@@ -294,14 +277,14 @@ class Client:
             case Departed(epoch):
                 self._depart(epoch)
             case Lost(shard):
-                self._connection.break_off(
+                self.connection.break_off(
                     RunError(f"shard {shard} is lost: no server is left that holds this part of the parameters")
                 )
             case _:
                 pass
 
     def _depart(self, epoch: int) -> None:
-        if self._connection.broken is None:
+        if self.connection.broken is None:
             silence = self.plan.timing.silence
             print(
                 f"{self.machine.name} gave no sign of life for {silence:g} s and was declared dead (epoch {epoch}). "
@@ -309,7 +292,7 @@ class Client:
                 file=sys.stderr,
                 flush=True,
             )
-        self._connection.break_off(DeclaredDeadError())
+        self.connection.break_off(DeclaredDeadError())
 
 
 def _come_once(plan: Plan, worker: str) -> None:

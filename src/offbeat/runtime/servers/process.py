@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.protocols import disturbances
-from offbeat.protocols.colouring import Keep, Record, Write
-from offbeat.protocols.machine import Effect, Event, Payload, Received, Start
-from offbeat.protocols.servers.messages import COORDINATOR, ClusterView, Load, server_name
+from offbeat.protocols.machine import Effect, Event, Start
+from offbeat.protocols.servers.messages import COORDINATOR, ClusterView, server_name
 from offbeat.protocols.servers.server import ServerMachine
-from offbeat.protocols.servers.works import Inspect, Restore
+from offbeat.protocols.servers.works import Restore
 from offbeat.runtime.allocation import keep_freed_memory
 from offbeat.runtime.disturb import Disturber
 from offbeat.runtime.launch import Control
@@ -23,8 +22,6 @@ from offbeat.runtime.servers.numbers import Numbers
 from offbeat.runtime.servers.plan import Plan
 from offbeat.runtime.servers.recording import Scribe
 from offbeat.runtime.stamps import RECORDER, Mark, Recorder, server_events_file
-
-_OfSnapshots = Record | Keep | Write
 
 
 class _Lines:
@@ -42,67 +39,44 @@ class _Lines:
                 self._endpoint.connect(name, self._plan.address(name))
 
 
-class _Watched:
-    """A server's machine and its numbers, with what is to happen to them at which step, and notes of what was refused.
+class _Watch:
+    """Follows what a server's machine does: connects it, writes it down, and disturbs it where that is asked for.
 
     A server's step, for what `--disturb` asks for, is its minimum clock.
     """
 
-    MOST = 20
-    """Refusals that are noted; how many there were is counted by the shard."""
-
     def __init__(
         self,
         machine: ServerMachine,
-        numbers: Numbers,
         lines: _Lines,
         disturb: Callable[[int | None], Disturber],
-        scribe: Scribe | None,
         recorder: Recorder | None,
     ) -> None:
-        self._machine, self._numbers, self._lines = machine, numbers, lines
-        self._disturb = disturb
+        self._machine, self._lines, self._disturb = machine, lines, disturb
         self._disturber = disturb(None) if machine.serving else None
         self._view = machine.view
-        self._scribe = scribe
         self._notes = None if recorder is None else Serves(recorder, machine)
-        self.name = machine.name
-        self.refusals: list[dict[str, Any]] = []
-        self._state: Payload | None = None
 
-    def begin(self, now: float) -> Sequence[Effect]:
-        return self._machine.begin(now)
-
-    def on(self, event: Event, now: float) -> Sequence[Effect]:
-        if isinstance(event, Received) and isinstance(event.message, Load):
-            self._state = event.payload  # A state is looked at like a push, but never refused.
-        effects = self._machine.on(event, now)
-        if self._view is not self._machine.view:
-            self._view = self._machine.view
+    def after(self, event: Event, effects: Sequence[Effect]) -> None:
+        """The machine was told something, and this is about to be done."""
+        machine = self._machine
+        if self._view is not machine.view:
+            self._view = machine.view
             self._lines.follow(self._view)
         if self._notes is not None:
             self._notes.after(event, effects)
-        if (self._disturber is None or self._disturber.active) and self._machine.serving:
-            step = self._machine.shard.minimum
+        if (self._disturber is None or self._disturber.active) and machine.serving:
+            step = machine.shard.minimum
             # What was to happen up to here has happened to the one before, and may be why this one serves.
             self._disturber = self._disturber or self._disturb(step)
             if any(isinstance(effect, Start) and isinstance(effect.work, Restore) for effect in effects):
                 self._disturber.go_on_from(step)
             self._disturber.step(step)
-        return effects
 
     def close(self) -> None:
         """From now on nothing happens to this process."""
         if self._disturber is not None:
             self._disturber.close()
-
-    def do(self, work: Any, token: Any) -> Any:
-        if isinstance(work, _OfSnapshots):
-            return None if self._scribe is None else self._scribe.do(work, token)
-        result = self._numbers.do(work, token)
-        if isinstance(work, Inspect) and result and work.payload is not self._state and len(self.refusals) < self.MOST:
-            self.refusals.append({"worker": work.worker, "step": self._machine.shard.minimum, "reason": result})
-        return result
 
 
 def serve(config: Mapping[str, Any], control: Control) -> None:
@@ -120,15 +94,16 @@ def serve(config: Mapping[str, Any], control: Control) -> None:
 
     joins = replica > plan.replicas
     machine = ServerMachine(name, shard, plan.rule, plan.view, timing=plan.timing, joins=joins)
-    inbox, numbers = Inbox(endpoint), Numbers(endpoint.lend, endpoint.reclaim)
+    inbox = Inbox(endpoint)
+    scribe = Scribe(Path(config["checkpoints"]), inbox) if config.get("checkpoints") else None
+    numbers = Numbers(endpoint.lend, endpoint.reclaim, scribe)
     recorder = _recorder(config, shard, replica)
-    scribe = Scribe(numbers, Path(config["checkpoints"]), inbox) if config.get("checkpoints") else None
     lines = _Lines(plan, endpoint, name, shard)
-    watched = _Watched(machine, numbers, lines, disturb, scribe, recorder)
+    watch = _Watch(machine, lines, disturb, recorder)
     try:
         endpoint.connect(COORDINATOR, plan.address(COORDINATOR))
         lines.follow(plan.view)
-        drive(watched, endpoint, watched.do, until=lambda: machine.retired, inbox=inbox)
+        drive(machine, endpoint, numbers.do, until=lambda: machine.retired, inbox=inbox, after=watch.after)
         print(
             f"{name} gave no sign of life for {plan.timing.silence:g} s and was declared dead (epoch "
             f"{machine.view.epoch} was its last): it serves nothing any more.",
@@ -138,8 +113,8 @@ def serve(config: Mapping[str, Any], control: Control) -> None:
     finally:
         with suppress(KeyboardInterrupt):
             if machine.serving:
-                control.send({"kind": "server", **account(shard, machine, endpoint), "refusals": watched.refusals})
-            watched.close()
+                control.send({"kind": "server", **account(shard, machine, endpoint)})
+            watch.close()
             endpoint.close()
             if recorder is not None:
                 recorder.stamp(int(Mark.END))
@@ -171,4 +146,5 @@ def account(shard: int, machine: ServerMachine, endpoint: Endpoint[Any]) -> dict
             for peer, traffic in endpoint.traffic.items()
         },
         "refused_frames": endpoint.refused,
+        "refusals": [refusal._asdict() for refusal in machine.admission.refusals],
     }

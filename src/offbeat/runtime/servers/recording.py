@@ -5,42 +5,40 @@ from __future__ import annotations
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from msgspec import structs
 
-from offbeat.protocols.colouring import Keep, Record, Write
-from offbeat.protocols.machine import Done
+from offbeat.protocols.colouring import Write
+from offbeat.protocols.machine import Done, Payload
+from offbeat.protocols.servers.messages import Push, Settings
 from offbeat.runtime.messages import Inbox
-from offbeat.runtime.servers.numbers import Numbers
 from offbeat.runtime.snapshots import Kept, draft_of, write_shard
 
 
 class Scribe:
     """Keeps copies when it is told to, and writes them down in a thread."""
 
-    def __init__(self, numbers: Numbers, checkpoints: Path, inbox: Inbox) -> None:
-        self._numbers, self._checkpoints, self._inbox = numbers, checkpoints, inbox
+    def __init__(self, checkpoints: Path, inbox: Inbox) -> None:
+        self._checkpoints, self._inbox = checkpoints, inbox
         self._state = b""
         self._kept: list[Kept] = []
 
-    def do(self, work: Any, token: Any) -> Any:
-        """What the machine asks for."""
-        match work:
-            case Record():
-                self._state, self._kept = self._numbers.whole(), []
-            case Keep(message=push, payload=payload):
-                numbers = None if payload.handle is None else np.array(payload.handle)
-                # A push says only what has changed of the settings: kept by itself it must say all of them.
-                self._kept.append((structs.replace(push, settings=push.settings or self._numbers.settings()), numbers))
-            case Write():
-                (state, self._state), (kept, self._kept) = (self._state, b""), (self._kept, [])
-                threading.Thread(target=self._write, args=(work, token, state, kept), daemon=True).start()
-                return False
-            case _:
-                pass
-        return None
+    def record(self, state: bytes) -> None:
+        """The server is cut here: this is what it holds."""
+        self._state, self._kept = state, []
+
+    def keep(self, push: Push, payload: Payload, settings: Settings) -> None:
+        """A push was under way. It says only what has changed of the settings: kept by itself it must say all."""
+        numbers = None if payload.handle is None else np.array(payload.handle)
+        self._kept.append((structs.replace(push, settings=push.settings or settings), numbers))
+
+    def write(self, work: Write, token: Any) -> Literal[False]:
+        """Write it all down; the machine hears of it when that is done."""
+        (state, self._state), (kept, self._kept) = (self._state, b""), (self._kept, [])
+        threading.Thread(target=self._write, args=(work, token, state, kept), daemon=True).start()
+        return False
 
     def _write(self, work: Write, token: Any, state: bytes, kept: list[Kept]) -> None:
         try:
