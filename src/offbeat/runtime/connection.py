@@ -99,7 +99,7 @@ class Connection:
             raise UsageError(f"algorithms can be chosen for workers on CPUs; here {self._backend} sums by its own ways")
         return group
 
-    def roll_call(self, lane: int, number: int) -> list[int]:
+    def roll_call(self, lane: str, number: int) -> list[int]:
         """Which workers have not come to this exchange of a lane; those that have all call this."""
         store = dist.PrefixStore(f"offbeat/late/{self.number}/{lane}/{number}", self.store)
         absent = [rank for rank in range(self._size) if rank != self._rank]

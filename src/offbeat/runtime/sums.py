@@ -78,7 +78,7 @@ class GradientSums:
         self._packs: dict[tuple[int, ...], list[_Pack]] = {}
         self.running = False
         """Whether a backward pass has begun and is not over."""
-        self._handles = [hook(p, self._ready) for p in self.parameters]
+        self._handles = [hook(p, self.begin) for p in self.parameters]
 
     def weigh(self, examples: float, total: float | None) -> None:
         """The coming passes stand for `examples` examples here and `total` over all workers (None: not known)."""
@@ -98,15 +98,11 @@ class GradientSums:
         if state:
             raise RunError("this checkpoint was written where gradients went through buckets; resume it there")
 
-    def begin(self) -> None:
-        """Backward has begun: when it ends, gradients are exchanged. Asked for by hooks; once for each pass."""
+    def begin(self, _: Tensor) -> None:
+        """Backward has begun: when it ends, gradients are exchanged. Called by hooks; once for each pass counts."""
         if not self.running and not self.suspended:
             self.running = True
             Variable._execution_engine.queue_callback(self._finish)  # pyright: ignore[reportPrivateUsage]
-
-    def _ready(self, _: Tensor) -> None:
-        if not self.running:
-            self.begin()
 
     def _finish(self) -> None:
         self.running = False
@@ -114,22 +110,18 @@ class GradientSums:
             entered = time.perf_counter()
             before = self._stopwatch.switch("communicate")
             self._group.sent.record()
+            numbers = self._row.numpy()
             with torch.no_grad():
-                numbers = self._tell()
+                used = [float(p.grad is not None) for p in self.parameters]
+                self._header.write(numbers, np.array([*used, *self._flags()], dtype=np.float64))
+                self._group.sum(self._row, "the sum of example counts")
+                self._header.check(numbers)
                 self._exchange(numbers)
             self.exchanges = self._group.sent.recorded()
             self._header.account(numbers, entered)
             self._stopwatch.switch(before)
         for then in self.afterwards:
             then()
-
-    def _tell(self) -> Any:
-        numbers = self._row.numpy()
-        used = [float(p.grad is not None) for p in self.parameters]
-        self._header.write(numbers, np.array([*used, *self._flags()], dtype=np.float64))
-        self._group.sum(self._row, "the sum of example counts")
-        self._header.check(numbers)
-        return numbers
 
     def _flags(self) -> Sequence[float]:
         """What else workers tell each other before they exchange: summed, behind the parameters' use."""
@@ -145,16 +137,13 @@ class GradientSums:
             pack.hand_out()
         large = [self.parameters[i] for i in members if self.parameters[i].numel() > SMALL_GRADIENT]
         for dtype in dict.fromkeys(p.dtype for p in large):
-            self._exchange_large([gradient_of(p) for p in large if p.dtype == dtype], weight)
-
-    def _exchange_large(self, gradients: Sequence[Tensor], weight: float) -> None:
-        """Where they lie; a gradient that does not lie in a row is copied into one and back."""
-        held = [gradient if gradient.is_contiguous() else gradient.contiguous() for gradient in gradients]
-        real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in held]
-        self._group.sum_in_place(real, weight, self._own_blocks, "the sum of gradients")
-        for gradient, copy in zip(gradients, held, strict=True):
-            if copy is not gradient:
-                gradient.copy_(copy)
+            gradients = [gradient_of(p) for p in large if p.dtype == dtype]
+            held = [gradient.contiguous() for gradient in gradients]  # Where they lie, if they lie in a row.
+            real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in held]
+            self._group.sum_in_place(real, weight, self._own_blocks, "the sum of gradients")
+            for gradient, copy in zip(gradients, held, strict=True):
+                if copy is not gradient:
+                    gradient.copy_(copy)
 
     def _packed(self, members: tuple[int, ...]) -> list[_Pack]:
         found = self._packs.get(members)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from offbeat.protocols.collectives import Collective
 from offbeat.protocols.exchanges import Exchanged, sent_by
@@ -78,26 +78,27 @@ class SentBytes:
         return tuple(recorded or ())
 
 
-class Traffic:
-    """Counts exchanges by their schedules, each of which is walked once for each size."""
+Key = tuple[str, int, int, str | None, int]
+"""What, bytes, bytes of an element, by which algorithm (None: the backend's own), and from which root."""
+
+
+class Traffic(dict[Key, tuple[int, Exchanged]]):
+    """What this worker sends in an exchange, and the exchange; the schedule of each is walked once."""
 
     def __init__(self, view: View, rank: int, algorithm: Callable[[Collective, int], str]) -> None:
+        super().__init__()
         self._view, self._rank, self._algorithm = view, rank, algorithm
-        self._known: dict[tuple[Any, ...], tuple[int, Exchanged]] = {}
 
-    def of(
-        self, what: str, nbytes: int, itemsize: int = 1, by: str | None = None, root: int = 0
-    ) -> tuple[int, Exchanged]:
-        """What this worker sends in such an exchange, and the exchange; without a name, by the backend's algorithm."""
-        key = (what, nbytes, itemsize, by, root)
-        known = self._known.get(key)
-        if known is None:
-            if len(self._known) >= REMEMBERED:
-                self._known.clear()
-            known = self._known[key] = self._costed(*key)
-        return known
-
-    def _costed(self, what: Any, nbytes: int, itemsize: int, by: str | None, root: int) -> tuple[int, Exchanged]:
-        name = by or self._algorithm(Collective(what), nbytes)
-        exchanged = Exchanged(what=what, by=name, nbytes=nbytes, itemsize=itemsize, root=root)
-        return sent_by(*exchanged.part(self._view.size), self._view, self._rank), exchanged
+    def __missing__(self, key: Key) -> tuple[int, Exchanged]:
+        what, nbytes, itemsize, by, root = key
+        exchanged = Exchanged(
+            what=cast("Any", what),
+            by=by or self._algorithm(Collective(what), nbytes),
+            nbytes=nbytes,
+            itemsize=itemsize,
+            root=root,
+        )
+        if len(self) >= REMEMBERED:
+            self.clear()
+        self[key] = sent_by(*exchanged.part(self._view.size), self._view, self._rank), exchanged
+        return self[key]

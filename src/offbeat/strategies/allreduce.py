@@ -381,7 +381,7 @@ class _SparseSums:
     ) -> None:
         self.examples = 1.0
         self._parameters, self._group, self._stopwatch = parameters, group, stopwatch
-        self._handles = [hook(p, lambda _: dense.begin()) for p in parameters]
+        self._handles = [hook(p, dense.begin) for p in parameters]
         dense.afterwards.append(self._sum)
 
     def _sum(self) -> None:
