@@ -9,18 +9,17 @@ memory.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import offbeat
+from offbeat.protocols.exchanges import SMALL_GRADIENT
 from offbeat.runtime.assignment import ASSIGNED, Assignment
 from offbeat.runtime.goal import Goal
 from offbeat.runtime.launch import Launcher, Role, serve_store, worker_environment
-from offbeat.runtime.sums import SMALL_GRADIENT
 from test_walks import Walk
 
 MOMENTS = {"GradientSums.begin", "OffbeatGroup.allreduce", "Executor.run"}
@@ -51,7 +50,7 @@ def step(config: Mapping[str, Any], control: Any) -> None:
 
 
 def test_gradients_pass_few_functions_on_their_way_from_backward_to_shared_memory(
-    launcher: Launcher, tmp_path: Path, record_property: pytest.RecordProperty
+    launcher: Launcher, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     store, told = serve_store(), dict[str, Any]()
     roles = [

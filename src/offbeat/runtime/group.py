@@ -107,9 +107,9 @@ class Group(ABC):
     def gather(self, values: Sequence[float], what: str) -> Tensor:
         """A row of numbers from every worker that takes part, as a float64 matrix with one row for each."""
 
-    @abstractmethod
     def barrier(self, what: str = "a barrier") -> None:
         """Return when every worker has called this."""
+        self.sum(torch.zeros(1), what)
 
     @abstractmethod
     def close(self) -> None:
@@ -153,10 +153,11 @@ class DirectGroup(Group):
         if self._connection is not None:
             self.process_group, self.view = self._connection.first, self._connection.view
             self.presence = self.waits.presence
-        self._traffic = Traffic(self.view, self.rank, self._algorithm)
+        self._traffic = Traffic(self.view, self.rank, self.algorithm)
         self._membership = StaticMembership(self.rank, self.size, self.presence, timeout.total_seconds())
 
-    def _algorithm(self, collective: Collective, nbytes: int) -> str:
+    def algorithm(self, collective: Collective, nbytes: int) -> str:
+        """By which algorithm the process group does a collective with so many bytes of each worker."""
         group = self.process_group
         return group.algorithm(collective, nbytes) if isinstance(group, OffbeatGroup) else GLOO[collective]
 
@@ -312,10 +313,6 @@ class DirectGroup(Group):
             with Wait(self.waits, what):
                 self.process_group.allgather([outputs], [given]).wait()
         return [output[:length] for output, length in zip(outputs, lengths, strict=True)]
-
-    def barrier(self, what: str = "a barrier") -> None:
-        """Return when every worker has called this."""
-        self.sum(torch.zeros(1), what)
 
     def close(self) -> None:
         """Leave the group, if it was opened here."""

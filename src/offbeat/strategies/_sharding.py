@@ -22,12 +22,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from offbeat.errors import RunError, StrategyError
-from offbeat.protocols.exchanges import Exchanged
+from offbeat.protocols.exchanges import SMALL_GRADIENT, Exchanged
 from offbeat.protocols.schedule import Layout
 from offbeat.runtime.group import DirectGroup
 from offbeat.runtime.optimizers import ELEMENT_WISE, why_not
 from offbeat.runtime.shared.segment import Segment
-from offbeat.runtime.sums import SMALL_GRADIENT
 from offbeat.strategies._worker import closure_of
 
 
