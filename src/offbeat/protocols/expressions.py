@@ -1,4 +1,4 @@
-"""Text such as `server(shards=2) + topk(0.01)`: sums of calls, by Python's own parser, read off the tree, never evaluated.
+"""Text such as `server(shards=2) + topk(0.01)`: sums of calls, read off Python's own syntax tree, never evaluated.
 
 Strategies are written so, and so are stragglers, rules of consistency and ways to divide data. People's own classes are
 written by where they are defined (`mine.py:Push(0.5)`), which Python cannot parse. So each such reference is

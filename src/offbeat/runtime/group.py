@@ -78,7 +78,7 @@ class Group(ABC):
     @property
     def bytes_sent(self) -> int:
         """Payload bytes that this worker has sent, over all lanes."""
-        return self.sent.counted
+        return self.sent.totals.counted
 
     @abstractmethod
     def start_sum(self, tensor: Tensor, what: str) -> Pending:
@@ -133,7 +133,7 @@ class Group(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting."""
-        self.sent.counted = int(state["bytes_sent"])
+        self.sent.totals.counted = int(state["bytes_sent"])
 
 
 class DirectGroup(Group):

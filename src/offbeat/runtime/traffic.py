@@ -14,59 +14,44 @@ REMEMBERED = 4096
 """Exchanges whose bytes are remembered; sizes that differ each time must not fill the memory."""
 
 
-class _Totals:
-    """Of all lanes of a worker."""
+class Totals:
+    """Bytes that a worker has sent over all lanes."""
 
     counted = 0
-    measuring = 0
+    """By the exchanges of the run."""
+    measured = 0
+    """Beside that, only to measure what exchanges take."""
 
 
 class SentBytes:
     """What a worker has sent over all lanes, and what it exchanges over one of them while somebody asks."""
 
-    def __init__(self, totals: _Totals | None = None) -> None:
-        self._totals = totals or _Totals()
+    def __init__(self, totals: Totals | None = None) -> None:
+        self.totals = totals or Totals()
+        """The same for all lanes."""
         self._recorded: list[Exchanged] | None = None
 
     def lane(self) -> SentBytes:
         """The same for another lane of the same worker."""
-        return SentBytes(self._totals)
-
-    @property
-    def counted(self) -> int:
-        """Bytes sent by the exchanges of the run."""
-        return self._totals.counted
-
-    @counted.setter
-    def counted(self, count: int) -> None:
-        self._totals.counted = count
-
-    @property
-    def measured(self) -> int:
-        """Bytes sent beside that, only to measure what exchanges take."""
-        return self._totals.measuring
-
-    @measured.setter
-    def measured(self, count: int) -> None:
-        self._totals.measuring = count
+        return SentBytes(self.totals)
 
     def add(self, nbytes: int, exchanged: Exchanged | None = None) -> None:
         """Count what was sent, and remember what for."""
-        self._totals.counted += nbytes
+        self.totals.counted += nbytes
         if self._recorded is not None and exchanged is not None:
             self._recorded.append(exchanged)
 
     @contextmanager
     def measuring(self) -> Generator[None]:
         """Inside, exchanges count as measurements: they are no part of a step, nor of what the run has sent."""
-        before, recorded = self.counted, self._recorded
+        before, recorded = self.totals.counted, self._recorded
         self._recorded = None
         try:
             yield
         finally:
             self._recorded = recorded
-            self._totals.measuring += self.counted - before
-            self.counted = before
+            self.totals.measured += self.totals.counted - before
+            self.totals.counted = before
 
     def record(self) -> None:
         """From now on, remember what is exchanged over this lane."""
