@@ -8,8 +8,8 @@ from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from offbeat.errors import RunError, WaitError
-from offbeat.runtime.backend import CollectiveError
-from offbeat.runtime.connection import Connection, line_of_presence
+from offbeat.runtime.backend import CollectiveError, MismatchError
+from offbeat.runtime.connection import ROLL_CALL, Connection, line_of_presence
 from offbeat.runtime.presence import Presence
 
 
@@ -17,7 +17,7 @@ class Waits:
     """The waits of one worker in one lane."""
 
     def __init__(self, rank: int, size: int, timeout: timedelta, connection: Connection | None) -> None:
-        self._rank, self._timeout, self._connection = rank, timeout, connection
+        self._rank, self._size, self._timeout, self._connection = rank, size, timeout, connection
         self.name = "0"
         """Which lane this is."""
         self.count = 0
@@ -34,7 +34,7 @@ class Waits:
 
     def lane(self, number: int) -> Waits:
         """Those in another lane of the same worker."""
-        lane = Waits(self._rank, 1, self._timeout, None)
+        lane = Waits(self._rank, self._size, self._timeout, None)
         lane.name, lane.presence, lane._connection = str(number), self.presence, self._connection
         self._lanes.append(lane)
         return lane
@@ -49,14 +49,22 @@ class Waits:
             return verdict
         text = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         place = f"worker {self._rank} in {what} (exchange {number})"
-        seconds = self._timeout.total_seconds()
-        if time.monotonic() - since < 0.99 * seconds or self._connection is None:
-            if isinstance(error, CollectiveError):
-                return WaitError(f"{place}: {text}")  # It says itself who has died, or what the others have called.
-            return WaitError(f"{place} lost its connection to another worker, which has most likely died: {text}")
-        missing = self._connection.roll_call(self.name, number)
-        names = ", ".join(map(str, missing))
-        who = f"worker{'s' if len(missing) > 1 else ''} {names}" if missing else "nobody in particular"
+        seconds, connection = self._timeout.total_seconds(), self._connection
+        if time.monotonic() - since < 0.99 * seconds or connection is None:
+            if not isinstance(error, CollectiveError):
+                return WaitError(f"{place} lost its connection to another worker, which has most likely died: {text}")
+            patience = ROLL_CALL if isinstance(error, MismatchError) else timedelta(0)
+            came = {} if connection is None else connection.roll_call(self.name, number, what, patience)
+            apart = ", ".join(f"worker {rank} in {where}" for rank, where in sorted(came.items()) if where != what)
+            if apart:
+                return WaitError(
+                    f"{place} met {apart}. Every worker must make the same calls in the same order: does one of them "
+                    f"make a call, such as `team.report`, that the others do not?"
+                )
+            return WaitError(f"{place}: {text}")  # It says itself who has died, or what the others have called.
+        came = connection.roll_call(self.name, number, what)
+        missing = [str(rank) for rank in range(self._size) if rank not in came]
+        who = f"worker{'s' if len(missing) > 1 else ''} {', '.join(missing)}" if missing else "nobody in particular"
         return WaitError(
             f"{place} waited {seconds:g} s for {who}. Look at the log of whoever is missing, "
             f"or, if such a wait is normal for this program, allow more with --timeout."

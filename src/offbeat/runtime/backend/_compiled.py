@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from offbeat.runtime.backend._marks import CollectiveError, in_words
+from offbeat.runtime.backend._marks import MismatchError, in_words
 from offbeat.runtime.shared.engine import Action, Engine, Piece, reductions, results_stay
 from offbeat.runtime.shared.kernels import Array, Ways
 from offbeat.runtime.shared.native import Task, Turns, address_of, compiled, executor, overlap, spread_steps
@@ -157,7 +157,7 @@ def mismatch(room: Room) -> Exception:
     marks = room.marks(room.base)
     told = "; ".join(f"rank {room.names[rank]} with {in_words(number)}" for rank, number in enumerate(marks))
     room.fail()
-    return CollectiveError(
+    return MismatchError(
         f"ranks came to operation #{room.calls} of this group with different calls: {told}. Every rank must "
         f"make the same calls in the same order, with the same shapes and kinds of numbers."
     )
