@@ -13,7 +13,7 @@ import keyword
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -118,11 +118,12 @@ def read(
     if not text:
         raise failure(f"The {noun} is empty, so it cannot be read. Write one such as {example}.")
     plain, references = _without_references(text)
-    try:
-        _check_characters(text, plain, noun)
-        return Source(text, _parsed(text, plain, noun), references, noun, failure)
-    except _WrongError as error:
-        raise failure(str(error)) from None
+
+    def wrong(start: int, stop: int, message: str) -> UsageError:
+        return failure(_pointed(text, start, stop, noun, message))
+
+    _check_characters(text, plain, noun, wrong)
+    return Source(text, _parsed(plain, noun, wrong), references, noun, failure)
 
 
 Value = int | float | str
@@ -155,8 +156,8 @@ def _value(source: Source, node: ast.expr) -> Value:
     )
 
 
-class _WrongError(Exception):
-    """What is wrong with a text, before it is known as whose."""
+Wrong = Callable[[int, int, str], UsageError]
+"""Makes the error that says what is wrong with a range of the text."""
 
 
 def _pointed(text: str, start: int, stop: int, noun: str, message: str) -> str:
@@ -185,32 +186,30 @@ def _without_references(text: str) -> tuple[str, dict[int, Reference]]:
     return plain, references
 
 
-def _check_characters(text: str, plain: str, noun: str) -> None:
+def _check_characters(text: str, plain: str, noun: str, wrong: Wrong) -> None:
     depth = 0
     for position, character in enumerate(plain):
         # Where a file's path was, `plain` has underscores; a path may have any letters, but must be printable.
         if _FOREIGN.match(character) or not text[position].isprintable():
-            what = f"{text[position]!r} cannot stand in a {noun}: {RULE}."
-            raise _WrongError(_pointed(text, position, position + 1, noun, what))
+            raise wrong(position, position + 1, f"{text[position]!r} cannot stand in a {noun}: {RULE}.")
         depth += (character in "({[") - (character in ")}]")
         if depth > DEEPEST:
-            what = f"More than {DEEPEST} brackets inside each other are refused."
-            raise _WrongError(_pointed(text, position, position + 1, noun, what))
+            raise wrong(position, position + 1, f"More than {DEEPEST} brackets inside each other are refused.")
 
 
-def _parsed(text: str, plain: str, noun: str) -> ast.expr:
+def _parsed(plain: str, noun: str, wrong: Wrong) -> ast.expr:
     try:
         with warnings.catch_warnings():
             # What Python only warns of (`1or 2`) is no strategy either.
             warnings.simplefilter("error")
             return ast.parse(plain, mode="eval").body
     except SyntaxError as error:
-        start = min(max((error.offset or 1) - 1, 0), len(text) - 1)
+        start = min(max((error.offset or 1) - 1, 0), len(plain) - 1)
         reason = error.msg.partition(". ")[0]
-        what = f"The {noun} cannot be read: {reason}; {RULE}."
-        raise _WrongError(_pointed(text, start, start + 1, noun, what)) from None
+        raise wrong(start, start + 1, f"The {noun} cannot be read: {reason}; {RULE}.") from None
     except (ValueError, RecursionError, MemoryError, OverflowError) as error:
-        raise _WrongError(f"The {noun} is too deeply nested to be read ({type(error).__name__}); {RULE}.") from None
+        what = f"The {noun} is too deeply nested to be read ({type(error).__name__}); {RULE}."
+        raise wrong(0, 1, what) from None
 
 
 def _span(node: ast.AST) -> tuple[int, int]:

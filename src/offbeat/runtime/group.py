@@ -240,7 +240,7 @@ class DirectGroup(Group):
     def start_sum(self, tensor: Tensor, what: str) -> Pending:
         """Begin to replace `tensor`, on every worker, by its sum over the workers."""
         if self.size == 1:
-            return _DONE
+            return DONE
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         nbytes, itemsize, sums, wait = real.nbytes, real.itemsize, self.sums_by, Wait(self.waits, what)
         if sums is None:
@@ -328,7 +328,8 @@ class _Done:
         """Nothing to wait for."""
 
 
-_DONE = _Done()
+DONE = _Done()
+"""What is complete already."""
 
 
 class _Begun:

@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed import DistError
+from torch.distributed.utils import _sync_params_and_buffers  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -98,7 +99,7 @@ class _Stock(Exchange):
         self._claim(model)
         if not any(p.requires_grad for p in model.parameters()):
             return
-        settings = self._settings
+        settings, self._begun = self._settings, time.monotonic()
         wrapped = DistributedDataParallel(
             model,
             process_group=self._process_group(),
@@ -235,12 +236,12 @@ class _Stock(Exchange):
     def explained(self, error: BaseException | None) -> Exception | None:
         """DDP passes on what Gloo says: that somebody did not come, but not who.
 
-        It waits for Gloo when backward has come to its end, inside of torch's engine, or for buffers before forward.
+        It waits for Gloo when backward has come to its end, inside of torch's engine, or for what it broadcasts before.
         """
         if type(error) is not RuntimeError and not isinstance(error, DistError):
             return None
         place = _raised_in(error)
-        if not (place in _BUFFERS or (place is _BACKWARD and self._computed_at is not None)):
+        if not (place in _BROADCASTS or (place is _BACKWARD and self._computed_at is not None)):
             return None
         # Negative, so that it is no number of the group's own exchanges.
         return self.group.direct.waits.explained(error, _SUM, -self._passes, self._begun)
@@ -261,7 +262,8 @@ class _Stock(Exchange):
 
 _BACKWARD = torch.autograd.graph._engine_run_backward.__code__  # pyright: ignore[reportPrivateUsage]
 _BEFORE_FORWARD = DistributedDataParallel._pre_forward.__code__  # pyright: ignore[reportPrivateUsage]
-_BUFFERS = (
+_BROADCASTS = (
+    _sync_params_and_buffers.__code__,
     DistributedDataParallel._distributed_broadcast_coalesced.__code__,  # pyright: ignore[reportPrivateUsage]
     DistributedDataParallel._default_broadcast_coalesced.__code__,  # pyright: ignore[reportPrivateUsage]
 )
