@@ -87,7 +87,9 @@ def count_bytes(config: dict[str, Any], control: Control) -> None:
         count(name, lambda lane=lane: lane.sum(row))
     with group.sent.measuring():
         count("measuring", lambda: group.sum(row))
-    control.send({"rank": group.rank, "counted": counted, "measuring": group.sent.measured, "sent": group.bytes_sent})
+    control.send(
+        {"rank": group.rank, "counted": counted, "measuring": group.sent.totals.measured, "sent": group.bytes_sent}
+    )
     group.close()
 
 

@@ -9,12 +9,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import StrategyError
+from offbeat.protocols.expressions import DEEPEST, LONGEST, RULE
 from offbeat.strategies import (
     Strategy,
     expand,
     parse,
 )
-from offbeat.strategies._source import DEEPEST, LONGEST, RULE
 
 HOSTILE = [
     "__import__('os').system('x')",

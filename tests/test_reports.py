@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from offbeat import init
+from offbeat.errors import WaitError
+from offbeat.runtime.assignment import ASSIGNED, Assignment
+from offbeat.runtime.goal import Goal
+from offbeat.runtime.launch import Launcher, Role, serve_store, worker_environment
 from offbeat.runtime.reports import Reports
+
+
+def alone(config: Mapping[str, Any], control: Any) -> None:
+    """A worker of two, of which the first reports and the second saves."""
+    del config
+    ASSIGNED.set(Assignment(goal=Goal(strategy="allreduce")))
+    model = torch.nn.Linear(2, 1)
+    try:
+        with init() as team:
+            team.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            team.report(loss=1.0) if team.rank == 0 else team.checkpoint()
+    except WaitError as error:
+        control.send({"rank": team.rank, "said": str(error)})
+
+
+def test_a_report_of_one_worker_alone_is_explained_in_the_users_words(launcher: Launcher, tmp_path: Path) -> None:
+    store, said = serve_store(), dict[int, str]()
+    roles = [
+        Role("worker", rank, f"{__name__}:alone", {}, worker_environment(rank, 2, store.port), tmp_path / f"{rank}", 1)
+        for rank in range(2)
+    ]
+    launcher.run(roles, on_message=lambda _role, message: said.update({message["rank"]: message["said"]}))
+    assert any("worker 0 in a report" in one and "writing a checkpoint" in one for one in said.values()), said
+    assert all("float64" not in one for one in said.values()), said
 
 
 class Dwindling:

@@ -17,24 +17,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
 from offbeat.errors import StrategyError, UsageError
-from offbeat.protocols.partition import mixed
-from offbeat.runtime import randomness
 from offbeat.runtime.assignment import ASSIGNED, Assignment
 from offbeat.runtime.goal import Goal
 from offbeat.runtime.loaders import Loader
-from offbeat.runtime.membership import StaticMembership
 from offbeat.runtime.place import Place, where
 from offbeat.runtime.slicing import note_slice
 from offbeat.runtime.summaries import reporter
 from offbeat.strategies import Strategy
-from offbeat.strategies._capabilities import Explaining, Noted, Ranged, Stale, Starter
+from offbeat.strategies._capabilities import Explaining, Ranged
 from offbeat.strategies._vector import Vector
-from offbeat.teamwork import Adoption, Boundaries, LoaderFeed, set_up
+from offbeat.teamwork import Adoption, Boundaries, LoaderFeed, leave, set_up
 
 
 def init(
@@ -102,6 +98,8 @@ class Team:
         """The run's account: what was done, what the time was spent on, what is said of it, how noisy gradients are."""
         self.notes = work.notes
         """More entries for the result."""
+        self.folder = assignment.folder
+        """The run's folder; None if nothing is to be left behind."""
 
     # -- what a loop calls -------------------------------------------------------------------------------------------
 
@@ -120,27 +118,13 @@ class Team:
         prepared = [self._adoption.take(thing, split) for thing in things]
         work.memory.give_back(*before, *(() if work.started else ("ledger", "stopwatch")))
         if not work.started:
-            self._start()
+            work.start()
         # Without a loader nobody says when a step begins: then all time that is not told apart is the loop's own.
         own_batches = held.optimizers and not held.loaders
         work.stopwatch.switch("compute" if own_batches else "other")
         if own_batches:
             work.begin_step()
         return tuple(prepared) if len(prepared) > 1 else prepared[0]
-
-    def _start(self) -> None:
-        """The first prepare is done: from here on time counts."""
-        work = self._place
-        work.started = True
-        if self.rank:
-            # Random state of its own, so that dropout masks differ between workers; worker 0's stays untouched.
-            randomness.seed_everything(mixed(work.seed, self.rank))
-        if isinstance(work.exchange, Starter):
-            work.exchange.begin()
-        work.group.barrier("the start of training")
-        if not work.memory.resuming:
-            work.stopwatch.restart()
-        work.assignment.send({"kind": "ready", "rank": self.rank, "strategy": str(self.strategy)})
 
     def epochs(self, count: int | None = None) -> Iterator[int]:
         """Numbers of the epochs that are still to do, up to `count`: a resumed run does not start over."""
@@ -235,11 +219,6 @@ class Team:
         """Whether the budget of steps or epochs is spent."""
         return self._boundaries.exhausted
 
-    @property
-    def folder(self) -> Path | None:
-        """The run's folder; None if nothing is to be left behind."""
-        return self._place.assignment.folder
-
     @cached_property
     def vector(self) -> Vector:
         """The parameters as servers hold them, for a loop that pushes and pulls ranges of them (docs/servers.md)."""
@@ -273,48 +252,6 @@ class Team:
 
     def close(self, failed: bool = False) -> None:
         """Leave the team: the last checkpoint, the result, the goodbye. After a failure only the goodbye."""
-        if self._closed:
-            return
-        self._closed = True
-        work, done = self._place, False
-        try:
-            work.disturber.close()
-            if not failed:
-                work.watch.check(at_end=True)
-            if not failed and work.started:
-                work.group.membership.leave()
-                work.memory.give_back_account()
-                if not work.memory.catching_up():
-                    self._boundaries.checkpoint(at_end=True)
-                self._conclude()
-            done = not failed
-        finally:
-            if isinstance(membership := work.group.membership, StaticMembership):
-                membership.depart(failed=not done)
-            self._adoption.close()
-            if work.gauge is not None:
-                work.gauge.close()
-            publishes = self._boundaries.publishes
-            for part in (work.watch, work.pace, work.exchange, work.memory):
-                part.close()
-            if publishes:
-                work.memory.publish_complete(at_end=True)
-            work.group.close()
-
-    def _conclude(self) -> None:
-        work, exchange = self._place, self.exchange
-        work.reports.mean({})  # The last word on what was the same everywhere, if nothing was ever reported.
-        if work.gauge is not None:
-            work.gauge.conclude(self.folder, work.holdings.examples)
-        more = {
-            "strategy": str(self.strategy),
-            "workers": self.size,
-            "seed": self.seed,
-            "epochs": work.holdings.epoch,
-            "staleness": exchange.staleness(self.step) if isinstance(exchange, Stale) else {"0": self.step},
-            "foreseen": None if self.size == 1 else msgspec.to_builtins(work.pace.foreseen()),
-            **(exchange.notes() if isinstance(exchange, Noted) else {}),
-            **({"warnings": work.watch.warnings} if work.watch.warnings else {}),
-            **self.notes,
-        }
-        work.reports.conclude(more)
+        if not self._closed:
+            self._closed = True
+            leave(self._place, self._adoption, self._boundaries, failed)

@@ -12,7 +12,7 @@ only when the receiver has begun is not relied upon for order, so buffering tran
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,25 +82,24 @@ def check(algorithm: Algorithm | tuple[Schedule, Collective], view: View, layout
         schedule, collective = algorithm.schedule, algorithm.collective
     else:
         schedule, collective = algorithm
+    return _walked(schedule, collective, view, layout, lambda walk: walk.conclude(collective))
+
+
+def check_mixing(schedule: Schedule, matrix: FloatArray, view: View, layout: Layout) -> Report:
+    """Prove that a schedule leaves rank i with the sum over j of `matrix[i, j]` times what rank j had."""
+    return _walked(schedule, Collective.ALL_REDUCE, view, layout, lambda walk: walk.conclude_mixed(matrix))
+
+
+def _walked(
+    schedule: Schedule, collective: Collective, view: View, layout: Layout, conclude: Callable[[_Walk], None]
+) -> Report:
     rounds = list(schedule(view, layout))
     for number, one in enumerate(rounds):
         _check_form(number, one, view, layout)
     walk = _Walk(rounds, collective, view, layout)
     for number, one in enumerate(rounds):
         walk.take(number, one)
-    walk.conclude(collective)
-    return Report(**vars(cost(rounds, view, layout)), lingering=walk.lingering)
-
-
-def check_mixing(schedule: Schedule, matrix: FloatArray, view: View, layout: Layout) -> Report:
-    """Prove that a schedule leaves rank i with the sum over j of `matrix[i, j]` times what rank j had."""
-    rounds = list(schedule(view, layout))
-    for number, one in enumerate(rounds):
-        _check_form(number, one, view, layout)
-    walk = _Walk(rounds, Collective.ALL_REDUCE, view, layout)
-    for number, one in enumerate(rounds):
-        walk.take(number, one)
-    walk.conclude_mixed(matrix)
+    conclude(walk)
     return Report(**vars(cost(rounds, view, layout)), lingering=walk.lingering)
 
 

@@ -19,6 +19,8 @@ SCALE_BYTES = 4
 INDEX_BYTES = 4
 COUNT_BYTES = 8
 """What stands before a letter whose reader cannot know how many numbers it holds, or which draw chose them."""
+SUMMED_AT_ONCE = 1 << 20
+"""Numbers that are summed at once: what is narrow then stays in the cache, and each exchange is long enough to pay."""
 LARGEST_ROW = 2**31 - 1
 """Indices are whole numbers of 32 bits."""
 
@@ -71,6 +73,12 @@ class Half(Format, frozen=True, tag="half"):
         """Two bytes for each number."""
         del width, inner
         return 2 * numbers_in(shapes)
+
+    def sums(self, shapes: Shapes, width: int = 4, inner: Format | None = None) -> tuple[int, ...]:
+        """A long row piece by piece."""
+        del width, inner
+        count = numbers_in(shapes)
+        return tuple(2 * min(SUMMED_AT_ONCE, count - start) for start in range(0, count, SUMMED_AT_ONCE))
 
 
 class BFloat(Half, frozen=True, tag="bfloat"):
@@ -142,7 +150,12 @@ class RandomK(Format, frozen=True, tag="randomk"):
 
     def nbytes(self, shapes: Shapes, width: int = 4, inner: Format | None = None) -> int:
         """A value for each number that is kept."""
-        return _values(kept_of(numbers_in(shapes), self.fraction), width, inner)
+        return sum(self.sums(shapes, width, inner))
+
+    def sums(self, shapes: Shapes, width: int = 4, inner: Format | None = None) -> tuple[int, ...]:
+        """As the values are summed."""
+        kept = kept_of(numbers_in(shapes), self.fraction)
+        return (kept * width,) if inner is None else inner.sums([(kept,)], width)
 
     def letter(self, shapes: Shapes, width: int = 4, inner: Format | None = None) -> int:
         """A receiver must be told which draw it was."""

@@ -7,8 +7,8 @@ differ from what ran.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Hashable, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 from msgspec import Struct
@@ -18,6 +18,9 @@ from offbeat.protocols.collectives import Collective, algorithm
 from offbeat.protocols.mixing import mix, tell
 from offbeat.protocols.schedule import Layout, Schedule, View
 from offbeat.protocols.stepping import Part
+
+SMALL_GRADIENT = 1 << 14
+"""Elements up to which gradients are packed together."""
 
 Row = tuple[float, ...]
 Matrix = tuple[Row, ...]
@@ -56,6 +59,44 @@ def sum_in_memory(nbytes: int, itemsize: int, own_blocks: bool = False) -> Excha
     if own_blocks:
         return Exchanged(what="reduce_scatter", by="one_shot", nbytes=nbytes, itemsize=itemsize)
     return Exchanged(what="all_reduce", by="two_shot", nbytes=nbytes, itemsize=itemsize)
+
+
+class Gradient(NamedTuple):
+    """What is to be known of a gradient to say how it is summed."""
+
+    kind: Hashable
+    """Gradients of one kind can lie in one row."""
+    length: int
+    itemsize: int
+
+
+class SumsInMemory(NamedTuple):
+    """How the gradients of a step are summed by workers that share memory."""
+
+    packed: tuple[tuple[int, ...], ...]
+    """Small ones, by their numbers: side by side in a row for each kind."""
+    in_place: tuple[tuple[int, ...], ...]
+    """Large ones: where they lie, those of a kind together."""
+    exchanges: tuple[Exchanged, ...]
+    """What that is, in the same order."""
+
+
+def sums_in_memory(gradients: Sequence[Gradient], by: Callable[[int], str], own_blocks: bool) -> SumsInMemory:
+    """Plan the sums of these gradients; `by` says which algorithm sums a row of so many bytes."""
+    found: dict[tuple[bool, Hashable], list[int]] = {}
+    for number, gradient in enumerate(gradients):
+        found.setdefault((gradient.length > SMALL_GRADIENT, gradient.kind), []).append(number)
+    packed = [tuple(members) for (large, _), members in found.items() if not large]
+    in_place = [tuple(members) for (large, _), members in found.items() if large]
+    exchanges: list[Exchanged] = []
+    for members in (*packed, *in_place):
+        itemsize = gradients[members[0]].itemsize
+        nbytes = sum(gradients[i].length for i in members) * itemsize
+        if members in packed:
+            exchanges.append(Exchanged(what="all_reduce", by=by(nbytes), nbytes=nbytes, itemsize=itemsize))
+        else:
+            exchanges.append(sum_in_memory(nbytes, itemsize, own_blocks))
+    return SumsInMemory(tuple(packed), tuple(in_place), tuple(exchanges))
 
 
 def sent_by(schedule: Schedule, layout: Layout, view: View, rank: int) -> int:

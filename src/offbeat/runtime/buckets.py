@@ -161,8 +161,8 @@ class GradientBuckets:
         self._next = 0
         self._first_launch = 0.0
 
-    def begin(self) -> None:
-        """Backward has begun: when it ends, gradients are handed back. Asked for by hooks; once for each pass."""
+    def begin(self, _: Tensor) -> None:
+        """Backward has begun: when it ends, gradients are handed back. Called by hooks; once for each pass counts."""
         if self.running or self.suspended:
             return
         self.running = True
@@ -175,7 +175,7 @@ class GradientBuckets:
         """Backward has finished this parameter's gradient."""
         if self.suspended:
             return
-        self.begin()
+        self.begin(parameter)
         index = self._index.get(id(parameter))
         if index is None:
             raise RunError(

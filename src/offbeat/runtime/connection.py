@@ -99,19 +99,19 @@ class Connection:
             raise UsageError(f"algorithms can be chosen for workers on CPUs; here {self._backend} sums by its own ways")
         return group
 
-    def roll_call(self, lane: int, number: int) -> list[int]:
-        """Which workers have not come to this exchange of a lane; those that have all call this."""
+    def roll_call(self, lane: str, number: int, what: str, patience: timedelta = ROLL_CALL) -> dict[int, str]:
+        """Which workers have come to this exchange of a lane, and in what; those who fail there all call this."""
         store = dist.PrefixStore(f"offbeat/late/{self.number}/{lane}/{number}", self.store)
-        absent = [rank for rank in range(self._size) if rank != self._rank]
+        came: dict[int, str] = {}
         try:
-            store.set(str(self._rank), "here")
-            deadline = time.monotonic() + ROLL_CALL.total_seconds()
-            while absent and time.monotonic() < deadline:
-                absent = [rank for rank in absent if not store.check([str(rank)])]
+            store.set(str(self._rank), what)
+            deadline = time.monotonic() + patience.total_seconds()
+            while len(came) < self._size and time.monotonic() < deadline:
+                came |= {rank: store.get(str(rank)).decode() for rank in range(self._size) if store.check([str(rank)])}
                 time.sleep(0.05)
         except RuntimeError:
-            return []  # The store went away with its host: nobody is left to ask.
-        return absent
+            return dict.fromkeys(range(self._size), what)  # The store went with its host: nobody is left to ask.
+        return came
 
     def abort(self) -> None:
         """End waits in shared memory; those inside of Gloo end with the process."""

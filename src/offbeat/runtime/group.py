@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -20,19 +18,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions
 
-from offbeat.errors import RunError, UsageError, WaitError
+from offbeat.errors import UsageError
 from offbeat.protocols.collectives import Collective
 from offbeat.protocols.exchanges import Exchanged, sum_in_memory
 from offbeat.protocols.schedule import View
-from offbeat.runtime.backend import GLOO, CollectiveError, OffbeatGroup
+from offbeat.runtime.backend import GLOO, OffbeatGroup
 from offbeat.runtime.choices import Sums
-from offbeat.runtime.connection import Connection, line_of_presence
+from offbeat.runtime.connection import Connection
 from offbeat.runtime.execute import Program, run
 from offbeat.runtime.membership import Membership, StaticMembership
 from offbeat.runtime.place import Place
-from offbeat.runtime.presence import Presence, Waiting
+from offbeat.runtime.presence import Presence
 from offbeat.runtime.shared.segment import Segment
-from offbeat.runtime.traffic import REMEMBERED, SentBytes, Traffic
+from offbeat.runtime.traffic import SentBytes, Traffic
+from offbeat.runtime.waits import Wait, Waits
 
 _WAITED_FOR = AllreduceOptions()
 _WAITED_FOR.asyncOp = False
@@ -79,7 +78,7 @@ class Group(ABC):
     @property
     def bytes_sent(self) -> int:
         """Payload bytes that this worker has sent, over all lanes."""
-        return self.sent.counted
+        return self.sent.totals.counted
 
     @abstractmethod
     def start_sum(self, tensor: Tensor, what: str) -> Pending:
@@ -108,9 +107,9 @@ class Group(ABC):
     def gather(self, values: Sequence[float], what: str) -> Tensor:
         """A row of numbers from every worker that takes part, as a float64 matrix with one row for each."""
 
-    @abstractmethod
     def barrier(self, what: str = "a barrier") -> None:
         """Return when every worker has called this."""
+        self.sum(torch.zeros(1), what)
 
     @abstractmethod
     def close(self) -> None:
@@ -134,7 +133,7 @@ class Group(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting."""
-        self.sent.counted = int(state["bytes_sent"])
+        self.sent.totals.counted = int(state["bytes_sent"])
 
 
 class DirectGroup(Group):
@@ -143,30 +142,22 @@ class DirectGroup(Group):
     def __init__(self, place: Place, timeout: timedelta, device: torch.device) -> None:
         super().__init__(place, timeout)
         self._connection = Connection(place, timeout, device) if self.size > 1 else None
-        self._lane = self._calls = 0
-        self._lanes = [self]
         self.sums_by: Sums | None = None
         """The algorithm that was chosen; None: the process group's own."""
-        self._watched: Any = SimpleNamespace(waiting=None)
         self.process_group: Any = None
         """Torch's own group underneath, for those who build on it; None alone."""
         self.view = View.of(self.size)
         """Who takes part in schedules, and on which host each lives, as far as it is known."""
+        self.waits = Waits(self.rank, self.size, timeout, self._connection)
+        """This worker's waits for the others, in this lane."""
         if self._connection is not None:
             self.process_group, self.view = self._connection.first, self._connection.view
-            self.presence = self._watched = self._attend(self._connection)
-        self._traffic = Traffic(self.view, self.rank, self._algorithm)
-        self._summed: dict[tuple[int, int], tuple[int, Exchanged]] = {}
+            self.presence = self.waits.presence
+        self._traffic = Traffic(self.view, self.rank, self.algorithm)
         self._membership = StaticMembership(self.rank, self.size, self.presence, timeout.total_seconds())
 
-    def _attend(self, connection: Connection) -> Presence:
-        """Tell the others where this worker is."""
-        line, lanes = line_of_presence(connection.store, connection.number), self._lanes
-        presence = Presence(line, self.rank, self.size, lambda: {str(lane._lane): lane._calls for lane in lanes})
-        presence.break_off = lambda _error: connection.abort()
-        return presence
-
-    def _algorithm(self, collective: Collective, nbytes: int) -> str:
+    def algorithm(self, collective: Collective, nbytes: int) -> str:
+        """By which algorithm the process group does a collective with so many bytes of each worker."""
         group = self.process_group
         return group.algorithm(collective, nbytes) if isinstance(group, OffbeatGroup) else GLOO[collective]
 
@@ -183,7 +174,7 @@ class DirectGroup(Group):
     @property
     def calls(self) -> int:
         """How often this worker has exchanged something with all others over this lane."""
-        return self._calls
+        return self.waits.count
 
     @property
     def connection(self) -> Connection:
@@ -200,11 +191,9 @@ class DirectGroup(Group):
         if self.size == 1:
             return self
         lane = copy.copy(self)
-        lane._calls = 0
         lane.process_group = self.connection.another()
-        lane._lane = self.connection.lanes
+        lane.waits = self.waits.lane(self.connection.lanes)
         lane.sent = self.sent.lane()
-        self._lanes.append(lane)
         return lane
 
     @property
@@ -219,31 +208,19 @@ class DirectGroup(Group):
 
     def note(self, what: str, nbytes: int, itemsize: int = 1, by: str | None = None, root: int = 0) -> None:
         """Count an exchange by the schedule that runs; without a name, by that of the process group's own algorithm."""
-        self.sent.add(*self._traffic.of(what, nbytes, itemsize, by, root))
+        self.sent.add(*self._traffic[what, nbytes, itemsize, by, root])
 
     def sum_in_place(self, tensors: Sequence[Tensor], weight: float, own_blocks: bool, what: str) -> None:
         """Sum tensors times a weight where they lie, through shared memory; or only this worker's blocks of them."""
         one = sum_in_memory(sum(tensor.nbytes for tensor in tensors), tensors[0].itemsize, own_blocks)
         self.note(one.what, one.nbytes, one.itemsize, one.by)
-        with self._awaited_in_memory(what):
+        with Wait(self.waits, what):
             self.process_group.sum_in_place(tensors, weight, own_blocks, what)
 
     def shared_segment(self, size: int, what: str) -> Segment:
         """So many bytes of memory that all workers of the host have; all call this together."""
-        with self._awaited_in_memory(what):
+        with Wait(self.waits, what):
             return self.process_group.share_segment(size, what)
-
-    @contextmanager
-    def _awaited_in_memory(self, what: str) -> Generator[None]:
-        """Around what uses the group's shared memory; every worker does the same."""
-        self._calls += 1
-        self._watched.waiting = Waiting(what, str(self._lane), self._calls)
-        try:
-            yield
-        except RuntimeError as error:
-            raise self.explained(error, what, self._calls) from error
-        finally:
-            self._watched.waiting = None
 
     def run(self, program: Program, row: Tensor, scratch: Tensor, what: str, mixed: Exchanged | None = None) -> None:
         """Do this worker's part of a schedule over single messages, in place; every worker calls this with its own.
@@ -251,46 +228,41 @@ class DirectGroup(Group):
         `mixed` is what that is in a step, if it is a part of one.
         """
         self.sent.add(program.sent * row.element_size(), mixed)
+        group = self.process_group
+        ours = isinstance(group, OffbeatGroup)
 
-        def do(messages: Any) -> None:
-            run(program, row, messages, scratch=scratch)
+        def act() -> None:
+            run(program, row, group.messages if ours else group, scratch=scratch)
 
-        def act(group: Any) -> Any:
-            if isinstance(group, OffbeatGroup):
-                return group.later(lambda: do(group.messages), what, [row])
-            do(group)
-            return _DONE
-
-        self._started(act, what).wait()
+        with Wait(self.waits, what):
+            group.later(act, what, [row]).wait() if ours else act()
 
     def start_sum(self, tensor: Tensor, what: str) -> Pending:
         """Begin to replace `tensor`, on every worker, by its sum over the workers."""
-        return _DONE if self.size == 1 else self._start_sum(tensor, what, AllreduceOptions())
-
-    def _start_sum(self, tensor: Tensor, what: str, options: AllreduceOptions) -> Pending:
+        if self.size == 1:
+            return DONE
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        sums = self.sums_by
+        nbytes, itemsize, sums, wait = real.nbytes, real.itemsize, self.sums_by, Wait(self.waits, what)
         if sums is None:
-            size = real.numel(), real.element_size()
-            self.sent.add(*(self._summed.get(size) or self._sum_of(size)))
-            return self._started(lambda group: group.allreduce([real], options), what)
-        work = self._started(lambda group: group.later(lambda: sums.sum(real), what, [real]), what)
+            self.sent.add(*self._traffic["all_reduce", nbytes, itemsize, None, 0])
+            with wait:
+                return _Begun(wait, self.process_group.allreduce([real], AllreduceOptions()))
+        with wait:
+            work = self.process_group.later(lambda: sums.sum(real), what, [real])
         # Which algorithm it was may be found out by the sum itself.
-        nbytes = real.nbytes
-        work.then = lambda: self.note("all_reduce", nbytes, real.itemsize, sums.algorithm(nbytes))
-        return work
-
-    def _sum_of(self, size: tuple[int, int]) -> tuple[int, Exchanged]:
-        """What a sum of so many elements of so many bytes counts as, for the next ones to find at once."""
-        if len(self._summed) >= REMEMBERED:
-            self._summed.clear()
-        known = self._summed[size] = self._traffic.of("all_reduce", size[0] * size[1], size[1])
-        return known
+        return _Begun(wait, work, lambda: self.note("all_reduce", nbytes, itemsize, sums.algorithm(nbytes)))
 
     def sum(self, tensor: Tensor, what: str = "a sum") -> Tensor:
         """`tensor` summed over the workers, in place."""
-        if self.size > 1:
-            self._start_sum(tensor, what, _WAITED_FOR).wait()
+        if self.size == 1:
+            return tensor
+        if self.sums_by is not None:
+            self.start_sum(tensor, what).wait()
+            return tensor
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        self.sent.add(*self._traffic["all_reduce", real.nbytes, real.itemsize, None, 0])
+        with Wait(self.waits, what):
+            self.process_group.allreduce([real], _WAITED_FOR).wait()
         return tensor
 
     def sum_sparse(self, tensor: Tensor, what: str) -> Tensor:
@@ -299,7 +271,8 @@ class DirectGroup(Group):
             return tensor
         total = tensor.coalesce()
         self.note("all_gather", total.values().nbytes + total.indices().nbytes, by=GLOO[Collective.ALL_GATHER])
-        self._started(lambda group: group.allreduce([total]), what).wait()
+        with Wait(self.waits, what):
+            self.process_group.allreduce([total]).wait()
         return total
 
     def share(self, tensor: Tensor, what: str = "a broadcast", root: int = 0) -> Tensor:
@@ -311,7 +284,8 @@ class DirectGroup(Group):
             options.rootRank = root
             # As bytes, because backends do not know every kind of number.
             raw = held.reshape(-1).view(torch.uint8)
-            self._started(lambda group: group.broadcast([raw], options), what).wait()
+            with Wait(self.waits, what):
+                self.process_group.broadcast([raw], options).wait()
             if held is not tensor:
                 tensor.copy_(held)
         return tensor
@@ -336,39 +310,9 @@ class DirectGroup(Group):
         self.note("all_gather", given.numel())
         outputs = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         if longest:
-            self._started(lambda group: group.allgather([outputs], [given]), what).wait()
+            with Wait(self.waits, what):
+                self.process_group.allgather([outputs], [given]).wait()
         return [output[:length] for output, length in zip(outputs, lengths, strict=True)]
-
-    def barrier(self, what: str = "a barrier") -> None:
-        """Return when every worker has called this."""
-        self.sum(torch.zeros(1), what)
-
-    def _started(self, start: Callable[[Any], Any], what: str) -> _Work:
-        self._calls += 1
-        begun = _Work(self, what, self._calls)
-        begun.work = begun.watched(lambda: start(self.process_group))
-        return begun
-
-    def explained(self, error: RuntimeError, what: str, number: int) -> RunError:
-        """What went wrong in words: who had not arrived, or whose connection broke."""
-        if self.presence is not None and self.presence.verdict is not None:
-            return self.presence.verdict
-        text = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        place = f"worker {self.rank} in {what} (exchange {number})"
-        if isinstance(error, CollectiveError) and "imed out" not in text:
-            return WaitError(f"{place}: {text}")  # It says itself who has died, or what the others have called.
-        if "imed out" not in text and "timeout" not in text.lower():
-            return WaitError(f"{place} lost its connection to another worker, which has most likely died: {text}")
-        missing = self.connection.roll_call(self._lane, number)
-        who = (
-            f"worker{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-            if missing
-            else "nobody in particular"
-        )
-        return WaitError(
-            f"{place} waited {self.timeout.total_seconds():g} s for {who}. Look at the log of whoever is missing, "
-            f"or, if such a wait is normal for this program, allow more with --timeout."
-        )
 
     def close(self) -> None:
         """Leave the group, if it was opened here."""
@@ -384,36 +328,20 @@ class _Done:
         """Nothing to wait for."""
 
 
-_DONE = _Done()
+DONE = _Done()
+"""What is complete already."""
 
 
-class _Work:
-    spare = 0
+class _Begun:
+    """A sum under way."""
 
-    def __init__(self, group: DirectGroup, what: str, number: int) -> None:
-        self._group, self.what, self.number = group, what, number
-        self._presence = group._watched  # pyright: ignore[reportPrivateUsage]
-        self.work: Any = None
-        self.then: Callable[[], None] | None = None
-        """Called when it is done."""
-
-    @property
-    def lane(self) -> str:
-        return str(self._group._lane)  # pyright: ignore[reportPrivateUsage]
+    def __init__(self, wait: Wait, work: Any, then: Callable[[], None] | None = None) -> None:
+        self._wait, self._work, self._then = wait, work, then
 
     def wait(self) -> None:
         """Wait for torch's work, and explain its failure."""
-        self.watched(self.work.wait)
-        if self.then is not None:
-            self.then()
-            self.then = None
-
-    def watched(self, act: Callable[[], Any]) -> Any:
-        """Do something that may wait for the others."""
-        self._presence.waiting = self
-        try:
-            return act()
-        except RuntimeError as error:
-            raise self._group.explained(error, self.what, self.number) from error
-        finally:
-            self._presence.waiting = None
+        with self._wait:
+            self._work.wait()
+        if self._then is not None:
+            self._then()
+            self._then = None

@@ -140,7 +140,7 @@ class Reports:
         counted = [float(self._sent()), self._ledger.cpu(), float(self._ledger.own_samples)]
         mine = [
             *counted,
-            float(self._group.sent.measured),
+            float(self._group.sent.totals.measured),
             self._stopwatch.overlapped,
             *self._stopwatch.seconds.values(),
         ]

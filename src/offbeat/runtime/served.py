@@ -19,7 +19,7 @@ from torch import Tensor
 from offbeat.errors import RunError
 from offbeat.protocols.servers.messages import ClusterView
 from offbeat.runtime.connection import line_of_presence, meet
-from offbeat.runtime.group import DirectGroup, Group, Pending
+from offbeat.runtime.group import DONE, DirectGroup, Group, Pending
 from offbeat.runtime.membership import Membership
 from offbeat.runtime.place import Place
 from offbeat.runtime.presence import Presence
@@ -229,7 +229,7 @@ class CoordinatedGroup(Group):
     def start_sum(self, tensor: Tensor, what: str) -> Pending:
         """The sum, which is complete when this returns."""
         self.sum(tensor, what)
-        return _Complete()
+        return DONE
 
     def sum_sparse(self, tensor: Tensor, what: str) -> Tensor:
         """A sparse tensor summed over the live workers, as a dense one."""
@@ -272,8 +272,3 @@ class CoordinatedGroup(Group):
 def group_for(place: Place, timeout: timedelta, device: torch.device, plan: Plan | None, joins: bool) -> Group:
     """The workers of a run: connected with each other, or, where there is a plan of servers, by the coordinator."""
     return DirectGroup(place, timeout, device) if plan is None else CoordinatedGroup(place, timeout, plan, joins)
-
-
-class _Complete:
-    def wait(self) -> None:
-        """Nothing to wait for."""

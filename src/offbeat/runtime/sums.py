@@ -14,19 +14,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
 
 from offbeat.errors import RunError
-from offbeat.protocols.exchanges import Exchanged
+from offbeat.protocols.collectives import Collective
+from offbeat.protocols.exchanges import Exchanged, Gradient, sums_in_memory
 from offbeat.runtime.buckets import hook
 from offbeat.runtime.group import DirectGroup
 from offbeat.runtime.header import Header
 from offbeat.runtime.stopwatch import Stopwatch
-
-SMALL_GRADIENT = 1 << 14
-"""Elements up to which gradients are packed together."""
 
 
 class _Pack:
@@ -75,10 +74,12 @@ class GradientSums:
         self._group, self._stopwatch, self._own_blocks = group, stopwatch, own_blocks
         self._header = Header(group, stopwatch, len(self.parameters) + self.flags)
         self._row = torch.zeros(self._header.length, dtype=torch.float64)
-        self._packs: dict[tuple[int, ...], list[_Pack]] = {}
+        told, by = self._row.nbytes, group.algorithm(Collective.ALL_REDUCE, self._row.nbytes)
+        self._told = Exchanged(what="all_reduce", by=by, nbytes=told, itemsize=self._row.itemsize)
+        self._planned: dict[bytes, tuple[list[_Pack], list[list[Parameter]], tuple[Exchanged, ...]]] = {}
         self.running = False
         """Whether a backward pass has begun and is not over."""
-        self._handles = [hook(p, self._ready) for p in self.parameters]
+        self._handles = [hook(p, self.begin) for p in self.parameters]
 
     def weigh(self, examples: float, total: float | None) -> None:
         """The coming passes stand for `examples` examples here and `total` over all workers (None: not known)."""
@@ -98,72 +99,62 @@ class GradientSums:
         if state:
             raise RunError("this checkpoint was written where gradients went through buckets; resume it there")
 
-    def begin(self) -> None:
-        """Backward has begun: when it ends, gradients are exchanged. Asked for by hooks; once for each pass."""
+    def begin(self, _: Tensor) -> None:
+        """Backward has begun: when it ends, gradients are exchanged. Called by hooks; once for each pass counts."""
         if not self.running and not self.suspended:
             self.running = True
             Variable._execution_engine.queue_callback(self._finish)  # pyright: ignore[reportPrivateUsage]
-
-    def _ready(self, _: Tensor) -> None:
-        if not self.running:
-            self.begin()
 
     def _finish(self) -> None:
         self.running = False
         if self.parameters:
             entered = time.perf_counter()
             before = self._stopwatch.switch("communicate")
-            self._group.sent.record()
+            numbers = self._row.numpy()
             with torch.no_grad():
-                numbers = self._tell()
+                used = [float(p.grad is not None) for p in self.parameters]
+                self._header.write(numbers, np.array([*used, *self._flags()], dtype=np.float64))
+                self._group.sum(self._row, "the sum of example counts")
+                self._header.check(numbers)
                 self._exchange(numbers)
-            self.exchanges = self._group.sent.recorded()
             self._header.account(numbers, entered)
             self._stopwatch.switch(before)
         for then in self.afterwards:
             then()
-
-    def _tell(self) -> Any:
-        numbers = self._row.numpy()
-        used = [float(p.grad is not None) for p in self.parameters]
-        self._header.write(numbers, np.array([*used, *self._flags()], dtype=np.float64))
-        self._group.sum(self._row, "the sum of example counts")
-        self._header.check(numbers)
-        return numbers
 
     def _flags(self) -> Sequence[float]:
         """What else workers tell each other before they exchange: summed, behind the parameters' use."""
         return ()
 
     def _exchange(self, numbers: Any) -> None:
-        members = tuple(np.flatnonzero(self._header.used(numbers) > 0).tolist())
+        used = self._header.used(numbers) > 0
         weight = self._header.examples / max(float(numbers[0]), 1e-30)
-        packs = self._packed(members)
+        packs, in_place, self.exchanges = self._planned.get(used.tobytes()) or self._plan(used)
         for pack in packs:
             pack.fill(weight)
             self._group.sum(pack.flat, "the sum of small gradients")
             pack.hand_out()
-        large = [self.parameters[i] for i in members if self.parameters[i].numel() > SMALL_GRADIENT]
-        for dtype in dict.fromkeys(p.dtype for p in large):
-            self._exchange_large([gradient_of(p) for p in large if p.dtype == dtype], weight)
+        for parameters in in_place:
+            gradients = [gradient_of(p) for p in parameters]
+            held = [gradient.contiguous() for gradient in gradients]  # Where they lie, if they lie in a row.
+            real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in held]
+            self._group.sum_in_place(real, weight, self._own_blocks, "the sum of gradients")
+            for gradient, copy in zip(gradients, held, strict=True):
+                if copy is not gradient:
+                    gradient.copy_(copy)
 
-    def _exchange_large(self, gradients: Sequence[Tensor], weight: float) -> None:
-        """Where they lie; a gradient that does not lie in a row is copied into one and back."""
-        held = [gradient if gradient.is_contiguous() else gradient.contiguous() for gradient in gradients]
-        real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in held]
-        self._group.sum_in_place(real, weight, self._own_blocks, "the sum of gradients")
-        for gradient, copy in zip(gradients, held, strict=True):
-            if copy is not gradient:
-                gradient.copy_(copy)
-
-    def _packed(self, members: tuple[int, ...]) -> list[_Pack]:
-        found = self._packs.get(members)
-        if found is None:
-            small = [p for p in (self.parameters[i] for i in members) if p.numel() <= SMALL_GRADIENT]
-            kinds = dict.fromkeys(p.dtype for p in small)
-            found = [_Pack([p for p in small if p.dtype == kind]) for kind in kinds]
-            self._packs = {members: found}  # Only the last: which parameters are used seldom changes.
-        return found
+    def _plan(self, used: NDArray[Any]) -> tuple[list[_Pack], list[list[Parameter]], tuple[Exchanged, ...]]:
+        members, group = [self.parameters[i] for i in np.flatnonzero(used)], self._group
+        plan = sums_in_memory(
+            [Gradient(p.dtype, p.numel(), p.element_size()) for p in members],
+            lambda nbytes: group.algorithm(Collective.ALL_REDUCE, nbytes),
+            self._own_blocks,
+        )
+        packs = [_Pack([members[i] for i in numbers]) for numbers in plan.packed]
+        in_place = [[members[i] for i in numbers] for numbers in plan.in_place]
+        planned = packs, in_place, (self._told, *plan.exchanges)
+        self._planned = {used.tobytes(): planned}  # Only the last: which parameters are used seldom changes.
+        return planned
 
 
 def gradient_of(parameter: Parameter) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from offbeat.protocols.collectives import Collective
 from offbeat.protocols.exchanges import Exchanged, sent_by
@@ -14,59 +14,44 @@ REMEMBERED = 4096
 """Exchanges whose bytes are remembered; sizes that differ each time must not fill the memory."""
 
 
-class _Totals:
-    """Of all lanes of a worker."""
+class Totals:
+    """Bytes that a worker has sent over all lanes."""
 
     counted = 0
-    measuring = 0
+    """By the exchanges of the run."""
+    measured = 0
+    """Beside that, only to measure what exchanges take."""
 
 
 class SentBytes:
     """What a worker has sent over all lanes, and what it exchanges over one of them while somebody asks."""
 
-    def __init__(self, totals: _Totals | None = None) -> None:
-        self._totals = totals or _Totals()
+    def __init__(self, totals: Totals | None = None) -> None:
+        self.totals = totals or Totals()
+        """The same for all lanes."""
         self._recorded: list[Exchanged] | None = None
 
     def lane(self) -> SentBytes:
         """The same for another lane of the same worker."""
-        return SentBytes(self._totals)
-
-    @property
-    def counted(self) -> int:
-        """Bytes sent by the exchanges of the run."""
-        return self._totals.counted
-
-    @counted.setter
-    def counted(self, count: int) -> None:
-        self._totals.counted = count
-
-    @property
-    def measured(self) -> int:
-        """Bytes sent beside that, only to measure what exchanges take."""
-        return self._totals.measuring
-
-    @measured.setter
-    def measured(self, count: int) -> None:
-        self._totals.measuring = count
+        return SentBytes(self.totals)
 
     def add(self, nbytes: int, exchanged: Exchanged | None = None) -> None:
         """Count what was sent, and remember what for."""
-        self._totals.counted += nbytes
+        self.totals.counted += nbytes
         if self._recorded is not None and exchanged is not None:
             self._recorded.append(exchanged)
 
     @contextmanager
     def measuring(self) -> Generator[None]:
         """Inside, exchanges count as measurements: they are no part of a step, nor of what the run has sent."""
-        before, recorded = self.counted, self._recorded
+        before, recorded = self.totals.counted, self._recorded
         self._recorded = None
         try:
             yield
         finally:
             self._recorded = recorded
-            self._totals.measuring += self.counted - before
-            self.counted = before
+            self.totals.measured += self.totals.counted - before
+            self.totals.counted = before
 
     def record(self) -> None:
         """From now on, remember what is exchanged over this lane."""
@@ -78,26 +63,27 @@ class SentBytes:
         return tuple(recorded or ())
 
 
-class Traffic:
-    """Counts exchanges by their schedules, each of which is walked once for each size."""
+Key = tuple[str, int, int, str | None, int]
+"""What, bytes, bytes of an element, by which algorithm (None: the backend's own), and from which root."""
+
+
+class Traffic(dict[Key, tuple[int, Exchanged]]):
+    """What this worker sends in an exchange, and the exchange; the schedule of each is walked once."""
 
     def __init__(self, view: View, rank: int, algorithm: Callable[[Collective, int], str]) -> None:
+        super().__init__()
         self._view, self._rank, self._algorithm = view, rank, algorithm
-        self._known: dict[tuple[Any, ...], tuple[int, Exchanged]] = {}
 
-    def of(
-        self, what: str, nbytes: int, itemsize: int = 1, by: str | None = None, root: int = 0
-    ) -> tuple[int, Exchanged]:
-        """What this worker sends in such an exchange, and the exchange; without a name, by the backend's algorithm."""
-        key = (what, nbytes, itemsize, by, root)
-        known = self._known.get(key)
-        if known is None:
-            if len(self._known) >= REMEMBERED:
-                self._known.clear()
-            known = self._known[key] = self._costed(*key)
-        return known
-
-    def _costed(self, what: Any, nbytes: int, itemsize: int, by: str | None, root: int) -> tuple[int, Exchanged]:
-        name = by or self._algorithm(Collective(what), nbytes)
-        exchanged = Exchanged(what=what, by=name, nbytes=nbytes, itemsize=itemsize, root=root)
-        return sent_by(*exchanged.part(self._view.size), self._view, self._rank), exchanged
+    def __missing__(self, key: Key) -> tuple[int, Exchanged]:
+        what, nbytes, itemsize, by, root = key
+        exchanged = Exchanged(
+            what=cast("Any", what),
+            by=by or self._algorithm(Collective(what), nbytes),
+            nbytes=nbytes,
+            itemsize=itemsize,
+            root=root,
+        )
+        if len(self) >= REMEMBERED:
+            self.clear()
+        self[key] = sent_by(*exchanged.part(self._view.size), self._view, self._rank), exchanged
+        return self[key]

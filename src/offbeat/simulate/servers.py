@@ -19,13 +19,14 @@ import numpy as np
 
 from offbeat import limits
 from offbeat.errors import UsageError, did_you_mean
+from offbeat.protocols.expressions import calls
 from offbeat.protocols.schedule import IntArray
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.rhythm import RhythmOf, rhythm_of
 from offbeat.simulate.network import Link
 from offbeat.simulate.queues import Times
 from offbeat.simulate.server_events import Drive, Ports
-from offbeat.simulate.stragglers import Stragglers, Transient, calls
+from offbeat.simulate.stragglers import Stragglers, Transient
 
 PREDICTED_STEPS = 10_000
 """Enough for a hundredth of the time per step under the pauses of `predict`."""
@@ -35,7 +36,7 @@ Progress = Callable[[float], None]
 
 def parse_rule(text: str) -> Rule:
     """A rule as it is written: `bsp`, `ssp(3)`, `ssp(3, eager)`, `asp`, `drop_slowest(2)` or `deadline(0.5)`."""
-    match calls(text):
+    match calls(text, "rule", "ssp(3)"):
         case [("bsp", ())]:
             return Rule(0)
         case [("asp", ())]:

@@ -7,7 +7,6 @@ and `+` adds them up. Times are drawn for all workers and steps at once, from a 
 
 from __future__ import annotations
 
-import ast
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -17,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from offbeat.errors import UsageError, did_you_mean
+from offbeat.protocols.expressions import Value, calls
 from offbeat.simulate.queues import Times
 
 EXAMPLE = "transient(0.2, 0.15): pause 0.2 s with probability 0.15; permanent(4): one worker is 4 times slower"
@@ -129,7 +129,14 @@ class Stragglers:
     @classmethod
     def parse(cls, text: str, base: float = BASE) -> Stragglers:
         """Stragglers from text such as `transient(0.2, 0.15) + permanent(4)`, or `none`."""
-        return cls(base, tuple(_part(name, values, text) for name, values in calls(text) if (name, values) != NOTHING))
+        return cls(
+            base,
+            tuple(
+                _part(name, values, text)
+                for name, values in calls(text, "straggler", EXAMPLE)
+                if (name, values) != NOTHING
+            ),
+        )
 
     def draw(self, workers: int, steps: int, seed: int = 0) -> Times:
         """Seconds that each step takes: a row for each step, with a column for each worker.
@@ -142,41 +149,7 @@ class Stragglers:
         return times
 
 
-Value = int | float | str
 NOTHING: tuple[str, tuple[Value, ...]] = ("none", ())
-
-
-def calls(text: str) -> list[tuple[str, tuple[Value, ...]]]:
-    """The calls that a text such as `a(1, 0.5) + b` is a sum of, with their values: numbers and names.
-
-    The text is parsed by Python's own parser and read off the tree, never evaluated.
-    """
-    try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise UsageError(f"{text!r} cannot be read: write names, numbers and calls, such as ssp(3).") from error
-    found: list[tuple[str, tuple[Value, ...]]] = []
-    while isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
-        found.append(_call(tree.right, text))
-        tree = tree.left
-    return [_call(tree, text), *reversed(found)]
-
-
-def _call(node: ast.expr, text: str) -> tuple[str, tuple[Value, ...]]:
-    if isinstance(node, ast.Name):
-        return node.id, ()
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
-        return node.func.id, tuple(_value(argument, text) for argument in node.args)
-    raise UsageError(f"{text!r} cannot be read: write names and calls with values in order, such as ssp(3).")
-
-
-def _value(node: ast.expr, text: str) -> Value:
-    if isinstance(node, ast.Name):
-        return node.id
-    value = node.value if isinstance(node, ast.Constant) else None
-    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf:
-        return value
-    raise UsageError(f"{ast.unparse(node)!r} in {text!r} is no value: give a number of 0 or more, or a name.")
 
 
 def _part(name: str, values: tuple[Value, ...], text: str) -> Pauses:

@@ -5,12 +5,14 @@ An exchange has a capability by having its methods: nothing is to be declared, a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from offbeat.errors import StrategyError
 from offbeat.protocols.compression import Shapes
 from offbeat.protocols.exchanges import Exchanged
 from offbeat.runtime.snapshots import Cut
@@ -244,3 +246,20 @@ class StepHooks(Protocol):
     def watch(self, optimizer: Optimizer) -> None:
         """Take part in this optimizer's steps."""
         ...
+
+
+# -- of both -----------------------------------------------------------------------------------------------------------
+
+
+def refuse_halves(strategy: object, side: object) -> None:
+    """Refuse a worker's side that has some methods of a capability and not the others: it would never be asked."""
+    lacking = object()
+    for capability in (Microbatched, Snapshotting):
+        needed = [name for name in vars(capability) if not name.startswith("_")]
+        missing = [name for name in needed if inspect.getattr_static(side, name, lacking) is lacking]
+        if missing and len(missing) < len(needed):
+            raise StrategyError(
+                f"{type(side).__name__}, the worker's side of {strategy}, has "
+                f"{', '.join(name for name in needed if name not in missing)} but not {', '.join(missing)}, and is "
+                f"{capability.__name__} only with all of them. Add what is missing, or rename what it has."
+            )

@@ -21,6 +21,8 @@ class Compressing(Strategy):
     first_alone: ClassVar[bool] = True
     selects: ClassVar[bool] = False
     """Whether it sends some of the numbers as they are, which a further compressor may then make smaller."""
+    form: ClassVar[type[Format] | None] = None
+    """The kind of `format`, whose fields are among its own."""
     promises = Traits(synchronous=True, deterministic=True, elastic=True)
     feedback: bool = field(default=True, kw_only=True)
     """Whether what was left out is added to the next step's."""
@@ -52,7 +54,9 @@ class Compressing(Strategy):
 
     def format(self) -> Format | None:
         """What it leaves of a row, as plain data: for servers and predictions; None if only its coder knows."""
-        return None
+        if self.form is None:
+            return None
+        return self.form(**{name: getattr(self, name) for name in self.form.__struct_fields__})
 
     def coder(self, shapes: Shapes, seed: int, inner: Coder | None = None, rank: int = 0) -> Coder:
         """The worker's side for one row, the parameters of these shapes side by side.

@@ -9,10 +9,10 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from offbeat.protocols.expressions import read
 from offbeat.strategies._base import Axis, Strategy, Traits
 from offbeat.strategies._grammar import find_class
 from offbeat.strategies._registry import available, lookup
-from offbeat.strategies._source import read
 from offbeat.strategies._written import Written, fields_of, signature, spell_value
 
 

@@ -42,8 +42,12 @@ def as_matrix(nbytes: int) -> Shapes:
 
 def planned_sum(nbytes: int, view: View, by: str | None = None) -> Exchanged:
     """A sum of so many bytes of float32, by a named algorithm or by the backend's own."""
-    name = by or planned_algorithm(Collective.ALL_REDUCE, nbytes, view)
-    return Exchanged(what="all_reduce", by=name, nbytes=nbytes, itemsize=4)
+    return Exchanged(what="all_reduce", by=by or planned_by(view, nbytes), nbytes=nbytes, itemsize=4)
+
+
+def planned_by(view: View, nbytes: int) -> str:
+    """The algorithm by which the backend will sum a row of so many bytes."""
+    return planned_algorithm(Collective.ALL_REDUCE, nbytes, view)
 
 
 def planned_letters(forms: Sequence[Format], nbytes: int, view: View) -> list[Exchanged]:

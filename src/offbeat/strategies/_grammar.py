@@ -18,9 +18,9 @@ from urllib.parse import unquote
 
 from offbeat.errors import StrategyError, TaskError, did_you_mean
 from offbeat.limits import SWEEP
+from offbeat.protocols.expressions import Reference, Source, read
 from offbeat.strategies._base import Strategy, add, verify
 from offbeat.strategies._registry import BUILT_IN, resolve
-from offbeat.strategies._source import Reference, Source, read
 from offbeat.strategies._written import Field, Written, fields_of, is_word, shown, signature
 from offbeat.task import load_module
 
@@ -59,7 +59,7 @@ def expand(text: str, registry: Registry | None = None) -> list[Strategy]:
     found: dict[Strategy, None] = {}
     for chosen in itertools.product(*(node.elts for node in sets)):
         choices = {node.col_offset: value for node, value in zip(sets, chosen, strict=True)}
-        found[_Reader(source, registry, choices=choices).sum(source.body)] = None
+        found[_Reader(source, registry, choices=choices).sum()] = None
     return list(found)
 
 
@@ -87,7 +87,7 @@ def _parse(text: str, registry: Registry | None, inside: frozenset[str]) -> Stra
             sets[0],
             f"{source.piece(sets[0])} is a set, and a set means a sweep. Sweeps belong to `compare`; give one value.",
         )
-    return _Reader(source, registry, inside).sum(source.body)
+    return _Reader(source, registry, inside).sum()
 
 
 def _load(source: str) -> ModuleType:
@@ -131,18 +131,9 @@ class _Reader:
     choices: Mapping[int, ast.expr] = field(default_factory=dict[int, ast.expr])
     """The value that stands for each set, by the set's column."""
 
-    def sum(self, node: ast.expr) -> Strategy:
+    def sum(self) -> Strategy:
         """A sum of parts, or a single one."""
-        terms: list[ast.expr] = []
-        waiting = [node]
-        # A long sum is a deep tree, so it is not walked by recursion.
-        while waiting:
-            node = waiting.pop()
-            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-                waiting += [node.right, node.left]
-            else:
-                terms.append(node)
-        parts = [self._part(term) for term in terms]
+        parts = [self._part(term) for term in self.source.terms()]
         return parts[0] if len(parts) == 1 else add(parts)
 
     def _part(self, node: ast.expr) -> Strategy:
@@ -223,25 +214,11 @@ class _Reader:
                 raise self.source.error(node, self._wrong_call(named.id, field, head))
             value: object = named.id
         else:
-            value = self._constant(node)
+            value = self.source.constant(node)
         try:
             return field.convert(value, head)
         except StrategyError as error:
             raise self.source.error(node, str(error)) from error
-
-    def _constant(self, node: ast.expr) -> object:
-        match node:
-            case ast.Constant(value=bool() | int() | float() | None as value):
-                return value
-            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-                # Python counts True as a number; `-True` is nonsense all the same.
-                if not isinstance(value, bool):
-                    return -value
-            case ast.Constant(value=str() as value):
-                raise self.source.refused(node, f" Write {shown(value)} without quotes.")
-            case _:
-                pass
-        raise self.source.refused(node)
 
     def _wrong_call(self, name: str, field: Field, head: str) -> str:
         wrong = f"{head}: {field.name} takes {field.type_text}, not {shown(name)}(...)."

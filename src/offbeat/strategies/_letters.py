@@ -72,7 +72,7 @@ class Letters:
         letters = timed(group, lambda: client.answer(TrialRequest(whole_shards(self._last), True), COMPARING))
         numbers = timed(group, lambda: client.answer(TrialRequest(whole_shards(dense), False), COMPARING))
         self.tried_bytes = client.connection.bytes_sent - sent
-        group.sent.measured += self.tried_bytes
+        group.sent.totals.measured += self.tried_bytes
         figures = self._account.figures
         pushes = max(figures["sums"], 1.0)
         share, each = self._waited / pushes, sum(letters) / len(letters)

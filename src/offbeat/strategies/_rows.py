@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -14,12 +15,17 @@ from torch.optim import Optimizer
 from offbeat.errors import StrategyError
 from offbeat.runtime.group import Group
 
+SHARING = "the sharing of parameters"
+LINE = 64
+"""Bytes of a line of the cache, in which no two tensors lie."""
+
 
 class Rows:
     """Some tensors side by side, in one row for each kind of number: almost always one."""
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self.tensors = [t for t in {id(t): t for t in tensors}.values() if t.numel() and _is_averaged(t)]
+    def __init__(self, tensors: Iterable[Tensor], every_kind: bool = False) -> None:
+        distinct = {id(t): t for t in tensors if t.numel()}.values()  # Tied weights have several names.
+        self.tensors = [t for t in distinct if every_kind or t.is_floating_point() or t.is_complex()]
         kinds = sorted({(t.dtype, t.device) for t in self.tensors}, key=str)
         self._alike = [[t for t in self.tensors if (t.dtype, t.device) == kind] for kind in kinds]
         self.shapes = [[tuple(t.shape) for t in alike] for alike in self._alike]
@@ -43,10 +49,6 @@ class Rows:
                     tensor.copy_(piece.view(tensor.shape))
 
 
-def _is_averaged(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
 def parameters_of(optimizer: Optimizer) -> list[Parameter]:
     """All that an optimizer updates, in its order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
@@ -59,6 +61,20 @@ def still_fits(rows: Rows, optimizer: Optimizer, strategy: str) -> None:
             f"{type(optimizer).__name__} was given more parameters after its first step, which {strategy} cannot "
             f"average any more. Give it all parameters before training begins, frozen if need be, or use allreduce."
         )
+
+
+def share_parameters(parameters: Sequence[Parameter], group: Group) -> None:
+    """Let these lie once in memory that all workers of the host have, with worker 0's numbers in it."""
+    if not parameters:
+        return
+    offsets = np.cumsum([0, *(-(-p.nbytes // LINE) * LINE for p in parameters)]).tolist()
+    segment = group.direct.shared_segment(offsets[-1], SHARING)
+    for parameter, offset in zip(parameters, offsets, strict=False):
+        shared = segment.tensor(offset, parameter.numel(), parameter.dtype).view(parameter.shape)
+        if group.rank == 0:
+            shared.copy_(parameter.data)
+        parameter.data = shared  # Which keeps the segment.
+    group.barrier(SHARING)
 
 
 class Idle:
@@ -106,4 +122,5 @@ def state_tensors(optimizer: Optimizer, parameter: Parameter) -> list[tuple[str,
     """What an optimizer remembers of a parameter number by number: momentum, moments; by name."""
     state: dict[str, Any] = optimizer.state.get(parameter, {})
     held = [(name, value) for name, value in sorted(state.items()) if isinstance(value, Tensor)]
-    return [(name, value) for name, value in held if value.shape == parameter.shape and _is_averaged(value)]
+    alike = [(name, value) for name, value in held if value.shape == parameter.shape]
+    return [(name, value) for name, value in alike if value.is_floating_point() or value.is_complex()]

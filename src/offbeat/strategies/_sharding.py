@@ -22,12 +22,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from offbeat.errors import RunError, StrategyError
-from offbeat.protocols.exchanges import Exchanged
+from offbeat.protocols.exchanges import SMALL_GRADIENT, Exchanged
 from offbeat.protocols.schedule import Layout
 from offbeat.runtime.group import DirectGroup
 from offbeat.runtime.optimizers import ELEMENT_WISE, why_not
-from offbeat.runtime.shared.segment import Segment
-from offbeat.runtime.sums import SMALL_GRADIENT
+from offbeat.strategies._rows import share_parameters
 from offbeat.strategies._worker import closure_of
 
 
@@ -55,9 +54,9 @@ class Shards:
         self.parameters = [p for p in parameters if p.is_floating_point()]
         self._group = group
         self._owned = slices_of(self.parameters, group.size)
-        self._segment: Segment | None = None
-        if group.shares_memory:
-            self._move_into_shared_memory()
+        self._shared = group.shares_memory
+        if self._shared:
+            share_parameters(self.parameters, group)
         mine = self._owned[group.rank]
         self.slices = [p.data.view(-1)[low:high] for p, (low, high) in zip(self.parameters, mine, strict=True)]
         """This worker's part of each parameter, in the parameter's own memory; empty where it has none."""
@@ -65,17 +64,6 @@ class Shards:
         """Each gradient as the exchange left it: which tensor, and how often it had been written."""
         self.exchanges: tuple[Exchanged, ...] = ()
         """What the last step's slices were brought to everybody by."""
-
-    def _move_into_shared_memory(self) -> None:
-        """One copy of the parameters for all workers of the host."""
-        offsets = np.cumsum([0, *(-(-p.numel() * p.element_size() // 64) * 64 for p in self.parameters)])
-        segment = self._segment = self._group.shared_segment(int(offsets[-1]) or 1, "the sharing of parameters")
-        for parameter, offset in zip(self.parameters, offsets.tolist(), strict=False):
-            shared = segment.tensor(offset, parameter.numel(), parameter.dtype).view(parameter.shape)
-            if self._group.rank == 0:
-                shared.copy_(parameter.data)
-            parameter.data = shared
-        self._group.barrier("the sharing of parameters")
 
     def note_gradients(self) -> None:
         """The exchange is over: what is done to gradients from here on would be done to slices only."""
@@ -103,7 +91,7 @@ class Shards:
         for own in self.slices:
             own.grad = None
         self._group.sent.record()
-        if self._segment is not None:
+        if self._shared:
             self._group.barrier("the end of a step")
         else:
             for dtype in dict.fromkeys(p.dtype for p in self.parameters):
@@ -125,7 +113,7 @@ class Shards:
 
     def close(self) -> None:
         """Give every worker its own parameters again."""
-        if self._segment is not None:
+        if self._shared:
             for parameter in self.parameters:
                 parameter.data = parameter.data.clone()
 

@@ -12,9 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import StrategyError
@@ -26,8 +24,9 @@ from offbeat.runtime.group import Group
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.simulate.foretelling import Step
 from offbeat.strategies._base import Axis, Strategy
-from offbeat.strategies._capabilities import Costed, Microbatched, OptimizerHooks, Sliced, StepHooks
+from offbeat.strategies._capabilities import Costed, Microbatched, Sliced
 from offbeat.strategies._compressing import Compressing
+from offbeat.strategies._rows import Rows
 
 
 class Exchange(ABC):
@@ -281,14 +280,6 @@ def adopt(exchange: Exchange, model: nn.Module) -> None:
         exchange.install(model)
 
 
-def attend(pace: Pace, exchange: Exchange, optimizer: Optimizer) -> None:
-    """Let pace and exchange take part in an optimizer's steps, in this order, if they do."""
-    if isinstance(pace, StepHooks):
-        pace.watch(optimizer)
-    if isinstance(exchange, OptimizerHooks):
-        exchange.attend(optimizer)
-
-
 def pace_of(when: Timing | None, exchange: Exchange) -> tuple[Pace, int]:
     """The pace of an exchange, and how many batches make one step."""
     if when is not None:
@@ -311,44 +302,21 @@ def closure_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 def share_state(model: nn.Module, group: Group) -> None:
     """Give every worker worker 0's parameters and buffers: one broadcast for each kind of number."""
-    if group.size == 1:
-        return
-    tensors = _distinct([*model.parameters(), *model.buffers()])
-    for dtype, device in sorted({(t.dtype, t.device) for t in tensors}, key=str):
-        alike = [t for t in tensors if t.dtype == dtype and t.device == device]
-        flat = torch.cat([t.detach().reshape(-1) for t in alike])
-        group.share(flat, "the sharing of worker 0's model")
-        with torch.no_grad():
-            for tensor, piece in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
-                tensor.copy_(piece.view(tensor.shape))
+    if group.size > 1:
+        flat = Rows([*model.parameters(), *model.buffers()], every_kind=True)
+        flat.write([group.share(row, "the sharing of worker 0's model") for row in flat.read()])
 
 
 @contextmanager
 def averaged_buffers(models: Sequence[nn.Module], group: Group) -> Generator[None]:
     """Inside, floating-point buffers (running statistics) are the workers' mean; afterwards each has its own again."""
-    buffers = _distinct([b for model in models for b in model.buffers() if b.is_floating_point()])
-    if group.size == 1 or not buffers:
+    flat = Rows(b for model in models for b in model.buffers() if b.is_floating_point())
+    if group.size == 1 or not flat.tensors:
         yield
         return
-    own = [buffer.clone() for buffer in buffers]
-    for kind in sorted({buffer.dtype for buffer in buffers}, key=str):
-        _average([buffer for buffer in buffers if buffer.dtype == kind], group)
+    own = flat.read()
+    flat.write([group.mean(row.clone(), "the mean of buffers") for row in own])
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, kept in zip(buffers, own, strict=True):
-                buffer.copy_(kept)
-
-
-def _average(buffers: Sequence[Tensor], group: Group) -> None:
-    """Replace buffers of one kind by their mean over the workers."""
-    mean = group.mean(torch.cat([buffer.reshape(-1) for buffer in buffers]), "the mean of buffers")
-    with torch.no_grad():
-        for buffer, piece in zip(buffers, mean.split([buffer.numel() for buffer in buffers]), strict=True):
-            buffer.copy_(piece.view(buffer.shape))
-
-
-def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Each tensor once, however many names it has (tied weights)."""
-    return list({id(tensor): tensor for tensor in tensors if tensor.numel()}.values())
+        flat.write(own)

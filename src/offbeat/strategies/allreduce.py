@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols.collectives import Collective
 from offbeat.protocols.compression import Format, Shapes
-from offbeat.protocols.exchanges import Exchanged, sum_in_memory
+from offbeat.protocols.exchanges import Exchanged, Gradient, sums_in_memory
 from offbeat.protocols.partition import mixed
 from offbeat.protocols.schedule import View
 from offbeat.runtime.backend import GLOO
@@ -31,11 +31,20 @@ from offbeat.runtime.compression.coder import finite
 from offbeat.runtime.compression.sums import CompressedSums
 from offbeat.runtime.group import DirectGroup, Group
 from offbeat.runtime.stopwatch import Stopwatch
-from offbeat.runtime.sums import SMALL_GRADIENT, GradientSums
+from offbeat.runtime.sums import GradientSums
 from offbeat.simulate.foretelling import Step, Timed
 from offbeat.strategies._base import Axis, Strategy, Traits, require_bucket
 from offbeat.strategies._compressing import compressor
-from offbeat.strategies._foreseeing import CODED, formats, planned_letters, planned_slices, planned_sum, trials, why_not
+from offbeat.strategies._foreseeing import (
+    CODED,
+    formats,
+    planned_by,
+    planned_letters,
+    planned_slices,
+    planned_sum,
+    trials,
+    why_not,
+)
 from offbeat.strategies._sharding import ShardedSteps, Shards
 from offbeat.strategies._worker import Exchange, Exchanging
 
@@ -144,8 +153,9 @@ class AllReduce(Exchanging):
             exchanges = planned_letters(forms, nbytes, view)
         elif models:
             exchanges = [planned_sum(nbytes, view)]
-        elif in_memory and nbytes // 4 > SMALL_GRADIENT:
-            exchanges = [sum_in_memory(nbytes, 4, own_blocks=self.shard == "optimizer")]
+        elif in_memory:
+            gradients = [Gradient("float32", nbytes // 4, 4)]
+            exchanges = sums_in_memory(gradients, partial(planned_by, view), self.shard == "optimizer").exchanges
         else:
             exchanges = [planned_sum(nbytes, view, by)]
         if self.shard == "optimizer":
@@ -381,7 +391,7 @@ class _SparseSums:
     ) -> None:
         self.examples = 1.0
         self._parameters, self._group, self._stopwatch = parameters, group, stopwatch
-        self._handles = [hook(p, lambda _: dense.begin()) for p in parameters]
+        self._handles = [hook(p, dense.begin) for p in parameters]
         dense.afterwards.append(self._sum)
 
     def _sum(self) -> None:

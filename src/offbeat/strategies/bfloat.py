@@ -18,8 +18,5 @@ class BFloat(Compressing):
     feedback: bool = field(default=False, kw_only=True)
     """Whether what rounding took is added to the next step's."""
 
+    form = compression.BFloat
     examples = ("bfloat", "randomk(0.1) + bfloat")
-
-    def format(self) -> compression.Format:
-        """Two bytes for each number."""
-        return compression.BFloat()

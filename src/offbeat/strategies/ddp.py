@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed import DistError
+from torch.distributed.utils import _sync_params_and_buffers  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -79,6 +81,7 @@ class _Stock(Exchange):
         self._stock_group: Any = None
         self._wrapped: list[DistributedDataParallel] = []
         self._passes = 0
+        self._begun = 0.0
         self._due: set[int] = set()
         if group.presence is not None:
             group.presence.counted["ddp"] = lambda: self._passes
@@ -97,7 +100,7 @@ class _Stock(Exchange):
         self._claim(model)
         if not any(p.requires_grad for p in model.parameters()):
             return
-        settings = self._settings
+        settings, self._begun = self._settings, time.monotonic()
         wrapped = DistributedDataParallel(
             model,
             process_group=self._process_group(),
@@ -124,14 +127,15 @@ class _Stock(Exchange):
             # DDP would broadcast buffers in evaluations too, and wait for workers that have fewer batches to evaluate.
             if not torch.is_grad_enabled():
                 return None
+            self._begun = time.monotonic()
             if wrapped.require_forward_param_sync:
                 self._note("broadcast", buffers)
             try:
                 return wrapped._pre_forward(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
             except RuntimeError as error:
-                if (unfinished := _unfinished(error, names)) is None:
+                if _raised_in(error) is not _BEFORE_FORWARD:
                     raise
-                raise unfinished from error
+                raise _without_gradient(_unfinished(error, names)) from error
 
         def after(_: nn.Module, __: Any, output: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -234,13 +238,17 @@ class _Stock(Exchange):
             wrapped.require_backward_grad_sync = not held
 
     def explained(self, error: BaseException | None) -> Exception | None:
-        """DDP passes on what Gloo says: that somebody did not come, but not who."""
+        """DDP passes on what Gloo says: that somebody did not come, but not who.
+
+        It waits for Gloo when backward has come to its end, inside of torch's engine, or for what it broadcasts before.
+        """
         if type(error) is not RuntimeError and not isinstance(error, DistError):
             return None
-        if not any(sign in str(error) for sign in ("imed out", "onnection closed", "onnection reset")):
+        place = _raised_in(error)
+        if not (place in _BROADCASTS or (place is _BACKWARD and self._computed_at is not None)):
             return None
         # Negative, so that it is no number of the group's own exchanges.
-        return self.group.direct.explained(error, _SUM, -self._passes)
+        return self.group.direct.waits.explained(error, _SUM, -self._passes, self._begun)
 
     def close(self) -> None:
         """Take the hooks off, and let go of DDP before its group is closed.
@@ -256,15 +264,26 @@ class _Stock(Exchange):
         self.handles, self._scalers, self._wrapped = [], [], []
 
 
-_UNFINISHED = re.compile(r"Expected to have finished reduction.*?(?:for rank \d+:(?P<indices>[ \d]+)|\Z)", re.DOTALL)
-"""What torch's reducer says at the next forward pass about parameters that had no gradient (torch 2.13)."""
+_BACKWARD = torch.autograd.graph._engine_run_backward.__code__  # pyright: ignore[reportPrivateUsage]
+_BEFORE_FORWARD = DistributedDataParallel._pre_forward.__code__  # pyright: ignore[reportPrivateUsage]
+_BROADCASTS = (
+    _sync_params_and_buffers.__code__,
+    DistributedDataParallel._distributed_broadcast_coalesced.__code__,  # pyright: ignore[reportPrivateUsage]
+    DistributedDataParallel._default_broadcast_coalesced.__code__,  # pyright: ignore[reportPrivateUsage]
+)
+"""Functions of torch that call its reducer, which raises nothing but RuntimeError: where an error arose says what it is
+about. Before forward, the reducer refuses only parameters that had no gradient in the last pass (torch 2.13)."""
 
 
-def _unfinished(error: RuntimeError, names: Sequence[str]) -> StrategyError | None:
-    """Torch's words about parameters without a gradient, in ours; None if they are about something else."""
-    if not (said := _UNFINISHED.search(str(error))):
-        return None
-    return _without_gradient([names[int(i)] for i in (said["indices"] or "").split()] or ["some parameters"])
+def _raised_in(error: BaseException) -> Any:
+    """The code of the innermost Python function that an error came out of."""
+    return [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+
+
+def _unfinished(error: RuntimeError, names: Sequence[str]) -> Sequence[str]:
+    """The parameters without a gradient, as far as torch names their numbers."""
+    numbers = re.search(r"for rank \d+:([ \d]+)", str(error))
+    return [names[int(i)] for i in numbers[1].split()] if numbers else ["some parameters"]
 
 
 def _without_gradient(names: Sequence[str]) -> StrategyError:

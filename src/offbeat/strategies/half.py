@@ -19,8 +19,5 @@ class Half(Compressing):
     feedback: bool = field(default=False, kw_only=True)
     """Whether what rounding took is added to the next step's."""
 
+    form = compression.Half
     examples = ("half", "topk + half")
-
-    def format(self) -> compression.Format:
-        """Two bytes for each number."""
-        return compression.Half()

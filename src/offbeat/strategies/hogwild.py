@@ -10,7 +10,7 @@ Niu, Recht, Ré and Wright, "Hogwild!: A Lock-Free Approach to Parallelizing Sto
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -26,6 +26,7 @@ from offbeat.runtime.shared.segment import Segment
 from offbeat.runtime.stamps import RECORDER, About, Mark
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._base import Traits
+from offbeat.strategies._rows import LINE, SHARING, Idle, share_parameters
 from offbeat.strategies._worker import Exchange, Exchanging, averaged_buffers, closure_of
 
 OPTIMIZERS: tuple[type[Optimizer], ...] = (
@@ -37,10 +38,7 @@ MOST_STALE: Final = 1000
 """What is more updates old than this is counted as this old."""
 _SHARED: Final = "shared parameters"
 """The group of events that are about them."""
-_SHARING: Final = "the sharing of parameters"
 _READ: Final = int(Mark.READ)
-_LINE: Final = 64
-"""Bytes that no two workers write to: a line of the cache, and where tensors begin."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class _Unlocked(Exchange):
         self._stale: Counter[int] = Counter()
         self._written = self._pending = 0
         self._rates: list[tuple[dict[str, Any], Any]] = []
-        self._hidden: list[tuple[Parameter, Tensor]] = []
+        self._idle = Idle()
         self._recorder = RECORDER.get()
 
     @property
@@ -100,7 +98,7 @@ class _Unlocked(Exchange):
     def install(self, model: nn.Module) -> None:
         """Move the model's parameters into shared memory."""
         if self._clocks is None:
-            self._clocks = _Clocks(self.group.direct.shared_segment(_LINE * self.group.size, _SHARING), self.group)
+            self._clocks = _Clocks(self.group.direct.shared_segment(LINE * self.group.size, SHARING), self.group)
         new = [p for p in model.parameters() if id(p) not in self._known and p.numel()]
         new = [p for p in new if p.is_floating_point() or p.is_complex()]
         self._known.update(map(id, new))
@@ -142,25 +140,17 @@ class _Unlocked(Exchange):
         if closure_of(args, kwargs) is not None:
             raise StrategyError("hogwild cannot be used with optimizer.step(closure). Use allreduce.")
         if self._share == 0:
-            self._hide_gradients(optimizer)
+            self._idle.hide(optimizer)
             return
         self._pending = sum(_bytes_of(p.grad) for group in optimizer.param_groups for p in group["params"])
         for group in optimizer.param_groups:
             self._rates.append((group, group["lr"]))
             group["lr"] = group["lr"] * self._share
 
-    def _hide_gradients(self, optimizer: Optimizer) -> None:
-        """A worker without examples keeps the others company, but changes nothing."""
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if parameter.grad is not None:
-                self._hidden.append((parameter, parameter.grad))
-                parameter.grad = None
-
     def _after_step(self, *_: Any) -> None:
         for group, rate in self._rates:
             group["lr"] = rate
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient
+        self._idle.restore()
         if self._pending and self._clocks is not None:
             self._written += self._pending
             late = self._clocks.written()
@@ -168,7 +158,6 @@ class _Unlocked(Exchange):
             self._note(late)
         self._pending = 0
         self._rates.clear()
-        self._hidden.clear()
 
     def _note(self, late: int) -> None:
         """In a run that is watched: what this update was computed from was so many updates of others old."""
@@ -226,7 +215,7 @@ class _Clocks:
     def __init__(self, segment: Segment, group: Group) -> None:
         words: Any = segment.array(0, segment.size // 8, np.int64)
         self._words: memoryview = memoryview(words)
-        places = [rank * _LINE // 8 for rank in range(group.size)]
+        places = [rank * LINE // 8 for rank in range(group.size)]
         self._mine = places.pop(group.rank)
         self._others = places
         self._seen = 0
@@ -248,21 +237,6 @@ class _Clocks:
     def _elsewhere(self) -> int:
         words = self._words
         return sum([words[place] for place in self._others])
-
-
-def share_parameters(parameters: Iterable[Parameter], group: Group) -> None:
-    """Let these lie in memory that all workers have, with worker 0's numbers in it."""
-    moved = list(parameters)
-    if not moved:
-        return
-    offsets = np.cumsum([0, *(-(-p.numel() * p.element_size() // _LINE) * _LINE for p in moved)])
-    segment = group.direct.shared_segment(int(offsets[-1]), _SHARING)
-    for parameter, offset in zip(moved, offsets.tolist(), strict=False):
-        shared = segment.tensor(offset, parameter.numel(), parameter.dtype).view(parameter.shape)
-        if group.rank == 0:
-            shared.copy_(parameter.data)
-        parameter.data = shared
-    group.barrier(_SHARING)
 
 
 def _bytes_of(gradient: Tensor | None) -> int:

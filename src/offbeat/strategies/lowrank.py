@@ -23,6 +23,7 @@ class LowRank(Compressing):
 
     encodes_values = False
     aliases = MappingProxyType({"powersgd": "lowrank"})
+    form = compression.LowRank
     examples = ("lowrank", "lowrank(2)")
 
     def __post_init__(self) -> None:
@@ -35,7 +36,3 @@ class LowRank(Compressing):
         if getattr(other, "sends_letters", False):
             return f"{self} needs all workers to sum the same thin matrices in two exchanges, and {other} sends letters"
         return super().refuses(other)
-
-    def format(self) -> compression.Format:
-        """Thin matrices."""
-        return compression.LowRank(self.rank)

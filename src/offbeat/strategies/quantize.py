@@ -22,13 +22,10 @@ class Quantize(Compressing):
     stochastic: bool = False
     """Whether numbers are rounded up or down at random, with the chances that make the mean right."""
 
+    form = compression.Quantize
     examples = ("quantize", "quantize(4)", "quantize(2, stochastic=True)", "topk(0.05) + quantize(4)")
 
     @property
     def owes(self) -> bool:
         """Only to the nearest: random rounding may err by more than the number itself, and would be owed ever more."""
         return self.feedback and not self.stochastic
-
-    def format(self) -> compression.Format:
-        """So many bits."""
-        return compression.Quantize(self.bits, self.stochastic)

@@ -21,13 +21,10 @@ class RandomK(Compressing):
     """Of the numbers, those that are sent."""
 
     selects = True
+    form = compression.RandomK
     examples = ("randomk", "randomk(0.1) + half")
 
     def __post_init__(self) -> None:
         """Refuse to send nothing."""
         super().__post_init__()
         require(0 < self.fraction <= 1, self, "fraction", self.fraction, "a fraction is above 0 and at most 1")
-
-    def format(self) -> compression.Format:
-        """Values."""
-        return compression.RandomK(self.fraction)

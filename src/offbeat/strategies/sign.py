@@ -15,8 +15,5 @@ class Sign(Compressing):
     Karimireddy et al., "Error Feedback Fixes SignSGD" (2019); Seide et al., "1-Bit SGD" (2014).
     """
 
+    form = compression.Sign
     examples = ("sign", "topk(0.05) + sign")
-
-    def format(self) -> compression.Format:
-        """A bit each."""
-        return compression.Sign()

@@ -22,13 +22,10 @@ class Threshold(Compressing):
     """The magnitude, often called lambda."""
 
     selects = True
+    form = compression.Threshold
     examples = ("threshold", "threshold(0.01) + sign")
 
     def __post_init__(self) -> None:
         """Refuse a magnitude that everything is beyond."""
         super().__post_init__()
         require(self.above > 0, self, "above", self.above, "a magnitude is above 0")
-
-    def format(self) -> compression.Format:
-        """Indices and values."""
-        return compression.Threshold(self.above)

@@ -21,13 +21,10 @@ class TopK(Compressing):
     """Of the numbers, those that are sent."""
 
     selects = True
+    form = compression.TopK
     examples = ("topk", "topk(0.05) + quantize", "topk(0.001, feedback=False)")
 
     def __post_init__(self) -> None:
         """Refuse to send nothing."""
         super().__post_init__()
         require(0 < self.fraction <= 1, self, "fraction", self.fraction, "a fraction is above 0 and at most 1")
-
-    def format(self) -> compression.Format:
-        """Indices and values."""
-        return compression.TopK(self.fraction)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from offbeat.teamwork._adoption import Adoption
 from offbeat.teamwork._boundaries import Boundaries
+from offbeat.teamwork._ending import leave
 from offbeat.teamwork._feed import LoaderFeed
 from offbeat.teamwork._workplace import Workplace, set_up
 
-__all__ = ["Adoption", "Boundaries", "LoaderFeed", "Workplace", "set_up"]
+__all__ = ["Adoption", "Boundaries", "LoaderFeed", "Workplace", "leave", "set_up"]

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from offbeat.protocols.partition import mixed
 from offbeat.runtime import randomness
 from offbeat.runtime.assignment import Assignment
 from offbeat.runtime.disturb import Disturber
@@ -23,7 +24,7 @@ from offbeat.runtime.reports import Reports
 from offbeat.runtime.served import group_for
 from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies import Combined, combined, parse
-from offbeat.strategies._capabilities import Accounted, Metered, Observed
+from offbeat.strategies._capabilities import Accounted, Metered, Observed, Starter, refuse_halves
 from offbeat.strategies._compressing import Compressing
 from offbeat.strategies._watch import Watch
 from offbeat.strategies._worker import Exchange, Exchanging, Pace, Timing, pace_of
@@ -72,6 +73,20 @@ class Workplace:
         """Updates done."""
         return self.ledger.steps
 
+    def start(self) -> None:
+        """The first prepare is done: from here on time counts."""
+        self.started = True
+        rank = self.group.rank
+        if rank:
+            # Random state of its own, so that dropout masks differ between workers; worker 0's stays untouched.
+            randomness.seed_everything(mixed(self.seed, rank))
+        if isinstance(self.exchange, Starter):
+            self.exchange.begin()
+        self.group.barrier("the start of training")
+        if not self.memory.resuming:
+            self.stopwatch.restart()
+        self.assignment.send({"kind": "ready", "rank": rank, "strategy": str(self.strategy)})
+
     def begin_step(self) -> None:
         """A step begins: what `--disturb` asks to happen before it happens now. Again in the same step does nothing."""
         self.disturber.step(self.step)
@@ -100,6 +115,7 @@ def set_up(assignment: Assignment, place: Place) -> Workplace:
         group.presence.step = lambda: ledger.steps
         group.presence.give_up = assignment.fail or group.presence.give_up
     exchange = cast("Exchanging", strategy.exchange).connect(group, stopwatch)
+    refuse_halves(strategy.exchange, exchange)
     exchange.compressions = cast("tuple[Compressing, ...]", strategy.compressions)
     pace, batches = pace_of(cast("Timing | None", strategy.when), exchange)
     seed = _agreed_seed(goal, group)

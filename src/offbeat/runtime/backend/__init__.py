@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from offbeat.runtime.backend._group import OffbeatGroup
-    from offbeat.runtime.backend._marks import CollectiveError
+    from offbeat.runtime.backend._marks import CollectiveError, MismatchError
     from offbeat.runtime.backend._native import GLOO, planned_algorithm
     from offbeat.runtime.backend._registered import Options, open_group, register, stand_in_for_gloo
     from offbeat.runtime.backend._stamped import stamp_groups
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GLOO",
     "CollectiveError",
+    "MismatchError",
     "OffbeatGroup",
     "Options",
     "open_group",
@@ -31,6 +32,7 @@ _WHERE = {
     "GLOO": "_native",
     "planned_algorithm": "_native",
     "CollectiveError": "_marks",
+    "MismatchError": "_marks",
     "OffbeatGroup": "_group",
     "stamp_groups": "_stamped",
 }

@@ -42,6 +42,10 @@ class CollectiveError(WaitError, dist.DistBackendError):
     """An operation of a group could not be finished; names who is missing, in which operation, and who is there."""
 
 
+class MismatchError(CollectiveError):
+    """Ranks came to one operation of a group with different calls."""
+
+
 def mark(kind: str, dtype: torch.dtype | None = None, count: int = 0, operation: Any = None, root: int = 0) -> int:
     """Such an operation as a number; equal on ranks that do the same."""
     return (

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat.runtime.backend._marks import CollectiveError, in_words
+from offbeat.runtime.backend._marks import MismatchError, in_words
 from offbeat.runtime.shared.board import SLOTS, STAGES
 from offbeat.runtime.shared.engine import Engine, Work, results_stay
 from offbeat.runtime.shared.kernels import Array, Ways, as_words
@@ -198,7 +198,7 @@ def mismatch(room: Room) -> Exception:
     marks = room.board.marks(room.board.base)
     told = "; ".join(f"rank {room.names[rank]} with {in_words(number)}" for rank, number in enumerate(marks))
     room.fail()
-    return CollectiveError(
+    return MismatchError(
         f"ranks came to operation #{room.board.calls} of this group with different calls: {told}. Every rank must "
         f"make the same calls in the same order, with the same shapes and kinds of numbers."
     )

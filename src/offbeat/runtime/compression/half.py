@@ -7,11 +7,8 @@ import torch
 from torch import Tensor
 
 from offbeat.errors import NonFiniteError
+from offbeat.protocols.compression import SUMMED_AT_ONCE
 from offbeat.runtime.compression.coder import PIECE, Coder, Link, expect, numbers
-
-_SUMMED = 1 << 20
-"""Numbers that are summed at once: what is narrow then stays in the cache, and each exchange is long enough to pay."""
-
 
 _INFINITE, _SIGN = 0x7C00, 0x8000
 """Bits of a half: infinity, and the sign."""
@@ -43,8 +40,10 @@ class Narrow(Coder):
 
     def sum(self, row: Tensor, total: Tensor, link: Link) -> None:
         """The sum is rounded, too, so its error is nobody's debt."""
-        for start in range(0, row.numel(), _SUMMED):
-            self._sum_piece(row[start : start + _SUMMED], total[start : start + _SUMMED], link, row is not total)
+        for start in range(0, row.numel(), SUMMED_AT_ONCE):
+            self._sum_piece(
+                row[start : start + SUMMED_AT_ONCE], total[start : start + SUMMED_AT_ONCE], link, row is not total
+            )
 
     def _sum_piece(self, row: Tensor, total: Tensor, link: Link, apart: bool) -> None:
         said = row.to(self._kind)

@@ -72,6 +72,7 @@ class CompressedSums(GradientSums):
         told = self._header.used(numbers) > 0
         used, unfit = told[:-1], bool(told[-1])
         weight = self._header.examples / max(float(numbers[0]), 1e-30)
+        self._group.sent.record()
         for row in self._rows:
             members = used[row.members]
             if not members.any():
@@ -90,6 +91,7 @@ class CompressedSums(GradientSums):
                 took = time.perf_counter() - start
             row.account.note(row.flat.nbytes, link.nbytes, took - link.seconds, link.seconds)
             row.hand_out(members)
+        self.exchanges = (self._told, *self._group.sent.recorded())
 
 
 class _Row:
