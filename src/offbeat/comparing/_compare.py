@@ -99,6 +99,7 @@ def compare(
             target=None if target is None else str(target),
             goal=goal,
         )
+        asked.job(Path(out))  # Refuses numbers that make no sense, before any process is started.
     elif resume is None:
         raise UsageError("nothing to compare strategies on: give a script, a task, or --resume LEAGUE.")
     with nullcontext(launcher) if launcher else Launcher(WARM) as starter:
