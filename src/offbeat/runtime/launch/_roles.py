@@ -77,11 +77,6 @@ class RemoteError:
     at: float = field(default=0.0, compare=False)
     """When it was raised, by the machine's monotonic clock."""
 
-    @property
-    def is_usage(self) -> bool:
-        """Whether offbeat raised it on purpose, so that its message needs no traceback."""
-        return self.offbeat_class is not None
-
 
 @dataclass(frozen=True)
 class Outcome:
