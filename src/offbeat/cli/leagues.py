@@ -20,8 +20,9 @@ from offbeat.cli.display import Display, folded, panel, panel_width, progress_ba
 from offbeat.cli.options import CompareOptions
 from offbeat.cli.output import FailedError
 from offbeat.comparing import Entry, League, Planned, compare, report
-from offbeat.comparing.report import fine_print, problems, write_whole
+from offbeat.comparing.report import fine_print, problems
 from offbeat.errors import OffbeatError, UsageError
+from offbeat.runtime.records import write_whole
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 

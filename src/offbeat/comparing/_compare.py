@@ -24,7 +24,7 @@ from offbeat.fitting import WARM, Watcher, drive
 from offbeat.jobs import Job, Script, agreed_workers, plain_target, short_name, target_of
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.launch import Launcher
-from offbeat.runtime.records import RunFolder
+from offbeat.runtime.records import RunFolder, write_whole
 from offbeat.strategies import Strategy
 from offbeat.task import AnyTask, IterativeTask, reference_to
 
@@ -116,7 +116,7 @@ def _begun(asked: Asked | None, out: Path) -> tuple[LeagueFolder, League]:
     facts = facts_of(job)
     folder = LeagueFolder.create(out, short_name(job.what))
     if job.hosts is not None:
-        folder.write_text(HOSTS_FILE, job.hosts.text())
+        write_whole(folder.path / HOSTS_FILE, job.hosts.text())
     league = League(folder.path, asked.plain(), facts, field.contestants, field.refused, ())
     folder.write(league.kept())
     return folder, league

@@ -19,6 +19,7 @@ from offbeat.monitor.reading import recorded
 from offbeat.monitor.tracing import Unfit, unfit
 from offbeat.monitor.verdicts import DESYNC, NAN, SILENT, STRAGGLER, Verdict, worker_name
 from offbeat.runtime.launch import Outcome
+from offbeat.runtime.processes import stat_fields
 from offbeat.runtime.stamps import FOLDER, Reader, events_file, stack_file
 from offbeat.runtime.watched import ask
 
@@ -176,11 +177,7 @@ class Watch:
         return Verdict(SILENT, f"{'; '.join(told)}. It may be continued.", tuple(news))
 
     def _is_stopped(self, rank: int) -> bool:
-        try:
-            status = Path(f"/proc/{self._readers[rank].pid}/stat").read_text()
-        except OSError:
-            return False
-        return status.rpartition(")")[2].split()[0] in "Tt"
+        return stat_fields(self._readers[rank].pid)[:1] in (["T"], ["t"])
 
     def _silent(self, now: float) -> Verdict | None:
         """Somebody has been waited for for long: it is asked what it does."""
@@ -301,8 +298,5 @@ def _own_part(stack: str) -> str:
 
 def _computed(pid: int) -> int | None:
     """How long a process's main thread has computed, in ticks; None if it is not asleep now."""
-    try:
-        status = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return int(status[11]) + int(status[12]) if status[0] == "S" else None
+    status = stat_fields(f"{pid}/task/{pid}")
+    return int(status[11]) + int(status[12]) if status[:1] == ["S"] else None
