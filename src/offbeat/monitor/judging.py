@@ -94,13 +94,10 @@ class Judge:
     def _verdict(self, found: Deadlock) -> Verdict:
         gone = {name for knot in found.knots for name in knot.ended}
         how = {worker_name(rank): words for rank, words in self.ended.items()}
-        message = str(found)
-        for name in gone:
-            message = message.replace(f"{name} has ended", f"{name} {how[name]}")
-        stuck = (
-            () if gone else tuple(sorted({rank for rank, _ in self._calls.all() if worker_name(rank) in found.stuck}))
-        )
-        return Verdict(ENDED if gone else DEADLOCK, message, stuck)
+        if gone:
+            return Verdict(ENDED, found.told(how))
+        stuck = sorted({rank for rank, _ in self._calls.all() if worker_name(rank) in found.stuck})
+        return Verdict(DEADLOCK, str(found), tuple(stuck))
 
     def waiting(self) -> list[str]:
         """Who waits for whom now, in words."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -44,15 +45,11 @@ _SERVERS: Final = "servers"
 _LAUNCHER: Final = "launcher"
 """Who tells the monitor something beside the workers."""
 
-_EVERYBODYS: Final = (
-    "<frozen runpy>",
-    "/offbeat/runtime/launch/",
-    "/offbeat/runtime/backend/_stamp",
-    "/c10d_logger.py",
-    " in _run_script",
-    " in _work",
-    " in work",
-)
+_FRAME: Final = re.compile(r'\s*File "(?P<file>[^"]*)", line \d+ in (?P<name>.*)')
+_OFFBEAT: Final = Path(__file__).parents[1]
+_STAMPING: Final = (_OFFBEAT / "runtime/backend/_stamped.py", _OFFBEAT / "runtime/backend/_stamping.py")
+_STARTING: Final = frozenset({"_run_script", "_work", "work"})
+"""Functions of ours in which every worker is."""
 
 
 class _End(NamedTuple):
@@ -292,8 +289,14 @@ class Watch:
 
 def _own_part(stack: str) -> str:
     """A stack without the frames that every worker has: where it was started, and where its calls are written down."""
-    frames = [line for line in stack.splitlines() if line.startswith("  File")]
-    return "\n".join(line for line in frames if not any(part in line for part in _EVERYBODYS))
+    frames = ((line, found) for line in stack.splitlines() if (found := _FRAME.fullmatch(line)) is not None)
+    return "\n".join(line for line, found in frames if not _is_everybodys(Path(found["file"]), found["name"]))
+
+
+def _is_everybodys(file: Path, name: str) -> bool:
+    ours = file.is_relative_to(_OFFBEAT) and name in _STARTING
+    elsewhere = file == Path("<frozen runpy>") or file.name == "c10d_logger.py"
+    return ours or elsewhere or file in _STAMPING or file.parent == _OFFBEAT / "runtime/launch"
 
 
 def _computed(pid: int) -> int | None:

@@ -27,6 +27,10 @@ BY_SCRIPT = "script"
 """The strategy of a run whose script distributes itself, as one for torchrun does; offbeat has no part in it."""
 
 
+FINISHED = ("finished", "finished without a team")
+"""States of a run that has come to its end: with a result of a team, or of a script that distributes itself."""
+
+
 class _Task(msgspec.Struct):
     source: str
     name: str | None = None

@@ -23,7 +23,6 @@ from offbeat.runtime.launch._messages import (
     Drained,
     Ended,
     Exiting,
-    Failed,
     Fork,
     Forked,
     FromChild,
@@ -224,13 +223,13 @@ class Run:
             case _:
                 assert_never(message)
 
-    def _note_error(self, child: Child, message: Failed) -> None:
-        child.error = RemoteError(**msgspec.structs.asdict(message))
-        if self._asked_at is None or message.at < self._asked_at:
-            if message.type_name == KeyboardInterrupt.__name__:
+    def _note_error(self, child: Child, error: RemoteError) -> None:
+        child.error = error
+        if self._asked_at is None or error.at < self._asked_at:
+            if error.type_name == KeyboardInterrupt.__name__:
                 child.interrupted = True  # By somebody else: what Python makes of SIGINT, whose end is still to come.
             else:
-                self._failures.add(Failure(child.role, message.at, error=child.error))
+                self._failures.add(Failure(child.role, error.at, error=error))
 
     def _note_end(self, child: Child, message: Ended) -> None:
         if child.channel.fileno() >= 0:
