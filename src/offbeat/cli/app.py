@@ -48,6 +48,8 @@ app = typer.Typer(
     epilog="Your own script: offbeat run train.py --workers 4 -- --its own --arguments",
 )
 MORE = "More commands"
+GOAL_OF_LEAGUES = ("target", "epochs", "steps", "disturb", "parts", "device", "timeout")
+"""What all runs of a league have in common."""
 INTERRUPTED = 130
 """The exit code after Ctrl-C, which typer makes of KeyboardInterrupt."""
 
@@ -87,12 +89,14 @@ def run(given: dict[str, Any]) -> None:
     "offbeat compare train.py --target accuracy=0.97 --workers 2 --strategy allreduce --strategy 'local({4,16})' "
     "--budget 10m -- --its own --arguments [dim]|[/dim] offbeat compare --resume runs/latest-league",
 )
-@command_from(CompareOptions)
+@command_from(
+    CompareOptions, Goal, only=GOAL_OF_LEAGUES, leading=("strategies", "workers", "hosts", "target", "seeds", "seed")
+)
 def compare(given: dict[str, Any]) -> None:
     """Find out which strategy is the first to reach a target, here, on your script or task."""
     from offbeat.cli.leagues import compare_strategies
 
-    compare_strategies(CompareOptions(**given))
+    compare_strategies(CompareOptions(**{field.name: given.pop(field.name) for field in fields(CompareOptions)}), given)
 
 
 @app.command(
@@ -304,7 +308,7 @@ def _report(error: BaseException, as_json: bool, known: Mapping[str, Any] | None
         typer.echo(f"In {error.name}:\n{error.remote_traceback.rstrip()}", err=True)
     interrupted = isinstance(error, KeyboardInterrupt)
     message = "interrupted; all processes were ended." if interrupted else str(error)
-    _complain(message)
+    typer.echo(typer.style("error: ", fg="red", bold=True) + printable(message), err=True)
     code = _exit_code(error) if isinstance(error, OffbeatError) else INTERRUPTED if interrupted else 1
     if as_json:
         print_failure(error, code, message, known or {})
@@ -329,7 +333,3 @@ def _show_usage(error: Exception) -> None:
         typer.echo(
             "A script's own arguments stand after `--`: offbeat run train.py --workers 2 -- --its-option 1", err=True
         )
-
-
-def _complain(text: str) -> None:
-    typer.echo(typer.style("error: ", fg="red", bold=True) + printable(text), err=True)

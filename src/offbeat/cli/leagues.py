@@ -27,9 +27,9 @@ from offbeat.runtime.records import write_whole
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
-def compare_strategies(asked: CompareOptions) -> None:
+def compare_strategies(asked: CompareOptions, goal: dict[str, Any]) -> None:
     """Play a league and print it."""
-    options: dict[str, Any] = vars(asked) | {"tune": _factors(asked.tune), "budget": _seconds(asked.budget)}
+    options: dict[str, Any] = vars(asked) | goal | {"tune": _factors(asked.tune), "budget": _seconds(asked.budget)}
     form, output = options.pop("form"), options.pop("output")
     if output is not None and not output.parent.is_dir():
         raise UsageError(f"--output {output}: there is no folder {output.parent}. Make it first.")

@@ -81,7 +81,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """The options of `offbeat compare`, in the words of `offbeat.compare`, and how the league is printed."""
+    """The options of `offbeat compare` beside those of its runs' `Goal`, and how the league is printed."""
 
     what: _TargetOrResume = None
     arguments: _Arguments = ()
@@ -97,14 +97,6 @@ class CompareOptions:
     ] = ()
     workers: Annotated[int | None, Option("Processes that train. Default: one per core, at least 2.", "-w")] = None
     hosts: _Hosts = None
-    target: Annotated[
-        str | None,
-        Option(
-            "The score to be reached: [bold]0.97[/bold]; for scripts [bold]accuracy=0.97[/bold] or "
-            "[bold]loss<=0.1[/bold].",
-            "-t",
-        ),
-    ] = None
     seeds: Annotated[int | None, Option("Runs of each strategy that count. Default: 5.")] = None
     seed: Annotated[int, Option("The first seed; the others follow it.")] = 0
     tune: Annotated[
@@ -124,20 +116,7 @@ class CompareOptions:
             metavar="TIME",
         ),
     ] = None
-    epochs: Annotated[int | None, Option("Passes over the training data at most, of each run.")] = None
-    steps: Annotated[int | None, Option("Updates at most, of each run.")] = None
-    disturb: Annotated[
-        tuple[str, ...],
-        Option(
-            "A fault that is to happen in every run, e.g. [bold]worker 1: pause 200ms every 1s[/bold]; may be given "
-            "several times.",
-            metavar="SENTENCE",
-        ),
-    ] = ()
-    parts: Annotated[str, Option("How training data is divided: iid, or by label with dirichlet(alpha).")] = "iid"
-    device: Annotated[str, Option("Where tensors live; cpu is what is tested.")] = "cpu"
     threads: _Threads = None
-    timeout: Annotated[float, Option("Seconds that any wait for another worker may take.")] = 600.0
     out: Annotated[Path, Option("Where the league's folder is made.", "-o")] = Path("runs")
     resume: Annotated[Path | None, Option("Go on with a league, given by its folder.", metavar="LEAGUE")] = None
     form: Annotated[LeagueFormat, Option("How the league is printed.", name="format")] = LeagueFormat.table

@@ -112,7 +112,9 @@ def _begun(asked: Asked | None, out: Path) -> tuple[LeagueFolder, League]:
     assert asked is not None  # noqa: S101 (checked by the caller)
     job = asked.job(out)
     field = field_of(job, asked.strategies, asked.single)
-    _check_target(resolved(job, field.contestants[0]))
+    # A task must have a target; what a script's is only it can tell.
+    if resolved(job, field.contestants[0]).goal.target is None and not isinstance(job.what, Script):
+        raise UsageError(_NO_TARGET)
     facts = facts_of(job)
     folder = LeagueFolder.create(out, short_name(job.what))
     if job.hosts is not None:
@@ -120,12 +122,6 @@ def _begun(asked: Asked | None, out: Path) -> tuple[LeagueFolder, League]:
     league = League(folder.path, asked.plain(), facts, field.contestants, field.refused, ())
     folder.write(league.kept())
     return folder, league
-
-
-def _check_target(job: Job) -> None:
-    """A task must have a target; what a script's is only it can tell."""
-    if job.goal.target is None and "task" in plain_target(job.what):
-        raise UsageError(_NO_TARGET)
 
 
 _NO_TARGET = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,6 +82,11 @@ class Entry:
     disturbances: dict[str, int] = field(default_factory=dict[str, int])
     curve: list[Point] = field(default_factory=list[Point])
     """Its evaluations."""
+
+    @property
+    def arrival(self) -> float:
+        """Seconds to the target; a miss is infinite."""
+        return math.inf if self.seconds_to_target is None else self.seconds_to_target
 
     @property
     def lower_is_better(self) -> bool:
