@@ -30,9 +30,9 @@ from offbeat.comparing._contestants import field_of
 from offbeat.comparing._facts import crowded, hashed
 from offbeat.comparing._order import Plan, Planned, quality
 from offbeat.comparing._records import Entry, LeagueFolder
-from offbeat.comparing.report._svg import ticks
 from offbeat.errors import CheckpointError, StrategyError, UsageError
 from offbeat.jobs import Job, target_of
+from offbeat.monitor.diagram.plot import ticks
 from offbeat.runtime.fingerprint import fingerprint
 from offbeat.runtime.goal import Goal
 from offbeat.runtime.rates import ScaledRate

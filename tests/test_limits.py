@@ -203,3 +203,17 @@ def test_every_limit_says_what_it_is_for() -> None:
 def test_a_refusal_is_an_error_of_ours() -> None:
     with pytest.raises(OffbeatError, match=r"of 5001 bits is more than 10, the limit"):
         limits.whole("it", 1 << 5000, 10)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"threads": HUGE}, {"steps": -1}, {"timeout": -1.0}, {"seeds": HUGE}, {"budget": 0.0}]
+)
+def test_a_league_refuses_numbers_before_it_starts_a_process(
+    wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*_: object) -> None:
+        raise AssertionError("a launcher was made")
+
+    monkeypatch.setattr("offbeat.comparing._compare.Launcher", started)
+    with pytest.raises(UsageError):
+        offbeat.compare(DIGITS, **wrong)

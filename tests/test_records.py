@@ -72,7 +72,7 @@ def test_a_write_that_fails_keeps_what_was_there(tmp_path: Path, monkeypatch: py
     folder = RunFolder(tmp_path)
     folder.write(task="digits")
 
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     for name in ("write_text", "replace"):

@@ -201,7 +201,7 @@ def test_an_own_loop_is_measured_though_it_clips_and_what_cannot_be_is_refused(
 def test_the_command_measures_weak_scaling_of_a_script(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("offbeat.cli.scale.Launcher", lambda _preload: nullcontext(launcher))
+    monkeypatch.setattr("offbeat.scaling._runs.Launcher", lambda _preload: nullcontext(launcher))
     (tmp_path / "loop.py").write_text(LOOP)
     asked = ("-w", "2", "--weak", "--steps", "20", "--repeats", "1", "--format", "json")
     done = in_process(launcher, tmp_path, monkeypatch, capsys)("scale", "loop.py", *asked)

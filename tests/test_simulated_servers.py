@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 import offbeat
 from fit_tasks import Watched
+from offbeat.cli.app import server
 from offbeat.cli.bench import Played
-from offbeat.cli.bench_server import server
 from offbeat.errors import OffbeatError, UsageError
 from offbeat.protocols.servers import pacing
 from offbeat.protocols.servers.consistency import Rule
@@ -391,7 +391,6 @@ def test_without_bsp_there_is_no_speedup_over_it() -> None:
         (["--stragglers", "often"], "is unknown"),
         (["--step", "0s"], "more than 0 s"),
         (["--seed", "-1"], "--seed -1"),
-        (["--format", "xml"], "text or json"),
         (["--strategy", "allreduce"], "trains without servers"),
         (["--strategy", "server + accumulate(4)"], "only the exchange itself"),
     ],
@@ -400,3 +399,9 @@ def test_the_command_says_what_is_wrong(arguments: list[str], complaint: str) ->
     result = run(*arguments)
     assert isinstance(result.exception, OffbeatError)
     assert complaint in str(result.exception)
+
+
+def test_the_command_knows_the_formats_that_all_commands_know() -> None:
+    result = run("--format", "xml")
+    assert result.exit_code == 2
+    assert re.search(r"'xml' is not one of.*'text',.*'json'", result.output, re.DOTALL)

@@ -21,6 +21,8 @@ class Option:
     """What its value is called in the help."""
     name: str | None = None
     """Its name on the command line, where it differs from the field's."""
+    panel: str | None = None
+    """The group of options that it stands among in the help."""
 
 
 @dataclass(frozen=True)

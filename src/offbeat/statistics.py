@@ -28,17 +28,24 @@ Times = Sequence[float]
 """Seconds, one entry per block; blocks of the same number were measured next to each other."""
 
 
-class _Interval:
-    """What figures with an interval have in common."""
+class Plain:
+    """A dataclass that can be given as JSON data, which has no infinity: None where there is no limit."""
 
-    def plain(self) -> dict[str, float | None]:
-        """For JSON, which has no infinity: None where there is no limit."""
-        values = asdict(self)  # pyright: ignore[reportArgumentType]
-        return {name: value if math.isfinite(value) else None for name, value in values.items()}
+    def plain(self) -> dict[str, Any]:
+        """All fields, and what they hold."""
+        return _finite(asdict(self))  # pyright: ignore[reportArgumentType]
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in cast("Sequence[Any]", value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)
-class Spread(_Interval):
+class Spread(Plain):
     """A median and its bootstrap interval; infinite where too many runs missed a target."""
 
     median: float
@@ -64,7 +71,7 @@ class Spread(_Interval):
 
 
 @dataclass(frozen=True)
-class Estimate(_Interval):
+class Estimate(Plain):
     """A figure, and between what it lies by all that was measured."""
 
     value: float

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from offbeat.cli.options import Format
 from offbeat.errors import UsageError
 from offbeat.limits import seconds
 
@@ -28,17 +29,15 @@ def ps(
     folder: Annotated[Path, typer.Argument(metavar="[RUNS]", help="The folder of runs.")] = Path("runs"),
     everything: Annotated[bool, typer.Option("--all", "-a", help="Also those that have ended.")] = False,
     output: Annotated[
-        str, typer.Option("--format", metavar="text|json", help="[bold]json[/bold] prints a list on stdout.")
-    ] = "text",
+        Format, typer.Option("--format", help="[bold]json[/bold] prints a list on stdout.")
+    ] = Format.text,
 ) -> None:
     """List the runs that are alive, with their processes and how far they are."""
     from offbeat.cli.output import print_json, printable
     from offbeat.runtime.living import statuses
 
-    if output not in ("text", "json"):
-        raise UsageError(f"--format {output!r} is unknown: text or json.")
     rows = [row for row in statuses(folder) if everything or row.alive]
-    if output == "json":
+    if output is Format.json:
         print_json([row.plain() for row in rows])
         return
     if not rows:

@@ -15,12 +15,22 @@ import typer
 
 from offbeat._version import __version__
 from offbeat.cli import alive
-from offbeat.cli.bench_server import EPILOG as SERVER_EXAMPLES
-from offbeat.cli.bench_server import server
 from offbeat.cli.draw import EPILOG as DRAW_EXAMPLES
 from offbeat.cli.draw import draw
 from offbeat.cli.from_settings import command_from
-from offbeat.cli.options import BatchSizeOptions, CompareOptions, Format, HostFile, RunOptions, ScaleOptions
+from offbeat.cli.keys import keys
+from offbeat.cli.options import (
+    BatchSizeOptions,
+    CheckOptions,
+    CollectivesOptions,
+    CompareOptions,
+    ExplainOptions,
+    ExplainTarget,
+    Format,
+    RunOptions,
+    ScaleOptions,
+    ServerOptions,
+)
 from offbeat.cli.output import LONG_COMMANDS, FailedError, print_failure, printable, tolerant_streams, wants_json
 from offbeat.cli.watch import watch
 from offbeat.errors import OffbeatError, OutputError, UsageError, VerdictError, WorkerError
@@ -38,6 +48,8 @@ app = typer.Typer(
     epilog="Your own script: offbeat run train.py --workers 4 -- --its own --arguments",
 )
 MORE = "More commands"
+GOAL_OF_LEAGUES = ("target", "epochs", "steps", "disturb", "parts", "device", "timeout")
+"""What all runs of a league have in common."""
 INTERRUPTED = 130
 """The exit code after Ctrl-C, which typer makes of KeyboardInterrupt."""
 
@@ -55,89 +67,6 @@ def root(
     if version:
         typer.echo(f"offbeat {__version__}")
         raise typer.Exit
-
-
-DrawOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Draw the space-time diagram: .svg, or .png (which needs matplotlib)."),
-]
-WindowOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FROM..TO", help="Draw, or look for predicates in, this part of it only, e.g. [bold]3s..4s[/bold]."
-    ),
-]
-CutOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="CUT",
-        help="Say whether a cut is consistent, and draw it: [bold]latest[/bold], [bold]3.5s[/bold], [bold]past worker "
-        "0:123[/bold] (all that can have caused this event), or [bold]worker 0:123, worker 1:120[/bold] (so many "
-        "events of each); may be given several times.",
-    ),
-]
-DeliveryOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="fifo|real-time|lamport|vector|arrival",
-        help="Replay the run to a monitor that puts late reports in order by this rule: how many it holds back and for "
-        "how long, whether the order is one that the run can have had, and verdicts that are phantoms.",
-    ),
-]
-DelayOption = Annotated[
-    str | None, typer.Option(metavar="TIME", help="How long such a report takes on average; 5ms unless given.")
-]
-PossiblyOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="PREDICATE",
-        help="Say whether this held on some consistent cut: [bold]all-waiting[/bold], [bold]nobody-computing[/bold], "
-        "[bold]in-flight>N[/bold] (messages) or [bold]steps-apart>N[/bold]; may be given several times.",
-    ),
-]
-DefinitelyOption = Annotated[
-    list[str] | None,
-    typer.Option(metavar="PREDICATE", help="The same, for every order that the run can have had."),
-]
-ExportOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write it for other tools: .shiviz, .perfetto, .json or .jsonl.")
-]
-KindOption = Annotated[
-    str | None,
-    typer.Option("--as", metavar="shiviz|perfetto|trace|jsonl", help="Export as this, whatever the name says."),
-]
-PatternOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="REGEX",
-        help="How the events of a log are written, with groups (?<host>), (?<clock>) and (?<event>), as in ShiViz.",
-    ),
-]
-ExecutionOption = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Which execution, of a log that tells of several.")
-]
-DelimiterOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="REGEX",
-        help="What stands between the executions in a log; its group (?<trace>), if there is one, names the next.",
-    ),
-]
-CheckOption = Annotated[
-    bool,
-    typer.Option(
-        "--check",
-        help="RUN is a checkpoint, or a run whose newest is meant: say whether its files are whole, and, if it was "
-        "taken while the run went on, whether it is a consistent cut that balances. Exit code 20 if not.",
-    ),
-]
-LargestSize = Annotated[
-    str | None,
-    typer.Option(
-        help="The largest size: B, kB, MB, GB, KiB, MiB, GiB, of a rank's whole buffer. Default: "
-        "[bold]100MB[/bold] simulated, [bold]25MiB[/bold] measured. A ladder of smaller ones is added."
-    ),
-]
 
 
 @app.command(
@@ -160,12 +89,14 @@ def run(given: dict[str, Any]) -> None:
     "offbeat compare train.py --target accuracy=0.97 --workers 2 --strategy allreduce --strategy 'local({4,16})' "
     "--budget 10m -- --its own --arguments [dim]|[/dim] offbeat compare --resume runs/latest-league",
 )
-@command_from(CompareOptions)
+@command_from(
+    CompareOptions, Goal, only=GOAL_OF_LEAGUES, leading=("strategies", "workers", "hosts", "target", "seeds", "seed")
+)
 def compare(given: dict[str, Any]) -> None:
     """Find out which strategy is the first to reach a target, here, on your script or task."""
     from offbeat.cli.leagues import compare_strategies
 
-    compare_strategies(CompareOptions(**given))
+    compare_strategies(CompareOptions(**{field.name: given.pop(field.name) for field in fields(CompareOptions)}), given)
 
 
 @app.command(
@@ -176,30 +107,8 @@ def compare(given: dict[str, Any]) -> None:
     "[dim]|[/dim] offbeat explain runs/latest --delivery vector --possibly 'steps-apart>3' "
     "[dim]|[/dim] offbeat explain --check runs/latest",
 )
-def explain(
-    path: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN|LOG",
-            help="The folder of a run that was made with [bold]--watch[/bold], or a log with vector clocks of any "
-            "program, as ShiViz and GoVector have them.",
-        ),
-    ],
-    draw: DrawOption = None,
-    window: WindowOption = None,
-    cut: CutOption = None,
-    export: ExportOption = None,
-    kind: KindOption = None,
-    pattern: PatternOption = None,
-    execution: ExecutionOption = None,
-    delimiter: DelimiterOption = None,
-    delivery: DeliveryOption = None,
-    delay: DelayOption = None,
-    possibly: PossiblyOption = None,
-    definitely: DefinitelyOption = None,
-    check: CheckOption = False,
-    output: FormatOption = Format.text,
-) -> None:
+@command_from(ExplainTarget, ExplainOptions, leading=("path",))
+def explain(given: dict[str, Any]) -> None:
     """Say who waited for whom in a run, and who held the others up; draw it.
 
     Exit codes: 0 nobody waited in vain, 10 a deadlock, 11 different calls, 12 somebody waited for a worker that had
@@ -207,16 +116,16 @@ def explain(
 
     With --cut: 20 if it is not consistent, and nothing else was wrong. With --check: 20 if the checkpoint is refused.
     """
-    if check:
+    asked = ExplainTarget(**{field.name: given.pop(field.name) for field in fields(ExplainTarget)})
+    as_json = asked.output is Format.json
+    if asked.check:
         from offbeat.cli.explain import check_checkpoint
 
-        check_checkpoint(path, as_json=output is Format.json)
+        check_checkpoint(asked.path, as_json)
     from offbeat.cli.pictured import explain
     from offbeat.cli.wanted import Wanted
 
-    asked = (delivery, delay, tuple(possibly or ()), tuple(definitely or ()))
-    wanted = Wanted(draw, window, tuple(cut or ()), export, kind, pattern, execution, delimiter, *asked)
-    explain(path, wanted, as_json=output is Format.json)
+    explain(asked.path, Wanted(**given), as_json)
 
 
 @app.command(epilog="Example: offbeat doctor --format json > report.json")
@@ -255,38 +164,16 @@ app.command(rich_help_panel=MORE, no_args_is_help=True, epilog=DRAW_EXAMPLES)(dr
     "offbeat check mine.py:my_ring [dim]|[/dim] offbeat check mine.py:my_gather --collective all_gather [dim]|[/dim] "
     "offbeat check mine.py:MyContract --runs 2000 [dim]|[/dim] offbeat check mine.py:MyContract --seed 17",
 )
-def check(
-    strategy: Annotated[
-        str,
-        typer.Argument(
-            metavar="SUBJECT",
-            help="A strategy ([bold]mine.py:Push(0.5)[/bold], [bold]allreduce[/bold]), a schedule "
-            "([bold]mine.py:my_ring[/bold]: a function of view and layout) or a contract of machines "
-            "([bold]mine.py:MyContract[/bold]).",
-        ),
-    ],
-    workers: Annotated[
-        int | None,
-        typer.Option("--workers", "-w", help="Workers to check a strategy with. Default: 2, or the hosts'."),
-    ] = None,
-    hosts: HostFile = None,
-    collective: Annotated[
-        str | None, typer.Option(help="What a schedule is to achieve: all_reduce (the default), all_gather …")
-    ] = None,
-    runs: Annotated[int | None, typer.Option(help="Seeds that machines are put through. Default: 200.")] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Only this seed, to see again what broke machines, and after which events.")
-    ] = None,
-    output: FormatOption = Format.text,
-) -> None:
+@command_from(CheckOptions)
+def check(given: dict[str, Any]) -> None:
     """See whether a strategy keeps what its traits promise, a schedule its collective's promise, machines theirs.
 
     Schedules are proved for 1 to 33 ranks, played with numbers in virtual time, and run on real processes. Machines
     meet delays, reorderings, losses, doubles, stops, partitions and kills. Exit code 1: it does not hold.
     """
-    from offbeat.cli.check import Wish, check_any
+    from offbeat.cli.check import check_any
 
-    check_any(strategy, Wish(workers, hosts, collective, runs, seed, output is Format.json))
+    check_any(CheckOptions(**given))
 
 
 bench = typer.Typer(
@@ -296,8 +183,6 @@ bench = typer.Typer(
     epilog="Example: offbeat bench collectives --simulate --ranks 64 --network 10Gbit,50us",
 )
 app.add_typer(bench, name="bench", rich_help_panel=MORE)
-SIMULATED = "Simulated (with --simulate)"
-MEASURED = "Measured (without --simulate)"
 
 
 @bench.callback()
@@ -311,128 +196,33 @@ def bench_root() -> None:
     "offbeat bench collectives --simulate --ranks 4096 --size 100MB --network 10Gbit,50us [dim]|[/dim] "
     "offbeat bench collectives --simulate --ranks 64 --per-host 8 --network 25Gbit,20us --inside 200Gbit,1us",
 )
-def collectives(
-    ranks: Annotated[int, typer.Option("--ranks", "-r", help="How many ranks take part.")] = 2,
-    size: LargestSize = None,
-    sizes: Annotated[
-        str | None, typer.Option(help="Exactly these sizes instead, e.g. [bold]4kB,1MB,25MiB[/bold].")
-    ] = None,
-    simulate: Annotated[
-        bool, typer.Option("--simulate", help="In virtual time, on a network that need not exist.")
-    ] = False,
-    network: Annotated[
-        str | None,
-        typer.Option(
-            help="Between hosts: rate (kbit, Mbit, Gbit per second) and latency (us, ms, s), "
-            "e.g. [bold]10Gbit,50us[/bold]; a third part such as [bold]8GB/s[/bold] says how fast data is reduced.",
-            rich_help_panel=SIMULATED,
-        ),
-    ] = None,
-    inside: Annotated[
-        str | None,
-        typer.Option(
-            help="Inside a host, written the same. Default: [bold]100Gbit,1us[/bold].", rich_help_panel=SIMULATED
-        ),
-    ] = None,
-    hosts: Annotated[
-        int | None,
-        typer.Option(help="Spread the ranks over this many hosts. Default: one each.", rich_help_panel=SIMULATED),
-    ] = None,
-    per_host: Annotated[
-        int | None, typer.Option(help="Or put this many ranks on each host.", rich_help_panel=SIMULATED)
-    ] = None,
-    ports: Annotated[
-        str | None,
-        typer.Option(
-            help="Whether each [bold]rank[/bold] has a network card (the default) or each [bold]host[/bold] has one.",
-            rich_help_panel=SIMULATED,
-        ),
-    ] = None,
-    collective: Annotated[
-        str | None,
-        typer.Option(
-            help="all_reduce (the default), broadcast, reduce, reduce_scatter, all_gather, gather, scatter, "
-            "all_to_all or barrier.",
-            rich_help_panel=SIMULATED,
-        ),
-    ] = None,
-    peers: Annotated[
-        str | None,
-        typer.Option(
-            help="Whom to measure all-reduce with. Default: [bold]offbeat,gloo[/bold], and mpi where it is found.",
-            rich_help_panel=MEASURED,
-        ),
-    ] = None,
-    blocks: Annotated[
-        int | None, typer.Option(help="Interleaved measurements of each. Default: 15.", rich_help_panel=MEASURED)
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Also write the JSON here.", rich_help_panel=MEASURED)
-    ] = None,
-    picture: Annotated[
-        Path | None, typer.Option(help="Also draw time against size here (needs matplotlib).", rich_help_panel=MEASURED)
-    ] = None,
-    output: FormatOption = Format.text,
-) -> None:
+@command_from(CollectivesOptions)
+def collectives(given: dict[str, Any]) -> None:
     """All-reduce and its kin: how long every algorithm takes at every size, and which is the best where."""
-    from offbeat.cli.bench import Measured, Simulated, measured, simulated
+    asked = CollectivesOptions(**given)
+    from offbeat.cli.bench import measured, simulated
 
-    foretold, real = (
-        Simulated(network, inside, hosts, per_host, ports, collective),
-        Measured(peers, blocks, out, picture),
-    )
-    if simulate:
-        real.refuse("is for measuring: leave it or --simulate away")
-        simulated(ranks, size, sizes, foretold, output is Format.json)
-    else:
-        foretold.refuse("is for simulating: add --simulate, or leave it away")
-        measured(ranks, size, sizes, real, output is Format.json)
+    (simulated if asked.simulate else measured)(asked)
 
 
-bench.command(no_args_is_help=True, epilog=SERVER_EXAMPLES)(server)
-
-
-keys = typer.Typer(
+@bench.command(
     no_args_is_help=True,
-    rich_markup_mode="rich",
-    help="Make and show the keys without which nothing listens to other machines.",
-    epilog="Example: offbeat keys new run.keys, then copy run.keys to all machines of the run",
+    epilog='Examples: offbeat bench server --simulate --workers 100 --stragglers "transient(0.2, 0.15)" [dim]|[/dim] '
+    'offbeat bench server --simulate --workers 64 --stragglers "permanent(4)" --rule bsp --rule "drop_slowest(1)" '
+    "[dim]|[/dim] offbeat bench server --simulate --workers 64 --size 100MB --servers 8 --network 10Gbit,50us "
+    '[dim]|[/dim] offbeat bench server --simulate --workers 8 --strategy "downpour(push=4, fetch=4)" '
+    "--strategy elastic",
 )
+@command_from(ServerOptions)
+def server(given: dict[str, Any]) -> None:
+    """Time per step, waiting and staleness of training with parameter servers, under stragglers."""
+    asked = ServerOptions(**given)
+    from offbeat.cli.bench import simulated_servers
+
+    simulated_servers(asked)
+
+
 app.add_typer(keys, name="keys", rich_help_panel=MORE)
-KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="A file of keys; only its owner can read it.")]
-
-
-@keys.callback()
-def keys_root() -> None:
-    """Make and show the keys without which nothing listens to other machines."""
-
-
-@keys.command("new", no_args_is_help=True, epilog="Example: offbeat keys new run.keys")
-def keys_new(file: KeyFile) -> None:
-    """Write a new pair of keys. Whoever has the same file may connect."""
-    from offbeat.cli.keys import new_keys
-
-    new_keys(file)
-
-
-@keys.command("show", no_args_is_help=True, epilog="Example: offbeat keys show run.keys")
-def keys_show(file: KeyFile) -> None:
-    """Print the public key, and those that are let in. The secret key is not printed."""
-    from offbeat.cli.keys import show_keys
-
-    show_keys(file)
-
-
-@keys.command("allow", no_args_is_help=True, epilog="Example: offbeat keys allow server.keys PUBLIC")
-def keys_allow(
-    file: KeyFile, public: Annotated[str, typer.Argument(help="The public key of somebody who has another file.")]
-) -> None:
-    """Let somebody in who has another file, by its public key."""
-    from offbeat.cli.keys import allow_key
-
-    allow_key(file, public)
-
-
 app.command(rich_help_panel=MORE, epilog="Examples: offbeat ps [dim]|[/dim] offbeat ps --all --format json")(alive.ps)
 app.command(
     rich_help_panel=MORE,
@@ -518,7 +308,7 @@ def _report(error: BaseException, as_json: bool, known: Mapping[str, Any] | None
         typer.echo(f"In {error.name}:\n{error.remote_traceback.rstrip()}", err=True)
     interrupted = isinstance(error, KeyboardInterrupt)
     message = "interrupted; all processes were ended." if interrupted else str(error)
-    _complain(message)
+    typer.echo(typer.style("error: ", fg="red", bold=True) + printable(message), err=True)
     code = _exit_code(error) if isinstance(error, OffbeatError) else INTERRUPTED if interrupted else 1
     if as_json:
         print_failure(error, code, message, known or {})
@@ -543,7 +333,3 @@ def _show_usage(error: Exception) -> None:
         typer.echo(
             "A script's own arguments stand after `--`: offbeat run train.py --workers 2 -- --its-option 1", err=True
         )
-
-
-def _complain(text: str) -> None:
-    typer.echo(typer.style("error: ", fg="red", bold=True) + printable(text), err=True)

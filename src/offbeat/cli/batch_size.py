@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from offbeat.cli.options import BatchSizeOptions, Format
 from offbeat.cli.output import print_json
-from offbeat.cli.scale import wide_console
-from offbeat.fitting import WARM
-from offbeat.runtime.launch import Launcher
+from offbeat.cli.scale import measured, wide_console
 from offbeat.scaling import BatchSize, batch_size
 from offbeat.statistics import Estimate
 
 
 def measure_batch_size(asked: BatchSizeOptions) -> None:
     """Measure the noise, and print how large a batch may be."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    options: dict[str, Any] = vars(asked).copy()
-    target, as_json = options.pop("what"), options.pop("output") is Format.json
-
-    def tell(text: str) -> None:
-        console.print(text, style="dim", markup=False)
-
-    with Launcher(WARM) as launcher:
-        launcher.start()
-        found = batch_size(target, **options, launcher=launcher, tell=tell)
-    if as_json:
+    found = measured(batch_size, vars(asked))
+    if asked.output is Format.json:
         print_json(found.plain())
     else:
         _print(found)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
@@ -15,6 +14,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from offbeat import limits
+from offbeat.cli.options import CollectivesOptions, Format, ServerOptions
 from offbeat.cli.output import print_json
 from offbeat.errors import StrategyError, UsageError, did_you_mean
 from offbeat.protocols.collectives import ALGORITHMS, Collective
@@ -30,75 +30,44 @@ from offbeat.simulate.units import parse_duration, parse_size, seconds_in_words,
 SIMULATED_SIZE = "100MB"
 MEASURED_SIZES = ("4kB", "32kB", "256kB", "1MB", "4MB", "25MiB")
 BLOCKS = 15
+RULES = ("bsp", "ssp(3)", "asp")
 
 
-@dataclass(frozen=True)
-class _Options:
-    """Options that belong to one way of answering."""
-
-    def refuse(self, why: str) -> None:
-        """Raise if one of them was given."""
-        for field in fields(self):
-            if getattr(self, field.name) is not None:
-                raise UsageError(f"--{field.name.replace('_', '-')} {why}.")
-
-
-@dataclass(frozen=True)
-class Simulated(_Options):
-    """What is asked about a network that need not exist; None where nothing was said."""
-
-    network: str | None
-    inside: str | None
-    hosts: int | None
-    per_host: int | None
-    ports: str | None
-    collective: str | None
-
-
-@dataclass(frozen=True)
-class Measured(_Options):
-    """What is asked about real processes; None where nothing was said."""
-
-    peers: str | None
-    blocks: int | None
-    out: Path | None
-    picture: Path | None
-
-
-def simulated(ranks: int, size: str | None, sizes: str | None, asked: Simulated, as_json: bool) -> None:
+def simulated(asked: CollectivesOptions) -> None:
     """Print how long each algorithm would take, and where the best one changes."""
+    ranks = asked.ranks
     limits.whole("--ranks", ranks, limits.SIMULATED_RANKS)
     if asked.network is None:
         raise UsageError(f"--simulate needs --network, written like {EXAMPLE}.")
     network = Network.parse(asked.network, asked.inside, _chosen(asked.ports, Ports.RANK, "--ports"))
     collective = _chosen(asked.collective, Collective.ALL_REDUCE, "--collective")
     hosts = _hosts(ranks, asked.hosts, asked.per_host)
-    steps = _sizes(size, sizes, _ladder(parse_size(size or SIMULATED_SIZE)))
+    steps = _sizes(asked, _ladder(parse_size(asked.size or SIMULATED_SIZE)))
     with Console(stderr=True).status("simulating") as status:
         count = len(ALGORITHMS[collective])
         compared = compare_collectives(
             ranks, steps, network, hosts, collective, lambda name: status.update(f"simulating {name}, of {count}")
         )
-    if as_json:
+    if asked.output is Format.json:
         links = {"between": asdict(network.between), "inside": asdict(network.inside), "ports": network.ports.value}
         print_json({"simulated": True, "network": links} | compared.plain())
     else:
         _print(Console(file=sys.stdout, highlight=False, soft_wrap=True), compared, asked)
 
 
-def measured(ranks: int, size: str | None, sizes: str | None, asked: Measured, as_json: bool) -> None:
+def measured(asked: CollectivesOptions) -> None:
     """Print how long all-reduce takes on real processes, here and through peers."""
     from offbeat import benching
 
     blocks = BLOCKS if asked.blocks is None else asked.blocks
     peers = benching.PEERS if asked.peers is None else [name.strip() for name in asked.peers.split(",")]
-    largest = parse_size(size) if size else max(map(parse_size, MEASURED_SIZES))
-    steps = _sizes(size, sizes, [*(step for step in map(parse_size, MEASURED_SIZES) if step < largest), largest])
+    largest = parse_size(asked.size) if asked.size else max(map(parse_size, MEASURED_SIZES))
+    steps = _sizes(asked, [*(step for step in map(parse_size, MEASURED_SIZES) if step < largest), largest])
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     result = benching.collectives(
-        ranks, steps, peers, blocks, asked.out, asked.picture, lambda text: console.print(text, style="dim")
+        asked.ranks, steps, peers, blocks, asked.out, asked.picture, lambda text: console.print(text, style="dim")
     )
-    if as_json:
+    if asked.output is Format.json:
         print_json(result)
     else:
         Console(file=sys.stdout, highlight=False).print(benching.table(result))
@@ -131,12 +100,12 @@ def _hosts(ranks: int, hosts: int | None, per_host: int | None) -> list[int] | N
     return None
 
 
-def _sizes(size: str | None, sizes: str | None, ladder: list[int]) -> list[int]:
-    if sizes is None:
+def _sizes(asked: CollectivesOptions, ladder: list[int]) -> list[int]:
+    if asked.sizes is None:
         return ladder
-    if size is not None:
+    if asked.size is not None:
         raise UsageError("--size makes a ladder up to it, --sizes gives every one: use one of them.")
-    return sorted({parse_size(text) for text in sizes.split(",")})
+    return sorted({parse_size(text) for text in asked.sizes.split(",")})
 
 
 def _ladder(largest: int) -> list[int]:
@@ -144,7 +113,7 @@ def _ladder(largest: int) -> list[int]:
     return [step for step in (10**power for power in range(3, 19)) if step < largest] + [largest]
 
 
-def _print(console: Console, compared: Comparison, asked: Simulated) -> None:
+def _print(console: Console, compared: Comparison, asked: CollectivesOptions) -> None:
     where = f"{compared.ranks:,} ranks on {compared.hosts:,} host{'s' if compared.hosts > 1 else ''}"
     console.print(f"[bold]{compared.collective.value}[/bold], {where}, {escape(str(asked.network))}: simulated time")
     _print_whole(console, _table(compared))
@@ -192,28 +161,15 @@ def _left_out(reasons: Mapping[str, str]) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class Training:
-    """What is asked about training with servers in virtual time; None where nothing was said."""
-
-    workers: int
-    steps: int
-    step: str
-    stragglers: str
-    size: str | None
-    servers: int | None
-    network: str | None
-    seed: int
-
-    def shards(self) -> Shards | None:
-        """What is exchanged, and through what; None if exchanges take no time."""
-        if self.network is None and self.size is None and self.servers is None:
-            return None
-        if self.network is None:
-            raise UsageError(f"--size and --servers need --network, written like {EXAMPLE}.")
-        if self.size is None:
-            raise UsageError("--network needs --size, what is pushed and pulled in each step, such as 100MB.")
-        return Shards(1 if self.servers is None else self.servers, parse_size(self.size), Link.parse(self.network))
+def _shards(asked: ServerOptions) -> Shards | None:
+    """What is exchanged, and through what; None if exchanges take no time."""
+    if asked.network is None and asked.size is None and asked.servers is None:
+        return None
+    if asked.network is None:
+        raise UsageError(f"--size and --servers need --network, written like {EXAMPLE}.")
+    if asked.size is None:
+        raise UsageError("--network needs --size, what is pushed and pulled in each step, such as 100MB.")
+    return Shards(1 if asked.servers is None else asked.servers, parse_size(asked.size), Link.parse(asked.network))
 
 
 @dataclass(frozen=True)
@@ -246,12 +202,13 @@ class Played:
         return cls(needed[2], rhythm, exchange.work)
 
 
-def simulated_servers(asked: Training, rules: Sequence[str], strategies: Sequence[str], as_json: bool) -> None:
+def simulated_servers(asked: ServerOptions) -> None:
     """Print what a step takes under each rule and strategy, who waits, and how stale what is read is."""
     base = parse_duration(asked.step)
-    shards = asked.shards()
+    shards = _shards(asked)
+    rules = asked.rules or (() if asked.strategies else RULES)
     chosen = {str(rule): Played(rule) for rule in map(parse_rule, rules)}
-    chosen |= {text: Played.of(text, asked.workers) for text in strategies}
+    chosen |= {text: Played.of(text, asked.workers) for text in asked.strategies}
     limits.whole("--seed", asked.seed, 2**63 - 1, least=0)
     console = Console(stderr=True)
     found: dict[str, Paced] = {}
@@ -271,17 +228,18 @@ def simulated_servers(asked: Training, rules: Sequence[str], strategies: Sequenc
             progress.update(bar, completed=1.0)
     bsp = found.get("bsp")
     over_bsp = {name: bsp.seconds_per_step / one.seconds_per_step for name, one in found.items()} if bsp else {}
-    if as_json:
+    if asked.output is Format.json:
         results = [
             {"name": name} | one.plain() | {"speedup_over_bsp": over_bsp.get(name)} for name, one in found.items()
         ]
-        print_json({"simulated": True} | asdict(asked) | {"rules": results})
+        names = ("workers", "steps", "step", "stragglers", "size", "servers", "network", "seed")
+        print_json({"simulated": True} | {name: getattr(asked, name) for name in names} | {"rules": results})
     else:
         _print_servers(Console(file=sys.stdout, highlight=False, soft_wrap=True), asked, found, over_bsp)
 
 
 def _print_servers(
-    console: Console, asked: Training, found: Mapping[str, Paced], over_bsp: Mapping[str, float]
+    console: Console, asked: ServerOptions, found: Mapping[str, Paced], over_bsp: Mapping[str, float]
 ) -> None:
     through = "exchanges take no time"
     if asked.network is not None:

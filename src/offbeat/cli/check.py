@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from offbeat import limits
+from offbeat.cli.options import CheckOptions
 from offbeat.cli.output import print_json
 from offbeat.errors import MachineError, ScheduleError, UsageError
 from offbeat.fitting import WARM
@@ -30,37 +30,26 @@ RUNS = 200
 """Seeds that machines are put through, unless said."""
 
 
-@dataclass(frozen=True)
-class Wish:
-    """What was asked for on the command line; None where nothing was said."""
-
-    workers: int | None
-    hosts: Path | None
-    collective: str | None
-    runs: int | None
-    seed: int | None
-    as_json: bool
-
-    def refuse(self, names: tuple[str, ...], what: str) -> None:
-        """Refuse options that mean nothing for what is checked."""
-        for name in names:
-            if getattr(self, name) is not None:
-                raise UsageError(f"--{name} does not apply to {what}: omit it.")
-
-
-def check_any(text: str, wish: Wish) -> None:
-    """Check what the text names; the exit code is 1 if it does not hold."""
-    own = find_own(text, wish.collective)
-    console = Console(stderr=wish.as_json, highlight=False, soft_wrap=True)
+def check_any(asked: CheckOptions) -> None:
+    """Check what was named; the exit code is 1 if it does not hold."""
+    own = find_own(asked.subject, asked.collective)
+    console = Console(stderr=asked.as_json, highlight=False, soft_wrap=True)
     if isinstance(own, OwnSchedule):
-        wish.refuse(("workers", "hosts", "runs", "seed"), "a schedule, which is proved for 1 to 33 ranks")
-        _check_own_schedule(own, text, console, wish.as_json)
+        _refuse(asked, ("workers", "hosts", "runs", "seed"), "a schedule, which is proved for 1 to 33 ranks")
+        _check_own_schedule(own, asked.subject, console, asked.as_json)
     elif isinstance(own, MachineContract):
-        wish.refuse(("workers", "hosts", "collective"), "machines, whose contract says how many there are")
-        _check_own_machines(own, text, console, wish)
+        _refuse(asked, ("workers", "hosts", "collective"), "machines, whose contract says how many there are")
+        _check_own_machines(own, console, asked)
     else:
-        wish.refuse(("collective", "runs", "seed"), "a strategy")
-        check_strategy(text, wish.workers, wish.hosts, wish.as_json)
+        _refuse(asked, ("collective", "runs", "seed"), "a strategy")
+        check_strategy(asked.subject, asked.workers, asked.hosts, asked.as_json)
+
+
+def _refuse(asked: CheckOptions, names: tuple[str, ...], what: str) -> None:
+    """Refuse options that mean nothing for what is checked."""
+    for name in names:
+        if getattr(asked, name) is not None:
+            raise UsageError(f"--{name} does not apply to {what}: omit it.")
 
 
 # -- schedules --------------------------------------------------------------------------------------------------------
@@ -126,26 +115,27 @@ def _plain(report: ScheduleReport) -> dict[str, Any]:
 # -- machines ---------------------------------------------------------------------------------------------------------
 
 
-def _check_own_machines(contract: MachineContract, text: str, console: Console, wish: Wish) -> None:
-    runs = RUNS if wish.runs is None else wish.runs
+def _check_own_machines(contract: MachineContract, console: Console, asked: CheckOptions) -> None:
+    text = asked.subject
+    runs = RUNS if asked.runs is None else asked.runs
     limits.whole("--runs", runs, 1_000_000)
-    if wish.seed is not None:
-        limits.whole("--seed", wish.seed, 2**63 - 1, least=0)
-    times = f"{runs} runs" if wish.seed is None else f"seed {wish.seed}"
+    if asked.seed is not None:
+        limits.whole("--seed", asked.seed, 2**63 - 1, least=0)
+    times = f"{runs} runs" if asked.seed is None else f"seed {asked.seed}"
     console.print(f"[bold]{escape(text)}[/bold] under random faults, {times}: {', '.join(contract.survives)}")
     errors = Console(stderr=True)
     try:
         with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
             bar = progress.add_task("runs", total=1.0)
             report = check_machine(
-                contract, runs, wish.seed, name=text, progress=lambda share: progress.update(bar, completed=share)
+                contract, runs, asked.seed, name=text, progress=lambda share: progress.update(bar, completed=share)
             )
     except MachineError as error:
         _failed(console, str(error))
-        if wish.as_json:
+        if asked.as_json:
             print_json({"machines": text, "holds": False, "seed": error.seed, "wrong": str(error)})
         raise typer.Exit(1) from error
-    if wish.as_json:
+    if asked.as_json:
         print_json({"machines": text, "holds": True, **vars(report)})
         return
     faults = ", ".join(f"{kind} in {count}" for kind, count in sorted(report.faults.items())) or "no faults"

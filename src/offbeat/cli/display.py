@@ -61,6 +61,7 @@ class Display:
         self._teller = "worker 0"
         self._metrics: dict[str, float] = {}
         self._stage, self._start = "starting", time.monotonic()
+        self._script_alone = False  # a script runs that has joined no team
         self._last_line = self._start
 
     def __enter__(self) -> Self:
@@ -102,7 +103,7 @@ class Display:
         """Take in how far a worker is; pass on whom it waits for at its end."""
         match message.get("kind"):
             case "script":
-                self._enter(f"{Path(message['script']).name} is running")
+                self._enter(f"{Path(message['script']).name} is running", script_alone=True)
             case "ready":
                 self._enter("training starts")
             case "progress":
@@ -117,15 +118,16 @@ class Display:
             case _:
                 pass
 
-    def _enter(self, stage: str) -> None:
+    def _enter(self, stage: str, script_alone: bool = False) -> None:
         """A run goes through its stages once, whichever worker says it first; then its progress is shown."""
         if self._stage != stage and not self._far:
             self._stage, self._start = stage, time.monotonic()
+            self._script_alone = script_alone
 
     def tick(self) -> None:
         """Refresh what is shown."""
         self._echo()
-        alone = self._stage.endswith("is running") and not self._far
+        alone = self._script_alone and not self._far
         if self._live is not None:
             self._live.update(self._panel())
         elif time.monotonic() - self._last_line > (_SCRIPT_LINE_EVERY if alone else _LINE_EVERY):

@@ -29,7 +29,7 @@ from offbeat.monitor import (
     unfit,
 )
 from offbeat.runtime.certificates import REFUSED, check
-from offbeat.runtime.records import RunFolder, strategy_of
+from offbeat.runtime.records import FINISHED, RunFolder, strategy_of
 
 MOST: Final = 10
 """Of numbers that were not finite so many are told one by one."""
@@ -51,7 +51,7 @@ def explain_run(path: Path, as_json: bool, more: Mapping[str, Any] | None = None
     sick = unfit(events.stamps, events.servers)
     blamed = blame(events.stamps, events.servers, events.queues)
     verdict = _verdict(known, judge, sick) or _slowed(blamed)
-    waiting = [] if known.get("state", "").startswith("finished") else judge.waiting()
+    waiting = [] if known.get("state") in FINISHED else judge.waiting()
     found = _Found(
         verdict,
         waiting,

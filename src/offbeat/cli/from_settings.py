@@ -13,15 +13,17 @@ from offbeat.settings import Argument, Option
 
 
 def command_from(
-    *settings: type, leading: Sequence[str] = ()
+    *settings: type, leading: Sequence[str] = (), only: Sequence[str] | None = None
 ) -> Callable[[Callable[[dict[str, Any]], None]], Callable[..., None]]:
     """A decorator: the function becomes a command that has these types' fields as options, and is given their values.
 
-    `leading` names the options that come first in the help.
+    `leading` names the options that come first in the help, `only` those of the last type that it has.
     """
 
     def decorate(act: Callable[[dict[str, Any]], None]) -> Callable[..., None]:
-        parameters = [parameter for cls in settings for parameter in _parameters(cls)]
+        *others, last = ([*_parameters(cls)] for cls in settings)
+        parameters = [one for some in others for one in some]
+        parameters += [one for one in last if only is None or one.name in only]
         places = {name: place for place, name in enumerate(leading)}
         parameters.sort(key=lambda parameter: places.get(parameter.name, len(places)))
         repeated = {name for cls in settings for name in _repeated(cls)}
@@ -60,7 +62,7 @@ def _parameter(name: str, kind: Any, default: Any, extra: Option | Argument) -> 
         long = f"--{(extra.name or name).replace('_', '-')}"
         # What is on unless it is switched off has a name for both.
         names = [f"{long}/--no-{long[2:]}" if default is True else long, *([extra.short] if extra.short else [])]
-        info = typer.Option(*names, help=extra.help, metavar=extra.metavar)
+        info = typer.Option(*names, help=extra.help, metavar=extra.metavar, rich_help_panel=extra.panel)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
 
 

@@ -1,29 +1,49 @@
-"""`offbeat keys`: who may speak to servers from other machines."""
+"""`offbeat keys`: who may speak to servers from other machines. What is needed is imported when it is called."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from offbeat.runtime.messages.keys import Keys
+import typer
+
+keys = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Make and show the keys without which nothing listens to other machines.",
+    epilog="Example: offbeat keys new run.keys, then copy run.keys to all machines of the run",
+)
+KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="A file of keys; only its owner can read it.")]
 
 
-def new_keys(path: Path) -> None:
-    """Make a pair of keys, and say what to do with it."""
-    keys = Keys.generate()
-    keys.save(path)
-    print(f"{path} has a new pair of keys. It is secret: copy it only to the machines of your own runs.")
-    print(f"Its public key, which may be shown: {keys.public}")
+@keys.command(no_args_is_help=True, epilog="Example: offbeat keys new run.keys")
+def new(file: KeyFile) -> None:
+    """Write a new pair of keys. Whoever has the same file may connect."""
+    from offbeat.runtime.messages.keys import Keys
+
+    made = Keys.generate()
+    made.save(file)
+    print(f"{file} has a new pair of keys. It is secret: copy it only to the machines of your own runs.")
+    print(f"Its public key, which may be shown: {made.public}")
 
 
-def show_keys(path: Path) -> None:
-    """Print the public key, and the public keys that are let in."""
-    keys = Keys.load(path)
-    print(f"public   {keys.public}")
-    for public in keys.allowed:
+@keys.command(no_args_is_help=True, epilog="Example: offbeat keys show run.keys")
+def show(file: KeyFile) -> None:
+    """Print the public key, and those that are let in. The secret key is not printed."""
+    from offbeat.runtime.messages.keys import Keys
+
+    known = Keys.load(file)
+    print(f"public   {known.public}")
+    for public in known.allowed:
         print(f"allowed  {public}")
 
 
-def allow_key(path: Path, public: str) -> None:
-    """Let the owner of another key in."""
-    Keys.load(path).allow(public).save(path, overwrite=True)
-    print(f"{path} now lets in {public}")
+@keys.command(no_args_is_help=True, epilog="Example: offbeat keys allow server.keys PUBLIC")
+def allow(
+    file: KeyFile, public: Annotated[str, typer.Argument(help="The public key of somebody who has another file.")]
+) -> None:
+    """Let somebody in who has another file, by its public key."""
+    from offbeat.runtime.messages.keys import Keys
+
+    Keys.load(file).allow(public).save(file, overwrite=True)
+    print(f"{file} now lets in {public}")

@@ -20,29 +20,26 @@ from offbeat.cli.display import Display, folded, panel, panel_width, progress_ba
 from offbeat.cli.options import CompareOptions
 from offbeat.cli.output import FailedError
 from offbeat.comparing import Entry, League, Planned, compare, report
-from offbeat.comparing.report import fine_print, problems, write_whole
+from offbeat.comparing.report import fine_print, problems
 from offbeat.errors import OffbeatError, UsageError
-from offbeat.fitting import WARM
-from offbeat.runtime.launch import Launcher
+from offbeat.runtime.records import write_whole
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
-def compare_strategies(asked: CompareOptions) -> None:
+def compare_strategies(asked: CompareOptions, goal: dict[str, Any]) -> None:
     """Play a league and print it."""
-    options: dict[str, Any] = vars(asked) | {"tune": _factors(asked.tune), "budget": _seconds(asked.budget)}
+    options: dict[str, Any] = vars(asked) | goal | {"tune": _factors(asked.tune), "budget": _seconds(asked.budget)}
     form, output = options.pop("form"), options.pop("output")
     if output is not None and not output.parent.is_dir():
         raise UsageError(f"--output {output}: there is no folder {output.parent}. Make it first.")
     display = LeagueDisplay(quiet=form != "table")
-    with Launcher(WARM) as launcher:
-        launcher.start()
-        try:
-            with display:
-                league = compare(**options, launcher=launcher, spectator=display)
-        except (OffbeatError, KeyboardInterrupt) as error:
-            display.say_how_to_go_on()
-            raise FailedError(error, display.so_far()) from error
+    try:
+        with display:
+            league = compare(**options, spectator=display)
+    except (OffbeatError, KeyboardInterrupt) as error:
+        display.say_how_to_go_on()
+        raise FailedError(error, display.so_far()) from error
     kept = [("league.html", report.page(league)), ("league.md", report.markdown(league))]
     for name, text in kept:
         write_whole(league.folder / name, text)

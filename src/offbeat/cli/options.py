@@ -7,8 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
+from offbeat.errors import UsageError
 from offbeat.settings import Argument, Option
 
 
@@ -45,7 +44,6 @@ _HOSTS = (
     "the rate of its link, e.g. [bold]100Mbit[/bold]. They are network namespaces of this machine, which needs root. "
     "See docs/hosts.md."
 )
-HostFile = Annotated[Path | None, typer.Option("--hosts", metavar="FILE", help=_HOSTS)]
 _Target = Annotated[str, Argument(_TARGET, "TARGET")]
 _TargetOrResume = Annotated[str | None, Argument(f"{_TARGET} May be left out with --resume.", "TARGET")]
 _Arguments = Annotated[
@@ -83,7 +81,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """The options of `offbeat compare`, in the words of `offbeat.compare`, and how the league is printed."""
+    """The options of `offbeat compare` beside those of its runs' `Goal`, and how the league is printed."""
 
     what: _TargetOrResume = None
     arguments: _Arguments = ()
@@ -99,14 +97,6 @@ class CompareOptions:
     ] = ()
     workers: Annotated[int | None, Option("Processes that train. Default: one per core, at least 2.", "-w")] = None
     hosts: _Hosts = None
-    target: Annotated[
-        str | None,
-        Option(
-            "The score to be reached: [bold]0.97[/bold]; for scripts [bold]accuracy=0.97[/bold] or "
-            "[bold]loss<=0.1[/bold].",
-            "-t",
-        ),
-    ] = None
     seeds: Annotated[int | None, Option("Runs of each strategy that count. Default: 5.")] = None
     seed: Annotated[int, Option("The first seed; the others follow it.")] = 0
     tune: Annotated[
@@ -126,20 +116,7 @@ class CompareOptions:
             metavar="TIME",
         ),
     ] = None
-    epochs: Annotated[int | None, Option("Passes over the training data at most, of each run.")] = None
-    steps: Annotated[int | None, Option("Updates at most, of each run.")] = None
-    disturb: Annotated[
-        tuple[str, ...],
-        Option(
-            "A fault that is to happen in every run, e.g. [bold]worker 1: pause 200ms every 1s[/bold]; may be given "
-            "several times.",
-            metavar="SENTENCE",
-        ),
-    ] = ()
-    parts: Annotated[str, Option("How training data is divided: iid, or by label with dirichlet(alpha).")] = "iid"
-    device: Annotated[str, Option("Where tensors live; cpu is what is tested.")] = "cpu"
     threads: _Threads = None
-    timeout: Annotated[float, Option("Seconds that any wait for another worker may take.")] = 600.0
     out: Annotated[Path, Option("Where the league's folder is made.", "-o")] = Path("runs")
     resume: Annotated[Path | None, Option("Go on with a league, given by its folder.", metavar="LEAGUE")] = None
     form: Annotated[LeagueFormat, Option("How the league is printed.", name="format")] = LeagueFormat.table
@@ -189,6 +166,260 @@ class BatchSizeOptions(_Measuring):
             "diversity."
         ),
     ] = False
+
+
+@dataclass(frozen=True)
+class ExplainTarget:
+    """What `offbeat explain` is about, and how it answers."""
+
+    path: Annotated[
+        Path,
+        Argument(
+            "The folder of a run that was made with [bold]--watch[/bold], or a log with vector clocks of any program, "
+            "as ShiViz and GoVector have them.",
+            "RUN|LOG",
+        ),
+    ]
+    check: Annotated[
+        bool,
+        Option(
+            "RUN is a checkpoint, or a run whose newest is meant: say whether its files are whole, and, if it was "
+            "taken while the run went on, whether it is a consistent cut that balances. Exit code 20 if not."
+        ),
+    ] = False
+    output: _Format = Format.text
+
+
+@dataclass(frozen=True)
+class ExplainOptions:
+    """What `offbeat explain` is asked for beyond words."""
+
+    draw: Annotated[
+        Path | None,
+        Option("Draw the space-time diagram: .svg, or .png (which needs matplotlib).", metavar="FILE"),
+    ] = None
+    window: Annotated[
+        str | None,
+        Option("Draw, or look for predicates in, this part of it only, e.g. [bold]3s..4s[/bold].", metavar="FROM..TO"),
+    ] = None
+    cuts: Annotated[
+        tuple[str, ...],
+        Option(
+            "Say whether a cut is consistent, and draw it: [bold]latest[/bold], [bold]3.5s[/bold], [bold]past worker "
+            "0:123[/bold] (all that can have caused this event), or [bold]worker 0:123, worker 1:120[/bold] (so many "
+            "events of each); may be given several times.",
+            metavar="CUT",
+            name="cut",
+        ),
+    ] = ()
+    export: Annotated[
+        Path | None, Option("Write it for other tools: .shiviz, .perfetto, .json or .jsonl.", metavar="FILE")
+    ] = None
+    kind: Annotated[
+        str | None,
+        Option("Export as this, whatever the name says.", metavar="shiviz|perfetto|trace|jsonl", name="as"),
+    ] = None
+    pattern: Annotated[
+        str | None,
+        Option(
+            "How the events of a log are written, with groups (?<host>), (?<clock>) and (?<event>), as in ShiViz.",
+            metavar="REGEX",
+        ),
+    ] = None
+    execution: Annotated[str | None, Option("Which execution, of a log that tells of several.", metavar="NAME")] = None
+    delimiter: Annotated[
+        str | None,
+        Option(
+            "What stands between the executions in a log; its group (?<trace>), if there is one, names the next.",
+            metavar="REGEX",
+        ),
+    ] = None
+    delivery: Annotated[
+        str | None,
+        Option(
+            "Replay the run to a monitor that puts late reports in order by this rule: how many it holds back and for "
+            "how long, whether the order is one that the run can have had, and verdicts that are phantoms.",
+            metavar="fifo|real-time|lamport|vector|arrival",
+        ),
+    ] = None
+    delay: Annotated[
+        str | None, Option("How long such a report takes on average; 5ms unless given.", metavar="TIME")
+    ] = None
+    possibly: Annotated[
+        tuple[str, ...],
+        Option(
+            "Say whether this held on some consistent cut: [bold]all-waiting[/bold], [bold]nobody-computing[/bold], "
+            "[bold]in-flight>N[/bold] (messages) or [bold]steps-apart>N[/bold]; may be given several times.",
+            metavar="PREDICATE",
+        ),
+    ] = ()
+    definitely: Annotated[
+        tuple[str, ...], Option("The same, for every order that the run can have had.", metavar="PREDICATE")
+    ] = ()
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """The options of `offbeat check`; None where nothing was said."""
+
+    subject: Annotated[
+        str,
+        Argument(
+            "A strategy ([bold]mine.py:Push(0.5)[/bold], [bold]allreduce[/bold]), a schedule "
+            "([bold]mine.py:my_ring[/bold]: a function of view and layout) or a contract of machines "
+            "([bold]mine.py:MyContract[/bold]).",
+            "SUBJECT",
+        ),
+    ]
+    workers: Annotated[int | None, Option("Workers to check a strategy with. Default: 2, or the hosts'.", "-w")] = None
+    hosts: _Hosts = None
+    collective: Annotated[
+        str | None, Option("What a schedule is to achieve: all_reduce (the default), all_gather …")
+    ] = None
+    runs: Annotated[int | None, Option("Seeds that machines are put through. Default: 200.")] = None
+    seed: Annotated[int | None, Option("Only this seed, to see again what broke machines, and after which events.")] = (
+        None
+    )
+    output: _Format = Format.text
+
+    @property
+    def as_json(self) -> bool:
+        """Whether the outcome is printed as JSON, and nothing else."""
+        return self.output is Format.json
+
+
+_SIMULATED = "Simulated (with --simulate)"
+_MEASURED = "Measured (without --simulate)"
+
+
+@dataclass(frozen=True)
+class CollectivesOptions:
+    """The options of `offbeat bench collectives`; None where nothing was said."""
+
+    ranks: Annotated[int, Option("How many ranks take part.", "-r")] = 2
+    size: Annotated[
+        str | None,
+        Option(
+            "The largest size: B, kB, MB, GB, KiB, MiB, GiB, of a rank's whole buffer. Default: [bold]100MB[/bold] "
+            "simulated, [bold]25MiB[/bold] measured. A ladder of smaller ones is added."
+        ),
+    ] = None
+    sizes: Annotated[str | None, Option("Exactly these sizes instead, e.g. [bold]4kB,1MB,25MiB[/bold].")] = None
+    simulate: Annotated[bool, Option("In virtual time, on a network that need not exist.")] = False
+    network: Annotated[
+        str | None,
+        Option(
+            "Between hosts: rate (kbit, Mbit, Gbit per second) and latency (us, ms, s), e.g. [bold]10Gbit,50us[/bold]; "
+            "a third part such as [bold]8GB/s[/bold] says how fast data is reduced.",
+            panel=_SIMULATED,
+        ),
+    ] = None
+    inside: Annotated[
+        str | None,
+        Option("Inside a host, written the same. Default: [bold]100Gbit,1us[/bold].", panel=_SIMULATED),
+    ] = None
+    hosts: Annotated[
+        int | None, Option("Spread the ranks over this many hosts. Default: one each.", panel=_SIMULATED)
+    ] = None
+    per_host: Annotated[int | None, Option("Or put this many ranks on each host.", panel=_SIMULATED)] = None
+    ports: Annotated[
+        str | None,
+        Option(
+            "Whether each [bold]rank[/bold] has a network card (the default) or each [bold]host[/bold] has one.",
+            panel=_SIMULATED,
+        ),
+    ] = None
+    collective: Annotated[
+        str | None,
+        Option(
+            "all_reduce (the default), broadcast, reduce, reduce_scatter, all_gather, gather, scatter, all_to_all or "
+            "barrier.",
+            panel=_SIMULATED,
+        ),
+    ] = None
+    peers: Annotated[
+        str | None,
+        Option(
+            "Whom to measure all-reduce with. Default: [bold]offbeat,gloo[/bold], and mpi where it is found.",
+            panel=_MEASURED,
+        ),
+    ] = None
+    blocks: Annotated[int | None, Option("Interleaved measurements of each. Default: 15.", panel=_MEASURED)] = None
+    out: Annotated[Path | None, Option("Also write the JSON here.", "-o", panel=_MEASURED)] = None
+    picture: Annotated[Path | None, Option("Also draw time against size here (needs matplotlib).", panel=_MEASURED)] = (
+        None
+    )
+    output: _Format = Format.text
+
+    def __post_init__(self) -> None:
+        """Refuse options of the other way of answering."""
+        if self.simulate:
+            self._refuse("is for measuring: leave it or --simulate away", "peers", "blocks", "out", "picture")
+        else:
+            names = ("network", "inside", "hosts", "per_host", "ports", "collective")
+            self._refuse("is for simulating: add --simulate, or leave it away", *names)
+
+    def _refuse(self, why: str, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) is not None:
+                raise UsageError(f"--{name.replace('_', '-')} {why}.")
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """The options of `offbeat bench server`."""
+
+    simulate: Annotated[bool, Option("In virtual time, on machines that need not exist.")] = False
+    workers: Annotated[int, Option("How many workers train.", "-w")] = 100
+    steps: Annotated[int, Option("Steps that each of them makes.")] = 1000
+    step: Annotated[str, Option("What an undisturbed step takes to compute.")] = "40ms"
+    stragglers: Annotated[
+        str,
+        Option(
+            "What makes steps longer: [bold]transient(0.2, 0.15)[/bold] pauses a step 0.2 s with probability 0.15, "
+            "[bold]permanent(4)[/bold] makes one worker 4 times slower ([bold]permanent(4, 3)[/bold] makes three), "
+            "[bold]pareto(0.01, 1.5)[/bold] (scale, shape) and [bold]lognormal(0.01, 1)[/bold] (median, sigma) pause "
+            "every step, with a heavy tail. Joined by +."
+        ),
+    ] = "none"
+    rules: Annotated[
+        tuple[str, ...],
+        Option(
+            "Who waits for whom: [bold]bsp[/bold] everybody for everybody, [bold]ssp(3)[/bold] who is more than 3 "
+            "steps ahead of the slowest, [bold]asp[/bold] nobody; [bold]drop_slowest(2)[/bold] and "
+            "[bold]deadline(0.5)[/bold] go on without the last 2, or after 0.5 s. Repeat it to compare. Default: bsp, "
+            "ssp(3), asp.",
+            name="rule",
+        ),
+    ] = ()
+    strategies: Annotated[
+        tuple[str, ...],
+        Option(
+            "A whole strategy on servers: [bold]server(consistency=ssp(3, eager))[/bold], [bold]downpour(push=4, "
+            "fetch=4)[/bold], [bold]elastic(period=10)[/bold], [bold]coded(s=1)[/bold]. Played from the same text "
+            "that its workers and servers run. Repeat it to compare.",
+            "-s",
+            name="strategy",
+        ),
+    ] = ()
+    size: Annotated[
+        str | None, Option("Bytes pushed and pulled in each step, e.g. [bold]100MB[/bold]; needs --network.")
+    ] = None
+    servers: Annotated[int | None, Option("Servers that they are spread over. Default: 1.")] = None
+    network: Annotated[
+        str | None,
+        Option(
+            "Rate and latency, e.g. [bold]10Gbit,50us[/bold]; a third part such as [bold]8GB/s[/bold] says how fast a "
+            "server applies what was pushed. Left out, exchanges take no time."
+        ),
+    ] = None
+    seed: Annotated[int, Option("Of the stragglers; every rule meets the same ones.")] = 0
+    output: _Format = Format.text
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be answered."""
+        if not self.simulate:
+            raise UsageError("bench server works in virtual time only: add --simulate.")
 
 
 @dataclass(frozen=True)

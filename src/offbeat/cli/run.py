@@ -77,17 +77,13 @@ def _job(asked: RunOptions, goal: Goal) -> Job:
     if asked.what is None:
         if asked.resume is None:
             raise TaskError("nothing to run: give a script, a task, or --resume RUN.")
-        what: Script | Reference = _what_was_run(asked.resume)
+        what: Script | Reference = target_from_plain(earlier(asked.resume)["what"])
     else:
         what = target_of(asked.what, asked.arguments)
     hosts = None if asked.hosts is None else Hosts.read(asked.hosts)
     default = 1 if hosts is not None else _default_workers(goal.strategy, asked.resume)
     workers = agreed_workers(hosts, asked.workers, default)
     return Job(what, goal, workers, asked.threads, asked.out, asked.resume, asked.port, hosts)
-
-
-def _what_was_run(folder: Path) -> Script | Reference:
-    return target_from_plain(earlier(folder)["what"])
 
 
 def _default_workers(strategy: str | None, resume: Path | None) -> int:

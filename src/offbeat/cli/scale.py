@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -11,31 +12,32 @@ from rich.table import Table
 from offbeat.cli.options import Format, ScaleOptions
 from offbeat.cli.output import print_json
 from offbeat.errors import UsageError
-from offbeat.fitting import WARM
-from offbeat.runtime.launch import Launcher
 from offbeat.scaling import Scaling, scale
 from offbeat.statistics import Estimate
 
+Found = TypeVar("Found")
 _WIDE = 200
 """Columns that a table may take: one that is too wide for the terminal is wrapped by it, rather than cut."""
 
 
 def scale_target(asked: ScaleOptions) -> None:
     """Measure the speed-up, and print it with the laws that it follows."""
+    found = measured(scale, vars(asked) | {"workers": _numbers(asked.workers)})
+    if asked.output is Format.json:
+        print_json(found.plain())
+    else:
+        _print(found)
+
+
+def measured(measure: Callable[..., Found], options: dict[str, Any]) -> Found:
+    """What short runs have shown, with what was asked for; how far they are is told on stderr."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    options: dict[str, Any] = vars(asked) | {"workers": _numbers(asked.workers)}
-    target, as_json = options.pop("what"), options.pop("output") is Format.json
+    chosen = {name: value for name, value in options.items() if name not in ("what", "output")}
 
     def tell(text: str) -> None:
         console.print(text, style="dim", markup=False)
 
-    with Launcher(WARM) as launcher:
-        launcher.start()
-        found = scale(target, **options, launcher=launcher, tell=tell)
-    if as_json:
-        print_json(found.plain())
-    else:
-        _print(found)
+    return measure(options["what"], **chosen, tell=tell)
 
 
 def wide_console() -> Console:

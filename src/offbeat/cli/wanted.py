@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 from msgspec import to_builtins
 
+from offbeat.cli.options import ExplainOptions
 from offbeat.errors import UsageError
 from offbeat.monitor import Recorded
 from offbeat.monitor.diagram.cuts import asked, moment, window
@@ -23,28 +23,8 @@ INCONSISTENT: Final = 20
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The options that go beyond words."""
-
-    draw: Path | None = None
-    window: str | None = None
-    cuts: tuple[str, ...] = ()
-    export: Path | None = None
-    kind: str | None = None
-    pattern: str | None = None
-    """How the events of a log of another program are written."""
-    execution: str | None = None
-    """Which of several that such a log tells of."""
-    delimiter: str | None = None
-    """What stands between them."""
-    delivery: str | None = None
-    """The rule by which a monitor puts what it hears into an order."""
-    delay: str | None = None
-    """How long a report takes to it on average."""
-    possibly: tuple[str, ...] = ()
-    """Predicates that are looked for on some consistent cut."""
-    definitely: tuple[str, ...] = ()
-    """Predicates that are looked for on every way through them."""
+class Wanted(ExplainOptions):
+    """The options that go beyond words, and what is done for them."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, before anything is read."""

@@ -24,7 +24,7 @@ from offbeat.fitting import WARM, Watcher, drive
 from offbeat.jobs import Job, Script, agreed_workers, plain_target, short_name, target_of
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.launch import Launcher
-from offbeat.runtime.records import RunFolder
+from offbeat.runtime.records import RunFolder, write_whole
 from offbeat.strategies import Strategy
 from offbeat.task import AnyTask, IterativeTask, reference_to
 
@@ -99,6 +99,7 @@ def compare(
             target=None if target is None else str(target),
             goal=goal,
         )
+        asked.job(Path(out))  # Refuses numbers that make no sense, before any process is started.
     elif resume is None:
         raise UsageError("nothing to compare strategies on: give a script, a task, or --resume LEAGUE.")
     with nullcontext(launcher) if launcher else Launcher(WARM) as starter:
@@ -111,20 +112,16 @@ def _begun(asked: Asked | None, out: Path) -> tuple[LeagueFolder, League]:
     assert asked is not None  # noqa: S101 (checked by the caller)
     job = asked.job(out)
     field = field_of(job, asked.strategies, asked.single)
-    _check_target(resolved(job, field.contestants[0]))
+    # A task must have a target; what a script's is only it can tell.
+    if resolved(job, field.contestants[0]).goal.target is None and not isinstance(job.what, Script):
+        raise UsageError(_NO_TARGET)
     facts = facts_of(job)
     folder = LeagueFolder.create(out, short_name(job.what))
     if job.hosts is not None:
-        folder.write_text(HOSTS_FILE, job.hosts.text())
+        write_whole(folder.path / HOSTS_FILE, job.hosts.text())
     league = League(folder.path, asked.plain(), facts, field.contestants, field.refused, ())
     folder.write(league.kept())
     return folder, league
-
-
-def _check_target(job: Job) -> None:
-    """A task must have a target; what a script's is only it can tell."""
-    if job.goal.target is None and "task" in plain_target(job.what):
-        raise UsageError(_NO_TARGET)
 
 
 _NO_TARGET = (

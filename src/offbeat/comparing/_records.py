@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
-from offbeat.errors import CheckpointError, OutputError
+from offbeat.errors import CheckpointError
 from offbeat.fitting import Result
 from offbeat.runtime.goal import Target
 from offbeat.runtime.reading import is_file, read_object
-from offbeat.runtime.records import METRICS_FILE
+from offbeat.runtime.records import METRICS_FILE, new_folder, write_whole
 
 LEAGUE_FILE = "league.json"
 HOSTS_FILE = "hosts.toml"
@@ -82,6 +82,11 @@ class Entry:
     disturbances: dict[str, int] = field(default_factory=dict[str, int])
     curve: list[Point] = field(default_factory=list[Point])
     """Its evaluations."""
+
+    @property
+    def arrival(self) -> float:
+        """Seconds to the target; a miss is infinite."""
+        return math.inf if self.seconds_to_target is None else self.seconds_to_target
 
     @property
     def lower_is_better(self) -> bool:
@@ -150,25 +155,7 @@ class LeagueFolder:
     @classmethod
     def create(cls, parent: Path, name: str) -> LeagueFolder:
         """A new folder `<parent>/<time>-league-<name>`, and the link `latest-league` to it."""
-        stem = f"{datetime.now():%Y%m%d-%H%M%S}-league-{name}"
-        try:
-            parent.mkdir(parents=True, exist_ok=True)
-            taken = 0
-            while True:
-                path = parent / (stem if not taken else f"{stem}-{taken + 1}")
-                try:
-                    path.mkdir()
-                    break
-                except FileExistsError:
-                    taken += 1
-            link = parent / f".{LATEST}-{path.name}"
-            link.symlink_to(path.name)
-            link.replace(parent / LATEST)
-        except OSError as error:
-            raise OutputError(
-                f"{parent} cannot be written: {error}. Free some space, or choose another --out."
-            ) from error
-        return cls(path)
+        return cls(new_folder(parent, f"league-{name}", LATEST))
 
     @classmethod
     def open(cls, path: Path) -> LeagueFolder:
@@ -191,18 +178,5 @@ class LeagueFolder:
 
     def write(self, data: Mapping[str, Any]) -> None:
         """Replace league.json."""
-        self.write_text(LEAGUE_FILE, json.dumps({"version": VERSION, **data}, indent=1, default=str) + "\n")
-
-    def write_text(self, name: str, text: str) -> None:
-        """Put a file into the folder."""
-        write_whole(self.path / name, text)
-
-
-def write_whole(target: Path, text: str) -> None:
-    """A file, whole or not at all."""
-    draft = target.with_name(f".{target.name}.draft")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(target)
-    except OSError as error:
-        raise OutputError(f"{target} cannot be written: {error}. Free some space, or choose another place.") from error
+        text = json.dumps({"version": VERSION, **data}, indent=1, default=str)
+        write_whole(self.path / LEAGUE_FILE, text + "\n")

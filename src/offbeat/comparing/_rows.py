@@ -97,16 +97,13 @@ def rows_of(contestants: Sequence[Contestant], entries: Sequence[Entry], given_u
     """The table, in the order of the contestants."""
     seeds = complete_seeds(contestants, entries, given_up)
     counted = {(e.name, e.seed): e for e in entries if not e.tuning}
-    times = {one.name: [_seconds(counted.get((one.name, seed))) for seed in seeds] for one in contestants}
+    ran = {key: entry.arrival for key, entry in counted.items()}
+    times = {one.name: [ran.get((one.name, seed), math.inf) for seed in seeds] for one in contestants}
     noise = ratios(times[AGAIN], times[BASELINE]) if AGAIN in times and BASELINE in times else None
     return [
         _row(one, [e for e in entries if e.name == one.name], seeds, times, None if noise is None else spread(noise))
         for one in contestants
     ]
-
-
-def _seconds(entry: Entry | None) -> float:
-    return math.inf if entry is None or entry.seconds_to_target is None else entry.seconds_to_target
 
 
 def _row(

@@ -55,16 +55,12 @@ def why(winner: Row, other: Row) -> str:
     if not (winner.step_seconds and other.step_seconds and winner.steps and other.steps):
         return f"Why it was faster than {other.name} is not known: a run of one of them left no figures."
     step, steps = winner.step_seconds / other.step_seconds, winner.steps / other.steps
-    parts = [f"{_whose(winner)} step takes {step:.2f}x of {other.name}'s{_because(winner, other, step)}"]
+    parts = [f"{winner.name}: its step takes {step:.2f}x of {other.name}'s{_because(winner, other, step)}"]
     if abs(steps - 1) <= _DIFFERENT:
         parts.append("for as many steps")
     else:
         parts.append(f"{'for' if (steps > 1) == (step < 1) else 'and it needs'} {steps:.2f}x the steps")
     return ", ".join(parts) + "."
-
-
-def _whose(row: Row) -> str:
-    return f"{row.name}: its"
 
 
 def _because(winner: Row, other: Row, step: float) -> str:

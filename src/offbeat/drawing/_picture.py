@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Final
 
 from offbeat.errors import UsageError
+from offbeat.monitor.diagram.plot import Plot, Scale, ticks
 from offbeat.monitor.diagram.shapes import Drawing, Drawn, Rect, Shape, Text, text_width
 from offbeat.simulate.timeline import Activity, Message, Timeline
 from offbeat.simulate.units import seconds_in_words, size_in_words
@@ -54,24 +55,23 @@ class _Painter:
         self._timeline = timeline
         count = len(timeline.lanes)
         self._lane = 58.0 if count <= 9 else 40.0 if count <= 17 else 27.0
-        self._left = 34.0 + max(text_width(name, "name") for name in timeline.lanes)
-        self._plot = Rect(self._left, TOP, WIDTH - self._left - RIGHT, self._lane * count, "paper")
-        self._seconds = (timeline.end or 1.0) * 1.01
+        left = 34.0 + max(text_width(name, "name") for name in timeline.lanes)
+        seconds = (timeline.end or 1.0) * 1.01
+        self._plot = Plot(Scale(0.0, seconds, left, WIDTH - RIGHT), TOP, self._lane, count)
+        self._x, self._moments = self._plot.x, ticks(0.0, seconds, 8)
 
     def drawing(self, subtitle: str) -> Drawing:
         """All of it."""
-        inside = [*self._lanes(), *self._grid(), *self._intervals(), *self._ports(), *self._arrows()]
-        around = [*self._names(), *self._axis(), *_heading(self._timeline.title, subtitle)]
-        height = self._plot.y + self._plot.height + BOTTOM
-        return Drawing(WIDTH, height, self._timeline.title, self._plot, inside, around)
-
-    def _x(self, seconds: float) -> float:
-        return self._plot.x + seconds / self._seconds * self._plot.width
+        grid, names = self._plot.grid(self._moments), self._plot.names(self._timeline.lanes)
+        inside = [*self._lanes(), *grid, *self._intervals(), *self._ports(), *self._arrows()]
+        around = [*names, *self._hosts(), *self._axis(), *_heading(self._timeline.title, subtitle)]
+        height = self._plot.bottom + BOTTOM
+        return Drawing(WIDTH, height, self._timeline.title, self._plot.area, inside, around)
 
     def _strip(self, lane: int, strip: int) -> tuple[float, float]:
         """The top and the height of a strip of a lane: 0 the port out, 1 what it does, 2 the port in."""
         starts, heights = (0.09, 0.36, 0.67), (0.24, 0.28, 0.24)
-        return self._plot.y + self._lane * (lane + starts[strip]), self._lane * heights[strip]
+        return self._plot.top + self._lane * (lane + starts[strip]), self._lane * heights[strip]
 
     def _bar(self, lane: int, strip: int, begin: float, end: float, look: str, title: str) -> Rect:
         top, height = self._strip(lane, strip)
@@ -81,8 +81,8 @@ class _Painter:
 
     def _lanes(self) -> Iterator[Drawn]:
         for lane in range(len(self._timeline.lanes)):
-            top = self._plot.y + self._lane * lane
-            yield Rect(self._plot.x, top + 1, self._plot.width, self._lane - 2, "lane")
+            top = self._plot.top + self._lane * lane
+            yield self._plot.area._replace(y=top + 1, height=self._lane - 2, look="lane")
 
     def _intervals(self) -> Iterator[Drawn]:
         for one in sorted(self._timeline.intervals, key=lambda one: one.activity is not Activity.WAIT):
@@ -111,7 +111,7 @@ class _Painter:
 
     def _label(self, bar: Rect, words: str) -> Iterator[Drawn]:
         """Words inside a bar, if they fit."""
-        if self._lane > 35 and text_width(words, "inside") < bar.width - 4 and bar.x > self._plot.x - 1:
+        if self._lane > 35 and text_width(words, "inside") < bar.width - 4 and bar.x > self._plot.left - 1:
             yield Text(bar.x + bar.width / 2, bar.y + bar.height / 2 + 3.5, words, "inside", "middle")
 
     def _arrows(self) -> Iterator[Drawn]:
@@ -134,43 +134,25 @@ class _Painter:
         yield Shape((begin, end), "missing", closed=False, title=self._told(one))
         yield Text(end[0], end[1] + 4, "x", "wrong cut words", "middle")
 
-    def _names(self) -> Iterator[Drawn]:
-        for lane, name in enumerate(self._timeline.lanes):
-            middle = self._plot.y + self._lane * (lane + 0.5)
-            yield Text(self._plot.x - 8, middle + 4, name, "name", "end")
+    def _hosts(self) -> Iterator[Drawn]:
+        """A bracket around the lanes of each host, where some share one."""
         if len(set(self._timeline.hosts)) == len(self._timeline.hosts):
             return
         lanes = range(len(self._timeline.lanes))
         for host, members in groupby(lanes, key=lambda lane: self._timeline.hosts[lane]):
             together = list(members)
-            top, bottom = (self._plot.y + self._lane * (together[0] + 0.12), together[-1] + 0.88)
-            ends = (
-                (14.0, top),
-                (10.0, top),
-                (10.0, self._plot.y + self._lane * bottom),
-                (14.0, self._plot.y + self._lane * bottom),
-            )
+            top, bottom = self._plot.y(together[0] - 0.38), self._plot.y(together[-1] + 0.38)
+            ends = ((14.0, top), (10.0, top), (10.0, bottom), (14.0, bottom))
             yield Shape(ends, "rail", closed=False, title=f"host {host}")
-            yield Text(16, (ends[0][1] + ends[-1][1]) / 2 + 4, f"host {host}", "words")
-
-    def _moments(self) -> list[float]:
-        step = self._seconds / 8
-        size = 10.0 ** math.floor(math.log10(step))
-        step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= step)
-        return [number * step for number in range(int(self._seconds / step) + 1)]
-
-    def _grid(self) -> Iterator[Drawn]:
-        bottom = self._plot.y + self._plot.height
-        for moment in self._moments():
-            yield Shape(((self._x(moment), self._plot.y), (self._x(moment), bottom)), "grid", closed=False)
+            yield Text(16, (top + bottom) / 2 + 4, f"host {host}", "words")
 
     def _axis(self) -> Iterator[Drawn]:
-        bottom = self._plot.y + self._plot.height
-        for moment in self._moments():
-            near = self._x(moment) > self._plot.x + self._plot.width - 24
+        bottom, right = self._plot.bottom, self._plot.right
+        for moment in self._moments:
+            near = self._x(moment) > right - 24
             anchor = "start" if not moment else "end" if near else "middle"
             yield Text(self._x(moment), bottom + 16, seconds_in_words(moment), "words", anchor)
-        yield Text(self._plot.x + self._plot.width, bottom + 34, "virtual time", "words", "end")
+        yield Text(right, bottom + 34, "virtual time", "words", "end")
 
 
 def _heading(title: str, subtitle: str) -> Iterator[Drawn]:

@@ -319,8 +319,8 @@ def stretches(stamps: Stamps, servers: ServerStamps) -> Iterator[tuple[Stamps, S
         }
         times = [stamp.time for one in some.values() for stamp in one]
         if times:
-            window = (min(times), max(times))
-            yield some, {name: _during(one, window) for name, one in servers.items()}
+            first, last = min(times), max(times)
+            yield some, {name: [stamp for stamp in one if first <= stamp.time <= last] for name, one in servers.items()}
 
 
 def _between(
@@ -334,7 +334,3 @@ def _between(
     turns = (stamps[at] for at in range(first - 1, max(0, first - LATEST) - 1, -1) if stamps[at].mark is Mark.TURN)
     before = [structs.replace(one, time=stamps[first].time) for one in itertools.islice(turns, 1)]
     return [*before, *stamps[first : steps[end - 1] + 1 if closed else len(stamps)]]
-
-
-def _during(stamps: Sequence[Stamp], window: tuple[float, float]) -> Sequence[Stamp]:
-    return [stamp for stamp in stamps if window[0] <= stamp.time <= window[1]]

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple
 
-from offbeat.monitor.judging import SEND, call_of
+from offbeat.monitor.calls import SEND, call_of
 from offbeat.monitor.verdicts import worker_name
 from offbeat.protocols.causality.cuts import Cut
 from offbeat.protocols.causality.histories import Call, Computation, Event, Kind, computation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -19,6 +20,7 @@ from offbeat.monitor.reading import recorded
 from offbeat.monitor.tracing import Unfit, unfit
 from offbeat.monitor.verdicts import DESYNC, NAN, SILENT, STRAGGLER, Verdict, worker_name
 from offbeat.runtime.launch import Outcome
+from offbeat.runtime.processes import stat_fields
 from offbeat.runtime.stamps import FOLDER, Reader, events_file, stack_file
 from offbeat.runtime.watched import ask
 
@@ -43,15 +45,11 @@ _SERVERS: Final = "servers"
 _LAUNCHER: Final = "launcher"
 """Who tells the monitor something beside the workers."""
 
-_EVERYBODYS: Final = (
-    "<frozen runpy>",
-    "/offbeat/runtime/launch/",
-    "/offbeat/runtime/backend/_stamp",
-    "/c10d_logger.py",
-    " in _run_script",
-    " in _work",
-    " in work",
-)
+_FRAME: Final = re.compile(r'\s*File "(?P<file>[^"]*)", line \d+ in (?P<name>.*)')
+_OFFBEAT: Final = Path(__file__).parents[1]
+_STAMPING: Final = (_OFFBEAT / "runtime/backend/_stamped.py", _OFFBEAT / "runtime/backend/_stamping.py")
+_STARTING: Final = frozenset({"_run_script", "_work", "work"})
+"""Functions of ours in which every worker is."""
 
 
 class _End(NamedTuple):
@@ -176,11 +174,7 @@ class Watch:
         return Verdict(SILENT, f"{'; '.join(told)}. It may be continued.", tuple(news))
 
     def _is_stopped(self, rank: int) -> bool:
-        try:
-            status = Path(f"/proc/{self._readers[rank].pid}/stat").read_text()
-        except OSError:
-            return False
-        return status.rpartition(")")[2].split()[0] in "Tt"
+        return stat_fields(self._readers[rank].pid)[:1] in (["T"], ["t"])
 
     def _silent(self, now: float) -> Verdict | None:
         """Somebody has been waited for for long: it is asked what it does."""
@@ -295,14 +289,17 @@ class Watch:
 
 def _own_part(stack: str) -> str:
     """A stack without the frames that every worker has: where it was started, and where its calls are written down."""
-    frames = [line for line in stack.splitlines() if line.startswith("  File")]
-    return "\n".join(line for line in frames if not any(part in line for part in _EVERYBODYS))
+    frames = ((line, found) for line in stack.splitlines() if (found := _FRAME.fullmatch(line)) is not None)
+    return "\n".join(line for line, found in frames if not _is_everybodys(Path(found["file"]), found["name"]))
+
+
+def _is_everybodys(file: Path, name: str) -> bool:
+    ours = file.is_relative_to(_OFFBEAT) and name in _STARTING
+    elsewhere = file == Path("<frozen runpy>") or file.name == "c10d_logger.py"
+    return ours or elsewhere or file in _STAMPING or file.parent == _OFFBEAT / "runtime/launch"
 
 
 def _computed(pid: int) -> int | None:
     """How long a process's main thread has computed, in ticks; None if it is not asleep now."""
-    try:
-        status = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return int(status[11]) + int(status[12]) if status[0] == "S" else None
+    status = stat_fields(f"{pid}/task/{pid}")
+    return int(status[11]) + int(status[12]) if status[:1] == ["S"] else None

@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 
 from msgspec import Struct
 
+from offbeat.monitor.calls import call_of
 from offbeat.monitor.history import history_of
-from offbeat.monitor.judging import call_of
 from offbeat.monitor.verdicts import worker_name
 from offbeat.protocols.causality.histories import Computation, Kind, Place
 from offbeat.runtime.servers.noting import PULL, PUSH

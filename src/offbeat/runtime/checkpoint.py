@@ -84,17 +84,17 @@ class Checkpoints:
                 write_state(draft / _SHARED, shared)
             write_state(draft / file_of(self._group.rank), own)
 
-        def publish() -> None:
+        def finish() -> None:
             nonlocal final
             if leads:
-                final = self._publish(draft, step, summary)
+                final = publish(draft, self.folder, step, self._group.size, self._identity, summary)
 
-        for act in (begin, write, publish):
+        for act in (begin, write, finish):
             failure = ""
             try:
                 act()
             except (OSError, SafetensorError, CheckpointError) as error:
-                failure = _reason(error, draft)
+                failure = f"{getattr(error, 'strerror', None) or error} ({draft})"
             self._agree(failure)
             if leader not in self._group.membership.present:
                 break  # It has died: this one is given up, and the one before is still the newest.
@@ -111,9 +111,6 @@ class Checkpoints:
         tail = f" The one before, {kept.name}, is intact: mend the cause and --resume." if kept else ""
         who = ", ".join(str(rank) for rank, bad in zip(self._group.membership.members, failed, strict=False) if bad)
         raise CheckpointError(f"a checkpoint could not be written (worker {who}): {failure or 'see its log'}.{tail}")
-
-    def _publish(self, draft: Path, step: int, summary: Mapping[str, Any]) -> Path:
-        return publish(draft, self.folder, step, self._group.size, self._identity, summary)
 
     def load(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """The newest checkpoint's shared state, this worker's own, and the summary; refuses one of another run."""
@@ -285,7 +282,8 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
 def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
     """Write tensors and text, onto the disk."""
     save_file(dict(tensors), path, metadata=dict(metadata))
-    _sync_file(path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _read_state(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -332,18 +330,9 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
 def _sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _reason(error: Exception, path: Path) -> str:
-    return f"{getattr(error, 'strerror', None) or error} ({path})"

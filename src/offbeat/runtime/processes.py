@@ -28,6 +28,17 @@ _STATES: Final = {
 }
 
 
+def stat_fields(pid: int | str) -> list[str]:
+    """State, parent, group and so on of a process, or of a thread as `PID/task/TID`; nothing if there is none.
+
+    These follow its name, which is in brackets and may hold anything.
+    """
+    try:
+        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
 class Passport(msgspec.Struct, frozen=True):
     """Names one process, and never another."""
 
@@ -54,12 +65,9 @@ class Seen(msgspec.Struct, frozen=True):
 
 def seen(pid: int) -> Seen | None:
     """What a process is at; None if there is none of that number."""
-    try:
-        text = (_PROC / str(pid) / "stat").read_text()
-    except OSError:
+    fields = stat_fields(pid)
+    if not fields:
         return None
-    # The name, in brackets, may hold anything; what follows the last bracket is numbers.
-    fields = text.rpartition(")")[2].split()
     ticks, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
     spent = (int(fields[11]) + int(fields[12])) / ticks
     state = _STATES.get(fields[0], fields[0])

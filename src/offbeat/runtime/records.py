@@ -27,6 +27,10 @@ BY_SCRIPT = "script"
 """The strategy of a run whose script distributes itself, as one for torchrun does; offbeat has no part in it."""
 
 
+FINISHED = ("finished", "finished without a team")
+"""States of a run that has come to its end: with a result of a team, or of a script that distributes itself."""
+
+
 class _Task(msgspec.Struct):
     source: str
     name: str | None = None
@@ -87,22 +91,8 @@ class RunFolder:
     @classmethod
     def create(cls, parent: Path, task: str, strategy: str) -> RunFolder:
         """A new folder `<parent>/<time>-<task>-<strategy>`, and the link `<parent>/latest` to it."""
-        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-        name = f"{stamp}-{_slug(Path(task.split(':')[0]).stem if task.endswith('.py') else task)}-{_slug(strategy)}"
-        try:
-            parent.mkdir(parents=True, exist_ok=True)
-            for number in range(1, 1000):
-                path = parent / (name if number == 1 else f"{name}-{number}")
-                try:
-                    path.mkdir()
-                except FileExistsError:
-                    continue
-                (path / "logs").mkdir()
-                _point_latest(parent, path)
-                return cls(path)
-        except OSError as error:
-            raise OutputError(_cannot_write(parent, error)) from error
-        raise OutputError(f"{parent} already holds a thousand runs called {name}. Choose another --out.")
+        name = f"{_slug(Path(task.split(':')[0]).stem if task.endswith('.py') else task)}-{_slug(strategy)}"
+        return cls(new_folder(parent, name, "latest", "logs"))
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -139,7 +129,27 @@ class RunFolder:
         """Replace entries of run.json, keeping the others."""
         target = self.path / RUN_FILE
         known: dict[str, Any] = self.read() if target.exists() else {}
-        _replace(target, json.dumps(known | changes, indent=2, default=str) + "\n")
+        write_whole(target, json.dumps(known | changes, indent=2, default=str) + "\n")
+
+
+def new_folder(parent: Path, name: str, latest: str, *inside: str) -> Path:
+    """A new folder `<parent>/<time>-<name>`, with folders inside, and a link beside it that leads to the newest."""
+    stamped = f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for number in range(1, 1000):
+            path = parent / (stamped if number == 1 else f"{stamped}-{number}")
+            try:
+                path.mkdir()
+            except FileExistsError:
+                continue
+            for one in inside:
+                (path / one).mkdir()
+            _point_to(path, parent / latest)
+            return path
+    except OSError as error:
+        raise OutputError(_cannot_write(parent, error)) from error
+    raise OutputError(f"{parent} already holds a thousand runs called {stamped}. Choose another --out.")
 
 
 def strategy_of(known: Mapping[str, Any]) -> str:
@@ -184,7 +194,7 @@ class Metrics:
         """Forget what was written after a checkpoint that the run goes back to, a line that a kill cut short too."""
         if self._path.exists():
             whole = self._path.read_text(errors="replace").splitlines(keepends=True)
-            _replace(self._path, "".join(line for line in whole[:lines] if line.endswith("\n")))
+            write_whole(self._path, "".join(line for line in whole[:lines] if line.endswith("\n")))
 
 
 def _open_tensorboard(path: Path) -> Any:
@@ -222,26 +232,29 @@ def _processor() -> str:
     return found[1] if found else platform.machine()
 
 
-def _replace(target: Path, text: str) -> None:
-    draft = target.with_suffix(".draft")
+def write_whole(target: Path, text: str) -> None:
+    """Put a text into a file, whole or not at all."""
+    draft = target.with_name(f".{target.name}.draft")
     try:
-        draft.write_text(text)
+        draft.write_text(text, encoding="utf-8")
         draft.replace(target)
     except OSError as error:
         with suppress(OSError):
             draft.unlink()
-        raise OutputError(_cannot_write(target, error)) from error
+        raise OutputError(
+            f"{target} cannot be written: {error.strerror or error}. Free some space, or choose another place."
+        ) from error
 
 
-def _point_latest(parent: Path, path: Path) -> None:
-    draft = parent / f".latest-{os.getpid()}"
+def _point_to(path: Path, link: Path) -> None:
+    draft = link.with_name(f".{link.name}-{os.getpid()}")
     draft.unlink(missing_ok=True)
     draft.symlink_to(path.name)
     try:
-        draft.replace(parent / "latest")
+        draft.replace(link)
     except OSError as error:
         draft.unlink()
-        raise OutputError(_cannot_write(parent / "latest", error)) from error
+        raise OutputError(_cannot_write(link, error)) from error
 
 
 def _slug(text: str) -> str:

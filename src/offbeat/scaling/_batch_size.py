@@ -16,7 +16,7 @@ from offbeat.runtime.gauge import read_gradients
 from offbeat.runtime.launch import Launcher
 from offbeat.scaling._noise import DELTA, Noise, by_samples, largest_batch, noise_of, worth
 from offbeat.scaling._runs import Tell, check_budget, is_iterative, nobody, runs_of
-from offbeat.statistics import Estimate
+from offbeat.statistics import Estimate, Plain
 from offbeat.task import AnyTask
 
 STAGES = 5
@@ -28,7 +28,7 @@ _STEPS_IN_A_STAGE = 10
 
 
 @dataclass(frozen=True)
-class Stage:
+class Stage(Plain):
     """Some consecutive steps of the run."""
 
     first: int
@@ -40,13 +40,9 @@ class Stage:
     checked: float | None
     """The same by the gradients of single examples, where they were asked for."""
 
-    def plain(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"first": self.first, "last": self.last, "noise": self.noise.plain(), "checked": self.checked}
-
 
 @dataclass(frozen=True)
-class Way:
+class Way(Plain):
     """One way to raise diversity, at the end of the run, by the gradients of single examples."""
 
     name: str
@@ -55,13 +51,9 @@ class Way:
     cosine: float
     """Of the angle between its mean gradient and the plain one: how much of the direction is left."""
 
-    def plain(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"name": self.name, "diversity": self.diversity, "cosine": self.cosine}
-
 
 @dataclass(frozen=True)
-class BatchSize:
+class BatchSize(Plain):
     """The noise in gradients over a short run, and what it means for the batch."""
 
     target: str
@@ -107,7 +99,6 @@ class BatchSize:
 
     def plain(self) -> dict[str, Any]:
         """For JSON; None stands for no limit."""
-        names = ("target", "workers", "steps", "batch", "usual", "examples", "delta")
         stages: list[dict[str, Any]] = []
         for stage in self.stages:
             diversity = self.diversity(stage)
@@ -121,12 +112,7 @@ class BatchSize:
                     "worth": self.worth(stage).plain(),
                 }
             )
-        return {
-            **{name: getattr(self, name) for name in names},
-            "stages": stages,
-            "ways": [way.plain() for way in self.ways],
-            "warnings": list(self.warnings),
-        }
+        return super().plain() | {"stages": stages}
 
 
 def batch_size(

@@ -17,7 +17,7 @@ from offbeat.fitting import Result
 from offbeat.runtime.launch import Launcher
 from offbeat.scaling._runs import Runs, Tell, busy_seconds, check_budget, is_iterative, nobody, runs_of
 from offbeat.simulate.laws import Amdahl, Gunther, fit_amdahl, fit_gunther
-from offbeat.statistics import Estimate, paired_ratio
+from offbeat.statistics import Estimate, Plain, paired_ratio
 from offbeat.strategies import Strategy, combined, parse
 from offbeat.strategies._base import Combined
 from offbeat.task import AnyTask
@@ -29,7 +29,7 @@ _SAME = 0.02
 
 
 @dataclass(frozen=True)
-class Point:
+class Point(Plain):
     """One number of workers, measured."""
 
     workers: int
@@ -58,20 +58,12 @@ class Point:
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "kind": "measured",
-            "workers": self.workers,
-            "rate": self.rate,
-            "rates": list(self.rates),
-            "speedup": self.speedup.plain(),
-            "efficiency": self.efficiency,
-            "crowded": self.crowded,
-            "superlinear": self.superlinear,
-        }
+        more = {"rate": self.rate, "efficiency": self.efficiency, "superlinear": self.superlinear}
+        return {"kind": "measured"} | super().plain() | more
 
 
 @dataclass(frozen=True)
-class Foretold:
+class Foretold(Plain):
     """A number of workers that was not measured, by the law that was fitted to others."""
 
     workers: int
@@ -79,11 +71,11 @@ class Foretold:
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
-        return {"kind": "extrapolated", "workers": self.workers, "speedup": self.speedup.plain()}
+        return {"kind": "extrapolated"} | super().plain()
 
 
 @dataclass(frozen=True)
-class Scaling:
+class Scaling(Plain):
     """Measured speed-ups, the laws that they follow, and what those foretell."""
 
     target: str
@@ -129,14 +121,9 @@ class Scaling:
             laws["amdahl"] = self.amdahl.plain() | {"half_is": self.kind(self.amdahl.half.value)}
         if self.gunther is not None:
             laws["gunther"] = self.gunther.plain() | {"peak_is": self.kind(self.gunther.peak.value)}
-        names = ("target", "strategy", "baseline", "weak", "steps", "threads", "cores", "unit")
-        return {
-            **{name: getattr(self, name) for name in names},
-            "points": [point.plain() for point in self.points],
-            **laws,
-            "foretold": [one.plain() for one in self.foretold],
-            "warnings": list(self.warnings),
-        }
+        fields = {name: value for name, value in super().plain().items() if name not in ("amdahl", "gunther")}
+        listed = {name: [one.plain() for one in getattr(self, name)] for name in ("points", "foretold")}
+        return fields | listed | laws
 
 
 def scale(

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from offbeat.errors import UsageError
-from offbeat.statistics import CONFIDENCE, Estimate, Floats, furthest, not_negative, student
+from offbeat.statistics import CONFIDENCE, Estimate, Floats, Plain, furthest, not_negative, student
 
 _GRID = 81
 """Values of each parameter that are tried for what follows from both."""
@@ -56,7 +56,7 @@ def gunther_peak(sigma: float, kappa: float) -> float:
 
 
 @dataclass(frozen=True)
-class Amdahl:
+class Amdahl(Plain):
     """Amdahl's law, fitted."""
 
     f: Estimate
@@ -80,12 +80,7 @@ class Amdahl:
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "f": self.f.plain(),
-            "limit": self.limit.plain(),
-            "half": self.half.plain(),
-            "scatter": self.scatter,
-        }
+        return super().plain() | {"limit": self.limit.plain(), "half": self.half.plain()}
 
 
 @dataclass(frozen=True)

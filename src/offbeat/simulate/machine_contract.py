@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any, ClassVar, Final
 
@@ -133,7 +134,7 @@ class _FaultyRun:
         machines = _made(contract, self.name, size, self.seed)
         self.names = [machine.name for machine in machines]
         self.weather = Weather.of(contract, self.names, self.seed)
-        work = {name: self._performer(name) for name in self.names}
+        work = {name: partial(contract.perform, name) for name in self.names}
         self.simulation = Simulation(
             machines,
             seed=self.seed,
@@ -143,9 +144,6 @@ class _FaultyRun:
             observer=contract.observer,
             log=self.recent.append,
         )
-
-    def _performer(self, name: Name) -> Callable[[Any], Any]:
-        return lambda work: self.contract.perform(name, work)
 
     def run(self) -> None:
         """Until it is done and no more faults come; a MachineError if it breaks, or never gets done."""

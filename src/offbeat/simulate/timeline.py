@@ -115,8 +115,9 @@ def schedule_timeline(
         if waited > 0
     ]
     work = [
-        Interval(one.rank, one.begin, one.end, _activity(played.rounds[one.round].op), names[one.round])
+        Interval(one.rank, one.begin, one.end, Activity.COMPUTE if computes else Activity.REDUCE, names[one.round])
         for one in played.work
+        for computes in [played.rounds[one.round].op is Op.COMPUTE]
     ]
     messages = [
         Message(one.source, one.target, one.nbytes, *one[4:], one.arrives, names[one.round], one.round)
@@ -125,10 +126,6 @@ def schedule_timeline(
     lanes = tuple(f"{role} {rank}" for rank in range(view.size))
     hosts = tuple(view.hosts.tolist())
     return Timeline(title, lanes, hosts, (*waits, *work), tuple(messages), _summaries(played, layout))
-
-
-def _activity(op: Op) -> Activity:
-    return Activity.COMPUTE if op is Op.COMPUTE else Activity.REDUCE
 
 
 def _round_labels(played: Trace) -> list[str]:

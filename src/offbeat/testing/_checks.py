@@ -26,6 +26,7 @@ from offbeat.fitting import Result, fit
 from offbeat.runtime.checkpoint import newest
 from offbeat.runtime.hosts import Hosts, abandoned, existing, made_here
 from offbeat.runtime.launch import Launcher
+from offbeat.runtime.processes import stat_fields
 from offbeat.runtime.records import MODEL_FILE
 from offbeat.strategies import Combined, Strategy, Traits, combined
 from offbeat.strategies._worker import Timing
@@ -372,14 +373,10 @@ def nothing_left(folder: Path, before: set[str], launcher: Launcher | None = Non
 def _alive(groups: list[int], parent: int | None) -> list[int]:
     """Processes that belong to one of these process groups or are children of the parent, zombies aside."""
     found: list[int] = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if words[0] != "Z" and (int(words[2]) in groups or int(entry.name) in groups or int(words[1]) == parent):
-                found.append(int(entry.name))
+    for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+        state, parent_of, group, *_ = stat_fields(pid) or ("Z", "0", "0")
+        if state != "Z" and (int(group) in groups or pid in groups or int(parent_of) == parent):
+            found.append(pid)
     return found
 
 

@@ -112,7 +112,7 @@ def check_schedule(
 
     """
     subject = Subject.of(schedule, collective, matrix)
-    told = say or _silent
+    told: Say = say or (lambda _: None)
     told(f"proving it for {PROVED[0]} to {PROVED[-1]} ranks")
     reports = prove_schedule(subject)
     told(f"playing it with numbers in virtual time, {ORDERS} orders for each of {len(PLAYED)} sizes")
@@ -125,10 +125,6 @@ def check_schedule(
     real = () if unrun else REAL
     bounds = {} if matrix else {p: bound(subject.collective, p, subject.nbytes(p)) for p in reports}
     return ScheduleReport(subject.name, reports, bounds, subject.layout, plays, real, unrun)
-
-
-def _silent(words: str) -> None:
-    del words
 
 
 @dataclass(frozen=True)
@@ -273,7 +269,7 @@ def worker(config: Mapping[str, Any], control: Control) -> None:
     schedule = value.schedule if isinstance(value, Algorithm) else value
     matrix = None if config["matrix"] is None else np.array(config["matrix"])
     subject = Subject(
-        schedule, Collective(config["collective"]), None if matrix is None else _constant(matrix), name, None
+        schedule, Collective(config["collective"]), None if matrix is None else (lambda _: matrix), name, None
     )
     group = DirectGroup(where(), PATIENCE, torch.device("cpu"))
     view, layout = subject.views(group.size)[-1], subject.layout(group.size)
@@ -288,10 +284,6 @@ def worker(config: Mapping[str, Any], control: Control) -> None:
     with suppress(Exception):  # Somebody else may have failed, and has said so.
         group.barrier()
     group.close()
-
-
-def _constant(matrix: FloatArray) -> Matrix:
-    return lambda _: matrix
 
 
 def brought(mixes: bool, count: int, rank: int) -> NDArray[Any]:

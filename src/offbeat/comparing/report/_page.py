@@ -7,7 +7,6 @@ from html import escape
 
 from offbeat.comparing._contestants import Part
 from offbeat.comparing._league import League
-from offbeat.comparing._records import Entry
 from offbeat.comparing._rows import Row
 from offbeat.comparing.report import _cells as cells
 from offbeat.comparing.report._svg import COLORS, Curve, Dot, bars, curves, dots
@@ -123,15 +122,11 @@ def _curves(league: League, colors: dict[str, str], unit: float, of: str) -> lis
         if of == "bytes_sent" and row.part is Part.single:
             continue
         own = [entry for entry in league.entries if not entry.tuning and entry.name == row.name and entry.curve]
-        own = sorted((entry for entry in own if entry.seed in league.seeds), key=_length)
+        own = sorted((entry for entry in own if entry.seed in league.seeds), key=lambda entry: entry.arrival)
         for number, entry in enumerate(own):
             points = [(getattr(point, of) / unit, point.score) for point in entry.curve]
             found.append(Curve(f"{row.name}, seed {entry.seed}", points, colors[row.name], number != len(own) // 2))
     return sorted(found, key=lambda curve: not curve.faint)
-
-
-def _length(entry: Entry) -> float:
-    return math.inf if entry.seconds_to_target is None else entry.seconds_to_target
 
 
 def _dots(league: League, colors: dict[str, str]) -> list[Dot]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+
+from offbeat.monitor.diagram.plot import Scale, element, ticks
 
 WIDTH, HEIGHT = 560, 340
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 44
@@ -34,50 +35,41 @@ class Dot:
     """Whether nothing is better in both directions."""
 
 
-def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers that span a range."""
-    if not high > low:
-        return [low]
-    raw = (high - low) / about
-    size = 10.0 ** math.floor(math.log10(raw))
-    step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= raw)
-    first = math.ceil(low / step - 1e-9)
-    return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
 class _Frame:
-    """From numbers to places."""
+    """From numbers to places, with axes that have round numbers."""
 
     def __init__(self, xs: Sequence[float], ys: Sequence[float], from_zero: bool) -> None:
-        self.left, self.right = 0.0, max([*xs, 1e-9]) * 1.04
         low, high = min(ys, default=0.0), max(ys, default=1.0)
         margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-        self.low, self.high = (0.0 if from_zero else low - margin), high + margin
-
-    def x(self, value: float) -> float:
-        return LEFT + (value - self.left) / (self.right - self.left) * (WIDTH - LEFT - RIGHT)
-
-    def y(self, value: float) -> float:
-        return HEIGHT - BOTTOM - (value - self.low) / (self.high - self.low) * (HEIGHT - TOP - BOTTOM)
+        self.x = Scale(0.0, max([*xs, 1e-9]) * 1.04, LEFT, WIDTH - RIGHT)
+        self.y = Scale(0.0 if from_zero else low - margin, high + margin, HEIGHT - BOTTOM, TOP)
 
     def axes(self, across: str, up: str) -> list[str]:
-        bottom = HEIGHT - BOTTOM
-        parts: list[str] = []
-        for value in ticks(self.left, self.right):
-            x = self.x(value)
-            parts.append(f'<line x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{bottom}" class="grid"/>')
-            parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{value:g}</text>')
-        for value in ticks(self.low, self.high):
+        parts = _upright(self.x, across, HEIGHT)
+        for value in ticks(self.y.low, self.y.high):
             y = self.y(value)
-            parts.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" class="grid"/>')
-            parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.6g}</text>')
-        middle = (LEFT + WIDTH - RIGHT) / 2
-        parts.append(
-            f'<text x="{middle:.0f}" y="{HEIGHT - 6}" text-anchor="middle" class="name">{escape(across)}</text>'
-        )
-        turned = f"translate(13 {(TOP + bottom) / 2:.0f}) rotate(-90)"
-        parts.append(f'<text transform="{turned}" text-anchor="middle" class="name">{escape(up)}</text>')
-        return parts
+            parts.append(element("line", x1=LEFT, y1=y, x2=WIDTH - RIGHT, y2=y, class_="grid"))
+            parts.append(_text(LEFT - 6, y + 4, f"{value:.6g}", "end"))
+        turned = f"translate(13 {(TOP + HEIGHT - BOTTOM) / 2:.0f}) rotate(-90)"
+        return [*parts, element("text", escape(up), transform=turned, text_anchor="middle", class_="name")]
+
+
+def _upright(x: Scale, name: str, height: float) -> list[str]:
+    """The grid and the numbers of an axis from left to right, and what it is called."""
+    bottom = height - BOTTOM
+    parts = [_text((x.first + x.last) / 2, height - 6, name, "middle", class_="name")]
+    for value in ticks(x.low, x.high):
+        parts.append(element("line", x1=x(value), y1=TOP, x2=x(value), y2=bottom, class_="grid"))
+        parts.append(_text(x(value), bottom + 16, f"{value:g}", "middle"))
+    return parts
+
+
+def _text(x: float, y: float, words: str, anchor: str = "start", **more: str) -> str:
+    return element("text", escape(words), x=x, y=y, text_anchor=anchor, **more)
+
+
+def _places(points: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
 
 
 def curves(lines: Sequence[Curve], across: str, up: str, level: float | None = None) -> str:
@@ -88,19 +80,16 @@ def curves(lines: Sequence[Curve], across: str, up: str, level: float | None = N
     parts = frame.axes(across, up)
     if level is not None:
         y = frame.y(level)
-        parts.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" class="target"/>')
-        parts.append(f'<text x="{WIDTH - RIGHT - 4}" y="{y - 5:.1f}" text-anchor="end">target {level:g}</text>')
+        parts.append(element("line", x1=LEFT, y1=y, x2=WIDTH - RIGHT, y2=y, class_="target"))
+        parts.append(_text(WIDTH - RIGHT - 4, y - 5, f"target {level:g}", "end"))
     for line in lines:
-        inside = [(frame.x(x), frame.y(min(max(y, frame.low), frame.high))) for x, y in line.points]
-        places = " ".join(f"{x:.1f},{y:.1f}" for x, y in inside)
-        opacity = 0.25 if line.faint else 0.95
-        parts.append(
-            f'<polyline points="{places}" fill="none" stroke="{line.color}" stroke-opacity="{opacity}" '
-            f'stroke-width="{1 if line.faint else 2}"><title>{escape(line.name)}</title></polyline>'
-        )
+        inside = [(frame.x(x), frame.y(frame.y.kept(y))) for x, y in line.points]
+        look = {"stroke_opacity": "0.25", "stroke_width": "1"} if line.faint else {"stroke_width": "2"}
+        title = element("title", escape(line.name))
+        parts.append(element("polyline", title, points=_places(inside), fill="none", stroke=line.color, **look))
         if not line.faint and inside:
             x, y = inside[-1]
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{line.color}"/>')
+            parts.append(element("circle", cx=x, cy=y, r=3.2, fill=line.color))
     return _drawn(parts)
 
 
@@ -121,16 +110,16 @@ def dots(places: Sequence[Dot], across: str, up: str) -> str:
     frame = _Frame([dot.x for dot in places], [dot.y for dot in places], from_zero=True)
     parts = frame.axes(across, up)
     edge = sorted((dot for dot in places if dot.edge), key=lambda dot: dot.x)
-    joined = " ".join(f"{frame.x(dot.x):.1f},{frame.y(dot.y):.1f}" for dot in edge)
-    parts.append(f'<polyline points="{joined}" class="edge"/>')
+    joined = _places([(frame.x(dot.x), frame.y(dot.y)) for dot in edge])
+    parts.append(element("polyline", points=joined, class_="edge"))
     places = sorted(places, key=lambda dot: (not dot.edge, dot.y))
     taken = [_Box(frame.x(dot.x) - 6, frame.y(dot.y) - 6, 12, 12) for dot in places]
     for dot in places:
         x, y = frame.x(dot.x), frame.y(dot.y)
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{6 if dot.edge else 4.5}" fill="{dot.color}"/>')
+        parts.append(element("circle", cx=x, cy=y, r=6 if dot.edge else 4.5, fill=dot.color))
         box = _free_place(x, y, 6.1 * len(dot.name), taken)
         taken.append(box)
-        parts.append(f'<text x="{box.left:.1f}" y="{box.top + 11:.1f}">{escape(dot.name)}</text>')
+        parts.append(_text(box.left, box.top + 11, dot.name))
     return _drawn(parts)
 
 
@@ -164,29 +153,19 @@ def _free_place(x: float, y: float, width: float, taken: Sequence[_Box]) -> _Box
 def bars(rows: Sequence[tuple[str, Mapping[str, float]]], colors: Mapping[str, str], across: str) -> str:
     """A stacked bar for each row, in the order of the colors."""
     most = max((sum(parts.values()) for _, parts in rows), default=1.0) or 1.0
-    left, high = 190, 26
+    high = 26
     height = TOP + high * len(rows) + BOTTOM
-    wide = WIDTH - left - RIGHT
-    drawn: list[str] = []
-    for value in ticks(0.0, most * 1.02):
-        x = left + value / (most * 1.02) * wide
-        drawn.append(f'<line x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{height - BOTTOM}" class="grid"/>')
-        drawn.append(f'<text x="{x:.1f}" y="{height - BOTTOM + 16}" text-anchor="middle">{value:g}</text>')
+    scale = Scale(0.0, most * 1.02, 190, WIDTH - RIGHT)
+    drawn = _upright(scale, across, height)
     for number, (name, parts) in enumerate(rows):
-        y = TOP + number * high
-        drawn.append(f'<text x="{left - 8}" y="{y + 17}" text-anchor="end">{escape(_cut(name))}</text>')
-        x = float(left)
+        y, spent = TOP + number * high, 0.0
+        drawn.append(_text(scale.first - 8, y + 17, _cut(name), "end"))
         for kind, color in colors.items():
-            width = parts.get(kind, 0.0) / (most * 1.02) * wide
-            told = f"{name}: {kind} {parts.get(kind, 0.0):.3g} s"
-            drawn.append(
-                f'<rect x="{x:.1f}" y="{y + 4}" width="{width:.1f}" height="{high - 8}" fill="{color}">'
-                f"<title>{escape(told)}</title></rect>"
-            )
-            x += width
-    drawn.append(
-        f'<text x="{(left + WIDTH) / 2:.0f}" y="{height - 6}" text-anchor="middle" class="name">{escape(across)}</text>'
-    )
+            seconds = parts.get(kind, 0.0)
+            x, width = scale(spent), scale(seconds) - scale.first
+            title = element("title", escape(f"{name}: {kind} {seconds:.3g} s"))
+            drawn.append(element("rect", title, x=x, y=y + 4, width=width, height=high - 8, fill=color))
+            spent += seconds
     return _drawn(drawn, height)
 
 
@@ -195,5 +174,4 @@ def _cut(name: str) -> str:
 
 
 def _drawn(parts: Sequence[str], height: int = HEIGHT) -> str:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">'
-    return head + "".join(parts) + "</svg>"
+    return element("svg", *parts, xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {WIDTH} {height}", role="img")

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Final
 
 from offbeat.monitor.diagram.model import LOGICAL, Arrow, Band, Diagram, Line, Mark, Span
+from offbeat.monitor.diagram.plot import Plot, Scale, ticks
 from offbeat.monitor.diagram.shapes import KINDS, Drawing, Drawn, Point, Rect, Shape, Text, dot, text_width
 
 WIDTH: Final = 1200.0
@@ -27,51 +28,49 @@ class _Sheet:
     """Where everything is."""
 
     def __init__(self, lanes: Diagram, width: float) -> None:
-        self._lanes = lanes
-        self._width = width
-        self._count = max(1, len(lanes.names))
-        self._pitch = min(84.0, max(24.0, 560.0 / self._count))
-        self._bar = (0.16 if lanes.axis == LOGICAL else 0.44) * self._pitch
-        self._left = _EDGE + 10 + max((text_width(name, "name") for name in lanes.names), default=0.0)
-        self._right = width - _EDGE
-        self._top = _HEAD + 18.0 * len(lanes.cuts)
-        self._bottom = self._top + self._count * self._pitch
-        span = lanes.stop - lanes.start
-        pad = 0.02 * span if lanes.axis == LOGICAL and span else 0.0
-        self._start = lanes.start - pad
-        self._scale = (self._right - self._left) / (span + 2 * pad or 1.0)
+        self.lanes, self.width = lanes, width
+        self.logical = lanes.axis == LOGICAL
+        pitch = min(84.0, max(24.0, 560.0 / max(1, len(lanes.names))))
+        self.bar = (0.16 if self.logical else 0.44) * pitch
+        left = _EDGE + 10 + max((text_width(name, "name") for name in lanes.names), default=0.0)
+        pad = 0.02 * (lanes.stop - lanes.start) if self.logical else 0.0
+        time = Scale(lanes.start - pad, lanes.stop + pad, left, width - _EDGE)
+        self.plot = Plot(time, _HEAD + 18.0 * len(lanes.cuts), pitch, max(1, len(lanes.names)))
+        self.moments = ticks(lanes.start, lanes.stop, 10, whole=self.logical)
+        """Where the axis has numbers."""
+
+    def kept(self, time: float) -> float:
+        """A little outside of the plot at most, since what is cut off need not be drawn."""
+        return min(max(self.plot.x(time), self.plot.left - 20), self.plot.right + 20)
 
     def drawing(self) -> Drawing:
         """All of it."""
-        notes = list(self._notes())
-        height = self._bottom + 42 + 16 * len(notes)
-        plot = Rect(self._left, self._top, self._right - self._left, self._bottom - self._top, "paper")
-        inside = [*self._grid(), *self._rails(), *self._bands(), *self._spans(), *self._arrows(), *self._marks()]
-        for cut in self._lanes.cuts:
-            inside += self._cut(cut)
-        around = [*self._heading(), *self._names(), *self._ticks(), *notes]
-        return Drawing(self._width, height, self._lanes.title, plot, inside, around)
+        frame, contents = _Frame(self), _Contents(self)
+        height = self.plot.bottom + 42 + 16 * len(self.lanes.notes)
+        inside, around = list(contents.shapes()), list(frame.shapes())
+        return Drawing(self.width, height, self.lanes.title, self.plot.area, inside, around)
 
-    # -- places -------------------------------------------------------------------------------------------------------
 
-    def _x(self, time: float) -> float:
-        return self._left + (time - self._start) * self._scale
+class _Frame:
+    """What is around the lanes: heading, legend, names, moments, notes."""
 
-    def _y(self, lane: int) -> float:
-        """The middle of a lane."""
-        return self._top + (lane + 0.5) * self._pitch
+    def __init__(self, sheet: _Sheet) -> None:
+        self._sheet, self._lanes, self._plot = sheet, sheet.lanes, sheet.plot
 
-    def _kept(self, x: float) -> float:
-        """A little outside of the plot at most, since what is cut off need not be drawn."""
-        return min(max(x, self._left - 20), self._right + 20)
-
-    # -- around -------------------------------------------------------------------------------------------------------
+    def shapes(self) -> Iterator[Drawn]:
+        """All of it."""
+        yield from self._heading()
+        yield from self._plot.names(self._lanes.names)
+        yield from self._ticks()
+        room = int((self._plot.right - _EDGE) / text_width("x", "words"))
+        for number, note in enumerate(self._lanes.notes):
+            yield Text(_EDGE, self._plot.bottom + 40 + 16 * number, _cropped(note, room), "words")
 
     def _heading(self) -> Iterator[Drawn]:
         lanes = self._lanes
         yield Text(_EDGE, 26, lanes.title or "Space-time diagram", "title")
         seconds = f"{_seconds(lanes.start, lanes.stop)} since the first event"
-        when = f"logical time {lanes.start:g} to {lanes.stop:g}" if lanes.axis == LOGICAL else seconds
+        when = f"logical time {lanes.start:g} to {lanes.stop:g}" if self._sheet.logical else seconds
         who = "1 process" if len(lanes.names) == 1 else f"{len(lanes.names)} processes"
         yield Text(_EDGE, 44, f"{who}, {lanes.events:,} events, {when}", "words")
         x = _EDGE
@@ -95,57 +94,51 @@ class _Sheet:
         for kind in dict.fromkeys(mark.kind for mark in lanes.marks if mark.count == 1 or mark.kind != "step"):
             if kind == "step":
                 yield Shape(((9, 0), (9, 11)), "step", False), kind
-            elif lanes.axis != LOGICAL:
+            elif not self._sheet.logical:
                 yield _flag(kind, 9, 10), kind
 
     def _cut_words(self, cut: Line, y: float) -> Iterator[Drawn]:
         said = "consistent" if cut.consistent else f"not consistent: {cut.words}"
         look = "cut" if cut.consistent else "wrong cut"
         yield Shape(((_EDGE, y + 1), (_EDGE + 18, y + 1)), look, False)
-        room = int((self._right - _EDGE - 24) / text_width("x", "cut words"))
+        room = int((self._plot.right - _EDGE - 24) / text_width("x", "cut words"))
         yield Text(_EDGE + 24, y + 5, _cropped(f"cut {cut.label}: {said}", room), f"{look} words")
 
-    def _names(self) -> Iterator[Drawn]:
-        for lane, name in enumerate(self._lanes.names):
-            yield Text(self._left - 10, self._y(lane) + 4, name, "name", "end")
-
-    def _steps(self) -> list[float]:
-        """Where the axis has numbers: at round ones, about ten of them."""
-        span = (self._lanes.stop - self._lanes.start) or 1.0
-        rough = span / 10
-        power = 10.0 ** math.floor(math.log10(rough))
-        step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
-        step = max(1.0, step) if self._lanes.axis == LOGICAL else step
-        first = math.ceil(self._lanes.start / step - 1e-9)
-        last = math.floor(self._lanes.stop / step + 1e-9)
-        return [number * step for number in range(first, last + 1)]
-
     def _ticks(self) -> Iterator[Drawn]:
-        steps = self._steps()
-        small = self._lanes.axis != LOGICAL and self._lanes.stop - self._lanes.start < 0.5
-        for time in steps:
-            words = f"{time * 1000:.6g} ms" if small else f"{time:.6g}{'' if self._lanes.axis == LOGICAL else ' s'}"
-            late = self._x(time) + text_width(words, "words") / 2 > self._right
-            yield Text(self._x(time), self._bottom + 18, words, "words", "end" if late else "middle")
+        small = not self._sheet.logical and self._lanes.stop - self._lanes.start < 0.5
+        for time in self._sheet.moments:
+            words = f"{time * 1000:.6g} ms" if small else f"{time:.6g}{'' if self._sheet.logical else ' s'}"
+            late = self._plot.x(time) + text_width(words, "words") / 2 > self._plot.right
+            yield Text(self._plot.x(time), self._plot.bottom + 18, words, "words", "end" if late else "middle")
 
-    def _notes(self) -> Iterator[Drawn]:
-        room = int((self._right - _EDGE) / text_width("x", "words"))
-        for number, note in enumerate(self._lanes.notes):
-            yield Text(_EDGE, self._bottom + 40 + 16 * number, _cropped(note, room), "words")
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+class _Contents:
+    """What is in the lanes and between them."""
 
-    def _grid(self) -> Iterator[Drawn]:
-        for time in self._steps():
-            yield Shape(((self._x(time), self._top), (self._x(time), self._bottom)), "grid", False)
+    def __init__(self, sheet: _Sheet) -> None:
+        self._sheet, self._lanes, self._plot = sheet, sheet.lanes, sheet.plot
+        self._x, self._y, self._bar = self._plot.x, self._plot.y, sheet.bar
+
+    def shapes(self) -> Iterator[Drawn]:
+        """All of it, from the back to the front."""
+        yield from self._plot.grid(self._sheet.moments)
+        yield from self._rails()
+        yield from self._bands()
+        for span in self._lanes.spans:
+            yield from self._span(span)
+        for arrow in self._lanes.arrows:
+            yield self._arrow(arrow)
+        yield from self._marks()
+        for cut in self._lanes.cuts:
+            yield from self._cut(cut)
 
     def _rails(self) -> Iterator[Drawn]:
         for lane in range(len(self._lanes.names)):
             y = self._y(lane)
-            if self._lanes.axis == LOGICAL:
-                yield Shape(((self._left, y), (self._right, y)), "rail", False)
+            if self._sheet.logical:
+                yield Shape(((self._plot.left, y), (self._plot.right, y)), "rail", False)
             else:
-                yield Rect(self._left, y - self._bar / 2, self._right - self._left, self._bar, "lane")
+                yield self._plot.area._replace(y=y - self._bar / 2, height=self._bar, look="lane")
 
     def _bands(self) -> Iterator[Drawn]:
         for band in self._lanes.bands:
@@ -155,14 +148,14 @@ class _Sheet:
             for one, other in pairwise(band.stays):
                 upper, lower = self._y(one.lane) + self._bar / 2, self._y(other.lane) - self._bar / 2
                 corners = ((one.start, upper), (one.stop, upper), (other.stop, lower), (other.start, lower))
-                yield Shape(tuple((self._kept(self._x(time)), y) for time, y in corners), "band", title=band.label)
+                yield Shape(tuple((self._sheet.kept(time), y) for time, y in corners), "band", title=band.label)
             yield from self._missing(band)
 
     def _merged(self, band: Band) -> Rect:
         """Several collectives as one, behind all their lanes."""
         first, last = band.stays[0], band.stays[-1]
-        left, top = self._kept(self._x(first.start)), self._y(first.lane)
-        return Rect(left, top, self._kept(self._x(first.stop)) - left, self._y(last.lane) - top, "bands", band.label)
+        left, top = self._sheet.kept(first.start), self._y(first.lane)
+        return Rect(left, top, self._sheet.kept(first.stop) - left, self._y(last.lane) - top, "bands", band.label)
 
     def _missing(self, band: Band) -> Iterator[Drawn]:
         """From the nearest who came to each who never did."""
@@ -172,30 +165,25 @@ class _Sheet:
             title = f"{self._lanes.names[lane]} has never entered {band.label}"
             yield Shape(((x, self._y(near.lane) + side), (x, self._y(lane) - side)), "missing", False, True, title)
 
-    def _spans(self) -> Iterator[Drawn]:
-        for span in self._lanes.spans:
-            left, right = self._kept(self._x(span.start)), self._kept(self._x(span.stop))
-            top, width = self._y(span.lane) - self._bar / 2, max(right - left, _LEAST)
-            title = _title(span) if span.label else ""
-            for kind, share in (span.mix or {span.kind: 1.0}).items():
-                height = share * self._bar / max(1.0, sum(span.mix.values()))
-                yield Rect(left, top, width, height, kind, title)
-                top, title = top + height, ""
-            if span.open:
-                yield Rect(right - 3, self._y(span.lane) - self._bar / 2, 3, self._bar, "open", "has never ended")
-            yield from self._span_words(span, max(left, self._left), min(right, self._right))
+    def _span(self, span: Span) -> Iterator[Drawn]:
+        left, right = self._sheet.kept(span.start), self._sheet.kept(span.stop)
+        top, width = self._y(span.lane) - self._bar / 2, max(right - left, _LEAST)
+        title = _title(span) if span.label else ""
+        for kind, share in (span.mix or {span.kind: 1.0}).items():
+            height = share * self._bar / max(1.0, sum(span.mix.values()))
+            yield Rect(left, top, width, height, kind, title)
+            top, title = top + height, ""
+        if span.open:
+            yield Rect(right - 3, self._y(span.lane) - self._bar / 2, 3, self._bar, "open", "has never ended")
+        yield from self._span_words(span, max(left, self._plot.left), min(right, self._plot.right))
 
     def _span_words(self, span: Span, left: float, right: float) -> Iterator[Drawn]:
         words = span.label.partition(" (")[0].partition(" of group")[0] if span.count == 1 else ""
         if words and self._bar >= 14 and text_width(words, "inside") + 8 < right - left:
             yield Text((left + right) / 2, self._y(span.lane) + 4, words, "inside", "middle")
 
-    def _arrows(self) -> Iterator[Drawn]:
-        for arrow in self._lanes.arrows:
-            yield self._arrow(arrow)
-
     def _arrow(self, arrow: Arrow) -> Shape:
-        away = 4.0 if self._lanes.axis == LOGICAL else self._bar / 2
+        away = 4.0 if self._sheet.logical else self._bar / 2
         side = math.copysign(away, arrow.target - arrow.source)
         start: Point = (self._x(arrow.start), self._y(arrow.source) + side)
         stop: Point = (self._x(arrow.stop), self._y(arrow.target) - side)
@@ -207,7 +195,7 @@ class _Sheet:
         lanes = defaultdict[int, list[Mark]](list)
         for mark in self._lanes.marks:
             x, y = self._x(mark.time), self._y(mark.lane) - self._bar / 2
-            if self._lanes.axis == LOGICAL:
+            if self._sheet.logical:
                 lanes[mark.lane].append(mark)
                 yield dot(x, self._y(mark.lane), 4.5, "event", mark.label)
             elif mark.kind == "step":
@@ -222,23 +210,26 @@ class _Sheet:
         """What the events of a log are, where there is room for it."""
         for mark, following in zip(marks, [*marks[1:], None], strict=True):
             x = self._x(mark.time)
-            room = (self._right if following is None else self._x(following.time)) - x
+            room = (self._plot.right if following is None else self._x(following.time)) - x
             letters = int((room - 10) / text_width("x", "inside"))
             if letters >= 5:
                 yield Text(x + 3, self._y(mark.lane) - 9, _cropped(mark.label, letters), "inside")
 
     def _cut(self, cut: Line) -> Iterator[Drawn]:
         xs = [self._x(time) for time in cut.times]
-        if not xs or max(xs) < self._left or min(xs) > self._right + 20:
+        if not xs or max(xs) < self._plot.left or min(xs) > self._plot.right + 20:
             return
-        xs = [min(max(x, self._left + 1), self._right - 1) for x in xs]
-        points = [(xs[0], self._top), *((x, self._y(lane)) for lane, x in enumerate(xs)), (xs[-1], self._bottom)]
+        xs = [min(max(x, self._plot.left + 1), self._plot.right - 1) for x in xs]
+        middles = [(x, self._y(lane)) for lane, x in enumerate(xs)]
+        points = [(xs[0], self._plot.top), *middles, (xs[-1], self._plot.bottom)]
         title = cut.words or f"cut {cut.label}"
         yield Shape(tuple(points), "halo", False)
         look = "cut" if cut.consistent else "wrong cut"
         yield Shape(tuple(points), look, False, title=title)
-        late = xs[0] + text_width(cut.label, "cut words") > self._right
-        yield Text(xs[0] + (-5 if late else 5), self._top + 11, cut.label, f"{look} words", "end" if late else "start")
+        late = xs[0] + text_width(cut.label, "cut words") > self._plot.right
+        yield Text(
+            xs[0] + (-5 if late else 5), self._plot.top + 11, cut.label, f"{look} words", "end" if late else "start"
+        )
 
 
 def _flag(kind: str, x: float, y: float, title: str = "") -> Shape:

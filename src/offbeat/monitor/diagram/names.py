@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from msgspec import Struct
 
-from offbeat.monitor.judging import SEND, call_of
+from offbeat.monitor.calls import SEND, call_of
 from offbeat.monitor.verdicts import worker_name
 from offbeat.protocols.causality.histories import Call
 from offbeat.runtime.servers.noting import GROUP as SERVERS

@@ -11,7 +11,8 @@ from xml.sax.saxutils import escape, quoteattr
 from offbeat.errors import OutputError, UsageError, did_you_mean
 from offbeat.monitor.diagram.layout import drawn
 from offbeat.monitor.diagram.model import Diagram
-from offbeat.monitor.diagram.shapes import LOOKS, Drawing, Drawn, Look, Point, Rect, Shape, Text
+from offbeat.monitor.diagram.plot import element, pixels
+from offbeat.monitor.diagram.shapes import LOOKS, Drawing, Drawn, Look, Point, Text
 
 SUFFIXES: Final = (".svg", ".png")
 _FONT: Final = "'DejaVu Sans', 'Segoe UI', Helvetica, Arial, sans-serif"
@@ -46,17 +47,17 @@ def write(drawing: Drawing, path: Path) -> None:
 def svg(drawing: Drawing) -> str:
     """A drawing as SVG: one file, nothing fetched, and words where somebody points."""
     looks = {shape.look for shape in (*drawing.inside, *drawing.around)}
-    size = f"{_n(drawing.width)} {_n(drawing.height)}"
+    size = f"{pixels(drawing.width)} {pixels(drawing.height)}"
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" width="{_n(drawing.width)}" '
-        f'height="{_n(drawing.height)}" font-family={quoteattr(_FONT)} role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" width="{pixels(drawing.width)}" '
+        f'height="{pixels(drawing.height)}" font-family={quoteattr(_FONT)} role="img">',
         f"<title>{escape(drawing.title or 'Space-time diagram')}</title>",
         f"<style>{''.join(_css(name) for name in LOOKS if name in looks)}</style>",
         "<defs>",
         *(_pattern(name) for name in LOOKS if name in looks and LOOKS[name].hatch),
         f'<clipPath id="plot"><path d="{_path(drawing.plot.points, True)}"/></clipPath>',
         "</defs>",
-        f'<rect width="{_n(drawing.width)}" height="{_n(drawing.height)}" fill="#fff"/>',
+        f'<rect width="{pixels(drawing.width)}" height="{pixels(drawing.height)}" fill="#fff"/>',
         '<g clip-path="url(#plot)">',
         *(_element(shape) for shape in drawing.inside),
         "</g>",
@@ -64,11 +65,6 @@ def svg(drawing: Drawing) -> str:
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _n(value: float) -> str:
-    """A number with one decimal at most: a tenth of a pixel is enough."""
-    return f"{value:.1f}".removesuffix(".0")
 
 
 def _class(name: str) -> str:
@@ -84,7 +80,7 @@ def _css(name: str) -> str:
     if look.opacity < 1:
         parts.append(f"opacity:{look.opacity:g}")
     if look.dash:
-        parts.append(f"stroke-dasharray:{' '.join(map(_n, look.dash))}")
+        parts.append(f"stroke-dasharray:{' '.join(map(pixels, look.dash))}")
     return f".{_class(name)}{{{';'.join(parts)}}}"
 
 
@@ -98,26 +94,23 @@ def _pattern(name: str) -> str:
 
 
 def _element(shape: Drawn) -> str:
-    name = _class(shape.look)
+    name, look = _class(shape.look), LOOKS[shape.look]
     if isinstance(shape, Text):
-        look = LOOKS[shape.look]
-        bold = (' font-weight="600"' if look.bold else "") + (' paint-order="stroke"' if look.stroke else "")
-        anchor = "" if shape.anchor == "start" else f' text-anchor="{shape.anchor}"'
-        where = f'x="{_n(shape.x)}" y="{_n(shape.y)}" font-size="{_n(look.size)}"'
-        return f'<text class="{name}" {where}{bold}{anchor}>{escape(shape.words)}</text>'
-    return "".join(_titled(f'path class="{name}" d="{way}"{more}', shape.title) for way, more in _ways(shape))
-
-
-def _ways(shape: Rect | Shape) -> Iterator[tuple[str, str]]:
-    """The line or polygon, and the head if it has one."""
-    yield _path(shape.points, shape.closed), "" if shape.closed else ' style="fill:none"'
-    if shape.head:
-        stroke = LOOKS[shape.look].stroke
-        yield _path(arrow_head(*shape.points[-2:]), True), f' style="fill:{stroke};stroke:none"'
+        more = {"font_weight": "600"} if look.bold else {}
+        more |= {"paint_order": "stroke"} if look.stroke else {}
+        more |= {} if shape.anchor == "start" else {"text_anchor": shape.anchor}
+        return element("text", escape(shape.words), class_=name, x=shape.x, y=shape.y, font_size=look.size, **more)
+    title = [element("title", escape(shape.title))] if shape.title else []
+    more = {} if shape.closed else {"style": "fill:none"}
+    line = element("path", *title, class_=name, d=_path(shape.points, shape.closed), **more)
+    if not shape.head:
+        return line
+    head = _path(arrow_head(*shape.points[-2:]), True)
+    return line + element("path", *title, class_=name, d=head, style=f"fill:{look.stroke};stroke:none")
 
 
 def _path(points: Sequence[Point], closed: bool) -> str:
-    return "M" + "L".join(f"{_n(x)},{_n(y)}" for x, y in points) + ("Z" if closed else "")
+    return "M" + "L".join(f"{pixels(x)},{pixels(y)}" for x, y in points) + ("Z" if closed else "")
 
 
 def arrow_head(start: Point, stop: Point) -> tuple[Point, Point, Point]:
@@ -126,10 +119,6 @@ def arrow_head(start: Point, stop: Point) -> tuple[Point, Point, Point]:
     back = [(angle + turn, _HEAD) for turn in (math.pi - 0.4, math.pi + 0.4)]
     left, right = ((stop[0] + length * math.cos(way), stop[1] + length * math.sin(way)) for way, length in back)
     return stop, left, right
-
-
-def _titled(element: str, title: str) -> str:
-    return f"<{element}><title>{escape(title)}</title></{element.split()[0]}>" if title else f"<{element}/>"
 
 
 # -- PNG --------------------------------------------------------------------------------------------------------------

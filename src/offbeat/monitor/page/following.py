@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Mapping
@@ -22,7 +21,8 @@ from offbeat.monitor.page.windows import LaneView
 from offbeat.monitor.queues import read_queues
 from offbeat.monitor.verdicts import EXIT_CODES
 from offbeat.protocols.causality.deadlock import natural
-from offbeat.runtime.records import part, strategy_of
+from offbeat.runtime.processes import stat_fields
+from offbeat.runtime.records import FINISHED, part, strategy_of
 from offbeat.runtime.stamps import FOLDER, Reader, Stamp
 
 EVERY: Final = 0.5
@@ -204,7 +204,7 @@ class Run:
 
     def _judged(self) -> Mapping[str, Any]:
         """What the events say of a run whose launcher has said nothing, because it was killed."""
-        if "verdict" in self._data or self.live or self.state.startswith("finished"):
+        if "verdict" in self._data or self.live or self.state in FINISHED:
             return {}
         judge = Judge()
         for path in self._worker_files():
@@ -265,10 +265,4 @@ def _spoken(stem: str) -> str:
 
 
 def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    return bool(stat_fields(process))

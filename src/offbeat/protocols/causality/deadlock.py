@@ -75,11 +75,15 @@ class Knot(Struct, frozen=True):
         """Who waits."""
         return frozenset(wait.process for wait in self.waits)
 
-    def __str__(self) -> str:
-        """In words: `worker 2 waits for worker 0 in X; worker 0 waits for worker 2 in Y`."""
+    def told(self, how: Mapping[Name, str]) -> str:
+        """In words: `worker 2 waits for worker 0 in X; worker 0 waits for worker 2 in Y`; `how` says how some ended."""
         stuck = self.processes | self.ended
         told = [_tell(wait, stuck) for wait in self.waits]
-        return "; ".join([*told, *(f"{name} has ended" for name in natural(self.ended))])
+        return "; ".join([*told, *(f"{name} {how.get(name, 'has ended')}" for name in natural(self.ended))])
+
+    def __str__(self) -> str:
+        """The same, where nobody knows how."""
+        return self.told({})
 
 
 class Deadlock(Struct, frozen=True):
@@ -94,11 +98,15 @@ class Deadlock(Struct, frozen=True):
         """Who is stuck only because those in the knots are."""
         return self.stuck.difference(*(knot.processes for knot in self.knots))
 
-    def __str__(self) -> str:
-        """The knots in words, then who else waits because of them."""
+    def told(self, how: Mapping[Name, str]) -> str:
+        """The knots in words, then who else waits because of them; `how` says how some have ended."""
         behind = natural(self.held_up)
         held = f"Held up by this: {', '.join(behind)}." if behind else ""
-        return " ".join([*(f"{knot}." for knot in self.knots), *filter(None, [held])])
+        return " ".join([*(f"{knot.told(how)}." for knot in self.knots), *filter(None, [held])])
+
+    def __str__(self) -> str:
+        """The same, where nobody knows how."""
+        return self.told({})
 
 
 def deadlock(waits: Iterable[Wait], ended: Collection[Name] = ()) -> Deadlock | None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from offbeat.errors import RunError, UsageError
 from offbeat.runtime.hosts._placed import Placed, PlacedHost
 from offbeat.runtime.hosts._wanted import Host, Hosts
+from offbeat.runtime.processes import seen
 
 NAMED = Path("/run/netns")
 """Where Linux's `ip netns` keeps namespaces by name."""
@@ -178,7 +179,5 @@ def _owner() -> str:
 
 def _began(process: int) -> int | None:
     """When a process began, in ticks since the machine did; None if there is none. Numbers of processes come back."""
-    try:
-        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, IndexError):
-        return None
+    found = seen(process)
+    return None if found is None else found.began

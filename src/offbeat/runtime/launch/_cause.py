@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,9 @@ from offbeat.runtime.launch._roles import Outcome, RemoteError, Role
 HEAD_START = 0.1
 """Seconds by which a death is dated back: the kernel closes a dying process's sockets, which its peers notice,
 before it tells the parent."""
+
+SETTLE = 0.5
+"""Seconds to wait for a better explanation when the first failure only complains of a peer."""
 
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "killed by the system or by hand; out of memory?",
@@ -40,6 +44,39 @@ class Failure:
     def is_consequence(self) -> bool:
         """Whether it only says that a peer is gone."""
         return self.error is not None and self.error.communication
+
+
+class Failures:
+    """What has gone wrong in a run so far."""
+
+    def __init__(self) -> None:
+        self._known: list[Failure] = []
+        self._settled_at = 0.0
+        self.borne: list[Failure] = []
+        """Ends of expendable roles."""
+        self.announced: list[Failure] = []
+        """Of those who end themselves with an exit code, and may not have ended yet."""
+
+    def add(self, failure: Failure) -> None:
+        """Something that ends the run."""
+        if not self._known:
+            self._settled_at = time.monotonic() + SETTLE
+        self._known.append(failure)
+
+    def decide(self) -> bool:
+        """Whether the run is to be ended now."""
+        certain = any(not failure.is_consequence for failure in self._known)
+        return certain or (bool(self._known) and time.monotonic() >= self._settled_at)
+
+    def cause(self, done: bool) -> Failure | None:
+        """What it all comes from, if anything; `done` says whether somebody has done the work of the run."""
+        # Nobody is left who could have done it. What others went on after is not why one has failed by itself.
+        if self.borne and not done and all(failure.is_consequence for failure in self._known):
+            self._known += [failure for failure in self.borne if failure.error is not None] or self.borne
+        # Others may notice that somebody leaves, and fail of it, before its process has ended.
+        if self._known and all(failure.is_consequence for failure in self._known):
+            self._known += self.announced
+        return cause_of(self._known) if self._known else None
 
 
 def cause_of(failures: Sequence[Failure]) -> Failure:

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
@@ -48,7 +48,7 @@ class Control:
             try:
                 self._socket.sendall(data)
             except OSError:
-                _end_quietly()
+                os._exit(LAUNCHER_GONE)
             self._cut = False
 
     def fail(self, error: BaseException) -> None:
@@ -58,7 +58,3 @@ class Control:
     def report(self, message: msgspec.Struct) -> None:
         """Send a message of the launcher's own protocol."""
         self._put(message)
-
-
-def _end_quietly() -> NoReturn:
-    os._exit(LAUNCHER_GONE)

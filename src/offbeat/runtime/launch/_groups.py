@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from offbeat.runtime.processes import stat_fields
+
 
 def kill(groups: Sequence[int], seconds: float) -> None:
     """End process groups and wait until nothing of them runs, or the time is over."""
@@ -28,19 +30,11 @@ def _runs(group: int) -> bool:
     # A zombie still counts as a member; it is for whoever inherited it to reap.
     return any(
         fields[2] == str(group) and fields[0] not in "ZX"
-        for fields in map(_stat, Path("/proc").glob("[0-9]*"))
+        for fields in (stat_fields(entry.name) for entry in Path("/proc").glob("[0-9]*"))
         if fields
     )
 
 
 def is_stopped(process: int) -> bool:
     """Whether a process stands still by SIGSTOP; one that a debugger holds does not count."""
-    return _stat(Path(f"/proc/{process}"))[:1] == ["T"]
-
-
-def _stat(process: Path) -> list[str]:
-    """State, parent, group and so on of a process: what follows its name, which may hold anything."""
-    try:
-        return (process / "stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+    return stat_fields(process)[:1] == ["T"]

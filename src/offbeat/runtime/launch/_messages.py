@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from offbeat.errors import RunError, UsageError
+from offbeat.runtime.launch._roles import RemoteError
 
 LIMIT = 64 * 1024 * 1024
 """Bytes that one frame may have: more is a mistake, and would be paid for twice in memory."""
@@ -107,17 +108,6 @@ class Note(msgspec.Struct, tag=True, frozen=True):
     content: dict[str, Any]
 
 
-class Failed(msgspec.Struct, tag=True, frozen=True):
-    """Child to launcher: the exception that ended the role."""
-
-    type_name: str
-    message: str
-    traceback: str
-    offbeat_class: str | None
-    communication: bool
-    at: float
-
-
 class Exiting(msgspec.Struct, tag=True, frozen=True):
     """Child to launcher: the role ends with this code, not 0, once its threads and exit handlers have."""
 
@@ -127,7 +117,7 @@ class Exiting(msgspec.Struct, tag=True, frozen=True):
 
 ToServer = Hello | Fork | Signal | Drain
 FromServer = Ready | Broken | Forked | Refused | Ended | Drained
-FromChild = Note | Failed | Exiting
+FromChild = Note | RemoteError | Exiting
 
 M = TypeVar("M")
 

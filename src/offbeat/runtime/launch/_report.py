@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterator
 
 from offbeat import errors
-from offbeat.runtime.launch._messages import Failed
+from offbeat.runtime.launch._roles import RemoteError
 
 _LONGEST = 200_000
 
@@ -18,11 +18,11 @@ _LONGEST = 200_000
 _GLOO = re.compile(r"\bgloo\b|connection (closed|reset) by peer", re.IGNORECASE)
 
 
-def describe(error: BaseException, at: float, ours: str) -> Failed:
+def describe(error: BaseException, at: float, ours: str) -> RemoteError:
     """The message about an exception, its traceback without the leading frames of the file `ours`."""
     kind = type(error)
     plain = kind.__module__ in ("builtins", "__main__", "offbeat.errors")
-    return Failed(
+    return RemoteError(
         type_name=kind.__qualname__ if plain else f"{kind.__module__}.{kind.__qualname__}",
         message=_text(error)[:_LONGEST],
         traceback=_traceback(error, ours)[-_LONGEST:],

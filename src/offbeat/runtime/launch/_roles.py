@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from offbeat.errors import UsageError
 
@@ -60,9 +62,8 @@ class Role:
         return self.expendable and (exit_code is None or self.serves)
 
 
-@dataclass(frozen=True)
-class RemoteError:
-    """An exception that ended a child, as text."""
+class RemoteError(msgspec.Struct, tag=True, frozen=True):
+    """An exception that ended a child, as text; also what the child says of it to the launcher."""
 
     type_name: str
     """The exception's class, with its module unless it is a builtin."""
@@ -74,13 +75,8 @@ class RemoteError:
     """The nearest class of `offbeat.errors`, if it is one of ours."""
     communication: bool = False
     """Whether it says that a peer is gone or silent: then the peer is the likelier cause."""
-    at: float = field(default=0.0, compare=False)
+    at: float = 0.0
     """When it was raised, by the machine's monotonic clock."""
-
-    @property
-    def is_usage(self) -> bool:
-        """Whether offbeat raised it on purpose, so that its message needs no traceback."""
-        return self.offbeat_class is not None
 
 
 @dataclass(frozen=True)

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import selectors
 import signal
-import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, assert_never
 
 import msgspec
 
-from offbeat.errors import OutputError, RunError, UsageError, WaitError
-from offbeat.runtime.launch import _groups
-from offbeat.runtime.launch._cause import Failure, cause_of, error_for
+from offbeat.errors import RunError, UsageError, WaitError
+from offbeat.runtime.launch._cause import Failure, Failures, error_for
+from offbeat.runtime.launch._children import Child, Children, open_log, order_for
 from offbeat.runtime.launch._interrupts import Interrupts
 from offbeat.runtime.launch._link import Link, ServerGoneError
 from offbeat.runtime.launch._messages import (
     PRELOAD_DEADLINE,
     Broken,
-    Channel,
     Drain,
     Drained,
     Ended,
     Exiting,
-    Failed,
     Fork,
     Forked,
     FromChild,
@@ -38,15 +30,11 @@ from offbeat.runtime.launch._messages import (
     Note,
     Ready,
     Refused,
-    Signal,
-    frame,
 )
 from offbeat.runtime.launch._roles import Outcome, RemoteError, Role
 
 TICK = 0.1
 """Seconds between calls of `on_tick`."""
-SETTLE = 0.5
-"""Seconds to wait for a better explanation when the first failure only complains of a peer."""
 FORK_DEADLINE = 30.0
 """Seconds for the fork server to fork all roles."""
 KILL_DEADLINE = 10.0
@@ -55,21 +43,6 @@ KILL_DEADLINE = 10.0
 OnMessage = Callable[[Role, dict[str, Any]], None]
 OnTick = Callable[[], None]
 OnEnd = Callable[[Outcome], None]
-
-
-@dataclass
-class Child:
-    """A role's process, as far as it has got."""
-
-    role: Role
-    order: Fork
-    channel: Channel[FromChild]
-    pid: int | None = None
-    error: RemoteError | None = None
-    interrupted: bool = False
-    stopped_since: float | None = None
-    overdue: bool = False
-    outcome: Outcome | None = None
 
 
 class Run:
@@ -90,24 +63,18 @@ class Run:
         self._on_end = on_end
         self._grace = grace.total_seconds()
         self._interrupts = interrupts
-        self._children: dict[int, Child] = {}
-        self._failures: list[Failure] = []
-        self._borne: list[Failure] = []  # ends of expendable roles
-        self._settled_at = 0.0
+        self._children = Children(link)
+        self._failures = Failures()
         self._next_tick = 0.0
         self._silenced = False
         self._asked_at: float | None = None  # when the others were asked to end
         self._killed = False
         self._drained = False
-        self._announced: list[Failure] = []  # of those who end themselves with an exit code, and may not have ended yet
         self._problem: BaseException | None = None  # what went wrong while ending
-        self._held = contextlib.ExitStack()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(link.channel, selectors.EVENT_READ, None)
 
     def go(self, roles: Sequence[Role]) -> list[Outcome]:
         """Run the roles to their end."""
-        with contextlib.closing(self._selector), self._held:
+        with contextlib.closing(self._children):
             orders = [order_for(number, role) for number, role in enumerate(roles)]
             try:
                 self._await_server()
@@ -122,15 +89,8 @@ class Run:
         return self._verdict()
 
     def _verdict(self) -> list[Outcome]:
-        outcomes = [child.outcome for child in self._children.values() if child.outcome is not None]
-        done = any(o.exit_code == 0 for o in outcomes if not o.role.serves)
-        # Nobody is left who could have done the work. What others went on after is not why one has failed by itself.
-        if self._borne and not done and all(failure.is_consequence for failure in self._failures):
-            self._failures += [failure for failure in self._borne if failure.error is not None] or self._borne
-        # Others may notice that somebody leaves, and fail of it, before its process has ended.
-        if self._failures and all(failure.is_consequence for failure in self._failures):
-            self._failures += self._announced
-        cause = cause_of(self._failures) if self._failures else None
+        outcomes = self._children.outcomes()
+        cause = self._failures.cause(done=any(one.exit_code == 0 for one in outcomes if not one.role.serves))
         if cause is not None and not (cause.is_consequence and self._problem is not None):
             raise error_for(cause)
         if self._interrupts.count:
@@ -151,54 +111,35 @@ class Run:
 
     def _fork(self, roles: Sequence[Role], orders: Sequence[Fork]) -> None:
         with contextlib.ExitStack() as passed:
-            logs = [_open_log(role, passed) for role in roles]
+            logs = [open_log(role, passed) for role in roles]
             for role, order, log in zip(roles, orders, logs, strict=True):
                 if self._interrupts.count:
                     return
-                self._order(role, order, log)
-        self._turn_until(lambda: self._all_forked() or self._is_decided(), FORK_DEADLINE)
-        if not self._all_forked() and not self._is_decided():
-            missing = ", ".join(str(child.role) for child in self._children.values() if child.pid is None)
+                self._children.order(order, role, log)
+        self._turn_until(lambda: not self._children.unforked() or self._is_decided(), FORK_DEADLINE)
+        if self._children.unforked() and not self._is_decided():
+            missing = ", ".join(str(child.role) for child in self._children.unforked())
             raise WaitError(f"The fork server did not start {missing} within {FORK_DEADLINE:g} s.")
-
-    def _order(self, role: Role, order: Fork, log: int) -> None:
-        """Have one role forked; that it was is heard later."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            child = Child(role, order, Channel(ours, FromChild, str(role)))
-            self._held.callback(child.channel.close)
-            self._children[order.id] = child
-            self._selector.register(child.channel, selectors.EVENT_READ, child)
-            self._link.send(order, (theirs.fileno(), log))
 
     def add(self, role: Role) -> None:
         """Start one more role, unless the run is ending."""
         if self._asked_at is None:
-            if any(str(child.role) == str(role) for child in self._living()):
+            if any(str(child.role) == str(role) for child in self._children.living()):
                 raise UsageError(f"{role} is running: another can take its place only when it has ended.")
-            order = order_for(len(self._children), role)
+            order = order_for(len(self._children.all), role)
             with contextlib.ExitStack() as passed:
-                self._order(role, order, _open_log(role, passed))
-
-    def _all_forked(self) -> bool:
-        return all(child.pid is not None for child in self._children.values())
+                self._children.order(order, role, open_log(role, passed))
 
     def kill(self, role: str) -> None:
         """End this role's process now, if it lives."""
-        for child in self._living():
-            if str(child.role) == role:
-                self._link.send(Signal(child.order.id, signal.SIGKILL))
+        self._children.signal(signal.SIGKILL, role)
 
     # Going on.
 
     def _is_decided(self) -> bool:
-        if self._interrupts.count or all(child.role.serves for child in self._living()):
+        if self._interrupts.count or all(child.role.serves for child in self._children.living()):
             return True
-        certain = any(not failure.is_consequence for failure in self._failures)
-        return certain or (bool(self._failures) and time.monotonic() >= self._settled_at)
-
-    def _living(self) -> list[Child]:
-        return [child for child in self._children.values() if child.outcome is None]
+        return self._failures.decide()
 
     def _turn_until(self, done: Callable[[], bool], seconds: float | None = None) -> None:
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -208,7 +149,7 @@ class Run:
     def _turn(self, deadline: float | None) -> None:
         now = time.monotonic()
         until = self._next_tick if deadline is None else min(self._next_tick, deadline)
-        for key, _ in self._selector.select(max(0.0, until - now)):
+        for key, _ in self._children.selector.select(max(0.0, until - now)):
             child: Child | None = key.data
             if child is None:
                 self._hear_server()
@@ -216,23 +157,9 @@ class Run:
                 self._hear(child, child.channel.receive)
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + TICK
-            self._look_for_stopped(time.monotonic())
+            self._children.end_stopped(time.monotonic())
             if self._on_tick is not None:
                 self._call(self._on_tick)
-
-    def _look_for_stopped(self, now: float) -> None:
-        """End who stands still for longer than it may: it cannot keep its own deadlines, and others may need nothing.
-
-        Roles that serve are left to whoever needs them.
-        """
-        for child in self._living():
-            if child.pid is None or child.role.serves or not _groups.is_stopped(child.pid):
-                child.stopped_since = None
-            elif child.stopped_since is None:
-                child.stopped_since = now
-            elif now - child.stopped_since > child.role.patience and not child.overdue:
-                child.overdue = True
-                self._link.send(Signal(child.order.id, signal.SIGKILL))
 
     def _call(self, callback: Callable[..., None], *arguments: object) -> None:
         if self._silenced:
@@ -252,7 +179,7 @@ class Run:
         try:
             messages = receive()
         except (RunError, msgspec.MsgspecError) as error:
-            self._deaf_to(child)
+            self._children.stop_hearing(child)
             if self._asked_at is None:
                 raise RunError(f"{child.role} sent a message that cannot be read: {error}") from error
             return  # Asked to end, it may have been cut off in the middle of a message.
@@ -261,16 +188,11 @@ class Run:
                 self._call(self._on_message, child.role, message.content)
             elif isinstance(message, Exiting):
                 if self._asked_at is None or message.at < self._asked_at:
-                    self._announced.append(Failure(child.role, message.at, exit_code=message.code))
+                    self._failures.announced.append(Failure(child.role, message.at, exit_code=message.code))
             else:
                 self._note_error(child, message)
         if child.channel.ended:
-            self._deaf_to(child)
-
-    def _deaf_to(self, child: Child) -> None:
-        if child.channel.fileno() >= 0:
-            self._selector.unregister(child.channel)
-            child.channel.close()
+            self._children.stop_hearing(child)
 
     def _hear_server(self) -> None:
         for message in self._link.channel.receive():
@@ -289,30 +211,30 @@ class Run:
                     error.add_note(f"In the fork server:\n{message.traceback.rstrip()}")
                 raise error
             case Forked():
-                self._children[message.id].pid = message.pid
+                self._children.all[message.id].pid = message.pid
             case Refused():
-                child = self._children[message.id]
+                child = self._children.all[message.id]
                 child.outcome = Outcome(child.role, None, None, None)
                 raise RunError(f"The fork server could not start {child.role}: {message.message}")
             case Ended():
-                self._note_end(self._children[message.id], message)
+                self._note_end(self._children.all[message.id], message)
             case Drained():
                 self._drained = True
             case _:
                 assert_never(message)
 
-    def _note_error(self, child: Child, message: Failed) -> None:
-        child.error = RemoteError(**msgspec.structs.asdict(message))
-        if self._asked_at is None or message.at < self._asked_at:
-            if message.type_name == KeyboardInterrupt.__name__:
+    def _note_error(self, child: Child, error: RemoteError) -> None:
+        child.error = error
+        if self._asked_at is None or error.at < self._asked_at:
+            if error.type_name == KeyboardInterrupt.__name__:
                 child.interrupted = True  # By somebody else: what Python makes of SIGINT, whose end is still to come.
             else:
-                self._fail(Failure(child.role, message.at, error=child.error))
+                self._failures.add(Failure(child.role, error.at, error=error))
 
     def _note_end(self, child: Child, message: Ended) -> None:
         if child.channel.fileno() >= 0:
             self._hear(child, child.channel.receive_rest)
-        self._deaf_to(child)
+        self._children.stop_hearing(child)
         code, number, error = message.exit_code, message.signal, child.error
         if child.interrupted and code is not None:
             code, number, error = None, int(signal.SIGINT), None
@@ -321,17 +243,12 @@ class Run:
             self._call(self._on_end, child.outcome)
         if code == 0 or error is not None:
             return
-        failure = Failure(child.role, message.at, _standstill(child), code, number)
+        failure = Failure(child.role, message.at, child.standstill, code, number)
         if self._asked_at is None and child.role.bears(code):
-            self._borne.append(failure)
+            self._failures.borne.append(failure)
         # Once asked to end, only a SIGKILL that we did not send tells of a cause.
         elif self._asked_at is None or (number == signal.SIGKILL and not self._killed):
-            self._fail(failure)
-
-    def _fail(self, failure: Failure) -> None:
-        if not self._failures:
-            self._settled_at = time.monotonic() + SETTLE
-        self._failures.append(failure)
+            self._failures.add(failure)
 
     # Ending.
 
@@ -350,70 +267,23 @@ class Run:
             raise ServerGoneError
         # Callbacks cannot be interrupted any more: from here on, a further interrupt means "at once".
         before = self._interrupts.count
-        if self._living():
-            self._signal(signal.SIGINT)
-            self._turn_until(lambda: not self._living() or self._interrupts.count > before, self._grace)
-        if self._living():
+        if self._children.living():
+            self._children.signal(signal.SIGINT)
+            self._turn_until(lambda: not self._children.living() or self._interrupts.count > before, self._grace)
+        if self._children.living():
             self._killed = True
-            self._signal(signal.SIGKILL)
-            self._turn_until(lambda: not self._living(), KILL_DEADLINE)
-        if living := self._living():
+            self._children.signal(signal.SIGKILL)
+            self._turn_until(lambda: not self._children.living(), KILL_DEADLINE)
+        if living := self._children.living():
             names = ", ".join(str(child.role) for child in living)
             raise WaitError(f"{names} did not end within {KILL_DEADLINE:g} s of SIGKILL.")
-        if not self._children:
+        if not self._children.all:
             return  # And the server may still be importing, and not listen.
         self._link.send(Drain())
         self._turn_until(lambda: self._drained, KILL_DEADLINE)
         if not self._drained:
             raise WaitError(f"Processes that the roles had started did not end within {KILL_DEADLINE:g} s of SIGKILL.")
 
-    def _signal(self, number: signal.Signals) -> None:
-        for child in self._living():
-            self._link.send(Signal(child.order.id, number))
-
     def _kill_without_server(self) -> None:
         self._link.kill()
-        groups = [child.pid for child in self._children.values() if child.pid is not None]
-        _groups.kill(groups, KILL_DEADLINE)
-
-
-def _standstill(child: Child) -> RemoteError | None:
-    """Why a role was ended that stood still, if it was."""
-    if not child.overdue:
-        return None
-    text = (
-        f"{child.role} was stopped (SIGSTOP) for longer than {child.role.patience:g} s and has been ended. If it is to "
-        f"be continued after such a time, allow more with --timeout."
-    )
-    return RemoteError(WaitError.__name__, text, "", WaitError.__name__)
-
-
-def _open_log(role: Role, held: contextlib.ExitStack) -> int:
-    try:
-        role.log.parent.mkdir(parents=True, exist_ok=True)
-        return held.enter_context(role.log.open("ab")).fileno()
-    except OSError as error:
-        raise OutputError(
-            f"The log of {role} cannot be written: {error}. Choose a place where this user may write."
-        ) from error
-
-
-def order_for(number: int, role: Role) -> Fork:
-    """What the fork server is told to start a role; refused here if it is no plain data."""
-    order = Fork(
-        id=number,
-        label=str(role),
-        entry=role.entry,
-        config=dict(role.config),
-        environment={**os.environ, **role.environment},
-        directory=str(Path.cwd()),
-        path=[entry or str(Path.cwd()) for entry in sys.path],
-        threads=role.threads,
-        network=None if role.network is None else str(role.network),
-        patience=role.patience,
-    )
-    try:
-        frame(order)
-    except UsageError as error:
-        raise UsageError(f"The config of {role} cannot be passed on. {error}") from error
-    return order
+        self._children.kill_groups(KILL_DEADLINE)
