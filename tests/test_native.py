@@ -16,7 +16,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from conftest import clean_environment
-from offbeat.runtime.shared.board import SLOTS, STAGES
+from offbeat.runtime.shared.board import CALLS, SLOTS, STAGES
 from offbeat.runtime.shared.kernels import Ways, ways_of, words_of
 from offbeat.runtime.shared.native import LATE, UNKNOWN, address_of, compiled, executor, overlap
 from offbeat.runtime.shared.room import Room
@@ -76,7 +76,7 @@ def test_its_steps_do_what_the_functions_of_a_script_do(
     assert steps is not None
     assert native is not None, "a compiler is here, but the library was not built: install offbeat again"
     task = native.task(steps, [start for start, _ in stretches_of(rows)], 5, 1.0 if weight is None else weight)
-    turns = native.turns(None)
+    turns = native.turns(CALLS)
     turns.put(0, task)
     assert native.start(turns.address, address_of(rows[0])) == 0
     assert np.array_equal(rows, expected)

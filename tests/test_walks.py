@@ -31,7 +31,7 @@ from offbeat.runtime.servers.plan import Plan
 from offbeat.runtime.servers.process import serve
 
 SOURCE = str(Path(offbeat.__file__).parent)
-WORKER = {"gradient", "enlist", "_put"}
+WORKER = {"gradient", "enlist", "Sockets.put"}
 SERVER = {"_accept", "admit", "unfit", "Log.append", "settle", "SGD.step"}
 
 

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat.errors import UsageError
-from offbeat.protocols.schedule import IntArray, Layout, Op, Round, Schedule, View
+from offbeat.protocols.schedule import Layout, Op, Round, Schedule, View
+from offbeat.runtime.shared.kernels import torch_function
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +125,8 @@ def programs(limit: int = 256) -> Compiler:
 
 def compile_schedule(schedule: Schedule, view: View, layout: Layout, rank: int) -> Program:
     """What `rank` does in a two-sided schedule."""
-    rounds = [_own(one, number, rank) for number, one in enumerate(schedule(view, layout))]
-    parts = [part for position, one in enumerate(_ordered(rounds)) for part in one.parts(position, rank)]
+    rounds = list(schedule(view, layout))
+    parts = [part for position, one in enumerate(_ordered(rounds)) for part in _parts(one, position, rank)]
     _match(parts)
     writer = _Writer()
     for part in parts:
@@ -158,64 +159,46 @@ class _Part:
     """For a receive into the scratch: that it is under way."""
 
 
-@dataclass(frozen=True)
-class _Own:
-    """A round, with only the entries of one rank."""
-
-    number: int
-    op: Op
-    after: tuple[int, ...]
-    table: IntArray
-    weights: Sequence[float | None]
-
-    def parts(self, position: int, rank: int) -> Iterable[_Part]:
-        """The rank's entries; what it sends stands before what it receives."""
-        rows = [tuple(row) for row in self.table.tolist()]
-        if self.op in (Op.SEND, Op.FETCH):
-            for source, target, start, stop, place in rows:
-                key = (source, target, start, stop, place)
-                if source == target:
-                    yield _Part("aside", source, start, stop, key, position)
-                elif source == rank:
-                    yield _Part("send", target, start, stop, key, position)
-            for source, target, start, stop, place in rows:
-                if target == rank != source:
-                    key = (source, target, start, stop, place)
-                    yield _Part("receive", source, place, place + stop - start, key, position)
-            return
-        if self.op is Op.SCALE:
-            for (source, _, start, stop, place), weight in zip(rows, self.weights, strict=True):
-                key = (source, source, start, stop, place)
-                yield _Part("scale", source, start, stop, key, position, weight=weight)
-            return
-        mirrored = {(target, source, start, stop, place) for source, target, start, stop, place in rows}
-        for (source, target, start, stop, place), weight in zip(rows, self.weights, strict=True):
-            if target == rank:
-                key = (source, target, start, stop, place)
-                first = self.op is Op.REDUCE and source < target and key in mirrored and weight is None
-                yield _Part(self.op.value, source, place, place + stop - start, key, position, first, weight)
-
-
-def _own(one: Round, number: int, rank: int) -> _Own:
+def _parts(one: Round, position: int, rank: int) -> Iterable[_Part]:
+    """The rank's entries of a round; what it sends stands before what it receives."""
     if one.op is Op.FETCH or (one.op is Op.COPY and bool((one.source == one.target).any())):
         raise UsageError(
             "this schedule reads other ranks' memory (FETCH, or a COPY to itself), which messages cannot do: take a "
             "two-sided algorithm, or run it over shared memory"
         )
-    mine = np.flatnonzero((one.source == rank) | (one.target == rank)) if one.op is not Op.COMPUTE else []
-    table = np.stack([one.source, one.target, one.start, one.stop, one.place], axis=1)[mine]
-    weights = [None] * len(table) if one.weight is None else one.weight[mine].tolist()
-    return _Own(number, one.op, one.after, table, weights)
+    if one.op is Op.COMPUTE:
+        return
+    mine = np.flatnonzero((one.source == rank) | (one.target == rank))
+    columns = (one.source, one.target, one.start, one.stop, one.place)
+    keys = list(zip(*(column[mine].tolist() for column in columns), strict=True))
+    weights = [None] * len(keys) if one.weight is None else one.weight[mine].tolist()
+    if one.op is Op.SEND:
+        for key in keys:
+            source, target, start, stop, _ = key
+            if source == target:
+                yield _Part("aside", source, start, stop, key, position)
+            elif source == rank:
+                yield _Part("send", target, start, stop, key, position)
+    mirrored = {(target, source, *rest) for source, target, *rest in keys} if one.op is Op.REDUCE else set()
+    for key, weight in zip(keys, weights, strict=True):
+        source, target, start, stop, place = key
+        if one.op is Op.SCALE:
+            yield _Part("scale", source, start, stop, key, position, weight=weight)
+        elif target == rank and one.op is not Op.SEND:
+            first = source < target and key in mirrored and weight is None
+            yield _Part(one.op.value, source, place, place + stop - start, key, position, first, weight)
+        elif target == rank != source:
+            yield _Part("receive", source, place, place + stop - start, key, position)
 
 
-def _ordered(rounds: Sequence[_Own]) -> Iterable[_Own]:
+def _ordered(rounds: Sequence[Round]) -> Iterable[Round]:
     """Rounds in an order that keeps `after`, those that bring something as early as can be; the same on all ranks."""
     waiting = [len(set(one.after)) for one in rounds]
     followers: defaultdict[int, list[int]] = defaultdict(list)
-    for one in rounds:
+    for number, one in enumerate(rounds):
         for earlier in set(one.after):
-            followers[earlier].append(one.number)
-    ready = [(one.op is not Op.SEND, one.number) for one in rounds if not one.after]
+            followers[earlier].append(number)
+    ready = [(one.op is not Op.SEND, number) for number, one in enumerate(rounds) if not one.after]
     heapq.heapify(ready)
     while ready:
         _, number = heapq.heappop(ready)
@@ -347,17 +330,6 @@ class _Writer:
 
 # -- running ----------------------------------------------------------------------------------------------------------
 
-_COMBINING: tuple[tuple[Any, Callable[..., Tensor]], ...] = (
-    (dist.ReduceOp.SUM, torch.add),
-    (dist.ReduceOp.AVG, torch.add),
-    (dist.ReduceOp.PRODUCT, torch.mul),
-    (dist.ReduceOp.MIN, torch.minimum),
-    (dist.ReduceOp.MAX, torch.maximum),
-    (dist.ReduceOp.BAND, torch.bitwise_and),
-    (dist.ReduceOp.BOR, torch.bitwise_or),
-    (dist.ReduceOp.BXOR, torch.bitwise_xor),
-)
-
 
 def run(
     program: Program,
@@ -374,7 +346,7 @@ def run(
     """
     if tensor.numel() != program.count:
         raise UsageError(f"the program is for {program.count} elements, and this tensor has {tensor.numel()}")
-    combine = next((function for kind, function in _COMBINING if kind == op), None)
+    combine = torch_function(op)
     if combine is None:
         raise UsageError(f"{op} cannot be run over messages: use SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR")
     buffer = tensor.detach().contiguous().view(-1)

@@ -142,22 +142,14 @@ class OffbeatGroup(Core):
         opts = opts or AllgatherOptions()
         if not self._fit.times([output], [input]):
             return self._stock._allgather_base(output, input, opts)
-        return self._all_gather_singles([output], [input], opts, "all_gather_into_tensor")
+        act = partial(_gather_rows, self._way, self._size, [output], [input])
+        return self._do("all_gather_into_tensor", act, opts, [input], [output])
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Several of them in one call."""
         self._fit.check_times(outputs, inputs)
-        return self._all_gather_singles(outputs, inputs, opts or AllgatherOptions(), "all_gather_into_tensor_coalesced")
-
-    def _all_gather_singles(self, outputs: Any, inputs: Any, opts: Any, what: str) -> Any:
-        way = self._way
-
-        def act() -> None:
-            for output, given in zip(outputs, inputs, strict=True):
-                with in_place([output]) as (held,):
-                    way.all_gather(rows(held, self._size), dense(given))
-
-        return self._do(what, act, opts, inputs, outputs)
+        act = partial(_gather_rows, self._way, self._size, outputs, inputs)
+        return self._do("all_gather_into_tensor_coalesced", act, opts or AllgatherOptions(), inputs, outputs)
 
     @also_called(input_tensor="input_tensors")
     def gather(
@@ -220,23 +212,15 @@ class OffbeatGroup(Core):
         opts = opts or ReduceScatterOptions()
         if not self._fit.times([input], [output]):
             return self._stock._reduce_scatter_base(output, input, opts)
-        return self._reduce_scatter_singles([output], [input], opts, "reduce_scatter_tensor")
+        act = partial(_reduce_rows, self._way, self._size, [output], [input], operation_of(opts))
+        return self._do("reduce_scatter_tensor", act, opts, [input], [output])
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Several of them in one call."""
         self._fit.check_times(inputs, outputs)
         opts = opts or ReduceScatterOptions()
-        return self._reduce_scatter_singles(outputs, inputs, opts, "reduce_scatter_tensor_coalesced")
-
-    def _reduce_scatter_singles(self, outputs: Any, inputs: Any, opts: Any, what: str) -> Any:
-        way, operation = self._way, operation_of(opts)
-
-        def act() -> None:
-            for output, given in zip(outputs, inputs, strict=True):
-                with in_place([output]) as (held,):
-                    way.reduce_scatter(held, rows(dense(given), self._size), operation)
-
-        return self._do(what, act, opts, inputs, outputs)
+        act = partial(_reduce_rows, self._way, self._size, outputs, inputs, operation_of(opts))
+        return self._do("reduce_scatter_tensor_coalesced", act, opts, inputs, outputs)
 
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
         """Tensor t of rank s becomes tensor s of rank t; sizes may differ."""
@@ -306,3 +290,17 @@ class OffbeatGroup(Core):
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names at rank 0 who has not come."""
         self._gloo.monitored_barrier(self._calls.timeout if timeout is None else timeout, wait_all_ranks)
+
+
+def _gather_rows(way: Any, size: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """All-gathers whose results lie one after the other in one tensor each."""
+    for output, given in zip(outputs, inputs, strict=True):
+        with in_place([output]) as (held,):
+            way.all_gather(rows(held, size), dense(given))
+
+
+def _reduce_rows(way: Any, size: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor], operation: Any) -> None:
+    """Reduce-scatters of what lies one after the other in one tensor each."""
+    for output, given in zip(outputs, inputs, strict=True):
+        with in_place([output]) as (held,):
+            way.reduce_scatter(held, rows(dense(given), size), operation)

@@ -18,8 +18,8 @@ from offbeat.runtime.backend._checks import in_place
 from offbeat.runtime.backend._marks import count_of, mark
 from offbeat.runtime.backend._runner import Runner, Written, mismatch
 from offbeat.runtime.shared.engine import Blocks, Piece, Work
-from offbeat.runtime.shared.kernels import Array, Ways, as_words, row_at, ways_of, words_of
-from offbeat.runtime.shared.native import address_of
+from offbeat.runtime.shared.kernels import Array, Ways, as_words, ways_of, words_of
+from offbeat.runtime.shared.native import Turns, address_of
 from offbeat.runtime.shared.programs import Stage, compile_one_sided, even_blocks
 from offbeat.runtime.shared.room import ONE_SHOT, SMALL, Room
 from offbeat.runtime.shared.segment import Segment
@@ -91,7 +91,9 @@ class Local:
         alone = tensors[0] if len(tensors) == 1 else None
         shared = alone is not None and self._shared and alone.nbytes > SMALL
         if alone is not None and shared and (rows := self._shared.rows(alone)) is not None:
-            self._all_reduce_live(rows, alone.dtype, operation)
+            number = mark("all_reduce", alone.dtype, rows[0].size, operation, root=LIVE_ROOT)
+            ways = ways_of(operation, alone.dtype, self.room.size)
+            self.runner.run_live(self._program(Collective.ALL_REDUCE, "zero_copy"), rows, ways, number)
             return
         with in_place(tensors) as held:
             if alone is None:
@@ -134,56 +136,49 @@ class Local:
 
     def all_reduce_by(
         self, algorithm: str, tensors: Sequence[Tensor], operation: Any, weight: float | None = None
-    ) -> Any:
+    ) -> Turns | None:
         """Contiguous tensors of one kind, in place, in a pipeline. This rank's numbers count `weight` times."""
         size, dtype = self.room.size, tensors[0].dtype
         blocks = 1 if _in_one_block(Collective.ALL_REDUCE, algorithm) else size
         small = blocks == len(tensors) == 1 and tensors[0].nbytes <= SMALL
         width = self._engine.width(blocks, dtype.itemsize, small)
 
-        def pieces(rows: Sequence[Array]) -> list[Piece]:
-            return [piece for row in rows for piece in _pieces(row, row, width, blocks)]
-
-        number = mark("all_reduce", dtype, sum(tensor.numel() for tensor in tensors), operation)
-        key = ("all_reduce", algorithm, int(operation), weight is None, weight == 1.0)
         stages, ways = self._program(Collective.ALL_REDUCE, algorithm), ways_of(operation, dtype, size, weight)
-        return self._in_place(key, stages, tensors, pieces, width, number, ways)
+        key = ("all_reduce", algorithm, int(operation), weight is None, weight == 1.0)
+        number = mark("all_reduce", dtype, sum(tensor.numel() for tensor in tensors), operation)
+        return self._in_place(key, number, ways, tensors, stages, width, lambda row: _pieces(row, row, width, blocks))
 
     def sum_own_blocks(self, tensors: Sequence[Tensor], weight: float) -> None:
         """Sum contiguous tensors, but each rank only its block of each, in place, as `even_blocks` cuts them."""
         size, dtype = self.room.size, tensors[0].dtype
-        stages = self._program(Collective.REDUCE_SCATTER, "one_shot")
+        stages, ways = self._program(Collective.REDUCE_SCATTER, "one_shot"), ways_of(_SUM, dtype, size, weight)
         width = self._engine.width(size, dtype.itemsize)
 
-        def pieces(rows: Sequence[Array]) -> list[Piece]:
-            found: list[Piece] = []
-            for row in rows:
-                blocks = [row[low:high] for low, high in even_blocks(row.size, size)]
-                windows = [_windows(blocks, start, width) for start in range(0, blocks[0].size, width)]
-                found += [(window, window) for window in windows]
-            return found
+        def pieces(row: Array) -> list[Piece]:
+            blocks = [row[low:high] for low, high in even_blocks(row.size, size)]
+            windows = [_windows(blocks, start, width) for start in range(0, blocks[0].size, width)]
+            return [(window, window) for window in windows]
 
         number = mark("reduce_scatter", dtype, sum(tensor.numel() for tensor in tensors), _SUM)
-        key = ("own_blocks", weight == 1.0)
-        self._in_place(key, stages, tensors, pieces, width, number, ways_of(_SUM, dtype, size, weight))
+        self._in_place(("own_blocks", weight == 1.0), number, ways, tensors, stages, width, pieces)
 
     def _in_place(
         self,
         key: tuple[Any, ...],
-        stages: Sequence[Stage],
-        tensors: Sequence[Tensor],
-        pieces: Callable[[Sequence[Array]], list[Piece]],
-        width: int,
         number: int,
         ways: Ways,
-    ) -> Any:
-        """Run on memory where it lies."""
+        tensors: Sequence[Tensor],
+        stages: Sequence[Stage],
+        width: int,
+        pieces: Callable[[Array], list[Piece]],
+    ) -> Turns | None:
+        """Run on memory where it lies; `pieces` cuts a row."""
         self._look_at_memory()
         words = words_of(tensors[0].dtype)
 
         def work() -> Work:
-            rows = [row_at(tensor.data_ptr(), tensor.numel(), words) for tensor in tensors]
-            return Work(stages, pieces(rows), rows, width, words)
+            rows = [as_words(tensor) for tensor in tensors]
+            return Work(stages, [piece for row in rows for piece in pieces(row)], rows, width, words)
 
         whole = (*key, words, *(tensor.numel() for tensor in tensors))
         return self.runner.run(whole, number, ways, [tensor.data_ptr() for tensor in tensors], work)
@@ -202,12 +197,6 @@ class Local:
         # What is large may lie in shared memory from now on, of which what was compiled knows nothing.
         self.runner.plans.clear()
         return self._shared.add(count, dtype)
-
-    def _all_reduce_live(self, rows: Sequence[Array], dtype: torch.dtype, operation: Any) -> None:
-        """Everybody's row lies in shared memory: nothing is copied in or out."""
-        number = mark("all_reduce", dtype, rows[0].size, operation, root=LIVE_ROOT)
-        stages, ways = self._program(Collective.ALL_REDUCE, "zero_copy"), ways_of(operation, dtype, self.room.size)
-        self.runner.run_live(stages, rows, ways, number)
 
     # -- the others --------------------------------------------------------------------------------------------------
 

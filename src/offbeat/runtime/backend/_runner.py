@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from offbeat.runtime.backend._marks import MismatchError, in_words
-from offbeat.runtime.shared.board import SLOTS, STAGES
+from offbeat.runtime.shared.board import CALLS, SLOTS, STAGES
 from offbeat.runtime.shared.engine import Engine, Work, results_stay
 from offbeat.runtime.shared.kernels import Array, Ways, as_words
-from offbeat.runtime.shared.native import UNKNOWN, Turns, address_of, compiled, executor, overlap, spread_steps
+from offbeat.runtime.shared.native import UNKNOWN, Task, Turns, address_of, compiled, executor, overlap, spread_steps
 from offbeat.runtime.shared.programs import Stage, even_blocks
 from offbeat.runtime.shared.room import Room
 
@@ -74,33 +74,27 @@ class Runner:
             worked_out: asked for the operation if it is not compiled yet.
 
         """
-        turns = self._known.get(key)
-        if turns is not None and self._run_compiled(turns, mark, ways, addresses):
-            return turns
-        work = worked_out()
-        if not work.pieces:
-            self.meet(mark)
-            return None
-        turns = self._learned(key, work, ways)
-        if turns is None:
-            check = partial(self._check, self.room.board.enter(mark), mark)
-            self._quietly(self.engine.run, work, check, ways)
-        else:
-            self._run_compiled(turns, mark, ways, addresses)
+        board, turns = self.room.board, self._known.get(key)
+        task = None if turns is None else turns.tasks[board.next_turn(turns.slots)]
+        if turns is None or task is None:
+            work = worked_out()
+            if not work.pieces:
+                self.meet(mark)
+                return None
+            learned = self._learned(key, work, ways)
+            if learned is None:
+                self._quietly(self.engine.run, work, partial(self._check, board.enter(mark), mark), ways)
+                return None
+            turns, task = learned
+        weight = 1.0 if ways.plain is None else ways.plain.weight
+        task.move([*addresses, *(start for start, _ in self.room.slots.stretches)], mark, weight)
+        code = self.start(turns.address, addresses[0])
+        if code:
+            self.finish(turns, code)
         return turns
 
-    def _run_compiled(self, turns: Turns, mark: int, ways: Ways, addresses: Sequence[int]) -> bool:
-        """Do what was compiled, on memory at these addresses; False if it was not for the slot that comes next."""
-        room, slots = self.room, turns.slots
-        task = turns.tasks[0 if slots is None else room.board.next_turn(slots)]
-        if task is None:
-            return False
-        weight = 1.0 if ways.plain is None else ways.plain.weight
-        task.move([*addresses, *(start for start, _ in room.slots.stretches)], mark, weight)
-        return self.again(turns, addresses[0])
-
     def again(self, turns: Turns, address: int) -> bool:
-        """The same as the last time, but for the first row's address; False if that was another slot's turn."""
+        """Do what was compiled, with its first row at this address; False if not for the slot that comes next."""
         code = self.start(turns.address, address)
         if code == UNKNOWN:
             return False
@@ -113,8 +107,8 @@ class Runner:
         native: Any = self._native
         native.finish(turns, code, partial(mismatch, self.room))
 
-    def _learned(self, key: Any, work: Work, ways: Ways) -> Turns | None:
-        """Compile an operation for the turn that comes next; None if it cannot be."""
+    def _learned(self, key: Any, work: Work, ways: Ways) -> tuple[Turns, Task] | None:
+        """An operation, compiled for the slot that comes next; None if it cannot be."""
         room, native, slots = self.room, self._native, work.slots
         turns: Any = self._known.get(key, ())
         if native is None or turns is None or (slots == SLOTS and room.slots.ring is None):
@@ -129,8 +123,9 @@ class Runner:
             _keep(self._known, key, turns, _MOST)
         if turns is None or steps is None:
             return None
-        turns.put(turn, native.task(steps, [start for start, _ in stretches]))
-        return turns
+        task = native.task(steps, [start for start, _ in stretches])
+        turns.put(turn, task)
+        return turns, task
 
     def plan(self, sort: Sort, plan: Turns | Written | None) -> None:
         """Let such all-reduces be begun at once from now on."""
@@ -176,7 +171,7 @@ class Runner:
         steps = spread_steps([blocks[block] for block, _ in stages[0].reduce], self.room.size, rows[0].dtype, ways)
         if steps is None:
             return None
-        turns = native.turns(None)
+        turns = native.turns(CALLS)
         turns.put(0, native.task(steps, [address_of(row) for row in rows], mark))
         return turns
 

@@ -26,11 +26,6 @@ class Link(Protocol):
     """How letters travel between workers that all call the same at the same time."""
 
     @property
-    def rank(self) -> int:
-        """The number of this worker."""
-        ...
-
-    @property
     def size(self) -> int:
         """How many workers there are."""
         ...

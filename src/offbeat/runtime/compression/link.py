@@ -20,11 +20,6 @@ class GroupLink:
         """Time that they took, waiting for others and all."""
 
     @property
-    def rank(self) -> int:
-        """The number of this worker."""
-        return self._group.rank
-
-    @property
     def size(self) -> int:
         """How many workers there are."""
         return self._group.size

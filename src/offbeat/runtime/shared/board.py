@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,8 +19,8 @@ CALLS, STAGES, SLOTS = range(3)
 """What is counted: operations entered, single stages, and slots of the ring used."""
 DEPTH = 5
 """Slots of the ring, which overlapping stages go round."""
-TURNS: Mapping[int | None, int] = MappingProxyType({STAGES: 2, SLOTS: DEPTH})
-"""How many slots of a kind there are, which are used in turn."""
+TURNS = (1, 2, DEPTH)
+"""How many slots there are of each kind, which are used in turn; operations that take none always have the same."""
 _FIELDS = 2
 _NUMBERS = 16
 """Words of the board for a ticket, which the first rank gives out to the others."""

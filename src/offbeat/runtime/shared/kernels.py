@@ -79,20 +79,25 @@ def _greatest(a: Array, b: Array, out: Array) -> None:
 
 
 _BY_SIZE = {1: np.uint8, 2: np.uint16, 4: np.int32}
-_UFUNCS: dict[Any, tuple[Any, Any]] = {
+_UFUNCS: dict[Any, tuple[Any, Callable[..., Tensor]]] = {
     ReduceOp.SUM: (np.add, torch.add),
     ReduceOp.AVG: (np.add, torch.add),
     ReduceOp.PRODUCT: (np.multiply, torch.mul),
     ReduceOp.MIN: (_least, torch.minimum),
     ReduceOp.MAX: (_greatest, torch.maximum),
+    ReduceOp.BAND: (np.bitwise_and, torch.bitwise_and),
+    ReduceOp.BOR: (np.bitwise_or, torch.bitwise_or),
+    ReduceOp.BXOR: (np.bitwise_xor, torch.bitwise_xor),
 }
-_BITS: dict[Any, Any] = {
-    ReduceOp.BAND: np.bitwise_and,
-    ReduceOp.BOR: np.bitwise_or,
-    ReduceOp.BXOR: np.bitwise_xor,
-}
-OPERATIONS = (*_UFUNCS, *_BITS)
+_BITS = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+OPERATIONS = tuple(_UFUNCS)
 """Every reduction there is, in an order that never changes: marks on the board count by it."""
+
+
+def torch_function(operation: Any) -> Callable[..., Tensor] | None:
+    """What combines two tensors so; a mean is a sum, divided in the end. None if there is no such reduction."""
+    # Torch's kinds of operations that come with options are equal to one of these, but not found by it.
+    return next((function for kind, (_, function) in _UFUNCS.items() if kind == operation), None)
 
 
 def words_of(dtype: torch.dtype) -> Any:
@@ -120,7 +125,7 @@ def combiner(operation: Any, dtype: torch.dtype) -> Combine:
     if operation in _BITS:
         if dtype.is_floating_point or dtype.is_complex:
             raise ReductionError(f"Cannot use ReduceOp.{operation.name} with non-integral dtype ({dtype})")
-        return _BITS[operation]
+        return _UFUNCS[operation][0]
     if operation not in _UFUNCS:
         raise ReductionError(f"the backend offbeat has no ReduceOp.{getattr(operation, 'name', operation)}")
     plain, strange = _UFUNCS[operation]

@@ -88,15 +88,15 @@ class Task:
 class Turns:
     """An operation, ready to be done from whichever slot comes next; some may be missing."""
 
-    def __init__(self, room: _Room, slots: int | None, advance: int) -> None:
-        turns = TURNS.get(slots, 1)
+    def __init__(self, room: _Room, slots: int, advance: int) -> None:
+        turns = TURNS[slots]
         self.slots = slots
-        """Which kind of slots it takes; None: none."""
+        """Which kind of slots it takes; `CALLS`: none."""
         self.tasks: list[Task | None] = [None] * turns
         """By the slot with which it begins."""
         self._addresses = (ctypes.c_void_p * turns)()
         self._room = room
-        self._fields = _Turns(ctypes.addressof(room), slots or 0, turns, advance, 0, ctypes.addressof(self._addresses))
+        self._fields = _Turns(ctypes.addressof(room), slots, turns, advance, 0, ctypes.addressof(self._addresses))
         self.address = ctypes.addressof(self._fields)
         """Where the library sees it."""
 
@@ -144,8 +144,8 @@ class Executor:
         """The operation that these steps make on this memory."""
         return Task(self._fields, steps, bases, mark, weight)
 
-    def turns(self, slots: int | None, advance: int = 0) -> Turns:
-        """An operation that takes so many slots (`STAGES`, `SLOTS`, or None at all); nothing is known of it yet."""
+    def turns(self, slots: int, advance: int = 0) -> Turns:
+        """An operation that takes so many slots (`STAGES` or `SLOTS`; `CALLS`: none); nothing is known of it yet."""
         return Turns(self._fields, slots, advance)
 
     def finish(self, turns: Turns, code: int, mismatch: Callable[[], Exception]) -> None:

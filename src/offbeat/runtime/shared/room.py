@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,12 +35,8 @@ def _nobody(peer: int) -> None:
     raise SegmentError(f"this room has been left: nothing can come from rank {peer}")
 
 
-class Explains(Protocol):
-    """Who turns a hopeless wait into an error in words."""
-
-    def __call__(self, why: str, peers: Sequence[int]) -> Exception:
-        """An error that says why nothing more can come from these peers (ranks in the room)."""
-        ...
+Explains = Callable[[str, Sequence[int]], Exception]
+"""Turns a hopeless wait into an error in words: why nothing more can come, and from which ranks of the room."""
 
 
 class Slots:

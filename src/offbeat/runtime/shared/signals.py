@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from offbeat.runtime.shared.segment import Segment
+from offbeat.runtime.shared.tickets import SegmentError
 
 SIGNAL_BYTES = 64
 """Room for one semaphore: a cache line of its own, so that neighbours do not slow each other down."""
@@ -31,28 +32,6 @@ FEWEST_NAPS, MOST_NAPS = 4, 256
 _MOST = 2**31 - 1
 
 
-class _Semaphore:
-    """What `_multiprocessing.SemLock` offers, by ctypes: slower, for Pythons in which that class is not as known."""
-
-    def __init__(self, address: int) -> None:
-        self._library = ctypes.CDLL(None, use_errno=True)
-        self._address = ctypes.c_void_p(address)
-
-    def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
-        """Take one; False if there was none in time."""
-        if self._library.sem_trywait(self._address) == 0:
-            return True
-        if not block:
-            return False
-        end = time.time() + (3600.0 if timeout is None else timeout)
-        moment = (ctypes.c_long * 2)(int(end), int(end % 1 * 1e9))
-        return self._library.sem_timedwait(self._address, moment) == 0
-
-    def release(self) -> None:
-        """Add one."""
-        self._library.sem_post(self._address)
-
-
 def lay_out(segment: Segment, offset: int, count: int) -> None:
     """Make `count` semaphores of value 0 at this offset; done once, by the process that made the segment."""
     library = ctypes.CDLL(None, use_errno=True)
@@ -63,17 +42,17 @@ def lay_out(segment: Segment, offset: int, count: int) -> None:
 
 
 def semaphore_at(segment: Segment, offset: int) -> Any:
-    """The semaphore at this offset, with `acquire(block, timeout)` and `release()`."""
+    """The semaphore at this offset, with `acquire(block, timeout)` and `release()`: the one of `multiprocessing`."""
     address = segment.address + offset
     try:
         from _multiprocessing import SemLock
 
         made = SemLock._rebuild(address, 1, _MOST, None)  # pyright: ignore[reportAttributeAccessIssue]
-        if made.handle == address:
-            return made
-    except (ImportError, AttributeError, TypeError, OSError):
-        pass
-    return _Semaphore(address)
+    except (ImportError, AttributeError, TypeError, OSError) as error:
+        raise SegmentError(f"this Python has no semaphores that can lie in shared memory: {error}") from error
+    if made.handle != address:
+        raise SegmentError("this Python's semaphores do not stay where they are in shared memory")
+    return made
 
 
 class Waiter:
