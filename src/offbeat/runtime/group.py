@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -246,11 +246,13 @@ class DirectGroup(Group):
         if sums is None:
             self.sent.add(*self._traffic["all_reduce", nbytes, itemsize, None, 0])
             with wait:
-                return _Begun(wait, self.process_group.allreduce([real], AllreduceOptions()))
+                wait.work = self.process_group.allreduce([real], AllreduceOptions())
+            return wait
         with wait:
-            work = self.process_group.later(lambda: sums.sum(real), what, [real])
+            wait.work = self.process_group.later(lambda: sums.sum(real), what, [real])
         # Which algorithm it was may be found out by the sum itself.
-        return _Begun(wait, work, lambda: self.note("all_reduce", nbytes, itemsize, sums.algorithm(nbytes)))
+        wait.then = lambda: self.note("all_reduce", nbytes, itemsize, sums.algorithm(nbytes))
+        return wait
 
     def sum(self, tensor: Tensor, what: str = "a sum") -> Tensor:
         """`tensor` summed over the workers, in place."""
@@ -330,18 +332,3 @@ class _Done:
 
 DONE = _Done()
 """What is complete already."""
-
-
-class _Begun:
-    """A sum under way."""
-
-    def __init__(self, wait: Wait, work: Any, then: Callable[[], None] | None = None) -> None:
-        self._wait, self._work, self._then = wait, work, then
-
-    def wait(self) -> None:
-        """Wait for torch's work, and explain its failure."""
-        with self._wait:
-            self._work.wait()
-        if self._then is not None:
-            self._then()
-            self._then = None

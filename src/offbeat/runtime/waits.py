@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace, TracebackType
 from typing import Any
@@ -72,9 +73,13 @@ class Waits:
 
 
 class Wait:
-    """One exchange that this worker waits in, around whatever may wait for the others."""
+    """One exchange that this worker waits in: around whatever may wait for the others, or for work that has begun."""
 
     spare = 0
+    work: Any = None
+    """Torch's, if it was begun and is waited for later."""
+    then: Callable[[], None] | None = None
+    """Called when that is done."""
 
     def __init__(self, waits: Waits, what: str) -> None:
         waits.count += 1
@@ -88,7 +93,15 @@ class Wait:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if isinstance(error, RuntimeError):
+            if error is not None and isinstance(error, RuntimeError):
                 raise self._waits.explained(error, self.what, self.number, self._since) from error
         finally:
             self._waits.presence.waiting = None
+
+    def wait(self) -> None:
+        """Return when the work is complete, and explain its failure."""
+        with self:
+            self.work.wait()
+        if self.then is not None:
+            self.then()
+            self.then = None
