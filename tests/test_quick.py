@@ -143,4 +143,4 @@ def test_nothing_is_held_after_a_call() -> None:
 def test_the_compiled_one_is_used_where_it_was_built() -> None:
     assert type(Bench().quick).__name__ == "Quicker", "a compiler is here, but it was not built: install again"
     with pytest.raises(TypeError, match="dictionary"):
-        type(Bench().quick)(*[1] * 12)  # pyright: ignore[reportCallIssue]
+        type(Bench().quick)(*[1] * 13)  # pyright: ignore[reportCallIssue]

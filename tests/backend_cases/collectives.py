@@ -82,6 +82,21 @@ def case_all_reduce_again_and_again_at_the_same_place(world: World) -> None:
                 world.shared(tensor)
 
 
+def case_all_reduce_again_and_again_at_other_places(world: World) -> None:
+    """Tensors of the same sizes, each somewhere else, which ranks hold at places of their own."""
+    for count in (3, 500, 4097, 300_007):
+        held = [torch.zeros(count + world.rank)[world.rank :] for _ in range(12)]
+        for turn, tensor in enumerate(held):
+            for operation in (ReduceOp.SUM, ReduceOp.MAX):
+                parts = [contribution(rank + turn, tensor.shape, torch.float32) for rank in world.ranks]
+                tensor.copy_(parts[world.rank])
+                before = held[turn - 1].clone()
+                dist.all_reduce(tensor, operation)
+                same(tensor, reduced(operation, parts), (operation, turn, count))
+                assert torch.equal(held[turn - 1], before)  # What lies elsewhere is left alone.
+                world.shared(tensor)
+
+
 def case_beyond_gloo_all_reduce_of_tensors_in_shared_memory(world: World) -> None:
     """The whole and parts of it, mixed with tensors of one's own."""
     group: Any = dist.new_group(backend="offbeat")

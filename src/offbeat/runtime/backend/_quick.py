@@ -71,7 +71,7 @@ def quick(runner: Runner | None, line: Line) -> Any:
     if runner is None or found is None or quicker is None:
         return Unbegun()
     address = ctypes.cast(found.offbeat_start, ctypes.c_void_p).value
-    lock, torchs = line.lock, (AllreduceOptions, Tensor, torch.strided, profiling)
-    return quicker(
-        runner.plans, line.queue, lock.acquire, lock.release, DONE, *torchs, Turns, give_back_excess, address
-    )
+    devices = torch.accelerator.current_accelerator() is not None
+    torchs = (AllreduceOptions, Tensor, torch.strided, profiling)
+    waiting = (line.queue, line.lock.acquire, line.lock.release)
+    return quicker(runner.plans, *waiting, DONE, *torchs, Turns, give_back_excess, devices, address)

@@ -151,7 +151,10 @@ def _known(group: Any) -> Callable[[], Sequence[int]]:
 
 
 def stamp_group(recorder: Recorder, group: Any, name: str, members: Sequence[int] | None = None) -> None:
-    """From now on, a group that is written in Python is written down. It stays what it is, of a class below its own."""
+    """From now on, a group that is written in Python is written down. It stays what it is, of a class below its own.
+
+    Others have made it, and handed it out: nothing can be put in its place any more.
+    """
     base = type(group)
     group.stamps = _counting(recorder, group, name, _known(group) if members is None else lambda: members)
     group.__class__ = type(f"Stamped{base.__name__}", (base,), _stamped(base, _plain))

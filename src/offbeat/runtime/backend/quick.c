@@ -20,7 +20,7 @@ static const char *const WORDS[NAMES] = {
 static PyObject *names[NAMES];
 
 /* Everything that does not change from call to call; in the order in which it is given. */
-enum { PLANS, QUEUE, ACQUIRE, RELEASE, DONE, OPTIONS, TENSOR, STRIDED, PROFILING, TURNS, LOOK, THINGS };
+enum { PLANS, QUEUE, ACQUIRE, RELEASE, DONE, OPTIONS, TENSOR, STRIDED, PROFILING, TURNS, LOOK, DEVICES, THINGS };
 typedef struct {
     PyObject_HEAD
     PyObject *things[THINGS];
@@ -44,7 +44,8 @@ static int usual(quick_t *self, PyObject *tensors, PyObject *options) {
     tensor = PyList_GetItem(tensors, 0);
     if ((PyObject *)Py_TYPE(tensor) != things[TENSOR]) return 0;
     if ((good = is(PyObject_GetAttr(options, names[ASYNC]), Py_False)) != 1) return good;
-    if ((good = is(PyObject_GetAttr(tensor, names[CPU]), Py_True)) != 1) return good;
+    /* Without devices, numbers are in main memory, or nowhere. */
+    if (things[DEVICES] != Py_False && (good = is(PyObject_GetAttr(tensor, names[CPU]), Py_True)) != 1) return good;
     if ((good = is(PyObject_GetAttr(tensor, names[LAYOUT]), things[STRIDED])) != 1) return good;
     if ((good = is(PyObject_CallMethodObjArgs(tensor, names[CONTIGUOUS], NULL), Py_True)) != 1) return good;
     if ((good = is(PyObject_CallMethodObjArgs(tensor, names[NEGATED], NULL), Py_False)) != 1) return good;
@@ -138,9 +139,9 @@ static PyObject *quick_new(PyTypeObject *type, PyObject *arguments, PyObject *ke
     PyObject *things[THINGS], *address;
     quick_t *self;
     (void)keywords;
-    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOOOO", things + PLANS, things + QUEUE, things + ACQUIRE, things + RELEASE,
+    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOOOOO", things + PLANS, things + QUEUE, things + ACQUIRE, things + RELEASE,
                           things + DONE, things + OPTIONS, things + TENSOR, things + STRIDED, things + PROFILING,
-                          things + TURNS, things + LOOK, &address))
+                          things + TURNS, things + LOOK, things + DEVICES, &address))
         return NULL;
     if (!PyDict_Check(things[PLANS])) return PyErr_Format(PyExc_TypeError, "plans must be a dictionary");
     void *start = PyLong_AsVoidPtr(address);

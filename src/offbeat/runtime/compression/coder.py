@@ -109,12 +109,8 @@ class Feedback:
     def __init__(self, coder: Coder, on: bool) -> None:
         self.coder = coder
         self.on = on
-        self._owed: Tensor | None = None
-
-    @property
-    def owed(self) -> Tensor | None:
+        self.owed: Tensor | None = None
         """What this worker has not said yet; None before the first row, and where nobody keeps it."""
-        return self._owed
 
     def sum(self, row: Tensor, link: Link, idle: Sequence[slice] = ()) -> None:
         """Replace the row by the workers' sum, and remember what of this worker's is missing in it.
@@ -154,18 +150,18 @@ class Feedback:
 
     def owing(self, row: Tensor) -> Tensor:
         """What is owed to such a row, to be added to; zeros at first."""
-        if self._owed is None:
-            self._owed = torch.zeros_like(row)
-        return self._owed
+        if self.owed is None:
+            self.owed = torch.zeros_like(row)
+        return self.owed
 
     def state_dict(self) -> dict[str, Any]:
         """What is owed, and what the coder remembers."""
-        return {"owed": self._owed, "coder": self.coder.state_dict()}
+        return {"owed": self.owed, "coder": self.coder.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from such a state."""
         owed = state["owed"]
-        self._owed = None if owed is None else owed.clone()
+        self.owed = None if owed is None else owed.clone()
         self.coder.load_state_dict(state["coder"])
 
 
