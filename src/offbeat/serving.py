@@ -13,7 +13,7 @@ import msgspec
 from offbeat.errors import OffbeatError, RunError, WorkerError
 from offbeat.jobs import Job, identity_of
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.messages import server_name, worker_name
+from offbeat.protocols.servers.messages import place_of, server_name, worker_name
 from offbeat.runtime.hosts import Placed
 from offbeat.runtime.launch import Outcome, Role, obituary
 from offbeat.runtime.records import RunFolder
@@ -137,7 +137,7 @@ class Serving:
     @property
     def _fallen(self) -> list[str]:
         """Servers that were declared dead, and such as have ended before anybody knew them."""
-        return [name for name in [*self.died, *self._ended] if name.startswith("server")]
+        return [name for name in [*self.died, *self._ended] if place_of(name) is not None]
 
     def _homes(self, plan: Plan) -> list[Path | None]:
         """The network that each server is on."""

@@ -94,14 +94,10 @@ class ServerLink:
         """The whole state of every shard."""
         states: dict[int, Tensor] = {}
 
-        def keep(shard: int, written: NDArray[np.uint8]) -> None:
+        def keep(shard: int, _reply: Any, written: NDArray[np.uint8]) -> None:
             states[shard] = torch.from_numpy(written.copy())
 
-        landing, self.client.takes = self.client.takes, keep
-        try:
-            self.client.answer(FetchRequest(), "fetching the servers' state")
-        finally:
-            self.client.takes = landing
+        self.client.wait(self.client.ask(FetchRequest(), keep).token, "fetching the servers' state")
         return [states[shard] for shard in sorted(states)]
 
     def reused(self, age: int) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from offbeat.errors import UsageError
-from offbeat.protocols.servers.messages import PullReply
+from offbeat.protocols.servers.messages import Fetched, PullReply
 from offbeat.protocols.servers.notices import RangeRequest, Wanted
 from offbeat.protocols.servers.rhythm import Action
 from offbeat.strategies._compressing import Compressing
@@ -98,7 +98,7 @@ class Vector:
         wanted = [Wanted(piece.shard, piece.start, piece.stop, v) for piece, v in zip(pieces, versions, strict=True)]
         by_shard = {piece.shard: number for number, piece in enumerate(pieces)}
 
-        def take(shard: int, reply: PullReply, numbers: NDArray[np.uint8]) -> None:
+        def take(shard: int, reply: PullReply | Fetched, numbers: NDArray[np.uint8]) -> None:
             number = by_shard[shard]
             place = values[pieces[number].place].numpy()
             np.copyto(place, numbers.view(place.dtype))
@@ -167,5 +167,5 @@ class Vector:
         return found
 
 
-def _leave_alone(_shard: int, _reply: PullReply, _numbers: NDArray[np.uint8]) -> None:
+def _leave_alone(_shard: int, _reply: PullReply | Fetched, _numbers: NDArray[np.uint8]) -> None:
     """Nothing is done with it."""

@@ -71,10 +71,6 @@ class Rule(Struct, frozen=True):
         """A step may be complete before every worker has answered."""
         return self.drop > 0 or self.coded > 0 or self.deadline is not None
 
-    def may_start(self, clock: int, minimum: int) -> bool:
-        """Whether a worker that has finished `clock` steps may start another; `minimum` is the slowest's clock."""
-        return self.bound is None or clock - minimum <= self.bound
-
     def needed(self, clock: int) -> int:
         """The smallest minimum at which a worker that has finished `clock` steps may start another."""
         return 0 if self.bound is None else max(0, clock - self.bound)

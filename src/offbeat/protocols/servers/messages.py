@@ -167,17 +167,25 @@ class Push(_Asked, frozen=True, tag=True, kw_only=True):
     """The newest snapshot that its sender has been cut by; see `snapshots`."""
 
 
-class PushReply(_Answered, frozen=True, tag=True, kw_only=True):
-    """The push is held by all live replicas, and will not be lost; its memory is the sender's again."""
+class _OfShard(_Answered, frozen=True, kw_only=True):
+    """What every answer says of the shard."""
+
+    version: int
+    """Updates that it has made."""
+    clock: int
+    """Steps that are complete: all updates of those before it are in its values."""
+    epoch: int
+    colour: int = 0
+
+
+class PushReply(_OfShard, frozen=True, tag=True, kw_only=True):
+    """The push is held by all live replicas, and will not be lost; its memory is the sender's again.
+
+    A worker whose push was late goes on from the shard's clock.
+    """
 
     status: Status
     reason: str = ""
-    version: int
-    """Version of the shard when it was answered."""
-    clock: int
-    """Steps that are complete; a worker whose push was late goes on from there."""
-    epoch: int
-    colour: int = 0
 
 
 class Pull(_Asked, frozen=True, tag=True, kw_only=True):
@@ -199,18 +207,13 @@ class Pull(_Asked, frozen=True, tag=True, kw_only=True):
         return self.start == 0 and self.stop < 0
 
 
-class PullReply(_Answered, frozen=True, tag=True, kw_only=True):
+class PullReply(_OfShard, frozen=True, tag=True, kw_only=True):
     """The shard's values, or the range of them that was asked for, as payload."""
 
-    version: int
-    clock: int
-    """All updates of steps before this one are in it."""
     unchanged: bool = False
     """The reader has this version; there is no payload."""
     pushed: PushReply | None = None
     """What became of the push that asked for this pull, where it was not yet said."""
-    epoch: int
-    colour: int = 0
 
 
 class Fresh(Struct, frozen=True, tag=True, kw_only=True):
@@ -244,13 +247,8 @@ class Fetch(_Asked, frozen=True, tag=True, kw_only=True):
     colour: int = 0
 
 
-class Fetched(_Answered, frozen=True, tag=True, kw_only=True):
+class Fetched(_OfShard, frozen=True, tag=True, kw_only=True):
     """The state of the shard, as payload."""
-
-    version: int
-    clock: int
-    epoch: int
-    colour: int = 0
 
 
 class Load(_Asked, frozen=True, tag=True, kw_only=True):
@@ -517,31 +515,11 @@ Request = Push | Pull | Fetch | Load | Enter | Turned | Trial
 
 Reply = PushReply | PullReply | Fetched | Entered | Noted | Tried
 
-Message = (
-    Request
-    | Reply
-    | Fresh
-    | Replicate
-    | Replicated
-    | Volunteer
-    | Install
-    | Ready
-    | Fenced
-    | Heartbeat
-    | Hello
-    | Leave
-    | Gone
-    | Viewed
-    | Lost
-    | Meet
-    | Bring
-    | Awaiting
-    | Met
-    | Want
-    | Announce
-    | Recorded
-    | ShardRecorded
-)
+_OfReplicas = Replicate | Replicated | Volunteer | Install | Ready | Fenced
+_OfViews = Heartbeat | Hello | Leave | Gone | Viewed | Lost
+_OfMeetings = Meet | Bring | Awaiting | Met
+_OfSnapshots = Want | Announce | Recorded | ShardRecorded
+Message = Request | Reply | Fresh | _OfReplicas | _OfViews | _OfMeetings | _OfSnapshots
 """All that travels on this plane: what the codec decodes."""
 
 

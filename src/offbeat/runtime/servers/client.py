@@ -23,7 +23,7 @@ from offbeat.errors import RunError, StrategyError, WaitError
 from offbeat.protocols.machine import NOTHING, Payload
 from offbeat.protocols.servers.client import ClientMachine
 from offbeat.protocols.servers.coordinator import Changed
-from offbeat.protocols.servers.messages import ClusterView, Fresh, Lost, Met, PullReply, WorkerCut
+from offbeat.protocols.servers.messages import ClusterView, Fetched, Fresh, Lost, Met, PullReply, WorkerCut
 from offbeat.protocols.servers.notices import (
     Arrived,
     Asked,
@@ -44,7 +44,7 @@ from offbeat.runtime.servers.plan import Plan
 from offbeat.runtime.stamps import RECORDER
 
 Bytes = NDArray[np.uint8]
-Takes = Callable[[int, PullReply, Bytes], None]
+Takes = Callable[[int, PullReply | Fetched, Bytes], None]
 _SLICE = 0.5
 """Seconds after which a wait looks whether there is still hope."""
 
@@ -104,7 +104,7 @@ class Client:
         self.view: ClusterView = view
         """Who takes part, as far as is known here."""
         self.takes: Callable[[int, Bytes], None] = lambda _shard, _values: None
-        """What is done with values or states that were asked for, when they come."""
+        """What is done with values that were asked for, when they come, unless `ask` says something else."""
         self.total: Bytes | None = None
         """The sum of the rows that were brought to the last meeting, if any were."""
         self.presence: Any = SimpleNamespace(waiting=None)
@@ -132,7 +132,7 @@ class Client:
             connection.driver.perform(self.machine.announce(nbytes))
 
     def ask(self, request: ClientRequest, takes: Takes | None = None) -> Asked:
-        """Ask for something: the token under which `wait` has the answer. Ranges that come are given to `takes`."""
+        """Ask for something: the token under which `wait` has the answer. What comes is given to `takes`."""
         with self.connection as connection:
             connection.check()
             asked = self.machine.ask(request, time.monotonic())
@@ -253,7 +253,7 @@ class Client:
                 if payload.handle is not None:
                     self.bytes_received += payload.nbytes
                     takes = self._takers.get(token)
-                    if takes is not None and isinstance(reply, PullReply):
+                    if takes is not None and not isinstance(reply, Met):
                         takes(shard, reply, payload.handle)
                     else:
                         self.takes(shard, payload.handle)
