@@ -181,7 +181,7 @@ def test_a_finished_league_is_told_again_without_a_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("offbeat.cli.leagues.Launcher", lambda _preload: nullcontext(launcher))
+    monkeypatch.setattr("offbeat.comparing._compare.Launcher", lambda _preload: nullcontext(launcher))
     command = in_process(launcher, tmp_path, monkeypatch, capsys)
     said = command("compare", "--resume", leagues.task.folder)
     assert (said.code, said.err.count("["), "0 runs to do" in said.err) == (0, 0, True)

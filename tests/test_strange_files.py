@@ -24,12 +24,11 @@ from league_support import league
 from offbeat.cli.alive import _lines, _named
 from offbeat.cli.explain import explain_run
 from offbeat.cli.pictured import _scene
-from offbeat.cli.run import _what_was_run
 from offbeat.comparing import League, report
 from offbeat.comparing._records import LeagueFolder
 from offbeat.errors import CheckpointError, OffbeatError, UsageError
 from offbeat.fitting import fit
-from offbeat.jobs import Job, _as_before
+from offbeat.jobs import Job, _as_before, earlier, target_from_plain
 from offbeat.monitor.diagram import picture
 from offbeat.monitor.page.folders import Folder, log_of
 from offbeat.monitor.page.following import Run
@@ -91,7 +90,12 @@ def readers(folder: Path) -> dict[str, Callable[[], object]]:
 
     def resume() -> None:
         _as_before(
-            Job(_what_was_run(folder), Goal(), RunFolder.open(folder).read()["config"]["workers"], resume=folder)
+            Job(
+                target_from_plain(earlier(folder)["what"]),
+                Goal(),
+                RunFolder.open(folder).read()["config"]["workers"],
+                resume=folder,
+            )
         )
         place = newest(folder / "checkpoint")
         manifest = read_manifest(place) if place is not None else {"files": ()}

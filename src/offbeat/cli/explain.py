@@ -8,7 +8,6 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 import typer
-from msgspec import structs
 
 from offbeat.cli.output import PlainConsole, print_json
 from offbeat.monitor import (
@@ -116,8 +115,8 @@ def _plain(folder: RunFolder, known: dict[str, Any], found: _Found, events: Reco
         "stragglers": [one.worker for one in found.blamed if one.straggler],
         "blame": [one.plain() for one in found.blamed],
         "staleness": {one.worker: {str(steps): count for steps, count in one.reads.items()} for one in found.staleness},
-        "held_up": [structs.asdict(one) for one in found.held],
-        "unfit": [one.plain() for one in found.unfit],
+        "held_up": msgspec.to_builtins(found.held),
+        "unfit": msgspec.to_builtins(found.unfit),
         "events": {f"worker {rank}": len(stamps) for rank, stamps in events.stamps.items()}
         | {name: len(stamps) for name, stamps in events.servers.items()},
         "dropped": events.dropped,

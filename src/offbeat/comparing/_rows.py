@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from offbeat.comparing._contestants import AGAIN, BASELINE, SINGLE, Contestant, Part
 from offbeat.comparing._records import Entry
 from offbeat.runtime.stopwatch import KINDS
-from offbeat.statistics import Spread, ratios, spread
+from offbeat.statistics import Plain, Spread, ratios, spread
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Plain):
     """What a contestant came to. Figures without a spread are medians over its runs that did not fail."""
 
     name: str
@@ -75,12 +74,6 @@ class Row:
         """The share of its time that went to these kinds."""
         spent = self.seconds_by_kind or {}
         return sum(spent.get(kind, 0.0) for kind in kinds) / (sum(spent.values()) or 1.0)
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON data."""
-        told: dict[str, Any] = dict(vars(self))
-        spreads = ("time", "relative", "speedup")
-        return told | {name: None if told[name] is None else told[name].plain() for name in spreads}
 
 
 def complete_seeds(contestants: Sequence[Contestant], entries: Sequence[Entry], given_up: Sequence[str]) -> list[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from msgspec import Struct, structs
+from msgspec import Struct, to_builtins
 
 from offbeat.errors import UsageError, did_you_mean
 from offbeat.monitor.history import Trace, trace_of
@@ -105,9 +105,7 @@ class Replay(Struct, frozen=True, kw_only=True):
 
     def plain(self) -> dict[str, Any]:
         """As JSON data."""
-        return {**structs.asdict(self), "phantoms": [structs.asdict(one) for one in self.phantoms]} | {
-            "consistent": self.consistent
-        }
+        return {**to_builtins(self), "consistent": self.consistent}
 
     def lines(self) -> list[str]:
         """In words."""

@@ -131,16 +131,6 @@ class Unfit(Struct, frozen=True):
         whom = f"they reached {', '.join(self.reached)}" if self.reached else "nobody is known to have got them"
         return f"{self.worker} gave NaN or infinite numbers in {self.what}, in step {self.step}: {whom}"
 
-    def plain(self) -> dict[str, Any]:
-        """As JSON data."""
-        return {
-            "worker": self.worker,
-            "step": self.step,
-            "what": self.what,
-            "reached": list(self.reached),
-            "refused": self.refused,
-        }
-
 
 def unfit(stamps: Stamps, servers: ServerStamps) -> list[Unfit]:
     """Numbers that were not finite: those that servers refused, and those that came through, with whom they reached."""

@@ -14,6 +14,7 @@ from offbeat.protocols.collectives import ALGORITHMS, Algorithm, Collective
 from offbeat.protocols.schedule import Layout, View
 from offbeat.simulate.curves import Curve, curve, played
 from offbeat.simulate.network import Network
+from offbeat.statistics import Plain
 
 TIE = 1e-9
 """Times that differ by less, relatively, are equal; the algorithm that is listed first then counts as the best."""
@@ -33,7 +34,7 @@ class Crossover:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Plain):
     """Times of all algorithms of a collective by size, and who wins where."""
 
     collective: Collective
@@ -54,16 +55,8 @@ class Comparison:
 
     def plain(self) -> dict[str, Any]:
         """The same as plain data, for JSON."""
-        return {
-            "collective": self.collective.value,
-            "ranks": self.ranks,
-            "hosts": self.hosts,
-            "sizes": list(self.sizes),
-            "seconds": {name: list(times) for name, times in self.seconds.items()},
-            "best": [self.best(column) for column in range(len(self.sizes))],
-            "crossovers": [vars(crossover) for crossover in self.crossovers],
-            "left_out": dict(self.left_out),
-        }
+        best = [self.best(column) for column in range(len(self.sizes))]
+        return super().plain() | {"collective": self.collective.value, "best": best}
 
 
 def compare_collectives(

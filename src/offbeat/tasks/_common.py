@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -16,6 +20,22 @@ _SPLIT_SEED = 1797
 def generator(seed: int) -> torch.Generator:
     """A source of randomness of its own, so that making data leaves the run's untouched."""
     return torch.Generator().manual_seed(seed)
+
+
+Made = TypeVar("Made")
+
+
+def once(make: Callable[[Any], Made]) -> Callable[[Any], Made]:
+    """A method without arguments whose result is made once for each object, and kept."""
+
+    @functools.wraps(make)
+    def kept(task: Any) -> Made:
+        known = vars(task)
+        if make not in known.setdefault("_made", {}):
+            known["_made"][make] = make(task)
+        return known["_made"][make]
+
+    return kept
 
 
 def divide(*tensors: Tensor, validation: int, test: int) -> Data:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cached_property
 from importlib import resources
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.nn import Parameter, functional
 from torch.optim import SGD, Optimizer
 
 from offbeat.task import Data, Task, accuracy
-from offbeat.tasks._common import check_positive, divide
+from offbeat.tasks._common import check_positive, divide, once
 
 _HELD_OUT = 300
 """Images in the validation part, and again in the test part; the other 1,197 are for training."""
@@ -59,12 +58,9 @@ class Digits(Task):
                 nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
         return layers
 
+    @once
     def data(self) -> Data:
         """Images (1, 8, 8) between 0 and 1, and their digits."""
-        return self._data
-
-    @cached_property
-    def _data(self) -> Data:
         stored = load(resources.files("offbeat.tasks").joinpath("data", "digits.safetensors").read_bytes())
         images = stored["images"].unsqueeze(1).to(torch.float32) / _WHITE
         return divide(images, stored["labels"].long(), validation=_HELD_OUT, test=_HELD_OUT)

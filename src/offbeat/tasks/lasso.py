@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offbeat.task import Data, IterativeTask
-from offbeat.tasks._common import check_at_least, check_positive, divide, generator, tensors_of
+from offbeat.tasks._common import check_at_least, check_positive, divide, generator, once, tensors_of
 
 _CORRELATION = 0.5
 """Between neighbouring features: without it one sweep would do, and there would be nothing to iterate."""
@@ -60,12 +60,9 @@ class Lasso(IterativeTask):
         reachable = self.score({"weight": self._truth}, [tensors_of(self.data().validation)])
         self.target = reachable - 8 * informative * penalty**2
 
+    @once
     def data(self) -> Data:
         """Inputs (as many floats as features) and values."""
-        return self._data
-
-    @cached_property
-    def _data(self) -> Data:
         source = generator(self.seed + 1)
         inputs = torch.randn(self.examples, self.features, dtype=torch.float64, generator=source)
         for column in range(1, self.features):

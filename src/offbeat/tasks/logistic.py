@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from offbeat.task import Data, Task
-from offbeat.tasks._common import check_at_least, check_positive, divide, generator, tensors_of
+from offbeat.tasks._common import check_at_least, check_positive, divide, generator, once, tensors_of
 
 _NON_ZEROS = 8
 """Features of an example that are not zero, where the problem is sparse."""
@@ -70,12 +69,9 @@ class Logistic(Task):
         uses = torch.bincount(inputs.flatten(), minlength=self.features)
         return _Linear(self.features, self.penalty * len(inputs) / uses.clamp(min=1))
 
+    @once
     def data(self) -> Data:
         """Inputs (as many floats as features, or 8 places) and labels 0 or 1."""
-        return self._data
-
-    @cached_property
-    def _data(self) -> Data:
         source = generator(self.seed)
         if self.sparse:
             bounds = torch.arange(_NON_ZEROS + 1) * self.features // _NON_ZEROS
@@ -122,12 +118,9 @@ class Logistic(Task):
         """The smallest regularized loss on the training part, to about 1e-12."""
         return float(self._objective(self.solution())[0])
 
+    @once
     def solution(self) -> Tensor:
         """The weights (float64) at which the optimum is taken."""
-        return self._solution
-
-    @cached_property
-    def _solution(self) -> Tensor:
         weight = torch.zeros(self.features, dtype=torch.float64)
         solver = LBFGS(
             [weight],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from offbeat.task import Data, IterativeTask
-from offbeat.tasks._common import check_at_least, divide, generator, tensors_of
+from offbeat.tasks._common import check_at_least, divide, generator, once, tensors_of
 
 _FLOOR = 1e-3
 """The smallest variance: a component may not shrink onto one example, where the likelihood is infinite."""
@@ -58,12 +58,9 @@ class Mixture(IterativeTask):
         reachable = self.score(self._truth, [tensors_of(self.data().validation)])
         self.target = reachable - 2 * free / len(tensors_of(self.data().train)[0])
 
+    @once
     def data(self) -> Data:
         """Examples of one tensor each: as many floats as there are features."""
-        return self._data
-
-    @cached_property
-    def _data(self) -> Data:
         source = generator(self.seed + 1)
         truth = self._truth
         chosen = torch.multinomial(truth["weight"], self.examples, replacement=True, generator=source)

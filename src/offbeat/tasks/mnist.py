@@ -6,7 +6,6 @@ import gzip
 import math
 import zlib
 from collections.abc import Iterable
-from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from offbeat.errors import TaskError
 from offbeat.task import Data, Task, accuracy
-from offbeat.tasks._common import check_at_least, check_positive, divide
+from offbeat.tasks._common import check_at_least, check_positive, divide, once
 
 _SIDE = 28
 _CLASSES = 10
@@ -66,12 +65,9 @@ class Mnist(Task):
             nn.Linear(64, _CLASSES),
         )
 
+    @once
     def data(self) -> Data:
         """Images (1, 28, 28) of bytes, and their digits."""
-        return self._data
-
-    @cached_property
-    def _data(self) -> Data:
         learned = divide(*_labelled(self.folder, "train"), validation=self.held_out, test=0)
         return Data(learned.train, learned.validation, TensorDataset(*_labelled(self.folder, "t10k")))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.nn import Parameter, functional
 from torch.optim import SGD, Optimizer
 
 from offbeat.task import Data, Task
-from offbeat.tasks._common import check_at_least, check_positive, divide, generator
+from offbeat.tasks._common import check_at_least, check_positive, divide, generator, once
 
 
 class Sparse(Task):
@@ -53,12 +52,9 @@ class Sparse(Task):
         nn.init.zeros_(weights.weight)
         return weights
 
+    @once
     def data(self) -> Data:
         """Inputs (the numbers of `active` features) and labels 0 or 1."""
-        return self._data
-
-    @cached_property
-    def _data(self) -> Data:
         source = generator(self.seed)
         drawn = torch.rand(self.examples, self.active, generator=source, dtype=torch.float64)
         # Squared, so that feature i is drawn with a probability that falls as 1/√i.

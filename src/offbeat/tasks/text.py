@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sysconfig
 from collections.abc import Iterable
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.optim import AdamW, Optimizer
 
 from offbeat.errors import TaskError
 from offbeat.task import Data, Task
-from offbeat.tasks._common import check_at_least, check_positive, divide
+from offbeat.tasks._common import check_at_least, check_positive, divide, once
 
 _SOURCES = (
     *("_pydecimal", "_pyio", "argparse", "ast", "calendar", "configparser", "copy", "csv", "dataclasses", "difflib"),
@@ -76,12 +75,9 @@ class Text(Task):
             nn.Linear(self.width, symbols),
         )
 
+    @once
     def data(self) -> Data:
         """Windows of `context` characters, and the same moved on by one."""
-        return self._data
-
-    @cached_property
-    def _data(self) -> Data:
         symbols = _encoded(_standard_library())
         windows = symbols[: len(symbols) // (self.context + 1) * (self.context + 1)].view(-1, self.context + 1)
         held_out = max(1, _HELD_OUT_CHARACTERS // self.context)
