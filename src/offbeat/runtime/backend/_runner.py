@@ -2,7 +2,7 @@
 
 What was compiled is kept by what was asked for and how long it is, and done wherever memory lies. An all-reduce of one
 tensor is found under a second key, too, which `quick.c` can make from the call alone: the same operation, not a copy.
-Small ones that cannot be compiled stay worked out there, because the engine would take ten times as long.
+Small ones that cannot be compiled stay worked out there, because the engine would take several times as long.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Runner:
             _keep(self.plans, sort, plan, _MOST_PLANS)
 
     def run_written(self, plan: Written, tensor: Tensor) -> None:
-        """Do a small all-reduce in one stage: everybody reads everybody's slot. Ten times as fast as by the engine."""
+        """Do a small all-reduce in one stage: everybody reads everybody's slot."""
         address = tensor.data_ptr()
         if address != plan.address:
             plan.address, plan.row = address, as_words(tensor)
