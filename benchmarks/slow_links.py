@@ -46,8 +46,9 @@ from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.simulate import Network, compressed_sum_time
 from offbeat.simulate.compressed import exchange_of
 from offbeat.strategies import Exchanging, Timing, combined, parse
+from offbeat.strategies._capabilities import OptimizerHooks, StepHooks
 from offbeat.strategies._compressing import Compressing
-from offbeat.strategies._worker import EveryBatch, Exchange, Pace, adopt, attend
+from offbeat.strategies._worker import EveryBatch, Exchange, Pace, adopt
 from offbeat.tasks.mnist import Mnist
 
 RESULTS = Path(__file__).parent / "results"
@@ -122,7 +123,10 @@ class Variant:
         self._alone = text == ALONE
         self.steps = PERIOD if when else 1
         adopt(self.exchange, self.model)
-        attend(self._pace, self.exchange, self.optimizer)
+        if isinstance(self._pace, StepHooks):
+            self._pace.watch(self.optimizer)
+        if isinstance(self.exchange, OptimizerHooks):
+            self.exchange.attend(self.optimizer)
 
     def run(self) -> None:
         """A step, or a period of them."""
