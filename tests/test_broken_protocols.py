@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def run(strategy: str, folder: Path) -> Figures:
         server.start()
         try:
             with ThreadPoolExecutor(2) as workers:
-                told = list(workers.map(lambda rank: work(strategy, plan, rank), range(2)))
+                told = list(workers.map(partial(work, strategy, plan), range(2)))
         finally:
             coordination.ended("server 0.0")  # It is told that it is out at its next sign of life.
             server.join(timeout=30)

@@ -6,7 +6,7 @@ It is entered as a context, by one thread at a time. While nobody is in it, a th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from offbeat.errors import RunError
@@ -20,19 +20,32 @@ _LOOK_IN = 0.05
 """Seconds between two looks while nobody waits."""
 
 
+class Lines:
+    """Whom an endpoint is connected with, of those that views name."""
+
+    def __init__(self, plan: Plan, endpoint: Endpoint[Any]) -> None:
+        self._plan, self._endpoint = plan, endpoint
+        self._connected: set[Name] = {endpoint.name}
+
+    def reach(self, names: Iterable[Name]) -> None:
+        """Connect to those who are new."""
+        for name in names:
+            if name not in self._connected:
+                self._connected.add(name)
+                self._endpoint.connect(name, self._plan.address(name))
+
+
 class Connection:
     """A machine, its endpoint, and why they are of no use any more, if so."""
 
     def __init__(self, machine: Machine, plan: Plan, told: Callable[[Any, Any], Any]) -> None:
         self.broken: BaseException | None = None
         """Why nothing more can be asked for."""
-        self._plan = plan
         self._lock = threading.RLock()
         self._over = threading.Event()
         self._endpoint: Endpoint[Any] = Endpoint(machine.name, plan.codec(), keys=plan.keys)
-        self._endpoint.connect(COORDINATOR, plan.address(COORDINATOR))
-        self._connected: set[Name] = set()
-        self.reach(plan.view)
+        self._lines = Lines(plan, self._endpoint)
+        self._lines.reach([COORDINATOR, *plan.view.servers])
         self.driver = Driver(machine, self._endpoint, told)
         self._thread = threading.Thread(target=self._look_in, name="offbeat client", daemon=True)
 
@@ -50,10 +63,7 @@ class Connection:
 
     def reach(self, view: ClusterView) -> None:
         """Reach all servers of a view: one that is new there may be the next to serve."""
-        for name in view.servers:
-            if name not in self._connected:
-                self._connected.add(name)
-                self._endpoint.connect(name, self._plan.address(name))
+        self._lines.reach(view.servers)
 
     @property
     def bytes_sent(self) -> int:

@@ -10,33 +10,19 @@ from typing import Any
 
 from offbeat.protocols import disturbances
 from offbeat.protocols.machine import Effect, Event, Start
-from offbeat.protocols.servers.messages import COORDINATOR, ClusterView, server_name
+from offbeat.protocols.servers.messages import COORDINATOR, server_name
 from offbeat.protocols.servers.server import ServerMachine
 from offbeat.protocols.servers.works import Restore
 from offbeat.runtime.allocation import keep_freed_memory
 from offbeat.runtime.disturb import Disturber
 from offbeat.runtime.launch import Control
 from offbeat.runtime.messages import Endpoint, Inbox, drive
+from offbeat.runtime.servers.connection import Lines
 from offbeat.runtime.servers.noting import Serves
 from offbeat.runtime.servers.numbers import Numbers
 from offbeat.runtime.servers.plan import Plan
 from offbeat.runtime.servers.recording import Scribe
 from offbeat.runtime.stamps import RECORDER, Mark, Recorder, server_events_file
-
-
-class _Lines:
-    """A server's connections to the other replicas of its shard, as views name them."""
-
-    def __init__(self, plan: Plan, endpoint: Endpoint[Any], name: str, shard: int) -> None:
-        self._plan, self._endpoint, self._shard = plan, endpoint, shard
-        self._connected = {name}
-
-    def follow(self, view: ClusterView) -> None:
-        """Connect to those who are new in a view."""
-        for name in view.replicas(self._shard):
-            if name not in self._connected:
-                self._connected.add(name)
-                self._endpoint.connect(name, self._plan.address(name))
 
 
 class _Watch:
@@ -48,7 +34,7 @@ class _Watch:
     def __init__(
         self,
         machine: ServerMachine,
-        lines: _Lines,
+        lines: Lines,
         disturb: Callable[[int | None], Disturber],
         recorder: Recorder | None,
     ) -> None:
@@ -62,7 +48,7 @@ class _Watch:
         machine = self._machine
         if self._view is not machine.view:
             self._view = machine.view
-            self._lines.follow(self._view)
+            self._lines.reach(self._view.replicas(machine.number))
         if self._notes is not None:
             self._notes.after(event, effects)
         if (self._disturber is None or self._disturber.active) and machine.serving:
@@ -98,11 +84,10 @@ def serve(config: Mapping[str, Any], control: Control) -> None:
     scribe = Scribe(Path(config["checkpoints"]), inbox) if config.get("checkpoints") else None
     numbers = Numbers(endpoint.lend, endpoint.reclaim, scribe)
     recorder = _recorder(config, shard, replica)
-    lines = _Lines(plan, endpoint, name, shard)
+    lines = Lines(plan, endpoint)
     watch = _Watch(machine, lines, disturb, recorder)
     try:
-        endpoint.connect(COORDINATOR, plan.address(COORDINATOR))
-        lines.follow(plan.view)
+        lines.reach([COORDINATOR, *plan.view.replicas(shard)])
         drive(machine, endpoint, numbers.do, until=lambda: machine.retired, inbox=inbox, after=watch.after)
         print(
             f"{name} gave no sign of life for {plan.timing.silence:g} s and was declared dead (epoch "
