@@ -22,7 +22,7 @@ from offbeat.runtime.goal import Goal
 from offbeat.runtime.launch import Launcher, Role, serve_store, worker_environment
 from test_walks import Walk
 
-MOMENTS = {"GradientSums.begin", "OffbeatGroup.allreduce", "Executor.run"}
+MOMENTS = {"GradientSums.begin", "OffbeatGroup.allreduce", "Runner.run"}
 FOLLOWED = 12
 """The step that is followed: what is worked out once is known by then."""
 
