@@ -12,7 +12,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 RUNTIME = Path("src/offbeat/runtime")
 FLAGS = ("-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
-PARTS = (("shared/native.c", "shared/_native.so"), ("backend/quick.c", "backend/_quicker.abi3.so"))
+PARTS = (("collectives/one_sided/native.c", "collectives/one_sided/_native.so"), ("backend/quick.c", "backend/_quicker.abi3.so"))
 """What is compiled into what: a library without headers of Python's, and an extension module of its stable ABI."""
 
 

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from offbeat.benching import Measured, Spread, described, geometric_mean, holds, measured, ratio, table, why_no_mpi
+from offbeat.bench import Measured, Spread, described, geometric_mean, holds, measured, ratio, table, why_no_mpi
 from offbeat.protocols.collectives import Collective, algorithm
 from offbeat.protocols.schedule import Layout, Schedule, View
-from offbeat.runtime.shared.room import ONE_SHOT
+from offbeat.runtime.collectives.one_sided.arena import ONE_SHOT
 from offbeat.simulate.fit import cost_of, fit_regimes
 from offbeat.simulate.network import Network
 from offbeat.simulate.schedules import finish_times

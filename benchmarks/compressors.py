@@ -31,12 +31,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 from torch.nn.parallel import DistributedDataParallel
 
-from offbeat.benching import environment, holds, ratio
+from offbeat.bench import environment, holds, ratio
 from offbeat.protocols.compression import kept_of
-from offbeat.runtime.allocation import keep_freed_memory
 from offbeat.runtime.compression import Coder, Feedback
+from offbeat.runtime.system.malloc import keep_freed_memory
 from offbeat.strategies import combined, parse
-from offbeat.strategies._compressing import Compressing, compressor
+from offbeat.strategies.worker.compression import Compressing, compressor
 
 RESULTS = Path(__file__).parent / "results"
 NUMBERS = 10_000_000

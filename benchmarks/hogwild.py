@@ -30,10 +30,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
-from offbeat.benching import environment, holds, ratio
-from offbeat.join import Team
+from offbeat.bench import environment, holds, ratio
 from offbeat.runtime.launch import Control, Launcher, Role, serve_store, worker_environment
 from offbeat.tasks.sparse import Sparse
+from offbeat.team.team import Team
 
 RESULTS = Path(__file__).parent / "results"
 ALONE, AGAIN, OURS, LOADED = "independent", "independent again", "hogwild", "hogwild, prepared loader"

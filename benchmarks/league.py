@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 import offbeat
-from offbeat.benching import environment
-from offbeat.comparing import League, Row
-from offbeat.fitting import WARM
+from offbeat.bench import environment
+from offbeat.league import League, Row
+from offbeat.run.drive import WARM
 from offbeat.runtime.launch import Launcher
 
 RESULTS = Path(__file__).parent / "results"

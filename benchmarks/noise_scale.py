@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from offbeat.fitting import WARM, drive
-from offbeat.jobs import Job, target_of
-from offbeat.runtime.gauge import read_gradients
-from offbeat.runtime.goal import Goal
+from offbeat.run.drive import WARM, drive
+from offbeat.run.job import Job, target_of
+from offbeat.runtime.gradients.noise import read_gradients
 from offbeat.runtime.launch import Launcher
+from offbeat.runtime.run.settings import Goal
 from offbeat.scaling._noise import Noise, by_samples, noise_of
 
 RESULTS = Path(__file__).parent / "results"

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 from playwright.sync_api import Page, sync_playwright
 
-from offbeat.benching import environment, holds, ratio
-from offbeat.monitor.page.folders import opened
-from offbeat.monitor.page.serving import Served
-from offbeat.runtime.stamps import About, Mark, Recorder, events_file
+from offbeat.bench import environment, holds, ratio
+from offbeat.monitor.page.http_server import Served
+from offbeat.monitor.page.run_folders import opened
+from offbeat.runtime.events.recorder import About, Mark, Recorder, events_file
 
 RESULTS = Path(__file__).parent / "results"
 WORKERS, EVENTS = 64, 100_000

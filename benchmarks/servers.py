@@ -31,17 +31,17 @@ import torch
 import zmq
 from numpy.typing import NDArray
 
-from offbeat.benching import environment, holds, ratio
+from offbeat.bench import environment, holds, ratio
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.notices import LoadRequest, PushRequest, whole_shards
+from offbeat.protocols.servers.worker.notices import LoadRequest, PushRequest, whole_shards
+from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.launch import Control, Launcher, Role
 from offbeat.runtime.messages import private_directory
 from offbeat.runtime.servers.client import Client
 from offbeat.runtime.servers.coordination import Coordination
-from offbeat.runtime.servers.numbers import first_state
 from offbeat.runtime.servers.plan import Plan
+from offbeat.runtime.servers.shard_state import first_state
 from offbeat.runtime.servers.updater import ADD, Recipe
-from offbeat.runtime.shared.segment import Segment
 
 RESULTS = Path(__file__).parent / "results"
 LARGE, SMALL = 25 << 20, 4 << 10

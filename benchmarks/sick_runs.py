@@ -25,16 +25,16 @@ from typing import Any
 
 import typer
 
-from offbeat.benching import environment
-from offbeat.cli.explain import explain_run
+from offbeat.bench import environment
+from offbeat.cli.commands.explain import explain_run
 from offbeat.errors import OffbeatError
-from offbeat.fitting import WARM, drive
-from offbeat.jobs import Job, target_of
 from offbeat.monitor import STRAGGLER, Verdict, blame, late_steps, recorded
-from offbeat.runtime.goal import Goal
+from offbeat.run.drive import WARM, drive
+from offbeat.run.job import Job, target_of
+from offbeat.runtime.events.recorder import Mark
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.launch import Launcher
-from offbeat.runtime.stamps import Mark
+from offbeat.runtime.run.settings import Goal
 from offbeat.strategies import available, combined, parse
 
 SCRIPTS = Path(__file__).parents[1] / "tests" / "sick_scripts"

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.simulate.servers import Paced, drive, shortcut
-from offbeat.simulate.stragglers import Stragglers
+from offbeat.simulate.servers.stragglers import Stragglers
+from offbeat.simulate.servers.training import Paced, drive, shortcut
 
 RESULTS = Path(__file__).parent / "results"
 BAR = 60.0

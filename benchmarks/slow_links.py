@@ -32,23 +32,23 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
 import offbeat
-from offbeat.benching import environment, holds, ratio
-from offbeat.fitting import WARM
+from offbeat.bench import environment, holds, ratio
 from offbeat.protocols.compression import Shapes, Way
 from offbeat.protocols.exchanges import sent_by
 from offbeat.protocols.schedule import View
+from offbeat.run.drive import WARM
 from offbeat.runtime.compression.sums import CompressedSums
-from offbeat.runtime.group import DirectGroup, Group
+from offbeat.runtime.groups.group import DirectGroup, Group
 from offbeat.runtime.hosts import Hosts, namespaces
 from offbeat.runtime.launch import EVERYWHERE, Control, Launcher, Role, serve_store, worker_environment
-from offbeat.runtime.place import where
-from offbeat.runtime.stopwatch import Stopwatch
+from offbeat.runtime.run.rank_environment import where
+from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.simulate import Network, compressed_sum_time
 from offbeat.simulate.compressed import exchange_of
 from offbeat.strategies import Exchanging, Timing, combined, parse
-from offbeat.strategies._capabilities import OptimizerHooks, StepHooks
-from offbeat.strategies._compressing import Compressing
-from offbeat.strategies._worker import EveryBatch, Exchange, Pace, adopt
+from offbeat.strategies.worker.capabilities import OptimizerHooks, StepHooks
+from offbeat.strategies.worker.compression import Compressing
+from offbeat.strategies.worker.exchange import EveryBatch, Exchange, Pace, adopt
 from offbeat.tasks.mnist import Mnist
 
 RESULTS = Path(__file__).parent / "results"

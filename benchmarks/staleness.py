@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 
 import offbeat
-from offbeat.benching import Spread, environment, holds, ratio
-from offbeat.fitting import WARM, Result
+from offbeat.bench import Spread, environment, holds, ratio
 from offbeat.protocols.servers.consistency import Rule
+from offbeat.run.drive import WARM, Result
 from offbeat.runtime.launch import Launcher
-from offbeat.simulate.servers import simulate
-from offbeat.simulate.stragglers import Stragglers, Transient
+from offbeat.simulate.servers.stragglers import Stragglers, Transient
+from offbeat.simulate.servers.training import simulate
 from offbeat.tasks.digits import Digits
 
 RESULTS = Path(__file__).parent / "results"

@@ -28,13 +28,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions
 
-from offbeat.benching import environment, ratio
+from offbeat.bench import environment, ratio
 from offbeat.monitor import Watch
-from offbeat.runtime.backend._stamping import Shape, Stamps
+from offbeat.runtime.events.calls import Shape, Stamps
+from offbeat.runtime.events.recorder import COMPUTING, INPUT, RECORDER, Reader, Recorder, events_file
+from offbeat.runtime.events.worker import written_down
 from offbeat.runtime.launch import Control, Launcher, Role, serve_store, worker_environment
-from offbeat.runtime.place import where
-from offbeat.runtime.stamps import COMPUTING, INPUT, RECORDER, Reader, Recorder, events_file
-from offbeat.runtime.watched import written_down
+from offbeat.runtime.run.rank_environment import where
 from training import WARM_UP, WORKS, team
 
 RESULTS = Path(__file__).parent / "results"

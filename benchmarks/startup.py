@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offbeat.fitting import WARM, fit
+from offbeat.run.drive import WARM, fit
 from offbeat.runtime.launch import Launcher
 
 RESULTS = Path(__file__).parent / "results"

@@ -10,7 +10,7 @@ Each block times every variant for some steps, in an order that rotates; a block
 others sleep meanwhile. There are two copies of DDP: against each other they show the noise floor, and their mean is
 what we are compared with. Parameters are compared before anything is timed.
 
-DDP runs as its users run it, in plain processes. Ours keep freed memory (`runtime.allocation`), which spares them
+DDP runs as its users run it, in plain processes. Ours keep freed memory (`runtime.system.malloc`), which spares them
 thousands of page faults a step; `ddp, memory kept` shows what DDP would gain by the same, and is no bar.
 """
 
@@ -38,15 +38,15 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Optimizer
 
-from offbeat.benching import environment, holds, ratio
-from offbeat.runtime.allocation import keep_freed_memory
-from offbeat.runtime.group import DirectGroup
+from offbeat.bench import environment, holds, ratio
+from offbeat.runtime.groups.group import DirectGroup
 from offbeat.runtime.launch import Control, Launcher, Role, serve_store, worker_environment
-from offbeat.runtime.place import where
-from offbeat.runtime.stopwatch import Stopwatch
+from offbeat.runtime.run.rank_environment import where
+from offbeat.runtime.run.stopwatch import Stopwatch
+from offbeat.runtime.system.malloc import keep_freed_memory
 from offbeat.strategies import Exchanging, parse
-from offbeat.strategies._capabilities import OptimizerHooks, StepGuard
-from offbeat.strategies._worker import adopt
+from offbeat.strategies.worker.capabilities import OptimizerHooks, StepGuard
+from offbeat.strategies.worker.exchange import adopt
 from offbeat.tasks.digits import Digits
 from offbeat.tasks.text import Text
 

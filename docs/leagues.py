@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import offbeat
-from offbeat.comparing import League
-from offbeat.comparing.report import _cells as cells
-from offbeat.fitting import WARM
+from offbeat.league import League
+from offbeat.league.report import _cells as cells
+from offbeat.run.drive import WARM
 from offbeat.runtime.launch import Launcher
 
 HEAD = """# Where each strategy wins

@@ -36,7 +36,7 @@ def in_process(
     monkeypatch.chdir(folder)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
-    monkeypatch.setattr("offbeat.cli.run.Launcher", lambda _preload: nullcontext(launcher))
+    monkeypatch.setattr("offbeat.cli.commands.run.Launcher", lambda _preload: nullcontext(launcher))
 
     def run(*words: str | Path) -> Said:
         monkeypatch.setattr(sys, "argv", ["offbeat", *map(str, words)])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from offbeat.fitting import WARM
+from offbeat.run.drive import WARM
 from offbeat.runtime.hosts import existing, made_here, why_not
 from offbeat.runtime.launch import Launcher
 from wide import WIDE

@@ -23,9 +23,9 @@ from torch.utils.data import TensorDataset
 
 import offbeat
 from launch_support import wait_until
-from offbeat.fitting import Result, fit
+from offbeat.run.drive import Result, fit
 from offbeat.runtime.launch import Launcher
-from offbeat.runtime.records import MODEL_FILE
+from offbeat.runtime.run.folder import MODEL_FILE
 
 EXAMPLES, BATCH = 48, 12
 STEPS_OF_AN_EPOCH = EXAMPLES // BATCH

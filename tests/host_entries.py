@@ -17,11 +17,11 @@ from torch.utils.data import TensorDataset
 
 import offbeat
 from offbeat.protocols.collectives.across_hosts import parts_across_hosts
-from offbeat.runtime.backend import _spread
-from offbeat.runtime.group import DirectGroup
+from offbeat.runtime.backend import _across_hosts
+from offbeat.runtime.collectives.one_sided.segment import host_identity
+from offbeat.runtime.groups.group import DirectGroup
 from offbeat.runtime.launch import Control
-from offbeat.runtime.place import where
-from offbeat.runtime.shared.segment import host_identity
+from offbeat.runtime.run.rank_environment import where
 
 _SIOCGIFADDR = 0x8915
 
@@ -63,7 +63,7 @@ def sum_much(config: dict[str, Any], control: Control) -> None:
 
 def sum_without_handing_back(config: dict[str, Any], control: Control) -> None:
     """Sum by a schedule over hosts that leaves out its last part, the hand-back of the last piece."""
-    _spread.parts_across_hosts = lambda view, layout: parts_across_hosts(view, layout)[:-1]  # pyright: ignore[reportPrivateImportUsage]
+    _across_hosts.parts_across_hosts = lambda view, layout: parts_across_hosts(view, layout)[:-1]  # pyright: ignore[reportPrivateImportUsage]
     sum_much(config, control)
 
 

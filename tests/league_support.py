@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from offbeat.comparing import League
-from offbeat.comparing._asked import Asked
-from offbeat.comparing._contestants import Contestant, Part
-from offbeat.comparing._records import Entry, Point
+from offbeat.league import League
+from offbeat.league._asked import Asked
+from offbeat.league._contestants import Contestant, Part
+from offbeat.league._records import Entry, Point
 
 KINDS = {"input": 0.05, "compute": 0.5, "communicate": 0.3, "wait": 0.0, "evaluate": 0.1, "other": 0.05}
 

@@ -16,9 +16,9 @@ import pytest
 import zmq
 
 from conftest import DEADLINE, wait_until
+from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.messages import Endpoint, Incoming
 from offbeat.runtime.messages.frames import Hello
-from offbeat.runtime.shared.segment import Segment
 from test_frames import CODEC, Push, Reply
 
 Endpoints = Callable[..., Endpoint[Push | Reply]]

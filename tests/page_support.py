@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from offbeat.runtime.stamps import About, Mark, Recorder, events_file
+from offbeat.runtime.events.recorder import About, Mark, Recorder, events_file
 
 SUM = About("world", "all_reduce", 2, 4, "float32", "sum", caller="train.py:88")
 Write = Callable[[list[Recorder]], None]

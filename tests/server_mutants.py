@@ -8,14 +8,14 @@ from typing import Any
 from msgspec import structs
 
 from offbeat.protocols.machine import Effects, Name, Payload, Received
-from offbeat.protocols.servers.admission import Admission
-from offbeat.protocols.servers.follower import Follower
 from offbeat.protocols.servers.messages import Replicate, Replicated
 from offbeat.protocols.servers.pacing import Parked
-from offbeat.protocols.servers.replication import Feed, Replication
-from offbeat.protocols.servers.server import ServerMachine
-from offbeat.protocols.servers.shard import Shard
-from offbeat.protocols.servers.works import Inspect
+from offbeat.protocols.servers.replica.admission import Admission
+from offbeat.protocols.servers.replica.follower import Follower
+from offbeat.protocols.servers.replica.replication import Feed, Replication
+from offbeat.protocols.servers.replica.server import ServerMachine
+from offbeat.protocols.servers.replica.shard import Shard
+from offbeat.protocols.servers.replica.works import Inspect
 
 
 class Indiscriminate(Admission):

@@ -14,9 +14,8 @@ from random import Random
 from typing import Any
 
 from offbeat.protocols.machine import Effect, Event, Name, Payload, Received, Send, SetTimer, Start, Timer
-from offbeat.protocols.servers.client import ClientMachine
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.coordinator import Changed, CoordinatorMachine
+from offbeat.protocols.servers.coordination.coordinator import Changed, CoordinatorMachine
 from offbeat.protocols.servers.messages import (
     COORDINATOR,
     ClusterView,
@@ -28,7 +27,10 @@ from offbeat.protocols.servers.messages import (
     Timing,
     server_name,
 )
-from offbeat.protocols.servers.notices import (
+from offbeat.protocols.servers.replica.server import ServerMachine
+from offbeat.protocols.servers.replica.works import Accumulate, Discard, Inspect, Read, Restore, Update
+from offbeat.protocols.servers.worker.client import ClientMachine
+from offbeat.protocols.servers.worker.notices import (
     Arrived,
     Completed,
     Departed,
@@ -40,8 +42,6 @@ from offbeat.protocols.servers.notices import (
     PushRequest,
     Refreshed,
 )
-from offbeat.protocols.servers.server import ServerMachine
-from offbeat.protocols.servers.works import Accumulate, Discard, Inspect, Read, Restore, Update
 from offbeat.simulate.machines import Fault, Kill, Network, Partition, Restart, Simulation, Stop
 
 CALM = 12.0

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fault_runs import Tally, applied, parameters
-from offbeat.fitting import Result, fit
-from offbeat.runtime.certificates import check, read
+from offbeat.run.drive import Result, fit
 from offbeat.runtime.launch import Launcher
+from offbeat.runtime.state.certificates import check, read
 
 STEPS = 24
 EVERY = 3

@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import resource, sys
 import torch
-from offbeat.runtime.allocation import keep_freed_memory
+from offbeat.runtime.system.malloc import keep_freed_memory
 
 print(keep_freed_memory() if sys.argv[1] == "keep" else "left alone")
 def touch():
@@ -44,7 +44,7 @@ def test_memory_that_was_freed_is_there_at_once() -> None:
 
 EXCESS = """
 import torch
-from offbeat.runtime.allocation import give_back_excess, keep_freed_memory
+from offbeat.runtime.system.malloc import give_back_excess, keep_freed_memory
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096

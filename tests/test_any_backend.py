@@ -19,10 +19,11 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it makes
 
 from cli_support import Offbeat, in_process, write
 from offbeat.monitor import EXIT_CODES
-from offbeat.runtime.backend import register, stamp_groups
-from offbeat.runtime.backend._stamping import Shape, Stamps
+from offbeat.runtime.backend import register
+from offbeat.runtime.events.calls import Shape, Stamps
+from offbeat.runtime.events.groups import stamp_groups
+from offbeat.runtime.events.recorder import Mark, Reader, Recorder, events_file
 from offbeat.runtime.launch import Launcher
-from offbeat.runtime.stamps import Mark, Reader, Recorder, events_file
 
 Open = Callable[..., Any]
 
@@ -297,8 +298,8 @@ def test_nothing_is_asked_of_a_device_while_a_graph_is_captured(
     recorded: Recorded, stamps: Stamps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     earlier = stamps.collective(Shape("all_reduce"), lambda *_: Behind(), ([ON_DEVICE], AllreduceOptions()), {})
-    monkeypatch.setattr("offbeat.runtime.backend._works.CAPTURES", True)
-    monkeypatch.setattr("offbeat.runtime.backend._stamping.CAPTURES", True)
+    monkeypatch.setattr("offbeat.runtime.events.works.CAPTURES", True)
+    monkeypatch.setattr("offbeat.runtime.events.calls.CAPTURES", True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(Behind, "is_completed", lambda _: pytest.fail("the capture is spoilt"))

@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from launch_support import wait_until
 from offbeat.errors import WaitError
-from offbeat.fitting import WARM, Result, drive
-from offbeat.jobs import Job, target_of
 from offbeat.protocols.attendance import FAILED, LEAVING, LEFT, WAITING, Attendance, hopeless, in_words, same_place
-from offbeat.runtime import presence
-from offbeat.runtime.goal import Goal
+from offbeat.run.drive import WARM, Result, drive
+from offbeat.run.job import Job, target_of
+from offbeat.runtime.groups import presence
+from offbeat.runtime.groups.presence import Presence, Waiting
 from offbeat.runtime.launch import Launcher
-from offbeat.runtime.presence import Presence, Waiting
+from offbeat.runtime.run.settings import Goal
 
 
 def waits(lane: str, number: int, what: str = "a sum", spare: int = 0, **counts: int) -> Attendance:

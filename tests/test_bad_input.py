@@ -18,7 +18,7 @@ import offbeat
 from cli_support import Offbeat, Said, in_process, points, write
 from conftest import Cli
 from offbeat.errors import OffbeatError, TaskError, UsageError
-from offbeat.fitting import fit
+from offbeat.run.drive import fit
 from offbeat.runtime.launch import Launcher
 from offbeat.task import Reference, reference_to
 
@@ -39,7 +39,7 @@ def refused(said: Said, *pieces: str) -> None:
         assert piece in said.err
     assert said.out == ""
     assert "offbeat/cli" not in said.err
-    assert "offbeat/fitting" not in said.err
+    assert "offbeat/run/drive" not in said.err
     assert not Path("runs").exists()
 
 

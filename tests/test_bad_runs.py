@@ -18,9 +18,9 @@ import pytest
 from cli_support import Offbeat, Said, in_process, points, write
 from conftest import Cli, clean_environment, wait_until
 from offbeat.errors import CheckpointError, WorkerError
-from offbeat.fitting import Result, fit
-from offbeat.runtime.checkpoint import newest, newest_step
+from offbeat.run.drive import Result, fit
 from offbeat.runtime.launch import Launcher
+from offbeat.runtime.state.checkpoint import newest, newest_step
 
 TWO = ("--workers", "2")
 

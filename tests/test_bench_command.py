@@ -174,7 +174,7 @@ def test_without_simulating_the_options_go_to_the_measurement(said: Say, monkeyp
         asked.extend(words[:-1])
         return {"rows": []}
 
-    monkeypatch.setattr("offbeat.benching.collectives", collectives)
+    monkeypatch.setattr("offbeat.bench.collectives", collectives)
     words = ("--ranks", "3", "--size", "1MB", "--peers", "gloo, offbeat", "--blocks", "7", "--out", "found.json")
     assert said(*words, "--format", "json") == (0, '{"rows": []}\n', "")
     assert asked == [3, [4000, 32_000, 256_000, 10**6], ["gloo", "offbeat"], 7, Path("found.json"), None]

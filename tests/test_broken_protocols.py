@@ -27,15 +27,15 @@ import torch
 
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.pacing import Pacing
-from offbeat.protocols.servers.rhythm import Eagerly, Lazily, PushAndFetch
-from offbeat.protocols.servers.shard import Shard
-from offbeat.runtime.place import Place
-from offbeat.runtime.served import CoordinatedGroup
+from offbeat.protocols.servers.replica.shard import Shard
+from offbeat.protocols.servers.worker.rhythm import Eagerly, Lazily, PushAndFetch
+from offbeat.runtime.groups.coordinated import CoordinatedGroup
+from offbeat.runtime.run.rank_environment import Place
+from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.runtime.servers.coordination import Coordination
 from offbeat.runtime.servers.plan import Plan
 from offbeat.runtime.servers.process import serve
-from offbeat.runtime.stopwatch import Stopwatch
-from offbeat.simulate.servers import drive
+from offbeat.simulate.servers.training import drive
 from offbeat.strategies import parse
 
 STEPS = 20

@@ -20,10 +20,10 @@ from offbeat.protocols.checker import check, cost
 from offbeat.protocols.collectives import Collective, algorithm
 from offbeat.protocols.collectives.across_hosts import parts_across_hosts, rounds_of
 from offbeat.protocols.exchanges import Exchanged, sent_by
-from offbeat.protocols.mixing import tell
+from offbeat.protocols.gossip.mixing import tell
+from offbeat.protocols.gossip.topology import Shape, mixing
 from offbeat.protocols.schedule import Layout, Op, Round, Schedule, View
-from offbeat.protocols.topology import Shape, mixing
-from offbeat.runtime.execute import compile_schedule, run
+from offbeat.runtime.collectives.two_sided import compile_schedule, run
 from offbeat.runtime.hosts import Host, Hosts, namespaces
 from offbeat.runtime.launch import Launcher
 from offbeat.simulate import Network, finish_times, trace

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
 from offbeat.protocols.machine import Payload
-from offbeat.protocols.servers.works import Read, Restore, Update
-from offbeat.runtime.servers.numbers import Numbers
+from offbeat.protocols.servers.replica.works import Read, Restore, Update
+from offbeat.runtime.servers.shard_state import Numbers
 from offbeat.runtime.servers.updater import Recipe, settings_of
-from offbeat.strategies._carried import first_of, refuse_different_models
-from offbeat.strategies._parameter_row import Row
+from offbeat.strategies.servers.optimizer_handoff import first_of, refuse_different_models
+from offbeat.strategies.servers.parameter_row import Row
 
 SHARDS = 2
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -15,17 +15,17 @@ import pytest
 from cli_support import Offbeat, in_process
 from offbeat import protocols
 from offbeat.errors import MachineError, ScheduleError, UsageError
-from offbeat.own import OwnSchedule, find_own
 from offbeat.protocols.collectives import ALGORITHMS, Algorithm, Collective, algorithm
-from offbeat.protocols.gossip import STEPPED, Gossiper, Meet
-from offbeat.protocols.gossip import Read as ReadRow
+from offbeat.protocols.gossip.machine import STEPPED, Gossiper, Meet
+from offbeat.protocols.gossip.machine import Read as ReadRow
+from offbeat.protocols.gossip.topology import Shape, mixing
 from offbeat.protocols.machine import NOTHING, Done, Effect, Event, Payload, SetTimer, Timer
 from offbeat.protocols.schedule import Layout, Round, View
-from offbeat.protocols.topology import Shape, mixing
 from offbeat.runtime.launch import Launcher
 from offbeat.simulate.values import play_values
 from offbeat.testing import MachineContract, check_machine, check_schedule
 from offbeat.testing._schedules import REAL, Subject, bound, play_schedule, prove_schedule, run_schedule
+from offbeat.user_protocols import OwnSchedule, find_own
 
 SOURCES = Path(protocols.__file__).parent
 STAR = """\
@@ -63,7 +63,7 @@ NUMBER = 3
 def offbeat(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Offbeat:
-    monkeypatch.setattr("offbeat.cli.check.Launcher", lambda _preload: nullcontext(launcher))
+    monkeypatch.setattr("offbeat.cli.commands.check.Launcher", lambda _preload: nullcontext(launcher))
     (tmp_path / "mine.py").write_text(STAR)
     return in_process(launcher, tmp_path, monkeypatch, capsys)
 
@@ -141,7 +141,7 @@ def test_a_changed_line_fails_checker_simulator_and_real_run(name: str, tmp_path
 
 MIX = """\
 from {module} import mix
-from offbeat.protocols.topology import Shape, mixing
+from offbeat.protocols.gossip.topology import Shape, mixing
 
 def my_mix(view, layout):
     return mix(mixing(Shape.{shape}, view.size).matrices[0])(view, layout)
@@ -169,7 +169,7 @@ def test_a_changed_line_of_mixing_fails_checker_simulator_and_real_run(tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [Shape.RING, Shape.EXPONENTIAL])
 def test_mixing_as_it_is_holds_everywhere(shape: Shape, tmp_path: Path, launcher: Launcher) -> None:
-    subject = mixed("offbeat.protocols.mixing", shape, tmp_path)
+    subject = mixed("offbeat.protocols.gossip.mixing", shape, tmp_path)
     own = OwnSchedule(subject.schedule, subject.collective, str(subject.source), subject.name)
     report = check_schedule(own, matrix=subject.matrix, launcher=launcher)
     assert (report.real, report.simulated, report.bounds) == (REAL, 25, {})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.runtime.choices import size_class
+from offbeat.runtime.gradients.algorithm_choice import size_class
 from offbeat.runtime.launch import Launcher, Role, serve_store, worker_environment
 from own_scripts.choosing import COUNTS, KINDS
 

@@ -19,9 +19,9 @@ from cli_support import Offbeat, in_process, points, write
 from conftest import Cli, clean_environment
 from offbeat._version import __version__
 from offbeat.cli.app import app
-from offbeat.fitting import Result
-from offbeat.runtime.goal import Goal
+from offbeat.run.drive import Result
 from offbeat.runtime.launch import Launcher
+from offbeat.runtime.run.settings import Goal
 from offbeat.strategies import available
 from offbeat.tasks.digits import Digits
 

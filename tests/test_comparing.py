@@ -22,20 +22,20 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 from league_support import contestants, entry, league
-from offbeat.cli.leagues import _factors, _seconds
-from offbeat.comparing import League, report
-from offbeat.comparing._asked import Asked
-from offbeat.comparing._conductor import Conductor
-from offbeat.comparing._contestants import field_of
-from offbeat.comparing._facts import crowded, hashed
-from offbeat.comparing._order import Plan, Planned, quality
-from offbeat.comparing._records import Entry, LeagueFolder
+from offbeat.cli.commands.compare import _factors, _seconds
 from offbeat.errors import CheckpointError, StrategyError, UsageError
-from offbeat.jobs import Job, target_of
+from offbeat.league import League, report
+from offbeat.league._asked import Asked
+from offbeat.league._conductor import Conductor
+from offbeat.league._contestants import field_of
+from offbeat.league._facts import crowded, hashed
+from offbeat.league._order import Plan, Planned, quality
+from offbeat.league._records import Entry, LeagueFolder
 from offbeat.monitor.diagram.plot import ticks
-from offbeat.runtime.fingerprint import fingerprint
-from offbeat.runtime.goal import Goal
-from offbeat.runtime.rates import ScaledRate
+from offbeat.run.job import Job, target_of
+from offbeat.runtime.data.fingerprint import fingerprint
+from offbeat.runtime.gradients.learning_rate_factor import ScaledRate
+from offbeat.runtime.run.settings import Goal
 from offbeat.statistics import Spread, ratios, spread
 
 DIGITS = Job(target_of("offbeat.tasks.digits", ()), Goal(), workers=2)

@@ -16,9 +16,9 @@ from offbeat.errors import StrategyError
 from offbeat.protocols.compression import kept_of
 from offbeat.protocols.partition import mixed
 from offbeat.runtime.launch import Launcher, Role, serve_store, worker_environment
-from offbeat.runtime.records import MODEL_FILE
+from offbeat.runtime.run.folder import MODEL_FILE
 from offbeat.strategies import Axis, available, combined, parse
-from offbeat.strategies._compressing import Compressing, compressor
+from offbeat.strategies.worker.compression import Compressing, compressor
 from offbeat.tasks.digits import Digits
 from own_scripts.compressing import MEANT, SEED, STEPS, net, own_gradients
 

@@ -16,7 +16,9 @@ from offbeat.protocols.machine import Done, Effect, Payload, Received, Send, Set
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import ClusterView, Fresh, Pull, PullReply, Push, PushReply, worker_name
 from offbeat.protocols.servers.pacing import Clocks, Pacing, Parked
-from offbeat.protocols.servers.rhythm import (
+from offbeat.protocols.servers.replica.server import ServerMachine
+from offbeat.protocols.servers.replica.works import Inspect
+from offbeat.protocols.servers.worker.rhythm import (
     Action,
     EveryStep,
     Exchange,
@@ -26,10 +28,8 @@ from offbeat.protocols.servers.rhythm import (
     Spring,
     rhythm_of,
 )
-from offbeat.protocols.servers.server import ServerMachine
-from offbeat.protocols.servers.works import Inspect
 from offbeat.simulate.queues import Times
-from offbeat.simulate.server_events import Drive, Worker
+from offbeat.simulate.servers.events import Drive, Worker
 
 BSP, SSP, ASP = Rule(0), Rule(3), Rule(None)
 

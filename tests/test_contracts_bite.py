@@ -192,8 +192,8 @@ def test_the_command_says_what_fails(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     offbeat = in_process(launcher, tmp_path, monkeypatch, capsys)
-    monkeypatch.setattr("offbeat.cli.check.Launcher", lambda _preload: nullcontext(launcher))
-    monkeypatch.setattr("offbeat.cli.check.checks_for", lambda strategy: checks_for(strategy)[-2:])
+    monkeypatch.setattr("offbeat.cli.commands.check.Launcher", lambda _preload: nullcontext(launcher))
+    monkeypatch.setattr("offbeat.cli.commands.check.checks_for", lambda strategy: checks_for(strategy)[-2:])
     said = offbeat("check", "mine.py:Forgets")
     assert said.code == 1
     assert "FAILS  synchronous: replicas are identical" in said.out

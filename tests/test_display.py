@@ -21,10 +21,10 @@ from rich.text import Text
 
 from conftest import DEADLINE, clean_environment
 from offbeat.cli.display import PANEL_WIDTH, Display, folded, panel_width
-from offbeat.jobs import Job, Script
-from offbeat.runtime.goal import Goal
+from offbeat.run.job import Job, Script
 from offbeat.runtime.launch import Role
-from offbeat.runtime.records import RunFolder
+from offbeat.runtime.run.folder import RunFolder
+from offbeat.runtime.run.settings import Goal
 
 pyte = pytest.importorskip("pyte", reason="a terminal emulator, of requirements-dev.txt")
 
@@ -45,10 +45,10 @@ PROGRAM = f"""
 import sys
 from pathlib import Path
 from offbeat.cli.display import Display
-from offbeat.jobs import Job, Script
-from offbeat.runtime.goal import Goal
+from offbeat.run.job import Job, Script
+from offbeat.runtime.run.settings import Goal
 from offbeat.runtime.launch import Role
-from offbeat.runtime.records import RunFolder
+from offbeat.runtime.run.folder import RunFolder
 import select
 
 display = Display()

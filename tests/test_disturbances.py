@@ -21,8 +21,6 @@ from conftest import clean_environment, wait_until
 from fit_tasks import Watched
 from launch_support import is_alive
 from offbeat.errors import UsageError, WorkerError
-from offbeat.fitting import Result, drive, fit
-from offbeat.jobs import Job, Script
 from offbeat.protocols.disturbances import (
     BLOCK,
     FORMS,
@@ -38,9 +36,11 @@ from offbeat.protocols.disturbances import (
     check,
     parse,
 )
+from offbeat.run.drive import Result, drive, fit
+from offbeat.run.job import Job, Script
 from offbeat.runtime.disturb import Disturber
-from offbeat.runtime.goal import Goal
 from offbeat.runtime.launch import Control, Launcher, Role
+from offbeat.runtime.run.settings import Goal
 from offbeat.tasks.mixture import Mixture
 
 Fit = Callable[..., Result]

@@ -18,9 +18,9 @@ from torch.utils.data import TensorDataset
 from cli_support import Offbeat, in_process
 from host_entries import Wide
 from offbeat import Data, fit
-from offbeat.drawing import MOST_LANES, Scenario, picture, plain, port_rows, round_rows, timeline_of
+from offbeat.draw import MOST_LANES, Scenario, picture, plain, port_rows, round_rows, timeline_of
 from offbeat.errors import UsageError
-from offbeat.monitor.diagram.picture import svg
+from offbeat.monitor.diagram.svg import svg
 from offbeat.protocols.checker import cost
 from offbeat.protocols.collectives import Collective, algorithm
 from offbeat.protocols.compression import SUMMED_AT_ONCE
@@ -30,8 +30,8 @@ from offbeat.protocols.servers.consistency import Rule
 from offbeat.runtime.launch import Launcher
 from offbeat.simulate.network import Link, Network
 from offbeat.simulate.schedules import finish_times, trace
-from offbeat.simulate.servers import Shards, drive
-from offbeat.simulate.stragglers import Stragglers
+from offbeat.simulate.servers.stragglers import Stragglers
+from offbeat.simulate.servers.training import Shards, drive
 from offbeat.simulate.timeline import Activity, Timeline
 from offbeat.strategies import Exchanging, combined, parse
 from test_check_own import COURIER, STAR

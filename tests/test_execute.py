@@ -18,10 +18,20 @@ from offbeat.errors import ScheduleError, UsageError
 from offbeat.protocols.checker import check
 from offbeat.protocols.collectives import ALGORITHMS, Algorithm, Collective, algorithm
 from offbeat.protocols.schedule import Layout, Op, Round, View
-from offbeat.runtime.execute import Combine, Put, Receive, Send, SetAside, Wait, compile_schedule, programs, run
-from offbeat.runtime.group import DirectGroup
+from offbeat.runtime.collectives.two_sided import (
+    Combine,
+    Put,
+    Receive,
+    Send,
+    SetAside,
+    Wait,
+    compile_schedule,
+    programs,
+    run,
+)
+from offbeat.runtime.groups.group import DirectGroup
 from offbeat.runtime.launch import Control, Launcher, Role, serve_store, worker_environment
-from offbeat.runtime.place import where
+from offbeat.runtime.run.rank_environment import where
 
 C = Collective
 TWO_SIDED = [one for named in ALGORITHMS.values() for one in named.values() if not one.one_sided]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from fit_tasks import Watched
 from offbeat.errors import StrategyError, UsageError
-from offbeat.fitting import Result, fit
+from offbeat.run.drive import Result, fit
 from offbeat.runtime.launch import Launcher
 from offbeat.tasks.lasso import Lasso
 from offbeat.tasks.mixture import Mixture

@@ -9,17 +9,17 @@ import msgspec
 import pytest
 
 import offbeat
-from offbeat.foretelling import GIVEN, MEASURED, foretold
 from offbeat.protocols.collectives import Collective, algorithm
 from offbeat.protocols.compression import Way
 from offbeat.protocols.exchanges import Exchanged
+from offbeat.protocols.gossip.topology import Shape, mixing
 from offbeat.protocols.schedule import Layout, Op, View
 from offbeat.protocols.stepping import beside, in_turn
-from offbeat.protocols.topology import Shape, mixing
+from offbeat.run.predicted_step import GIVEN, MEASURED, foretold
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.launch import Launcher
 from offbeat.simulate import Link, Network, compressed_sum_time, finish_times, gossip_step_time, local_step_time
-from offbeat.simulate.foretelling import Step, Timed, network_of, step_time
+from offbeat.simulate.predicted_step import Step, Timed, network_of, step_time
 from offbeat.tasks.digits import Digits
 
 SIZE, BYTES = 4, 4_000_000

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from offbeat.fitting import drive, fit
-from offbeat.jobs import Job, Script
-from offbeat.runtime.goal import Goal
+from offbeat.run.drive import drive, fit
+from offbeat.run.job import Job, Script
 from offbeat.runtime.launch import Launcher
-from offbeat.runtime.records import METRICS_FILE
+from offbeat.runtime.run.folder import METRICS_FILE
+from offbeat.runtime.run.settings import Goal
 from offbeat.testing._tasks import Curve
 
 

@@ -20,12 +20,12 @@ import torch
 from cli_support import write
 from conftest import DEADLINE, clean_environment
 from offbeat.errors import StrategyError
-from offbeat.fitting import fit
-from offbeat.protocols.gossip import STEPPED, Gossiper, Meet, Message, Read
+from offbeat.protocols.gossip.machine import STEPPED, Gossiper, Meet, Message, Read
 from offbeat.protocols.machine import Done, Effect, Event, Payload, SetTimer, Timer
+from offbeat.run.drive import fit
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.messages import Codec, Endpoint, address_in, drive, private_directory
-from offbeat.runtime.summaries import gossip_in_words
+from offbeat.runtime.run.report import gossip_in_words
 from offbeat.strategies import Gossip, Local, Random, Traits, parse
 from offbeat.tasks.digits import Digits
 from own_scripts.running import Matrix, left, run_script

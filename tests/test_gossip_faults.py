@@ -24,11 +24,11 @@ from fault_runs import (
     survive_gossip,
 )
 from offbeat.errors import WorkerError
-from offbeat.fitting import Result, drive, fit
-from offbeat.jobs import Job, Script
-from offbeat.runtime.goal import Goal
+from offbeat.run.drive import Result, drive, fit
+from offbeat.run.job import Job, Script
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.launch import Launcher
+from offbeat.runtime.run.settings import Goal
 
 STRATEGY = "gossip(complete, asynchronous=True)"
 LOOP = """\

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.protocols.gossip import GO_ON, PAUSE, STEPPED, Ask, Gossiper, Grant, Meet, Move, Read, Refuse
+from offbeat.protocols.gossip.machine import GO_ON, PAUSE, STEPPED, Ask, Gossiper, Grant, Meet, Move, Read, Refuse
+from offbeat.protocols.gossip.topology import Shape, mixing
 from offbeat.protocols.machine import NOTHING, Done, Effect, Ended, Event, Payload, Received, Send, SetTimer, Timer
-from offbeat.protocols.topology import Shape, mixing
 from offbeat.simulate.machines import Fault, Kill, Network, Partition, Simulation, Stop
 
 CALM = 20.0

@@ -16,15 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.protocols.gossip import GO_ON, PAUSE, STEPPED, Ask, Gossiper, Grant, Meet, Move, Read, Refuse, Turn
+from offbeat.protocols.gossip.machine import GO_ON, PAUSE, STEPPED, Ask, Gossiper, Grant, Meet, Move, Read, Refuse, Turn
+from offbeat.protocols.gossip.topology import Shape, mixing
 from offbeat.protocols.machine import Done, Effect, Ended, Event, Payload, Received, Send, SetTimer, Start, Timer
-from offbeat.protocols.servers.client import ClientMachine
-from offbeat.protocols.servers.coordinator import Changed, CoordinatorMachine
-from offbeat.protocols.servers.meetings import Add, Total
+from offbeat.protocols.servers.coordination.coordinator import Changed, CoordinatorMachine
+from offbeat.protocols.servers.coordination.meetings import Add, Total
 from offbeat.protocols.servers.messages import COORDINATOR, Awaiting, Bring, ClusterView, Met, Timing
 from offbeat.protocols.servers.messages import Meet as Come
-from offbeat.protocols.servers.notices import Arrived, Completed, Departed, Failed, MeetRequest
-from offbeat.protocols.topology import Shape, mixing
+from offbeat.protocols.servers.worker.client import ClientMachine
+from offbeat.protocols.servers.worker.notices import Arrived, Completed, Departed, Failed, MeetRequest
 from offbeat.simulate.machines import Fault, Kill, Network, Partition, Simulation, Stop
 
 CALM = 10.0

@@ -18,10 +18,10 @@ from offbeat.protocols.causality.cuts import violation
 from offbeat.protocols.causality.histories import Event as Noted
 from offbeat.protocols.causality.histories import Kind, computation
 from offbeat.protocols.colouring import Keep, Record, Write
-from offbeat.protocols.gossip import PAUSE, Gossiper, Grant, Refuse
-from offbeat.protocols.gossip_cuts import GossipCut, gossip_faults
+from offbeat.protocols.gossip.machine import PAUSE, Gossiper, Grant, Refuse
+from offbeat.protocols.gossip.snapshots import GossipCut, gossip_faults
+from offbeat.protocols.gossip.topology import Shape
 from offbeat.protocols.machine import Done, Effect, Event, Payload, Received, Send, Start, Timer
-from offbeat.protocols.topology import Shape
 from offbeat.simulate.machines import Network, Partition, Stop
 from test_gossip_machine import Stepping, World
 

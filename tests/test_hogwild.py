@@ -17,13 +17,13 @@ from torch import nn
 import offbeat
 from cli_support import write
 from offbeat.errors import StrategyError, WorkerError
-from offbeat.fitting import Result
 from offbeat.monitor import recorded, staleness
 from offbeat.monitor.history import history_of
+from offbeat.run.drive import Result
+from offbeat.runtime.events.recorder import Mark
 from offbeat.runtime.launch import Launcher
-from offbeat.runtime.records import MODEL_FILE
-from offbeat.runtime.stamps import Mark
-from offbeat.runtime.stopwatch import Stopwatch
+from offbeat.runtime.run.folder import MODEL_FILE
+from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.strategies import Hogwild, Traits, parse
 from offbeat.strategies.hogwild import OPTIMIZERS
 from offbeat.tasks.sparse import Sparse

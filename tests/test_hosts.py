@@ -18,11 +18,11 @@ import offbeat
 from conftest import mine, wait_until
 from host_entries import address_of
 from offbeat.errors import StrategyError, UsageError, WorkerError
-from offbeat.fitting import Result
 from offbeat.protocols.servers.messages import COORDINATOR, ClusterView, Timing, server_name
+from offbeat.run.drive import Result
 from offbeat.runtime.hosts import Host, Hosts, Placed, abandoned, existing, namespaces
 from offbeat.runtime.launch import EVERYWHERE, Launcher, Role, serve_store, worker_environment
-from offbeat.runtime.records import MODEL_FILE
+from offbeat.runtime.run.folder import MODEL_FILE
 from offbeat.testing._tasks import Curve
 
 # What a file may say.
@@ -369,8 +369,8 @@ def _of(process: int) -> list[str]:
 
 def test_new_copies_are_where_the_dead_were_as_long_as_there_are_numbers() -> None:
     from offbeat.protocols.servers.consistency import Rule
+    from offbeat.run.server_supervisor import SPARES, Serving, home_of
     from offbeat.runtime.servers.plan import Plan
-    from offbeat.serving import SPARES, Serving, home_of
 
     plan = Plan(workers=2, shards=2, replicas=1, rule=Rule(0), folder="/nowhere")
     serving = Serving(plan)
@@ -386,9 +386,9 @@ def test_new_copies_are_where_the_dead_were_as_long_as_there_are_numbers() -> No
 
 def test_addresses_of_servers_are_on_their_hosts_and_need_the_keys_of_the_run() -> None:
     from offbeat.protocols.servers.consistency import Rule
+    from offbeat.run.server_supervisor import spread
     from offbeat.runtime.hosts import PlacedHost
     from offbeat.runtime.servers.plan import Plan
-    from offbeat.serving import spread
 
     wanted = Hosts.alike(2, "100Mbit")
     there = tuple(PlacedHost(host, f"10.77.0.{n + 2}", "eth0", Path("/x")) for n, host in enumerate(wanted.hosts))

@@ -22,13 +22,13 @@ from fault_runs import (
     seen_in_last_epoch,
 )
 from offbeat.errors import OffbeatError, StrategyError
-from offbeat.fitting import Result, fit
-from offbeat.jobs import Job, resolve
 from offbeat.protocols.machine import Effect, Ended, Received, Send
-from offbeat.protocols.servers.coordinator import CoordinatorMachine
+from offbeat.protocols.servers.coordination.coordinator import CoordinatorMachine
 from offbeat.protocols.servers.messages import ClusterView, Gone, Hello, Leave, Meet, Met, Viewed
-from offbeat.runtime.goal import Goal
+from offbeat.run.drive import Result, fit
+from offbeat.run.job import Job, resolve
 from offbeat.runtime.launch import Launcher
+from offbeat.runtime.run.settings import Goal
 from offbeat.task import reference_to
 
 KILLED_AT = 6

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from cli_support import Offbeat, in_process, write
-from offbeat.monitor.page.folders import Folder
+from offbeat.monitor.page.run_folders import Folder
 from offbeat.runtime.launch import Launcher
-from offbeat.runtime.records import strategy_in_words, strategy_of
+from offbeat.runtime.run.folder import strategy_in_words, strategy_of
 
 STOCK = (
     "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\ndist.destroy_process_group()\n"

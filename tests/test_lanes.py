@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from causal_support import computations, few, lines
 from offbeat.errors import UsageError
+from offbeat.monitor.diagram.build import Scene
 from offbeat.monitor.diagram.cuts import asked, window
 from offbeat.monitor.diagram.layout import drawn
 from offbeat.monitor.diagram.model import LOGICAL, MANY, SECONDS, Arrow, Diagram, Mark, Span
-from offbeat.monitor.diagram.picture import save, svg
-from offbeat.monitor.diagram.scene import Scene
 from offbeat.monitor.diagram.shapes import Rect
+from offbeat.monitor.diagram.svg import save, svg
 from offbeat.protocols.causality.cuts import is_consistent
 from offbeat.protocols.causality.histories import Call, Computation, Event, Kind, computation
-from offbeat.runtime.stamps import About, Stamp
-from offbeat.runtime.stamps import Mark as Stamped
+from offbeat.runtime.events.recorder import About, Stamp
+from offbeat.runtime.events.recorder import Mark as Stamped
 
 SUM = About("world", "all_reduce", 2, 4, "float32", "sum", caller="train.py:88")
 SENT = About("world", "send to", peer=1)

@@ -14,8 +14,8 @@ import pytest
 
 import offbeat
 from cli_support import in_process
-from offbeat.comparing import Entry, League, Planned
 from offbeat.errors import CheckpointError, UsageError
+from offbeat.league import Entry, League, Planned
 from offbeat.runtime.launch import Launcher, Role
 from offbeat.tasks.logistic import Logistic
 
@@ -181,7 +181,7 @@ def test_a_finished_league_is_told_again_without_a_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("offbeat.comparing._compare.Launcher", lambda _preload: nullcontext(launcher))
+    monkeypatch.setattr("offbeat.league._compare.Launcher", lambda _preload: nullcontext(launcher))
     command = in_process(launcher, tmp_path, monkeypatch, capsys)
     said = command("compare", "--resume", leagues.task.folder)
     assert (said.code, said.err.count("["), "0 runs to do" in said.err) == (0, 0, True)

@@ -15,19 +15,19 @@ import pytest
 import offbeat
 from cli_support import Offbeat, in_process
 from offbeat import limits
-from offbeat.comparing._asked import Asked
 from offbeat.errors import DataError, OffbeatError, UsageError
-from offbeat.jobs import Job, Script
+from offbeat.league._asked import Asked
 from offbeat.protocols import disturbances
-from offbeat.runtime import capacity
-from offbeat.runtime.goal import Goal
+from offbeat.run.job import Job, Script
+from offbeat.runtime.data.label_skew import Parts
 from offbeat.runtime.hosts import Host, Hosts
 from offbeat.runtime.launch import Launcher
-from offbeat.runtime.parts import Parts
-from offbeat.runtime.place import where
+from offbeat.runtime.run.rank_environment import where
+from offbeat.runtime.run.settings import Goal
+from offbeat.runtime.system import capacity
 from offbeat.scaling import batch_size, scale
 from offbeat.simulate.network import Link
-from offbeat.simulate.stragglers import Stragglers
+from offbeat.simulate.servers.stragglers import Stragglers
 from offbeat.simulate.units import parse_duration, parse_rate, parse_size
 from offbeat.strategies import expand, parse
 
@@ -214,6 +214,6 @@ def test_a_league_refuses_numbers_before_it_starts_a_process(
     def started(*_: object) -> None:
         raise AssertionError("a launcher was made")
 
-    monkeypatch.setattr("offbeat.comparing._compare.Launcher", started)
+    monkeypatch.setattr("offbeat.league._compare.Launcher", started)
     with pytest.raises(UsageError):
         offbeat.compare(DIGITS, **wrong)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.monitor import Watch, looking
-from offbeat.monitor.listening import Listener
+from offbeat.monitor import Watch, live
+from offbeat.monitor.delivery import Listener
+from offbeat.runtime.events.recorder import About, Mark, Recorder, events_file
 from offbeat.runtime.launch import Outcome, Role
-from offbeat.runtime.stamps import About, Mark, Recorder, events_file
 
 WORLD = About("world", "barrier", 2)
 OTHER = About("other", "barrier", 2)
@@ -32,7 +32,7 @@ class Watched:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(looking.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(live.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(Watch, "_with_stacks", lambda _, verdict: verdict)
         self.watch = Watch(folder, 2)
         self._workers = [Recorder(events_file(folder, rank), rank) for rank in range(2)]
@@ -56,24 +56,24 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
 def test_a_deadlock_is_told_once_its_waits_are_old_enough(run: Watched) -> None:
     run.does(0, Mark.ENTER, WORLD)
     run.does(1, Mark.ENTER, OTHER)
-    assert run.looks(looking.AGE / 2) is None
-    assert run.looks(looking.EVERY) == "deadlock"
+    assert run.looks(live.AGE / 2) is None
+    assert run.looks(live.EVERY) == "deadlock"
 
 
 def test_who_has_ended_is_not_missed_where_its_last_entry_is_still_held_back(run: Watched) -> None:
     run.does(0, Mark.ENTER, WORLD)
-    assert run.looks(looking.EVERY) is None
-    assert run.looks(looking.EVERY) is None
-    run.now += looking.EVERY
+    assert run.looks(live.EVERY) is None
+    assert run.looks(live.EVERY) is None
+    run.now += live.EVERY
     run.does(1, Mark.ENTER, WORLD)
     role = Role("worker", 1, entry="a:b", config={}, environment={}, log=Path())
     run.watch.ended(Outcome(role, 0, signal=None, error=None))
     assert run.looks(0.0) is None
-    assert run.looks(looking.EVERY) is None, "it had come"
+    assert run.looks(live.EVERY) is None, "it had come"
     run.does(0, Mark.EXIT, WORLD)
     run.does(0, Mark.ENTER, WORLD, 2)
-    assert run.looks(looking.EVERY) is None
-    assert run.looks(looking.EVERY) == "ended"
+    assert run.looks(live.EVERY) is None
+    assert run.looks(live.EVERY) == "ended"
 
 
 def test_after_a_failure_everything_is_judged_at_once(run: Watched) -> None:

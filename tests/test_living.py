@@ -17,9 +17,9 @@ from cli_support import Offbeat, in_process, write
 from conftest import clean_environment, wait_until
 from offbeat.errors import UsageError, WaitError
 from offbeat.runtime.launch import Launcher
-from offbeat.runtime.living import found, status, statuses, stop
-from offbeat.runtime.processes import held, ignores, lives, passport, seen
-from offbeat.runtime.records import RunFolder
+from offbeat.runtime.run.folder import RunFolder
+from offbeat.runtime.run.procfs import held, ignores, lives, passport, seen
+from offbeat.runtime.run.running import found, status, statuses, stop
 
 ROUNDS = """\
 import os, time

@@ -28,9 +28,9 @@ from torch.utils.data import (
 )
 
 from offbeat.errors import DataError
-from offbeat.runtime.loaders import Batch, Loader, Share, divide
-from offbeat.runtime.parts import Parts
-from offbeat.runtime.randomness import State, capture, restore, seed_everything, seeded
+from offbeat.runtime.data.label_skew import Parts
+from offbeat.runtime.data.loaders import Batch, Loader, Share, divide
+from offbeat.runtime.state.random_state import State, capture, restore, seed_everything, seeded
 
 SIZE = 23
 """Examples: no multiple of a batch or of a number of workers, and a last batch of 3."""

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from offbeat.runtime.loaders import Loader, Share, divide
-from offbeat.runtime.parts import Parts
-from offbeat.runtime.randomness import capture, seed_everything
+from offbeat.runtime.data.label_skew import Parts
+from offbeat.runtime.data.loaders import Loader, Share, divide
+from offbeat.runtime.state.random_state import capture, seed_everything
 from test_loaders import KINDS, SIZE, Batches, Feed, Make, Noisy, Stream, _given_generator, rows
 
 RESUMED: dict[str, Make] = {

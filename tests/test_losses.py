@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from offbeat.runtime.losses import FirstLoss
+from offbeat.runtime.gradients.first_loss import FirstLoss
 
 WEIGHT = torch.tensor([1.0, 2.0, 3.0])
 TARGET = torch.tensor([0, 1, 2, 1, 0])

@@ -20,12 +20,12 @@ from message_support import PRIVATE, TCP, Endpoints, Stranger, received, refuses
 from message_support import endpoints as endpoints
 from message_support import nothing_is_left as nothing_is_left
 from offbeat.errors import UsageError
+from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.messages import Endpoint, Keys, address_in, private_directory
 from offbeat.runtime.messages import peers as peers_module
 from offbeat.runtime.messages.frames import CHUNK, Hello, Reference
 from offbeat.runtime.messages.keys import for_socket
-from offbeat.runtime.shared.segment import Segment
 from test_frames import CODEC, Push, Reply, mutated, on_the_wire, originals, resealed
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")

@@ -18,9 +18,9 @@ from message_support import PRIVATE, TCP, Endpoints, lent, pair, received
 from message_support import endpoints as endpoints
 from message_support import nothing_is_left as nothing_is_left
 from offbeat.errors import UsageError
+from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.messages import Endpoint, Keys, address_in
 from offbeat.runtime.messages.frames import CHUNK
-from offbeat.runtime.shared.segment import Segment
 from test_frames import CODEC, Push, Reply
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -239,7 +239,7 @@ def test_memory_that_cannot_be_opened_is_sent_the_next_time(endpoints: Endpoints
 
 def test_peers_of_another_host_get_no_references(endpoints: Endpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     server = endpoints("server 0.0", bind=PRIVATE)
-    monkeypatch.setattr("offbeat.runtime.shared.segment.host_identity", lambda: "elsewhere")
+    monkeypatch.setattr("offbeat.runtime.collectives.one_sided.segment.host_identity", lambda: "elsewhere")
     worker = endpoints("worker 1")
     worker.connect("server 0.0", server.address)
     segment = lent(worker)
@@ -263,7 +263,7 @@ def test_two_processes_share_memory(endpoints: Endpoints) -> None:
         sys.path.insert(0, sys.argv[2])
         from test_frames import CODEC, Push
         from offbeat.runtime.messages import Endpoint
-        from offbeat.runtime.shared.segment import Segment
+        from offbeat.runtime.collectives.one_sided.segment import Segment
         with Endpoint("worker 1", CODEC) as worker:
             worker.connect("server 0.0", sys.argv[1])
             segment = Segment.create(1_000_000)

@@ -16,11 +16,11 @@ import torch
 from torch.distributed import ReduceOp
 
 from conftest import clean_environment
-from offbeat.runtime.shared.board import CALLS, SLOTS, STAGES
-from offbeat.runtime.shared.kernels import Ways, ways_of, words_of
-from offbeat.runtime.shared.native import LATE, UNKNOWN, address_of, compiled, executor, overlap
-from offbeat.runtime.shared.room import Room
-from offbeat.runtime.shared.segment import Segment, SegmentError
+from offbeat.runtime.collectives.one_sided.arena import Room
+from offbeat.runtime.collectives.one_sided.board import CALLS, SLOTS, STAGES
+from offbeat.runtime.collectives.one_sided.kernels import Ways, ways_of, words_of
+from offbeat.runtime.collectives.one_sided.native import LATE, UNKNOWN, address_of, compiled, executor, overlap
+from offbeat.runtime.collectives.one_sided.segment import Segment, SegmentError
 
 needed = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler (cc) on this machine")
 
@@ -158,7 +158,8 @@ def test_memory_that_overlaps_is_seen() -> None:
 
 
 def test_it_can_be_switched_off() -> None:
-    words = "from offbeat.runtime.shared.native import library, state; assert library() is None; print(state())"
+    module = "offbeat.runtime.collectives.one_sided.native"
+    words = f"from {module} import library, state; assert library() is None; print(state())"
     environment = clean_environment() | {"OFFBEAT_NATIVE": "0"}
     done = subprocess.run([sys.executable, "-c", words], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "switched off by OFFBEAT_NATIVE=0"

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from offbeat.errors import DataError
-from offbeat.runtime.loaders import Share, divide
-from offbeat.runtime.parts import Parts
+from offbeat.runtime.data.label_skew import Parts
+from offbeat.runtime.data.loaders import Share, divide
 from offbeat.scaling import Noise, largest_batch, noise_of, worth
 from test_loaders import Feed
 

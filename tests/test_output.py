@@ -58,7 +58,7 @@ def test_a_failed_command_tells_it_in_json(offbeat_: Offbeat, words: str, kind: 
 
 
 def test_a_mistake_of_ours_is_json_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("offbeat.cli.strategies.show", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr("offbeat.cli.commands.strategies.show", lambda *_, **__: 1 // 0)
     monkeypatch.setattr(sys, "argv", ["offbeat", "strategies", "--format=json"])
     with pytest.raises(ZeroDivisionError):
         main()

@@ -16,7 +16,7 @@ import pytest
 from conftest import clean_environment, wait_until
 from offbeat.errors import RunError
 from offbeat.runtime.launch import Launcher
-from offbeat.runtime.records import METRICS_FILE
+from offbeat.runtime.run.folder import METRICS_FILE
 from own_scripts.running import HERE, left, run_script, same
 
 

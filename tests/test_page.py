@@ -16,15 +16,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cli_support import Offbeat, in_process
-from offbeat.cli.watch import LivePage
+from offbeat.cli.commands.watch import LivePage
 from offbeat.errors import UsageError
 from offbeat.monitor.page import connections
 from offbeat.monitor.page.export import ASSETS
-from offbeat.monitor.page.folders import Folder, Metrics, opened
-from offbeat.monitor.page.following import Run
-from offbeat.monitor.page.serving import Served
+from offbeat.monitor.page.http_server import Served
+from offbeat.monitor.page.run_folders import Folder, Metrics, opened
+from offbeat.monitor.page.run_view import Run
+from offbeat.runtime.events.recorder import Mark, Recorder, events_file
 from offbeat.runtime.launch import Launcher
-from offbeat.runtime.stamps import Mark, Recorder, events_file
 from page_support import SUM, run_folder, sums
 
 PRIVATE = "not for everybody"
@@ -313,7 +313,7 @@ def test_metrics_are_taken_in_line_by_line_as_they_become_whole(tmp_path: Path) 
 
 
 def test_files_that_are_half_written_are_read_at_the_next_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offbeat.monitor.page.following.EVERY", 0.0)
+    monkeypatch.setattr("offbeat.monitor.page.run_view.EVERY", 0.0)
     folder = run_folder(tmp_path / "a", state="running")
     run = Run("a", folder)
     assert run.told()["state"] == "running"
@@ -335,7 +335,7 @@ def test_files_that_are_half_written_are_read_at_the_next_look(tmp_path: Path, m
 
 
 def test_a_resumed_run_puts_new_events_in_the_place_of_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offbeat.monitor.page.following.EVERY", 0.0)
+    monkeypatch.setattr("offbeat.monitor.page.run_view.EVERY", 0.0)
     folder = run_folder(tmp_path / "a", sums(3), state="running")
     run = Run("a", folder)
     assert run.told()["processes"][0]["step"] == 3
@@ -349,14 +349,14 @@ def test_a_run_that_says_it_runs_but_has_no_process_is_gone(tmp_path: Path, monk
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
-    monkeypatch.setattr("offbeat.runtime.stamps.os.getpid", lambda: child)
+    monkeypatch.setattr("offbeat.runtime.events.recorder.os.getpid", lambda: child)
     told = Run("a", run_folder(tmp_path / "a", sums(3, end=False), state="running")).told()
     assert (told["state"], told["live"], told["verdicts"][0]["kind"]) == ("gone", False, "gone")
 
 
 def test_news_come_as_they_happen_and_only_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offbeat.monitor.page.app.TICK", 0.05)
-    monkeypatch.setattr("offbeat.monitor.page.following.EVERY", 0.0)
+    monkeypatch.setattr("offbeat.monitor.page.run_view.EVERY", 0.0)
     folder = run_folder(tmp_path / "runs" / "a", sums(3, end=False), state="running")
     with Served(*opened(folder)) as served, socket.create_connection(("127.0.0.1", served.port), 30) as line:
         request = f"GET /api/follow?run=a&lines=2 HTTP/1.1\r\nHost: 127.0.0.1:{served.port}\r\n"
@@ -408,7 +408,7 @@ def test_a_saved_page_holds_everything_and_cannot_be_broken_out_of(offbeat_: Off
 def test_without_the_extra_the_command_says_how_to_get_it(
     offbeat_: Offbeat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offbeat.monitor.page.serving.find_spec", lambda _name: None)
+    monkeypatch.setattr("offbeat.monitor.page.http_server.find_spec", lambda _name: None)
     run_folder(tmp_path / "runs" / "a")
     said = offbeat_("watch")
     assert said.code == 2
@@ -428,7 +428,7 @@ def test_whatever_is_wrong_with_a_page_is_said_and_the_run_goes_on(
     gone = LivePage(tmp_path / "nowhere")
     assert "There is no page of it: " in gone.words
     gone.close()
-    monkeypatch.setattr("offbeat.monitor.page.serving.find_spec", lambda _name: None)
+    monkeypatch.setattr("offbeat.monitor.page.http_server.find_spec", lambda _name: None)
     assert "pip install 'offbeat[watch]'" in LivePage(folder).words
 
 
@@ -439,7 +439,7 @@ def test_ctrl_c_ends_the_page_and_is_no_error(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Served, "wait", interrupted)
-    monkeypatch.setattr("offbeat.cli.watch.webbrowser.open", lambda address: print(f"opened {address}"))
+    monkeypatch.setattr("offbeat.cli.commands.watch.webbrowser.open", lambda address: print(f"opened {address}"))
     run_folder(tmp_path / "runs" / "a")
     said = offbeat_("watch", "runs/a", "--open")
     assert said.code == 0, said.err

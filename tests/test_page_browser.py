@@ -17,8 +17,8 @@ import pytest
 from browser_support import ARGUMENTS, Seen, chromium, until
 from cli_support import write
 from conftest import clean_environment
-from offbeat.monitor.page.folders import opened
-from offbeat.monitor.page.serving import Served
+from offbeat.monitor.page.http_server import Served
+from offbeat.monitor.page.run_folders import opened
 from page_support import run_folder, sums
 
 pytestmark = pytest.mark.slow

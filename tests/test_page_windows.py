@@ -20,10 +20,10 @@ from offbeat.monitor.diagram.intervals import (
     WAIT,
     Window,
 )
-from offbeat.monitor.diagram.names import Names
-from offbeat.monitor.diagram.stays import FileLane
+from offbeat.monitor.diagram.labels import Names
+from offbeat.monitor.diagram.waits import FileLane
 from offbeat.monitor.page.windows import LaneView
-from offbeat.runtime.stamps import About, Mark, Reader, Recorder
+from offbeat.runtime.events.recorder import About, Mark, Reader, Recorder
 from page_support import SUM
 
 
@@ -32,7 +32,7 @@ class Written:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._now = 0.0
-        monkeypatch.setattr("offbeat.runtime.stamps.time.monotonic", lambda: self._now)
+        monkeypatch.setattr("offbeat.runtime.events.recorder.time.monotonic", lambda: self._now)
         self.names = Names()
         self._recorders = [Recorder(folder / f"worker-{rank}.events", rank) for rank in (0, 1)]
         self.lanes = [

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from offbeat.errors import DataError
 from offbeat.protocols.partition import batches_of_parts, dirichlet, mine, mixed, order, share
-from offbeat.runtime.randomness import Lent, capture, packed, restore, seed_everything, seeded, unpacked
-from offbeat.runtime.trees import put_together, take_apart
+from offbeat.runtime.state.random_state import Lent, capture, packed, restore, seed_everything, seeded, unpacked
+from offbeat.runtime.state.tensor_tree import put_together, take_apart
 
 labels = st.lists(st.integers(0, 4), min_size=0, max_size=60)
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, SubsetRandomSampler, TensorDataset
 
 from offbeat.errors import DataError
-from offbeat.runtime.loaders import Share, divide
-from offbeat.runtime.parts import Parts, labels_of
+from offbeat.runtime.data.label_skew import Parts, labels_of
+from offbeat.runtime.data.loaders import Share, divide
 
 NOBODY = cast("Any", None)
 """A feed that is never used: the refusal comes before any data."""

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from offbeat.errors import TaskError
-from offbeat.persample import PerSample
-from offbeat.runtime.group import Group
+from offbeat.runtime.groups.group import Group
 from offbeat.tasks.logistic import Logistic
+from offbeat.worker.per_example_gradients import PerSample
 
 
 class Alone:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import UsageError
-from offbeat.runtime.place import Place, first_host, where
+from offbeat.runtime.run.rank_environment import Place, first_host, where
 
 TORCHRUN = {
     "RANK": "3",

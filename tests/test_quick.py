@@ -12,12 +12,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions
 from torch.distributed import ReduceOp
 
-from offbeat.runtime.backend._line import Line
-from offbeat.runtime.backend._quick import DONE, Unbegun, quick
+from offbeat.runtime.backend._fast_path import DONE, Unbegun, quick
+from offbeat.runtime.backend._op_queue import Line
 from offbeat.runtime.backend._runner import Runner, Sort
-from offbeat.runtime.shared.board import STAGES
-from offbeat.runtime.shared.kernels import Ways
-from offbeat.runtime.shared.native import UNKNOWN, compiled, executor
+from offbeat.runtime.collectives.one_sided.board import STAGES
+from offbeat.runtime.collectives.one_sided.kernels import Ways
+from offbeat.runtime.collectives.one_sided.native import UNKNOWN, compiled, executor
 from test_native import alone, needed
 
 

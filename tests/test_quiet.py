@@ -10,8 +10,8 @@ import pytest
 
 from cli_support import write
 from conftest import DEADLINE, clean_environment
-from offbeat.runtime.results import Result
-from offbeat.runtime.summaries import headline, report_lines, reporter
+from offbeat.runtime.run.report import headline, report_lines, reporter
+from offbeat.runtime.run.result import Result
 from test_resuming import SCRIPT
 
 RESULT = {

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import CheckpointError, DataError, OutputError, UsageError
-from offbeat.runtime import stopwatch
-from offbeat.runtime.goal import Goal, Target
-from offbeat.runtime.ledger import Ledger
-from offbeat.runtime.records import METRICS_FILE, RUN_FILE, Metrics, RunFolder, environment
-from offbeat.runtime.stopwatch import KINDS, Stopwatch
+from offbeat.runtime.run import stopwatch
+from offbeat.runtime.run.folder import METRICS_FILE, RUN_FILE, Metrics, RunFolder, environment
+from offbeat.runtime.run.progress import Ledger
+from offbeat.runtime.run.settings import Goal, Target
+from offbeat.runtime.run.stopwatch import KINDS, Stopwatch
 
 # -- the run's folder ------------------------------------------------------------------------------------------------
 

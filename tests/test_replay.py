@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from cli_support import Offbeat, in_process
-from offbeat.cli.wanted import Wanted
+from offbeat.cli.commands.explain_options import Wanted
 from offbeat.errors import UsageError
-from offbeat.monitor.diagram.scene import Scene
+from offbeat.monitor.diagram.build import Scene
 from offbeat.monitor.predicates import Possibilities, predicate
 from offbeat.monitor.replay import RULES, replay
+from offbeat.runtime.events.recorder import COMPUTING, INPUT, About, Mark, Stamp
 from offbeat.runtime.launch import Launcher
-from offbeat.runtime.stamps import COMPUTING, INPUT, About, Mark, Stamp
 
 Stamps = dict[int, list[Stamp]]
 

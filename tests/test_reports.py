@@ -12,10 +12,10 @@ from torch import Tensor
 
 from offbeat import init
 from offbeat.errors import WaitError
-from offbeat.runtime.assignment import ASSIGNED, Assignment
-from offbeat.runtime.goal import Goal
 from offbeat.runtime.launch import Launcher, Role, serve_store, worker_environment
-from offbeat.runtime.reports import Reports
+from offbeat.runtime.run.assignment import ASSIGNED, Assignment
+from offbeat.runtime.run.metrics import Reports
+from offbeat.runtime.run.settings import Goal
 
 
 def alone(config: Mapping[str, Any], control: Any) -> None:

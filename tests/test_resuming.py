@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from cli_support import Offbeat, Said, in_process, points, write
-from offbeat.fitting import fit
-from offbeat.jobs import Job, Script, finished_result
-from offbeat.runtime.goal import Goal
+from offbeat.run.drive import fit
+from offbeat.run.job import Job, Script, finished_result
 from offbeat.runtime.launch import Launcher
-from offbeat.runtime.records import RUN_FILE
+from offbeat.runtime.run.folder import RUN_FILE
+from offbeat.runtime.run.settings import Goal
 
 SCRIPT = """\
     import sys, torch, offbeat
@@ -53,8 +53,8 @@ def test_a_finished_run_is_said_to_be_and_nothing_is_started(
 ) -> None:
     points(tmp_path / "mine.py")
     before = json.loads(offbeat_("run", "mine.py:Points", "-w", "2", "--target", "1", "--format", "json").out)
-    monkeypatch.setattr("offbeat.cli.run.Launcher", nobody)
-    monkeypatch.setattr("offbeat.fitting.Launcher", nobody)
+    monkeypatch.setattr("offbeat.cli.commands.run.Launcher", nobody)
+    monkeypatch.setattr("offbeat.run.drive.Launcher", nobody)
     said = offbeat_("run", "--resume", "runs/latest")
     assert (said.code, said.err) == (0, "")
     for piece in ("runs/latest is finished: nothing was started", "Target missed", "8 steps", "To go on, give it more"):

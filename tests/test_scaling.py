@@ -11,10 +11,10 @@ import pytest
 
 import offbeat
 from cli_support import in_process
-from offbeat.cli import batch_size as batch_size_command
-from offbeat.cli import scale as scale_command
+from offbeat.cli.commands import batch_size as batch_size_command
+from offbeat.cli.commands import scale as scale_command
 from offbeat.errors import OffbeatError, StrategyError, TaskError, UsageError
-from offbeat.fitting import Result
+from offbeat.run.drive import Result
 from offbeat.runtime.launch import Launcher
 from offbeat.scaling import BatchSize, Scaling, Stage, batch_size, scale
 from offbeat.scaling._scale import _concluded  # pyright: ignore[reportPrivateUsage]

@@ -11,8 +11,9 @@ import pytest
 
 import offbeat
 from offbeat.errors import StrategyError
-from offbeat.strategies import Exchange, _capabilities
-from offbeat.strategies._worker import EveryBatch, pace_of
+from offbeat.strategies import Exchange
+from offbeat.strategies.worker import capabilities as _capabilities
+from offbeat.strategies.worker.exchange import EveryBatch, pace_of
 
 SOURCE = Path(offbeat.__file__).parent
 FILES = sorted(

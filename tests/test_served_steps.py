@@ -17,16 +17,16 @@ from torch.utils.data import TensorDataset
 import offbeat as library
 from cli_support import write
 from fault_runs import parameters
-from offbeat.fitting import Result, drive, fit
-from offbeat.jobs import Job, Script
 from offbeat.protocols.machine import Ended, Payload, Received, Start, Timer
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.coordinator import CoordinatorMachine
+from offbeat.protocols.servers.coordination.coordinator import CoordinatorMachine
 from offbeat.protocols.servers.messages import ClusterView, Heartbeat, Push, Refused
-from offbeat.protocols.servers.shard import Shard
-from offbeat.protocols.servers.works import Update
-from offbeat.runtime.goal import Goal
+from offbeat.protocols.servers.replica.shard import Shard
+from offbeat.protocols.servers.replica.works import Update
+from offbeat.run.drive import Result, drive, fit
+from offbeat.run.job import Job, Script
 from offbeat.runtime.launch import Launcher
+from offbeat.runtime.run.settings import Goal
 from offbeat.runtime.servers.updater import is_number, settings_of
 from own_scripts.running import same
 

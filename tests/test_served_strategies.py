@@ -18,15 +18,15 @@ from torch import nn
 import offbeat
 from cli_support import write
 from offbeat.errors import RunError, StrategyError, WorkerError
-from offbeat.fitting import Result
 from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import ClusterView, Push, Refused
-from offbeat.protocols.servers.shard import Shard
-from offbeat.protocols.servers.works import Accumulate, Discard, Outcome, Update
+from offbeat.protocols.servers.replica.shard import Shard
+from offbeat.protocols.servers.replica.works import Accumulate, Discard, Outcome, Update
+from offbeat.run.drive import Result
 from offbeat.runtime.launch import Launcher
-from offbeat.runtime.records import MODEL_FILE
-from offbeat.runtime.stopwatch import Stopwatch
+from offbeat.runtime.run.folder import MODEL_FILE
+from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.strategies import Coded, Downpour, Elastic, Traits, parse
 from offbeat.strategies.elastic import MOVING_RATE
 from offbeat.tasks.digits import Digits

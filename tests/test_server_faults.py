@@ -28,13 +28,13 @@ from fault_runs import (
 )
 from fit_tasks import Watched
 from offbeat.errors import RunError, StrategyError, WorkerError
-from offbeat.fitting import Result, drive, fit
-from offbeat.jobs import Job, Script
 from offbeat.monitor import Verdict
-from offbeat.runtime.goal import Goal
+from offbeat.run.drive import Result, drive, fit
+from offbeat.run.job import Job, Script
 from offbeat.runtime.launch import Launcher, Role
-from offbeat.runtime.living import processes
-from offbeat.runtime.records import RunFolder
+from offbeat.runtime.run.folder import RunFolder
+from offbeat.runtime.run.running import processes
+from offbeat.runtime.run.settings import Goal
 from offbeat.tasks.mixture import Mixture
 
 Fit = Callable[..., Result]

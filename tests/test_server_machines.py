@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from msgspec import Struct, structs
 
 from offbeat.protocols.machine import Done, Effect, Ended, Name, Payload, Received, Send, Start, Timer
-from offbeat.protocols.servers.client import ClientMachine
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.coordinator import Changed, CoordinatorMachine
+from offbeat.protocols.servers.coordination.coordinator import Changed, CoordinatorMachine
 from offbeat.protocols.servers.messages import (
     COORDINATOR,
     ClusterView,
@@ -34,8 +33,9 @@ from offbeat.protocols.servers.messages import (
     Timing,
     Viewed,
 )
-from offbeat.protocols.servers.notices import Completed, Departed, Failed, Part, PullRequest, PushRequest
-from offbeat.protocols.servers.server import ServerMachine
+from offbeat.protocols.servers.replica.server import ServerMachine
+from offbeat.protocols.servers.worker.client import ClientMachine
+from offbeat.protocols.servers.worker.notices import Completed, Departed, Failed, Part, PullRequest, PushRequest
 from offbeat.simulate.machines import Kill, Network, Partition, Restart, Stop
 from server_mutants import (
     AnswersBeforeBackupsHold,

@@ -13,12 +13,12 @@ from torch.nn import Parameter
 
 from offbeat.protocols.compression import Format, Half, Quantize, RandomK, Threshold, TopK
 from offbeat.protocols.machine import Payload
-from offbeat.protocols.servers.works import Accumulate, Discard, Inspect, Read, Release, Restore, Update
+from offbeat.protocols.servers.replica.works import Accumulate, Discard, Inspect, Read, Release, Restore, Update
+from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.compression import Coder, build
-from offbeat.runtime.optimizers import ELEMENT_WISE, why_not
-from offbeat.runtime.servers.numbers import Numbers, first_state
+from offbeat.runtime.gradients.sliceable_optimizers import ELEMENT_WISE, why_not
+from offbeat.runtime.servers.shard_state import Numbers, first_state
 from offbeat.runtime.servers.updater import ADD, Recipe, settings_of
-from offbeat.runtime.shared.segment import Segment
 
 
 def payload(*numbers: float, kind: Any = np.float32) -> Payload:

@@ -12,17 +12,17 @@ from torch import nn
 
 from cli_support import write
 from offbeat.errors import StrategyError
-from offbeat.fitting import Result, drive
-from offbeat.jobs import Job, Script
 from offbeat.protocols.machine import Done, Payload, Received, Send, Start
-from offbeat.protocols.servers.client import ClientMachine
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import ClusterView, Pull, PullReply, Push
-from offbeat.protocols.servers.notices import Arrived, Part, PushRequest, RangeRequest, Wanted
-from offbeat.protocols.servers.server import ServerMachine
-from offbeat.protocols.servers.works import Read
-from offbeat.runtime.goal import Goal
+from offbeat.protocols.servers.replica.server import ServerMachine
+from offbeat.protocols.servers.replica.works import Read
+from offbeat.protocols.servers.worker.client import ClientMachine
+from offbeat.protocols.servers.worker.notices import Arrived, Part, PushRequest, RangeRequest, Wanted
+from offbeat.run.drive import Result, drive
+from offbeat.run.job import Job, Script
 from offbeat.runtime.launch import Launcher
+from offbeat.runtime.run.settings import Goal
 
 STEPS = 12
 LOOP = """\

@@ -24,10 +24,8 @@ from offbeat.protocols.machine import (
     Start,
     Timer,
 )
-from offbeat.protocols.servers.client import ClientMachine
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.coordinator import CoordinatorMachine
-from offbeat.protocols.servers.follower import Follower
+from offbeat.protocols.servers.coordination.coordinator import CoordinatorMachine
 from offbeat.protocols.servers.messages import (
     ClusterView,
     Gone,
@@ -41,9 +39,11 @@ from offbeat.protocols.servers.messages import (
     Viewed,
     Volunteer,
 )
-from offbeat.protocols.servers.server import ServerMachine
-from offbeat.protocols.servers.shard import Shard
-from offbeat.protocols.servers.works import Read, Release
+from offbeat.protocols.servers.replica.follower import Follower
+from offbeat.protocols.servers.replica.server import ServerMachine
+from offbeat.protocols.servers.replica.shard import Shard
+from offbeat.protocols.servers.replica.works import Read, Release
+from offbeat.protocols.servers.worker.client import ClientMachine
 from offbeat.runtime.messages import Codec, FrameError
 from offbeat.runtime.messages.frames import Reference
 from offbeat.runtime.servers.plan import Plan

@@ -27,8 +27,8 @@ from offbeat.protocols.servers.messages import (
     Replicate,
     Viewed,
 )
-from offbeat.protocols.servers.shard import Shard
-from offbeat.protocols.servers.works import Accumulate, Discard, Outcome, Restore, Update
+from offbeat.protocols.servers.replica.shard import Shard
+from offbeat.protocols.servers.replica.works import Accumulate, Discard, Outcome, Restore, Update
 from server_worlds import Gradient, Store
 
 

@@ -20,7 +20,7 @@ import offbeat as library
 from cli_support import Offbeat, in_process, write
 from fault_runs import applied, parameters
 from offbeat.errors import StrategyError
-from offbeat.fitting import Result, fit
+from offbeat.run.drive import Result, fit
 from offbeat.runtime.launch import Launcher
 from own_scripts.running import left, run_script, same
 

@@ -18,15 +18,15 @@ from typer.testing import CliRunner
 import offbeat
 from fit_tasks import Watched
 from offbeat.cli.app import server
-from offbeat.cli.bench import Played
+from offbeat.cli.commands.bench import Played
 from offbeat.errors import OffbeatError, UsageError
 from offbeat.protocols.servers import pacing
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.rhythm import Action, EveryStep, Exchange, PushAndFetch, Spring
+from offbeat.protocols.servers.worker.rhythm import Action, EveryStep, Exchange, PushAndFetch, Spring
 from offbeat.runtime.launch import Launcher
 from offbeat.simulate.network import Link
-from offbeat.simulate.servers import Paced, Shards, drive, parse_rule, predict, shortcut, simulate
-from offbeat.simulate.stragglers import Stragglers
+from offbeat.simulate.servers.stragglers import Stragglers
+from offbeat.simulate.servers.training import Paced, Shards, drive, parse_rule, predict, shortcut, simulate
 
 BSP, ASP = Rule(0), Rule(None)
 TRANSIENT = Stragglers.parse("transient(0.2, 0.15)")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import DataError
-from offbeat.runtime.slicing import cut, examples_in
+from offbeat.runtime.data.batch_slicing import cut, examples_in
 
 
 class Sample(NamedTuple):

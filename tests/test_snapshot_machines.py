@@ -18,7 +18,6 @@ from offbeat.protocols.causality.histories import Computation, Event, Join, Kind
 from offbeat.protocols.colouring import Keep, Record, Write
 from offbeat.protocols.machine import Effect, Effects, Machine, Name, Payload, Received, Send, SetTimer, Start, Timer
 from offbeat.protocols.machine import Event as Happening
-from offbeat.protocols.servers.client import ClientMachine
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import (
     Fetch,
@@ -32,8 +31,6 @@ from offbeat.protocols.servers.messages import (
     PushReply,
     Turned,
 )
-from offbeat.protocols.servers.notices import MeetRequest
-from offbeat.protocols.servers.requests import key_of
 from offbeat.protocols.servers.snapshots import (
     GivenUp,
     ShardColour,
@@ -41,6 +38,9 @@ from offbeat.protocols.servers.snapshots import (
     WorkerColour,
     faults,
 )
+from offbeat.protocols.servers.worker.client import ClientMachine
+from offbeat.protocols.servers.worker.notices import MeetRequest
+from offbeat.protocols.servers.worker.requests import key_of
 from offbeat.simulate.machines import Network
 from server_worlds import CALM, Gradient, Loop, Setting, Store, World, add_faults
 

@@ -15,13 +15,13 @@ import offbeat
 from cli_support import Offbeat, in_process
 from fault_runs import Tally, assert_nothing_is_left
 from offbeat.errors import CheckpointError, UsageError
-from offbeat.fitting import fit
 from offbeat.protocols.machine import Effects
 from offbeat.protocols.servers.messages import ClusterView, Recorded, ShardCut, WorkerCut
 from offbeat.protocols.servers.snapshots import GivenUp, Snapshots, WorkerColour, faults
-from offbeat.runtime.certificates import REFUSED, check, read
-from offbeat.runtime.checkpoint import digest, fingerprint, metadata_of
+from offbeat.run.drive import fit
 from offbeat.runtime.launch import Launcher
+from offbeat.runtime.state.certificates import REFUSED, check, read
+from offbeat.runtime.state.checkpoint import digest, fingerprint, metadata_of
 from snapshot_runs import Scene, goes_on, photographed
 
 PAUSES = "any worker: pause 30ms with probability 0.3"

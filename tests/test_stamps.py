@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import UsageError
-from offbeat.runtime.stamps import COMPUTING, INPUT, NAMES, RECORDS, UNKNOWN, About, Mark, Reader, Recorder
+from offbeat.runtime.events.recorder import COMPUTING, INPUT, NAMES, RECORDS, UNKNOWN, About, Mark, Reader, Recorder
 
 SUM = About("world", "all_reduce", 2, 1204224, "float32", "sum", caller="train.py:88")
 
@@ -80,7 +80,7 @@ def test_when_names_run_out_what_is_named_is_named_less_exactly(tmp_path: Path) 
 def test_the_last_events_of_a_killed_process_can_be_read(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from offbeat.runtime.stamps import Mark, Recorder\n"
+        "from offbeat.runtime.events.recorder import Mark, Recorder\n"
         "recorder = Recorder(Path(sys.argv[1]), 0)\n"
         "for number in range(5): recorder.stamp(Mark.STEP, 0, number)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

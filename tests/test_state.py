@@ -25,12 +25,12 @@ from torch import nn, optim
 from torch.optim import lr_scheduler, swa_utils
 
 from offbeat.errors import CheckpointError
-from offbeat.runtime import checkpoint
-from offbeat.runtime.checkpoint import Checkpoints, newest, read_manifest
-from offbeat.runtime.group import DirectGroup
-from offbeat.runtime.holdings import Holdings
-from offbeat.runtime.place import Place
-from offbeat.runtime.trees import put_together, take_apart
+from offbeat.runtime.groups.group import DirectGroup
+from offbeat.runtime.run.rank_environment import Place
+from offbeat.runtime.state import checkpoint
+from offbeat.runtime.state.checkpoint import Checkpoints, newest, read_manifest
+from offbeat.runtime.state.prepared import Holdings
+from offbeat.runtime.state.tensor_tree import put_together, take_apart
 
 IDENTITY = {"task": "digits", "shape": (2, 3)}
 

@@ -21,27 +21,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from league_support import league
-from offbeat.cli.alive import _lines, _named
-from offbeat.cli.explain import explain_run
-from offbeat.cli.pictured import _scene
-from offbeat.comparing import League, report
-from offbeat.comparing._records import LeagueFolder
+from offbeat.cli.commands.explain import explain_run
+from offbeat.cli.commands.explain_diagram import _scene
+from offbeat.cli.commands.runs import _lines, _named
 from offbeat.errors import CheckpointError, OffbeatError, UsageError
-from offbeat.fitting import fit
-from offbeat.jobs import Job, _as_before, earlier, target_from_plain
-from offbeat.monitor.diagram import picture
-from offbeat.monitor.page.folders import Folder, log_of
-from offbeat.monitor.page.following import Run
-from offbeat.runtime import stamps
-from offbeat.runtime.certificates import check
-from offbeat.runtime.checkpoint import _read_state, digest, newest, read_manifest
-from offbeat.runtime.goal import Goal
+from offbeat.league import League, report
+from offbeat.league._records import LeagueFolder
+from offbeat.monitor.diagram import svg
+from offbeat.monitor.page.run_folders import Folder, log_of
+from offbeat.monitor.page.run_view import Run
+from offbeat.run.drive import fit
+from offbeat.run.job import Job, _as_before, earlier, target_from_plain
+from offbeat.runtime.events import recorder
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.launch import Launcher
-from offbeat.runtime.living import statuses
 from offbeat.runtime.messages.keys import Keys
-from offbeat.runtime.reading import parse_json, read_bytes
-from offbeat.runtime.records import RunFolder
+from offbeat.runtime.run.folder import RunFolder
+from offbeat.runtime.run.running import statuses
+from offbeat.runtime.run.settings import Goal
+from offbeat.runtime.run.untrusted_files import parse_json, read_bytes
+from offbeat.runtime.state.certificates import check
+from offbeat.runtime.state.checkpoint import _read_state, digest, newest, read_manifest
 from offbeat.tasks.digits import Digits
 
 DEEP = '{"a":' * 100_000
@@ -107,7 +107,7 @@ def readers(folder: Path) -> dict[str, Callable[[], object]]:
         "explain": lambda: explain_run(folder, as_json=False),
         "explain as json": lambda: explain_run(folder, as_json=True),
         "check": lambda: check(folder),
-        "draw": lambda: picture.save(_scene(folder).diagram(), folder.parent / "x.svg"),
+        "draw": lambda: svg.save(_scene(folder).diagram(), folder.parent / "x.svg"),
         "ps": ps,
         "logs": lambda: _named(RunFolder.open(folder)),
         "list of runs": lambda: Folder(folder.parent).briefs(),
@@ -176,7 +176,7 @@ def spoil_events(path: Path, chance: random.Random) -> None:
     data = bytearray(path.read_bytes())
     for _ in range(chance.randint(1, 6)):
         if chance.random() < 0.3:
-            at = stamps._TABLE_AT + stamps._SLOT * chance.randrange(6)
+            at = recorder._TABLE_AT + recorder._SLOT * chance.randrange(6)
             (length,) = struct.unpack_from("<H", data, at)
             if not length:
                 continue
@@ -190,7 +190,7 @@ def spoil_events(path: Path, chance: random.Random) -> None:
         else:
             kind = chance.choice(list(FIELDS))
             offset, values = FIELDS[kind]
-            struct.pack_into(kind, data, stamps._RING_AT + 48 * chance.randint(1, 80) + offset, chance.choice(values))
+            struct.pack_into(kind, data, recorder._RING_AT + 48 * chance.randint(1, 80) + offset, chance.choice(values))
     path.write_bytes(data)
 
 

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.cli import alive
-from offbeat.cli.explain import _verdict
+from offbeat.cli.commands import runs as alive
+from offbeat.cli.commands.explain import _verdict
 from offbeat.cli.output import printable
 from offbeat.errors import CheckpointError, TaskError, UsageError
-from offbeat.jobs import target_of
 from offbeat.monitor import Judge
-from offbeat.monitor.page.folders import opened
-from offbeat.runtime.certificates import check
+from offbeat.monitor.page.run_folders import opened
+from offbeat.run.job import target_of
 from offbeat.runtime.launch import LogFollower
-from offbeat.runtime.living import found, statuses
-from offbeat.runtime.reading import read_bytes
+from offbeat.runtime.run.running import found, statuses
+from offbeat.runtime.run.untrusted_files import read_bytes
+from offbeat.runtime.state.certificates import check
 
 NOBODY = 65534
 LONG = Path("x" * 300)

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from conftest import clean_environment, wait_until
 from offbeat.errors import UsageError
+from offbeat.runtime.collectives.one_sided.segment import Segment, SegmentError
+from offbeat.runtime.collectives.one_sided.tickets import FIXED_SIZE
 from offbeat.runtime.launch import private_store
-from offbeat.runtime.shared.segment import Segment, SegmentError
-from offbeat.runtime.shared.tickets import FIXED_SIZE
 
 NOBODY = 65534
 HELD = 1100

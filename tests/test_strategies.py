@@ -30,7 +30,7 @@ from offbeat.strategies import (
     combined,
     parse,
 )
-from offbeat.strategies._registry import BUILT_IN
+from offbeat.strategies.language.registry import BUILT_IN
 
 
 class Mode(StrEnum):
@@ -130,7 +130,10 @@ def test_the_strategies_and_their_aliases_are_these() -> None:
 
 
 def test_the_values_can_be_had_without_torch() -> None:
-    code = "import sys, offbeat.strategies._written, offbeat.protocols.expressions; assert 'torch' not in sys.modules"
+    code = (
+        "import sys, offbeat.strategies.language.fields, offbeat.protocols.expressions; "
+        "assert 'torch' not in sys.modules"
+    )
     # The package's list imports the strategies' workers, so its own modules are loaded beside it.
     stub = "import types; p = types.ModuleType('offbeat.strategies'); p.__path__ = [sys.argv[1]]; "
     where = str(Path(offbeat.strategies.__file__).parent)

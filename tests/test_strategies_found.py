@@ -26,7 +26,7 @@ from offbeat.strategies import (
     overview,
     parse,
 )
-from offbeat.strategies._registry import BUILT_IN, lookup
+from offbeat.strategies.language.registry import BUILT_IN, lookup
 
 
 class Mode(StrEnum):
@@ -192,7 +192,7 @@ def test_fields_of_a_base_class_are_described_too() -> None:
         """Seconds."""
 
     assert str(Slower(2, pause=1.0)) == "slower(2, pause=1.0)"
-    from offbeat.strategies._describe import _fields  # pyright: ignore[reportPrivateUsage]
+    from offbeat.strategies.language.reference import _fields  # pyright: ignore[reportPrivateUsage]
 
     assert [(f.name, f.doc) for f in _fields(Slower)] == [
         ("steps", "Batches per exchange and update."),

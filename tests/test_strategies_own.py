@@ -24,7 +24,7 @@ from offbeat.strategies import (
     expand,
     parse,
 )
-from offbeat.strategies._registry import BUILT_IN
+from offbeat.strategies.language.registry import BUILT_IN
 
 MINE = """
 from __future__ import annotations

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from offbeat.errors import ScheduleError, UsageError
 from offbeat.protocols.checker import check_mixing
-from offbeat.protocols.mixing import mix, steps
-from offbeat.protocols.schedule import Layout, Op, Round, Schedule, View
-from offbeat.protocols.topology import (
+from offbeat.protocols.gossip.mixing import mix, steps
+from offbeat.protocols.gossip.topology import (
     Kind,
     Mixing,
     RandomRegular,
@@ -28,6 +27,7 @@ from offbeat.protocols.topology import (
     metropolis,
     mixing,
 )
+from offbeat.protocols.schedule import Layout, Op, Round, Schedule, View
 from offbeat.simulate import Link, Network, Ports, finish_times, gossip_step_time, local_step_time
 
 LAYOUT = Layout(1000)

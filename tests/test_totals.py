@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from offbeat.protocols.servers.rhythm import Action
-from offbeat.strategies._parameter_row import Row
-from offbeat.strategies._totals import ServerTotals
+from offbeat.protocols.servers.worker.rhythm import Action
+from offbeat.strategies.servers.parameter_row import Row
+from offbeat.strategies.servers.totals import ServerTotals
 
 SHARDS = 2
 

@@ -10,14 +10,14 @@ from torch.nn import Parameter
 
 from offbeat.protocols.compression import TopK
 from offbeat.protocols.machine import Done, Payload, Received, Send, Start, Timer
-from offbeat.protocols.servers.client import ClientMachine
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import ClusterView, Fenced, Trial, Tried
-from offbeat.protocols.servers.notices import Completed, Part, TrialRequest
-from offbeat.protocols.servers.server import ServerMachine
-from offbeat.protocols.servers.works import Look, Read, Restore
+from offbeat.protocols.servers.replica.server import ServerMachine
+from offbeat.protocols.servers.replica.works import Look, Read, Restore
+from offbeat.protocols.servers.worker.client import ClientMachine
+from offbeat.protocols.servers.worker.notices import Completed, Part, TrialRequest
 from offbeat.runtime.compression import build
-from offbeat.runtime.servers.numbers import Numbers, first_state
+from offbeat.runtime.servers.shard_state import Numbers, first_state
 from offbeat.runtime.servers.updater import Recipe, settings_of
 
 VIEW = ClusterView.of(2, 1, 1)

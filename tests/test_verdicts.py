@@ -10,10 +10,10 @@ import pytest
 from msgspec import structs
 
 from offbeat.monitor import Judge, blame, held_up, late_steps, staleness, unfit
-from offbeat.monitor.blaming import STRETCH
-from offbeat.monitor.queues import FILE, QueueWriter, queued, read_queues
-from offbeat.runtime.servers.noting import GROUP, MEETINGS, WARM_START
-from offbeat.runtime.stamps import COMPUTING, INPUT, About, Mark, Stamp
+from offbeat.monitor.cpu_wait import FILE, QueueWriter, queued, read_queues
+from offbeat.monitor.stragglers import STRETCH
+from offbeat.runtime.events.recorder import COMPUTING, INPUT, About, Mark, Stamp
+from offbeat.runtime.events.servers import GROUP, MEETINGS, WARM_START
 
 WORLD = About("world", "all_reduce", 2, 4, "float32", "sum", caller="a.py:1")
 OTHER = About("1", "barrier", 2, caller="a.py:2")

@@ -17,9 +17,9 @@ import torch
 
 import offbeat
 from offbeat.protocols.exchanges import SMALL_GRADIENT
-from offbeat.runtime.assignment import ASSIGNED, Assignment
-from offbeat.runtime.goal import Goal
 from offbeat.runtime.launch import Launcher, Role, serve_store, worker_environment
+from offbeat.runtime.run.assignment import ASSIGNED, Assignment
+from offbeat.runtime.run.settings import Goal
 from test_walks import Walk
 
 MOMENTS = {"GradientSums.begin", "OffbeatGroup.allreduce", "Runner.run"}

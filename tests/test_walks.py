@@ -24,8 +24,8 @@ import torch
 
 import offbeat
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.runtime.assignment import ASSIGNED, Assignment
-from offbeat.runtime.goal import Goal
+from offbeat.runtime.run.assignment import ASSIGNED, Assignment
+from offbeat.runtime.run.settings import Goal
 from offbeat.runtime.servers.coordination import Coordination
 from offbeat.runtime.servers.plan import Plan
 from offbeat.runtime.servers.process import serve

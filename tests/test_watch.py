@@ -68,7 +68,7 @@ def test_a_wait_inside_ddp_is_part_of_a_deadlock(offbeat_: Offbeat) -> None:
 def test_a_worker_that_does_something_else_is_said_with_its_stack_and_the_run_goes_on(
     offbeat_: Offbeat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offbeat.monitor.looking.PATIENCE", 0.5)
+    monkeypatch.setattr("offbeat.monitor.live.PATIENCE", 0.5)
     nap = """\
 def nap():
     deadline = time.monotonic() + 60

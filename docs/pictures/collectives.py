@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from offbeat.benching import PEERS, picture
+from offbeat.bench import PEERS, picture
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,7 +16,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 
 import offbeat
-from offbeat.fitting import WARM
+from offbeat.run.drive import WARM
 from offbeat.runtime.launch import Launcher
 from offbeat.tasks.digits import Digits
 

@@ -16,11 +16,11 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
-from offbeat.fitting import WARM, Job, drive
-from offbeat.jobs import Script
 from offbeat.protocols.disturbances import Plan, parse
-from offbeat.runtime.goal import Goal
+from offbeat.run.drive import WARM, Job, drive
+from offbeat.run.job import Script
 from offbeat.runtime.launch import Launcher
+from offbeat.runtime.run.settings import Goal
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "consistency.md"

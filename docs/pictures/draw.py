@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from offbeat.drawing import Scenario, picture, timeline_of
-from offbeat.monitor.diagram.picture import write
+from offbeat.draw import Scenario, picture, timeline_of
+from offbeat.monitor.diagram.svg import write
 from offbeat.simulate.network import Network
-from offbeat.simulate.stragglers import Stragglers
+from offbeat.simulate.servers.stragglers import Stragglers
 from offbeat.simulate.units import parse_size
 
 HERE = Path(__file__).parent

@@ -10,7 +10,7 @@ from playwright.sync_api import sync_playwright
 from rich.console import Console
 
 import offbeat
-from offbeat.comparing.report import page, table
+from offbeat.league.report import page, table
 
 STRATEGIES = ("local({4,16})", "allreduce + quantize(8)", "hogwild")
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from playwright.sync_api import Browser, sync_playwright
 
 from offbeat.errors import VerdictError
-from offbeat.fitting import WARM, fit
-from offbeat.monitor.page.folders import opened
-from offbeat.monitor.page.serving import Served
+from offbeat.monitor.page.http_server import Served
+from offbeat.monitor.page.run_folders import opened
+from offbeat.run.drive import WARM, fit
 from offbeat.runtime.launch import Launcher
 
 HERE = Path(__file__).parent

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from offbeat import fit
 from offbeat.monitor import recorded
+from offbeat.monitor.diagram.build import Scene
 from offbeat.monitor.diagram.cuts import asked
 from offbeat.monitor.diagram.model import Diagram
-from offbeat.monitor.diagram.picture import save
-from offbeat.monitor.diagram.scene import Scene
+from offbeat.monitor.diagram.svg import save
 
 DISTURBED = ("worker *: pace 25ms", "worker 1: pause 120ms every 500ms")
 AROUND = 0.14

@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from offbeat import Result, fit
-from offbeat.fitting import WARM
+from offbeat.run.drive import WARM
 from offbeat.runtime.launch import Launcher
 
 KINDS = {"input": "#06b6d4", "compute": "#22c55e", "communicate": "#f59e0b", "wait": "#ef4444"}

@@ -8,18 +8,18 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from offbeat._arrival import once_imported
+from offbeat._on_import import once_imported
 from offbeat._version import __version__
 
 if TYPE_CHECKING:
-    from offbeat.comparing import League, compare
     from offbeat.errors import OffbeatError
-    from offbeat.fitting import Result, fit
-    from offbeat.join import Team, init
+    from offbeat.league import League, compare
+    from offbeat.run.drive import Result, fit
     from offbeat.runtime.hosts import Host, Hosts
     from offbeat.scaling import BatchSize, Scaling, batch_size, scale
     from offbeat.strategies import Strategy, parse
     from offbeat.task import Data, IterativeTask, Task, accuracy
+    from offbeat.team.team import Team, init
 
 _WHERE = {
     "BatchSize": "offbeat.scaling",
@@ -27,18 +27,18 @@ _WHERE = {
     "Host": "offbeat.runtime.hosts",
     "Hosts": "offbeat.runtime.hosts",
     "IterativeTask": "offbeat.task",
-    "League": "offbeat.comparing",
+    "League": "offbeat.league",
     "OffbeatError": "offbeat.errors",
-    "Result": "offbeat.fitting",
+    "Result": "offbeat.run.drive",
     "Scaling": "offbeat.scaling",
     "Strategy": "offbeat.strategies",
     "Task": "offbeat.task",
-    "Team": "offbeat.join",
+    "Team": "offbeat.team.team",
     "accuracy": "offbeat.task",
     "batch_size": "offbeat.scaling",
-    "compare": "offbeat.comparing",
-    "fit": "offbeat.fitting",
-    "init": "offbeat.join",
+    "compare": "offbeat.league",
+    "fit": "offbeat.run.drive",
+    "init": "offbeat.team.team",
     "parse": "offbeat.strategies",
     "scale": "offbeat.scaling",
 }
@@ -78,7 +78,7 @@ def __dir__() -> list[str]:
 
 
 def _register() -> None:
-    from offbeat.runtime.backend._registered import register
+    from offbeat.runtime.backend._registration import register
 
     register()
 

@@ -3,7 +3,7 @@
 A slip of the keyboard, or a file from a stranger, must not start a million processes or fill the memory: settings types
 check their numbers in `__post_init__`, so that the command line, Python and files are refused alike, before anything
 starts. Limits are far above what makes sense; what a machine has room for is checked beside them
-(`runtime.capacity`).
+(`runtime.system.capacity`).
 """
 
 from __future__ import annotations

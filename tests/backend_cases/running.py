@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat.runtime.backend import _meeting
+from offbeat.runtime.backend import _host_discovery
 from offbeat.runtime.launch import Control, Launcher, Role, serve_store, worker_environment
 
 BACKEND = os.environ.get("OFFBEAT_TESTED_BACKEND", "offbeat")
@@ -122,7 +122,9 @@ def run(config: Mapping[str, Any], control: Control) -> None:
     module = importlib.import_module(f"backend_cases.{config['module']}")
     world = World(config["backend"])
     if hosts := config["hosts"]:
-        _meeting.host_identity = lambda: f"host {hosts[world.rank]}"  # Its own copy: the process ends with the test.
+        _host_discovery.host_identity = lambda: (
+            f"host {hosts[world.rank]}"
+        )  # Its own copy: the process ends with the test.
     world.open()
     for name in config["only"] or cases_of(config["module"]):
         error, digest = attempt(world, getattr(module, PREFIX + name))

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from offbeat.runtime import buckets
-from offbeat.runtime.buckets import GradientBuckets
-from offbeat.runtime.group import DirectGroup
+from offbeat.runtime.gradients import buckets
+from offbeat.runtime.gradients.buckets import GradientBuckets
+from offbeat.runtime.groups.group import DirectGroup
 from offbeat.runtime.launch import Control
-from offbeat.runtime.place import where
-from offbeat.runtime.stopwatch import Stopwatch
+from offbeat.runtime.run.rank_environment import where
+from offbeat.runtime.run.stopwatch import Stopwatch
 
 Seen = dict[str, Any]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from offbeat.runtime.choices import Sums
-from offbeat.runtime.group import DirectGroup, Group
+from offbeat.runtime.gradients.algorithm_choice import Sums
+from offbeat.runtime.groups.group import DirectGroup, Group
 from offbeat.runtime.launch import Control
-from offbeat.runtime.place import where
+from offbeat.runtime.run.rank_environment import where
 
 COUNTS = (0, 1, 3, 64, 511, 512, 513, 1500, 20_000)
 KINDS = (torch.float32, torch.complex64)

@@ -9,14 +9,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from offbeat.runtime.backend import _meeting
-from offbeat.runtime.group import DirectGroup
+from offbeat.runtime.backend import _host_discovery
+from offbeat.runtime.groups.group import DirectGroup
 from offbeat.runtime.launch import Control
-from offbeat.runtime.place import where
-from offbeat.runtime.stopwatch import Stopwatch
+from offbeat.runtime.run.rank_environment import where
+from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.strategies import AllReduce, combined, parse
-from offbeat.strategies._compressing import Compressing
-from offbeat.strategies._worker import adopt
+from offbeat.strategies.worker.compression import Compressing
+from offbeat.strategies.worker.exchange import adopt
 
 SEED = 11
 STEPS = 4
@@ -55,7 +55,7 @@ def run(config: Mapping[str, Any], control: Control) -> None:
     """Some steps of every strategy."""
     place = where()
     if config["apart"]:
-        _meeting.host_identity = lambda: f"host {place.rank}"  # This process's own copy: it ends with the test.
+        _host_discovery.host_identity = lambda: f"host {place.rank}"  # This process's own copy: it ends with the test.
     group = DirectGroup(place, timedelta(seconds=20), torch.device("cpu"))
     for text in config["strategies"]:
         model, sums = net(), []

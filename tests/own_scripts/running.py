@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from offbeat.errors import OffbeatError
-from offbeat.fitting import Result, drive
-from offbeat.jobs import Job, Script
-from offbeat.runtime.goal import Goal
+from offbeat.run.drive import Result, drive
+from offbeat.run.job import Job, Script
 from offbeat.runtime.launch import Launcher
+from offbeat.runtime.run.settings import Goal
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-5

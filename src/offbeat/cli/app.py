@@ -14,11 +14,12 @@ from typing import Annotated, Any, NoReturn, cast
 import typer
 
 from offbeat._version import __version__
-from offbeat.cli import alive
-from offbeat.cli.draw import EPILOG as DRAW_EXAMPLES
-from offbeat.cli.draw import draw
+from offbeat.cli.commands import runs as alive
+from offbeat.cli.commands.draw import EPILOG as DRAW_EXAMPLES
+from offbeat.cli.commands.draw import draw
+from offbeat.cli.commands.keys import keys
+from offbeat.cli.commands.watch import watch
 from offbeat.cli.from_settings import command_from
-from offbeat.cli.keys import keys
 from offbeat.cli.options import (
     BatchSizeOptions,
     CheckOptions,
@@ -32,9 +33,8 @@ from offbeat.cli.options import (
     ServerOptions,
 )
 from offbeat.cli.output import LONG_COMMANDS, FailedError, print_failure, printable, tolerant_streams, wants_json
-from offbeat.cli.watch import watch
 from offbeat.errors import OffbeatError, OutputError, UsageError, VerdictError, WorkerError
-from offbeat.runtime.goal import Goal
+from offbeat.runtime.run.settings import Goal
 
 app = typer.Typer(
     name="offbeat",
@@ -78,7 +78,7 @@ def root(
 @command_from(RunOptions, Goal, leading=("strategy", "workers", "target", "epochs", "steps", "seed"))
 def run(given: dict[str, Any]) -> None:
     """Train a script or a task on some workers, and report the result."""
-    from offbeat.cli.run import run_job
+    from offbeat.cli.commands.run import run_job
 
     run_job(RunOptions(**{field.name: given.pop(field.name) for field in fields(RunOptions)}), given)
 
@@ -94,7 +94,7 @@ def run(given: dict[str, Any]) -> None:
 )
 def compare(given: dict[str, Any]) -> None:
     """Find out which strategy is the first to reach a target, here, on your script or task."""
-    from offbeat.cli.leagues import compare_strategies
+    from offbeat.cli.commands.compare import compare_strategies
 
     compare_strategies(CompareOptions(**{field.name: given.pop(field.name) for field in fields(CompareOptions)}), given)
 
@@ -119,11 +119,11 @@ def explain(given: dict[str, Any]) -> None:
     asked = ExplainTarget(**{field.name: given.pop(field.name) for field in fields(ExplainTarget)})
     as_json = asked.output is Format.json
     if asked.check:
-        from offbeat.cli.explain import check_checkpoint
+        from offbeat.cli.commands.explain import check_checkpoint
 
         check_checkpoint(asked.path, as_json)
-    from offbeat.cli.pictured import explain
-    from offbeat.cli.wanted import Wanted
+    from offbeat.cli.commands.explain_diagram import explain
+    from offbeat.cli.commands.explain_options import Wanted
 
     explain(asked.path, Wanted(**given), as_json)
 
@@ -131,7 +131,7 @@ def explain(given: dict[str, Any]) -> None:
 @app.command(epilog="Example: offbeat doctor --format json > report.json")
 def doctor(output: FormatOption = Format.text) -> None:
     """Say what a bug report needs, and test whether two processes can meet."""
-    from offbeat.cli.doctor import examine
+    from offbeat.cli.commands.doctor import examine
 
     examine(as_json=output is Format.json)
 
@@ -149,7 +149,7 @@ def strategies(
     output: FormatOption = Format.text,
 ) -> None:
     """List the ways to distribute a run, or explain one."""
-    from offbeat.cli.strategies import show
+    from offbeat.cli.commands.strategies import show
 
     show(name, as_json=output is Format.json)
 
@@ -171,7 +171,7 @@ def check(given: dict[str, Any]) -> None:
     Schedules are proved for 1 to 33 ranks, played with numbers in virtual time, and run on real processes. Machines
     meet delays, reorderings, losses, doubles, stops, partitions and kills. Exit code 1: it does not hold.
     """
-    from offbeat.cli.check import check_any
+    from offbeat.cli.commands.check import check_any
 
     check_any(CheckOptions(**given))
 
@@ -200,7 +200,7 @@ def bench_root() -> None:
 def collectives(given: dict[str, Any]) -> None:
     """All-reduce and its kin: how long every algorithm takes at every size, and which is the best where."""
     asked = CollectivesOptions(**given)
-    from offbeat.cli.bench import measured, simulated
+    from offbeat.cli.commands.bench import measured, simulated
 
     (simulated if asked.simulate else measured)(asked)
 
@@ -217,7 +217,7 @@ def collectives(given: dict[str, Any]) -> None:
 def server(given: dict[str, Any]) -> None:
     """Time per step, waiting and staleness of training with parameter servers, under stragglers."""
     asked = ServerOptions(**given)
-    from offbeat.cli.bench import simulated_servers
+    from offbeat.cli.commands.bench import simulated_servers
 
     simulated_servers(asked)
 
@@ -245,7 +245,7 @@ app.command(
 @command_from(ScaleOptions, leading=("strategy", "workers", "weak", "repeats"))
 def scale(given: dict[str, Any]) -> None:
     """Measure the speed-up on several numbers of workers, and fit Amdahl's and Gunther's laws to it."""
-    from offbeat.cli.scale import scale_target
+    from offbeat.cli.commands.scale import scale_target
 
     scale_target(ScaleOptions(**given))
 
@@ -260,7 +260,7 @@ def scale(given: dict[str, Any]) -> None:
 @command_from(BatchSizeOptions, leading=("workers",))
 def batch_size(given: dict[str, Any]) -> None:
     """Measure the noise in gradients in a short run, and say how large a batch may be, and for how many workers."""
-    from offbeat.cli.batch_size import measure_batch_size
+    from offbeat.cli.commands.batch_size import measure_batch_size
 
     measure_batch_size(BatchSizeOptions(**given))
 

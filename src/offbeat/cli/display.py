@@ -16,15 +16,15 @@ from rich.live import Live
 from rich.markup import escape
 from rich.text import Text
 
+from offbeat.cli.commands.watch import LivePage
 from offbeat.cli.next_steps import this_command
-from offbeat.cli.watch import LivePage
 from offbeat.errors import OffbeatError
-from offbeat.jobs import Job, Script
 from offbeat.monitor import Verdict
-from offbeat.runtime.checkpoint import newest
+from offbeat.run.job import Job, Script
 from offbeat.runtime.launch import LogFollower, Role
-from offbeat.runtime.records import RunFolder
-from offbeat.runtime.summaries import kinds_in_words, pushes_in_words, shares, staleness_in_words
+from offbeat.runtime.run.folder import RunFolder
+from offbeat.runtime.run.report import kinds_in_words, pushes_in_words, shares, staleness_in_words
+from offbeat.runtime.state.checkpoint import newest
 
 PANEL_WIDTH = 58
 """Columns that a live panel takes at most.

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.errors import OffbeatError
-from offbeat.jobs import Job, Script, resolve
-from offbeat.runtime.goal import Goal
-from offbeat.runtime.results import Result
+from offbeat.run.job import Job, Script, resolve
+from offbeat.runtime.run.result import Result
+from offbeat.runtime.run.settings import Goal
 from offbeat.strategies import combined, parse
 from offbeat.task import IterativeTask, Reference
 

@@ -38,7 +38,7 @@ class FailedError(Exception):
 
 def print_failure(error: BaseException, code: int, message: str, known: Mapping[str, Any]) -> None:
     """Print an error as JSON, with what else is known."""
-    from offbeat.runtime.results import failure
+    from offbeat.runtime.run.result import failure
 
     print_json({**known, "error": {**failure(error), "message": message, "exit_code": code}})
 

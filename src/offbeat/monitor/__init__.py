@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from offbeat.monitor.blaming import Blame, Late, blame, late_steps
-from offbeat.monitor.judging import Judge
-from offbeat.monitor.looking import Watch
-from offbeat.monitor.reading import Recorded, recorded
-from offbeat.monitor.tracing import Held, Staleness, Unfit, held_up, staleness, unfit
+from offbeat.monitor.deadlocks import Judge
+from offbeat.monitor.live import Watch
+from offbeat.monitor.load import Recorded, recorded
+from offbeat.monitor.staleness_and_nans import Held, Staleness, Unfit, held_up, staleness, unfit
+from offbeat.monitor.stragglers import Blame, Late, blame, late_steps
 from offbeat.monitor.verdicts import EXIT_CODES, LASTING, NAN, STRAGGLER, Verdict
 
 __all__ = [

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from offbeat.monitor.serving import Served
+from offbeat.monitor.server_state import Served
 from offbeat.monitor.verdicts import worker_name
 from offbeat.protocols.causality.histories import Call
 from offbeat.protocols.causality.matching import Matching, Mismatch
-from offbeat.runtime.servers.noting import GROUP as SERVERS
-from offbeat.runtime.servers.noting import MEETINGS
-from offbeat.runtime.stamps import About, Mark, Stamp
+from offbeat.runtime.events.recorder import About, Mark, Stamp
+from offbeat.runtime.events.servers import GROUP as SERVERS
+from offbeat.runtime.events.servers import MEETINGS
 
 SEND = "send to"
 _TIDY = 256

@@ -16,9 +16,9 @@ from offbeat.monitor.calls import SEND, call_of
 from offbeat.monitor.verdicts import worker_name
 from offbeat.protocols.causality.cuts import Cut
 from offbeat.protocols.causality.histories import Call, Computation, Event, Kind, computation
-from offbeat.runtime.servers.noting import GROUP as SERVERS
-from offbeat.runtime.servers.noting import PULL, PUSH
-from offbeat.runtime.stamps import KINDS, OTHER, About, Mark, Stamp
+from offbeat.runtime.events.recorder import KINDS, OTHER, About, Mark, Stamp
+from offbeat.runtime.events.servers import GROUP as SERVERS
+from offbeat.runtime.events.servers import PULL, PUSH
 
 STEPS: Final = "steps"
 """The group of the steps that servers complete."""

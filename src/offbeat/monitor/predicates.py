@@ -29,7 +29,7 @@ from offbeat.protocols.causality.lattice import (
     search_definitely,
     search_possibly,
 )
-from offbeat.runtime.stamps import COMPUTING, UNKNOWN, Mark, Stamp
+from offbeat.runtime.events.recorder import COMPUTING, UNKNOWN, Mark, Stamp
 
 PREDICATES: Final = {
     "all-waiting": "every worker is in a collective, a receipt or a pull",

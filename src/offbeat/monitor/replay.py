@@ -14,8 +14,8 @@ from typing import Any, Final
 from msgspec import Struct, to_builtins
 
 from offbeat.errors import UsageError, did_you_mean
+from offbeat.monitor.deadlocks import Judge
 from offbeat.monitor.history import Trace, trace_of
-from offbeat.monitor.judging import Judge
 from offbeat.monitor.verdicts import Verdict
 from offbeat.protocols.causality.clocks import Vector, lamport, tick
 from offbeat.protocols.causality.cuts import Cut, latest_consistent
@@ -34,7 +34,7 @@ from offbeat.protocols.causality.delivery import (
 )
 from offbeat.protocols.causality.histories import Computation, Place
 from offbeat.protocols.machine import Effect, Event, Machine, Name, Received, Send, SetTimer
-from offbeat.runtime.stamps import Mark, Stamp
+from offbeat.runtime.events.recorder import Mark, Stamp
 from offbeat.simulate.machines import Kill, Network, Simulation
 
 DELAY: Final = 0.005

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from offbeat.protocols.checker import cost
 from offbeat.protocols.collectives import Collective, algorithm
-from offbeat.protocols.mixing import mix, tell
+from offbeat.protocols.gossip.mixing import mix, tell
 from offbeat.protocols.schedule import Layout, Schedule, View
 from offbeat.protocols.stepping import Part
 

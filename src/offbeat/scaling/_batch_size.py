@@ -11,8 +11,8 @@ from typing import Any
 
 from offbeat import limits
 from offbeat.errors import TaskError, UsageError
-from offbeat.jobs import Script
-from offbeat.runtime.gauge import read_gradients
+from offbeat.run.job import Script
+from offbeat.runtime.gradients.noise import read_gradients
 from offbeat.runtime.launch import Launcher
 from offbeat.scaling._noise import DELTA, Noise, by_samples, largest_batch, noise_of, worth
 from offbeat.scaling._runs import Tell, check_budget, is_iterative, nobody, runs_of

@@ -10,10 +10,10 @@ from tempfile import TemporaryDirectory
 
 from offbeat import limits
 from offbeat.errors import UsageError
-from offbeat.fitting import WARM, Result, drive
-from offbeat.jobs import Job, Script, target_of
-from offbeat.runtime.goal import Goal
+from offbeat.run.drive import WARM, Result, drive
+from offbeat.run.job import Job, Script, target_of
 from offbeat.runtime.launch import Launcher
+from offbeat.runtime.run.settings import Goal
 from offbeat.task import AnyTask, IterativeTask, Reference, reference_to
 
 FIRST_STEPS = 20

@@ -13,7 +13,7 @@ from typing import Any
 
 from offbeat import limits
 from offbeat.errors import StrategyError, UsageError
-from offbeat.fitting import Result
+from offbeat.run.drive import Result
 from offbeat.runtime.launch import Launcher
 from offbeat.scaling._runs import Runs, Tell, busy_seconds, check_budget, is_iterative, nobody, runs_of
 from offbeat.simulate.laws import Amdahl, Gunther, fit_amdahl, fit_gunther

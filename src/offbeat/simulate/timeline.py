@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 from offbeat.protocols.machine import Machine, Name
 from offbeat.protocols.schedule import Layout, Op, Schedule, View
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.rhythm import RhythmOf
+from offbeat.protocols.servers.worker.rhythm import RhythmOf
 from offbeat.simulate.machines import Network as Delays
 from offbeat.simulate.machines import Perform, Sent, Simulation
 from offbeat.simulate.network import Link, Network
 from offbeat.simulate.queues import Times
 from offbeat.simulate.schedules import Trace, trace
-from offbeat.simulate.server_events import Drive, Ports, Worker
+from offbeat.simulate.servers.events import Drive, Ports, Worker
 
 PULLED = "values"
 """What servers send."""

@@ -18,7 +18,7 @@ from typing import ClassVar
 from urllib.parse import quote
 
 from offbeat.errors import StrategyError
-from offbeat.strategies._written import (
+from offbeat.strategies.language.fields import (
     Setting,
     Written,
     fields_of,
@@ -259,14 +259,14 @@ def _expect(part: Strategy, axis: Axis) -> None:
 
 def _default_exchange() -> Strategy:
     # Imported when needed: the registry imports the strategies, which are made of what is defined here.
-    from offbeat.strategies._registry import default_exchange
+    from offbeat.strategies.language.registry import default_exchange
 
     return default_exchange()
 
 
 def _reference(cls: type[Strategy]) -> str:
     """How a class is written: by its name if it is known by it, else by where it is defined."""
-    from offbeat.strategies._registry import is_known
+    from offbeat.strategies.language.registry import is_known
 
     if "." in cls.__qualname__ or is_known(cls):
         # A class inside a function or class cannot be found by where it is defined; its name is all there is.

@@ -18,10 +18,10 @@ from torch.utils.hooks import unserializable_hook
 from offbeat.errors import RunError, StrategyError
 from offbeat.protocols.compression import Format
 from offbeat.protocols.schedule import View
-from offbeat.simulate.foretelling import Step
+from offbeat.simulate.predicted_step import Step
 from offbeat.strategies._base import Traits, require
-from offbeat.strategies._capabilities import Microbatched
-from offbeat.strategies._worker import Exchange, Exchanging, Microbatches, Pace, Timing, closure_of
+from offbeat.strategies.worker.capabilities import Microbatched
+from offbeat.strategies.worker.exchange import Exchange, Exchanging, Microbatches, Pace, Timing, closure_of
 
 
 @dataclass(frozen=True)

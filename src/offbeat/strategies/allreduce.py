@@ -23,19 +23,21 @@ from offbeat.protocols.exchanges import Exchanged, Gradient, sums_in_memory
 from offbeat.protocols.partition import mixed
 from offbeat.protocols.schedule import View
 from offbeat.runtime.backend import GLOO
-from offbeat.runtime.buckets import GradientBuckets, hook
-from offbeat.runtime.choices import Sums, stored_choices
 from offbeat.runtime.compression import Account, Feedback, GroupLink, together
 from offbeat.runtime.compression.account import COMPARING
 from offbeat.runtime.compression.coder import finite
 from offbeat.runtime.compression.sums import CompressedSums
-from offbeat.runtime.group import DirectGroup, Group
-from offbeat.runtime.stopwatch import Stopwatch
-from offbeat.runtime.sums import GradientSums
-from offbeat.simulate.foretelling import Step, Timed
+from offbeat.runtime.gradients.algorithm_choice import Sums, stored_choices
+from offbeat.runtime.gradients.buckets import GradientBuckets, hook
+from offbeat.runtime.gradients.in_place import GradientSums
+from offbeat.runtime.groups.group import DirectGroup, Group
+from offbeat.runtime.run.stopwatch import Stopwatch
+from offbeat.simulate.predicted_step import Step, Timed
 from offbeat.strategies._base import Axis, Strategy, Traits, require_bucket
-from offbeat.strategies._compressing import compressor
-from offbeat.strategies._foreseeing import (
+from offbeat.strategies.worker.compression import compressor
+from offbeat.strategies.worker.exchange import Exchange, Exchanging
+from offbeat.strategies.worker.optimizer_sharding import ShardedSteps, Shards
+from offbeat.strategies.worker.step_cost import (
     CODED,
     formats,
     planned_by,
@@ -45,8 +47,6 @@ from offbeat.strategies._foreseeing import (
     trials,
     why_not,
 )
-from offbeat.strategies._sharding import ShardedSteps, Shards
-from offbeat.strategies._worker import Exchange, Exchanging
 
 _MIB = 1 << 20
 

@@ -24,13 +24,13 @@ import torch
 from offbeat.errors import RunError, StrategyError
 from offbeat.protocols.coding import code_for
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.rhythm import RhythmOf, rhythm_of
-from offbeat.runtime.group import Group
-from offbeat.runtime.stopwatch import Stopwatch
+from offbeat.protocols.servers.worker.rhythm import RhythmOf, rhythm_of
+from offbeat.runtime.groups.group import Group
+from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.strategies._base import Axis, Strategy, Traits, require, require_servers
-from offbeat.strategies._server_driver import ServerDriver
-from offbeat.strategies._serving import ServedWorker, StepHere
-from offbeat.strategies._worker import Exchange, Exchanging
+from offbeat.strategies.servers.driver import ServerDriver
+from offbeat.strategies.servers.exchange import ServedWorker, StepHere
+from offbeat.strategies.worker.exchange import Exchange, Exchanging
 
 
 @dataclass(frozen=True)

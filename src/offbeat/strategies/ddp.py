@@ -22,12 +22,12 @@ from torch.utils.hooks import RemovableHandle
 from offbeat.errors import RunError, StrategyError
 from offbeat.protocols.collectives import Collective
 from offbeat.runtime.backend import GLOO
-from offbeat.runtime.buckets import hook
-from offbeat.runtime.group import Group
-from offbeat.runtime.presence import Waiting
-from offbeat.runtime.stopwatch import Stopwatch
+from offbeat.runtime.gradients.buckets import hook
+from offbeat.runtime.groups.group import Group
+from offbeat.runtime.groups.presence import Waiting
+from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.strategies._base import Traits, require_bucket
-from offbeat.strategies._worker import Exchange, Exchanging
+from offbeat.strategies.worker.exchange import Exchange, Exchanging
 
 _SUM = "ddp's sum of gradients"
 _SECOND_BACKWARD = (

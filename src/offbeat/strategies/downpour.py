@@ -19,17 +19,17 @@ from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.rhythm import PushAndFetch, RhythmOf
+from offbeat.protocols.servers.worker.rhythm import PushAndFetch, RhythmOf
 from offbeat.runtime.compression.coder import finite
-from offbeat.runtime.group import Group
+from offbeat.runtime.groups.group import Group
+from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.runtime.servers.updater import settings_of
-from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._base import Traits, require, require_servers
-from offbeat.strategies._push_queue import PushQueue
-from offbeat.strategies._server_driver import ServerDriver
-from offbeat.strategies._server_link import served
-from offbeat.strategies._serving import RecordedWorker, StepHere
-from offbeat.strategies._worker import Exchange, Exchanging
+from offbeat.strategies.servers.driver import ServerDriver
+from offbeat.strategies.servers.exchange import RecordedWorker, StepHere
+from offbeat.strategies.servers.link import served
+from offbeat.strategies.servers.push_queue import PushQueue
+from offbeat.strategies.worker.exchange import Exchange, Exchanging
 
 ADAGRAD: Final = optim.Adagrad.__name__
 """What servers run, whatever the worker's own optimizer is."""

@@ -22,15 +22,15 @@ from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.rhythm import RhythmOf, Spring
-from offbeat.runtime.group import Group
+from offbeat.protocols.servers.worker.rhythm import RhythmOf, Spring
+from offbeat.runtime.groups.group import Group
+from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.runtime.servers.updater import ADD
-from offbeat.runtime.stopwatch import Stopwatch
 from offbeat.strategies._base import Traits, require, require_servers
-from offbeat.strategies._parameter_row import Row
-from offbeat.strategies._server_driver import ServerDriver
-from offbeat.strategies._serving import ServedWorker, StepHere
-from offbeat.strategies._worker import Exchange, Exchanging
+from offbeat.strategies.servers.driver import ServerDriver
+from offbeat.strategies.servers.exchange import ServedWorker, StepHere
+from offbeat.strategies.servers.parameter_row import Row
+from offbeat.strategies.worker.exchange import Exchange, Exchanging
 
 MOVING_RATE: Final = 0.9
 """By how much the centre moves to the workers' mean in an exchange of all, if no rho is given: the paper's beta."""

@@ -21,27 +21,27 @@ from torch.optim import Optimizer
 from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols.compression import Format
 from offbeat.protocols.exchanges import Exchanged
-from offbeat.protocols.mixing import mix
+from offbeat.protocols.gossip.mixing import mix
+from offbeat.protocols.gossip.topology import Mixing, RandomRegular, Shape, mixing
 from offbeat.protocols.partition import mixed
 from offbeat.protocols.schedule import Layout, View
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.topology import Mixing, RandomRegular, Shape, mixing
+from offbeat.runtime.collectives.two_sided import programs
 from offbeat.runtime.compression import together
-from offbeat.runtime.execute import programs
-from offbeat.runtime.group import Group
-from offbeat.runtime.links import measured
-from offbeat.runtime.neighbours import Neighbours
-from offbeat.runtime.served import CoordinatedGroup
-from offbeat.runtime.stopwatch import Stopwatch
-from offbeat.simulate.foretelling import Step, Timed
+from offbeat.runtime.groups.coordinated import CoordinatedGroup
+from offbeat.runtime.groups.group import Group
+from offbeat.runtime.groups.neighbours import Neighbours
+from offbeat.runtime.hosts.link_probe import measured
+from offbeat.runtime.run.stopwatch import Stopwatch
+from offbeat.simulate.predicted_step import Step, Timed
 from offbeat.strategies._base import Axis, Setting, Strategy, Traits, require
-from offbeat.strategies._compressing import compressor
-from offbeat.strategies._estimating import Estimates
-from offbeat.strategies._foreseeing import CODED, as_matrix, formats, why_not
-from offbeat.strategies._pairing import Pairing
-from offbeat.strategies._parted import Parted
-from offbeat.strategies._rows import Rows, parameters_of, still_fits
-from offbeat.strategies._worker import Exchange, Exchanging
+from offbeat.strategies.worker.async_gossip import Pairing
+from offbeat.strategies.worker.choco import Estimates
+from offbeat.strategies.worker.compression import compressor
+from offbeat.strategies.worker.exchange import Exchange, Exchanging
+from offbeat.strategies.worker.flat_rows import Rows, parameters_of, still_fits
+from offbeat.strategies.worker.model_mixing import Parted
+from offbeat.strategies.worker.step_cost import CODED, as_matrix, formats, why_not
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,13 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
-from offbeat.runtime.group import Group
-from offbeat.runtime.shared.segment import Segment
-from offbeat.runtime.stamps import RECORDER, About, Mark
-from offbeat.runtime.stopwatch import Stopwatch
+from offbeat.runtime.collectives.one_sided.segment import Segment
+from offbeat.runtime.events.recorder import RECORDER, About, Mark
+from offbeat.runtime.groups.group import Group
+from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.strategies._base import Traits
-from offbeat.strategies._rows import LINE, SHARING, Idle, share_parameters
-from offbeat.strategies._worker import Exchange, Exchanging, averaged_buffers, closure_of
+from offbeat.strategies.worker.exchange import Exchange, Exchanging, averaged_buffers, closure_of
+from offbeat.strategies.worker.flat_rows import LINE, SHARING, Idle, share_parameters
 
 OPTIMIZERS: tuple[type[Optimizer], ...] = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.SparseAdam, optim.Adagrad),

@@ -27,11 +27,18 @@ from offbeat.errors import RunError, StrategyError
 from offbeat.protocols.compression import Format, Shapes
 from offbeat.protocols.exchanges import Exchanged
 from offbeat.protocols.schedule import View
-from offbeat.simulate.foretelling import Step
+from offbeat.simulate.predicted_step import Step
 from offbeat.strategies._base import Axis, Setting, Strategy, Traits, require
-from offbeat.strategies._capabilities import CostedMeans, MeanMaker
-from offbeat.strategies._rows import Idle, Rows, averaged_parameters, parameters_of, state_tensors, still_fits
-from offbeat.strategies._worker import Exchange, Exchanging, Pace, Timing, closure_of, foreseen_by
+from offbeat.strategies.worker.capabilities import CostedMeans, MeanMaker
+from offbeat.strategies.worker.exchange import Exchange, Exchanging, Pace, Timing, closure_of, foreseen_by
+from offbeat.strategies.worker.flat_rows import (
+    Idle,
+    Rows,
+    averaged_parameters,
+    parameters_of,
+    state_tensors,
+    still_fits,
+)
 
 
 @dataclass(frozen=True)

@@ -21,16 +21,16 @@ from torch.optim import Optimizer
 from offbeat import limits
 from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.rhythm import RhythmOf, rhythm_of
+from offbeat.protocols.servers.worker.rhythm import RhythmOf, rhythm_of
 from offbeat.runtime.compression.coder import finite
-from offbeat.runtime.group import Group
-from offbeat.runtime.stopwatch import Stopwatch
+from offbeat.runtime.groups.group import Group
+from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.strategies._base import Setting, Traits, require, require_servers
-from offbeat.strategies._server_driver import ServerDriver
-from offbeat.strategies._serving import RecordedWorker, StepHere
-from offbeat.strategies._totals import ServerTotals, added_up
-from offbeat.strategies._vector import Vector
-from offbeat.strategies._worker import Exchange, Exchanging
+from offbeat.strategies.servers.driver import ServerDriver
+from offbeat.strategies.servers.exchange import RecordedWorker, StepHere
+from offbeat.strategies.servers.totals import ServerTotals, added_up
+from offbeat.strategies.servers.vector import Vector
+from offbeat.strategies.worker.exchange import Exchange, Exchanging
 
 
 @dataclass(frozen=True)

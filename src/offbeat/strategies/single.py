@@ -8,10 +8,10 @@ from typing import ClassVar
 from torch import nn
 
 from offbeat.errors import StrategyError
-from offbeat.runtime.group import Group
-from offbeat.runtime.stopwatch import Stopwatch
+from offbeat.runtime.groups.group import Group
+from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.strategies._base import Traits
-from offbeat.strategies._worker import Exchange, Exchanging
+from offbeat.strategies.worker.exchange import Exchange, Exchanging
 
 
 @dataclass(frozen=True)

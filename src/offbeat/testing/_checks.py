@@ -22,14 +22,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from offbeat.errors import NonFiniteError, StrategyError, UsageError, WorkerError
-from offbeat.fitting import Result, fit
-from offbeat.runtime.checkpoint import newest
+from offbeat.run.drive import Result, fit
 from offbeat.runtime.hosts import Hosts, abandoned, existing, made_here
 from offbeat.runtime.launch import Launcher
-from offbeat.runtime.processes import stat_fields
-from offbeat.runtime.records import MODEL_FILE
+from offbeat.runtime.run.folder import MODEL_FILE
+from offbeat.runtime.run.procfs import stat_fields
+from offbeat.runtime.state.checkpoint import newest
 from offbeat.strategies import Combined, Strategy, Traits, combined
-from offbeat.strategies._worker import Timing
+from offbeat.strategies.worker.exchange import Timing
 from offbeat.tasks.mixture import Mixture
 from offbeat.testing._tasks import Curve, curve
 

@@ -21,16 +21,16 @@ import torch
 from numpy.typing import NDArray
 
 from offbeat.errors import RunError, ScheduleError, UsageError
-from offbeat.own import OwnSchedule
 from offbeat.protocols.checker import Report, check, check_mixing
 from offbeat.protocols.collectives import Algorithm, Collective
 from offbeat.protocols.schedule import FloatArray, Layout, Op, Schedule, View
-from offbeat.runtime.execute import compile_schedule, run
-from offbeat.runtime.group import DirectGroup
+from offbeat.runtime.collectives.two_sided import compile_schedule, run
+from offbeat.runtime.groups.group import DirectGroup
 from offbeat.runtime.launch import Control, Launcher, Role, serve_store, worker_environment
-from offbeat.runtime.place import where
+from offbeat.runtime.run.rank_environment import where
 from offbeat.simulate.values import play_values
 from offbeat.task import load_module
+from offbeat.user_protocols import OwnSchedule
 
 PROVED: Final = tuple(range(1, 34))
 """Numbers of ranks that a schedule is proved for."""

@@ -10,7 +10,7 @@ from typing import Final
 
 from offbeat.errors import UsageError
 from offbeat.monitor.diagram.model import Line
-from offbeat.monitor.diagram.stays import Floats
+from offbeat.monitor.diagram.waits import Floats
 from offbeat.protocols.causality.cuts import Cut, causal_past, check, latest_consistent, violation
 from offbeat.protocols.causality.histories import Computation, Place
 

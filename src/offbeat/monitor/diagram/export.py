@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from offbeat.errors import OutputError, UsageError, did_you_mean
-from offbeat.monitor.diagram.scene import Scene
-from offbeat.monitor.diagram.trace import chrome_trace
+from offbeat.monitor.diagram.build import Scene
+from offbeat.monitor.diagram.chrome_trace import chrome_trace
 from offbeat.protocols.causality.exports import json_lines
 from offbeat.protocols.causality.shiviz import write
 

@@ -12,8 +12,8 @@ from typing import Final
 
 import numpy as np
 
-from offbeat.monitor.diagram.names import Names
-from offbeat.monitor.diagram.stays import Floats, Table
+from offbeat.monitor.diagram.labels import Names
+from offbeat.monitor.diagram.waits import Floats, Table
 
 KINDS: Final = ("wait", "communicate", "under way", "failed", "stuck", "compute", "input", "evaluate", "other")
 """`stuck`: the process was in it when the run ended, and never came out. The last four are a process's own work."""

@@ -18,11 +18,11 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from offbeat.errors import OffbeatError
+from offbeat.monitor.page.access import Guard
 from offbeat.monitor.page.export import ASSETS, exported
-from offbeat.monitor.page.folders import Folder, log_of
-from offbeat.monitor.page.following import Run
-from offbeat.monitor.page.guard import Guard
 from offbeat.monitor.page.prometheus import CONTENT_TYPE, figures
+from offbeat.monitor.page.run_folders import Folder, log_of
+from offbeat.monitor.page.run_view import Run
 
 TICK: Final = 1.0
 """Seconds between two messages to a page."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from offbeat.monitor.page.following import Run
+from offbeat.monitor.page.run_view import Run
 
 STYLE: Final = "page.css"
 SCRIPTS: Final = ("common.js", "charts.js", "lanes.js", "runs.js", "page.js")

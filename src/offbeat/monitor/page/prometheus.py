@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 
-from offbeat.runtime.records import part
+from offbeat.runtime.run.folder import part
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 NAMES: Final = {

@@ -19,7 +19,6 @@ from msgspec.structs import replace
 
 from offbeat.protocols.colouring import Colour, Keep, Record, Recording, Write
 from offbeat.protocols.machine import NOTHING, Effects, Name, Payload
-from offbeat.protocols.servers.fencing import Fence
 from offbeat.protocols.servers.messages import (
     Announce,
     ClusterView,
@@ -33,7 +32,8 @@ from offbeat.protocols.servers.messages import (
     WorkerCut,
     worker_name,
 )
-from offbeat.protocols.servers.shard import Shard
+from offbeat.protocols.servers.replica.fencing import Fence
+from offbeat.protocols.servers.replica.shard import Shard
 
 _Cut = TypeVar("_Cut", WorkerCut, ShardCut)
 

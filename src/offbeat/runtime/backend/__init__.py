@@ -10,11 +10,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from offbeat.runtime.backend._call_ids import CollectiveError, MismatchError
+    from offbeat.runtime.backend._default_algorithm import GLOO, planned_algorithm
     from offbeat.runtime.backend._group import OffbeatGroup
-    from offbeat.runtime.backend._marks import CollectiveError, MismatchError
-    from offbeat.runtime.backend._native import GLOO, planned_algorithm
-    from offbeat.runtime.backend._registered import Options, open_group, register, stand_in_for_gloo
-    from offbeat.runtime.backend._stamped import stamp_groups
+    from offbeat.runtime.backend._registration import Options, open_group, register, stand_in_for_gloo
 
 __all__ = [
     "GLOO",
@@ -25,21 +24,19 @@ __all__ = [
     "open_group",
     "planned_algorithm",
     "register",
-    "stamp_groups",
     "stand_in_for_gloo",
 ]
 _WHERE = {
-    "GLOO": "_native",
-    "planned_algorithm": "_native",
-    "CollectiveError": "_marks",
-    "MismatchError": "_marks",
+    "GLOO": "_default_algorithm",
+    "planned_algorithm": "_default_algorithm",
+    "CollectiveError": "_call_ids",
+    "MismatchError": "_call_ids",
     "OffbeatGroup": "_group",
-    "stamp_groups": "_stamped",
 }
 
 
 def __getattr__(name: str) -> object:
     # Torch may be half imported when the backend is registered, and only what is asked for may need all of it.
     if name in __all__:
-        return getattr(importlib.import_module(f"{__name__}.{_WHERE.get(name, '_registered')}"), name)
+        return getattr(importlib.import_module(f"{__name__}.{_WHERE.get(name, '_registration')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

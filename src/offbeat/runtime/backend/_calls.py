@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offbeat.runtime.backend._call_ids import CollectiveError, in_words, ranks_in_words, shapes
 from offbeat.runtime.backend._checks import flat, operation_of
-from offbeat.runtime.backend._line import Line, Pending, may_be_waited_for_by_tensor
-from offbeat.runtime.backend._local import Local
-from offbeat.runtime.backend._marks import CollectiveError, in_words, ranks_in_words, shapes
-from offbeat.runtime.backend._quick import DONE, profiling, quick
-from offbeat.runtime.shared.native import UNKNOWN, Turns
-from offbeat.runtime.shared.room import HAS_FAILED, Room
+from offbeat.runtime.backend._fast_path import DONE, profiling, quick
+from offbeat.runtime.backend._in_host import Local
+from offbeat.runtime.backend._op_queue import Line, Pending, may_be_waited_for_by_tensor
+from offbeat.runtime.collectives.one_sided.arena import HAS_FAILED, Room
+from offbeat.runtime.collectives.one_sided.native import UNKNOWN, Turns
 
 _UNSET = timedelta(milliseconds=-1)
 _begin_event: Any = torch._C._autograd._record_function_with_args_enter  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]

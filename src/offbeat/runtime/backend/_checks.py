@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from offbeat.errors import UsageError
-from offbeat.runtime.backend._marks import CollectiveError
+from offbeat.runtime.backend._call_ids import CollectiveError
 
 _SEES_TO_ITSELF = "__torch_dispatch__"
 _BY_TORCH: Any = getattr(Tensor, _SEES_TO_ITSELF)

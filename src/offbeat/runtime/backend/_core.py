@@ -15,17 +15,17 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions
 
 from offbeat.protocols.collectives import Collective
-from offbeat.runtime.allocation import keep_freed_memory
+from offbeat.runtime.backend._across_hosts import AcrossHosts
 from offbeat.runtime.backend._calls import Calls
-from offbeat.runtime.backend._carried import Messages
 from offbeat.runtime.backend._checks import Fit, in_place
-from offbeat.runtime.backend._far import Far
-from offbeat.runtime.backend._line import Pending
-from offbeat.runtime.backend._local import Local
-from offbeat.runtime.backend._meeting import Hosts, anew, find_hosts, open_room
-from offbeat.runtime.backend._native import GLOO, native
-from offbeat.runtime.backend._spread import AcrossHosts
-from offbeat.runtime.shared.segment import Segment
+from offbeat.runtime.backend._default_algorithm import GLOO, native
+from offbeat.runtime.backend._gloo import Far
+from offbeat.runtime.backend._host_discovery import Hosts, anew, find_hosts, open_room
+from offbeat.runtime.backend._in_host import Local
+from offbeat.runtime.backend._op_queue import Pending
+from offbeat.runtime.backend._point_to_point import Messages
+from offbeat.runtime.collectives.one_sided.segment import Segment
+from offbeat.runtime.system.malloc import keep_freed_memory
 
 # Torch's annotations do not know what its groups really take.
 _ProcessGroup: Any = dist.ProcessGroup

@@ -37,7 +37,7 @@ from offbeat.runtime.backend._checks import (
     rows,
 )
 from offbeat.runtime.backend._core import Core
-from offbeat.runtime.backend._quick import DONE
+from offbeat.runtime.backend._fast_path import DONE
 
 _NOTHING: tuple[Tensor, ...] = ()
 

@@ -17,13 +17,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat.runtime.backend._marks import MismatchError, in_words
-from offbeat.runtime.shared.board import CALLS, SLOTS, STAGES
-from offbeat.runtime.shared.engine import Engine, Work, results_stay
-from offbeat.runtime.shared.kernels import Array, Ways, as_words
-from offbeat.runtime.shared.native import UNKNOWN, Task, Turns, address_of, compiled, executor, overlap, spread_steps
-from offbeat.runtime.shared.programs import Stage, even_blocks
-from offbeat.runtime.shared.room import Room
+from offbeat.runtime.backend._call_ids import MismatchError, in_words
+from offbeat.runtime.collectives.one_sided.arena import Room
+from offbeat.runtime.collectives.one_sided.board import CALLS, SLOTS, STAGES
+from offbeat.runtime.collectives.one_sided.compile import Stage, even_blocks
+from offbeat.runtime.collectives.one_sided.interpret import Engine, Work, results_stay
+from offbeat.runtime.collectives.one_sided.kernels import Array, Ways, as_words
+from offbeat.runtime.collectives.one_sided.native import (
+    UNKNOWN,
+    Task,
+    Turns,
+    address_of,
+    compiled,
+    executor,
+    overlap,
+    spread_steps,
+)
 
 _MOST, _MOST_PLANS = 128, 512
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
-from offbeat.runtime.group import Group
+from offbeat.runtime.groups.group import Group
 
 PROBED = 1
 """After so many compressed exchanges of a row a dense one is made to compare with: by then connections are warm."""

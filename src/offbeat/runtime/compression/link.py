@@ -6,7 +6,7 @@ import time
 
 from torch import Tensor
 
-from offbeat.runtime.group import DirectGroup
+from offbeat.runtime.groups.group import DirectGroup
 
 
 class GroupLink:

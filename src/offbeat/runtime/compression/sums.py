@@ -22,9 +22,9 @@ from offbeat.protocols.compression import Shapes
 from offbeat.runtime.compression.account import COMPARING, Account
 from offbeat.runtime.compression.coder import Feedback, all_finite
 from offbeat.runtime.compression.link import GroupLink
-from offbeat.runtime.group import DirectGroup
-from offbeat.runtime.stopwatch import Stopwatch
-from offbeat.runtime.sums import GradientSums, gradient_of
+from offbeat.runtime.gradients.in_place import GradientSums, gradient_of
+from offbeat.runtime.groups.group import DirectGroup
+from offbeat.runtime.run.stopwatch import Stopwatch
 
 
 class CompressedSums(GradientSums):

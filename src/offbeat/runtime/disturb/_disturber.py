@@ -11,7 +11,7 @@ from typing import Any
 
 from offbeat.protocols.disturbances import AtStep, Disturbance, Kill, Pause, Plan
 from offbeat.runtime.disturb._owner import GuardProcess
-from offbeat.runtime.stamps import RECORDER, About, Mark
+from offbeat.runtime.events.recorder import RECORDER, About, Mark
 
 Tell = Callable[[Mapping[str, Any]], None]
 

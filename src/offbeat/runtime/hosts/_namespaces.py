@@ -22,7 +22,7 @@ from pathlib import Path
 from offbeat.errors import RunError, UsageError
 from offbeat.runtime.hosts._placed import Placed, PlacedHost
 from offbeat.runtime.hosts._wanted import Host, Hosts
-from offbeat.runtime.processes import seen
+from offbeat.runtime.run.procfs import seen
 
 NAMED = Path("/run/netns")
 """Where Linux's `ip netns` keeps namespaces by name."""

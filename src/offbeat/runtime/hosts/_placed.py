@@ -10,7 +10,7 @@ from typing import Any
 
 from offbeat.errors import RunError
 from offbeat.runtime.hosts._wanted import Host, Hosts
-from offbeat.runtime.networks import inside
+from offbeat.runtime.hosts.network_namespace import inside
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class PlacedHost:
     interface: str
     """The network interface that has this address there."""
     network: Path
-    """What a process enters to be on it: the `network` of a role, or `runtime.networks.enter`."""
+    """What a process enters to be on it: the `network` of a role, or `runtime.hosts.network_namespace.enter`."""
     port: str | None = None
     """The other end of its link, in the network that `Placed.inside` enters, where the kernel counts its bytes."""
 

@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from offbeat.errors import WaitError
+from offbeat.runtime.hosts.network_namespace import enter
 from offbeat.runtime.launch._control import Control
 from offbeat.runtime.launch._ending import FAILED_SECONDS, Ending, flush
 from offbeat.runtime.launch._messages import Exiting, Fork
 from offbeat.runtime.launch._rendezvous import use_private_store
 from offbeat.runtime.launch._report import describe
-from offbeat.runtime.networks import enter
-from offbeat.runtime.place import STORE
+from offbeat.runtime.run.rank_environment import STORE
 
 _PR_SET_PDEATHSIG = 1
 _IO_LINE_BUFFERED = 1

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from offbeat.runtime.processes import stat_fields
+from offbeat.runtime.run.procfs import stat_fields
 
 
 def kill(groups: Sequence[int], seconds: float) -> None:

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import UsageError
-from offbeat.runtime.place import STORE, where
+from offbeat.runtime.run.rank_environment import STORE, where
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

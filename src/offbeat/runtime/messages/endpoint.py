@@ -25,7 +25,7 @@ from offbeat.runtime.messages.peers import MOST_PEERS, Peer, Peers, Traffic, ide
 from offbeat.runtime.messages.sockets import Socket, Sockets
 
 if TYPE_CHECKING:
-    from offbeat.runtime.shared.segment import Segment
+    from offbeat.runtime.collectives.one_sided.segment import Segment
 
 HIGH_WATER = 1_000
 """Messages that wait for a peer before further ones are dropped."""
@@ -57,7 +57,9 @@ class Endpoint(Generic[M]):
         keys: Keys | None = None,
         high_water: int = HIGH_WATER,
     ) -> None:
-        from offbeat.runtime.shared.segment import host_identity  # It imports torch, which keys do not need.
+        from offbeat.runtime.collectives.one_sided.segment import (
+            host_identity,  # It imports torch, which keys do not need.
+        )
 
         self.name = name
         self._codec = codec

@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.errors import OffbeatError, UsageError
+from offbeat.runtime.collectives.one_sided.tickets import TICKET, SegmentError, open_ticket
 from offbeat.runtime.messages.frames import Buffer, Bytes, Reference
-from offbeat.runtime.shared.tickets import TICKET, SegmentError, open_ticket
 
 if TYPE_CHECKING:
-    from offbeat.runtime.shared.segment import Segment
+    from offbeat.runtime.collectives.one_sided.segment import Segment
 
 
 class LendingError(OffbeatError):

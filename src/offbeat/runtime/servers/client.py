@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from offbeat.errors import RunError, StrategyError, WaitError
 from offbeat.protocols.machine import NOTHING, Payload
-from offbeat.protocols.servers.client import ClientMachine
-from offbeat.protocols.servers.coordinator import Changed
+from offbeat.protocols.servers.coordination.coordinator import Changed
 from offbeat.protocols.servers.messages import ClusterView, Fetched, Fresh, Lost, Met, PullReply, WorkerCut
-from offbeat.protocols.servers.notices import (
+from offbeat.protocols.servers.worker.client import ClientMachine
+from offbeat.protocols.servers.worker.notices import (
     Arrived,
     Asked,
     ClientRequest,
@@ -37,11 +37,11 @@ from offbeat.protocols.servers.notices import (
     PushRequest,
     Refreshed,
 )
-from offbeat.runtime.presence import Waiting
+from offbeat.runtime.events.recorder import RECORDER
+from offbeat.runtime.events.servers import Requests
+from offbeat.runtime.groups.presence import Waiting
 from offbeat.runtime.servers.connection import Connection
-from offbeat.runtime.servers.noting import Requests
 from offbeat.runtime.servers.plan import Plan
-from offbeat.runtime.stamps import RECORDER
 
 Bytes = NDArray[np.uint8]
 Takes = Callable[[int, PullReply | Fetched, Bytes], None]

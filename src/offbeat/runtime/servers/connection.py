@@ -12,9 +12,9 @@ from typing import Any
 from offbeat.errors import RunError
 from offbeat.protocols.machine import Machine, Name
 from offbeat.protocols.servers.messages import COORDINATOR, ClusterView, place_of
+from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.messages import Driver, Endpoint
 from offbeat.runtime.servers.plan import Plan
-from offbeat.runtime.shared.segment import Segment
 
 _LOOK_IN = 0.05
 """Seconds between two looks while nobody waits."""

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from offbeat.errors import OffbeatError, RunError
 from offbeat.protocols.machine import Ended, Name, Payload
-from offbeat.protocols.servers.coordinator import Changed, CoordinatorMachine
-from offbeat.protocols.servers.meetings import Add, Total
+from offbeat.protocols.servers.coordination.coordinator import Changed, CoordinatorMachine
+from offbeat.protocols.servers.coordination.meetings import Add, Total
 from offbeat.protocols.servers.messages import COORDINATOR, Lost
 from offbeat.protocols.servers.snapshots import GivenUp, Snapshot
 from offbeat.runtime.messages import Endpoint, Inbox, drive

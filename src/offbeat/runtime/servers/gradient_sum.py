@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from offbeat.errors import RunError
 from offbeat.protocols.machine import Payload
-from offbeat.protocols.servers.works import Accumulate, Update
+from offbeat.protocols.servers.replica.works import Accumulate, Update
 from offbeat.runtime.compression import Coder
 
 Ranges = Sequence[tuple[int, int]]

@@ -11,18 +11,18 @@ from typing import Any
 from offbeat.protocols import disturbances
 from offbeat.protocols.machine import Effect, Event, Start
 from offbeat.protocols.servers.messages import COORDINATOR, server_name
-from offbeat.protocols.servers.server import ServerMachine
-from offbeat.protocols.servers.works import Restore
-from offbeat.runtime.allocation import keep_freed_memory
+from offbeat.protocols.servers.replica.server import ServerMachine
+from offbeat.protocols.servers.replica.works import Restore
 from offbeat.runtime.disturb import Disturber
+from offbeat.runtime.events.recorder import RECORDER, Mark, Recorder, server_events_file
+from offbeat.runtime.events.servers import Serves
 from offbeat.runtime.launch import Control
 from offbeat.runtime.messages import Endpoint, Inbox, drive
 from offbeat.runtime.servers.connection import Lines
-from offbeat.runtime.servers.noting import Serves
-from offbeat.runtime.servers.numbers import Numbers
 from offbeat.runtime.servers.plan import Plan
-from offbeat.runtime.servers.recording import Scribe
-from offbeat.runtime.stamps import RECORDER, Mark, Recorder, server_events_file
+from offbeat.runtime.servers.shard_state import Numbers
+from offbeat.runtime.servers.snapshot_part import Scribe
+from offbeat.runtime.system.malloc import keep_freed_memory
 
 
 class _Watch:

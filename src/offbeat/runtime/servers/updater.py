@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from offbeat.protocols.compression import AnyFormat
 from offbeat.protocols.servers.messages import Settings
-from offbeat.protocols.servers.works import Update
-from offbeat.runtime.optimizers import ELEMENT_WISE
+from offbeat.protocols.servers.replica.works import Update
+from offbeat.runtime.gradients.sliceable_optimizers import ELEMENT_WISE
 from offbeat.runtime.servers.gradient_sum import GradientSum, Ranges
 
 ADD = "add"

@@ -1,0 +1,23 @@
+"""Collectives on real processes: ours, Gloo's and MPI's in turn in the same processes, verified, then timed."""
+
+from offbeat.bench._collectives import PEERS, collectives, described, environment
+from offbeat.bench._measure import Measured, measured
+from offbeat.bench._mpi import why_no_mpi
+from offbeat.bench._show import picture, table
+from offbeat.statistics import Spread, geometric_mean, holds, ratio
+
+__all__ = [
+    "PEERS",
+    "Measured",
+    "Spread",
+    "collectives",
+    "described",
+    "environment",
+    "geometric_mean",
+    "holds",
+    "measured",
+    "picture",
+    "ratio",
+    "table",
+    "why_no_mpi",
+]

@@ -1,0 +1,189 @@
+"""`offbeat check`: the contract suite on one strategy, schedule or set of machines."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+
+from offbeat import limits
+from offbeat.cli.options import CheckOptions
+from offbeat.cli.output import print_json
+from offbeat.errors import MachineError, ScheduleError, UsageError
+from offbeat.run.drive import WARM
+from offbeat.run.job import agreed_workers
+from offbeat.runtime.hosts import Hosts
+from offbeat.runtime.launch import Launcher
+from offbeat.simulate.machine_contract import MachineContract
+from offbeat.strategies import Combined, combined, parse
+from offbeat.testing import Check, ScheduleReport, bench, check_machine, check_schedule, checks_for
+from offbeat.user_protocols import OwnSchedule, find_own
+
+SHOWN = (2, 4, 7, 8, 32, 33)
+"""Numbers of ranks whose cost is printed: powers of two, and others."""
+RUNS = 200
+"""Seeds that machines are put through, unless said."""
+
+
+def check_any(asked: CheckOptions) -> None:
+    """Check what was named; the exit code is 1 if it does not hold."""
+    own = find_own(asked.subject, asked.collective)
+    console = Console(stderr=asked.as_json, highlight=False, soft_wrap=True)
+    if isinstance(own, OwnSchedule):
+        _refuse(asked, ("workers", "hosts", "runs", "seed"), "a schedule, which is proved for 1 to 33 ranks")
+        _check_own_schedule(own, asked.subject, console, asked.as_json)
+    elif isinstance(own, MachineContract):
+        _refuse(asked, ("workers", "hosts", "collective"), "machines, whose contract says how many there are")
+        _check_own_machines(own, console, asked)
+    else:
+        _refuse(asked, ("collective", "runs", "seed"), "a strategy")
+        check_strategy(asked.subject, asked.workers, asked.hosts, asked.as_json)
+
+
+def _refuse(asked: CheckOptions, names: tuple[str, ...], what: str) -> None:
+    """Refuse options that mean nothing for what is checked."""
+    for name in names:
+        if getattr(asked, name) is not None:
+            raise UsageError(f"--{name} does not apply to {what}: omit it.")
+
+
+# -- schedules --------------------------------------------------------------------------------------------------------
+
+
+def _check_own_schedule(own: OwnSchedule, text: str, console: Console, as_json: bool) -> None:
+    console.print(f"[bold]{escape(text)}[/bold] as {own.collective.value}: every contribution exactly once")
+    start = time.monotonic()
+    try:
+        with Launcher(WARM) as launcher:
+            report = check_schedule(own, launcher=launcher, say=lambda words: console.print(f"  {words} …"))
+    except ScheduleError as error:
+        _failed(console, str(error))
+        if as_json:
+            print_json({"schedule": text, "collective": own.collective.value, "holds": False, "wrong": str(error)})
+        raise typer.Exit(1) from error
+    if as_json:
+        print_json({"schedule": text, "collective": own.collective.value, "holds": True, **_plain(report)})
+        return
+    _print_costs(console, report)
+    ran = f"ran on {', '.join(map(str, report.real))} processes" if report.real else f"not run: {report.unrun}"
+    console.print(
+        f"  [green]holds[/green]  proved for 1 to 33 ranks, {report.simulated} plays in virtual time, "
+        f"{escape(ran)} ({time.monotonic() - start:.1f} s)"
+    )
+
+
+def _print_costs(console: Console, report: ScheduleReport) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("ranks", "rounds", "hops", "fewest*", "busiest port", "least", "times the least"):
+        table.add_column(column, justify="right")
+    for size in SHOWN:
+        found, least = report.sizes[size], report.bounds[size]
+        layout = report.layout(size)
+        whole = layout.count * layout.itemsize
+        ratio = f"{found.port_bytes / least.port_bytes:.2f}" if least.port_bytes else ""
+        shares = (f"{found.port_bytes / whole:.2f} n", f"{least.port_bytes / whole:.2f} n")
+        table.add_row(str(size), str(found.rounds), str(found.hops), str(least.hops), *shares, ratio)
+    console.print(table)
+    console.print("n: bytes of the buffer. *: if a port carries one message at a time.", style="dim")
+
+
+def _plain(report: ScheduleReport) -> dict[str, Any]:
+    return {
+        "ranks": {
+            size: {
+                "rounds": found.rounds,
+                "hops": found.hops,
+                "least_hops": report.bounds[size].hops,
+                "port_bytes": found.port_bytes,
+                "least_port_bytes": report.bounds[size].port_bytes,
+            }
+            for size, found in report.sizes.items()
+        },
+        "simulated": report.simulated,
+        "real": list(report.real),
+        "not_run": report.unrun or None,
+    }
+
+
+# -- machines ---------------------------------------------------------------------------------------------------------
+
+
+def _check_own_machines(contract: MachineContract, console: Console, asked: CheckOptions) -> None:
+    text = asked.subject
+    runs = RUNS if asked.runs is None else asked.runs
+    limits.whole("--runs", runs, 1_000_000)
+    if asked.seed is not None:
+        limits.whole("--seed", asked.seed, 2**63 - 1, least=0)
+    times = f"{runs} runs" if asked.seed is None else f"seed {asked.seed}"
+    console.print(f"[bold]{escape(text)}[/bold] under random faults, {times}: {', '.join(contract.survives)}")
+    errors = Console(stderr=True)
+    try:
+        with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
+            bar = progress.add_task("runs", total=1.0)
+            report = check_machine(
+                contract, runs, asked.seed, name=text, progress=lambda share: progress.update(bar, completed=share)
+            )
+    except MachineError as error:
+        _failed(console, str(error))
+        if asked.as_json:
+            print_json({"machines": text, "holds": False, "seed": error.seed, "wrong": str(error)})
+        raise typer.Exit(1) from error
+    if asked.as_json:
+        print_json({"machines": text, "holds": True, **vars(report)})
+        return
+    faults = ", ".join(f"{kind} in {count}" for kind, count in sorted(report.faults.items())) or "no faults"
+    counts = f"{report.runs:,} runs, {report.events:,} events, {report.lost:,} messages lost"
+    console.print(f"  [green]holds[/green]  {counts}; {faults}")
+
+
+def _failed(console: Console, words: str) -> None:
+    console.print("  [red]FAILS[/red]")
+    console.print(words, markup=False)
+
+
+# -- strategies -------------------------------------------------------------------------------------------------------
+
+
+def check_strategy(text: str, wanted: int | None, file: Path | None, as_json: bool) -> None:
+    """Run every check that its traits demand; the exit code is 1 if one fails."""
+    strategy = combined(parse(text))
+    hosts = None if file is None else Hosts.read(file)
+    workers = agreed_workers(hosts, wanted, 2)
+    limits.whole("--workers", workers, limits.WORKERS, why="each is a process")
+    strategy.check(workers)
+    console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+    console.print(
+        f"[bold]{escape(str(strategy))}[/bold] on {workers} workers: what its traits promise, on real processes"
+    )
+    outcomes: dict[str, str | None] = {}
+    with Launcher(WARM) as launcher:
+        for check in checks_for(strategy):
+            start = time.monotonic()
+            outcomes[check.name] = failure = _failure(check, strategy, workers, launcher, hosts)
+            mark = "[green]holds[/green]" if failure is None else "[red]FAILS[/red]"
+            console.print(f"  {mark}  {check.name} ({time.monotonic() - start:.1f} s)")
+            if failure is not None:
+                console.print(f"         {failure}", markup=False)
+    failed = [name for name, failure in outcomes.items() if failure is not None]
+    if as_json:
+        print_json({"strategy": str(strategy), "workers": workers, "failed": failed, "checks": outcomes})
+    else:
+        console.print(f"{len(outcomes) - len(failed)} of {len(outcomes)} hold.")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _failure(check: Check, strategy: Combined, workers: int, launcher: Launcher, hosts: Hosts | None) -> str | None:
+    try:
+        with bench(strategy, workers, launcher, hosts) as place:
+            check.run(place)
+    except Exception as error:
+        return str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+    return None

@@ -1,0 +1,219 @@
+"""What `offbeat compare` does: from options to a league, and from the league to a table, a page or plain data."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.text import Text
+
+from offbeat import limits
+from offbeat.cli.display import Display, folded, panel, panel_width, progress_bar
+from offbeat.cli.options import CompareOptions
+from offbeat.cli.output import FailedError
+from offbeat.errors import OffbeatError, UsageError
+from offbeat.league import Entry, League, Planned, compare, report
+from offbeat.league.report import fine_print, problems
+from offbeat.runtime.run.folder import write_whole
+
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+def compare_strategies(asked: CompareOptions, goal: dict[str, Any]) -> None:
+    """Play a league and print it."""
+    options: dict[str, Any] = vars(asked) | goal | {"tune": _factors(asked.tune), "budget": _seconds(asked.budget)}
+    form, output = options.pop("form"), options.pop("output")
+    if output is not None and not output.parent.is_dir():
+        raise UsageError(f"--output {output}: there is no folder {output.parent}. Make it first.")
+    display = LeagueDisplay(quiet=form != "table")
+    try:
+        with display:
+            league = compare(**options, spectator=display)
+    except (OffbeatError, KeyboardInterrupt) as error:
+        display.say_how_to_go_on()
+        raise FailedError(error, display.so_far()) from error
+    kept = [("league.html", report.page(league)), ("league.md", report.markdown(league))]
+    for name, text in kept:
+        write_whole(league.folder / name, text)
+    _print(league, form, output)
+
+
+def _print(league: League, form: str, output: Path | None) -> None:
+    if form == "table":
+        if output is None:
+            _print_table(league, Console(highlight=False, width=None if sys.stdout.isatty() else report.WIDTH))
+            return
+        text = io.StringIO()
+        _print_table(league, Console(file=text, highlight=False, width=report.WIDTH))
+        write_whole(output, text.getvalue())
+        return
+    made = {"json": report.json_of, "markdown": report.markdown, "csv": report.csv_of, "html": report.page}
+    text = made[form](league)
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        write_whole(output, text)
+
+
+def _print_table(league: League, console: Console) -> None:
+    console.print()
+    console.print(report.table(league))
+    console.print()
+    for number, words in enumerate(league.outcome.words):
+        console.print(escape(words), style="bold" if not number else "")
+    console.print()
+    for words in [*fine_print(league), *problems(league)]:
+        console.print(escape(words), style="dim")
+    console.print(f"Pictures and everything else: {escape(str(league.folder))}/league.html", soft_wrap=True)
+
+
+def _factors(text: str) -> tuple[float, ...] | None:
+    if text.strip() == "none":
+        return None
+    try:
+        return tuple(float(word) for word in text.split(","))
+    except ValueError:
+        raise UsageError(f"--tune {text!r} is neither none nor numbers such as 0.5,1,2.") from None
+
+
+def _seconds(text: str | None) -> float | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(s|m|min|h|)\s*", text)
+    if found is None:
+        raise UsageError(f"--budget {text!r} is not a time. Say e.g. 90s, 10m or 1h.")
+    spent = float(found[1]) * _UNITS[found[2]]
+    limits.seconds("--budget", spent)
+    return spent
+
+
+class LeagueDisplay:
+    """Shows a league while it goes, on stderr: a line for each run, and on a terminal a live panel below them."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self._console = Console(stderr=True, highlight=False)
+        self._live: Live | None = None
+        self._league: League | None = None
+        self._done, self._left, self._seconds = 0, 0, 0.0
+        self._current: Planned | None = None
+        self._since = time.monotonic()
+        self._run: _Run | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def begin(self, league: League, left: int, seconds: float) -> None:
+        """Say what is to come; on a terminal, open the live panel."""
+        self._league, self._left, self._seconds = league, left, seconds
+        if self._quiet:
+            return
+        names = ", ".join(one.name for one in league.contestants)
+        self._console.print(escape(f"A league of {names}: {left} runs to do, in {league.folder}"), soft_wrap=True)
+        for words in [*problems(league), *([league.facts["crowded"]] if league.facts.get("crowded") else [])]:
+            self._console.print(escape(words), style="yellow", soft_wrap=True)
+        if self._console.is_terminal:
+            self._live = Live(self._panel(), console=self._console, refresh_per_second=8, transient=True)
+            self._live.start()
+
+    def starting(self, planned: Planned) -> Display | None:
+        """The next run; what it says of itself is shown in the panel."""
+        self._current, self._since = planned, time.monotonic()
+        self._run = _Run(self._refresh)
+        return self._run
+
+    def ended(self, entry: Entry, league: League, left: int, seconds: float) -> None:
+        """One more is done."""
+        self._done, self._left, self._seconds, self._league = self._done + 1, left, seconds, league
+        if self._quiet:
+            return
+        remaining = _remaining(left, seconds) if self._live is None else ""  # The panel says it, too.
+        told = f"[{self._done}/{self._done + left}] {_name(entry)}: {_came_to(entry)}{remaining}"
+        (self._console if self._live is None else self._live.console).print(escape(told), soft_wrap=True)
+        self._refresh()
+
+    def say_how_to_go_on(self) -> None:
+        """After an interruption or a failure: what is kept, and how to go on from it."""
+        if self._league is not None:
+            count = len(self._league.entries)
+            self._console.print(
+                escape(f"{count} runs are kept. Go on with: offbeat compare --resume {self._league.folder}"),
+                soft_wrap=True,
+            )
+
+    def so_far(self) -> dict[str, Any]:
+        """After an interruption or a failure, for JSON: where the league is kept, and how many runs it has."""
+        return {} if self._league is None else {"folder": str(self._league.folder), "runs": len(self._league.entries)}
+
+    def _refresh(self) -> None:
+        if self._live is not None:
+            self._live.update(self._panel())
+
+    def _panel(self) -> Group:
+        of, width = self._done + self._left, panel_width(self._console)
+        spent = time.monotonic() - self._since
+        line = f"{self._done} of {of} runs{_remaining(self._left, max(0.0, self._seconds - spent))}"
+        rows = [progress_bar(self._done / max(of, 1), width), Text(line)]
+        if self._current is not None:
+            said = [] if self._run is None else self._run.parts()
+            rows += folded([Text(part) for part in (f"now: {_name(self._current)}", *said)], width)
+        return panel(rows, width)
+
+
+class _Run(Display):
+    """What the run under way says of itself, for the league's panel."""
+
+    def __init__(self, refresh: Any) -> None:
+        super().__init__(quiet=True)
+        self._refresh = refresh
+
+    def begin(self, job: Any, folder: Any) -> None:
+        """A league keeps what scripts print in the logs."""
+        del job, folder
+
+    def tick(self) -> None:
+        """About ten times a second."""
+        self._refresh()
+
+    def parts(self) -> list[str]:
+        """`step 57`, `score 0.94`."""
+        if not self._far:
+            return [self._stage]
+        return [f"step {self._far['step']}", *(f"{name} {value:.4g}" for name, value in self._metrics.items())]
+
+
+def _name(run: Planned | Entry) -> str:
+    if run.tuning:
+        return f"{run.name}, rate x{run.factor:g} (tuning)"
+    return f"{run.name}, seed {run.seed}"
+
+
+def _came_to(entry: Entry) -> str:
+    if entry.reason is not None:
+        return f"failed: {entry.reason.strip().splitlines()[0][:200]}"
+    score = "" if entry.best_score is None else f", score {entry.best_score:.4g}"
+    if entry.seconds_to_target is None:
+        return f"missed the target in {entry.seconds:.2f} s{score}"
+    return f"{entry.seconds_to_target:.2f} s to the target, {entry.steps} steps{score}"
+
+
+def _remaining(left: int, seconds: float) -> str:
+    if not left or not seconds:
+        return ""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"; about {f'{minutes} min ' if minutes else ''}{rest} s left"

@@ -1,8 +1,0 @@
-"""A league as a table for a terminal, as Markdown, as CSV, as JSON, and as a page with pictures."""
-
-from offbeat.comparing.report._cells import fine_print, problems
-from offbeat.comparing.report._page import page
-from offbeat.comparing.report._table import WIDTH, table
-from offbeat.comparing.report._text import csv_of, json_of, markdown
-
-__all__ = ["WIDTH", "csv_of", "fine_print", "json_of", "markdown", "page", "problems", "table"]

@@ -1,0 +1,245 @@
+"""What is to be drawn: from the text of a strategy, a collective's algorithm or somebody's own, to a timeline."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Final
+
+from offbeat import limits
+from offbeat.errors import StrategyError, UsageError, did_you_mean
+from offbeat.protocols.collectives import ALGORITHMS, Collective, algorithm
+from offbeat.protocols.compression import Format
+from offbeat.protocols.gossip.machine import STEPPED, Gossiper, Meet
+from offbeat.protocols.gossip.machine import Read as ReadRow
+from offbeat.protocols.machine import NOTHING, Done, Effect, Event, Name, Payload, SetTimer, Timer
+from offbeat.protocols.schedule import Layout, View
+from offbeat.simulate.machine_contract import MachineContract
+from offbeat.simulate.machines import Network as Delays
+from offbeat.simulate.network import Network
+from offbeat.simulate.predicted_step import step_schedule
+from offbeat.simulate.queues import Times
+from offbeat.simulate.servers.stragglers import Stragglers
+from offbeat.simulate.timeline import (
+    Activity,
+    Ensemble,
+    Interval,
+    ServerTraining,
+    Timeline,
+    machine_timeline,
+    schedule_timeline,
+    server_timeline,
+)
+from offbeat.strategies import Combined, Compressing, Exchanging, Gossip, Timing, aliases, available, combined, parse
+from offbeat.strategies.worker.step_cost import as_matrix
+from offbeat.user_protocols import OwnSchedule, find_own
+
+MOST_RANKS: Final = 1024
+"""Of a table; a picture takes fewer."""
+SERVER_STEPS: Final = 3
+"""Steps of training with servers, unless said: enough to see who waits for whom."""
+_BUNDLED: Final = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:\(\s*(\w*)\s*\))?\s*")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """The world in which it is played."""
+
+    hosts: tuple[int, ...]
+    """The host of each worker; so many workers there are."""
+    network: Network
+    nbytes: int = 100_000_000
+    """Bytes of the model, or of a collective's buffer."""
+    steps: int | None = None
+    """Steps that are drawn; None: as many as show one turn of it."""
+    stragglers: Stragglers = field(default_factory=Stragglers)
+    """How long steps take to compute."""
+    seed: int = 0
+    collective: str | None = None
+    """What an own schedule is to achieve."""
+
+    def __post_init__(self) -> None:
+        """Refuse what nobody could look at."""
+        limits.whole("--workers", len(self.hosts), MOST_RANKS, why="more would fill screens")
+        limits.whole("--size", self.nbytes, limits.BYTES)
+        if self.steps is not None:
+            limits.whole("--steps", self.steps, 1000)
+        limits.seed("--seed", self.seed)
+
+    @property
+    def view(self) -> View:
+        """Who takes part, and where."""
+        return View.of(len(self.hosts), self.hosts)
+
+    def seconds(self, steps: int, work: int = 1) -> Times:
+        """How long each worker computes in each step."""
+        return self.stragglers.draw(len(self.hosts), steps, self.seed) * work
+
+
+def timeline_of(text: str, setting: Scenario) -> Timeline:
+    """Play what a text names; refused with the reason where there is nothing to play."""
+    own = find_own(text, setting.collective)
+    if isinstance(own, OwnSchedule):
+        return _collective(own, text, setting)
+    if isinstance(own, MachineContract):
+        return _contract(own, text, setting)
+    bundled = _bundled(text)
+    if bundled is not None:
+        return _collective(bundled, text.strip(), setting)
+    strategy = combined(parse(text))
+    strategy.check(len(setting.hosts))
+    return _strategy(strategy, text.strip(), setting)
+
+
+def _bundled(text: str) -> OwnSchedule | None:
+    """An algorithm of a collective, such as `all_gather(ring)`; None if the text is a strategy's."""
+    match = _BUNDLED.fullmatch(text)
+    if match is None:
+        return None
+    word, name = match[1], match[2]
+    collectives = [one.value for one in Collective]
+    if word in collectives:
+        collective = Collective(word)
+        if not name:
+            known = ALGORITHMS[collective]
+            raise UsageError(
+                f"{word} has several algorithms; name one, as in {word}({next(iter(known))}).{did_you_mean('', known)}"
+            )
+        return OwnSchedule(algorithm(collective, name).schedule, collective, "offbeat", name)
+    known = [*available(), *aliases()]
+    if word not in known:
+        raise StrategyError(
+            f"{word!r} is neither a strategy nor a collective.{did_you_mean(word, known + collectives)}"
+        )
+    return None
+
+
+def _collective(own: OwnSchedule, text: str, setting: Scenario) -> Timeline:
+    view, size = setting.view, len(setting.hosts)
+    count = max(1, setting.nbytes // 4)
+    if own.collective is Collective.ALL_TO_ALL:
+        count = max(1, count // size) * size
+    return schedule_timeline(own.schedule, view, Layout(count), setting.network, text)
+
+
+def _strategy(strategy: Combined, text: str, setting: Scenario) -> Timeline:
+    exchange = strategy.exchange
+    assert isinstance(exchange, Exchanging)  # noqa: S101 (what all strategies of that axis are)
+    forms = _forms(strategy)
+    if isinstance(exchange, Gossip) and exchange.asynchronous:
+        _alone(strategy, text)
+        return _gossip(exchange, text, setting)
+    rhythm, needed = exchange.rhythm(), exchange.servers(len(setting.hosts))
+    if rhythm is not None and needed is not None:
+        if strategy.when is not None:
+            _alone(strategy, text)
+        pushed = forms[0].letter(as_matrix(setting.nbytes), 4, *forms[1:]) if forms else setting.nbytes
+        training = ServerTraining(needed[2], rhythm, needed[0], setting.network.between, setting.nbytes, pushed)
+        durations = setting.seconds(setting.steps or SERVER_STEPS, exchange.work)
+        return server_timeline(training, durations, text)
+    when = strategy.when
+    if isinstance(when, Timing):
+        step = when.planned(exchange, setting.view, setting.nbytes, forms)
+    else:
+        step = exchange.planned(setting.view, setting.nbytes, forms)
+    if isinstance(step, str):
+        raise StrategyError(f"{text} cannot be drawn: {step}.")
+    _check_hosts(strategy, setting)
+    _, count = step_schedule(step, [[0.0] * len(setting.hosts)], setting.steps)
+    schedule, _ = step_schedule(step, setting.seconds(count).tolist(), count)
+    return schedule_timeline(schedule, setting.view, Layout(0, 1), setting.network, text, role="worker")
+
+
+def _check_hosts(strategy: Combined, setting: Scenario) -> None:
+    try:
+        strategy.check_hosts(len(set(setting.hosts)))
+    except StrategyError as error:
+        raise StrategyError(f"{error} To draw it on one host, add --hosts 1x{len(setting.hosts)}.") from error
+
+
+def _forms(strategy: Combined) -> list[Format]:
+    forms: list[Format] = []
+    for one in strategy.compressions:
+        form = one.format() if isinstance(one, Compressing) else None
+        if form is None:
+            raise StrategyError(
+                f"{one} does not say how many bytes it leaves (give it `format`), so nothing can be drawn."
+            )
+        forms.append(form)
+    return forms
+
+
+def _alone(strategy: Combined, text: str) -> None:
+    if len(strategy.parts()) > 1:
+        raise StrategyError(
+            f"{text} cannot be drawn: only the exchange itself is played. Omit what is added to {strategy.exchange}."
+        )
+
+
+# -- machines ---------------------------------------------------------------------------------------------------------
+
+
+def _contract(contract: MachineContract, text: str, setting: Scenario) -> Timeline:
+    """Machines of somebody's own, without faults, until they are done."""
+    machines = list(contract.machines(len(setting.hosts), setting.seed))
+    named = {machine.name: machine for machine in machines}
+    ensemble = Ensemble(machines, lambda name: lambda work: contract.perform(name, work))
+    return machine_timeline(
+        ensemble, contract.patience, _delays(setting), setting.seed, text, lambda: contract.done(named)
+    )
+
+
+def _delays(setting: Scenario) -> Delays:
+    link = setting.network.between
+    return Delays(delay=link.alpha, per_byte=link.beta, ordered=True)
+
+
+class _SteppingWorker:
+    """A worker of asynchronous gossip: it steps, and tells its machine so."""
+
+    def __init__(self, machine: Gossiper, lane: int, seconds: Sequence[float]) -> None:
+        self.name: Name = machine.name
+        self._machine, self._lane, self._seconds = machine, lane, seconds
+        self.computed: list[Interval] = []
+
+    def begin(self, now: float) -> Sequence[Effect]:
+        """Compute the first step."""
+        return [*self._machine.begin(now), *self._compute(now)]
+
+    def on(self, event: Event, now: float) -> Sequence[Effect]:
+        """A step is computed, or the machine is told something."""
+        if event != Timer("computed"):
+            return self._machine.on(event, now)
+        return [*self._machine.on(Done(STEPPED), now), *self._compute(now)]
+
+    def _compute(self, now: float) -> Sequence[Effect]:
+        number = len(self.computed)
+        if number == len(self._seconds):
+            return ()
+        took = self._seconds[number]
+        self.computed.append(Interval(self._lane, now, now + took, Activity.COMPUTE, f"step {number + 1}"))
+        return [SetTimer(took, "computed")]
+
+
+def _gossip(gossip: Gossip, text: str, setting: Scenario) -> Timeline:
+    size, row = len(setting.hosts), Payload(setting.nbytes)
+    made, durations = gossip.mixing(size), setting.seconds(setting.steps or SERVER_STEPS).T.tolist()
+    patience = 4 * (setting.network.between.alpha + setting.network.between.beta * setting.nbytes) + 0.1
+    chance = Random(setting.seed)  # noqa: S311 - who meets whom, not a secret
+    workers = [
+        _SteppingWorker(
+            Gossiper(f"worker {k}", [f"worker {n}" for n in made.neighbours(k)], chance.getrandbits(32), patience),
+            k,
+            durations[k],
+        )
+        for k in range(size)
+    ]
+
+    def perform(work: object) -> Payload:
+        return row if isinstance(work, ReadRow | Meet) else NOTHING
+
+    ensemble = Ensemble(workers, lambda _: perform, lambda: [one for worker in workers for one in worker.computed])
+    longest = max(sum(own) for own in durations)
+    return machine_timeline(ensemble, longest + patience, _delays(setting), setting.seed, text)

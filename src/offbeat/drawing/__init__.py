@@ -1,7 +1,0 @@
-"""Any schedule, or a simulated run of servers or machines, as a picture and as a table (`offbeat draw`)."""
-
-from offbeat.drawing._picture import MOST_LANES, picture
-from offbeat.drawing._subject import Scenario, timeline_of
-from offbeat.drawing._tables import plain, port_rows, round_rows
-
-__all__ = ["MOST_LANES", "Scenario", "picture", "plain", "port_rows", "round_rows", "timeline_of"]

@@ -1,0 +1,11 @@
+"""Which strategy gets there first, here: `compare` plays a league of runs, `League` is its table and verdict."""
+
+from offbeat.league._compare import Spectator, compare
+from offbeat.league._contestants import DEFAULT
+from offbeat.league._league import League
+from offbeat.league._order import Planned
+from offbeat.league._records import Entry
+from offbeat.league._rows import Row
+from offbeat.statistics import Spread
+
+__all__ = ["DEFAULT", "Entry", "League", "Planned", "Row", "Spectator", "Spread", "compare"]

@@ -1,0 +1,122 @@
+"""What a league was asked for: kept in its file, so that it can be gone on with and repeated."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from offbeat import limits
+from offbeat.errors import CheckpointError, UsageError
+from offbeat.run.job import Job, target_from_plain
+from offbeat.runtime.hosts import Hosts
+from offbeat.runtime.run.settings import Goal
+from offbeat.task import Reference
+
+GRID = (0.5, 1.0, 2.0)
+"""What learning rates are multiplied by, unless told otherwise."""
+SEEDS = 5
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The settings of a league."""
+
+    what: dict[str, Any]
+    """The script or task, as JSON data."""
+    strategies: tuple[str, ...]
+    """As they were written; none: the default ones."""
+    workers: int
+    """Processes that train."""
+    seeds: int = SEEDS
+    """Runs of each strategy that count."""
+    seed: int = 0
+    """The first of the seeds; the others follow it."""
+    tune: tuple[float, ...] = GRID
+    """Factors of the learning rate that are tried for each strategy."""
+    single: bool = True
+    """Whether one worker alone takes part."""
+    threads: int | None = None
+    """Threads of each worker, of the single one, too."""
+    hosts: dict[str, Any] | None = None
+    """Where the workers live, as JSON data."""
+    target: str | None = None
+    """The score to be reached."""
+    goal: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    """Further entries of the runs' goal."""
+
+    def __post_init__(self) -> None:
+        limits.whole("--workers", self.workers, limits.WORKERS, why="each is a process")
+        limits.whole("--seeds", self.seeds, limits.SEEDS, why="each strategy is run so often")
+        limits.seed("--seed", self.seed)
+        limits.seed(f"--seed {self.seed} with --seeds {self.seeds}: the last seed", self.seed + self.seeds)
+        limits.whole("the number of factors in --tune,", len(self.tune), limits.FACTORS, least=0)
+        if not self.tune or not all(0 < factor < math.inf for factor in self.tune):
+            raise UsageError(f"--tune {self.tune} makes no sense: say numbers above 0, such as 0.5,1,2, or none.")
+        if len(set(self.tune)) < len(self.tune):
+            raise UsageError(f"--tune {self.tune} has a number twice. Say each once.")
+
+    def job(self, out: Path) -> Job:
+        """What every run has in common."""
+        what = target_from_plain(self.what)
+        goal = Goal.from_plain(self.goal | {"target": self.target})
+        hosts = None if self.hosts is None else Hosts.from_plain(self.hosts)
+        return Job(what, goal, self.workers, self.threads, out, hosts=hosts)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON data."""
+        return dataclasses.asdict(self) | {"strategies": list(self.strategies), "tune": list(self.tune)}
+
+    @classmethod
+    def from_plain(cls, data: Mapping[str, Any]) -> Asked:
+        """From JSON data."""
+        try:
+            found = msgspec.convert(dict(data), cls)
+        except msgspec.ValidationError as error:
+            raise CheckpointError(f"this does not say what a league was asked for: {error}.") from error
+        target_from_plain(found.what)
+        Goal.from_plain(found.goal)
+        return found
+
+    def check_same(self, before: Asked) -> None:
+        """Refuse to go on with a league that was asked for differently; more or fewer seeds are no difference."""
+        now, then = (json.loads(json.dumps(one.plain(), default=str)) for one in (self, before))
+        other = [name for name in now if name != "seeds" and now[name] != then[name]]
+        if other:
+            said = "; ".join(f"{name} was {then[name]}, not {now[name]}" for name in other)
+            raise CheckpointError(
+                f"that league was another one: {said}. Go on with `offbeat compare --resume LEAGUE` alone, or start a "
+                f"new one."
+            )
+
+    def command(self, hosts_file: str = "hosts.toml") -> str:
+        """The command that makes such a league again; `hosts_file` is where its hosts are described."""
+        known = self.what
+        words = ["offbeat", "compare", known["script"] if "script" in known else str(Reference(**known["task"]))]
+        for text in self.strategies:
+            words += ["--strategy", text]
+        words += ["--workers", str(self.workers)] if self.hosts is None else ["--hosts", hosts_file]
+        words += ["--seeds", str(self.seeds), "--seed", str(self.seed)]
+        words += ["--target", self.target] if self.target else []
+        words += ["--tune", "none" if self.tune == (1.0,) else ",".join(f"{factor:g}" for factor in self.tune)]
+        words += [] if self.single else ["--no-single"]
+        words += ["--threads", str(self.threads)] if self.threads else []
+        for name, value in self.goal.items():
+            if name == "disturb":
+                words += [word for sentence in value for word in ("--disturb", sentence)]
+            elif value != getattr(Goal(), name):
+                words += [f"--{name.replace('_', '-')}", str(value)]
+        return shlex.join([*words, *(["--", *_arguments(known)] if _arguments(known) else [])])
+
+
+def _arguments(what: Mapping[str, Any]) -> list[str]:
+    if "script" in what:
+        return list(what["arguments"])
+    return [f"--{name}={value}" for name, value in what["task"]["arguments"].items()]

@@ -1,0 +1,209 @@
+"""A league: what was asked, every run that has ended, the table and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from offbeat.errors import CheckpointError, OffbeatError
+from offbeat.league._asked import Asked
+from offbeat.league._contestants import Contestant
+from offbeat.league._records import LEAGUE_FILE, Entry, LeagueFolder
+from offbeat.league._rows import Row, complete_seeds, rows_of
+from offbeat.league._words import Outcome, outcome, ranking
+from offbeat.runtime.run.settings import Target
+
+TAGS = {
+    "time, relative, speedup, step_seconds, core_seconds, startup_seconds, seconds_by_kind": "measured",
+    "reached, steps, samples, score, test_score": "measured",
+    "kernel_bytes": "measured",
+    "bytes_sent": "measured: read off the schedules that ran",
+    "curve": "measured; bytes between evaluations are scaled from one worker's to all",
+}
+"""How each figure came about; nothing in a league is simulated or extrapolated."""
+
+
+_MOST = 1e18
+"""Beyond any figure of a run."""
+
+
+class _Environment(msgspec.Struct):
+    offbeat: str
+    torch: str
+    numpy: str
+    python: str
+    processor: str
+    cores: int
+    platform: str
+    started: str
+
+
+class _Data(msgspec.Struct):
+    hash: str | None
+    of: str
+
+
+class _Facts(msgspec.Struct):
+    commit: str | None
+    environment: _Environment
+    data: _Data
+    source: str | None = None
+    crowded: str | None = None
+
+
+class _LeagueFile(msgspec.Struct):
+    """What league.json must have."""
+
+    asked: dict[str, Any]
+    facts: _Facts
+    contestants: tuple[Contestant, ...]
+    refused: dict[str, str]
+    runs: tuple[Entry, ...]
+    given_up: tuple[str, ...]
+    undone: tuple[str, ...]
+    said: tuple[str, ...] = ()
+
+
+def _check(found: _LeagueFile) -> None:
+    """What types do not say: times are finite and not negative, targets can be read, and each name is there once."""
+    names = [one.name for one in found.contestants]
+    if not names:
+        raise ValueError("nobody takes part in it")
+    if len(set(names)) < len(names):
+        raise ValueError(f"it has a contestant twice: {', '.join(names)[:200]}")
+    for entry in found.runs:
+        numbers = [getattr(entry, one.name) for one in fields(entry)] + list(entry.seconds_by_kind.values())
+        numbers += [getattr(point, one.name) for point in entry.curve for one in fields(point)]
+        wrong = [value for value in numbers if isinstance(value, int | float) and not -_MOST < value < _MOST]
+        if wrong:
+            raise ValueError(f"a run of {entry.name[:200]!r} has the figure {wrong[0]:g}"[:400])
+        if entry.target is not None:
+            Target.parse(entry.target)
+
+
+@dataclass(frozen=True)
+class League:
+    """Strategies compared by their time to a target, over the same seeds; `offbeat.compare` answers one."""
+
+    folder: Path
+    """Where everything is."""
+    asked: Mapping[str, Any]
+    """What was asked for, as JSON data."""
+    facts: Mapping[str, Any]
+    """Commit, versions, data."""
+    contestants: tuple[Contestant, ...]
+    refused: Mapping[str, str]
+    """Strategies that cannot be used here, and why."""
+    entries: tuple[Entry, ...]
+    """The runs that have ended."""
+    given_up: tuple[str, ...] = ()
+    """Contestants that only failed and were not run again."""
+    undone: tuple[str, ...] = ()
+    """What was left undone, and why."""
+    said: tuple[str, ...] = ()
+    """What has changed between parts of a league that was gone on with."""
+
+    @classmethod
+    def from_plain(cls, folder: Path, data: Mapping[str, Any]) -> League:
+        """From what league.json says; what cannot be so is refused."""
+        try:
+            found = msgspec.convert(dict(data), _LeagueFile)
+            asked = Asked.from_plain(found.asked)
+            _check(found)
+        except (ValueError, OffbeatError) as error:
+            raise CheckpointError(
+                f"{folder / LEAGUE_FILE} cannot be read: {error}. It may have been edited."
+            ) from error
+        return cls(
+            folder=folder,
+            asked=asked.plain(),
+            facts=data["facts"],
+            contestants=found.contestants,
+            refused=found.refused,
+            entries=found.runs,
+            given_up=found.given_up,
+            undone=found.undone,
+            said=found.said,
+        )
+
+    @classmethod
+    def read(cls, path: str | Path) -> League:
+        """An earlier league, from its folder."""
+        folder = LeagueFolder.open(Path(path))
+        return cls.from_plain(folder.path, folder.read())
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """The table: those who can win by their times, then the others."""
+        found = rows_of(self.contestants, self.entries, self.given_up)
+        ranked = ranking(found)
+        return (*ranked, *(row for row in found if row not in ranked))
+
+    @cached_property
+    def outcome(self) -> Outcome:
+        """The verdict."""
+        crowded = self.facts.get("crowded")
+        return outcome(self.rows, [*([crowded] if crowded else []), *self.undone, *self.said])
+
+    @property
+    def winner(self) -> str | None:
+        """First to the target; see `ties`."""
+        return self.outcome.winner
+
+    @property
+    def ties(self) -> tuple[str, ...]:
+        """Others that may as well be first."""
+        return self.outcome.ties
+
+    @property
+    def seeds(self) -> list[int]:
+        """Those that all have run."""
+        return complete_seeds(self.contestants, self.entries, self.given_up)
+
+    @property
+    def target(self) -> str | None:
+        """The score to be reached."""
+        return next((entry.target for entry in self.entries if entry.target), self.asked.get("target"))
+
+    @property
+    def tuning(self) -> dict[str, Any]:
+        """The grid, what each chose, and what choosing has cost."""
+        tried = [entry for entry in self.entries if entry.tuning]
+        return {
+            "grid": list(self.asked["tune"]),
+            "runs": len(tried),
+            "seconds": sum(entry.wall_seconds for entry in tried),
+            "chosen": {row.name: row.factor for row in self.rows},
+        }
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON data: what league.json keeps, and what follows from it."""
+        return self.kept() | {
+            "table": [row.plain() for row in self.rows],
+            "winner": self.winner,
+            "ties": list(self.ties),
+            "words": list(self.outcome.words),
+            "target": self.target,
+            "seeds": self.seeds,
+            "tuning": self.tuning,
+            "tags": TAGS,
+            "folder": str(self.folder),
+        }
+
+    def kept(self) -> dict[str, Any]:
+        """What league.json needs for going on."""
+        return {
+            "asked": dict(self.asked),
+            "facts": dict(self.facts),
+            "contestants": [vars(one) for one in self.contestants],
+            "refused": dict(self.refused),
+            "given_up": list(self.given_up),
+            "undone": list(self.undone),
+            "said": list(self.said),
+            "runs": [entry.plain() for entry in self.entries],
+        }

@@ -1,0 +1,147 @@
+"""A league as one HTML file: verdict, table, pictures, and everything that is needed to repeat it. It loads nothing."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+
+from offbeat.league._contestants import Part
+from offbeat.league._league import League
+from offbeat.league._rows import Row
+from offbeat.league.report import _cells as cells
+from offbeat.league.report._svg import COLORS, Curve, Dot, bars, curves, dots
+from offbeat.league.report._text import provenance
+from offbeat.runtime.run.settings import Target
+
+KIND_COLORS = {
+    "compute": "#059669",
+    "communicate": "#f59e0b",
+    "wait": "#dc2626",
+    "input": "#0891b2",
+    "evaluate": "#2563eb",
+    "other": "#94a3b8",
+}
+_STYLE = """
+:root{color-scheme:light dark;--ink:#0f172a;--soft:#64748b;--line:#e2e8f0;--back:#fff;--win:#ecfdf5}
+@media(prefers-color-scheme:dark){:root{--ink:#e2e8f0;--soft:#94a3b8;--line:#334155;--back:#0f172a;--win:#064e3b}}
+body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--back);max-width:1240px;
+margin:2rem auto;padding:0 1rem}
+h1{font-size:1.45rem;margin:0 0 .2rem}h2{font-size:1.05rem;margin:1.6rem 0 .3rem}
+.verdict{border-left:4px solid #059669;padding:.3rem 1rem;margin:1rem 0}.verdict p{margin:.25rem 0}
+.verdict p:first-child{font-size:1.1rem;font-weight:600}
+.wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:.82rem}
+th,td{padding:.3rem .4rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
+th:first-child,td:first-child{text-align:left}tr.won{background:var(--win);font-weight:600}tr.aside{color:var(--soft)}
+.pictures{display:grid;grid-template-columns:repeat(auto-fit,minmax(430px,1fr));gap:1.2rem}
+figure{margin:0}figcaption{font-weight:600}figcaption small,.tag{font-weight:400;color:var(--soft)}
+svg{width:100%;height:auto}svg text{font-size:11px;fill:var(--soft)}svg .name{fill:var(--ink)}
+.grid{stroke:var(--line)}.target{stroke:#059669;stroke-dasharray:5 4}.edge{
+fill:none;stroke:var(--soft);stroke-dasharray:3 3}
+.legend{font-size:.84rem;margin:.4rem 0}.legend span{margin-right:1rem;white-space:nowrap}
+.legend i{display:inline-block;width:.75em;height:.75em;border-radius:2px;margin-right:.35em}
+ul{padding-left:1.2rem}li{margin:.2rem 0}code{font-size:.85em;overflow-wrap:anywhere}
+"""
+
+
+def page(league: League) -> str:
+    """The whole file."""
+    colors = {row.name: COLORS[number % len(COLORS)] for number, row in enumerate(league.rows)}
+    what = league.asked["what"]
+    name = what["script"] if "script" in what else what["task"]["source"]
+    verdict = "".join(f"<p>{escape(words)}</p>" for words in league.outcome.words)
+    notes = [*cells.fine_print(league), *cells.problems(league)]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>League of {escape(name)}</title><style>{_STYLE}</style></head><body>"
+        f"<h1>Which strategy gets there first: {escape(name)}</h1>"
+        f'<div class="tag">{league.asked["workers"]} workers, target {escape(str(league.target))}, '
+        f"{len(league.seeds)} seeds. Every figure is measured.</div>"
+        f'<div class="verdict">{verdict}</div>{_table(league)}{_legend(league, colors)}'
+        f'<div class="pictures">{_pictures(league, colors)}</div>'
+        f"<h2>How it came about</h2><ul>{''.join(f'<li>{escape(words)}</li>' for words in notes)}</ul>"
+        f"<h2>To repeat it</h2><ul>{''.join(f'<li>{_coded(words)}</li>' for words in provenance(league))}</ul>"
+        "</body></html>\n"
+    )
+
+
+def _coded(words: str) -> str:
+    pieces = escape(words).split("`")
+    return "".join(f"<code>{piece}</code>" if number % 2 else piece for number, piece in enumerate(pieces))
+
+
+def _table(league: League) -> str:
+    told = [cells.full_row(league, row) for row in league.rows]
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in told[0])
+    rows: list[str] = []
+    for row, values in zip(league.rows, told, strict=True):
+        style = "won" if row.name == league.winner else "aside" if row.part in (Part.again, Part.single) else ""
+        filled = "".join(f"<td>{escape(value)}</td>" for value in values.values())
+        rows.append(f'<tr class="{style}">{filled}</tr>')
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def _legend(league: League, colors: dict[str, str]) -> str:
+    names = "".join(f'<span><i style="background:{colors[r.name]}"></i>{escape(r.name)}</span>' for r in league.rows)
+    return f'<div class="legend">{names}</div>'
+
+
+def _figure(title: str, words: str, drawn: str) -> str:
+    return f"<figure><figcaption>{escape(title)} <small>(measured) {escape(words)}</small></figcaption>{drawn}</figure>"
+
+
+def _pictures(league: League, colors: dict[str, str]) -> str:
+    level = None if league.target is None else Target.parse(league.target).value
+    kinds = "".join(f'<span><i style="background:{c}"></i>{kind}</span>' for kind, c in KIND_COLORS.items())
+    spent = [(row.name, row.seconds_by_kind) for row in league.rows if row.seconds_by_kind]
+    figures = [
+        _figure(
+            "Score against time",
+            "a thick line for the seed in the middle, thin ones for the others",
+            curves(_curves(league, colors, 1.0, "seconds"), "training time, s", "score", level),
+        ),
+        _figure(
+            "Score against bytes",
+            "payload of all workers",
+            curves(_curves(league, colors, 1e6, "bytes_sent"), "sent, MB", "score", level),
+        ),
+        _figure("Where the time went", "a typical run of each", bars(spent, KIND_COLORS, "seconds"))
+        + f'<div class="legend">{kinds}</div>',
+        _figure(
+            "Time and cores",
+            "who is nearest to the corner spends the least of both; joined: nobody is better in both",
+            dots(_dots(league, colors), "seconds to target", "core-seconds"),
+        ),
+    ]
+    return "".join(f"<div>{figure}</div>" for figure in figures)
+
+
+def _curves(league: League, colors: dict[str, str], unit: float, of: str) -> list[Curve]:
+    found: list[Curve] = []
+    for row in league.rows:
+        if of == "bytes_sent" and row.part is Part.single:
+            continue
+        own = [entry for entry in league.entries if not entry.tuning and entry.name == row.name and entry.curve]
+        own = sorted((entry for entry in own if entry.seed in league.seeds), key=lambda entry: entry.arrival)
+        for number, entry in enumerate(own):
+            points = [(getattr(point, of) / unit, point.score) for point in entry.curve]
+            found.append(Curve(f"{row.name}, seed {entry.seed}", points, colors[row.name], number != len(own) // 2))
+    return sorted(found, key=lambda curve: not curve.faint)
+
+
+def _dots(league: League, colors: dict[str, str]) -> list[Dot]:
+    known = [row for row in league.rows if math.isfinite(row.time.median) and row.core_seconds is not None]
+    return [
+        Dot(row.name, row.time.median, row.core_seconds or 0.0, colors[row.name], _unbeaten(row, known))
+        for row in known
+    ]
+
+
+def _unbeaten(row: Row, rows: list[Row]) -> bool:
+    """Whether nobody needs less time and less work."""
+    return not any(
+        other.time.median <= row.time.median
+        and (other.core_seconds or 0.0) <= (row.core_seconds or 0.0)
+        and other is not row
+        for other in rows
+    )

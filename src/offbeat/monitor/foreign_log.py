@@ -1,0 +1,131 @@
+"""What a log with vector clocks says about the program that wrote it, whichever that was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from msgspec import Struct, to_builtins
+
+from offbeat.monitor.diagram.build import messages
+from offbeat.protocols.causality.histories import Computation, Place
+from offbeat.protocols.causality.shiviz import Log
+
+_LISTED = 12
+"""How many lines, or processes of a chain, are listed before the rest is counted."""
+
+
+class Ending(Struct, frozen=True):
+    """How far one process came."""
+
+    process: str
+    events: int
+    last: str
+    """What its last event was, in words."""
+    at: int
+    """The logical time of that."""
+    known: int
+    """How many of its events anybody else knows of."""
+
+    def __str__(self) -> str:
+        """In words."""
+        heard = "nobody else has heard of it" if not self.known else f"others know of its first {self.known:,}"
+        heard = "others know of all of them" if self.known == self.events else heard
+        return f"{self.process}: {self.events:,} events, {heard}; the last, at {self.at:,}: {self.last or '(no words)'}"
+
+
+class Account(Struct, frozen=True):
+    """What was found in a log."""
+
+    processes: int
+    events: int
+    messages: int
+    """Pairs of an event and one elsewhere that learned of it first: what was sent, as far as clocks tell."""
+    concurrent: int
+    """Pairs of events of different processes of which neither happened before the other."""
+    pairs: int
+    """Of how many pairs."""
+    chain: tuple[str, ...]
+    """The processes along the longest chain of events each of which happened before the next, neighbours joined."""
+    chain_events: int
+    completed: tuple[int, ...]
+    """Lines whose clock left out what follows from it."""
+    endings: tuple[Ending, ...]
+    skipped: tuple[int, ...] = ()
+    """Lines that are not part of any event."""
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON data."""
+        return to_builtins(self)
+
+    def lines(self) -> Iterator[str]:
+        """In words."""
+        share = f" ({self.concurrent / self.pairs:.0%} of {self.pairs:,})" if self.pairs else ""
+        yield f"{self.processes:,} processes, {self.events:,} events, {self.messages:,} messages."
+        yield f"Concurrent pairs of events of different processes: {self.concurrent:,}{share}."
+        if self.completed:
+            lines = _listed([str(line) for line in self.completed], ", ")
+            yield f"Clocks: {len(self.completed):,} left out what follows from them, and were completed: lines {lines}."
+        else:
+            yield "Clocks: consistent."
+        if self.skipped:
+            lines = _listed([str(line) for line in self.skipped], ", ")
+            yield f"Skipped, because they fit no event: {len(self.skipped):,} lines: {lines}."
+        yield f"Longest causal chain: {self.chain_events:,} events, through {_listed(self.chain, ' > ')}."
+        yield "Last events, the earliest first:"
+        yield from (f"  {one}" for one in sorted(self.endings, key=lambda one: one.at))
+
+
+def account(log: Log) -> Account:
+    """What a log says."""
+    run = log.computation
+    counts, total = run.lengths, sum(run.lengths)
+    ordered = sum(int(clocks.sum() - clocks[:, process].sum()) for process, clocks in enumerate(run.clocks))
+    pairs = (total**2 - sum(count**2 for count in counts)) // 2
+    chain = longest_chain(run)
+    names = tuple(name for name, _ in groupby(run.processes[place.process] for place in chain))
+    return Account(
+        run.size,
+        total,
+        sum(1 for _ in messages(run)),
+        pairs - ordered,
+        pairs,
+        names,
+        len(chain),
+        log.completed,
+        tuple(_endings(run)),
+        log.skipped,
+    )
+
+
+def longest_chain(run: Computation) -> list[Place]:
+    """As many events as possible of which each happened before the next: what no number of machines makes shorter."""
+    lamports = run.lamports
+    ends = [Place(process, count) for process, count in enumerate(run.lengths) if count]
+    if not ends:
+        return []
+
+    def clock(place: Place) -> int:
+        return int(lamports[place.process][place.number])
+
+    chain = [max(ends, key=clock)]
+    while clock(chain[-1]) > 1:
+        place = chain[-1]
+        before = [Place(place.process, place.number - 1)] if place.number > 1 else []
+        chain.append(next(one for one in (*run.causes(place), *before) if clock(one) == clock(place) - 1))
+    return chain[::-1]
+
+
+def _endings(run: Computation) -> Iterator[Ending]:
+    for process, name in enumerate(run.processes):
+        count = run.lengths[process]
+        others = (int(clocks[-1, process]) for other, clocks in enumerate(run.clocks) if other != process)
+        event = run.event(Place(process, count))
+        what = event.what or str(event.call or event.kind)
+        yield Ending(name, count, what, int(run.lamports[process][count]), max(others, default=0))
+
+
+def _listed(words: Sequence[str], between: str) -> str:
+    rest = len(words) - _LISTED
+    return between.join(words[:_LISTED]) + (f"{between}and {rest:,} more" if rest > 0 else "")

@@ -1,0 +1,1 @@
+"""Gossip: graphs and mixing matrices as schedules, pairwise averaging as a machine."""

@@ -1,0 +1,1 @@
+"""Who takes part: signs of life, meetings, and who takes over."""

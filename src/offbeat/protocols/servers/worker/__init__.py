@@ -1,0 +1,1 @@
+"""The worker's half: what it asks of servers, when, and until it is answered."""

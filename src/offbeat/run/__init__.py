@@ -1,0 +1,1 @@
+"""One run as the process that launches it sees it."""

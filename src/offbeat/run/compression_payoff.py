@@ -1,0 +1,110 @@
+"""Whether compression pays: time per step times steps to the target, against the same without it.
+
+Compression makes a step cheaper on slow links and, as a rule, needs more of them. It pays only if
+`T_compressed * I_compressed < T_dense * I_dense`. The first side is measured by the run itself. What a dense step takes
+here is measured by it too: at times it also exchanges its numbers as they are. How many steps a dense run needs only a
+dense run can tell; if there is one beside it, of the same task, workers and target, it is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from offbeat.runtime.run.untrusted_files import read_object
+from offbeat.strategies import Strategy, combined, parse
+from offbeat.strategies._base import Combined
+
+_FINISHED = "finished"
+
+
+def without_compression(strategy: str) -> str | None:
+    """The same strategy sent as it is; None if nothing is compressed."""
+    found = combined(parse(strategy))
+    if not found.compressions:
+        return None
+    return str(Combined(found.exchange, found.when))
+
+
+def verdict(data: Mapping[str, Any], config: Mapping[str, Any], runs: Path) -> dict[str, Any]:
+    """What can be said of a result, for the result; nothing if nothing was compressed.
+
+    `config` is what the run was asked for, as run.json has it; `runs` is where others lie.
+    """
+    strategy = str(data["strategy"])
+    plain = without_compression(strategy)
+    if plain is None or not data.get("steps"):
+        return {}
+    step = step_seconds(data)
+    dense = _dense_step(data, step)
+    other = _dense_run(config, plain, runs)
+    steps = None
+    if other is not None and other.get("reached_target") and data.get("reached_target"):
+        steps = float(data["steps"]) / float(other["steps"])
+    found: dict[str, Any] = {
+        "step_seconds": step,
+        "dense_step_seconds": dense,
+        "dense_step_from": "dense exchanges in this run" if dense is not None else None,
+        "steps": int(data["steps"]) if data.get("reached_target") else None,
+        "dense_steps": None if steps is None or other is None else int(other["steps"]),
+        "dense_run": None if other is None else str(other["run"]),
+    }
+    if dense is None and other is not None:
+        found["dense_step_seconds"] = dense = step_seconds(other)
+        found["dense_step_from"] = "the dense run"
+    ratio = None if dense is None else step / max(dense, 1e-12)
+    found["pays"] = None if ratio is None or steps is None else ratio * steps < 1
+    return found | {"words": _words(strategy, plain, ratio, steps, data)}
+
+
+def _words(strategy: str, plain: str, step: float | None, steps: float | None, data: Mapping[str, Any]) -> str:
+    name = " + ".join(str(part) for part in _compressions(strategy))
+    if int(data.get("workers", 2)) == 1 and not data.get("compression"):
+        return f"{name}: one worker sends nothing to others, so there is nothing that compression could save."
+    if step is None:
+        return f"{name}: what a dense step takes here was not measured. Run {plain} beside it, with the same target."
+    if steps is None:
+        missing = f"a dense run that reaches the target, of {plain}" if data.get("target") else "a target"
+        return f"{name}: step {step:.2f}x of a dense one here; steps to the target are unknown without {missing}."
+    if step * steps < 1:
+        return f"{name} pays here: step {step:.2f}x, {steps:.2f}x the steps, {step * steps:.2f}x the time to target."
+    but = "but " if step < 1 else "and "
+    return f"{name} does not pay here: step {step:.2f}x, {but}{steps:.2f}x the steps."
+
+
+def _compressions(strategy: str) -> tuple[Strategy, ...]:
+    return combined(parse(strategy)).compressions
+
+
+def step_seconds(data: Mapping[str, Any]) -> float:
+    """Time of a step, without evaluations and without exchanges that were made only to be measured."""
+    kinds = data.get("seconds_by_kind", {})
+    probed = data.get("compression", {}).get("probing_seconds", 0.0)
+    spent = float(data["seconds"]) - float(kinds.get("evaluate", 0.0)) - float(probed)
+    return spent / max(int(data["steps"]), 1)
+
+
+def _dense_step(data: Mapping[str, Any], step: float) -> float | None:
+    """A step of this run with its compressed exchanges taken out and dense ones put in their place."""
+    account = data.get("compression", {})
+    if "as_dense_seconds" not in account:
+        return None
+    saved = float(account["as_dense_seconds"]) - float(account["as_compressed_seconds"])
+    return max(0.0, step + saved / max(int(data["steps"]), 1))
+
+
+def _dense_run(config: Mapping[str, Any], plain: str, runs: Path) -> dict[str, Any] | None:
+    """The newest finished run of the same, sent as it is: its result."""
+    for path in sorted(runs.glob("*/run.json"), reverse=True):
+        try:
+            told = read_object(path)
+            theirs, result = told["config"], told["result"]
+            same = all(theirs.get(name) == config.get(name) for name in ("what", "workers", "hosts"))
+            goal, ours = theirs["goal"], config["goal"]
+            same = same and all(goal.get(name) == ours.get(name) for name in ("target", "parts", "disturb"))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # Whatever else lies there is no run of ours.
+        if same and told.get("state") == _FINISHED and goal.get("strategy") == plain:
+            return cast("dict[str, Any]", result)
+    return None

@@ -1,0 +1,280 @@
+"""What is to be run: a script or a task, and how; filled in and checked before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from offbeat import limits
+from offbeat.errors import CheckpointError, StrategyError, TaskError, UsageError
+from offbeat.runtime.hosts import Hosts
+from offbeat.runtime.run.folder import RUN_FILE, RunFolder, part
+from offbeat.runtime.run.result import Result
+from offbeat.runtime.run.settings import Goal, Target
+from offbeat.runtime.run.untrusted_files import is_file, is_folder, is_there
+from offbeat.runtime.state.checkpoint import newest, newest_step
+from offbeat.strategies import combined, parse
+from offbeat.task import AnyTask, IterativeTask, Reference, Task
+
+
+@dataclass(frozen=True)
+class Script:
+    """A user's own program: its file and its arguments."""
+
+    path: str
+    arguments: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.path
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be run, how, and where it leaves its traces."""
+
+    what: Script | Reference
+    """A script or a task."""
+    goal: Goal
+    """How far, and with what."""
+    workers: int = 1
+    """How many processes train."""
+    threads: int | None = None
+    """Threads in each; None: the cores divided by the workers."""
+    out: Path = Path("runs")
+    """Where run folders are made."""
+    resume: Path | None = None
+    """The folder of an earlier run to go on with."""
+    port: int = 0
+    """The port to meet at; 0 is any that is free."""
+    hosts: Hosts | None = None
+    """Where the processes live; None: all on this machine."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that make no sense, or that no machine has room for."""
+        limits.whole("--workers", self.workers, limits.WORKERS, why="each is a process")
+        if self.threads is not None:
+            limits.whole("--threads", self.threads, limits.THREADS)
+        limits.port("--port", self.port)
+        agreed_workers(self.hosts, self.workers, self.workers)
+
+
+def target_of(text: str, arguments: tuple[str, ...]) -> Script | Reference:
+    """What a command-line target means: a script (`file.py`), or a task (`file.py:Class`, or a module)."""
+    source, _, name = text.partition(":")
+    if source.endswith(".py"):
+        if not is_file(Path(source)):
+            raise TaskError(f"There is no file {source!r} (looked in {Path.cwd()}). Check the path.")
+        if not name:
+            return Script(str(Path(source).resolve()), arguments)
+        source = str(Path(source).resolve())
+    elif "/" in source or not source or _is_no_module(Path(source)):
+        raise TaskError(
+            f"{text!r} is neither a Python file nor a module. Give `file.py`, `file.py:Class` or e.g. "
+            f"offbeat.tasks.digits."
+        )
+    plain = Reference(source, name or None)
+    return dataclasses.replace(plain, arguments=_constructor_arguments(plain, arguments))
+
+
+def _is_no_module(path: Path) -> bool:
+    """Whether a file or folder of this name is here that Python could not import."""
+    return is_file(path) or (is_folder(path) and not is_there(path / "__init__.py"))
+
+
+def _constructor_arguments(reference: Reference, arguments: tuple[str, ...]) -> dict[str, Any]:
+    """`--name value --flag` after `--`, as keyword arguments of the task's class; values that are JSON are read so."""
+    found: dict[str, Any] = {}
+    waiting = list(arguments)
+    while waiting:
+        word = waiting.pop(0)
+        if not word.startswith("--") or word == "--":
+            raise TaskError(f"{word!r} after `--` is no argument of {reference}: write `--name value`.")
+        name, equals, value = word[2:].partition("=")
+        if not equals:
+            value = waiting.pop(0) if waiting and not waiting[0].startswith("--") else "true"
+        found[name.replace("-", "_")] = _read(value)
+    return found
+
+
+def _read(text: str) -> Any:
+    try:
+        return json.loads(text.lower() if text in ("True", "False") else text)
+    except ValueError:
+        return text
+
+
+def resolve(job: Job) -> Job:
+    """Fill in what was left open, and refuse what cannot be run."""
+    if job.resume is not None:
+        job = _as_before(job)
+    goal = job.goal
+    if goal.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise UsageError("--tensorboard needs TensorBoard: pip install 'offbeat[tensorboard]'.")
+    strategy = combined(parse(goal.strategy or ("single" if job.workers == 1 else "allreduce")))
+    strategy.check(job.workers)
+    if goal.replace and not strategy.traits.elastic:
+        raise StrategyError(
+            f"--replace {goal.replace}: under {strategy.exchange} no worker can join a run that has begun. Leave it "
+            f"out, or use a strategy with servers, such as server."
+        )
+    if job.hosts is not None:
+        strategy.check_hosts(len(set(job.hosts.of_workers())))
+    # A script may say its own to offbeat.init(), or know nothing of offbeat: what it does is heard when it does it.
+    own = isinstance(job.what, Script) and goal.strategy is None
+    changes: dict[str, Any] = {} if own else {"strategy": str(strategy)}
+    if isinstance(job.what, Reference):
+        task = job.what.build()
+        changes |= _from_task(task, goal)
+        if isinstance(task, IterativeTask) and goal.replace:
+            raise StrategyError(
+                f"--replace {goal.replace}: a worker of {type(task).__name__} keeps its part of the data and what it "
+                f"has last told of it, so another cannot take its place. Leave it out."
+            )
+        if isinstance(task, IterativeTask) and strategy.when is not None:
+            raise StrategyError(
+                f"{strategy.when} cannot be used with {type(task).__name__}: it has no gradients to accumulate, "
+                f"every step already "
+                f"sums over all data. Use {strategy.exchange} alone."
+            )
+    return dataclasses.replace(job, goal=dataclasses.replace(goal, **changes))
+
+
+def agreed_workers(hosts: Hosts | None, wanted: int | None, default: int) -> int:
+    """How many workers there are: as many as the hosts have, who else was asked must say the same."""
+    if hosts is None:
+        return default if wanted is None else wanted
+    if wanted not in (None, hosts.workers):
+        raise UsageError(
+            f"the hosts have {hosts.workers} workers together, but --workers says {wanted}. Leave --workers out, or "
+            f"say how many each host has."
+        )
+    return hosts.workers
+
+
+def _from_task(task: AnyTask, goal: Goal) -> dict[str, Any]:
+    changes: dict[str, Any] = {"seed": goal.seed if goal.seed is not None else 0}
+    if goal.target is None and task.target is not None:
+        changes["target"] = f"score={task.target!r}"
+    elif goal.target is not None and Target.parse(goal.target).name not in (None, "score"):
+        raise UsageError(f"--target {goal.target}: a task has one score, so say just the number, or score=NUMBER.")
+    if goal.steps is None and goal.epochs is None:
+        changes |= {"epochs": task.epochs} if isinstance(task, Task) else {"steps": task.steps}
+    elif isinstance(task, IterativeTask) and goal.steps is None:
+        changes |= {"steps": goal.epochs}
+    return changes
+
+
+def _as_before(job: Job) -> Job:
+    """The earlier run's job, with what is asked for differently now; what it may not differ in is refused."""
+    folder = RunFolder.open(job.resume or Path())
+    before = earlier(folder.path)
+    if newest(folder.checkpoints) is None:
+        raise CheckpointError(f"{folder.path} has no checkpoint, so there is nothing to resume from. Start a new run.")
+    told = {name: value for name, value in job.goal.plain().items() if value != getattr(Goal(), name)}
+    was = dict(before["goal"])
+    for name in ("strategy", "seed", "parts"):
+        if name in told and name == "strategy":
+            told[name] = str(combined(parse(told[name])))
+        if name in told and told[name] != was.get(name):
+            raise CheckpointError(
+                f"{folder.path} was run with {name} {was.get(name)}, not {told[name]}: it cannot go on differently."
+            )
+    if job.workers != before["workers"]:
+        raise CheckpointError(
+            f"{folder.path} was run with {before['workers']} workers, not {job.workers}. Resume with as many."
+        )
+    goal = Goal.from_plain(was | told | _budget(told))
+    hosts = Hosts.from_plain(before["hosts"]) if job.hosts is None and before.get("hosts") else job.hosts
+    threads = before["threads"] if job.threads is None else job.threads
+    return dataclasses.replace(job, goal=goal, threads=threads, hosts=hosts)
+
+
+def finished_result(job: Job) -> Result | None:
+    """The result of the run that a resolved job goes on with, if nothing is left to do; None if something is."""
+    if job.resume is None:
+        return None
+    folder = RunFolder.open(job.resume)
+    known = folder.read()
+    result, goal = part(known, "result"), job.goal
+    if known.get("state") != "finished" or not {"strategy", "workers", "task"} <= set(result):
+        return None
+    if 0 < newest_step(folder.checkpoints) < (result.get("steps") or 0):
+        return None  # Later checkpoints were removed: it is to go on from an earlier one.
+    if isinstance(job.what, Script) and _modified(Path(job.what.path)) > _modified(folder.path / RUN_FILE):
+        return None  # Its loop may be longer now.
+    before = Goal.from_plain(part(known, "config", "goal"))
+    same = (goal.steps, goal.epochs) == (before.steps, before.epochs)
+    if result.get("reached_target"):
+        over = goal.target == before.target
+    else:
+        steps, epochs = result.get("steps") or 0, result.get("epochs") or 0
+        # Of the last epoch nobody knows whether it is complete.
+        spent = (goal.steps is not None and steps >= goal.steps) or (goal.epochs is not None and epochs > goal.epochs)
+        over = same or spent
+    return Result.from_plain(result | {"run": str(job.resume)}) if over else None
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def earlier(run: Path) -> dict[str, Any]:
+    """The configuration of an earlier run: what was run, its goal, its workers and their threads."""
+    config = RunFolder.open(run).read().get("config")
+    if not (isinstance(config, dict) and {"what", "goal", "workers", "threads"} <= set(cast("dict[str, Any]", config))):
+        raise CheckpointError(f"{run} cannot be resumed: its run.json says not what was run. It may have been edited.")
+    return cast("dict[str, Any]", config)
+
+
+def _budget(told: Mapping[str, Any]) -> dict[str, Any]:
+    """A new budget of one kind replaces the old one of the other kind."""
+    if "steps" in told and "epochs" not in told:
+        return {"epochs": None}
+    return {"steps": None} if "epochs" in told and "steps" not in told else {}
+
+
+def short_name(what: Script | Reference) -> str:
+    """A name for the run's folder: a file's without where it is."""
+    if isinstance(what, Script):
+        return Path(what.path).stem
+    source = Path(what.source).stem if what.source.endswith(".py") else what.source
+    return f"{source}-{what.name}" if what.name else source
+
+
+def plain_target(what: Script | Reference) -> dict[str, Any]:
+    """What is run, as JSON data."""
+    if isinstance(what, Script):
+        return {"script": what.path, "arguments": list(what.arguments)}
+    return {"task": dataclasses.asdict(what)}
+
+
+def target_from_plain(data: Mapping[str, Any]) -> Script | Reference:
+    """From JSON data, which a file has given."""
+    try:
+        if "script" in data:
+            return Script(data["script"], msgspec.convert(data["arguments"], tuple[str, ...]))
+        return msgspec.convert(data["task"], Reference)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{dict(data)} does not say which script or task was run ({error!r}).") from error
+
+
+def identity_of(job: Job) -> dict[str, Any]:
+    """What must be the same for a run to go on from a checkpoint, beside strategy and number of workers."""
+    return {"task": json.dumps(plain_target(job.what), sort_keys=True)}
+
+
+def named(what: Mapping[str, Any]) -> str:
+    """Such data in words."""
+    if "script" in what:
+        return " ".join([what["script"], *what["arguments"]])
+    return f"{Reference(**what['task'])} {what['task']['arguments'] or ''}".rstrip()

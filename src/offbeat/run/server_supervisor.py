@@ -1,0 +1,355 @@
+"""The parameter servers of a run, as whoever starts it sees them: which processes they are, and how they fare."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from offbeat.errors import OffbeatError, RunError, WorkerError
+from offbeat.protocols.servers.consistency import Rule
+from offbeat.protocols.servers.messages import place_of, server_name, worker_name
+from offbeat.run.job import Job, identity_of
+from offbeat.runtime.hosts import Placed
+from offbeat.runtime.launch import Outcome, Role, obituary
+from offbeat.runtime.run.folder import RunFolder
+from offbeat.strategies import combined, parse
+from offbeat.strategies.worker.exchange import Exchanging
+
+if TYPE_CHECKING:
+    from offbeat.protocols.servers.snapshots import GivenUp, Snapshot
+    from offbeat.runtime.servers.coordination import Coordination
+    from offbeat.runtime.servers.plan import Plan
+
+
+def servers_of(job: Job) -> tuple[int, int, Rule] | None:
+    """Shards, further copies of each and the rule, if the job's strategy has servers, or none but a coordinator."""
+    if job.goal.strategy is None:
+        return None
+    return cast("Exchanging", combined(parse(job.goal.strategy)).exchange).servers(job.workers)
+
+
+SPARES = 16
+"""Servers of a shard that are replaced; if more die, something is wrong with what they do."""
+STARTUP = 120.0
+"""Seconds until processes can be started at all: on a busy machine the fork server's imports take long."""
+PATIENCE = 15.0
+"""Seconds that one who was declared dead has to notice and end by itself."""
+
+
+class Serving:
+    """The servers of one run, and their coordinator; of most runs there are none."""
+
+    def __init__(
+        self, plan: Plan | None = None, coordination: Coordination | None = None, placed: Placed | None = None
+    ) -> None:
+        self.plan, self._coordination, self._placed = plan, coordination, placed
+        self._declared: dict[str, float] = {}
+        self._working = 0 if plan is None else plan.workers
+        self._replaced = 0
+        self._finished: set[str] = set()
+        self._signalled: list[str] = []
+        """Workers that a signal has ended; one that could still say goodbye is not among the dead of any view."""
+        self._replicas = {} if plan is None else dict(enumerate(_replicas(plan)))
+        """Shard and replica of every server process, by its rank."""
+        self._make: Callable[[int, Path | None], Role] | None = None
+        self._succeeded: set[str] = set()
+        self._ended: dict[str, str] = {}
+        """Servers that have ended before the workers did, and how."""
+
+    def roles(self, job: Job, folder: RunFolder) -> list[Role]:
+        """A process for every replica of every shard."""
+        plan = self.plan
+        if plan is None:
+            return []
+
+        def role(rank: int, home: Path | None) -> Role:
+            shard, replica = self._replicas[rank]
+            return Role(
+                kind="server",
+                rank=rank,
+                entry="offbeat.runtime.servers.process:serve",
+                config={
+                    "plan": plan.plain(),
+                    "shard": shard,
+                    "replica": replica,
+                    "disturb": list(job.goal.disturb),
+                    "checkpoints": str(folder.checkpoints.resolve()),
+                    "seed": job.goal.seed or 0,
+                    "events": str(folder.path.resolve()) if job.goal.watch else None,
+                },
+                environment={},
+                log=folder.log("server", f"{shard}.{replica}"),
+                threads=1,
+                serves=True,
+                expendable=True,
+                network=home,
+                name=server_name(shard, replica),
+            )
+
+        self._make = role
+        return [role(rank, home) for rank, home in enumerate(self._homes(plan))]
+
+    def renewals(self) -> list[Role]:
+        """New server processes, for shards that have lost a copy and have another to make it from.
+
+        Nothing is started for those that were replaced before, nor without end for a shard whose servers keep dying.
+        """
+        plan = self.plan
+        if plan is None or not plan.replicas or self._make is None or not self._working:
+            return []
+        lost = set() if self._coordination is None else set(self._coordination.machine.lost)
+        names = {server_name(*place): place for place in self._replicas.values()}
+        new: list[Role] = []
+        for name in self._fallen:
+            shard, dead = names.get(name, (-1, 0))
+            if name in self._succeeded or shard < 0 or shard in lost:
+                continue
+            self._succeeded.add(name)
+            replica = self._next_replica(shard, dead, plan)
+            if replica is not None:
+                rank = len(self._replicas)
+                self._replicas[rank] = (shard, replica)
+                new.append(self._make(rank, self._homes(plan)[home_of(shard, replica, plan)]))
+        return new
+
+    def _next_replica(self, shard: int, dead: int, plan: Plan) -> int | None:
+        """The number of a new copy, or None if there were enough: one that puts it where the dead one was.
+
+        So copies of a shard stay on different hosts, as they were.
+        """
+        taken = {replica for of, replica in self._replicas.values() if of == shard}
+        free = [n for n in range(plan.replicas + 1, plan.replicas + 1 + SPARES) if n not in taken]
+        return min(free, key=lambda n: ((n - dead) % (plan.replicas + 1) != 0, n), default=None)
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Of each server process that there was, such as `0.1`, which host it was on; only where there are hosts."""
+        if self.plan is None or self._placed is None:
+            return {}
+        first = self._placed.wanted.of_servers(self.plan.shards * (self.plan.replicas + 1))
+        return {f"{shard}.{copy}": first[home_of(shard, copy, self.plan)] for shard, copy in self._replicas.values()}
+
+    @property
+    def _fallen(self) -> list[str]:
+        """Servers that were declared dead, and such as have ended before anybody knew them."""
+        return [name for name in [*self.died, *self._ended] if place_of(name) is not None]
+
+    def _homes(self, plan: Plan) -> list[Path | None]:
+        """The network that each server is on."""
+        count = plan.shards * (plan.replicas + 1)
+        if self._placed is None:
+            return [None] * count
+        return [self._placed.hosts[number].network for number in self._placed.wanted.of_servers(count)]
+
+    def tick(self, watcher: Callable[[], None]) -> None:
+        """Ten times a second: tell the watcher, and see whether the run can go on."""
+        watcher()
+        if self._coordination is not None and self._working:
+            self._coordination.check()
+
+    def condemned(self, now: float) -> list[str]:
+        """Roles that were declared dead long ago and have not ended: whoever is stopped for good is not waited for."""
+        plan = self.plan
+        if plan is None:
+            return []
+        for name in self.died:
+            self._declared.setdefault(name, now)
+        overdue = [name for name, since in self._declared.items() if now - since > PATIENCE]
+        for name in overdue:
+            self._declared[name] = float("inf")
+        return overdue
+
+    def ended(self, outcome: Outcome) -> None:
+        """A process of the run has ended."""
+        plan = self.plan
+        if plan is None or self._coordination is None:
+            return
+        role = outcome.role
+        if role.kind == "worker":
+            self._working -= 1
+            name = worker_name(role.rank)
+            self._declared[name] = float("inf")
+            if outcome.exit_code == 0 and name not in self.died:
+                self._finished.add(name)
+            if outcome.signal is not None:
+                self._signalled.append(name)
+            self._coordination.ended(name)
+        elif self._working and not _was_asked_to_end(outcome):
+            self._ended[str(role)] = obituary(outcome)
+            self._coordination.ended(str(role))
+
+    def replacement(self, outcome: Outcome, most: int) -> Role | None:
+        """A new worker for one that has died, if there are to be so many and others work on, who can let it in."""
+        role = outcome.role
+        gone = outcome.signal is not None or (outcome.exit_code == 0 and str(role) in self.died)
+        if self.plan is None or role.kind != "worker" or not gone or not self._working or self._replaced >= most:
+            return None
+        self._replaced += 1
+        self._working += 1
+        return dataclasses.replace(role, config={**role.config, "joins": True})
+
+    @property
+    def joined(self) -> list[str]:
+        """Who has joined on the way, in order: workers, and servers that hold a copy in place of another."""
+        changes = () if self._coordination is None else self._coordination.changes
+        return [name for change in changes for name in (*map(worker_name, change.joined), *change.copied)]
+
+    @property
+    def died(self) -> list[str]:
+        """Who has died on the way, in order."""
+        if self._coordination is None:
+            return []
+        died = [name for change in self._coordination.changes for name in change.died]
+        for name in dict.fromkeys(self._signalled):
+            died += [name] * (self._signalled.count(name) - died.count(name))
+        return [name for name in died if name not in self._finished]
+
+    def conclude(self) -> None:
+        """All workers have ended, none of them in failure: see that any of them has done the work."""
+        if self.plan is not None and not self._finished:
+            raise RunError(
+                f"all workers have died or were silent for longer than {self.plan.timing.silence:g} s, so nobody was "
+                f"left to finish the run. Go on from the last checkpoint with --resume; the workers' logs may say why."
+            )
+
+    def explained(self, error: OffbeatError) -> OffbeatError:
+        """The error of a run, or what it comes from if that is known here: parameters that are lost."""
+        lost = None if self._coordination is None else self._coordination.loss()
+        if lost is None:
+            return error
+        if isinstance(error, WorkerError):
+            # Unless it has failed by itself, and says why.
+            gone = error.role == "server" and not error.remote_traceback
+            return RunError(f"{lost} {error}") if gone else error
+        # A worker that has heard of the loss raises just this; what is more special has other reasons.
+        return RunError(" ".join([str(lost), *self._how_lost()])) if type(error) is RunError else error
+
+    def _how_lost(self) -> list[str]:
+        """How the last server of a shard whose parameters are lost has ended, if it is known."""
+        lost = set() if self._coordination is None else set(self._coordination.machine.lost)
+        names = {server_name(*place) for place in self._replicas.values() if place[0] in lost}
+        return [how for name, how in self._ended.items() if name in names][-1:]
+
+
+def _replicas(plan: Plan) -> list[tuple[int, int]]:
+    return [(shard, replica) for shard in range(plan.shards) for replica in range(plan.replicas + 1)]
+
+
+def home_of(shard: int, replica: int, plan: Plan) -> int:
+    """Which of the first server processes a later one is to be beside: that whose number it has, modulo the copies."""
+    return shard * (plan.replicas + 1) + replica % (plan.replicas + 1)
+
+
+def _was_asked_to_end(outcome: Outcome) -> bool:
+    return outcome.error is not None and outcome.error.type_name == KeyboardInterrupt.__name__
+
+
+@contextmanager
+def serving(job: Job, folder: RunFolder, placed: Placed | None = None) -> Generator[Serving]:
+    """The coordinator of the job's servers, if it has any, while the run lasts."""
+    needs = servers_of(job)
+    if needs is None:
+        yield Serving()
+        return
+    from offbeat.protocols.servers.messages import COORDINATOR, Timing
+    from offbeat.runtime.messages import private_directory
+    from offbeat.runtime.servers.coordination import Coordination
+    from offbeat.runtime.servers.plan import Plan
+
+    shards, replicas, rule = needs
+    with private_directory() as sockets:
+        plan = Plan(
+            workers=job.workers,
+            shards=shards,
+            replicas=replicas,
+            rule=rule,
+            folder=str(sockets),
+            # A process that ends is heard of at once; one that has much to read before it begins is not dead.
+            timing=Timing(startup=STARTUP + job.goal.timeout),
+        )
+        plan = plan if placed is None else spread(plan, placed)
+        with nullcontext() if placed is None else placed.inside():
+            coordination = Coordination(plan, _publisher(job, folder))
+        plan = msgspec.structs.replace(plan, addresses=plan.addresses | {COORDINATOR: coordination.address})
+        with _swept(folder), coordination:
+            found = Serving(plan, coordination, placed)
+            try:
+                yield found
+            except OffbeatError as error:
+                explained = found.explained(error)
+                if explained is error:
+                    raise
+                raise explained from error
+            found.conclude()
+
+
+@contextmanager
+def _swept(folder: RunFolder) -> Generator[None]:
+    """Drafts of snapshots that have not come about do not stay behind."""
+    from offbeat.runtime.state.snapshots import discard
+
+    discard(folder.checkpoints)
+    try:
+        yield
+    finally:
+        discard(folder.checkpoints)
+
+
+def _publisher(job: Job, folder: RunFolder) -> Callable[[Snapshot | GivenUp], None]:
+    """What is done with snapshots: they become checkpoints of this run."""
+    from offbeat.protocols.servers.snapshots import GivenUp
+    from offbeat.runtime.state.certificates import channel_file, shard_file
+    from offbeat.runtime.state.checkpoint import file_of
+    from offbeat.runtime.state.snapshots import discard, publish_snapshot
+
+    identity = identity_of(job) | {"strategy": str(combined(parse(job.goal.strategy or ""))), "workers": job.workers}
+    checkpoints = folder.checkpoints.resolve()
+
+    def act(news: Snapshot | GivenUp) -> None:
+        if isinstance(news, GivenUp):
+            discard(checkpoints, news.colour)
+            return
+        files = [file_of(cut.worker) for cut in news.workers]
+        files += [name(cut.shard) for cut in news.shards for name in (shard_file, channel_file)]
+        publish_snapshot(checkpoints, news.colour, "servers", news.epoch, identity, files)
+
+    return act
+
+
+FIRST_PORT = 20_000
+"""Of the servers: below those that systems give out by themselves, so that none is taken on a host of our own."""
+SLACK = 2.0
+"""How much longer than by its rate alone a link may take."""
+SILENCE = 3.0
+"""Seconds without a sign of life between hosts: it may stand in a queue behind numbers."""
+
+
+def spread(plan: Plan, placed: Placed) -> Plan:
+    """The plan for several hosts: addresses there, keys that were made for this run, and patience for slow links."""
+    from offbeat.protocols.servers.messages import COORDINATOR, worker_name
+    from offbeat.runtime.messages import Keys
+
+    replicas = _replicas(plan)
+    homes = placed.wanted.of_servers(len(replicas))
+    if plan.replicas:
+        copies = range(plan.replicas + 1, plan.replicas + 1 + SPARES)
+        later = [(shard, replica) for shard in range(plan.shards) for replica in copies]
+        replicas, homes = [*replicas, *later], [*homes, *(homes[home_of(*place, plan)] for place in later)]
+    addresses = {COORDINATOR: f"tcp://{placed.address}:*"}
+    for number, (replica, home) in enumerate(zip(replicas, homes, strict=True)):
+        addresses[server_name(*replica)] = f"tcp://{placed.hosts[home].address}:{FIRST_PORT + number}"
+    for rank in range(plan.workers if not replicas else 0):  # Where there are no servers, workers talk to each other.
+        addresses[worker_name(rank)] = f"tcp://{placed.seat(rank).host.address}:{FIRST_PORT + rank}"
+    rate = placed.wanted.slowest
+    # A worker's link takes its part for every shard; a server's, everybody's part and what it sends to its copies.
+    shared = plan.shards + plan.workers * (plan.replicas + 1)
+    timing = msgspec.structs.replace(
+        plan.timing, silence=SILENCE, per_byte=0.0 if rate is None else SLACK * shared / rate
+    )
+    keys = Keys.generate()
+    return msgspec.structs.replace(plan, addresses=addresses, pair=(keys.public, keys.secret), timing=timing)

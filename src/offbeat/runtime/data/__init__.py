@@ -1,0 +1,1 @@
+"""Loaders and batches, divided over the workers."""

@@ -1,0 +1,473 @@
+"""Ways of taking a worker's slices out of a user's loader (see runtime.loaders).
+
+Each draws at random what the user's loader would draw, in the same order: where the order of an epoch begins, a
+`DataLoader` asks its sampler for an iterator, draws a seed for its loading processes, and asks for the first batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
+
+from offbeat.errors import DataError
+from offbeat.protocols.partition import Indices, batches_of_parts, dirichlet, mine, mixed, share
+from offbeat.runtime.data.batch_slicing import cut, examples_in
+from offbeat.runtime.data.label_skew import Parts, labels_of
+from offbeat.runtime.state.random_state import Draws, Lent, capture, seed_everything
+
+_AHEAD = 256
+"""Batches of indices drawn from a sampler at a time; swapping random state costs too much to do it for each."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A worker's slice of one global batch."""
+
+    content: Any
+    examples: int
+    """How many of the examples count; 0 for a worker that only keeps the others company."""
+    total: int | None
+    """How many examples all workers have together; None if only the exchange will tell."""
+    last: bool = False
+    """Whether this is known to be the last batch of the epoch."""
+
+
+@dataclass
+class Share:
+    """Which worker asks, and what fixes the order of the data."""
+
+    rank: int
+    size: int
+    seed: int
+    loader: int
+    """The loader's number in this run, so that two loaders shuffle differently."""
+    members: tuple[int, ...] = ()
+    """The workers that are alive, who share what the dead would have had; empty: all are."""
+    merge: int = 1
+    """How many of the loader's batches make one global batch."""
+    afresh: bool = False
+    """Whether every batch is drawn from all examples, whatever was seen before, instead of in passes over them."""
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Its place among the living, and how many they are."""
+        if self.rank not in self.members:
+            return self.rank, self.size
+        return self.members.index(self.rank), len(self.members)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Whose parts fall to this worker: its own, and of those of the dead every so manieth."""
+        at, count = self.position
+        dead = [rank for rank in range(self.size) if self.members and rank not in self.members]
+        return [self.rank, *(rank for i, rank in enumerate(dead) if i % count == at)]
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One pass over the data."""
+
+    number: int
+    """From 1."""
+    skip: int
+    """How many batches a resumed run has had already."""
+    draws: Draws
+    """Where what decides on the data is drawn from."""
+    seed: int
+    """Fixes what else is drawn."""
+
+
+class Source(ABC):
+    """One way of taking a worker's slices out of a user's loader."""
+
+    knows_end = True
+    """Whether all workers know alone when an epoch ends."""
+    native = False
+    """Whether this worker gets all that the user's loader gives, and draws what it draws."""
+
+    @abstractmethod
+    def batches(self, epoch: Epoch) -> Iterator[Batch]:
+        """The slices of one epoch; empty slices hold one example that does not count."""
+
+    @abstractmethod
+    def spend(self) -> None:
+        """Draw what the user's loader draws from the global generators before its first batch, for nothing."""
+
+
+class Indexed(Source):
+    """A DataLoader over a map-style dataset."""
+
+    def __init__(self, loader: DataLoader[Any], place: Share, parts: Parts) -> None:
+        self._loader, self._place = loader, place
+        self.native = place.size == 1
+        self._parts = self._skewed(loader, parts)
+        self._global_batch = (loader.batch_size or 0) * place.merge
+        plain = loader.batch_size is not None and type(loader.sampler) in (RandomSampler, SequentialSampler)
+        self._afresh = place.afresh and plain
+        self._tensors = _tensors_of(loader)
+        self._elsewhere = loader.num_workers > 0
+        self._following = _Following()
+        self._bases = _Bases(loader)
+        self._inner = None if self._tensors else self._like_it()
+
+    def _like_it(self) -> DataLoader[Any]:
+        """What loads the batches: the user's loader, but for the indices, which come from here."""
+        here = {"batch_sampler": self._following, "generator": self._bases.drawn}
+        given = self._loader
+        if self.native or not self._elsewhere:
+            return _like(given, given.dataset, worker_init_fn=given.worker_init_fn, **here)
+        return _like(given, _Seeded(given.dataset), **here)
+
+    def _skewed(self, loader: DataLoader[Any], parts: Parts) -> list[Indices] | None:
+        if parts.alpha is None or self._place.size == 1:
+            return None
+        if loader.batch_size is None:
+            raise DataError(
+                "dirichlet(alpha) cannot be used with a batch sampler of your own: it decides who gets what itself."
+            )
+        if type(loader.sampler) not in (RandomSampler, SequentialSampler):
+            raise DataError(
+                f"dirichlet(alpha) goes through the whole dataset, but the loader's {type(loader.sampler).__name__} "
+                f"may leave examples out. Give a Subset of the dataset instead of a sampler, or use iid parts."
+            )
+        return dirichlet(labels_of(loader.dataset), self._place.size, parts.alpha, self._place.seed)
+
+    def batches(self, epoch: Epoch) -> Iterator[Batch]:
+        """Slices of the sampler's batches, loaded by a DataLoader like the user's."""
+        if not (self.native and self._elsewhere):
+            return self._loaded(epoch)
+        # What loading processes draw depends on what they have loaded: a resumed run loads what it skips.
+        return epoch.draws.stream(lambda: self._loaded(replace(epoch, skip=0)), epoch.skip)
+
+    def _loaded(self, epoch: Epoch) -> Iterator[Batch]:
+        plan = self._planned(epoch)
+        if self._tensors is not None:
+            for indices, batch in plan:
+                chosen = torch.as_tensor(indices)
+                yield Batch([tensor[chosen] for tensor in self._tensors], batch.examples, batch.total, batch.last)
+            return
+        given: deque[Batch] = deque()
+        self._following.indices = self._noted(plan, given, mixed(epoch.seed, self._place.rank), epoch.skip)
+        for content in cast("DataLoader[Any]", self._inner):
+            batch = given.popleft()
+            yield Batch(content, batch.examples, batch.total, batch.last)
+
+    def _noted(self, plan: Iterator[Any], given: deque[Batch], seed: int, skip: int) -> Iterator[list[Any]]:
+        """The plan's indices; what belongs to them is kept until their examples arrive, some batches later."""
+        for number, (indices, batch) in enumerate(plan, skip):
+            given.append(batch)
+            yield [mixed(seed, number), *indices] if self._elsewhere and not self.native else indices
+
+    def _planned(self, epoch: Epoch) -> Iterator[tuple[list[Any], Batch]]:
+        """The worker's indices for every global batch; the last is marked."""
+        if self._parts:
+            return _foreseen(islice(self._from_parts(epoch.number), epoch.skip, None))
+        if self.native and self._elsewhere:
+            # Opened at once: the seed of the loading processes is drawn before they start, and then the first batch.
+            return self._counted(self._opened(epoch), epoch.skip)
+        wholes = epoch.draws.stream(lambda: self._opened(epoch), epoch.skip, _AHEAD)
+        return self._counted(wholes, epoch.skip) if self.native else _foreseen(self._cut(whole) for whole in wholes)
+
+    def _opened(self, epoch: Epoch) -> Iterator[list[Any]]:
+        """The global batches, as indices."""
+        stream = iter(cast("Iterable[list[Any]]", self._loader.batch_sampler))
+        self._bases.draw(epoch.number)
+        if self._place.merge > 1:
+            stream = _merged(stream, self._place.merge)
+        return self._drawn(stream, epoch.seed) if self._afresh else stream
+
+    def _cut(self, whole: list[Any]) -> tuple[list[Any], int, int]:
+        part = list(mine(whole, *self._place.position))
+        return part or list(whole[-1:]), len(part), len(whole)
+
+    def _counted(self, wholes: Iterable[list[Any]], skip: int) -> Iterator[tuple[list[Any], Batch]]:
+        """All indices, drawn when they are needed, as without a team: so only their number tells the last ones."""
+        try:
+            count = -(-len(cast("Any", self._loader.batch_sampler)) // self._place.merge)
+        except (TypeError, AttributeError, NotImplementedError):
+            count = None
+        for number, whole in enumerate(wholes, skip + 1):
+            yield whole, Batch(None, len(whole), len(whole), last=number == count)
+
+    def _drawn(self, batches: Iterable[list[Any]], seed: int) -> Iterator[list[Any]]:
+        """In place of each batch, as many examples drawn from all of them."""
+        random, count = np.random.default_rng(seed), len(cast("Any", self._loader.dataset))
+        return (random.choice(count, len(batch), replace=False).tolist() for batch in batches)
+
+    def _from_parts(self, epoch: int) -> Iterator[tuple[list[Any], int, int]]:
+        parts, seed = cast("list[Indices]", self._parts), mixed(self._place.seed, self._place.loader)
+        stand_in = next(part for part in parts if len(part))[:1].tolist()
+        for slices in batches_of_parts(parts, self._global_batch, seed, epoch):
+            part = [index for rank in self._place.ranks for index in slices[rank].tolist()]
+            yield part or stand_in, len(part), sum(len(piece) for piece in slices)
+
+    def spend(self) -> None:
+        """Draw what the sampler draws before its first batch, and the seed for loading processes."""
+        stream = iter(cast("Iterable[Any]", self._loader.batch_sampler))
+        self._bases.draw(1)
+        next(stream, None)
+
+
+def _foreseen(pieces: Iterator[tuple[list[Any], int, int]]) -> Iterator[tuple[list[Any], Batch]]:
+    """Indices, with one batch of foresight to know the last."""
+    waiting: tuple[list[Any], int, int] | None = None
+    for piece in pieces:
+        if waiting is not None:
+            yield waiting[0], Batch(None, waiting[1], waiting[2])
+        waiting = piece
+    if waiting is not None:
+        yield waiting[0], Batch(None, waiting[1], waiting[2], last=True)
+
+
+def _merged(batches: Iterator[list[Any]], count: int) -> Iterator[list[Any]]:
+    """One batch of every so many."""
+    while some := list(islice(batches, count)):
+        yield [index for batch in some for index in batch]
+
+
+class Streamed(Source):
+    """A DataLoader over an iterable dataset; every worker reads the stream and keeps its slice of each batch."""
+
+    knows_end = False
+
+    def __init__(self, loader: DataLoader[Any], place: Share) -> None:
+        self._loader, self._place = loader, place
+        self._stream = _SlicedStream(loader, place.rank, place.size)
+        self._bases = _Bases(loader)
+        here = {"batch_size": None, "collate_fn": _as_it_is, "generator": self._bases.drawn}
+        self._inner = _like(loader, self._stream, **here) if loader.num_workers else None
+
+    def batches(self, epoch: Epoch) -> Iterator[Batch]:
+        """Slices of consecutive batches of the stream."""
+        if self._inner is None:
+            for whole in epoch.draws.stream(lambda: self._opened(epoch.number), epoch.skip):
+                part, examples = self._stream.slice_of(whole)
+                yield Batch(cast("Any", self._loader.collate_fn)(part), examples, None)
+            return
+        for _ in epoch.draws.stream(lambda: iter([self._bases.draw(epoch.number)]), min(epoch.skip, 1)):
+            pass
+        # Loading processes that live on draw what this seed says from their second epoch on.
+        self._stream.seed.fill_(0 if epoch.number == 1 else epoch.seed)
+        for content, examples in islice(self._inner, epoch.skip, None):
+            yield Batch(content, examples, None)
+
+    def _opened(self, epoch: int) -> Iterator[list[Any]]:
+        self._bases.draw(epoch)
+        return self._stream.wholes()
+
+    def spend(self) -> None:
+        """Draw the seed for loading processes."""
+        self._bases.draw(1)
+
+
+class Cut(Source):
+    """Anything else: batches are taken as they come and cut along their first dimension."""
+
+    knows_end = False
+
+    def __init__(self, loader: Iterable[Any], place: Share) -> None:
+        self._loader, self._place = loader, place
+        self.native = place.size == 1
+        self._usual = getattr(loader, "batch_size", None) or 1
+
+    def batches(self, epoch: Epoch) -> Iterator[Batch]:
+        """Slices of the finished batches."""
+        for batch in epoch.draws.stream(lambda: iter(self._loader), epoch.skip):
+            if self.native:
+                count = examples_in(batch) or self._usual
+                yield Batch(batch, count, count)
+            else:
+                content, examples, _ = cut(batch, *self._place.position)
+                yield Batch(content, examples, None)
+
+    def spend(self) -> None:
+        """Draw the seed for loading processes, where there can be any."""
+        if isinstance(self._loader, DataLoader):
+            _Bases(cast("DataLoader[Any]", self._loader)).draw(1)
+
+
+class Whole(Source):
+    """A loader that is this worker's part already: only counted."""
+
+    knows_end = False
+    native = True
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader = loader
+
+    def batches(self, epoch: Epoch) -> Iterator[Batch]:
+        """The batches as they are."""
+        for content in epoch.draws.stream(lambda: iter(self._loader), epoch.skip):
+            yield Batch(content, examples_in(content) or 1, None)
+
+    def spend(self) -> None:
+        """Nothing: it draws natively whenever it is iterated."""
+
+
+class InTurn(Source):
+    """Several slices of every batch, one after the other."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+        self.knows_end = sources[0].knows_end
+
+    def batches(self, epoch: Epoch) -> Iterator[Batch]:
+        """The slices of each batch. What all workers have together counts with the last of them."""
+        whole, rest = divmod(epoch.skip, len(self._sources))
+        first, *more = self._sources
+        streams = [first.batches(replace(epoch, skip=whole))]
+        streams += [source.batches(replace(epoch, skip=whole, draws=epoch.draws.again())) for source in more]
+        slices = (piece for batch in zip(*streams, strict=True) for piece in self._of_one(batch))
+        yield from islice(slices, rest, None)
+
+    def _of_one(self, batch: tuple[Batch, ...]) -> Iterator[Batch]:
+        *first, last = batch
+        for piece in first:
+            yield Batch(piece.content, piece.examples, 0)
+        yield last
+
+    def spend(self) -> None:
+        """Draw what one of them draws."""
+        self._sources[0].spend()
+
+
+class _Bases:
+    """The seeds that a DataLoader draws for its loading processes, whether it has any or not."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        self._begun = False
+        self.drawn = torch.Generator()
+        """Draws next what was drawn last: for a loader whose processes are to have the same seed."""
+
+    def draw(self, epoch: int) -> None:
+        """As the loader does when its iteration number `epoch` begins; processes that live on keep their seed."""
+        if self._loader.persistent_workers and (self._begun or epoch > 1):
+            return
+        self._begun = True
+        given = self._loader.generator
+        self.drawn.set_state(torch.get_rng_state() if given is None else given.get_state())
+        torch.empty((), dtype=torch.int64).random_(generator=given)
+
+
+class _Following:
+    """A batch sampler that gives the indices which the iteration that is just beginning has put there."""
+
+    def __init__(self) -> None:
+        self.indices: Iterator[list[Any]] = iter(())
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self.indices
+
+
+class _Seeded(Dataset[Any]):
+    """A dataset in a loading process: every batch begins with the seed for whatever is random in loading it.
+
+    So what a batch holds depends neither on which process loads it nor on what was loaded before.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, indices: list[Any]) -> Any:
+        seed, *wanted = indices
+        seed_everything(seed)
+        many = getattr(self.dataset, "__getitems__", None)
+        return many(wanted) if many else [self.dataset[index] for index in wanted]
+
+
+class _SlicedStream(IterableDataset[Any]):
+    """An iterable dataset whose items, in loading processes, are this worker's slices: collated, and how many count."""
+
+    def __init__(self, loader: DataLoader[Any], rank: int, size: int) -> None:
+        self.dataset = loader.dataset
+        self.seed = torch.zeros((), dtype=torch.int64)
+        """Fixes what the stream draws in the epoch that is to begin; 0: what a process was seeded with."""
+        self._lasting = loader.persistent_workers
+        if self._lasting:
+            self.seed.share_memory_()
+        self._batch_size = cast("int", loader.batch_size)
+        self._drop_last, self._collate = loader.drop_last, loader.collate_fn
+        self._rank, self._size = rank, size
+
+    def slice_of(self, whole: list[Any]) -> tuple[list[Any], int]:
+        """Cut a batch: this worker's slice, and how many of its examples count."""
+        start, stop = share(len(whole), self._rank, self._size)
+        return whole[start:stop] or whole[-1:], stop - start
+
+    def __iter__(self) -> Iterator[tuple[Any, int]]:
+        loading = cast("Any", get_worker_info())
+        if self._lasting and int(self.seed):
+            seed_everything(mixed(int(self.seed), loading.id))
+        lent = Lent(capture())
+        # Slices differ in length, so collating draws differently on each worker: it has no part in what is lent.
+        seed_everything(mixed(loading.seed, int(self.seed), self._rank))
+        for whole in lent.stream(self.wholes):
+            part, examples = self.slice_of(whole)
+            yield self._collate(part), examples
+
+    def wholes(self) -> Iterator[list[Any]]:
+        """Consecutive batches of the stream."""
+        stream = iter(self.dataset)
+        while whole := list(islice(stream, self._batch_size)):
+            if len(whole) < self._batch_size and self._drop_last:
+                return
+            yield whole
+
+
+def _begin(user: Callable[[int], None] | None, number: int) -> None:
+    """What a loading process does first: show the user's own dataset, and do what the user asked for."""
+    info = cast("Any", get_worker_info())
+    object.__setattr__(info, "dataset", info.dataset.dataset)
+    if user is not None:
+        user(number)
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _like(loader: DataLoader[Any], dataset: Any, **changed: Any) -> DataLoader[Any]:
+    """A DataLoader with the settings of another one."""
+    settings: dict[str, Any] = {
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": partial(_begin, loader.worker_init_fn) if loader.num_workers else None,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+        "in_order": loader.in_order,
+    }
+    return DataLoader(dataset, **(settings | changed))
+
+
+def _tensors_of(loader: DataLoader[Any]) -> tuple[Tensor, ...] | None:
+    """The tensors of a loader whose batches can be had by indexing them, which is many times faster than collating."""
+    simple = (
+        type(loader.dataset) is TensorDataset
+        and loader.collate_fn is default_collate
+        and loader.num_workers == 0
+        and not loader.pin_memory
+    )
+    return cast("TensorDataset", loader.dataset).tensors if simple else None

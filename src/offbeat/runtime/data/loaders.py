@@ -1,0 +1,320 @@
+"""Loaders divided over the workers, so that together they see what the script alone would see.
+
+Whatever loader a script has, each of its batches is a *global batch*; every worker gets a slice of it:
+
+- a `DataLoader` over a map-style dataset: the slice is taken from the batch sampler's indices, so that a worker loads
+  only its own examples.
+- a `DataLoader` over an iterable dataset: every worker reads the stream and keeps its slice of each batch.
+- anything else that can be iterated: its finished batches are cut along their first dimension.
+
+One worker alone draws what the script draws without a team: the same batches, to the bit. Several draw the order of an
+epoch from worker 0's random state as it is when the epoch begins, and worker 0's goes on from there, as it would alone.
+
+A worker whose slice is empty gets one example that counts for nothing, so that it takes part in the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from offbeat.errors import DataError
+from offbeat.protocols.partition import mixed
+from offbeat.runtime.data.label_skew import Parts
+from offbeat.runtime.data.loader_sources import Batch, Cut, Epoch, Indexed, InTurn, Share, Source, Streamed, Whole
+from offbeat.runtime.groups.group import Group
+from offbeat.runtime.state.random_state import Draws, Lent, Own, State, capture, packed, seeded, unpacked
+
+__all__ = ["Batch", "Feed", "Loader", "Share", "agreed_state", "divide", "generators_of"]
+
+
+class Feed(Protocol):
+    """What a loader tells its team."""
+
+    def asked(self, loader: Loader) -> bool:
+        """The next training batch is asked for, all before it are done; False ends the epoch here."""
+        ...
+
+    def evaluates(self, loader: Loader) -> bool:
+        """Whether a pass that begins now is an evaluation, though gradients are on."""
+        ...
+
+    def given(self, batch: Batch, training: bool) -> None:
+        """A batch is about to be handed to the loop."""
+        ...
+
+    def took_back(self, batches: Sequence[Batch]) -> None:
+        """A pass over the data has ended without a step: what it handed out was evaluated, not trained on."""
+        ...
+
+    def fetching(self, training: bool) -> None:
+        """The loop has come for its next batch: from now on it waits for input."""
+        ...
+
+    def anyone(self, has: bool) -> bool:
+        """Whether any worker still has data."""
+        ...
+
+    def passed_over(self) -> int:
+        """Batches that were learned without this worker since it was last asked: they are not its any more."""
+        ...
+
+    def skipped(self, batch: Batch) -> None:
+        """A batch is left out, as its step was made without this worker."""
+        ...
+
+    def agreed(self, state: State, seed: int) -> tuple[State, bool]:
+        """The random state to draw an epoch from, and whether this worker's own goes on from there."""
+        ...
+
+    def ended(self) -> None:
+        """The loop has left its training data, at the end or before it."""
+        ...
+
+
+class Loader:
+    """What `team.prepare` gives back for a loader: iterate it as before."""
+
+    def __init__(self, original: Iterable[Any], source: Source, feed: Feed, place: Share) -> None:
+        self._original, self._source, self._feed, self._place = original, source, feed, place
+        self._looks = 0
+        self._missed = 0
+        self.epoch = 0
+        """Training epochs begun."""
+        self.batches = 0
+        """Training batches handed out in the current epoch."""
+        self.complete = False
+        """Whether the current epoch has been gone through to its end."""
+        self.learned = False
+        """Whether an optimizer has ever stepped on a batch of this loader."""
+        self._idle = 0
+        self._pass: list[Batch] = []
+        self._stepped = False
+        self.resume_at: tuple[int, int] | None = None
+        """Where a resumed run goes on: epochs before it yield nothing, batches before it are skipped."""
+        self._draws: Draws | None = None
+        self._resumed: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._original, name)
+
+    def __len__(self) -> int:
+        return len(cast("Any", self._original))
+
+    def __iter__(self) -> Iterator[Any]:
+        evaluating = not torch.is_grad_enabled() or self._feed.evaluates(self)
+        return self._looking() if evaluating else self._training()
+
+    @property
+    def trained_epochs(self) -> int:
+        """Epochs begun, without passes in which no step was made: those were evaluations that did not say so."""
+        return self.epoch - self._idle
+
+    def stepped(self) -> None:
+        """An optimizer has stepped: on this loader's batches, if it handed any out in its current pass."""
+        if self._pass:
+            self.learned = self._stepped = True
+            self._pass.clear()
+
+    def _looking(self) -> Iterator[Any]:
+        """An evaluation: no exchange follows, so a worker without examples just ends."""
+        self._looks += 1
+        seed = mixed(self._place.seed, self._place.loader, 1, self._looks)
+        for batch in self._source.batches(Epoch(self._looks, 0, self._looked(seed), seed)):
+            if batch.examples:
+                self._feed.given(batch, training=False)
+                yield batch.content
+                self._feed.fetching(training=False)
+
+    def _looked(self, seed: int) -> Draws:
+        """Where an evaluation draws from: workers may not meet for it, so the seed says what it draws."""
+        generators = generators_of(self._original)
+        state = capture(generators)
+        if self._source.native:
+            return Own(state, generators)
+        if self._place.rank == 0:
+            self._source.spend()
+            for generator, known in zip(generators, state["own"], strict=True):
+                generator.set_state(known)
+        return Lent(seeded(seed) | {"own": state["own"]}, generators)
+
+    def _training(self) -> Iterator[Any]:
+        before = self.batches, self.complete, self._draws
+        self.epoch += 1
+        self.batches = 0
+        self.complete = False
+        if self.resume_at is not None and self.epoch < self.resume_at[0]:
+            return
+        self._draws = None
+        self._stepped = False
+        skip = self._rejoin()
+        self._feed.fetching(training=True)
+        try:
+            # The stream is opened only after this boundary, where a resumed run gets its random state back.
+            if self._feed.asked(self):
+                yield from self._handed_out(skip)
+        finally:
+            self._feed.ended()
+            if not self._stepped:
+                self._idle += 1
+                self.batches, self.complete, self._draws = before
+                self._feed.took_back(self._pass)
+            self._pass.clear()
+
+    def _handed_out(self, skip: int) -> Iterator[Any]:
+        seed = mixed(self._place.seed, self._place.loader, 0, self.epoch)
+        self._draws = draws = self._drawn_from(seed, skip)
+        stream = self._source.batches(Epoch(self.epoch, skip, draws, seed))
+        for batch in stream if self._source.knows_end else self._together(stream):
+            self.batches += 1
+            if self._missed:
+                self._missed -= 1
+                self._feed.skipped(batch)
+            else:
+                self._pass.append(dataclasses.replace(batch, content=None))
+                self._feed.given(batch, training=True)
+                yield batch.content
+                self._feed.fetching(training=True)
+                self._missed = self._feed.passed_over()
+            self.complete = batch.last
+            # Before a boundary this worker is where the others are.
+            if not self._missed and not self._feed.asked(self):
+                return
+        if self.batches == 0:
+            raise DataError(
+                f"the training data gave no batch at all (dataset of {_length(self._original)}): with drop_last it is "
+                f"smaller than one batch, or its stream is empty. Use a smaller batch."
+            )
+        self.complete = True
+
+    def _drawn_from(self, seed: int, skip: int) -> Draws:
+        generators = generators_of(self._original)
+        saved = self._resumed if skip else {}
+        if self._source.native:
+            return Own(saved["start"] if skip else capture(generators), generators)
+        start, follows = (saved["start"], saved["follows"]) if skip else self._feed.agreed(capture(generators), seed)
+        return Lent(start, generators, follows)
+
+    def _rejoin(self) -> int:
+        if self.resume_at is None or self.epoch != self.resume_at[0]:
+            return 0
+        self.batches = self.resume_at[1]
+        self.resume_at = None
+        for generator, state in zip(generators_of(self._original), self._resumed["generators"], strict=False):
+            generator.set_state(state)
+        return self.batches
+
+    def _together(self, stream: Iterator[Batch]) -> Iterator[Batch]:
+        """Streams may end at different times: whoever is done keeps the others company until all are."""
+        held: Batch | None = None
+        while True:
+            batch = next(stream, None)
+            if not self._feed.anyone(batch is not None):
+                return
+            if batch is None and held is None:
+                raise DataError("this worker's stream of data is empty while others have data. Give every worker some.")
+            held = batch or Batch(cast("Batch", held).content, 0, None)
+            yield held
+
+    def state_dict(self, at_end: bool = False) -> dict[str, Any]:
+        """Where in the data this worker stands; `at_end` if the loop is through with an epoch that is complete."""
+        if self.resume_at is not None:
+            return self._resumed  # A resumed run that has not come to this loader yet.
+        epoch, batches, draws = self.epoch, self.batches, self._draws
+        if at_end and self.complete:
+            epoch, batches = self.epoch + 1, 0
+        begun = draws is not None and batches > 0
+        return {
+            "epoch": epoch,
+            "batches": batches,
+            "idle": self._idle,
+            "generators": [generator.get_state() for generator in generators_of(self._original)],
+            "start": draws.start if draws is not None and begun else None,
+            "follows": draws is not None and draws.follows,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where the state was taken, when the loop comes to that epoch."""
+        self._resumed = dict(state)
+        self._idle = int(state.get("idle", 0))
+        if state["epoch"]:
+            self.resume_at = (int(state["epoch"]), int(state["batches"]))
+
+
+def agreed_state(group: Group, meeting: bool, state: State, seed: int) -> tuple[State, bool]:
+    """The random state that all workers draw an epoch from, and whether this worker's own goes on from there.
+
+    Where they meet, it is worker 0's, so that the order is what it would be without the others. Where they do not wait
+    for each other, the seed says it.
+    """
+    if not meeting:
+        return seeded(seed) | {"own": state["own"]}, False
+    return unpacked(group.share(packed(state), "the order of an epoch's data"), state), group.membership.leads
+
+
+def divide(loader: Iterable[Any], shares: Sequence[Share], feed: Feed, parts: Parts, split: bool = True) -> Loader:
+    """The loader, divided over the workers; `split=False` if each worker's loader is its own part already.
+
+    A worker with several shares gets its slices of every batch one after the other.
+    """
+    sources = [_source_for(loader, share, parts, split) for share in shares]
+    return Loader(loader, sources[0] if len(sources) == 1 else InTurn(sources), feed, shares[0])
+
+
+def _source_for(loader: Iterable[Any], place: Share, parts: Parts, split: bool) -> Source:
+    if not split or _already_divided(loader, place):
+        return Whole(loader)
+    if place.merge > 1 and not _is_indexed(loader):
+        raise DataError(
+            f"weak scaling makes one batch of {place.merge}, but a {type(loader).__name__} that is no DataLoader over "
+            f"a map-style dataset hands out finished ones. Measure strong scaling, or give such a DataLoader."
+        )
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return Cut(loader, place)
+    given = cast("DataLoader[Any]", loader)
+    if given.batch_sampler is None and not isinstance(given.dataset, IterableDataset):
+        return Cut(loader, place)
+    if isinstance(given.dataset, IterableDataset):
+        if parts.alpha is not None:
+            raise DataError(
+                "dirichlet(alpha) needs to know all labels beforehand, which a stream does not. Use iid parts."
+            )
+        return Cut(loader, place) if given.batch_size is None or place.size == 1 else Streamed(given, place)
+    return Indexed(given, place, parts)
+
+
+def _is_indexed(loader: Iterable[Any]) -> bool:
+    """Whether a loader's batches are known as indices before they are loaded."""
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return False
+    return loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
+
+
+def _already_divided(loader: Iterable[Any], place: Share) -> bool:
+    samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
+    return any(isinstance(s, DistributedSampler) and s.num_replicas == place.size > 1 for s in samplers)
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """The generators that a user gave to a loader and its samplers."""
+    holders = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    holders.append(getattr(holders[2], "sampler", None))
+    found: list[torch.Generator] = []
+    for holder in holders:
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator) and not any(generator is known for known in found):
+            found.append(generator)
+    return found
+
+
+def _length(loader: Any) -> str:
+    try:
+        return f"{len(loader.dataset)} examples"
+    except (TypeError, AttributeError):
+        return "unknown size"

@@ -1,0 +1,1 @@
+"""Events of a run, written down by the processes that take part in it."""

@@ -1,0 +1,240 @@
+"""Writes down the calls on one process group: what is asked, where from, and when it is done."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as _c10d  # pyright: ignore[reportPrivateUsage]
+
+from offbeat.runtime.events.recorder import About, Mark, Recorder
+from offbeat.runtime.events.works import CAPTURES, EXIT, FAIL, Gathered, StampedWork, may_ask
+
+_OPTIONS: Final = frozenset[Any](kind for kind in vars(_c10d).values() if hasattr(kind, "asyncOp"))
+# A member of an enumeration is looked up and written more slowly than a number.
+_ENTER, _START, _NAN = int(Mark.ENTER), int(Mark.START), int(Mark.NAN)
+_SINGLE = torch.float32
+_Key = tuple[str, int | None, torch.dtype | None, int | None, int | None, str, int]
+_OFFBEAT = str(Path(__file__).parents[2]) + os.sep
+_OURS = (str(Path(torch.__file__).parent) + os.sep, _OFFBEAT, "<frozen")
+
+
+class Shape(NamedTuple):
+    """How a method is to be described."""
+
+    operation: str
+    given: int | None = 0
+    """Which argument holds what this rank gives, if all ranks must give as much; None where they may differ."""
+    rooted: bool = False
+    reduces: bool = False
+    blocks: bool = False
+    """Whether the call itself waits, where no options say so."""
+    exchanged: int | None = None
+    """Which argument holds tensors that ranks may give different amounts of."""
+
+
+class Stamps:
+    """Counts the calls on one backend of one group and writes them down."""
+
+    def __init__(self, recorder: Recorder, name: str, members: Callable[[], Sequence[int]]) -> None:
+        self._recorder = recorder
+        self._group = recorder.group(name)
+        self._asked = members  # Torch says who is in a group after it has made it.
+        self._calls = 0
+        self._gathered: list[tuple[int, int]] | None = None
+        # Where there are no devices, nobody need ask where tensors are.
+        self._devices = torch.accelerator.current_accelerator() is not None
+        self._known: dict[_Key, int] = {}
+        self._channels: Counter[tuple[str, int, int]] = Counter()
+
+    def at(self, device: torch.device | None) -> Stamps:  # noqa: ARG002 - as a group with several backends has it
+        """Who counts the calls with tensors there: a single backend counts all of them."""
+        return self
+
+    @cached_property
+    def _members(self) -> tuple[int, ...]:
+        return tuple(self._asked())
+
+    @cached_property
+    def _written(self) -> int | tuple[int, ...]:
+        size = len(self._members)
+        return size if self._members == tuple(range(size)) else self._members
+
+    def collective(self, shape: Shape, act: Callable[..., Any], args: Sequence[Any], more: dict[str, Any]) -> Any:
+        """Do it, and say so before and after."""
+        recorder = self._recorder
+        options = args[-1] if args and type(args[-1]) in _OPTIONS else more.get("opts")
+        elements = dtype = how = root = None
+        tensors: Sequence[Tensor] = ()
+        if shape.given is not None and len(args) > shape.given:
+            given = args[shape.given]
+            tensors = given if type(given) is list or type(given) is tuple else [given]
+            elements = tensors[0].numel() if len(tensors) == 1 else sum(tensor.numel() for tensor in tensors)
+            dtype = tensors[0].dtype if tensors else None
+        elif shape.exchanged is not None and len(args) > shape.exchanged:
+            tensors = args[shape.exchanged]
+        if options is not None:
+            how = int(options.reduceOp.op) if shape.reduces else None
+            root = options.rootRank if shape.rooted else None
+        file, line = caller()
+        key = (shape.operation, elements, dtype, how, root, file, line)
+        name = self._known.get(key)
+        if name is None:
+            name = self._describe(key)
+        self._calls = sequence = self._calls + 1
+        if tensors and recorder.suspicious and (shape.reduces or shape.exchanged):
+            self._inspect(tensors[0], name)
+        waited = self._gathered is None and (shape.blocks if options is None else not options.asyncOp)
+        if recorder.open:
+            recorder.look()
+        recorder.stamp(_ENTER if waited else _START, name, sequence)
+        try:
+            work = act(*args, **more)
+        except BaseException:
+            recorder.stamp(FAIL, name, sequence)
+            raise
+        if not CAPTURES and self._gathered is None and work is not None and work.is_completed():
+            recorder.stamp(EXIT, name, sequence)  # What happens most, without further calls.
+            return work
+        return self._begun(work, name, sequence, waited, self._devices and trails(args))
+
+    def _describe(self, key: _Key) -> int:
+        """Say what a call is about, once for all calls like it."""
+        operation, elements, dtype, how, root, file, line = key
+        about = About(
+            self._group,
+            operation,
+            self._written,
+            elements,
+            None if dtype is None else str(dtype).removeprefix("torch."),
+            None if how is None else dist.ReduceOp.RedOpType(how).name.lower(),
+            None if root is None or not 0 <= root < len(self._members) else self._members[root],
+            caller=_place(file, line),
+            backward=_reducing(),
+        )
+        self._known[key] = name = self._recorder.name((self._group, *key), lambda: about)
+        return name
+
+    def _inspect(self, tensor: Tensor, name: int) -> None:
+        """Note it, the first time, if what this worker gives is not finite; looked at once in a step."""
+        recorder = self._recorder
+        sick = _is_sick(tensor)
+        if sick is None:
+            return
+        recorder.suspicious = not sick and not recorder.steps  # A program without steps is looked at always.
+        if sick:
+            recorder.sick = True
+            recorder.stamp(_NAN, name, self._calls, recorder.steps + 1)
+
+    def _begun(self, work: Any, name: int, sequence: int, waited: bool, behind: bool) -> Any:
+        if self._gathered is not None:
+            self._gathered.append((name, sequence))
+            return work
+        # While a graph is captured nothing happens yet.
+        if work is None or (CAPTURES and not may_ask()) or work.is_completed():
+            self._recorder.stamp(EXIT, name, sequence)
+            return work
+        return StampedWork(work, self._recorder, name, sequence, waited, behind)
+
+    def gather(self) -> None:
+        """What is begun from now on is done together, by `gathered`."""
+        self._gathered = []
+
+    def gathered(self, act: Callable[[], Any]) -> Any:
+        """Do all that was begun since; it is under way as one piece of work."""
+        parts, self._gathered = self._gathered or (), None
+        try:
+            work = act()
+        except BaseException:
+            self._end(parts, FAIL)
+            raise
+        if parts and work is not None and may_ask():
+            return Gathered(work, self._recorder, parts, self._devices)
+        self._end(parts, EXIT)
+        return work
+
+    def _end(self, parts: Sequence[tuple[int, int]], mark: int) -> None:
+        for name, sequence in parts:
+            self._recorder.stamp(mark, name, sequence)
+
+    def message(self, what: str, act: Callable[[], Any], tensors: Any, peer: int, tag: int) -> Any:
+        """Send or receive, and say so before and after; nobody is -1."""
+        recorder = self._recorder
+        other = self._members[peer] if 0 <= peer < len(self._members) else -1
+        file, line = caller()
+        self._channels[what, other, tag] += 1
+        sequence = self._channels[what, other, tag]
+        name = recorder.name(
+            (self._group, what, other, tag, file, line),
+            lambda: About(self._group, what, self._written, peer=other, tag=tag, caller=_place(file, line)),
+        )
+        recorder.look()
+        recorder.stamp(_START, name, sequence)
+        try:
+            work = act()
+        except BaseException:
+            recorder.stamp(FAIL, name, sequence)
+            raise
+        found = self._begun(work, name, sequence, False, self._devices and trails((tensors,)))
+        if other < 0 and isinstance(found, StampedWork):
+            found.sources = self._members
+        return found
+
+
+def device_of(args: Sequence[Any]) -> torch.device | None:
+    """Where the first tensor of a call is; None if it has none."""
+    for arg in args:
+        found = arg
+        while isinstance(found, list | tuple) and found:
+            found: Any = found[0]
+        if isinstance(found, Tensor):
+            return found.device
+    return None
+
+
+def trails(args: Sequence[Any]) -> bool:
+    """Whether waiting for a call returns before it is done: on a device its queue waits, this process goes on."""
+    device = device_of(args)
+    return device is not None and device.type != "cpu"
+
+
+def _is_sick(tensor: Tensor) -> bool | None:
+    """Whether the first number of a tensor is not finite: a loss that is not finite shows in all gradients.
+
+    None of other than single precision: counts and reports are exchanged in double.
+    """
+    if tensor.dtype is not _SINGLE or not tensor.is_cpu or not tensor.numel():
+        return None
+    return not math.isfinite(tensor.detach().numpy().item(0))
+
+
+def caller() -> tuple[str, int]:
+    """The file and line of the program, beneath torch and offbeat, that asks."""
+    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_OURS):
+            return file, frame.f_lineno
+        frame = frame.f_back
+    return "", 0
+
+
+def _reducing() -> bool:
+    """Whether DDP's reducer asks. It is no Python: right beneath us lies the call of torch's engine."""
+    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None and frame.f_code.co_filename.startswith(_OFFBEAT):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
+def _place(file: str, line: int) -> str | None:
+    return f"{Path(file).name[-120:]}:{line}" if file else None

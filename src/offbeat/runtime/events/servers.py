@@ -1,0 +1,195 @@
+"""What workers ask of servers and what servers make of it, written down in a run that is watched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from offbeat.protocols.machine import Effect, Event, Received, Send
+from offbeat.protocols.servers.consistency import Rule
+from offbeat.protocols.servers.messages import ClusterView, Pull, PullReply, Push, PushReply
+from offbeat.protocols.servers.replica.server import ServerMachine
+from offbeat.protocols.servers.worker.client import ClientMachine
+from offbeat.protocols.servers.worker.notices import (
+    Asked,
+    ClientRequest,
+    LoadRequest,
+    PullRequest,
+    PushRequest,
+    RangeRequest,
+)
+from offbeat.runtime.events.recorder import About, Mark, Recorder
+
+GROUP: Final = "servers"
+"""The group of events that are about servers."""
+MEETINGS: Final = "meetings"
+"""The group of meetings of the live workers."""
+WARM_START: Final = "a step of the warm start"
+"""What a meeting is for at which the others wait, by design, for the one worker that trains."""
+PUSH, PULL = "push", "pull"
+
+_ENTER, _START, _WAIT, _EXIT, _FAIL = (int(m) for m in (Mark.ENTER, Mark.START, Mark.WAIT, Mark.EXIT, Mark.FAIL))
+_READ, _PARKED, _ANSWERED = int(Mark.READ), int(Mark.PARKED), int(Mark.ANSWERED)
+_STATUS: Final = {
+    "applied": int(Mark.APPLIED),
+    "refused": int(Mark.REFUSED),
+    "duplicate": int(Mark.DUPLICATE),
+    "late": int(Mark.LATE),
+}
+
+
+def message_number(life: int, number: int) -> int:
+    """A number of a push or a pull that no other life of the same worker has used."""
+    return (life << 32) + number
+
+
+def meeting(what: str) -> str:
+    """How the events call a meeting for this."""
+    return f"meeting for {what}"
+
+
+class _Request(NamedTuple):
+    """Something that was asked for and is not settled."""
+
+    name: int
+    sequence: int
+    step: int
+
+
+class Requests:
+    """A worker's side: what it asks of servers and of the others, when it waits for it, and what it reads."""
+
+    def __init__(self, recorder: Recorder, rule: Rule, shards: int, workers: int) -> None:
+        self._stamp = recorder.stamp
+        self._open: dict[int, _Request] = {}
+        pull = About(
+            GROUP,
+            PULL,
+            workers,
+            bound=None if rule.deadline is not None else rule.bound,
+            spare=rule.drop + rule.coded,
+            words=str(rule),
+        )
+        self._push = recorder.name("servers: push", lambda: About(GROUP, PUSH))
+        self._pull = recorder.name("servers: pull", lambda: pull)
+        self._reads = [
+            recorder.name(("servers: read", k), lambda k=k: About(GROUP, "read", shard=k)) for k in range(shards)
+        ]
+        self._recorder = recorder
+        self._workers = workers
+
+    def asked(self, request: ClientRequest, asked: Asked, machine: ClientMachine) -> None:
+        """Something was asked for: with the final push a step is finished, with a load all go on from its clock."""
+        match request:
+            case PushRequest(parts, clock, final=final):
+                if final or parts[0].shard == 0:  # Pushes go by the numbers that they have on the first shard.
+                    number = message_number(machine.life, machine.composer.pushes[0] - 1)
+                    self._open[asked.token] = _Request(self._push, number, clock)
+                    self._stamp(_START, self._push, number, clock, int(final))
+                if asked.pull:
+                    self._open[asked.pull] = _Request(self._pull, asked.pull, clock + 1)
+            case PullRequest(clock) | RangeRequest(_, clock):
+                self._open[asked.token] = _Request(self._pull, asked.token, clock)
+            case LoadRequest():
+                name = self._recorder.name("servers: load", lambda: About(GROUP, "load"))
+                self._stamp(_START, name, 0, request.clock)
+            case _:
+                pass
+
+    def meets(self, token: int, what: str, number: int) -> None:
+        """All live workers are to come."""
+        name = self._recorder.name((MEETINGS, what), lambda: About(MEETINGS, meeting(what), self._workers))
+        self._open[token] = _Request(name, number, 0)
+        self._stamp(_START, name, number)
+
+    def waits(self, token: int) -> None:
+        """Nothing else is done until it is answered."""
+        if (one := self._open.get(token)) is not None:
+            self._stamp(_WAIT, one.name, one.sequence, one.step)
+
+    def answered(self, token: int, replies: Sequence[tuple[int, Any]], life: int) -> None:
+        """It is answered: with values, or with what became of a push."""
+        one = self._open.pop(token, None)
+        if one is None:
+            return
+        for shard, reply in replies:
+            if isinstance(reply, PullReply):
+                number = message_number(life, reply.number)
+                self._stamp(_READ, self._reads[shard], number, one.step, max(0, one.step - reply.clock))
+        self._stamp(_EXIT, one.name, one.sequence, one.step)
+
+    def used_again(self, step: int, staleness: int) -> None:
+        """Values that were read before are used for another step, without asking."""
+        self._stamp(_READ, self._reads[0], 0, step, staleness)
+
+    def failed(self, token: int) -> None:
+        """No answer has come."""
+        if (one := self._open.pop(token, None)) is not None:
+            self._stamp(_FAIL, one.name, one.sequence, one.step)
+
+    def viewed(self, view: ClusterView) -> None:
+        """Others take part than before; where there are servers, they say it."""
+        if not view.primaries:
+            _note_view(self._recorder, view)
+
+    def leaves(self) -> None:
+        """The worker takes no further part."""
+        self._stamp(int(Mark.LEAVE))
+
+
+class Serves:
+    """A server's side: what it did with pushes, whose pulls had to wait, and which views it has known."""
+
+    def __init__(self, recorder: Recorder, machine: ServerMachine) -> None:
+        self._recorder, self._machine = recorder, machine
+        self._steps: dict[tuple[int, int, int], int] = {}
+        self._view = machine.view
+        _note_view(recorder, machine.view)
+
+    def after(self, event: Event, effects: Sequence[Effect]) -> None:
+        """Something has happened, and this was done about it."""
+        if isinstance(event, Received) and isinstance(event.message, Push | Pull):
+            self._asked(event.message)
+        if self._machine.view is not self._view:
+            self._view = self._machine.view
+            _note_view(self._recorder, self._view)
+        told = [(one.to, one.message) for one in effects if isinstance(one, Send)]
+        for to, message in told:  # Pushes first: whoever is answered along with them has them in what it reads.
+            pushed = message.pushed if isinstance(message, PullReply) else message
+            if isinstance(pushed, PushReply):
+                self._settled(_number_of(to), pushed)
+        for to, message in told:
+            if isinstance(message, PullReply):
+                number = message_number(message.life, message.number)
+                self._recorder.stamp(_ANSWERED, self._name("answered", _number_of(to)), number, message.clock)
+
+    def _asked(self, message: Push | Pull) -> None:
+        clock = message.clock
+        if isinstance(message, Push):
+            self._steps[message.worker, message.life, message.number] = clock
+            if not message.then_pull:
+                return
+            clock += 1
+        if self._machine.serving and self._machine.shard.rule.needed(clock) > self._machine.shard.minimum:
+            self._recorder.stamp(_PARKED, self._name("parked", message.worker), message.number, clock)
+
+    def _settled(self, worker: int, reply: PushReply) -> None:
+        step = self._steps.pop((worker, reply.life, reply.number), -1)
+        if step >= 0 or reply.status == "duplicate":
+            name = self._name(f"push {reply.status}", worker, reply.reason[:200])
+            self._recorder.stamp(_STATUS[reply.status], name, message_number(reply.life, reply.number), step)
+
+    def _name(self, what: str, worker: int, words: str = "") -> int:
+        return self._recorder.name(
+            (what, worker, words),
+            lambda: About(GROUP, what, peer=worker, shard=self._machine.number, words=words or None),
+        )
+
+
+def _note_view(recorder: Recorder, view: ClusterView) -> None:
+    name = recorder.name(("view", view.epoch), lambda: About(GROUP, "view", view.workers, servers=view.primaries))
+    recorder.stamp(int(Mark.VIEW), name, view.epoch)
+
+
+def _number_of(name: str) -> int:
+    return int(name.partition(" ")[2])

@@ -1,0 +1,1 @@
+"""Gradients on their way: summed in place or in buckets, weighted, counted."""

@@ -1,0 +1,170 @@
+"""Gradients that are summed where they lie, through shared memory, when backward is over.
+
+With a core for every worker and none to spare, an exchange that runs beside backward only takes time from it, and
+filling buckets costs as much as the exchange itself. So nothing is done while backward runs. Then the workers tell each
+other what they have (see `runtime.gradients.header`), and every large gradient goes through shared memory piece by piece, is
+weighted on its way in, and comes back in place. Small ones are packed into one row and travel together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn import Parameter
+
+from offbeat.errors import RunError
+from offbeat.protocols.collectives import Collective
+from offbeat.protocols.exchanges import Exchanged, Gradient, sums_in_memory
+from offbeat.runtime.gradients.buckets import hook
+from offbeat.runtime.gradients.header import Header
+from offbeat.runtime.groups.group import DirectGroup
+from offbeat.runtime.run.stopwatch import Stopwatch
+
+
+class _Pack:
+    """Small gradients of one kind, side by side in one row."""
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
+        pieces = self.flat.split([p.numel() for p in parameters])
+        self.views = [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
+
+    def fill(self, weight: float) -> None:
+        gradients = [p.grad for p in self.parameters]
+        if any(gradient is None or gradient is view for gradient, view in zip(gradients, self.views, strict=True)):
+            for gradient, view in zip(gradients, self.views, strict=True):
+                if gradient is None:
+                    view.zero_()
+                elif gradient is not view:
+                    view.copy_(gradient)
+        else:
+            torch.cat([gradient.reshape(-1) for gradient in gradients if gradient is not None], out=self.flat)
+        self.flat.mul_(weight)
+
+    def hand_out(self) -> None:
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is not view:
+                parameter.grad = view
+
+
+class GradientSums:
+    """The gradients of one model, replaced after every backward pass by their weighted mean over the workers."""
+
+    flags: ClassVar[int] = 0
+    """How many numbers `_flags` answers."""
+
+    def __init__(
+        self, parameters: Iterable[Parameter], group: DirectGroup, stopwatch: Stopwatch, own_blocks: bool = False
+    ) -> None:
+        self.parameters = [p for p in parameters if p.is_floating_point() or p.is_complex()]
+        """Those whose gradients are exchanged, if they have any."""
+        self.suspended = False
+        self.exchanges: tuple[Exchanged, ...] = ()
+        """What the workers exchanged in the last pass."""
+        self.afterwards: list[Callable[[], None]] = []
+        """Called when the gradients of a backward pass have been handed back."""
+        self._group, self._stopwatch, self._own_blocks = group, stopwatch, own_blocks
+        self._header = Header(group, stopwatch, len(self.parameters) + self.flags)
+        self._row = torch.zeros(self._header.length, dtype=torch.float64)
+        told, by = self._row.nbytes, group.algorithm(Collective.ALL_REDUCE, self._row.nbytes)
+        self._told = Exchanged(what="all_reduce", by=by, nbytes=told, itemsize=self._row.itemsize)
+        self._planned: dict[bytes, tuple[list[_Pack], list[list[Parameter]], tuple[Exchanged, ...]]] = {}
+        self.running = False
+        """Whether a backward pass has begun and is not over."""
+        self._handles = [hook(p, self.begin) for p in self.parameters]
+
+    def weigh(self, examples: float, total: float | None) -> None:
+        """The coming passes stand for `examples` examples here and `total` over all workers (None: not known)."""
+        self._header.weigh(examples, total)
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    def state(self) -> list[Any]:
+        """Nothing here depends on what was before."""
+        return []
+
+    def load(self, state: Sequence[Any]) -> None:
+        """Nothing to take back."""
+        if state:
+            raise RunError("this checkpoint was written where gradients went through buckets; resume it there")
+
+    def begin(self, _: Tensor) -> None:
+        """Backward has begun: when it ends, gradients are exchanged. Called by hooks; once for each pass counts."""
+        if not self.running and not self.suspended:
+            self.running = True
+            Variable._execution_engine.queue_callback(self._finish)  # pyright: ignore[reportPrivateUsage]
+
+    def _finish(self) -> None:
+        self.running = False
+        if self.parameters:
+            entered = time.perf_counter()
+            before = self._stopwatch.switch("communicate")
+            numbers = self._row.numpy()
+            with torch.no_grad():
+                used = [float(p.grad is not None) for p in self.parameters]
+                self._header.write(numbers, np.array([*used, *self._flags()], dtype=np.float64))
+                self._group.sum(self._row, "the sum of example counts")
+                self._header.check(numbers)
+                self._exchange(numbers)
+            self._header.account(numbers, entered)
+            self._stopwatch.switch(before)
+        for then in self.afterwards:
+            then()
+
+    def _flags(self) -> Sequence[float]:
+        """What else workers tell each other before they exchange: summed, behind the parameters' use."""
+        return ()
+
+    def _exchange(self, numbers: Any) -> None:
+        used = self._header.used(numbers) > 0
+        weight = self._header.examples / max(float(numbers[0]), 1e-30)
+        packs, in_place, self.exchanges = self._planned.get(used.tobytes()) or self._plan(used)
+        for pack in packs:
+            pack.fill(weight)
+            self._group.sum(pack.flat, "the sum of small gradients")
+            pack.hand_out()
+        for parameters in in_place:
+            gradients = [gradient_of(p) for p in parameters]
+            held = [gradient.contiguous() for gradient in gradients]  # Where they lie, if they lie in a row.
+            real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in held]
+            self._group.sum_in_place(real, weight, self._own_blocks, "the sum of gradients")
+            for gradient, copy in zip(gradients, held, strict=True):
+                if copy is not gradient:
+                    gradient.copy_(copy)
+
+    def _plan(self, used: NDArray[Any]) -> tuple[list[_Pack], list[list[Parameter]], tuple[Exchanged, ...]]:
+        members, group = [self.parameters[i] for i in np.flatnonzero(used)], self._group
+        plan = sums_in_memory(
+            [Gradient(p.dtype, p.numel(), p.element_size()) for p in members],
+            lambda nbytes: group.algorithm(Collective.ALL_REDUCE, nbytes),
+            self._own_blocks,
+        )
+        packs = [_Pack([members[i] for i in numbers]) for numbers in plan.packed]
+        in_place = [[members[i] for i in numbers] for numbers in plan.in_place]
+        planned = packs, in_place, (self._told, *plan.exchanges)
+        self._planned = {used.tobytes(): planned}  # Only the last: which parameters are used seldom changes.
+        return planned
+
+
+def gradient_of(parameter: Parameter) -> Tensor:
+    """Its gradient, without a graph behind it; zeros if it was used by others only."""
+    gradient = parameter.grad
+    if gradient is None:
+        gradient = parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+    if gradient.is_sparse:
+        raise RunError(
+            f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, but belongs to no module with "
+            f"sparse=True, such as nn.Embedding(sparse=True). Use such a module, or dense gradients."
+        )
+    return gradient.detach()

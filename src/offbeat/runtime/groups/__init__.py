@@ -1,0 +1,1 @@
+"""The workers of a run as a group, connected directly or through a coordinator."""

@@ -1,0 +1,334 @@
+"""The workers of a run as one group: what they sum, share and gather together.
+
+Everything that waits here has a deadline. When it passes, the workers call the roll through the rendezvous store, so
+that the error names who had not arrived instead of only saying that somebody was late.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllreduceOptions
+
+from offbeat.errors import UsageError
+from offbeat.protocols.collectives import Collective
+from offbeat.protocols.exchanges import Exchanged, sum_in_memory
+from offbeat.protocols.schedule import View
+from offbeat.runtime.backend import GLOO, OffbeatGroup
+from offbeat.runtime.collectives.one_sided.segment import Segment
+from offbeat.runtime.collectives.two_sided import Program, run
+from offbeat.runtime.gradients.algorithm_choice import Sums
+from offbeat.runtime.gradients.traffic import SentBytes, Traffic
+from offbeat.runtime.groups.connection import Connection
+from offbeat.runtime.groups.membership import Membership, StaticMembership
+from offbeat.runtime.groups.presence import Presence
+from offbeat.runtime.groups.waits import Wait, Waits
+from offbeat.runtime.run.rank_environment import Place
+
+_WAITED_FOR = AllreduceOptions()
+_WAITED_FOR.asyncOp = False
+
+
+class Pending(Protocol):
+    """An exchange under way."""
+
+    def wait(self) -> None:
+        """Return when it is complete; raise a WaitError that names the missing when its deadline has passed."""
+        ...
+
+
+class Group(ABC):
+    """What the workers of one run do together, whichever way they are connected."""
+
+    def __init__(self, place: Place, timeout: timedelta) -> None:
+        self.rank, self.size = place.rank, place.size
+        self.timeout = timeout
+        self.one_host = place.local_size == place.size
+        self.sent = SentBytes()
+        """What this worker has sent, and what it exchanges in a step."""
+        self.presence: Presence | None = None
+        """Where the workers are, so that a wait for one that has left is noticed; None alone."""
+
+    @property
+    @abstractmethod
+    def membership(self) -> Membership:
+        """Who takes part."""
+
+    @property
+    def direct(self) -> DirectGroup:
+        """The same workers, if they are connected with each other, for what only these can do."""
+        raise UsageError(
+            "these workers meet through a coordinator, and are not connected with each other: a strategy with servers "
+            "cannot have lanes, shared memory or schedules of its own"
+        )
+
+    @property
+    @abstractmethod
+    def calls(self) -> int:
+        """How often this worker has exchanged something with all others: in step they have all done so as often."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that this worker has sent, over all lanes."""
+        return self.sent.totals.counted
+
+    @abstractmethod
+    def start_sum(self, tensor: Tensor, what: str) -> Pending:
+        """Begin to replace `tensor`, on every worker, by its sum over the workers."""
+
+    @abstractmethod
+    def sum(self, tensor: Tensor, what: str = "a sum") -> Tensor:
+        """`tensor` summed over the workers, in place."""
+
+    def mean(self, tensor: Tensor, what: str, weight: float | None = None) -> Tensor:
+        """`tensor` averaged over the workers, in place; by their weights, if they have any and not all are 0."""
+        if weight is None:
+            return self.sum(tensor, what).div_(self.size)
+        total = float(self.gather([weight], what).sum())
+        return self.sum(tensor.mul_(weight / total if total else 1 / self.size), what)
+
+    @abstractmethod
+    def sum_sparse(self, tensor: Tensor, what: str) -> Tensor:
+        """A sparse tensor summed over the workers."""
+
+    @abstractmethod
+    def share(self, tensor: Tensor, what: str = "a broadcast", root: int = 0) -> Tensor:
+        """`tensor` of worker `root`, on every worker, in place."""
+
+    @abstractmethod
+    def gather(self, values: Sequence[float], what: str) -> Tensor:
+        """A row of numbers from every worker that takes part, as a float64 matrix with one row for each."""
+
+    def barrier(self, what: str = "a barrier") -> None:
+        """Return when every worker has called this."""
+        self.sum(torch.zeros(1), what)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the group."""
+
+    def sums(self, tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+        """Named tensors, each summed over the workers; one exchange for each kind of number."""
+        result = {name: value.detach().clone() for name, value in tensors.items()}
+        kinds = sorted({value.dtype for value in result.values()}, key=str)
+        for kind in kinds:
+            names = [name for name in sorted(result) if result[name].dtype == kind]
+            flat = torch.cat([result[name].reshape(-1) for name in names])
+            self.sum(flat, what)
+            for name, piece in zip(names, flat.split([result[name].numel() for name in names]), strict=True):
+                result[name] = piece.view(result[name].shape)
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on counting from."""
+        return {"bytes_sent": self.bytes_sent}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting."""
+        self.sent.totals.counted = int(state["bytes_sent"])
+
+
+class DirectGroup(Group):
+    """Workers that are connected with each other; of size 1 it needs no network and every exchange is the identity."""
+
+    def __init__(self, place: Place, timeout: timedelta, device: torch.device) -> None:
+        super().__init__(place, timeout)
+        self._connection = Connection(place, timeout, device) if self.size > 1 else None
+        self.sums_by: Sums | None = None
+        """The algorithm that was chosen; None: the process group's own."""
+        self.process_group: Any = None
+        """Torch's own group underneath, for those who build on it; None alone."""
+        self.view = View.of(self.size)
+        """Who takes part in schedules, and on which host each lives, as far as it is known."""
+        self.waits = Waits(self.rank, self.size, timeout, self._connection)
+        """This worker's waits for the others, in this lane."""
+        if self._connection is not None:
+            self.process_group, self.view = self._connection.first, self._connection.view
+            self.presence = self.waits.presence
+        self._traffic = Traffic(self.view, self.rank, self.algorithm)
+        self._membership = StaticMembership(self.rank, self.size, self.presence, timeout.total_seconds())
+
+    def algorithm(self, collective: Collective, nbytes: int) -> str:
+        """By which algorithm the process group does a collective with so many bytes of each worker."""
+        group = self.process_group
+        return group.algorithm(collective, nbytes) if isinstance(group, OffbeatGroup) else GLOO[collective]
+
+    @property
+    def membership(self) -> StaticMembership:
+        """All workers, from the beginning to the end."""
+        return self._membership
+
+    @property
+    def direct(self) -> DirectGroup:
+        """These are."""
+        return self
+
+    @property
+    def calls(self) -> int:
+        """How often this worker has exchanged something with all others over this lane."""
+        return self.waits.count
+
+    @property
+    def connection(self) -> Connection:
+        """What connects the workers; refused alone."""
+        if self._connection is None:
+            raise UsageError("one worker alone is connected with nobody: there is nothing to open or to choose")
+        return self._connection
+
+    def lane(self) -> DirectGroup:
+        """The same workers over connections of their own: exchanges there need keep no order with those here.
+
+        All workers open their lanes in the same order.
+        """
+        if self.size == 1:
+            return self
+        lane = copy.copy(self)
+        lane.process_group = self.connection.another()
+        lane.waits = self.waits.lane(self.connection.lanes)
+        lane.sent = self.sent.lane()
+        return lane
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all workers live on one host and can read each other's memory."""
+        return isinstance(self.process_group, OffbeatGroup) and self.process_group.local is not None
+
+    def sum_by(self, name: str, stored: Path | None = None) -> Sums:
+        """From now on, sum by this algorithm; `auto` measures all of them, or takes what is `stored`."""
+        self.sums_by = Sums(self.connection.own(self.process_group), name, stored)
+        return self.sums_by
+
+    def note(self, what: str, nbytes: int, itemsize: int = 1, by: str | None = None, root: int = 0) -> None:
+        """Count an exchange by the schedule that runs; without a name, by that of the process group's own algorithm."""
+        self.sent.add(*self._traffic[what, nbytes, itemsize, by, root])
+
+    def sum_in_place(self, tensors: Sequence[Tensor], weight: float, own_blocks: bool, what: str) -> None:
+        """Sum tensors times a weight where they lie, through shared memory; or only this worker's blocks of them."""
+        one = sum_in_memory(sum(tensor.nbytes for tensor in tensors), tensors[0].itemsize, own_blocks)
+        self.note(one.what, one.nbytes, one.itemsize, one.by)
+        with Wait(self.waits, what):
+            self.process_group.sum_in_place(tensors, weight, own_blocks, what)
+
+    def shared_segment(self, size: int, what: str) -> Segment:
+        """So many bytes of memory that all workers of the host have; all call this together."""
+        with Wait(self.waits, what):
+            return self.process_group.share_segment(size, what)
+
+    def run(self, program: Program, row: Tensor, scratch: Tensor, what: str, mixed: Exchanged | None = None) -> None:
+        """Do this worker's part of a schedule over single messages, in place; every worker calls this with its own.
+
+        `mixed` is what that is in a step, if it is a part of one.
+        """
+        self.sent.add(program.sent * row.element_size(), mixed)
+        group = self.process_group
+        ours = isinstance(group, OffbeatGroup)
+
+        def act() -> None:
+            run(program, row, group.messages if ours else group, scratch=scratch)
+
+        with Wait(self.waits, what):
+            group.later(act, what, [row]).wait() if ours else act()
+
+    def start_sum(self, tensor: Tensor, what: str) -> Pending:
+        """Begin to replace `tensor`, on every worker, by its sum over the workers."""
+        if self.size == 1:
+            return DONE
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        nbytes, itemsize, sums, wait = real.nbytes, real.itemsize, self.sums_by, Wait(self.waits, what)
+        if sums is None:
+            self.sent.add(*self._traffic["all_reduce", nbytes, itemsize, None, 0])
+            with wait:
+                wait.work = self.process_group.allreduce([real], AllreduceOptions())
+            return wait
+        with wait:
+            wait.work = self.process_group.later(lambda: sums.sum(real), what, [real])
+        # Which algorithm it was may be found out by the sum itself.
+        wait.then = lambda: self.note("all_reduce", nbytes, itemsize, sums.algorithm(nbytes))
+        return wait
+
+    def sum(self, tensor: Tensor, what: str = "a sum") -> Tensor:
+        """`tensor` summed over the workers, in place."""
+        if self.size == 1:
+            return tensor
+        if self.sums_by is not None:
+            self.start_sum(tensor, what).wait()
+            return tensor
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        self.sent.add(*self._traffic["all_reduce", real.nbytes, real.itemsize, None, 0])
+        with Wait(self.waits, what):
+            self.process_group.allreduce([real], _WAITED_FOR).wait()
+        return tensor
+
+    def sum_sparse(self, tensor: Tensor, what: str) -> Tensor:
+        """A sparse tensor summed over the workers."""
+        if self.size == 1:
+            return tensor
+        total = tensor.coalesce()
+        self.note("all_gather", total.values().nbytes + total.indices().nbytes, by=GLOO[Collective.ALL_GATHER])
+        with Wait(self.waits, what):
+            self.process_group.allreduce([total]).wait()
+        return total
+
+    def share(self, tensor: Tensor, what: str = "a broadcast", root: int = 0) -> Tensor:
+        """`tensor` of worker `root`, on every worker, in place."""
+        if self.size > 1 and tensor.numel():
+            self.note("broadcast", tensor.nbytes, root=root)
+            held = tensor if tensor.is_contiguous() else tensor.contiguous()
+            options = dist.BroadcastOptions()
+            options.rootRank = root
+            # As bytes, because backends do not know every kind of number.
+            raw = held.reshape(-1).view(torch.uint8)
+            with Wait(self.waits, what):
+                self.process_group.broadcast([raw], options).wait()
+            if held is not tensor:
+                tensor.copy_(held)
+        return tensor
+
+    def gather(self, values: Sequence[float], what: str) -> Tensor:
+        """A row of numbers from every worker, as a float64 matrix with one row per worker."""
+        table = torch.zeros(self.size, len(values), dtype=torch.float64)
+        table[self.rank] = torch.tensor(values, dtype=torch.float64)
+        return self.sum(table, what)
+
+    def letters(self, letter: Tensor, fixed: bool, what: str) -> list[Tensor]:
+        """A row of bytes from every worker, by rank; `fixed` if all are of one length."""
+        if self.size == 1:
+            return [letter]
+        lengths = [letter.numel()] * self.size
+        if not fixed:
+            lengths = [int(length) for length in self.gather([float(letter.numel())], what)[:, 0]]
+        longest = max(lengths)
+        # Gloo gathers rows of one length only.
+        sizes = lengths if self.shares_memory else [longest] * self.size
+        given = torch.nn.functional.pad(letter, (0, sizes[self.rank] - letter.numel()))
+        self.note("all_gather", given.numel())
+        outputs = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        if longest:
+            with Wait(self.waits, what):
+                self.process_group.allgather([outputs], [given]).wait()
+        return [output[:length] for output, length in zip(outputs, lengths, strict=True)]
+
+    def close(self) -> None:
+        """Leave the group, if it was opened here."""
+        if self.presence is not None:
+            self.presence.close()
+        if self._connection is not None:
+            self._connection.close()
+        self.process_group = None
+
+
+class _Done:
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+DONE = _Done()
+"""What is complete already."""

@@ -1,0 +1,265 @@
+"""What a run leaves behind: `run.json` (configuration, environment, result), `metrics.jsonl`, logs, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from offbeat._version import __version__
+from offbeat.errors import CheckpointError, OutputError, UsageError
+from offbeat.runtime.run.untrusted_files import is_file, read_object
+
+RUN_FILE = "run.json"
+METRICS_FILE = "metrics.jsonl"
+MODEL_FILE = "model.safetensors"
+BY_SCRIPT = "script"
+"""The strategy of a run whose script distributes itself, as one for torchrun does; offbeat has no part in it."""
+
+
+FINISHED = ("finished", "finished without a team")
+"""States of a run that has come to its end: with a result of a team, or of a script that distributes itself."""
+
+
+class _Task(msgspec.Struct):
+    source: str
+    name: str | None = None
+    arguments: dict[str, Any] = {}
+
+
+class _What(msgspec.Struct):
+    script: str = ""
+    arguments: tuple[str, ...] = ()
+    task: _Task | None = None
+
+
+class _Goal(msgspec.Struct):
+    strategy: str | None = None
+
+
+class _Config(msgspec.Struct):
+    what: _What = msgspec.field(default_factory=_What)
+    goal: _Goal = msgspec.field(default_factory=_Goal)
+    workers: int | None = None
+    threads: int | None = None
+    hosts: dict[str, Any] | None = None
+
+
+class _Environment(msgspec.Struct):
+    started: str | None = None
+    command: tuple[str, ...] = ()
+
+
+class _Result(msgspec.Struct):
+    steps: int | None = None
+    score: float | None = None
+    seconds: float | None = None
+
+
+class _Verdict(msgspec.Struct):
+    kind: str
+    message: str
+    stacks: dict[str, str] = {}
+
+
+class _RunFile(msgspec.Struct):
+    """What run.json must look like, as far as anybody here reads it. All of it may be missing."""
+
+    state: str = ""
+    config: _Config = msgspec.field(default_factory=_Config)
+    environment: _Environment = msgspec.field(default_factory=_Environment)
+    result: _Result | None = None
+    verdict: _Verdict | None = None
+
+
+class RunFolder:
+    """One run's folder. Every write is whole or not there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, parent: Path, task: str, strategy: str) -> RunFolder:
+        """A new folder `<parent>/<time>-<task>-<strategy>`, and the link `<parent>/latest` to it."""
+        name = f"{_slug(Path(task.split(':')[0]).stem if task.endswith('.py') else task)}-{_slug(strategy)}"
+        return cls(new_folder(parent, name, "latest", "logs"))
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """An earlier run's folder, to resume or to read it."""
+        if not is_file(path / RUN_FILE):
+            raise CheckpointError(
+                f"{path} is no run folder: it has no {RUN_FILE}. Give a folder that `offbeat run` has made."
+            )
+        folder = cls(path.resolve())
+        folder.read()
+        return folder
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints are."""
+        return self.path / "checkpoint"
+
+    def log(self, kind: str, number: int | str) -> Path:
+        """The log file of one process; a server's number is its shard and its copy."""
+        return self.path / "logs" / f"{kind}-{number}.log"
+
+    def read(self) -> dict[str, Any]:
+        """What run.json says."""
+        try:
+            data = read_object(self.path / RUN_FILE)
+            msgspec.convert(data, _RunFile)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{self.path / RUN_FILE} cannot be read: {error}. It may have been edited, or be of another program."
+            ) from error
+        return data
+
+    def write(self, **changes: Any) -> None:
+        """Replace entries of run.json, keeping the others."""
+        target = self.path / RUN_FILE
+        known: dict[str, Any] = self.read() if target.exists() else {}
+        write_whole(target, json.dumps(known | changes, indent=2, default=str) + "\n")
+
+
+def new_folder(parent: Path, name: str, latest: str, *inside: str) -> Path:
+    """A new folder `<parent>/<time>-<name>`, with folders inside, and a link beside it that leads to the newest."""
+    stamped = f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for number in range(1, 1000):
+            path = parent / (stamped if number == 1 else f"{stamped}-{number}")
+            try:
+                path.mkdir()
+            except FileExistsError:
+                continue
+            for one in inside:
+                (path / one).mkdir()
+            _point_to(path, parent / latest)
+            return path
+    except OSError as error:
+        raise OutputError(_cannot_write(parent, error)) from error
+    raise OutputError(f"{parent} already holds a thousand runs called {stamped}. Choose another --out.")
+
+
+def strategy_of(known: Mapping[str, Any]) -> str:
+    """How a run is distributed, by what its run.json says; `script` as long as its script has joined no team."""
+    return str(part(known, "result").get("strategy") or part(known, "config", "goal").get("strategy") or BY_SCRIPT)
+
+
+def strategy_in_words(strategy: str) -> str:
+    """A strategy for people: `script` says little."""
+    return "distributed by the script itself" if strategy == BY_SCRIPT else strategy
+
+
+def part(data: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """An entry within entries that is a table; an empty one where there is none."""
+    found: Any = data
+    for name in names:
+        found = cast("dict[str, Any]", found).get(name) if isinstance(found, dict) else None
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+
+
+class Metrics:
+    """Appends one JSON line for each report to `metrics.jsonl`."""
+
+    def __init__(self, path: Path, tensorboard: Path | None = None) -> None:
+        self._path = path
+        self._board = _open_tensorboard(tensorboard) if tensorboard else None
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one line."""
+        if self._board is not None:
+            for name, value in record.items():
+                if isinstance(value, int | float) and name != "step":
+                    self._board.add_scalar(name, value, record["step"])
+            self._board.flush()
+        try:
+            with self._path.open("a") as file:
+                file.write(json.dumps(dict(record)) + "\n")
+        except OSError as error:
+            raise OutputError(_cannot_write(self._path, error)) from error
+
+    def keep_first(self, lines: int) -> None:
+        """Forget what was written after a checkpoint that the run goes back to, a line that a kill cut short too."""
+        if self._path.exists():
+            whole = self._path.read_text(errors="replace").splitlines(keepends=True)
+            write_whole(self._path, "".join(line for line in whole[:lines] if line.endswith("\n")))
+
+
+def _open_tensorboard(path: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UsageError("--tensorboard needs TensorBoard: pip install 'offbeat[tensorboard]'.") from error
+    return SummaryWriter(str(path))
+
+
+def environment() -> dict[str, Any]:
+    """The machine and versions a run was made with."""
+    import numpy as np
+    import torch
+
+    return {
+        "offbeat": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    found = re.search(r"model name\s*:\s*(.+)", text)
+    return found[1] if found else platform.machine()
+
+
+def write_whole(target: Path, text: str) -> None:
+    """Put a text into a file, whole or not at all."""
+    draft = target.with_name(f".{target.name}.draft")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(target)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
+        raise OutputError(
+            f"{target} cannot be written: {error.strerror or error}. Free some space, or choose another place."
+        ) from error
+
+
+def _point_to(path: Path, link: Path) -> None:
+    draft = link.with_name(f".{link.name}-{os.getpid()}")
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(path.name)
+    try:
+        draft.replace(link)
+    except OSError as error:
+        draft.unlink()
+        raise OutputError(_cannot_write(link, error)) from error
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-.")[-60:] or "run"
+
+
+def _cannot_write(path: Path, error: OSError) -> str:
+    return f"{path} cannot be written: {error.strerror or error}. Free some space, or choose another folder with --out."

@@ -1,0 +1,190 @@
+"""A result in words: the report that `offbeat run` prints, and that a script prints which runs without it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from offbeat.protocols.servers.messages import worker_name
+from offbeat.runtime.run.folder import strategy_in_words
+from offbeat.runtime.run.result import Result
+
+SILENT = "OFFBEAT_REPORT"
+"""The variable that, set to 0, keeps a script that runs without `offbeat run` from printing a report."""
+MOST_LINKS = 4
+"""Links that have figures of their own, the busiest ones."""
+MOST_AGES = 8
+"""Ages of reads that have a count of their own."""
+
+
+def reporter(folder: Path | None) -> Callable[[Mapping[str, Any]], None]:
+    """What prints a team's result on stderr, for teams that no launcher of ours listens to."""
+
+    def hear(message: Mapping[str, Any]) -> None:
+        if message.get("kind") != "result" or os.environ.get(SILENT) == "0":
+            return
+        known = {name: value for name, value in message.items() if name != "kind"}
+        result = Result.from_plain({"task": sys.argv[0], "run": folder or "", **known})
+        mark, rest = headline(result)
+        with suppress(OSError, ValueError):  # Whoever has closed stderr does not want to read it.
+            print("\n".join([f"\noffbeat: {mark}{rest}", *report_lines(result)]), file=sys.stderr, flush=True)
+
+    return hear
+
+
+def headline(result: Result) -> tuple[str, str]:
+    """What a run came to: the words that are worth a colour, and what follows them."""
+    who = f"{result.workers} worker{'s' if result.workers > 1 else ''}, {strategy_in_words(result.strategy)}"
+    score = "no score reported" if result.score is None else f"score {result.score:.4g}"
+    wanted = (result.target or "").removeprefix("score=")
+    if result.reached_target:
+        return "Target reached", f": {score} (wanted {wanted}) after {result.seconds_to_target:.2f} s. {who}."
+    if result.reached_target is False:
+        best = "" if result.best_score is None else f", best {result.best_score:.4g}"
+        return "Target missed", f": {score}{best} (wanted {wanted}) after {result.seconds:.2f} s. {who}."
+    return "Done", f": {score} after {result.seconds:.2f} s. {who}."
+
+
+def report_lines(result: Result) -> list[str]:
+    """The lines under the headline, each with its name."""
+    return [f"  {name:<19} {text}" for name, text in _entries(result)]
+
+
+def _entries(result: Result) -> Iterator[tuple[str, str]]:
+    if result.test_score is not None:
+        yield "on test data", f"{result.test_score:.4g} (scored once, at the end)"
+    epochs = "" if result.epochs is None else f", {result.epochs} epochs"
+    examples = f", {result.samples:,} examples" if result.samples else ""
+    yield "work done", f"{result.steps:,} steps{epochs}{examples}"
+    speed = f"{result.samples_per_second:,.0f} examples/s; " if result.samples else ""
+    yield "speed", f"{speed}{result.core_seconds:.1f} core-seconds"
+    mean = f" (mean of {result.workers} workers)" if result.workers > 1 else ""
+    yield "where the time went", kinds_in_words(result.seconds_by_kind) + mean
+    if result.workers > 1:
+        yield "sent", f"{amount(result.bytes_sent)} between {result.workers} workers"
+    if result.servers:
+        yield from served_in_words(result)
+    if result.hosts:
+        yield "hosts", _hosts_in_words(result.hosts)
+    if result.foretold:
+        yield "foretold", result.foretold["words"]
+    if result.pays:
+        yield "compression", result.pays["words"]
+    if result.gossip:
+        yield "gossip", gossip_in_words(result.gossip)
+    if result.died:
+        yield "died on the way", ", ".join(result.died)
+    if result.joined:
+        yield "joined on the way", ", ".join(result.joined)
+    if result.disturbances.get("asked"):
+        yield "disturbances", f"{result.disturbances['fired']:,} fired, {result.disturbances['asked']:,} asked for"
+    if result.startup_seconds:
+        yield "start-up", f"{result.startup_seconds:.1f} s, not counted above"
+    if result.run != Path():
+        yield "everything is in", str(result.run)
+
+
+def _hosts_in_words(hosts: Sequence[Mapping[str, Any]]) -> str:
+    """Who was where: `a (10.77.0.2, 100Mbit): workers 0 1, server 0.0`."""
+    said: list[str] = []
+    for host in hosts:
+        rate = f", {host['rate']}" if host["rate"] else ""
+        numbers = {what: " ".join(map(str, host[f"{what}s"])) for what in ("worker", "server")}
+        here = [f"{what}{'s' if ' ' in known else ''} {known}" for what, known in numbers.items() if known]
+        said.append(f"{host['name']} ({host['address']}{rate}): {', '.join(here) or 'nobody'}")
+    return "; ".join(said)
+
+
+# -- where time went, staleness, gossip ------------------------------------------------------------------------------
+
+
+def kinds_in_words(seconds: Mapping[str, float]) -> str:
+    """`compute 61 %, communicate 20 %, …`, largest first."""
+    return ", ".join(f"{kind} {100 * share:.0f} %" for kind, share in shares(seconds))
+
+
+def shares(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Kinds of time and the share of each, largest first, without those that round to nothing."""
+    total = sum(seconds.values()) or 1.0
+    ranked = sorted(seconds.items(), key=lambda item: -item[1])
+    return [(kind, spent / total) for kind, spent in ranked if spent / total >= 0.005]
+
+
+def staleness_in_words(counts: Mapping[str, int]) -> str:
+    """`reads 0.8 steps old (most 3)`; nothing if all were fresh."""
+    total = sum(counts.values())
+    mean = sum(int(steps) * count for steps, count in counts.items()) / total if total else 0.0
+    return f"reads {mean:.2g} steps old (most {max(map(int, counts))})" if mean else ""
+
+
+def gossip_in_words(gossip: Mapping[str, Any]) -> str:
+    """What the graph promises of the replicas' coming together, and what was measured."""
+    said = f"spectral gap {gossip['spectral_gap']:.3g}: a step leaves at most {gossip['rate']:.3g} of the distance"
+    if gossip.get("measured_rate") is not None:
+        said += f"; measured {gossip['measured_rate']:.3g}, expected of random ones {gossip['usual_rate']:.3g}"
+    return said
+
+
+def pushes_in_words(counts: Mapping[str, int], trouble_only: bool = False) -> str:
+    """`229 applied, 1 late`, largest first."""
+    ranked = sorted(counts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{count:,} {what}" for what, count in ranked if not (trouble_only and what == "applied"))
+
+
+def ages_in_words(counts: Mapping[int, int]) -> str:
+    """`0: 53, 1: 135, 2: 12`: steps, and how many reads were so old; the oldest together."""
+    ages = [age for age in sorted(counts) if counts[age]]
+    said = [f"{age}: {counts[age]:,}" for age in ages[:MOST_AGES]]
+    older = sum(counts[age] for age in ages[MOST_AGES:])
+    return ", ".join([*said, f"older: {older:,}"] if older else said)
+
+
+# -- servers ---------------------------------------------------------------------------------------------------------
+
+
+def served_in_words(result: Result) -> Iterator[tuple[str, str]]:
+    """Names and texts of lines: pushes, refusals, how old reads were, who has waited, and what went over each link."""
+    pushes: Counter[str] = Counter()
+    for shard in result.servers:
+        pushes.update(shard["pushes"])
+    stale = staleness_in_words(result.staleness)
+    yield "servers", f"pushes {pushes_in_words(pushes)}{f'; {stale}' if stale else ''}"
+    if result.refusals:
+        more = pushes["refused"] - 1
+        yield "refused", result.refusals[0] + (f"; {more:,} more (refusals in run.json)" if more > 0 else "")
+    if stale:
+        yield "reads by age", ages_in_words({int(age): count for age, count in result.staleness.items()})
+    if result.workers > 1:
+        yield "waited", waits_in_words(result)
+    yield "links", links_in_words(result)
+
+
+def waits_in_words(result: Result) -> str:
+    """`worker 0 1.2 s, worker 2 0.3 s`: of those who were there at the end."""
+    gone = Counter(name for name in result.died if name not in result.joined)
+    names = [name for name in map(worker_name, range(result.workers)) if name not in gone]
+    return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in zip(names, result.waits, strict=False))
+
+
+def links_in_words(result: Result) -> str:
+    """`worker 0 to server 1.0 27.8 kB, back 32.5 kB`, as the servers have counted; the busiest, and how many more."""
+    found = [
+        (peer, shard["served_by"], traffic["received"], traffic["sent"])
+        for shard in result.servers
+        for peer, traffic in shard["links"].items()
+        if traffic["received"] + traffic["sent"]
+    ]
+    found.sort(key=lambda link: -(link[2] + link[3]))
+    said = [f"{peer} to {server} {amount(to)}, back {amount(back)}" for peer, server, to, back in found[:MOST_LINKS]]
+    more = len(found) - MOST_LINKS
+    return "; ".join([*said, f"{more} more in run.json"] if more > 0 else said)
+
+
+def amount(count: int) -> str:
+    """Bytes in a unit that fits."""
+    return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count / 1e3:,.1f} kB"

@@ -1,0 +1,196 @@
+"""What a run is asked to do, resolved: it is written into run.json and read by every worker."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from offbeat import limits
+from offbeat.errors import UsageError
+from offbeat.settings import Option
+
+if TYPE_CHECKING:
+    from offbeat.protocols.disturbances import Disturbance
+
+
+@dataclass(frozen=True)
+class Target:
+    """The score at which a run is done."""
+
+    value: float
+    name: str | None = None
+    """The metric's name in `team.report`; None: the only one."""
+    lower: bool = False
+    """Whether lower is better."""
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """Read `0.97`, `accuracy=0.97`, `accuracy>=0.97` or `loss<=0.1`."""
+        found = re.fullmatch(r"\s*(?:([A-Za-z_]\w*)\s*(=|>=|<=|>|<)\s*)?([-+0-9.eE]+)\s*", text)
+        try:
+            value = float(found[3]) if found else math.nan
+        except ValueError:
+            value = math.nan
+        if found is None or not math.isfinite(value):
+            raise UsageError(
+                f"--target {text!r} is no target. Say a number, or a metric and a number: accuracy=0.97, loss<=0.1."
+            )
+        return cls(value, found[1], (found[2] or "=").startswith("<"))
+
+    def __str__(self) -> str:
+        sign = "<=" if self.lower else "="
+        return f"{self.name}{sign}{self.value:.15g}" if self.name else f"{self.value:.15g}"
+
+    def pick(self, metrics: Mapping[str, float]) -> tuple[str, float] | None:
+        """The metric that is judged; None if it was not reported this time."""
+        if self.name is not None:
+            return (self.name, metrics[self.name]) if self.name in metrics else None
+        if len(metrics) > 1:
+            names = ", ".join(metrics)
+            raise UsageError(
+                f"the target {self.value:g} does not say which metric it means of {names}. Say e.g. "
+                f"{next(iter(metrics))}={self.value:g}."
+            )
+        return next(iter(metrics.items()), None)
+
+    def reached(self, value: float) -> bool:
+        """Whether this value is good enough."""
+        return value <= self.value if self.lower else value >= self.value
+
+
+@dataclass(frozen=True)
+class Goal:
+    """How far a run goes, and with what: the options of `offbeat run`, and what commands that measure add to them."""
+
+    strategy: Annotated[
+        str | None,
+        Option("How to distribute, e.g. [bold]allreduce + accumulate(4)[/bold]. See `offbeat strategies`.", "-s"),
+    ] = None
+    target: Annotated[
+        str | None,
+        Option(
+            "Stop at this score: [bold]0.97[/bold]; for scripts [bold]accuracy=0.97[/bold] or [bold]loss<=0.1[/bold].",
+            "-t",
+        ),
+    ] = None
+    epochs: Annotated[int | None, Option("Passes over the training data at most.")] = None
+    steps: Annotated[int | None, Option("Updates at most.")] = None
+    seed: Annotated[int | None, Option("Fixes the initial model, the data's order and all other chance.")] = None
+    device: Annotated[str, Option("Where tensors live; cpu is what is tested.")] = "cpu"
+    backend: Annotated[
+        str,
+        Option(
+            "What answers when the script, or a framework in it, asks torch.distributed for Gloo: Gloo, or our "
+            "shared-memory backend in its place.",
+            metavar="gloo|offbeat",
+        ),
+    ] = "gloo"
+    parts: Annotated[str, Option("How training data is divided: iid, or by label with dirichlet(alpha).")] = "iid"
+    checkpoint_every: Annotated[
+        int | None, Option("Steps between checkpoints. Default: at evaluations, at most 5 % of the time.")
+    ] = None
+    timeout: Annotated[float, Option("Seconds that any wait for another worker may take.")] = 600.0
+    tensorboard: Annotated[bool, Option("Also write TensorBoard files into the run folder.")] = False
+    replace: Annotated[
+        int,
+        Option(
+            "Workers that have died and are replaced by new ones, which join at the next evaluation; for strategies "
+            "with servers."
+        ),
+    ] = 0
+    disturb: Annotated[
+        tuple[str, ...],
+        Option(
+            "A fault that is to happen, e.g. [bold]worker 1: pause 200ms every 1s[/bold] or [bold]worker 2: kill at "
+            "step 50[/bold]; may be given several times.",
+            metavar="SENTENCE",
+        ),
+    ] = ()
+    watch: Annotated[
+        bool,
+        Option(
+            "Record who waits for whom. A run that can never go on is ended with the reason and an exit code of its "
+            "own: 10 a deadlock, 11 different calls, 12 somebody waits for a worker that has ended. See `offbeat "
+            "explain`. While it goes, it is shown on a page, whose address is printed."
+        ),
+    ] = False
+    rate_factor: Annotated[
+        float, Option("Multiplies every learning rate, also in your own script, whatever its schedulers do.")
+    ] = 1.0
+    check_finite: bool = True
+    """Whether a NaN or infinite gradient stops the run."""
+    merge: int = 1
+    """How many of the training loader's batches make one: weak scaling gives every worker a whole one."""
+    gauge: int | None = None
+    """If the noise in gradients is measured: how many passes over single examples check it; None: it is not."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "steps", "checkpoint_every", "gauge"):
+            value = getattr(self, name)
+            if value is not None:
+                limits.whole(f"--{name.replace('_', '-')}", value, limits.COUNT, least=0 if name == "gauge" else 1)
+        limits.whole("--merge", self.merge, limits.MERGED)
+        limits.whole("--replace", self.replace, limits.REPLACEMENTS, least=0)
+        if self.seed is not None:
+            limits.seed("--seed", self.seed)
+        limits.above_zero("--rate-factor", self.rate_factor)
+        limits.seconds("--timeout", self.timeout)
+        if self.target is not None:
+            Target.parse(self.target)
+        _check_parts(self.parts)
+        if self.backend not in ("gloo", "offbeat"):
+            raise UsageError(f"--backend {self.backend!r} is none that is known here. Say gloo or offbeat.")
+        if self.backend == "offbeat" and self.device != "cpu":
+            raise UsageError(f"--backend offbeat is for tensors on the CPU, not on {self.device}. Leave it out.")
+        _check_device(self.device)
+        object.__setattr__(self, "disturb", tuple(self.disturb))  # JSON knows only lists.
+        _ = self.disturbances
+
+    @property
+    def disturbances(self) -> list[Disturbance]:
+        """The faults that are to happen, parsed."""
+        from offbeat.protocols.disturbances import parse  # Needs numpy, which `offbeat --help` does not wait for.
+
+        return [parse(sentence) for sentence in self.disturb]
+
+    def without_effect(self) -> list[str]:
+        """The options among these that were given and have no effect on a script that never joins a team."""
+        names = ("strategy", "target", "epochs", "steps", "checkpoint_every", "parts", "replace", "disturb")
+        given = [name for name in (*names, "rate_factor") if getattr(self, name) != getattr(Goal, name)]
+        return [f"--{name.replace('_', '-')}" for name in given]
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON data."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, data: Mapping[str, Any]) -> Goal:
+        """From JSON data; unknown entries of other versions are ignored."""
+        import msgspec
+
+        try:
+            return msgspec.convert(dict(data), cls)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"this is not how far a run goes: {error}. The file that says so was changed.") from error
+
+
+def _check_parts(text: str) -> None:
+    from offbeat.runtime.data.label_skew import Parts  # Needs torch.
+
+    Parts.parse(text)
+
+
+def _check_device(text: str) -> None:
+    import torch
+
+    try:
+        device = torch.device(text)
+    except RuntimeError as error:
+        raise UsageError(f"--device {text!r} is no device. Say cpu, or cuda where there is a GPU.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device {text} cannot be trained on: offbeat knows cpu, and cuda where there is a GPU.")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"--device {text} was asked for, but this machine's torch has no CUDA. Use --device cpu.")

@@ -1,0 +1,1 @@
+"""State that survives: checkpoints, snapshots, random state."""

@@ -1,0 +1,338 @@
+"""Checkpoints that are whole or not there.
+
+A checkpoint is a folder `step-<n>`: a safetensors file with what all workers share, one per worker with what is its
+own, and a manifest that lists every file with its size and checksum, and has a checksum itself. All of it is written
+beside its place and moved there by one rename after everything is on the disk, and the one before is removed only
+then, by one rename out of sight. So a kill at any moment leaves the last complete one, and no reader finds a part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import msgspec
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from offbeat.errors import CheckpointError
+from offbeat.runtime.groups.group import Group
+from offbeat.runtime.run.untrusted_files import is_folder, is_there, parse_json, plain_name, read_object, regular_file
+from offbeat.runtime.state.tensor_tree import put_together, take_apart
+
+FORMAT = 1
+_NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
+_MANIFEST = "manifest.json"
+CERTIFICATE = "certificate.json"
+"""What a snapshot has beside, and other checkpoints have not."""
+_SHARED = "shared.safetensors"
+_OWN = "worker-"
+_GONE = ".gone-"
+
+
+class _File(msgspec.Struct):
+    bytes: int
+    blake2b: str
+
+
+class _Manifest(msgspec.Struct):
+    """What a manifest must have."""
+
+    format: int
+    files: dict[str, _File]
+    step: int = 0
+    workers: int = 0
+    identity: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder; the newest two are kept while a new one is being written."""
+
+    def __init__(self, folder: Path, group: Group, identity: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self._group = group
+        self._identity: dict[str, Any] = json.loads(json.dumps(dict(identity)))  # As it will be read: tuples are lists.
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What must be the same for a run to go on from one of them."""
+        return self._identity
+
+    def save(self, step: int, shared: Mapping[str, Any], own: Mapping[str, Any], summary: Mapping[str, Any]) -> Path:
+        """Write what worker 0 says is shared and what is each worker's own; all workers call this together."""
+        leader = self._group.membership.leader()
+        leads = leader == self._group.rank
+        final = _place_of(self.folder, step)
+        draft = self.folder / f".draft-{step:09d}"
+
+        def begin() -> None:
+            if leads:
+                _sweep(self.folder)
+                draft.mkdir(parents=True)
+
+        def write() -> None:
+            if leads:
+                write_state(draft / _SHARED, shared)
+            write_state(draft / file_of(self._group.rank), own)
+
+        def finish() -> None:
+            nonlocal final
+            if leads:
+                final = publish(draft, self.folder, step, self._group.size, self._identity, summary)
+
+        for act in (begin, write, finish):
+            failure = ""
+            try:
+                act()
+            except (OSError, SafetensorError, CheckpointError) as error:
+                failure = f"{getattr(error, 'strerror', None) or error} ({draft})"
+            self._agree(failure)
+            if leader not in self._group.membership.present:
+                break  # It has died: this one is given up, and the one before is still the newest.
+        return final
+
+    def _agree(self, failure: str) -> None:
+        """Go on only if no worker failed; all raise together, so that none is left waiting."""
+        failed = self._group.gather([1.0 if failure else 0.0], "writing a checkpoint")
+        if failed.sum() == 0:
+            return
+        if self._group.membership.leads:
+            _sweep(self.folder)
+        kept = newest(self.folder)
+        tail = f" The one before, {kept.name}, is intact: mend the cause and --resume." if kept else ""
+        who = ", ".join(str(rank) for rank, bad in zip(self._group.membership.members, failed, strict=False) if bad)
+        raise CheckpointError(f"a checkpoint could not be written (worker {who}): {failure or 'see its log'}.{tail}")
+
+    def load(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """The newest checkpoint's shared state, this worker's own, and the summary; refuses one of another run."""
+        path = newest(self.folder)
+        if path is None:
+            raise CheckpointError(f"there is no checkpoint in {self.folder}, so there is nothing to resume from.")
+        manifest = read_manifest(path)
+        for key, mine in self._identity.items():
+            theirs = manifest["identity"].get(key)
+            if theirs != mine:
+                raise CheckpointError(
+                    f"{path} belongs to another run: its {key} is {theirs!r}, this run's is {mine!r}. "
+                    f"Resume with the same {key}, or start a new run without --resume."
+                )
+        own = self._own_state(path, manifest)
+        if CERTIFICATE in manifest["files"]:
+            from offbeat.runtime.state.snapshots import put_in_place
+
+            put_in_place(path, own, self._group)
+            return {**own["replicas"], "others": own["others"]}, own, manifest["summary"]
+        return _read_state(path / _SHARED, manifest), own, manifest["summary"]
+
+    def _own_state(self, path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+        """The state of this worker; one that had died before takes another's, but draws its own random numbers."""
+        name = file_of(self._group.rank)
+        others = sorted(file for file in manifest["files"] if file.startswith(_OWN))
+        if name in manifest["files"] or self._group.rank >= manifest["workers"] or not others:
+            return _read_state(path / name, manifest)
+        own = _read_state(path / others[0], manifest)
+        own.get("things", {}).pop("random", None)
+        return own
+
+
+def _place_of(folder: Path, step: int) -> Path:
+    """Where it goes: a step that is saved again comes beside the former, which stays until this one is there."""
+    taken = [attempt for known, attempt in map(_number, _all(folder)) if known == step]
+    return folder / (f"step-{step:09d}" + (f".{max(taken) + 1}" if taken else ""))
+
+
+def publish(
+    draft: Path, folder: Path, step: int, workers: int, identity: Mapping[str, Any], summary: Mapping[str, Any]
+) -> Path:
+    """List what lies in a draft, move it to its place, and remove those before."""
+    names = sorted(file.name for file in draft.iterdir())
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        "workers": workers,
+        "identity": dict(identity),
+        "summary": dict(summary),
+        "files": {name: fingerprint(draft / name, "blake2b") for name in names},
+    }
+    write_text(draft / _MANIFEST, json.dumps(manifest | {"checksum": digest(manifest)}, indent=1))
+    _sync_folder(draft)
+    final = _move(draft, folder, step)
+    _sync_folder(folder)
+    for old in _all(folder)[:-1]:
+        remove(old)
+    for left in folder.glob(f"{_GONE}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    return final
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint or a draft at once: it loses its name first, so that nobody finds a part of it there.
+
+    Whoever still finds it under its name after having read it has read all of it. What a kill leaves is swept later.
+    """
+    hidden = path.with_name(f"{_GONE}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
+    with suppress(OSError):  # Another may have been quicker.
+        path.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _move(draft: Path, folder: Path, step: int) -> Path:
+    """To its place; to the next one, if another process has just taken that for a snapshot of the same step."""
+    while True:
+        final = _place_of(folder, step)
+        try:
+            return draft.rename(final)
+        except OSError:
+            if not final.exists():
+                raise
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest complete checkpoint in a folder."""
+    found = _all(folder)
+    return found[-1] if found else None
+
+
+def newest_step(folder: Path) -> int:
+    """The step of the newest complete checkpoint in a folder; 0 if there is none."""
+    found = newest(folder)
+    return 0 if found is None else _number(found)[0]
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, checked against its files."""
+    try:
+        manifest = read_object(path / _MANIFEST)
+        files = msgspec.convert(manifest, _Manifest).files
+        known = manifest["format"]
+        whole = manifest.pop("checksum", None) == digest(manifest) if known == FORMAT else True
+        for name in files:
+            plain_name(name)
+    except (OSError, ValueError) as error:
+        _refuse_gone(path)
+        raise CheckpointError(
+            f"{path} is damaged: its manifest cannot be read ({error}). Use an older checkpoint."
+        ) from error
+    if known != FORMAT:
+        raise CheckpointError(f"{path} has format {known}, this version of offbeat reads format {FORMAT}.")
+    if not whole:
+        raise CheckpointError(f"{path} is damaged: {_MANIFEST} is not what was written (another checksum).")
+    for name, expected in files.items():
+        try:
+            actual = fingerprint(path / name, "blake2b", expected.bytes)
+        except (OSError, ValueError) as error:
+            _refuse_gone(path)
+            raise CheckpointError(f"{path} is damaged: {name} cannot be read ({error}).") from error
+        if actual != {"bytes": expected.bytes, "blake2b": expected.blake2b}:
+            raise CheckpointError(
+                f"{path} is damaged: {name} is not what was written ({actual['bytes']} bytes, {expected.bytes} "
+                f"expected, or another checksum). Remove that folder to resume from an older checkpoint."
+            )
+    return manifest
+
+
+def _refuse_gone(path: Path) -> None:
+    if not path.exists():
+        raise CheckpointError(
+            f"{path} is not there (any more): a run removes a checkpoint once the next one is written. Take the newest "
+            f"of {path.parent}."
+        )
+
+
+def _all(folder: Path) -> list[Path]:
+    if not is_folder(folder):
+        return []
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and is_there(path / _MANIFEST)]
+    return sorted((path for path in found if not path.is_symlink()), key=_number)
+
+
+def _number(path: Path) -> tuple[int, int]:
+    """Which step a checkpoint is of, and which attempt at it."""
+    found = cast("re.Match[str]", _NAME.fullmatch(path.name))
+    return int(found[1]), int(found[2] or 0)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a kill has left: drafts, and old checkpoints that were half removed."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.name.startswith((".draft-", _GONE)) or (_NAME.fullmatch(path.name) and not (path / _MANIFEST).exists()):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def file_of(rank: int) -> str:
+    """What a worker's own file is called."""
+    return f"{_OWN}{rank}.safetensors"
+
+
+def write_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write nested plain data and tensors."""
+    tensors: dict[str, Any] = {}
+    write_tensors(path, tensors, {"data": json.dumps(take_apart(state, "state", tensors))})
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    """Write tensors and text, onto the disk."""
+    save_file(dict(tensors), path, metadata=dict(metadata))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _read_state(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    if path.name not in manifest["files"]:
+        raise CheckpointError(
+            f"{path.parent} has no state for this worker ({path.name}): it was written by {manifest['workers']} "
+            f"workers."
+        )
+    try:
+        tensors = load_file(path)
+        data = parse_json(metadata_of(path)["data"])
+        return cast("dict[str, Any]", put_together(data, tensors))
+    except (SafetensorError, ValueError, KeyError, OSError, TypeError, StopIteration) as error:
+        raise CheckpointError(f"{path} is damaged and cannot be read: {error}") from error
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    """The text that stands beside the tensors of a file."""
+    with regular_file(path), safe_open(path, framework="pt") as file:
+        return dict(file.metadata() or {})
+
+
+def fingerprint(path: Path, kind: Literal["blake2b", "sha256"], size: int | None = None) -> dict[str, Any]:
+    """A file's bytes and checksum; one of another size than expected is not read, and its checksum is empty."""
+    with regular_file(path) as file:
+        found = os.fstat(file.fileno()).st_size
+        if size is not None and size != found:
+            return {"bytes": found, kind: ""}
+        made = hashlib.file_digest(file, "sha256" if kind == "sha256" else lambda: hashlib.blake2b(digest_size=16))
+    return {"bytes": found, kind: made.hexdigest()}
+
+
+def digest(manifest: Mapping[str, Any]) -> str:
+    """A checksum of plain data."""
+    as_read = json.loads(json.dumps(manifest))  # Where keys are text, whose order is not that of numbers.
+    return hashlib.blake2b(json.dumps(as_read, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write text, onto the disk."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,242 @@
+"""Snapshots on the disk: each part is written by whoever has it, while the run goes on; then all of it is published.
+
+Workers and servers write their parts into a draft beside the checkpoints: `worker-<rank>.safetensors` and, for each
+shard, `shard-<n>.safetensors` (its whole state) and `channel-<n>.safetensors` (the pushes that were under way to it).
+Each file says where it was cut. When all parts are there they get a certificate and a manifest, and become a checkpoint
+by one rename, from which a run goes on like from any other.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from offbeat.errors import CheckpointError
+from offbeat.protocols.gossip.snapshots import GossipCut
+from offbeat.protocols.servers.messages import Push, ShardCut
+from offbeat.runtime.groups.group import Group
+from offbeat.runtime.state import certificates
+from offbeat.runtime.state.checkpoint import file_of, metadata_of, publish, remove, write_tensors
+from offbeat.runtime.state.tensor_tree import take_apart
+
+DRAFT = ".snapshot-"
+
+Kept = tuple[Push, NDArray[np.uint8] | None]
+"""A push that was under way, and a copy of its numbers; None: it only lets the clock tick."""
+
+
+class Cut(NamedTuple):
+    """A worker is cut: what its exchange has to remember of it, and what is to be done once that is written."""
+
+    colour: int
+    place: msgspec.Struct | None
+    """Where it was cut; None: what is written with `more` says it."""
+    state: dict[str, Any]
+    written: Callable[[], None] | None = None
+    """To be told once it is on the disk."""
+    more: Callable[[Path], None] | None = None
+    """Writes what else belongs to it, when all of it has come."""
+
+
+def draft_of(checkpoints: Path, colour: int) -> Path:
+    """Where the parts of a snapshot are written."""
+    return checkpoints / f"{DRAFT}{colour:06d}"
+
+
+class CutWriter:
+    """Writes a worker's parts of snapshots in a thread, one at a time."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._publishing: threading.Thread | None = None
+
+    def publish(self, checkpoints: Path, identity: Mapping[str, Any], ranks: Sequence[int], at_end: bool) -> None:
+        """Where workers mix in pairs: publish in a thread what has become complete, and remove what was before it.
+
+        It is complete with the parts of these workers, who live.
+        """
+        if self._publishing is not None and (at_end or not self._publishing.is_alive()):
+            self._publishing.join()
+            self._publishing = None
+        if at_end:
+            discard(checkpoints)
+        elif self._publishing is None:
+            files = [name(rank) for rank in ranks for name in (file_of, certificates.channel_file)]
+            found = complete_drafts(checkpoints, files)
+            if found:
+                arguments = (checkpoints, found[-1], identity, files)
+                self._publishing = threading.Thread(target=_publish_pairs, args=arguments, name="offbeat publish")
+                self._publishing.start()
+
+    def write(self, checkpoints: Path, rank: int, cut: Cut, state: Mapping[str, Any]) -> None:
+        """Copy the state now, and write it down while the worker goes on."""
+        tensors: dict[str, Any] = {}
+        metadata = {
+            "data": json.dumps(take_apart(state, "state", tensors)),
+            "step": str(state["notes"]["step"]),
+            **({} if cut.place is None else {"cut": json.dumps(msgspec.to_builtins(cut.place))}),
+        }
+        self.close()
+        folder = draft_of(checkpoints, cut.colour)
+
+        def act() -> None:
+            try:
+                write_part(folder, file_of(rank), tensors, metadata)
+                if cut.more is not None:
+                    cut.more(folder)
+            except (OSError, SafetensorError) as error:
+                print(f"a snapshot could not be written: {error}", file=sys.stderr, flush=True)
+            else:
+                if cut.written is not None:
+                    cut.written()
+
+        self._thread = threading.Thread(target=act, name="offbeat snapshot", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait until what is being written is written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
+def _publish_pairs(checkpoints: Path, colour: int, identity: Mapping[str, Any], files: Sequence[str]) -> None:
+    try:
+        publish_snapshot(checkpoints, colour, "gossip", 0, identity, files)
+    except (OSError, CheckpointError) as error:
+        print(f"snapshot {colour} was not published: {error}", file=sys.stderr, flush=True)
+        discard(checkpoints, colour)
+    for older in (path for path in checkpoints.glob(f"{DRAFT}*") if path.name < draft_of(checkpoints, colour).name):
+        remove(older)
+
+
+def write_part(folder: Path, name: str, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    """A file of a draft, whole or not there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    hidden = folder / f".{name}"
+    write_tensors(hidden, tensors, metadata)
+    hidden.rename(folder / name)
+
+
+def write_shard(folder: Path, cut: ShardCut, state: bytes, kept: Sequence[Kept]) -> None:
+    """A shard's part: its state as it was when it was cut, and what was under way to it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    hidden = folder / f".shard-{cut.shard}"
+    hidden.write_bytes(state)
+    hidden.rename(folder / certificates.shard_file(cut.shard))
+    tensors = {f"push.{i}": torch.from_numpy(numbers) for i, (_, numbers) in enumerate(kept) if numbers is not None}
+    metadata = {
+        "cut": json.dumps(msgspec.to_builtins(cut)),
+        "pushes": json.dumps([msgspec.to_builtins(push) for push, _ in kept]),
+    }
+    write_part(folder, certificates.channel_file(cut.shard), tensors, metadata)
+
+
+def write_moves(folder: Path, cut: GossipCut, moves: Sequence[NDArray[Any]]) -> None:
+    """What was under way to a worker that mixes in pairs."""
+    tensors = {f"move.{i}": torch.from_numpy(move) for i, move in enumerate(moves)}
+    name = certificates.channel_file(cut.worker)
+    write_part(folder, name, tensors, {"cut": json.dumps(msgspec.to_builtins(cut))})
+
+
+def complete_drafts(checkpoints: Path, files: Sequence[str]) -> list[int]:
+    """Snapshots of which all these files are there."""
+    drafts = checkpoints.glob(f"{DRAFT}*") if checkpoints.is_dir() else ()
+    return sorted(
+        int(path.name.removeprefix(DRAFT)) for path in drafts if all((path / name).exists() for name in files)
+    )
+
+
+def publish_snapshot(
+    checkpoints: Path,
+    colour: int,
+    kind: certificates.Kind,
+    epoch: int,
+    identity: Mapping[str, Any],
+    files: Sequence[str],
+) -> Path:
+    """All parts are there: certify them, and make them the newest checkpoint."""
+    draft = draft_of(checkpoints, colour)
+    for stray in (path for path in draft.iterdir() if path.name not in files):
+        stray.unlink()
+    certificates.issue(draft, kind=kind, colour=colour, epoch=epoch, run=checkpoints.parent.name)
+    step = max(int(metadata_of(draft / name)["step"]) for name in files if name.startswith("worker-"))
+    return publish(draft, checkpoints, step, int(identity["workers"]), identity, {"step": step, "snapshot": colour})
+
+
+def discard(checkpoints: Path, colour: int | None = None) -> None:
+    """Remove what was written of a snapshot that has not come about; of all, if none is named."""
+    found = checkpoints.glob(f"{DRAFT}*") if colour is None else [draft_of(checkpoints, colour)]
+    for path in found:
+        remove(path)
+
+
+# -- going on ----------------------------------------------------------------------------------------------------------
+
+
+def put_in_place(path: Path, own: dict[str, Any], group: Group) -> None:
+    """What a worker needs to go on from a snapshot, beside its own state: put where its exchange will find it."""
+    found = certificates.check(path)
+    if found.faults:
+        raise CheckpointError(
+            f"{path} is refused: {'; '.join(found.faults)}. Remove that folder to go on from an older checkpoint."
+        )
+    certificate = certificates.read(path)
+    exchange = cast("dict[str, Any]", own["things"]["exchange"])
+    if certificate.kind == "servers":
+        exchange["resumed"] = _shards_of(path, certificate, group)
+        if "accrued" in exchange and group.rank not in {cut.worker for cut in certificate.workers}:
+            exchange["accrued"] = None  # What another has not pushed yet it pushes itself.
+        return
+    ranks = [cut.worker for cut in certificate.pairs]
+    # One who had died before has another's row, and makes the moves that were under way to that one.
+    whose = group.rank if group.rank in ranks else min(ranks)
+    for move in load_file(path / certificates.channel_file(whose)).values():
+        exchange["row"] = exchange["row"] - move
+
+
+def _shards_of(path: Path, certificate: certificates.Certificate, group: Group) -> dict[str, Any]:
+    """States of the shards for the one who leads; for each worker how many pushes it had sent, and its own under way.
+
+    A worker that had died before starts anew where the first of the others was.
+    """
+    cuts = {cut.worker: cut for cut in certificate.workers}
+    first = certificate.workers[0]
+    mine = cuts.get(group.rank)
+    took: list[list[list[int]]] = []
+    under_way: list[tuple[int, dict[str, Any], Any]] = []
+    states: list[Any] = []
+    for shard in certificate.shards:
+        late = {worker for worker, _ in shard.in_flight}
+        known = {
+            worker: [worker, pushes, clock if worker in late else cuts[worker].clock]
+            for worker, _, pushes, clock in shard.taken
+            if worker in cuts
+        }
+        took.append([known.get(worker, [worker, 0, first.clock]) for worker in range(group.size)])
+        file = path / certificates.channel_file(shard.shard)
+        tensors = load_file(file)
+        for number, push in enumerate(json.loads(metadata_of(file)["pushes"])):
+            if push["worker"] == group.rank and mine is not None:
+                under_way.append((shard.shard, push, tensors.get(f"push.{number}")))
+        if group.membership.leads:
+            raw = (path / certificates.shard_file(shard.shard)).read_bytes()
+            states.append(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+    return {
+        "states": states,
+        "versions": [shard.version for shard in certificate.shards],
+        "took": took,
+        "sent": list(mine.pushes) if mine else [0] * len(certificate.shards),
+        "under_way": under_way,
+    }

@@ -1,0 +1,1 @@
+"""The machine: its memory, limits and health."""

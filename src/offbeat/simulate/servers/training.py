@@ -1,0 +1,268 @@
+"""Parameter servers in virtual time: what a step takes, who waits, and how stale what is read is.
+
+What servers decide (`protocols.servers.pacing`) and what workers do (`protocols.servers.worker.rhythm`) is driven event by
+event (`simulate.servers.events`). A worker computes for as long as its stragglers' draw says, then pushes, pulls and
+waits as its rhythm says. A server's port carries one byte at a time each way, and serves first who comes first. So the
+last of p workers that begin together is through after `alpha + beta * max(n, p * n / K)`, the busiest port's time. The
+first of them compute while the others still pull; those out of step queue less.
+
+Where nothing queues, `shortcut` computes the same with arrays, step by step: a worker starts step c when it has
+finished c and everybody has finished c - s. A test equates the two to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from offbeat import limits
+from offbeat.errors import UsageError, did_you_mean
+from offbeat.protocols.expressions import calls
+from offbeat.protocols.schedule import IntArray
+from offbeat.protocols.servers.consistency import Rule
+from offbeat.protocols.servers.worker.rhythm import RhythmOf, rhythm_of
+from offbeat.simulate.network import Link
+from offbeat.simulate.queues import Times
+from offbeat.simulate.servers.events import Drive, Ports
+from offbeat.simulate.servers.stragglers import Stragglers, Transient
+
+PREDICTED_STEPS = 10_000
+"""Enough for a hundredth of the time per step under the pauses of `predict`."""
+Progress = Callable[[float], None]
+"""Told from time to time which share is done."""
+
+
+def parse_rule(text: str) -> Rule:
+    """A rule as it is written: `bsp`, `ssp(3)`, `ssp(3, eager)`, `asp`, `drop_slowest(2)` or `deadline(0.5)`."""
+    match calls(text, "rule", "ssp(3)"):
+        case [("bsp", ())]:
+            return Rule(0)
+        case [("asp", ())]:
+            return Rule(None)
+        case [("ssp", (int(bound),))]:
+            return Rule(bound)
+        case [("ssp", (int(bound), "eager"))]:
+            return Rule(bound, eager=True)
+        case [("drop_slowest", (int(drop),))]:
+            return Rule(0, drop=drop)
+        case [("deadline", (int(seconds) | float(seconds),))]:
+            return Rule(0, deadline=float(seconds))
+        case _:
+            names = ["bsp", "ssp(3)", "ssp(3, eager)", "asp", "drop_slowest(2)", "deadline(0.5)"]
+            raise UsageError(f"{text!r} is no rule.{did_you_mean(text, names)}")
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What is exchanged with the servers in each step, and through what."""
+
+    count: int
+    """Servers: each holds an equal part of the parameters, and has a port of its own."""
+    nbytes: int
+    """Bytes of all parameters; so many are pushed, and so many pulled, by each worker in each step."""
+    link: Link
+    """Between a worker and a server; its `gamma` is the time to apply a byte that was pushed."""
+
+    def __post_init__(self) -> None:
+        """Refuse no servers and no bytes."""
+        limits.whole("--servers", self.count, limits.SIMULATED_SERVERS)
+        limits.whole("--size", self.nbytes, limits.BYTES)
+
+
+@dataclass(frozen=True)
+class Paced:
+    """What came of a simulation."""
+
+    rule: Rule
+    workers: int
+    steps: int
+    """That each worker made; under `drop_slowest` and `deadline`, that were completed."""
+    ends: Times
+    """When each worker could have started one step more."""
+    worked: float
+    """Seconds that all workers together computed."""
+    exchanged: float
+    """Seconds that all workers together pushed and pulled."""
+    staleness: IntArray
+    """How many reads were so many steps old: the reader's clock less the slowest worker's."""
+    late: int = 0
+    """Gradients that came when their step was complete, and were discarded."""
+    pushes: int = 0
+    """Messages from workers with what they have computed."""
+    reads: int = 0
+    """Messages to workers with values that they asked for."""
+    unasked: int = 0
+    """Messages to workers with values that servers sent by themselves."""
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Time in which the team makes as many steps as it has workers."""
+        return float(self.workers / np.sum(self.steps / self.ends))
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the workers' time in which they waited to be let go on."""
+        total = float(self.ends.sum())
+        # Rounding may leave a hair below zero where nobody waits.
+        return max(0.0, 1 - (self.worked + self.exchanged) / total)
+
+    @property
+    def exchange_share(self) -> float:
+        """Share of the workers' time in which they pushed and pulled, queueing included."""
+        return self.exchanged / float(self.ends.sum())
+
+    @property
+    def messages_per_step(self) -> float:
+        """Messages with gradients or values, of one worker in one step."""
+        return (self.pushes + self.reads + self.unasked) / (self.workers * self.steps)
+
+    @property
+    def staleness_mean(self) -> float:
+        """Steps that what was read was old, on average."""
+        return float(np.average(np.arange(len(self.staleness)), weights=self.staleness))
+
+    def staleness_quantile(self, share: float) -> int:
+        """The staleness that this share of the reads does not exceed."""
+        reads = np.cumsum(self.staleness)
+        return int(np.searchsorted(reads, share * reads[-1]))
+
+    def plain(self) -> dict[str, object]:
+        """The figures, as plain data."""
+        return {
+            "rule": str(self.rule),
+            "seconds_per_step": self.seconds_per_step,
+            "idle_share": self.idle_share,
+            "exchange_share": self.exchange_share,
+            "staleness": {
+                "mean": self.staleness_mean,
+                "p99": self.staleness_quantile(0.99),
+                "maximum": len(self.staleness) - 1,
+                "histogram": self.staleness.tolist(),
+            },
+            "late": self.late,
+            "pushes": self.pushes,
+            "reads": self.reads,
+            "unasked": self.unasked,
+        }
+
+
+def simulate(
+    rule: Rule,
+    workers: int,
+    steps: int,
+    stragglers: Stragglers,
+    network: Shards | None = None,
+    seed: int = 0,
+    *,
+    rhythm: RhythmOf | None = None,
+    progress: Progress | None = None,
+) -> Paced:
+    """Train in virtual time: by the shortcut where it equals the protocol, by the protocol where it does not.
+
+    Args:
+        rule: Who may start a step.
+        workers: How many train.
+        steps: How many each of them makes.
+        stragglers: How long computing takes.
+        network: What exchanges cost; None: nothing.
+        seed: Of the stragglers.
+        rhythm: When workers push and pull; None: as `server(consistency=...)` does under this rule.
+        progress: Told from time to time which share is done.
+
+    """
+    limits.whole("--workers", workers, limits.SIMULATED_WORKERS)
+    limits.whole("--steps", steps, limits.SIMULATED_STEPS)
+    if workers * steps > (most := limits.SIMULATED_STEPS):
+        raise UsageError(f"{workers:,} workers x {steps:,} steps are more than {most:,}, the most there is memory for.")
+    if rule.drop >= workers:
+        raise UsageError(f"{rule} of {workers} workers leaves nobody: drop fewer.")
+    durations = stragglers.draw(workers, steps, seed)
+    if network is None and rhythm is None and not rule.closes and not rule.eager:
+        return shortcut(rule, durations)
+    return drive(rule, durations, network, rhythm, progress=progress)
+
+
+def predict(
+    rule: Rule,
+    workers: int,
+    base: float,
+    pause: float,
+    probability: float,
+    exchange: float = 0.0,
+    *,
+    overlaps: bool = False,
+    compute: float = 0.0,
+) -> float:
+    """Seconds per step of workers paced to `base` seconds, any step of which is paused with some probability.
+
+    `exchange` seconds are added to every step. A pause that comes before the time of the step is taken adds its whole
+    length: the step takes `base + pause`. With `overlaps` it falls into a step that is already timed, whose sleep ends
+    when it would have ended anyway: `compute` seconds are worked and the rest is slept, so that the step takes
+    `max(base, compute + pause)`.
+    """
+    longer = max(0.0, compute + pause - base) if overlaps else pause
+    stragglers = Stragglers(base + exchange, (Transient(longer, probability),))
+    return simulate(rule, workers, PREDICTED_STEPS, stragglers).seconds_per_step
+
+
+def shortcut(rule: Rule, durations: Times) -> Paced:
+    """The same as `drive` without a network, with arrays: for rules that wait for every worker or for none."""
+    if rule.closes or rule.eager:
+        raise UsageError(f"there is no shortcut for {rule}: what happens depends on the order of events.")
+    steps, workers = durations.shape
+    finished: Times = np.zeros(workers)
+    everyone: Times = np.zeros(steps + 1)
+    staleness: IntArray = np.zeros(steps + 1, dtype=np.int64)
+    complete: IntArray = np.zeros(workers, dtype=np.int64)  # in what each has read
+    reads = 0
+    for clock in range(steps):
+        start = np.maximum(finished, everyone[rule.needed(clock)])
+        if clock:
+            # Who starts the moment that the slowest comes up sees that it has.
+            seen = np.searchsorted(everyone[rule.needed(clock) + 1 : clock + 1], start, side="right")
+            # Under ssp(s) values are read one step before the bound would break, and used again until then.
+            reading = complete < rule.needed(clock + 1) if rule.bound else np.ones(workers, dtype=bool)
+            complete = np.where(reading, rule.needed(clock) + seen, complete)
+            reads += int(reading.sum())
+        stale = np.bincount(clock - complete)
+        staleness[: len(stale)] += stale
+        finished = start + durations[clock]
+        everyone[clock + 1] = finished.max()
+    ends = np.maximum(finished, everyone[rule.needed(steps)])
+    last = int((complete < rule.needed(steps + 1)).sum()) if rule.bound else workers
+    counts = {"pushes": steps * workers, "reads": reads + last}
+    return Paced(rule, workers, steps, ends, float(durations.sum()), 0.0, _trimmed(staleness), **counts)
+
+
+def drive(
+    rule: Rule,
+    durations: Times,
+    network: Shards | None = None,
+    rhythm: RhythmOf | None = None,
+    *,
+    progress: Progress | None = None,
+) -> Paced:
+    """Play it event by event; durations have a row for each step, with a column for each worker."""
+    ports = None if network is None else Ports(network.link, network.nbytes, network.count)
+    played = Drive(rule, durations, rhythm or rhythm_of(rule), ports, progress)
+    played.run()
+    return Paced(
+        rule,
+        played.count,
+        played.steps,
+        np.array(played.ends),
+        played.worked,
+        played.exchanged,
+        _trimmed(np.array(played.staleness, dtype=np.int64)),
+        late=played.late,
+        pushes=played.pushes,
+        reads=played.reads,
+        unasked=played.unasked,
+    )
+
+
+def _trimmed(histogram: IntArray) -> IntArray:
+    """Without the zeros at its end."""
+    return histogram[: int(np.flatnonzero(histogram)[-1]) + 1]

@@ -1,0 +1,1 @@
+"""Compressors, one file each: less is sent."""

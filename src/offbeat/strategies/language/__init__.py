@@ -1,0 +1,1 @@
+"""Strategies as text: parsed, described, looked up by name."""

@@ -1,0 +1,67 @@
+"""Sums of statistics that servers hold, for tasks without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from offbeat.protocols.servers.worker.rhythm import Action, EveryStep
+from offbeat.strategies.servers.driver import ServerDriver
+from offbeat.strategies.servers.link import ServerLink
+from offbeat.strategies.servers.optimizer import Adding
+from offbeat.strategies.servers.optimizer_handoff import refuse_different_models
+from offbeat.strategies.servers.parameter_row import Row
+
+
+def added_up(link: ServerLink, row: Row) -> ServerDriver:
+    """A row that servers hold, and add to."""
+    refuse_different_models(link.group, row, None)
+    adding = Adding()
+    driver = ServerDriver(link, row, EveryStep(), adding)
+    driver.put(adding.first_states(row, link.shards))
+    return driver
+
+
+class ServerTotals:
+    """Statistics of all workers, summed on servers.
+
+    A worker pushes the difference of its statistics to those that it pushed last, so that the sum on the servers always
+    has every worker's latest, however often each of them pushes (incremental EM: Neal and Hinton 1998).
+    """
+
+    def __init__(self, put: Callable[[Row], ServerDriver], statistics: Mapping[str, Tensor], shards: int) -> None:
+        self._names = sorted(statistics)
+        flat = self._flat(statistics)
+        self._last = torch.zeros_like(flat)
+        self._row = Row([torch.nn.Parameter(torch.zeros_like(flat), requires_grad=False)], shards)
+        self.driver = put(self._row)
+        """The sums on the servers."""
+
+    def _flat(self, statistics: Mapping[str, Tensor]) -> Tensor:
+        return torch.cat([statistics[name].detach().double().reshape(-1) for name in self._names])
+
+    def take_over(self) -> None:
+        """Have the first of those who live answer for what the dead have told: the rest of what servers hold."""
+        self.driver.together()
+        group = self.driver.link.group
+        living = group.sum(self._last.clone(), "what the living have told")
+        if group.rank == min(group.membership.present):
+            self._last += self._row.values - living
+
+    def total(self, statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Push what has changed, and read the sums."""
+        flat, link, queue = self._flat(statistics), self.driver.link, self.driver.queue
+        self._row.parameters[0].grad = flat - self._last
+        slot = queue.gradient()
+        link.record.unused.clear()
+        self.driver.perform((Action.PUSH_AND_PULL, Action.AWAIT, Action.SETTLE), lambda: slot)
+        # What a shard has not used is a part of the next difference: else it would be missing for ever.
+        for shard in set(range(link.shards)) - link.record.unused:
+            self._row.shard(self._last, shard).copy_(self._row.shard(flat, shard))
+        pieces = self._row.values.clone().split([statistics[name].numel() for name in self._names])
+        return {
+            name: piece.view(statistics[name].shape).to(statistics[name].dtype)
+            for name, piece in zip(self._names, pieces, strict=True)
+        }

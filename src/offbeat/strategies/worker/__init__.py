@@ -1,0 +1,1 @@
+"""What the worker's sides of several strategies share."""

@@ -1,0 +1,185 @@
+"""Optimizer state and updates, divided over the workers: each updates its slice of every parameter (ZeRO, stage 1).
+
+The optimizer stays the user's own. While it steps, and while it says or takes back its state, it sees this worker's
+slices in place of the parameters; afterwards it has the parameters again. That is right for optimizers that treat
+every number by itself, which most do.
+
+Where the workers share memory the parameters lie there once for all of them: a slice that its owner has updated is
+there for everybody, and nothing needs to be gathered. Elsewhere slices are gathered after each step.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 5.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from offbeat.errors import RunError, StrategyError
+from offbeat.protocols.exchanges import SMALL_GRADIENT, Exchanged
+from offbeat.protocols.schedule import Layout
+from offbeat.runtime.gradients.sliceable_optimizers import ELEMENT_WISE, why_not
+from offbeat.runtime.groups.group import DirectGroup
+from offbeat.strategies.worker.exchange import closure_of
+from offbeat.strategies.worker.flat_rows import share_parameters
+
+
+def slices_of(parameters: Sequence[Parameter], size: int) -> list[list[tuple[int, int]]]:
+    """For each rank, which range of each parameter it owns: a block of a large one, all or nothing of a small one."""
+    owned: list[list[tuple[int, int]]] = [[] for _ in range(size)]
+    load = np.zeros(size)
+    for parameter in parameters:
+        count = parameter.numel()
+        if count > SMALL_GRADIENT:
+            bounds = Layout(count).blocks(size).tolist()
+        else:
+            owner = int(load.argmin())
+            load[owner] += count
+            bounds = [0] * (owner + 1) + [count] * (size - owner)
+        for rank in range(size):
+            owned[rank].append((bounds[rank], bounds[rank + 1]))
+    return owned
+
+
+class Shards:
+    """One model's parameters, and which slices of them this worker updates."""
+
+    def __init__(self, parameters: Iterable[Parameter], group: DirectGroup) -> None:
+        self.parameters = [p for p in parameters if p.is_floating_point()]
+        self._group = group
+        self._owned = slices_of(self.parameters, group.size)
+        self._shared = group.shares_memory
+        if self._shared:
+            share_parameters(self.parameters, group)
+        mine = self._owned[group.rank]
+        self.slices = [p.data.view(-1)[low:high] for p, (low, high) in zip(self.parameters, mine, strict=True)]
+        """This worker's part of each parameter, in the parameter's own memory; empty where it has none."""
+        self.seen: dict[int, tuple[int, int]] = {}
+        """Each gradient as the exchange left it: which tensor, and how often it had been written."""
+        self.exchanges: tuple[Exchanged, ...] = ()
+        """What the last step's slices were brought to everybody by."""
+
+    def note_gradients(self) -> None:
+        """The exchange is over: what is done to gradients from here on would be done to slices only."""
+        self.seen = {id(p): (id(p.grad), p.grad._version) for p in self.parameters if p.grad is not None}
+
+    def hand_gradients(self) -> None:
+        """Give each slice its part of the gradient; refuse gradients that were changed since the exchange."""
+        for parameter, own, (low, high) in zip(
+            self.parameters, self.slices, self._owned[self._group.rank], strict=True
+        ):
+            gradient = parameter.grad
+            if gradient is not None and self.seen.get(id(parameter), (id(gradient), -1)) != (
+                id(gradient),
+                gradient._version,
+            ):
+                raise RunError(
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} was changed between backward and "
+                    f"step, by clipping perhaps. Under shard=optimizer a worker has only its own slices of the summed "
+                    f"gradients, so that would be different on every worker. Use allreduce, where gradients are whole."
+                )
+            own.grad = None if gradient is None or low == high else gradient.reshape(-1)[low:high]
+
+    def publish(self) -> None:
+        """The slices here are updated: return when every worker has every slice."""
+        for own in self.slices:
+            own.grad = None
+        self._group.sent.record()
+        if self._shared:
+            self._group.barrier("the end of a step")
+        else:
+            for dtype in dict.fromkeys(p.dtype for p in self.parameters):
+                self._gather([i for i, p in enumerate(self.parameters) if p.dtype == dtype])
+        self.exchanges = self._group.sent.recorded()
+
+    def _gather(self, members: Sequence[int]) -> None:
+        lengths = [sum(ranges[i][1] - ranges[i][0] for i in members) for ranges in self._owned]
+        mine = torch.cat([self.slices[i].detach() for i in members])
+        # Slices are padded to one length, which the shorter of them lack by little.
+        padded = torch.nn.functional.pad(mine, (0, max(lengths) - len(mine)))
+        gathered = self._group.letters(padded.view(torch.uint8), True, "the gathering of parameters")
+        for row, ranges in zip(gathered, self._owned, strict=True):
+            values, at = row.view(mine.dtype), 0
+            for i in members:
+                low, high = ranges[i]
+                self.parameters[i].data.view(-1)[low:high] = values[at : at + high - low]
+                at += high - low
+
+    def close(self) -> None:
+        """Give every worker its own parameters again."""
+        if self._shared:
+            for parameter in self.parameters:
+                parameter.data = parameter.data.clone()
+
+
+class ShardedSteps:
+    """Optimizers that see slices while they step."""
+
+    def __init__(self) -> None:
+        self.shards: list[Shards] = []
+        self._handles: list[Any] = []
+        self._optimizers: list[Optimizer] = []
+
+    def attend(self, optimizer: Optimizer) -> None:
+        """From now on this optimizer updates, and keeps state for, slices only."""
+        if why := why_not(type(optimizer)):
+            raise StrategyError(
+                f"shard=optimizer cannot divide {type(optimizer).__name__}: each worker updates slices only, and "
+                f"{why}. It can divide those that treat every number by itself: {', '.join(ELEMENT_WISE)}. Use "
+                f"allreduce without shard."
+            )
+        self._optimizers.append(optimizer)
+        register: tuple[tuple[Any, Any], ...] = (
+            (optimizer.register_step_pre_hook, self._before_step),
+            (optimizer.register_step_post_hook, self._after_step),
+            (optimizer.register_state_dict_pre_hook, self._to_slices),
+            (optimizer.register_state_dict_post_hook, self._to_parameters),
+            (optimizer.register_load_state_dict_pre_hook, self._to_slices),
+            (optimizer.register_load_state_dict_post_hook, self._to_parameters),
+        )
+        put: Any
+        for put, called in register:
+            self._handles.append(put(called))
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if closure_of(args, kwargs) is not None:
+            raise StrategyError("shard=optimizer cannot be used with optimizer.step(closure). Use allreduce alone.")
+        for shards in self.shards:
+            shards.hand_gradients()
+        self._to_slices(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._to_parameters(optimizer)
+        for shards in self.shards:
+            shards.publish()
+
+    def _to_slices(self, optimizer: Optimizer, *_: Any) -> None:
+        places = {id(p): own for shards in self.shards for p, own in zip(shards.parameters, shards.slices, strict=True)}
+        _exchange_members(optimizer, lambda p: places.get(id(p), p))
+
+    def _to_parameters(self, optimizer: Optimizer, *_: Any) -> None:
+        places = {id(own): p for shards in self.shards for p, own in zip(shards.parameters, shards.slices, strict=True)}
+        _exchange_members(optimizer, lambda own: places.get(id(own), own))
+
+    def state_bytes(self) -> int:
+        """How much memory this worker's optimizer state takes."""
+        states = (state for optimizer in self._optimizers for state in optimizer.state.values())
+        return sum(v.numel() * v.element_size() for state in states for v in state.values() if isinstance(v, Tensor))
+
+    def close(self) -> None:
+        """Take the hooks off, and give every worker its own parameters again."""
+        for handle in self._handles:
+            handle.remove()
+        for shards in self.shards:
+            shards.close()
+
+
+def _exchange_members(optimizer: Optimizer, other: Callable[[Any], Any]) -> None:
+    for group in optimizer.param_groups:
+        group["params"] = [other(member) for member in group["params"]]

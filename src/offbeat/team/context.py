@@ -1,0 +1,161 @@
+"""What the parts of one team have in common: the group, the strategy's worker side, and the run's account."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+
+from offbeat.protocols.partition import mixed
+from offbeat.runtime.data.loaders import Share
+from offbeat.runtime.disturb import Disturber
+from offbeat.runtime.gradients.noise import Gauge
+from offbeat.runtime.groups.coordinated import group_for
+from offbeat.runtime.groups.group import Group
+from offbeat.runtime.run.assignment import Assignment
+from offbeat.runtime.run.metrics import Reports
+from offbeat.runtime.run.progress import Ledger
+from offbeat.runtime.run.rank_environment import Place
+from offbeat.runtime.run.settings import Goal, Target
+from offbeat.runtime.run.stopwatch import Stopwatch
+from offbeat.runtime.state import random_state
+from offbeat.runtime.state.checkpoint_manager import Memory, open_memory
+from offbeat.runtime.state.prepared import Holdings
+from offbeat.strategies import Combined, combined, parse
+from offbeat.strategies.worker.capabilities import Accounted, Metered, Observed, Starter, refuse_halves
+from offbeat.strategies.worker.compression import Compressing
+from offbeat.strategies.worker.exchange import Exchange, Exchanging, Pace, Timing, pace_of
+from offbeat.strategies.worker.loop_hooks import Watch
+
+
+@dataclass
+class Workplace:
+    """One worker's place in a run."""
+
+    assignment: Assignment
+    group: Group
+    device: torch.device
+    strategy: Combined
+    exchange: Exchange
+    pace: Pace
+    batches_per_step: int
+    stopwatch: Stopwatch
+    ledger: Ledger
+    holdings: Holdings
+    watch: Watch
+    reports: Reports
+    memory: Memory
+    disturber: Disturber
+    gauge: Gauge | None
+    """Measures the noise in gradients, where that is asked for."""
+    seed: int
+    """What fixes the order of the data; the same on all workers."""
+    shares: list[Share] = field(default_factory=list[Share])
+    """Which part of a loader's batches is this worker's, where that depends on who lives."""
+    notes: dict[str, Any] = field(default_factory=dict[str, Any])
+    """More entries for the result."""
+    stopping: bool = False
+    """Whether all workers have agreed that the run is done."""
+    admitting: bool = False
+    """Whether somebody who wants to join is let in at the next boundary."""
+    started: bool = False
+    """Whether the first `prepare` is done."""
+
+    @property
+    def goal(self) -> Goal:
+        """What the run is asked to do."""
+        return self.assignment.goal
+
+    @property
+    def step(self) -> int:
+        """Updates done."""
+        return self.ledger.steps
+
+    def start(self) -> None:
+        """The first prepare is done: from here on time counts."""
+        self.started = True
+        rank = self.group.rank
+        if rank:
+            # Random state of its own, so that dropout masks differ between workers; worker 0's stays untouched.
+            random_state.seed_everything(mixed(self.seed, rank))
+        if isinstance(self.exchange, Starter):
+            self.exchange.begin()
+        self.group.barrier("the start of training")
+        if not self.memory.resuming:
+            self.stopwatch.restart()
+        self.assignment.send({"kind": "ready", "rank": rank, "strategy": str(self.strategy)})
+
+    def begin_step(self) -> None:
+        """A step begins: what `--disturb` asks to happen before it happens now. Again in the same step does nothing."""
+        self.disturber.step(self.step)
+
+    def redivide(self) -> None:
+        """What the dead would have had is shared by the living."""
+        for share in self.shares:
+            share.members = self.group.membership.members
+
+    def learned(self) -> None:
+        """A step was made on what loaders have handed out."""
+        for loader in self.holdings.loaders:
+            loader.stepped()
+
+
+def set_up(assignment: Assignment, place: Place) -> Workplace:
+    """Join the others: all workers call this together."""
+    goal, device = assignment.goal, torch.device(assignment.goal.device)
+    strategy = combined(parse(goal.strategy or ("single" if place.size == 1 else "allreduce")))
+    strategy.check(place.size)
+    if goal.seed is not None:
+        random_state.seed_everything(goal.seed)
+    group = group_for(place, timedelta(seconds=goal.timeout), device, assignment.servers, assignment.joins)
+    stopwatch, ledger = Stopwatch(), Ledger(Target.parse(goal.target) if goal.target else None)
+    if group.presence is not None:
+        group.presence.step = lambda: ledger.steps
+        group.presence.give_up = assignment.fail or group.presence.give_up
+    exchange = cast("Exchanging", strategy.exchange).connect(group, stopwatch)
+    refuse_halves(strategy.exchange, exchange)
+    exchange.compressions = cast("tuple[Compressing, ...]", strategy.compressions)
+    pace, batches = pace_of(cast("Timing | None", strategy.when), exchange)
+    seed = _agreed_seed(goal, group)
+    holdings = Holdings()
+    watch = Watch(group, holdings, exchange, pace, ledger, str(strategy))
+    reports = _reports(assignment, group, ledger, stopwatch, exchange, watch)
+    kept = {"exchange": exchange, "pace": pace, "ledger": ledger}
+    # Random state comes last, so that nothing that is put back before it can draw from it.
+    kept |= {"stopwatch": stopwatch, "group": group, "reports": reports, "random": random_state.Generators()}
+    identity = dict(assignment.identity) | {"strategy": str(strategy), "workers": place.size}
+    replicated = exchange.replicated and pace.replicated
+    memory = open_memory(assignment.folder, group, identity, holdings, replicated)
+    memory.keep(**cast("dict[str, Any]", kept))
+    if assignment.resume and not assignment.joins:
+        seed = memory.recall()["seed"]
+    exchange.seed = seed
+    disturber = Disturber(goal.disturbances, "worker", place.rank, seed, assignment.send, assignment.disturbed)
+    gauge = None if goal.gauge is None else Gauge(group)
+    return Workplace(
+        *(assignment, group, device, strategy, exchange, pace, batches, stopwatch, ledger, holdings, watch, reports),
+        *(memory, disturber, gauge, seed),
+    )
+
+
+def _reports(
+    assignment: Assignment, group: Group, ledger: Ledger, stopwatch: Stopwatch, exchange: Exchange, watch: Watch
+) -> Reports:
+    """What is said of the run, with what the exchange has to say."""
+    reports = Reports(group, ledger, stopwatch, assignment.send)
+    if isinstance(exchange, Observed):
+        reports.figures = exchange.figures
+    if isinstance(exchange, Metered):
+        reports.payload = exchange.payload
+    if isinstance(exchange, Accounted):
+        reports.accounts = exchange.accounts
+    reports.evidence, reports.compare = watch.evidence, watch.compare
+    reports.write_to(assignment.folder, assignment.goal.tensorboard)
+    return reports
+
+
+def _agreed_seed(goal: Goal, group: Group) -> int:
+    chosen = torch.tensor([goal.seed if goal.seed is not None else torch.initial_seed() % 2**62])
+    return int(group.share(chosen, "the sharing of the seed"))

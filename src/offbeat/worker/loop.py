@@ -1,0 +1,369 @@
+"""What a worker process does: run a user's script, or the training loop of a task.
+
+The loop of a task is written with the same team that scripts use, so that both doors give the same result.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+from offbeat.errors import DataError, NonFiniteError, OutputError, TaskError
+from offbeat.protocols.partition import share
+from offbeat.runtime.backend import stand_in_for_gloo
+from offbeat.runtime.events.worker import written_down
+from offbeat.runtime.launch import Control
+from offbeat.runtime.run.assignment import ASSIGNED, Assignment
+from offbeat.runtime.run.folder import MODEL_FILE
+from offbeat.runtime.run.rank_environment import where
+from offbeat.runtime.run.settings import Goal
+from offbeat.runtime.servers.plan import Plan
+from offbeat.runtime.state.random_state import seed_everything
+from offbeat.strategies.worker.capabilities import PartsKeeper, StatisticsKeeper
+from offbeat.task import Data, IterativeTask, Reference, Task
+from offbeat.team.team import Team
+from offbeat.worker.per_example_gradients import Checks
+
+
+def work(config: Mapping[str, Any], control: Control) -> None:
+    """The entry of a worker: its configuration is plain data from the launcher."""
+    assignment = Assignment(
+        goal=Goal.from_plain(config["goal"]),
+        folder=Path(config["folder"]),
+        resume=config["resume"],
+        joins=config.get("joins", False),
+        disturbed=tuple(config.get("disturbed", ())),
+        identity=config["identity"],
+        send=control.send,
+        fail=control.fail,
+        servers=Plan.from_plain(config["servers"]) if config.get("servers") else None,
+    )
+    ASSIGNED.set(assignment)
+    if assignment.goal.watch:
+        with written_down(Path(config["folder"]), where().rank, assignment.goal.backend == "offbeat"):
+            _work(config, assignment)
+    else:
+        if assignment.goal.backend == "offbeat":
+            stand_in_for_gloo()
+        _work(config, assignment)
+
+
+def _work(config: Mapping[str, Any], assignment: Assignment) -> None:
+    if config.get("script"):
+        if assignment.goal.seed is not None:
+            seed_everything(assignment.goal.seed)  # A model may be made before the script calls init().
+        assignment.send({"kind": "script", "script": config["script"]})
+        _run_script(config["script"], config["arguments"])
+        for team in assignment.open_teams:
+            team.close()
+    else:
+        learn(Reference(**config["task"]), assignment)
+
+
+def _run_script(path: str, arguments: list[str]) -> None:
+    """Run a script as `python` does: its module is `__main__`, and stays so while the process ends."""
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    module = ModuleType("__main__")
+    loader = SourceFileLoader("__main__", path)
+    vars(module).update(__file__=path, __cached__=None, __loader__=loader, __builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = module
+    with io.open_code(path) as source:
+        code = compile(source.read(), path, "exec", dont_inherit=True)
+    try:
+        exec(code, vars(module))  # noqa: S102 - the user's own script
+    except SystemExit as request:
+        if request.code not in (None, 0):
+            raise
+
+
+def learn(reference: Reference, assignment: Assignment) -> None:
+    """Learn a task as one of the workers."""
+    with Team(assignment, where()) as team:
+        task = reference.build()
+        if isinstance(task, IterativeTask):
+            iterate(task, team)
+        else:
+            train(task, team)
+
+
+# -- gradient descent ------------------------------------------------------------------------------------------------
+
+
+def train(task: Task, team: Team) -> None:
+    """Minimize a task's loss until its target or the budget is reached."""
+    data = _data_of(task)
+    _check_batch(task.global_batch)
+    _check_enough(data, task.global_batch, team.size)
+    model = task.model()
+    optimizer = task.optimizer(model.parameters())
+    schedule = task.schedule(optimizer)
+    batches = _loader(data.train, task.global_batch, task.collate, shuffle=True)
+    model, optimizer, batches = team.prepare(model, optimizer, batches)
+    if schedule is not None:
+        team.prepare(schedule)
+    score = _scorer(task, model, team)
+    validate = score(data.validation)
+    judged = -1
+    checks = Checks(task, model, team) if team.goal.gauge else None
+    for _ in team.epochs(team.goal.epochs):
+        for batch in batches:
+            optimizer.zero_grad()
+            loss = task.loss(model, on_device(batch, team.device))
+            team.reports.last_loss = _finite(loss, team)
+            loss.backward()
+            optimizer.step()
+            if schedule is not None and team.pace.updating:
+                schedule.step()
+            if checks is not None:
+                checks.stepped()
+            due = task.evaluate_every and team.pace.updating and team.step % task.evaluate_every == 0
+            if due:
+                judged = team.step
+                if team.report(score=validate()):
+                    break
+        if not team.stopping and judged != team.step and (team.exhausted or not task.evaluate_every):
+            judged = team.step
+            team.report(score=validate())
+        if team.exhausted:
+            break
+    team.notes["test_score"] = team.mean(score=score(data.test)())["score"]
+    _keep_model(model, team)
+
+
+def _scorer(task: Task, model: nn.Module, team: Team) -> Callable[[Dataset[Any]], Callable[[], float]]:
+    """Makes, for a part of the data, the function that scores the model on it."""
+
+    def score_on(data: Dataset[Any]) -> Callable[[], float]:
+        whole = _loader(data, task.evaluate_batch, task.collate, shuffle=False)
+        # A worker without a single example could not score: then everybody scores all of them.
+        parted = task.score_by_parts and team.size > 1 and _size(data) >= team.size * 2
+        batches = team.divided(whole) if parted else whole
+
+        def score() -> float:
+            was_training = model.training
+            with team.averaged(model), torch.no_grad():
+                model.eval()
+                value = float(task.score(model, _moved(batches, team.device)))
+                model.train(was_training)
+            return value
+
+        return score
+
+    return score_on
+
+
+def _finite(loss: object, team: Team) -> float:
+    if not (isinstance(loss, Tensor) and loss.numel() == 1):  # pyright: ignore[reportUnnecessaryIsInstance]
+        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise TaskError(f"the loss is {shape}, not a tensor of one number. Return a mean over the batch's examples.")
+    value = float(loss.detach())
+    if not math.isfinite(value):
+        raise NonFiniteError(
+            f"worker {team.rank} has a loss of {value} in step {team.step + 1}. Training stops before it can spread; "
+            f"the last "
+            f"checkpoint is from before. A lower learning rate often helps."
+        )
+    return value
+
+
+def _keep_model(model: nn.Module, team: Team) -> None:
+    """Leave the trained model in the run folder, loadable by safetensors alone."""
+    folder = team.folder
+    if folder is None:
+        return
+    with team.averaged(model):
+        if team.group.membership.leads:
+            state = {
+                name: value.detach().cpu().clone()
+                for name, value in model.state_dict().items()
+                if isinstance(value, Tensor)
+            }
+            _write_model(state, folder / MODEL_FILE)
+
+
+def _write_model(state: dict[str, Tensor], path: Path) -> None:
+    """Whole or not at all: an earlier model stays if there is no room for this one."""
+    draft = path.with_suffix(".draft")
+    try:
+        save_file(state, draft)
+        draft.replace(path)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise OutputError(f"{path} cannot be written: {error}. Free some space and resume the run.") from error
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """A batch with its tensors on a device."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: on_device(value, device) for key, value in cast("Mapping[Any, Any]", batch).items()}
+    if isinstance(batch, list | tuple):
+        moved = [on_device(value, device) for value in cast("list[Any]", batch)]
+        return moved if isinstance(batch, list) else tuple(moved)
+    return batch
+
+
+def _moved(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    return (on_device(batch, device) for batch in batches)
+
+
+# -- iterations that are no gradient descent -------------------------------------------------------------------------
+
+
+class _Parameters:
+    """The parameters of an iterative task, as something a checkpoint can hold."""
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        self.values = {name: value.clone() for name, value in values.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of them."""
+        return dict(self.values)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take them back."""
+        self.values = dict(state)
+
+
+def iterate(task: IterativeTask, team: Team) -> None:
+    """Repeat `update(params, sum of statistics)` until the target or the budget is reached."""
+    data = _data_of(task)
+    if task.global_batch is not None:
+        _check_batch(task.global_batch)
+    if isinstance(data.train, IterableDataset):
+        raise DataError("an iterative task passes over its training data in every step: a stream cannot be divided.")
+    _check_enough(data, 1, team.size)
+    params = team.prepare(_Parameters(task.initial()))
+    for name in sorted(params.values):
+        team.group.share(params.values[name], "the sharing of worker 0's parameters")
+    members = tuple(range(team.size))
+    part = _part_of(data.train, task, team, members)
+    validate = list(_loader(data.validation, _size(data.validation), task.collate, shuffle=False))
+    team.resume()
+    while team.boundary():
+        with team.stopwatch.spent_on("compute"):
+            team.begin_step()
+            mine = _summed(task, params.values, part, team)
+        with team.stopwatch.spent_on("communicate"):
+            total = _total(team, mine)
+        with team.stopwatch.spent_on("compute"):
+            params.values = {name: value.clone() for name, value in task.update(params.values, total).items()}
+        team.ledger.steps += 1
+        team.ledger.samples += _size(data.train)
+        _all_finite(params.values, team)
+        if team.step % task.evaluate_every == 0 or team.exhausted:
+            with team.stopwatch.spent_on("evaluate"):
+                score = float(task.score(params.values, validate))
+            team.report(score=score)
+            if team.group.membership.present != members:
+                if isinstance(team.exchange, PartsKeeper):
+                    team.exchange.take_over()
+                members = team.group.membership.present
+                part = _part_of(data.train, task, team, members)
+    test = list(_loader(data.test, _size(data.test), task.collate, shuffle=False))
+    team.notes["test_score"] = team.mean(score=float(task.score(params.values, test)))["score"]
+    team.notes["epochs"] = team.step
+    if team.folder is not None and team.group.membership.leads:
+        _write_model({name: value.contiguous() for name, value in params.values.items()}, team.folder / MODEL_FILE)
+
+
+def _total(team: Team, statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Statistics summed over the workers."""
+    if isinstance(team.exchange, StatisticsKeeper):
+        return team.exchange.total(statistics)
+    return team.group.sums(statistics, "the sum of statistics")
+
+
+def _part_of(train: Dataset[Any], task: IterativeTask, team: Team, members: Sequence[int]) -> Iterable[Any]:
+    start, stop = share(_size(train), members.index(team.rank), len(members))
+    size = stop - start if task.global_batch is None else max(1, task.global_batch // len(members))
+    loader = _loader(Subset(train, range(start, stop)), size, task.collate, shuffle=False)
+    # A whole part in one batch is made once and kept: it is the same in every step.
+    return list(loader) if task.global_batch is None else loader
+
+
+def _summed(task: IterativeTask, params: Mapping[str, Tensor], part: Iterable[Any], team: Team) -> dict[str, Tensor]:
+    total: dict[str, Tensor] = {}
+    for batch in part:
+        for name, value in task.statistics(params, on_device(batch, team.device)).items():
+            total[name] = total[name] + value if name in total else value
+    return total
+
+
+def _all_finite(params: Mapping[str, Tensor], team: Team) -> None:
+    for name, value in params.items():
+        if not bool(torch.isfinite(value).all()):
+            raise NonFiniteError(
+                f"worker {team.rank}: parameter {name!r} became NaN or infinite in step {team.step}. The last "
+                f"checkpoint is "
+                f"from before."
+            )
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+def _loader(
+    data: Dataset[Any], batch: int, collate: Callable[[list[Any]], Any] | None, shuffle: bool
+) -> DataLoader[Any]:
+    streamed = isinstance(data, IterableDataset)
+    return DataLoader(data, batch_size=batch, shuffle=None if streamed else shuffle, collate_fn=collate)
+
+
+def _size(data: Dataset[Any]) -> int:
+    try:
+        return len(cast("Any", data))
+    except TypeError:
+        return sys.maxsize  # A stream: as large as need be.
+
+
+def _data_of(task: Task | IterativeTask) -> Data:
+    data = task.data()
+    if not isinstance(data, Data):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TaskError(
+            f"{type(task).__name__}.data() gave a {type(data).__name__}. Return offbeat.Data(train, validation, test)."
+        )
+    return data
+
+
+def _check_batch(batch: int) -> None:
+    if type(batch) is not int or batch < 1:
+        raise TaskError(f"global_batch is {batch!r}, but a batch is a whole number of examples, 1 or more.")
+
+
+def _check_enough(data: Data, batch: int, workers: int) -> None:
+    for name, part in (("training", data.train), ("validation", data.validation), ("test", data.test)):
+        if _size(part) == 0:
+            raise DataError(
+                f"the {name} data is empty: there is nothing to learn or to judge. Look at the task's data()."
+            )
+    size = _size(data.train)
+    if size < workers:
+        raise DataError(
+            f"there are {size} training examples for {workers} workers: some would have none. Ask for fewer workers."
+        )
+    if size < batch:
+        raise DataError(
+            f"there are {size} training examples, fewer than one global batch of {batch}: no step could be made as "
+            f"asked. Lower "
+            f"the task's global_batch."
+        )

@@ -1,0 +1,196 @@
+"""Gradients of single examples, by `torch.func`: what noise is by its definition, to hold estimates against.
+
+A pass over all training examples, divided over the workers. It costs far more than a step and takes the memory of a
+model for each example at hand, so it is for small models, now and then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.utils._pytree import tree_map  # pyright: ignore[reportPrivateUsage]
+from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.hooks import RemovableHandle
+
+from offbeat.errors import DataError, TaskError
+from offbeat.protocols.partition import share
+from offbeat.runtime.groups.group import Group
+from offbeat.task import Task
+from offbeat.team.team import Team
+
+LARGEST = 5_000_000
+"""Parameters beyond which gradients of single examples are refused."""
+_AT_ONCE = 64
+_KEPT = 0.1
+"""The share of a gradient that sparsification keeps."""
+
+Sparsify = Callable[[Tensor], Tensor]
+Figures = dict[str, float]
+
+
+class Checks:
+    """Passes over single examples between the steps of a run that measures noise."""
+
+    def __init__(self, task: Task, model: nn.Module, team: Team) -> None:
+        self._team = team
+        self._passes = PerSample(task, model, team.group)
+        steps, passes = team.goal.steps or 0, team.goal.gauge or 0
+        self._due = sorted({max(1, round((i + 0.5) * steps / passes)) for i in range(passes)})
+
+    def stepped(self) -> None:
+        """A step has been made: measure, if it is time. The last time, ways to raise diversity are compared."""
+        team = self._team
+        if team.gauge is None or team.step not in self._due:
+            return
+        with team.stopwatch.spent_on("other"), torch.random.fork_rng():
+            found: dict[str, Any] = {"step": team.step, **self._passes.plain()}
+            if team.step == self._due[-1]:
+                found["ways"] = self._passes.ways()
+        team.gauge.checks.append(found)
+
+
+class PerSample:
+    """Passes over the gradients of a task's single training examples."""
+
+    def __init__(self, task: Task, model: nn.Module, group: Group) -> None:
+        _refuse(model)
+        self._model, self._group = model, group
+        self._loss = _Loss(task, model)
+        train = cast("Any", task.data().train)
+        if isinstance(train, IterableDataset):
+            raise DataError("the training data is a stream, which has no end to go over. Leave the check out.")
+        part = Subset(train, range(*share(len(train), group.rank, group.size)))
+        self._part = DataLoader(part, batch_size=_AT_ONCE, collate_fn=task.collate)
+
+    def plain(self) -> Figures:
+        """As the model is: the sum of squared norms, the squared norm of the sum, and how many examples."""
+        return self._figures(_unchanged)[0]
+
+    def ways(self) -> dict[str, Figures]:
+        """The same under ways to raise diversity, with the cosine between each one's mean gradient and the plain one.
+
+        Dropout is put before every layer with weights but the first; where there is only one, before that one.
+        Sparsification leaves each example's gradient a tenth of its numbers: the largest, or any, scaled up.
+        """
+        plain, direction = self._figures(_unchanged)
+        found = {"as it is": plain | {"cosine": 1.0}}
+        for rate in (0.2, 0.5):
+            with _dropout(self._model, rate):
+                found[f"dropout {rate:g}"] = self._compared(_unchanged, direction)
+        found[f"largest {100 * _KEPT:.0f} %"] = self._compared(_largest, direction)
+        found[f"random {100 * _KEPT:.0f} %"] = self._compared(_some, direction)
+        return found
+
+    def _compared(self, sparsify: Sparsify, direction: Tensor) -> Figures:
+        figures, total = self._figures(sparsify)
+        return figures | {"cosine": float(functional.cosine_similarity(total, direction, dim=0))}
+
+    def _figures(self, sparsify: Sparsify) -> tuple[Figures, Tensor]:
+        squares = torch.zeros((), dtype=torch.float64)
+        total, count = None, 0
+        for rows in self._gradients():
+            kept = sparsify(rows)
+            squares += kept.double().square().sum()
+            summed = kept.double().sum(0)
+            total = summed if total is None else total + summed
+            count += len(rows)
+        mine = {
+            "squares": squares,
+            "total": cast("Tensor", total),
+            "count": torch.tensor(float(count), dtype=torch.float64),
+        }
+        joined = self._group.sums(mine, "the sum of gradients of single examples")
+        figures = {
+            "squares": float(joined["squares"]),
+            "joint": float(joined["total"].square().sum()),
+            "examples": float(joined["count"]),
+        }
+        return figures, joined["total"]
+
+    def _gradients(self) -> Iterator[Tensor]:
+        """Gradients of single examples, one a row, some at a time."""
+        named = {
+            name: p.detach() for name, p in self._loss.named_parameters() if p.requires_grad and p.is_floating_point()
+        }
+
+        def loss(parameters: dict[str, Tensor], example: Any) -> Tensor:
+            return functional_call(self._loss, parameters, (example,))
+
+        each = vmap(grad(loss), in_dims=(None, 0), randomness="different")
+        for batch in self._part:
+            rows = each(named, tree_map(_alone, batch))
+            yield torch.cat([rows[name].flatten(1) for name in named], dim=1)
+
+
+class _Loss(nn.Module):
+    """A task's loss as a module, so that its parameters can be replaced in one call."""
+
+    def __init__(self, task: Task, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._task = task
+
+    def forward(self, batch: Any) -> Tensor:
+        """The loss on a batch."""
+        return self._task.loss(self.model, batch)
+
+
+def _alone(rows: Tensor) -> Tensor:
+    """Every example as a batch of one."""
+    return rows.unsqueeze(1)
+
+
+def _refuse(model: nn.Module) -> None:
+    """Models whose examples have no gradients of their own, or too large ones."""
+    if any(isinstance(module, BatchNorm) for module in model.modules()):
+        raise TaskError(
+            "this model has batch normalization, by which an example's gradient depends on the others in its batch: "
+            "single examples have none of their own. Leave the check out."
+        )
+    count = sum(p.numel() for p in model.parameters())
+    if count > LARGEST:
+        raise TaskError(
+            f"this model has {count:,} parameters, and a gradient of each of {_AT_ONCE} examples at once is too much. "
+            f"Leave the check out: it is for models of up to {LARGEST:,}."
+        )
+
+
+@contextmanager
+def _dropout(model: nn.Module, rate: float) -> Generator[None]:
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+    chosen: Iterable[nn.Module] = layers[1:] or layers or [model]
+
+    def drop(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(
+            functional.dropout(one, rate) if isinstance(one, Tensor) and one.is_floating_point() else one
+            for one in inputs
+        )
+
+    with ExitStack() as stack:
+        for module in chosen:
+            handle: RemovableHandle = module.register_forward_pre_hook(drop)
+            stack.callback(handle.remove)
+        yield
+
+
+def _unchanged(rows: Tensor) -> Tensor:
+    return rows
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """The largest of each row, in magnitude."""
+    count = max(1, round(_KEPT * rows.shape[1]))
+    chosen = rows.abs().topk(count, dim=1, sorted=False).indices
+    return torch.zeros_like(rows).scatter_(1, chosen, rows.gather(1, chosen))
+
+
+def _some(rows: Tensor) -> Tensor:
+    """Some of each row, by chance, scaled so that the mean stays."""
+    return rows * (torch.rand_like(rows) < _KEPT) / _KEPT
