@@ -1,9 +1,9 @@
 """What a step was foretold to take, beside what it took.
 
 Workers say what a step exchanges and how long each of them computed; the rest is played in virtual time
-(`simulate.predicted_step`): the same schedules, with the bytes that they carried, on links as they were measured when the
-run began, or with the rate that the hosts were given. So a difference between the two figures is what exchanges took
-longer, or less, than their schedules say: other traffic, busy processors, workers that were late now and then.
+(`simulate.predicted_step`): the same schedules, with the bytes that they carried, on links as they were measured when
+the run began, or with the rate that the hosts were given. So a difference between the two figures is what exchanges
+took longer, or less, than their schedules say: other traffic, busy processors, workers that were late now and then.
 """
 
 from __future__ import annotations

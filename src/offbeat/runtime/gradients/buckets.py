@@ -4,8 +4,8 @@ A hook on each parameter copies its finished gradient into the bucket's flat buf
 at once. Buckets start in a fixed order, the same on every worker, so that exchanges match up without a message.
 After the first pass the buckets are cut anew in the order in which gradients really became ready.
 
-The last bucket carries the header (see `runtime.gradients.header`). By it a parameter that no worker used keeps its gradient
-untouched, as it would in one process.
+The last bucket carries the header (see `runtime.gradients.header`). By it a parameter that no worker used keeps its
+gradient untouched, as it would in one process.
 
 Parameters that are frozen at first are watched too: when they are unfrozen, the buckets are cut anew with them.
 """

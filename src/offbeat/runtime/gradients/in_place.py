@@ -2,8 +2,8 @@
 
 With a core for every worker and none to spare, an exchange that runs beside backward only takes time from it, and
 filling buckets costs as much as the exchange itself. So nothing is done while backward runs. Then the workers tell each
-other what they have (see `runtime.gradients.header`), and every large gradient goes through shared memory piece by piece, is
-weighted on its way in, and comes back in place. Small ones are packed into one row and travel together.
+other what they have (see `runtime.gradients.header`), and every large gradient goes through shared memory piece by
+piece, is weighted on its way in, and comes back in place. Small ones are packed into one row and travel together.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The numbers of one shard: its values, the sum of the step under way, and the optimizer that updates them.
 
-Everything that is to be done to them is said by the shard's machine (`protocols.servers.replica.shard`); here it is done. The
-values lie in memory that is lent to readers of the same host. So a read costs the server nothing; under `ssp` and
-`asp`, where updates go on meanwhile, it may hold parts of newer updates, but never of older ones.
+Everything that is to be done to them is said by the shard's machine (`protocols.servers.replica.shard`); here it is
+done. The values lie in memory that is lent to readers of the same host. So a read costs the server nothing; under
+`ssp` and `asp`, where updates go on meanwhile, it may hold parts of newer updates, but never of older ones.
 """
 
 from __future__ import annotations

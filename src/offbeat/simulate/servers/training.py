@@ -1,7 +1,7 @@
 """Parameter servers in virtual time: what a step takes, who waits, and how stale what is read is.
 
-What servers decide (`protocols.servers.pacing`) and what workers do (`protocols.servers.worker.rhythm`) is driven event by
-event (`simulate.servers.events`). A worker computes for as long as its stragglers' draw says, then pushes, pulls and
+What servers decide (`protocols.servers.pacing`) and what workers do (`protocols.servers.worker.rhythm`) is driven event
+by event (`simulate.servers.events`). A worker computes for as long as its stragglers' draw says, then pushes, pulls and
 waits as its rhythm says. A server's port carries one byte at a time each way, and serves first who comes first. So the
 last of p workers that begin together is through after `alpha + beta * max(n, p * n / K)`, the busiest port's time. The
 first of them compute while the others still pull; those out of step queue less.

@@ -32,7 +32,8 @@ from offbeat.strategies.worker.flat_rows import Rows
 class Exchange(ABC):
     """One worker's side of a way to exchange: the core that every one has.
 
-    What only some can do is in `strategies.worker.capabilities`; an exchange has such a capability by having its methods.
+    What only some can do is in `strategies.worker.capabilities`; an exchange has such a capability by having its
+    methods.
     """
 
     replicated: bool = True

@@ -1,7 +1,8 @@
 """The worker's half of training with servers: what it sends, reads and waits for when it has computed a step.
 
 A rhythm answers with actions, in order. The strategy carries them out with tensors (`strategies`), the simulator with
-sizes and times (`simulate.servers.training`); both ask the same rhythm, so that they cannot differ in who sends what when.
+sizes and times (`simulate.servers.training`); both ask the same rhythm, so that
+they cannot differ in who sends what when.
 """
 
 from __future__ import annotations
