@@ -39,15 +39,15 @@ from offbeat.runtime.run.settings import Goal
 app = typer.Typer(
     name="offbeat",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Train one PyTorch script or task on any number of workers, under any strategy, and see what it cost.\n\n"
+    help="Train a PyTorch script or task on any number of workers, under any distribution strategy.\n\n"
     "Start with: [bold]offbeat run offbeat.tasks.digits --workers 2[/bold]",
     epilog="Your own script: offbeat run train.py --workers 4 -- --its own --arguments",
 )
 MORE = "More commands"
+LEADING = ("strategy", "workers", "target", "epochs", "steps", "seed")
 GOAL_OF_LEAGUES = ("target", "epochs", "steps", "disturb", "parts", "device", "timeout")
 """What all runs of a league have in common."""
 INTERRUPTED = 130
@@ -75,9 +75,9 @@ def root(
     "offbeat run offbeat.tasks.digits --workers 2 --strategy 'allreduce + accumulate(2)' --target 0.97 [dim]|[/dim] "
     "offbeat run --resume runs/latest --epochs 40",
 )
-@command_from(RunOptions, Goal, leading=("strategy", "workers", "target", "epochs", "steps", "seed"))
+@command_from(RunOptions, Goal, leading=(*LEADING, "watch", "tensorboard", "disturb"))
 def run(given: dict[str, Any]) -> None:
-    """Train a script or a task on some workers, and report the result."""
+    """Train a script or a task, and report the result."""
     from offbeat.cli.commands.run import run_job
 
     run_job(RunOptions(**{field.name: given.pop(field.name) for field in fields(RunOptions)}), given)
@@ -93,7 +93,7 @@ def run(given: dict[str, Any]) -> None:
     CompareOptions, Goal, only=GOAL_OF_LEAGUES, leading=("strategies", "workers", "hosts", "target", "seeds", "seed")
 )
 def compare(given: dict[str, Any]) -> None:
-    """Find out which strategy is the first to reach a target, here, on your script or task."""
+    """Compare strategies: which one reaches the target first, on this machine and your script or task."""
     from offbeat.cli.commands.compare import compare_strategies
 
     compare_strategies(CompareOptions(**{field.name: given.pop(field.name) for field in fields(CompareOptions)}), given)
@@ -109,12 +109,12 @@ def compare(given: dict[str, Any]) -> None:
 )
 @command_from(ExplainTarget, ExplainOptions, leading=("path",))
 def explain(given: dict[str, Any]) -> None:
-    """Say who waited for whom in a run, and who held the others up; draw it.
+    """Show who waited for whom in a recorded run, find stragglers and deadlocks, and draw a space-time diagram.
 
-    Exit codes: 0 nobody waited in vain, 10 a deadlock, 11 different calls, 12 somebody waited for a worker that had
-    ended, 13 a worker had been missing for long, 14 somebody has died, 15 numbers were not finite.
+    Exit codes: 0 healthy, 10 deadlock, 11 mismatched calls, 12 a wait for a worker that had ended, 13 a worker missing
+    for a long time, 14 a dead process, 15 NaN or infinite numbers.
 
-    With --cut: 20 if it is not consistent, and nothing else was wrong. With --check: 20 if the checkpoint is refused.
+    With --cut: 20 if the cut is inconsistent and nothing else is wrong. With --check: 20 if the checkpoint is refused.
     """
     asked = ExplainTarget(**{field.name: given.pop(field.name) for field in fields(ExplainTarget)})
     as_json = asked.output is Format.json
@@ -130,7 +130,7 @@ def explain(given: dict[str, Any]) -> None:
 
 @app.command(epilog="Example: offbeat doctor --format json > report.json")
 def doctor(output: FormatOption = Format.text) -> None:
-    """Say what a bug report needs, and test whether two processes can meet."""
+    """Print what a bug report needs, and test that two processes can communicate."""
     from offbeat.cli.commands.doctor import examine
 
     examine(as_json=output is Format.json)
@@ -145,10 +145,10 @@ app.command(
 
 @app.command(rich_help_panel=MORE, epilog="Examples: offbeat strategies [dim]|[/dim] offbeat strategies accumulate")
 def strategies(
-    name: Annotated[str | None, typer.Argument(help="One strategy, with its arguments.")] = None,
+    name: Annotated[str | None, typer.Argument(help="The strategy to describe.")] = None,
     output: FormatOption = Format.text,
 ) -> None:
-    """List the ways to distribute a run, or explain one."""
+    """List the strategies, or describe one."""
     from offbeat.cli.commands.strategies import show
 
     show(name, as_json=output is Format.json)
@@ -166,7 +166,7 @@ app.command(rich_help_panel=MORE, no_args_is_help=True, epilog=DRAW_EXAMPLES)(dr
 )
 @command_from(CheckOptions)
 def check(given: dict[str, Any]) -> None:
-    """See whether a strategy keeps what its traits promise, a schedule its collective's promise, machines theirs.
+    """Run the contract suite on a strategy, a schedule or a set of machines, built in or your own.
 
     Schedules are proved for 1 to 33 ranks, played with numbers in virtual time, and run on real processes. Machines
     meet delays, reorderings, losses, doubles, stops, partitions and kills. Exit code 1: it does not hold.
@@ -179,7 +179,7 @@ def check(given: dict[str, Any]) -> None:
 bench = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Measure what there is, or foretell what there is not.",
+    help="Benchmark collectives on this machine, or simulate networks and clusters.",
     epilog="Example: offbeat bench collectives --simulate --ranks 64 --network 10Gbit,50us",
 )
 app.add_typer(bench, name="bench", rich_help_panel=MORE)
@@ -187,7 +187,7 @@ app.add_typer(bench, name="bench", rich_help_panel=MORE)
 
 @bench.callback()
 def bench_root() -> None:
-    """Measure what there is, or foretell what there is not."""
+    """Benchmark collectives on this machine, or simulate networks and clusters."""
 
 
 @bench.command(
@@ -198,7 +198,7 @@ def bench_root() -> None:
 )
 @command_from(CollectivesOptions)
 def collectives(given: dict[str, Any]) -> None:
-    """All-reduce and its kin: how long every algorithm takes at every size, and which is the best where."""
+    """Time all-reduce and other collectives: every algorithm at every size, measured or simulated."""
     asked = CollectivesOptions(**given)
     from offbeat.cli.commands.bench import measured, simulated
 
@@ -215,7 +215,7 @@ def collectives(given: dict[str, Any]) -> None:
 )
 @command_from(ServerOptions)
 def server(given: dict[str, Any]) -> None:
-    """Time per step, waiting and staleness of training with parameter servers, under stragglers."""
+    """Simulate parameter servers: step time, waiting and staleness under stragglers."""
     asked = ServerOptions(**given)
     from offbeat.cli.commands.bench import simulated_servers
 
@@ -244,7 +244,7 @@ app.command(
 )
 @command_from(ScaleOptions, leading=("strategy", "workers", "weak", "repeats"))
 def scale(given: dict[str, Any]) -> None:
-    """Measure the speed-up on several numbers of workers, and fit Amdahl's and Gunther's laws to it."""
+    """Measure the speed-up at several worker counts, and fit Amdahl's and Gunther's laws."""
     from offbeat.cli.commands.scale import scale_target
 
     scale_target(ScaleOptions(**given))
@@ -259,7 +259,7 @@ def scale(given: dict[str, Any]) -> None:
 )
 @command_from(BatchSizeOptions, leading=("workers",))
 def batch_size(given: dict[str, Any]) -> None:
-    """Measure the noise in gradients in a short run, and say how large a batch may be, and for how many workers."""
+    """Measure the gradient noise scale in a short run, and suggest a batch size and a number of workers."""
     from offbeat.cli.commands.batch_size import measure_batch_size
 
     measure_batch_size(BatchSizeOptions(**given))

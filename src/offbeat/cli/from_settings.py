@@ -62,7 +62,8 @@ def _parameter(name: str, kind: Any, default: Any, extra: Option | Argument) -> 
         long = f"--{(extra.name or name).replace('_', '-')}"
         # What is on unless it is switched off has a name for both.
         names = [f"{long}/--no-{long[2:]}" if default is True else long, *([extra.short] if extra.short else [])]
-        info = typer.Option(*names, help=extra.help, metavar=extra.metavar, rich_help_panel=extra.panel)
+        metavar = "" if kind is bool else extra.metavar
+        info = typer.Option(*names, help=extra.help, metavar=metavar, rich_help_panel=extra.panel)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
 
 

@@ -40,12 +40,11 @@ _TARGET = (
     "module such as [bold]offbeat.tasks.digits[/bold])."
 )
 _HOSTS = (
-    "Hosts to put the workers on: a TOML file with a [bold]\\[\\[host]][/bold] for each: its name, its workers, and "
-    "the rate of its link, e.g. [bold]100Mbit[/bold]. They are network namespaces of this machine, which needs root. "
-    "See docs/hosts.md."
+    "TOML file of the hosts to run on: a [bold]\\[\\[host]][/bold] table each, with name, number of workers and link "
+    "rate ([bold]100Mbit[/bold]). Hosts are network namespaces of this machine, which needs root; see docs/hosts.md."
 )
 _Target = Annotated[str, Argument(_TARGET, "TARGET")]
-_TargetOrResume = Annotated[str | None, Argument(f"{_TARGET} May be left out with --resume.", "TARGET")]
+_TargetOrResume = Annotated[str | None, Argument(f"{_TARGET} Omit it with --resume.", "TARGET")]
 _Arguments = Annotated[
     tuple[str, ...],
     Argument("Arguments of the script, or [bold]--name value[/bold] pairs of the task.", "[-- ARGS]"),
@@ -64,13 +63,13 @@ class RunOptions:
     what: _TargetOrResume = None
     arguments: _Arguments = ()
     workers: Annotated[
-        int | None, Option("Processes that train. Default: 1; with a strategy that exchanges, one per core.", "-w")
+        int | None, Option("Number of workers. Default: 1, or one per core with a distributed strategy.", "-w")
     ] = None
     hosts: _Hosts = None
     threads: _Threads = None
-    out: Annotated[Path, Option("Where run folders are made.", "-o")] = Path("runs")
-    resume: Annotated[Path | None, Option("Go on with an earlier run, given by its folder.")] = None
-    port: Annotated[int, Option("Port to meet at; 0 takes a free one.")] = 0
+    out: Annotated[Path, Option("Directory for run folders.", "-o")] = Path("runs")
+    resume: Annotated[Path | None, Option("Resume the run in this folder.")] = None
+    port: Annotated[int, Option("Rendezvous port; 0 picks a free one.")] = 0
     output: _Format = Format.text
 
     @property
@@ -88,39 +87,37 @@ class CompareOptions:
     strategies: Annotated[
         tuple[str, ...],
         Option(
-            "One that takes part; may be given several times, and a set means several: [bold]local({4,16})[/bold]. "
-            "Default: allreduce, local({4,16}), gossip, hogwild, server(consistency=ssp(3)). [bold]ddp[/bold] always "
-            "takes part, twice.",
+            "A strategy to compare. Repeat it for several; a set is a sweep: [bold]local({4,16})[/bold]. Default: "
+            "allreduce, local({4,16}), gossip, hogwild, server(consistency=ssp(3)). The baseline [bold]ddp[/bold] is "
+            "always included, twice.",
             "-s",
             name="strategy",
         ),
     ] = ()
-    workers: Annotated[int | None, Option("Processes that train. Default: one per core, at least 2.", "-w")] = None
+    workers: Annotated[int | None, Option("Number of workers. Default: one per core, at least 2.", "-w")] = None
     hosts: _Hosts = None
-    seeds: Annotated[int | None, Option("Runs of each strategy that count. Default: 5.")] = None
-    seed: Annotated[int, Option("The first seed; the others follow it.")] = 0
+    seeds: Annotated[int | None, Option("Seeds per strategy. Default: 5.")] = None
+    seed: Annotated[int, Option("First seed; the others follow it.")] = 0
     tune: Annotated[
         str,
         Option(
-            "What learning rates are multiplied by, so that each strategy can choose its own on a seed that does not "
-            "count.",
+            "Learning-rate factors to try for each strategy, on a separate seed, before the comparison.",
             metavar="none|0.5,1,2",
         ),
     ] = "0.5,1,2"
-    single: Annotated[bool, Option("Whether one worker alone takes part, for the speed-up.")] = True
+    single: Annotated[bool, Option("Include a single worker, to report the speed-up.")] = True
     budget: Annotated[
         str | None,
         Option(
-            "How long the league may take, e.g. [bold]10m[/bold]; if that is too short, all strategies have fewer "
-            "seeds, at least one.",
+            "Time limit of the comparison, e.g. [bold]10m[/bold]. If it is short, every strategy gets fewer seeds.",
             metavar="TIME",
         ),
     ] = None
     threads: _Threads = None
-    out: Annotated[Path, Option("Where the league's folder is made.", "-o")] = Path("runs")
-    resume: Annotated[Path | None, Option("Go on with a league, given by its folder.", metavar="LEAGUE")] = None
-    form: Annotated[LeagueFormat, Option("How the league is printed.", name="format")] = LeagueFormat.table
-    output: Annotated[Path | None, Option("Write it here instead of to stdout.", metavar="FILE")] = None
+    out: Annotated[Path, Option("Directory for the comparison's folder.", "-o")] = Path("runs")
+    resume: Annotated[Path | None, Option("Resume the comparison in this folder.", metavar="FOLDER")] = None
+    form: Annotated[LeagueFormat, Option("Output format.", name="format")] = LeagueFormat.table
+    output: Annotated[Path | None, Option("Write the report to this file instead of stdout.", metavar="FILE")] = None
 
 
 @dataclass(frozen=True)
@@ -129,10 +126,10 @@ class _Measuring:
 
     what: _Target
     arguments: _Arguments = ()
-    steps: Annotated[int | None, Option("Steps of a run, instead of a time.")] = None
-    threads: Annotated[int, Option("Threads per worker, the same on any number of workers.")] = 1
-    seed: Annotated[int, Option("Fixes the initial model, the data's order and all other chance.")] = 0
-    out: Annotated[Path | None, Option("Keep the run folders here.", "-o")] = None
+    steps: Annotated[int | None, Option("Steps per run, instead of --seconds.")] = None
+    threads: Annotated[int, Option("Threads per worker.")] = 1
+    seed: Annotated[int, Option("Random seed.")] = 0
+    out: Annotated[Path | None, Option("Keep run folders in this directory.", "-o")] = None
     output: _Format = Format.text
 
 
@@ -140,30 +137,31 @@ class _Measuring:
 class ScaleOptions(_Measuring):
     """The options of `offbeat scale`."""
 
-    strategy: Annotated[str, Option("How to distribute. See `offbeat strategies`.", "-s")] = "allreduce"
-    workers: Annotated[str, Option("Numbers of workers; one is always measured, too.", "-w")] = "1,2,4"
-    weak: Annotated[bool, Option("Let the batch grow with the workers, instead of dividing one batch.")] = False
-    repeats: Annotated[int, Option("Runs on each number of workers, interleaved.")] = 3
-    seconds: Annotated[float, Option("How long one worker's run should take, roughly.")] = 3.0
+    strategy: Annotated[str, Option("Strategy; see `offbeat strategies`.", "-s")] = "allreduce"
+    workers: Annotated[str, Option("Worker counts to measure; 1 is always included.", "-w")] = "1,2,4"
+    weak: Annotated[bool, Option("Weak scaling: the batch grows with the number of workers.")] = False
+    repeats: Annotated[int, Option("Interleaved runs per worker count.")] = 3
+    seconds: Annotated[float, Option("Approximate duration of a single-worker run.")] = 3.0
 
 
 @dataclass(frozen=True)
 class BatchSizeOptions(_Measuring):
     """The options of `offbeat batch-size`."""
 
-    workers: Annotated[int, Option("Workers to measure with: noise is how their gradients differ.", "-w")] = 2
-    seconds: Annotated[float, Option("How long the run should take, roughly.")] = 20.0
+    workers: Annotated[int, Option("Workers to measure with: the noise is how much their gradients differ.", "-w")] = 2
+    seconds: Annotated[float, Option("Approximate duration of the run.")] = 20.0
     times: Annotated[
-        int, Option("Make every batch so many times as large as usual: the larger, the more the noise shows.")
+        int, Option("Multiply every batch by this factor; the noise is easier to see in larger batches.")
     ] = 1
     delta: Annotated[
-        float, Option("Examples of the largest batch count at least 1 / (1 + delta) of what one alone would.")
+        float,
+        Option("Accepted loss of efficiency: an example of the largest batch is worth 1 / (1 + delta) of one alone."),
     ] = 0.25
     check: Annotated[
         bool,
         Option(
-            "Also take gradients of single examples now and then (tasks with small models), and compare ways to raise "
-            "diversity."
+            "Check the estimate against per-example gradients (tasks with small models), and compare ways to raise "
+            "gradient diversity."
         ),
     ] = False
 
@@ -175,16 +173,16 @@ class ExplainTarget:
     path: Annotated[
         Path,
         Argument(
-            "The folder of a run that was made with [bold]--watch[/bold], or a log with vector clocks of any program, "
-            "as ShiViz and GoVector have them.",
+            "Folder of a run recorded with [bold]--watch[/bold], or a log with vector clocks of any program, in the "
+            "format of ShiViz and GoVector.",
             "RUN|LOG",
         ),
     ]
     check: Annotated[
         bool,
         Option(
-            "RUN is a checkpoint, or a run whose newest is meant: say whether its files are whole, and, if it was "
-            "taken while the run went on, whether it is a consistent cut that balances. Exit code 20 if not."
+            "Verify a checkpoint (RUN, or the newest of RUN): its files are complete and, if it is a snapshot of an "
+            "asynchronous run, it is a consistent cut. Exit code 20 if not."
         ),
     ] = False
     output: _Format = Format.text
@@ -196,65 +194,65 @@ class ExplainOptions:
 
     draw: Annotated[
         Path | None,
-        Option("Draw the space-time diagram: .svg, or .png (which needs matplotlib).", metavar="FILE"),
+        Option("Draw the space-time diagram to this .svg or .png file (.png needs matplotlib).", metavar="FILE"),
     ] = None
     window: Annotated[
         str | None,
-        Option("Draw, or look for predicates in, this part of it only, e.g. [bold]3s..4s[/bold].", metavar="FROM..TO"),
+        Option("Restrict drawing and predicates to this time window, e.g. [bold]3s..4s[/bold].", metavar="FROM..TO"),
     ] = None
     cuts: Annotated[
         tuple[str, ...],
         Option(
-            "Say whether a cut is consistent, and draw it: [bold]latest[/bold], [bold]3.5s[/bold], [bold]past worker "
-            "0:123[/bold] (all that can have caused this event), or [bold]worker 0:123, worker 1:120[/bold] (so many "
-            "events of each); may be given several times.",
+            "Test a cut for consistency and draw it: [bold]latest[/bold], [bold]3.5s[/bold], [bold]past worker "
+            "0:123[/bold] (the causal past of that event), or [bold]worker 0:123, worker 1:120[/bold] (that many "
+            "events of each). Repeatable.",
             metavar="CUT",
             name="cut",
         ),
     ] = ()
     export: Annotated[
-        Path | None, Option("Write it for other tools: .shiviz, .perfetto, .json or .jsonl.", metavar="FILE")
+        Path | None, Option("Export for other tools: .shiviz, .perfetto, .json or .jsonl.", metavar="FILE")
     ] = None
     kind: Annotated[
         str | None,
-        Option("Export as this, whatever the name says.", metavar="shiviz|perfetto|trace|jsonl", name="as"),
+        Option("Export format, if the file name does not say it.", metavar="shiviz|perfetto|trace|jsonl", name="as"),
     ] = None
     pattern: Annotated[
         str | None,
         Option(
-            "How the events of a log are written, with groups (?<host>), (?<clock>) and (?<event>), as in ShiViz.",
+            "Pattern of the log's events, with groups (?<host>), (?<clock>) and (?<event>), as in ShiViz.",
             metavar="REGEX",
         ),
     ] = None
-    execution: Annotated[str | None, Option("Which execution, of a log that tells of several.", metavar="NAME")] = None
+    execution: Annotated[str | None, Option("Which execution to read, if the log has several.", metavar="NAME")] = None
     delimiter: Annotated[
         str | None,
         Option(
-            "What stands between the executions in a log; its group (?<trace>), if there is one, names the next.",
+            "Separator of executions in a log; its group (?<trace>), if present, names the next one.",
             metavar="REGEX",
         ),
     ] = None
     delivery: Annotated[
         str | None,
         Option(
-            "Replay the run to a monitor that puts late reports in order by this rule: how many it holds back and for "
-            "how long, whether the order is one that the run can have had, and verdicts that are phantoms.",
+            "Replay the run to a remote monitor under this delivery rule: how many reports it buffers, for how long, "
+            "whether the order is causally possible, and which verdicts are phantoms.",
             metavar="fifo|real-time|lamport|vector|arrival",
         ),
     ] = None
     delay: Annotated[
-        str | None, Option("How long such a report takes on average; 5ms unless given.", metavar="TIME")
+        str | None, Option("Mean network delay of reports for --delivery. Default: 5ms.", metavar="TIME")
     ] = None
     possibly: Annotated[
         tuple[str, ...],
         Option(
-            "Say whether this held on some consistent cut: [bold]all-waiting[/bold], [bold]nobody-computing[/bold], "
-            "[bold]in-flight>N[/bold] (messages) or [bold]steps-apart>N[/bold]; may be given several times.",
+            "Did this hold on some consistent cut? [bold]all-waiting[/bold], [bold]nobody-computing[/bold], "
+            "[bold]in-flight>N[/bold] (messages) or [bold]steps-apart>N[/bold]. Repeatable.",
             metavar="PREDICATE",
         ),
     ] = ()
     definitely: Annotated[
-        tuple[str, ...], Option("The same, for every order that the run can have had.", metavar="PREDICATE")
+        tuple[str, ...], Option("Did this hold in every possible order of events?", metavar="PREDICATE")
     ] = ()
 
 
@@ -271,15 +269,15 @@ class CheckOptions:
             "SUBJECT",
         ),
     ]
-    workers: Annotated[int | None, Option("Workers to check a strategy with. Default: 2, or the hosts'.", "-w")] = None
+    workers: Annotated[
+        int | None, Option("Workers to check a strategy with. Default: 2, or those of --hosts.", "-w")
+    ] = None
     hosts: _Hosts = None
     collective: Annotated[
-        str | None, Option("What a schedule is to achieve: all_reduce (the default), all_gather …")
+        str | None, Option("The collective that a schedule implements: all_reduce (the default), all_gather …")
     ] = None
-    runs: Annotated[int | None, Option("Seeds that machines are put through. Default: 200.")] = None
-    seed: Annotated[int | None, Option("Only this seed, to see again what broke machines, and after which events.")] = (
-        None
-    )
+    runs: Annotated[int | None, Option("Fault-injection seeds for machines. Default: 200.")] = None
+    seed: Annotated[int | None, Option("Only this seed, to reproduce a failure with its events.")] = None
     output: _Format = Format.text
 
     @property
@@ -296,36 +294,34 @@ _MEASURED = "Measured (without --simulate)"
 class CollectivesOptions:
     """The options of `offbeat bench collectives`; None where nothing was said."""
 
-    ranks: Annotated[int, Option("How many ranks take part.", "-r")] = 2
+    ranks: Annotated[int, Option("Number of ranks.", "-r")] = 2
     size: Annotated[
         str | None,
         Option(
-            "The largest size: B, kB, MB, GB, KiB, MiB, GiB, of a rank's whole buffer. Default: [bold]100MB[/bold] "
-            "simulated, [bold]25MiB[/bold] measured. A ladder of smaller ones is added."
+            "Largest buffer size (B, kB, MB, GB, KiB, MiB, GiB); smaller sizes are added. Default: [bold]100MB[/bold] "
+            "simulated, [bold]25MiB[/bold] measured."
         ),
     ] = None
-    sizes: Annotated[str | None, Option("Exactly these sizes instead, e.g. [bold]4kB,1MB,25MiB[/bold].")] = None
-    simulate: Annotated[bool, Option("In virtual time, on a network that need not exist.")] = False
+    sizes: Annotated[str | None, Option("Exactly these sizes, e.g. [bold]4kB,1MB,25MiB[/bold].")] = None
+    simulate: Annotated[bool, Option("Simulate a network instead of measuring.")] = False
     network: Annotated[
         str | None,
         Option(
-            "Between hosts: rate (kbit, Mbit, Gbit per second) and latency (us, ms, s), e.g. [bold]10Gbit,50us[/bold]; "
-            "a third part such as [bold]8GB/s[/bold] says how fast data is reduced.",
+            "Links between hosts: rate and latency, e.g. [bold]10Gbit,50us[/bold]; optionally the reduction speed: "
+            "[bold]10Gbit,50us,8GB/s[/bold].",
             panel=_SIMULATED,
         ),
     ] = None
     inside: Annotated[
         str | None,
-        Option("Inside a host, written the same. Default: [bold]100Gbit,1us[/bold].", panel=_SIMULATED),
+        Option("Links inside a host. Default: [bold]100Gbit,1us[/bold].", panel=_SIMULATED),
     ] = None
-    hosts: Annotated[
-        int | None, Option("Spread the ranks over this many hosts. Default: one each.", panel=_SIMULATED)
-    ] = None
-    per_host: Annotated[int | None, Option("Or put this many ranks on each host.", panel=_SIMULATED)] = None
+    hosts: Annotated[int | None, Option("Number of hosts. Default: one per rank.", panel=_SIMULATED)] = None
+    per_host: Annotated[int | None, Option("Ranks per host, instead of --hosts.", panel=_SIMULATED)] = None
     ports: Annotated[
         str | None,
         Option(
-            "Whether each [bold]rank[/bold] has a network card (the default) or each [bold]host[/bold] has one.",
+            "One network card per [bold]rank[/bold] (the default) or per [bold]host[/bold].",
             panel=_SIMULATED,
         ),
     ] = None
@@ -340,24 +336,24 @@ class CollectivesOptions:
     peers: Annotated[
         str | None,
         Option(
-            "Whom to measure all-reduce with. Default: [bold]offbeat,gloo[/bold], and mpi where it is found.",
+            "Libraries to measure. Default: [bold]offbeat,gloo[/bold], and mpi if installed.",
             panel=_MEASURED,
         ),
     ] = None
-    blocks: Annotated[int | None, Option("Interleaved measurements of each. Default: 15.", panel=_MEASURED)] = None
-    out: Annotated[Path | None, Option("Also write the JSON here.", "-o", panel=_MEASURED)] = None
-    picture: Annotated[Path | None, Option("Also draw time against size here (needs matplotlib).", panel=_MEASURED)] = (
-        None
-    )
+    blocks: Annotated[int | None, Option("Interleaved measurement blocks. Default: 15.", panel=_MEASURED)] = None
+    out: Annotated[Path | None, Option("Also write JSON to this file.", "-o", panel=_MEASURED)] = None
+    picture: Annotated[
+        Path | None, Option("Also plot time against size to this file (needs matplotlib).", panel=_MEASURED)
+    ] = None
     output: _Format = Format.text
 
     def __post_init__(self) -> None:
         """Refuse options of the other way of answering."""
         if self.simulate:
-            self._refuse("is for measuring: leave it or --simulate away", "peers", "blocks", "out", "picture")
+            self._refuse("applies to measurements: omit it, or omit --simulate", "peers", "blocks", "out", "picture")
         else:
             names = ("network", "inside", "hosts", "per_host", "ports", "collective")
-            self._refuse("is for simulating: add --simulate, or leave it away", *names)
+            self._refuse("applies to simulations: add --simulate, or omit it", *names)
 
     def _refuse(self, why: str, *names: str) -> None:
         for name in names:
@@ -369,26 +365,25 @@ class CollectivesOptions:
 class ServerOptions:
     """The options of `offbeat bench server`."""
 
-    simulate: Annotated[bool, Option("In virtual time, on machines that need not exist.")] = False
-    workers: Annotated[int, Option("How many workers train.", "-w")] = 100
-    steps: Annotated[int, Option("Steps that each of them makes.")] = 1000
-    step: Annotated[str, Option("What an undisturbed step takes to compute.")] = "40ms"
+    simulate: Annotated[bool, Option("Simulate (required: there is no measured mode yet).")] = False
+    workers: Annotated[int, Option("Number of workers.", "-w")] = 100
+    steps: Annotated[int, Option("Steps per worker.")] = 1000
+    step: Annotated[str, Option("Compute time of a step without stragglers.")] = "40ms"
     stragglers: Annotated[
         str,
         Option(
-            "What makes steps longer: [bold]transient(0.2, 0.15)[/bold] pauses a step 0.2 s with probability 0.15, "
-            "[bold]permanent(4)[/bold] makes one worker 4 times slower ([bold]permanent(4, 3)[/bold] makes three), "
-            "[bold]pareto(0.01, 1.5)[/bold] (scale, shape) and [bold]lognormal(0.01, 1)[/bold] (median, sigma) pause "
-            "every step, with a heavy tail. Joined by +."
+            "Straggler model: [bold]transient(0.2, 0.15)[/bold] pauses a step for 0.2 s with probability 0.15, "
+            "[bold]permanent(4)[/bold] makes one worker 4 times slower ([bold]permanent(4, 3)[/bold]: three of them), "
+            "[bold]pareto(0.01, 1.5)[/bold] (scale, shape) and [bold]lognormal(0.01, 1)[/bold] (median, sigma) add a "
+            "heavy-tailed pause to every step. Combine with +."
         ),
     ] = "none"
     rules: Annotated[
         tuple[str, ...],
         Option(
-            "Who waits for whom: [bold]bsp[/bold] everybody for everybody, [bold]ssp(3)[/bold] who is more than 3 "
-            "steps ahead of the slowest, [bold]asp[/bold] nobody; [bold]drop_slowest(2)[/bold] and "
-            "[bold]deadline(0.5)[/bold] go on without the last 2, or after 0.5 s. Repeat it to compare. Default: bsp, "
-            "ssp(3), asp.",
+            "Consistency rule: [bold]bsp[/bold] (all wait for all), [bold]ssp(3)[/bold] (at most 3 steps ahead of the "
+            "slowest), [bold]asp[/bold] (no waiting), [bold]drop_slowest(2)[/bold], [bold]deadline(0.5)[/bold]. "
+            "Repeatable. Default: bsp, ssp(3), asp.",
             name="rule",
         ),
     ] = ()
@@ -396,30 +391,30 @@ class ServerOptions:
         tuple[str, ...],
         Option(
             "A whole strategy on servers: [bold]server(consistency=ssp(3, eager))[/bold], [bold]downpour(push=4, "
-            "fetch=4)[/bold], [bold]elastic(period=10)[/bold], [bold]coded(s=1)[/bold]. Played from the same text "
-            "that its workers and servers run. Repeat it to compare.",
+            "fetch=4)[/bold], [bold]elastic(period=10)[/bold], [bold]coded(s=1)[/bold]. Simulated from the protocol "
+            "that its workers and servers run. Repeatable.",
             "-s",
             name="strategy",
         ),
     ] = ()
     size: Annotated[
-        str | None, Option("Bytes pushed and pulled in each step, e.g. [bold]100MB[/bold]; needs --network.")
+        str | None, Option("Bytes pushed and pulled per step, e.g. [bold]100MB[/bold]; needs --network.")
     ] = None
-    servers: Annotated[int | None, Option("Servers that they are spread over. Default: 1.")] = None
+    servers: Annotated[int | None, Option("Number of servers. Default: 1.")] = None
     network: Annotated[
         str | None,
         Option(
-            "Rate and latency, e.g. [bold]10Gbit,50us[/bold]; a third part such as [bold]8GB/s[/bold] says how fast a "
-            "server applies what was pushed. Left out, exchanges take no time."
+            "Rate and latency, e.g. [bold]10Gbit,50us[/bold]; optionally the servers' update speed: "
+            "[bold]10Gbit,50us,8GB/s[/bold]. Without it, communication is free."
         ),
     ] = None
-    seed: Annotated[int, Option("Of the stragglers; every rule meets the same ones.")] = 0
+    seed: Annotated[int, Option("Random seed; every rule meets the same stragglers.")] = 0
     output: _Format = Format.text
 
     def __post_init__(self) -> None:
         """Refuse what cannot be answered."""
         if not self.simulate:
-            raise UsageError("bench server works in virtual time only: add --simulate.")
+            raise UsageError("bench server only simulates: add --simulate.")
 
 
 @dataclass(frozen=True)
@@ -435,33 +430,32 @@ class DrawOptions:
             "STRATEGY",
         ),
     ]
-    workers: Annotated[int | None, Option("How many take part. Default: 4, or the hosts'.", "-w")] = None
+    workers: Annotated[int | None, Option("Number of workers. Default: 4, or those of --hosts.", "-w")] = None
     network: Annotated[
         str,
         Option(
-            "Between hosts: rate and latency, e.g. [bold]10Gbit,50us[/bold]; a third part such as [bold]8GB/s[/bold] "
-            "says how fast numbers are added up."
+            "Links between hosts: rate and latency, e.g. [bold]10Gbit,50us[/bold]; optionally the reduction speed: "
+            "[bold]10Gbit,50us,8GB/s[/bold]."
         ),
     ] = "10Gbit,50us"
-    inside: Annotated[str | None, Option("Inside a host, written the same. Default: [bold]100Gbit,1us[/bold].")] = None
-    size: Annotated[str, Option("Bytes of the model, or of a collective's buffer.")] = "100MB"
+    inside: Annotated[str | None, Option("Links inside a host. Default: [bold]100Gbit,1us[/bold].")] = None
+    size: Annotated[str, Option("Size of the model, or of a collective's buffer.")] = "100MB"
     hosts: Annotated[
         str | None,
-        Option("Hosts times workers on each, e.g. [bold]2x4[/bold]. Default: a host for each worker.", metavar="HxW"),
+        Option("Hosts x workers per host, e.g. [bold]2x4[/bold]. Default: one host per worker.", metavar="HxW"),
     ] = None
-    steps: Annotated[int | None, Option("Steps to draw. Default: one turn of what is exchanged.")] = None
-    step: Annotated[str, Option("What an undisturbed step takes to compute.")] = "40ms"
+    steps: Annotated[int | None, Option("Steps to draw. Default: one period of the strategy.")] = None
+    step: Annotated[str, Option("Compute time of a step without stragglers.")] = "40ms"
     stragglers: Annotated[
         str,
-        Option(
-            "What makes steps longer, as in `offbeat bench server`: [bold]permanent(2)[/bold], "
-            "[bold]transient(0.2, 0.15)[/bold] …"
-        ),
+        Option("Straggler model, as in `offbeat bench server`: [bold]permanent(2)[/bold] …"),
     ] = "none"
-    collective: Annotated[str | None, Option("What a schedule of your own is to achieve. Default: all_reduce.")] = None
-    seed: Annotated[int, Option("Of stragglers, and of machines' chance.")] = 0
+    collective: Annotated[
+        str | None, Option("The collective that a schedule of your own implements. Default: all_reduce.")
+    ] = None
+    seed: Annotated[int, Option("Random seed.")] = 0
     out: Annotated[
-        Path | None, Option("Draw it here: .svg, or .png (which needs matplotlib).", "-o", metavar="FILE")
+        Path | None, Option("Draw to this .svg or .png file (.png needs matplotlib).", "-o", metavar="FILE")
     ] = None
     output: Annotated[
         TableFormat, Option("[bold]json[/bold] prints every round, message and interval.", name="format")

@@ -27,7 +27,7 @@ SHOWN = 60
 
 @command_from(DrawOptions, leading=("workers", "network", "size", "hosts"))
 def draw(given: dict[str, Any]) -> None:
-    """Draw who sends what to whom when, port by port: any schedule, or a simulated run of servers or machines.
+    """Draw who sends what to whom and when: any strategy or schedule, or a simulated run of servers or machines.
 
     The same text is drawn here that processes run: schedules and machines of `protocols`, in virtual time.
     """

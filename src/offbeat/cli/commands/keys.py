@@ -10,7 +10,7 @@ import typer
 keys = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Make and show the keys without which nothing listens to other machines.",
+    help="Create and show the keys that connections from other machines need.",
     epilog="Example: offbeat keys new run.keys, then copy run.keys to all machines of the run",
 )
 KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="A file of keys; only its owner can read it.")]
@@ -18,7 +18,7 @@ KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="A file of keys; o
 
 @keys.command(no_args_is_help=True, epilog="Example: offbeat keys new run.keys")
 def new(file: KeyFile) -> None:
-    """Write a new pair of keys. Whoever has the same file may connect."""
+    """Create a key pair. Every process that has this file may connect."""
     from offbeat.runtime.messages.keys import Keys
 
     made = Keys.generate()
@@ -29,7 +29,7 @@ def new(file: KeyFile) -> None:
 
 @keys.command(no_args_is_help=True, epilog="Example: offbeat keys show run.keys")
 def show(file: KeyFile) -> None:
-    """Print the public key, and those that are let in. The secret key is not printed."""
+    """Print the public key and the allowed keys; never the secret key."""
     from offbeat.runtime.messages.keys import Keys
 
     known = Keys.load(file)
@@ -42,7 +42,7 @@ def show(file: KeyFile) -> None:
 def allow(
     file: KeyFile, public: Annotated[str, typer.Argument(help="The public key of somebody who has another file.")]
 ) -> None:
-    """Let somebody in who has another file, by its public key."""
+    """Allow the holder of another key file to connect, by its public key."""
     from offbeat.runtime.messages.keys import Keys
 
     Keys.load(file).allow(public).save(file, overwrite=True)

@@ -19,20 +19,18 @@ if TYPE_CHECKING:
     from offbeat.runtime.run.running import Status
 
 _FOLLOW_EVERY = 0.2
-RunName = Annotated[
-    Path, typer.Argument(metavar="RUN", help="Its folder, or its name in the folder of runs, e.g. latest.")
-]
-Runs = Annotated[Path, typer.Option("--out", "-o", help="The folder of runs that a name is looked up in.")]
+RunName = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or its name below --out, e.g. latest.")]
+Runs = Annotated[Path, typer.Option("--out", "-o", help="Directory of run folders.")]
 
 
 def ps(
-    folder: Annotated[Path, typer.Argument(metavar="[RUNS]", help="The folder of runs.")] = Path("runs"),
-    everything: Annotated[bool, typer.Option("--all", "-a", help="Also those that have ended.")] = False,
+    folder: Annotated[Path, typer.Argument(metavar="[RUNS]", help="Directory of run folders.")] = Path("runs"),
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Include finished runs.")] = False,
     output: Annotated[
         Format, typer.Option("--format", help="[bold]json[/bold] prints a list on stdout.")
     ] = Format.text,
 ) -> None:
-    """List the runs that are alive, with their processes and how far they are."""
+    """List running runs, with their processes and progress."""
     from offbeat.cli.output import print_json, printable
     from offbeat.runtime.run.running import statuses
 
@@ -82,7 +80,7 @@ def stop(
     within: Annotated[float, typer.Option(help="Seconds to wait for its end.")] = 30.0,
     out: Runs = Path("runs"),
 ) -> None:
-    """End a run as Ctrl-C in its terminal would, and wait until all of its processes are gone."""
+    """Stop a run as Ctrl-C in its terminal would, and wait until all of its processes have ended."""
     from offbeat.runtime.run.running import found
     from offbeat.runtime.run.running import stop as end
 
@@ -103,7 +101,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as long as the run does.")] = False,
     out: Runs = Path("runs"),
 ) -> None:
-    """Print what workers and servers of a run have printed, by default all of them, each line with who it was."""
+    """Print the output of a run's workers and servers, each line with its process."""
     from offbeat.runtime.launch import LogFollower
     from offbeat.runtime.run.running import found, status
 

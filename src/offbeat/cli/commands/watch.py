@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 def watch(
     path: Annotated[
-        Path, typer.Argument(metavar="[RUN|FOLDER]", help="A run's folder, or the folder that runs are in.")
+        Path, typer.Argument(metavar="[RUN|FOLDER]", help="Run folder, or directory of run folders.")
     ] = Path("runs"),
-    port: Annotated[int, typer.Option(help="Port on loopback; 0 takes a free one.")] = 0,
-    open_it: Annotated[bool, typer.Option("--open/--no-open", help="Also open the page in a browser.")] = False,
+    port: Annotated[int, typer.Option(help="Loopback port; 0 picks a free one.")] = 0,
+    open_it: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = False,
     export: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the run's page with all its data into one file of HTML."),
+        typer.Option(metavar="FILE", help="Save the run's page, with its data, as one HTML file."),
     ] = None,
 ) -> None:
-    """Show runs on a page, those under way as they go; on this machine only, to whoever has the printed address."""
+    """Serve a local web page of runs, live and finished; only this machine can reach it, with the printed address."""
     check_port("--port", port)
     if export is None:
         serve_page(path, port, open_it)

@@ -61,65 +61,74 @@ class Target:
         return value <= self.value if self.lower else value >= self.value
 
 
+OBSERVED = "Monitoring"
+RECOVERY = "Faults and checkpoints"
+ADVANCED = "Advanced"
+
+
 @dataclass(frozen=True)
 class Goal:
     """How far a run goes, and with what: the options of `offbeat run`, and what commands that measure add to them."""
 
     strategy: Annotated[
         str | None,
-        Option("How to distribute, e.g. [bold]allreduce + accumulate(4)[/bold]. See `offbeat strategies`.", "-s"),
+        Option("Strategy, e.g. [bold]allreduce + accumulate(4)[/bold]; see `offbeat strategies`.", "-s"),
     ] = None
     target: Annotated[
         str | None,
         Option(
-            "Stop at this score: [bold]0.97[/bold]; for scripts [bold]accuracy=0.97[/bold] or [bold]loss<=0.1[/bold].",
+            "Stop at this score: [bold]0.97[/bold]; in scripts [bold]accuracy=0.97[/bold] or [bold]loss<=0.1[/bold].",
             "-t",
         ),
     ] = None
-    epochs: Annotated[int | None, Option("Passes over the training data at most.")] = None
-    steps: Annotated[int | None, Option("Updates at most.")] = None
-    seed: Annotated[int | None, Option("Fixes the initial model, the data's order and all other chance.")] = None
-    device: Annotated[str, Option("Where tensors live; cpu is what is tested.")] = "cpu"
+    epochs: Annotated[int | None, Option("Maximum epochs.")] = None
+    steps: Annotated[int | None, Option("Maximum steps.")] = None
+    seed: Annotated[int | None, Option("Random seed: initial model, order of the data, dropout.")] = None
+    device: Annotated[str, Option("Device to train on; only cpu is tested.", panel=ADVANCED)] = "cpu"
     backend: Annotated[
         str,
         Option(
-            "What answers when the script, or a framework in it, asks torch.distributed for Gloo: Gloo, or our "
-            "shared-memory backend in its place.",
+            "Backend used when the script, or a framework in it, asks torch.distributed for Gloo: Gloo itself, or our "
+            "shared-memory backend.",
             metavar="gloo|offbeat",
+            panel=ADVANCED,
         ),
     ] = "gloo"
-    parts: Annotated[str, Option("How training data is divided: iid, or by label with dirichlet(alpha).")] = "iid"
+    parts: Annotated[
+        str, Option("How training data is split: iid, or skewed by label with dirichlet(alpha).", panel=ADVANCED)
+    ] = "iid"
     checkpoint_every: Annotated[
-        int | None, Option("Steps between checkpoints. Default: at evaluations, at most 5 % of the time.")
+        int | None,
+        Option("Steps between checkpoints. Default: at evaluations, using at most 5 % of the time.", panel=RECOVERY),
     ] = None
-    timeout: Annotated[float, Option("Seconds that any wait for another worker may take.")] = 600.0
-    tensorboard: Annotated[bool, Option("Also write TensorBoard files into the run folder.")] = False
+    timeout: Annotated[float, Option("Longest wait for another worker, in seconds.", panel=RECOVERY)] = 600.0
+    tensorboard: Annotated[bool, Option("Also write TensorBoard files to the run folder.", panel=OBSERVED)] = False
     replace: Annotated[
         int,
         Option(
-            "Workers that have died and are replaced by new ones, which join at the next evaluation; for strategies "
-            "with servers."
+            "Number of dead workers to replace; new ones join at the next evaluation. For strategies with servers.",
+            panel=RECOVERY,
         ),
     ] = 0
     disturb: Annotated[
         tuple[str, ...],
         Option(
-            "A fault that is to happen, e.g. [bold]worker 1: pause 200ms every 1s[/bold] or [bold]worker 2: kill at "
-            "step 50[/bold]; may be given several times.",
-            metavar="SENTENCE",
+            "Inject a fault: [bold]worker 1: pause 200ms every 1s[/bold], [bold]worker 2: kill at step 50[/bold]. "
+            "Repeatable.",
+            metavar="FAULT",
+            panel=RECOVERY,
         ),
     ] = ()
     watch: Annotated[
         bool,
         Option(
-            "Record who waits for whom. A run that can never go on is ended with the reason and an exit code of its "
-            "own: 10 a deadlock, 11 different calls, 12 somebody waits for a worker that has ended. See `offbeat "
-            "explain`. While it goes, it is shown on a page, whose address is printed."
+            "Record who waits for whom, for `offbeat explain`, and serve a live page. A run that can never finish is "
+            "stopped with the reason and its own exit code: 10 deadlock, 11 mismatched calls, 12 a wait for a worker "
+            "that has ended.",
+            panel=OBSERVED,
         ),
     ] = False
-    rate_factor: Annotated[
-        float, Option("Multiplies every learning rate, also in your own script, whatever its schedulers do.")
-    ] = 1.0
+    rate_factor: Annotated[float, Option("Multiply every learning rate, after any schedulers.", panel=ADVANCED)] = 1.0
     check_finite: bool = True
     """Whether a NaN or infinite gradient stops the run."""
     merge: int = 1
