@@ -2,7 +2,7 @@
 
 Claims, for float32 of 4 KiB to 25 MiB on 2 and on 4 ranks of one machine: many times faster than Gloo at every size,
 faster than MPICH from 256 KiB up, close to it below; without copies in and out, hardly slower than a plain copy; and
-foretold to within 15 % by a model fitted at three of the sizes.
+predicted to within 15 % by a model fitted at three of the sizes.
 
 Rules: random data, every result verified, the slowest rank's time, one thread per rank, peers in turn within a block,
 a second Gloo for the noise. MPICH is given, for each size, the thread level at which it is faster. Blocks are of
@@ -100,7 +100,7 @@ def schedule_for(size: int) -> Schedule:
     return algorithm(Collective.ALL_REDUCE, "one_shot" if size <= ONE_SHOT else "two_shot").schedule
 
 
-def foretold(ranks: int, seconds: Mapping[int, float], size: int) -> float:
+def predicted(ranks: int, seconds: Mapping[int, float], size: int) -> float:
     """The time at a size, from those at the fitted sizes and what the schedules cost."""
     view = View.of(ranks)
     costs = [cost_of(schedule_for(fitted), view, Layout(fitted // 4)) for fitted in FITTED]
@@ -122,7 +122,7 @@ def cache() -> int:
 
 
 def prediction_bars(found: Measured) -> list[Bar]:
-    """How far foretold times are from measured ones where nothing was fitted; blocks are drawn again for the spread."""
+    """How far predicted times are from measured ones where nothing was fitted; blocks are resampled for the spread."""
     bars: list[Bar] = []
     random = np.random.default_rng(0)
     for size in (size for size in found.times if size not in FITTED):
@@ -132,7 +132,7 @@ def prediction_bars(found: Measured) -> list[Bar]:
             for known, times in found.times.items():
                 ours = np.asarray(times["offbeat"])
                 drawn[known] = float(np.median(ours if draw == 0 else random.choice(ours, len(ours))))
-            errors.append(foretold(found.ranks, drawn, size) / drawn[size])
+            errors.append(predicted(found.ranks, drawn, size) / drawn[size])
         low, high = np.percentile(errors[1:], [2.5, 97.5])
         bars.append(_prediction(found.ranks, size, Spread(errors[0], float(low), float(high))))
     return bars

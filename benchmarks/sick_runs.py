@@ -3,7 +3,7 @@
 Claims: every sick run of `tests/sick_scripts` is named by the right verdict with the right names, within 2 s of its
 becoming true; 50 healthy runs over all strategies, disturbed ones among them, get no verdict; with a delay injected
 into one of 2 workers the blame points at the right worker and kind in at least 95 % of the steps, and the step time
-that is foretold without it is within 10 % of the run without it (steps are paced by sleeping: cores are shared).
+that is predicted without it is within 10 % of the run without it (steps are paced by sleeping: cores are shared).
 
 When it becomes true the script says itself; a kill is when it was ordered; a straggler is one from its 20th step on;
 somebody is silent after 10 s. Times include the look of the monitor, and whatever else the machine does.
@@ -169,7 +169,7 @@ class Bench:
         }
 
     def delayed(self, script: str, kind: str) -> dict[str, Any]:
-        """A delay in one of two workers: whom and what is blamed, and what is foretold without it."""
+        """A delay in one of two workers: whom and what is blamed, and what is predicted without it."""
         goal = Goal(watch=True)
         os.environ["CALM"] = "1"
         calm, _ = self.run(str(SCRIPTS / f"{script}.py"), goal, 2)
@@ -185,7 +185,7 @@ class Bench:
             "steps": len(steps),
             "right": sum(right) / max(1, len(right)),
             "milliseconds per step": 1e3 * worst.seconds,
-            "foretold without": 1e3 * worst.without,
+            "predicted without": 1e3 * worst.without,
             "measured without": 1e3 * clean,
             "ratio": worst.without / clean,
         }
@@ -269,8 +269,8 @@ def judged(
         ratio = statistics.median(one["ratio"] for one in own)
         share = {"bar": f"share of steps with the right blame, {kind}", "at least": 0.95, "found": least}
         found.append({**share, "holds": least >= 0.95})
-        foretold = {"bar": f"step without it, foretold / measured, {kind}", "at least": 0.9, "at most": 1.1}
-        found.append({**foretold, "found": round(ratio, 4), "holds": 0.9 <= ratio <= 1.1})
+        predicted = {"bar": f"step without it, predicted / measured, {kind}", "at least": 0.9, "at most": 1.1}
+        found.append({**predicted, "found": round(ratio, 4), "holds": 0.9 <= ratio <= 1.1})
     return found
 
 

@@ -235,7 +235,7 @@ def judged(heard: Mapping[str, Mapping[int, Mapping[str, float]]]) -> tuple[list
         steps = PERIOD if text == LOCAL else 1
         wire = [port_bytes(text, one, shapes) / RATE for one in own]
         wanted = [steps * c + one["coding_seconds"] + w for c, one, w in zip(computing, own, wire, strict=True)]
-        foretold = [
+        predicted = [
             steps * c + one["coding_seconds"] + simulated(text, one, shapes)
             for c, one in zip(computing, own, strict=True)
         ]
@@ -244,7 +244,7 @@ def judged(heard: Mapping[str, Mapping[int, Mapping[str, float]]]) -> tuple[list
             "computing": steps * float(np.median(computing)),
             "compressing": float(np.median([one["coding_seconds"] for one in own])),
             "bytes over the rate": float(np.median(wire)),
-            "foretold": float(np.median(foretold)),
+            "predicted": float(np.median(predicted)),
             "measured / wanted": found.plain(),
         }
         if text != AGAIN:

@@ -1,4 +1,4 @@
-"""Bounded staleness against lockstep under the same disturbance, on real processes; and what was foretold.
+"""Bounded staleness against lockstep under the same disturbance, on real processes; and what was predicted.
 
 Claims, for digits on 4 workers paced to 40 ms a step, any step of which is paused for 200 ms with probability 0.15:
 `ssp(3)` takes at most 0.75 of the time per step of `bsp`, and at most 0.85 of the time to the target with both tuned on
@@ -6,7 +6,7 @@ the same small grid of learning rates. With one worker that is always slow the t
 cannot help. The simulator's times per step are within 10 % of the measured ones.
 
 Runs of the two rules take turns, with the same seed in a pair; each rule has the learning rate with which its mean time
-is the shortest. Time per step is a run's training time, evaluations included, over its steps. What is foretold knows
+is the shortest. Time per step is a run's training time, evaluations included, over its steps. What is predicted knows
 the pace, the pauses' length and probability, how many steps lie between two evaluations (where all meet), and the time
 of an undisturbed exchange, which is measured in runs without pauses.
 """
@@ -87,7 +87,7 @@ class Bench:
         return found
 
 
-def foretold(rule: Rule, exchange: float) -> float:
+def predicted(rule: Rule, exchange: float) -> float:
     """Seconds per step, with a meeting of all workers after every epoch."""
     stragglers = Stragglers(PACE + exchange, (Transient(PAUSE, CHANCE),))
     ends = [float(simulate(rule, WORKERS, EPOCH, stragglers, seed=seed).ends.max()) for seed in range(400)]
@@ -131,14 +131,14 @@ def main() -> None:
     for rule, plain in RULES.items():
         exchange = max(0.0, float(np.median(calm[rule])) - PACE)
         predictions[rule] = {
-            "seconds per step": foretold(plain, exchange),
+            "seconds per step": predicted(plain, exchange),
             "exchange": exchange,
             "measured mean": float(np.mean(transient[rule])),
         }
         spread = mean_ratio([predictions[rule]["seconds per step"]] * len(transient[rule]), transient[rule])
         bars.append(
             {
-                "bar": f"time per step, pauses, foretold / measured, {rule}",
+                "bar": f"time per step, pauses, predicted / measured, {rule}",
                 "at least": 0.9,
                 "at most": 1.1,
                 "found": spread,
@@ -158,7 +158,7 @@ def main() -> None:
             },
             "to the target": {rule: {"rate": rate, "seconds": own} for rule, (rate, own) in chosen.items()},
             "grid": targets,
-            "foretold": predictions,
+            "predicted": predictions,
         },
     }
     options.out.parent.mkdir(exist_ok=True)
@@ -172,7 +172,7 @@ def mean_ratio(over: list[float], under: list[float]) -> dict[str, float]:
     """The ratio of means, with a bootstrap interval over pairs.
 
     A time to the target is known to an epoch only, so that a median jumps by a fifth of it from one draw to the next;
-    and what was foretold is a mean.
+    and what was predicted is a mean.
     """
     random = np.random.default_rng(0)
     a, b = np.asarray(over), np.asarray(under)

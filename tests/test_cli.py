@@ -96,7 +96,7 @@ RESULT = [
     "gossip",
     "compression",
     "pays",
-    "foretold",
+    "predicted",
     "waits",
     "refusals",
     "servers",

@@ -75,7 +75,7 @@ def length_of(form: Format, inner: Format | None, row: Tensor) -> int:
 
 
 @pytest.mark.parametrize(("form", "inner"), ALL, ids=str)
-def test_letters_have_the_length_that_was_foretold_and_leave_the_row_alone(form: Format, inner: Format | None) -> None:
+def test_letters_have_the_length_that_was_predicted_and_leave_the_row_alone(form: Format, inner: Format | None) -> None:
     for count in LENGTHS:
         for dtype in (torch.float32, torch.float64):
             row = normal(count, count, dtype)
@@ -117,7 +117,7 @@ def test_what_is_summed_on_the_way_goes_around_a_ring_and_letters_to_everybody()
 
 
 @pytest.mark.parametrize(("form", "inner"), [*ALL, (LowRank(2), None)], ids=str)
-def test_workers_bring_the_bytes_that_were_foretold(form: Format, inner: Format | None) -> None:
+def test_workers_bring_the_bytes_that_were_predicted(form: Format, inner: Format | None) -> None:
     count = numbers_in(SHAPES)
     rows = [normal(count, seed) for seed in range(3)]
 
@@ -126,8 +126,8 @@ def test_workers_bring_the_bytes_that_were_foretold(form: Format, inner: Format 
         return link.sent
 
     for row, sent in zip(rows, together(3, act), strict=True):
-        foretold = length_of(form, inner, row) if isinstance(form, Threshold) else form.nbytes(SHAPES, 4, inner)
-        assert sum(sent) == foretold
+        predicted = length_of(form, inner, row) if isinstance(form, Threshold) else form.nbytes(SHAPES, 4, inner)
+        assert sum(sent) == predicted
         assert len(sent) == (2 if isinstance(form, LowRank) else 1), "one side after the other"
 
 

@@ -168,7 +168,7 @@ def test_updated_slices_are_handed_round_when_all_is_computed() -> None:
 )  # fmt: skip
 def test_what_is_planned_is_what_runs(text: str, launcher: Launcher, tmp_path: Path) -> None:
     result = fit(Layer(), text, workers=2, steps=4, seed=1, out=tmp_path, launcher=launcher)
-    ran, view = msgspec.convert(result.foretold["exchanges"], list[Exchanged]), View.of(2, [0, 0])
+    ran, view = msgspec.convert(result.predicted["exchanges"], list[Exchanged]), View.of(2, [0, 0])
     strategy = combined(parse(text))
     forms: Any = [one.format() for one in strategy.compressions]  # pyright: ignore[reportAttributeAccessIssue]
     exchange: Any = strategy.exchange
@@ -178,7 +178,7 @@ def test_what_is_planned_is_what_runs(text: str, launcher: Launcher, tmp_path: P
     large = [[one for one in exchanges if one.nbytes > 64] for exchanges in (ran, planned.exchanges)]
     assert [(a.what, a.by) for a in large[0]] == [(b.what, b.by) for b in large[1]]
     assert [a.nbytes for a in large[0]] == pytest.approx([b.nbytes for b in large[1]], abs=64)
-    assert result.foretold["period"] == planned.period
+    assert result.predicted["period"] == planned.period
 
 
 def test_steps_are_drawn_as_many_as_are_asked_for() -> None:

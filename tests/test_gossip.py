@@ -87,14 +87,14 @@ def test_without_learning_models_follow_the_mixing_matrix(
         expected = made.product(step // every) @ start
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-9)
         distance = np.linalg.norm(found - mean)
-        foretold = np.linalg.norm(made.product(step // every) @ (start - mean))
-        assert distance == pytest.approx(foretold, abs=1e-5)
+        predicted = np.linalg.norm(made.product(step // every) @ (start - mean))
+        assert distance == pytest.approx(predicted, abs=1e-5)
     for one in facts:
         np.testing.assert_allclose(one["mean"].numpy(), mean, atol=1e-9)
 
 
 @pytest.mark.slow
-def test_the_measured_distance_and_rate_stand_beside_the_foretold_ones(parted: Matrix) -> None:
+def test_the_measured_distance_and_rate_stand_beside_the_predicted_ones(parted: Matrix) -> None:
     facts = facts_of(parted, "at_different_points", "gossip(ring) + local(2)", 4)
     made = Gossip().mixing(4)
     last = torch.stack([one["after"][-1] for one in facts]).numpy()

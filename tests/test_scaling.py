@@ -77,7 +77,7 @@ def test_runs_that_follow_a_law_give_it_back_and_say_what_is_extrapolated() -> N
     assert found.gunther.kappa.value == pytest.approx(0.01, abs=0.002)
     assert found.points[2].rate == pytest.approx(6400 * float(gunther(4, 0.05, 0.01)), rel=0.02)
     assert [point.plain()["kind"] for point in found.points] == ["measured"] * 4
-    assert [(one.workers, one.plain()["kind"]) for one in found.foretold] == [
+    assert [(one.workers, one.plain()["kind"]) for one in found.predicted] == [
         (16, "extrapolated"),
         (32, "extrapolated"),
     ]

@@ -447,7 +447,7 @@ def measured(schedule: Schedule, view: View, link_at: Callable[[int], Link], cou
     ]
 
 
-def test_a_fit_on_three_sizes_foretells_the_others() -> None:
+def test_a_fit_on_three_sizes_predicts_the_others() -> None:
     view, schedule = View.of(4), algorithm(Collective.ALL_REDUCE, "two_shot").schedule
     truth = Link(3e-6, 2e-10, 1e-10, 5e-11)
     counts, held_out = [1000, 100_000, 5_000_000], [4000, 1_000_000]

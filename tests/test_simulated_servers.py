@@ -313,7 +313,7 @@ def test_a_worker_reads_when_the_simulator_says(strategy: str, launcher: Launche
 # --- a prediction
 
 
-def test_a_paced_run_is_foretold() -> None:
+def test_a_paced_run_is_predicted() -> None:
     paused = 1 - 0.85**4
     assert predict(BSP, 4, 0.04, 0.2, 0.15) == pytest.approx(0.04 + 0.2 * paused, rel=0.02)
     assert predict(BSP, 4, 0.04, 0.2, 0.15, 0.01) == pytest.approx(0.05 + 0.2 * paused, rel=0.02)

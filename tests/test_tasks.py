@@ -300,7 +300,7 @@ def test_digits_reach_their_target_from_any_seed(seed: int) -> None:
 # Text
 
 
-def test_text_windows_foretell_the_next_character() -> None:
+def test_text_windows_predict_the_next_character() -> None:
     task = Text(context=16)
     for inputs, target in parts(task.data()):
         assert inputs.shape == target.shape

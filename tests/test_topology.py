@@ -133,7 +133,7 @@ def test_rates_are_those_of_the_books() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_no_distance_shrinks_slower_than_foretold(kind: Kind) -> None:
+def test_no_distance_shrinks_slower_than_predicted(kind: Kind) -> None:
     made = mixing(kind, 12)
     turn = len(made.matrices)
     product = made.product(3 * turn)

@@ -32,7 +32,7 @@ from offbeat.run.job import (
     short_name,
     target_of,
 )
-from offbeat.run.predicted_step import foretold
+from offbeat.run.predicted_step import predicted
 from offbeat.run.server_supervisor import Serving, servers_of, serving
 from offbeat.runtime.hosts import Hosts, Placed, placed
 from offbeat.runtime.launch import (
@@ -485,7 +485,7 @@ def _finish(job: Job, folder: RunFolder, collected: _Collected) -> Result:
         data["servers"] = [collected.servers[shard] for shard in sorted(collected.servers)]
     if said:
         config = folder.read()["config"]
-        data["pays"], data["foretold"] = verdict(data, config, folder.path.parent), foretold(data, config)
+        data["pays"], data["predicted"] = verdict(data, config, folder.path.parent), predicted(data, config)
     result = Result.from_plain(data)
     state = "finished" if said else "finished without a team"
     # Whoever was missing for long has come after all; the dead stay dead.

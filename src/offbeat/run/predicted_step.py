@@ -1,4 +1,4 @@
-"""What a step was foretold to take, beside what it took.
+"""What a step was predicted to take, beside what it took.
 
 Workers say what a step exchanges and how long each of them computed; the rest is played in virtual time
 (`simulate.predicted_step`): the same schedules, with the bytes that they carried, on links as they were measured when
@@ -21,7 +21,7 @@ from offbeat.simulate.units import seconds_in_words
 GIVEN, MEASURED = "the hosts' rate, latency measured at the start", "measured at the start"
 
 
-def foretold(data: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def predicted(data: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """What can be said of a result, for the result; nothing of a run that exchanged nothing.
 
     `config` is what the run was asked for, as run.json has it.
@@ -31,8 +31,8 @@ def foretold(data: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, An
         return {}
     took = step_seconds(data)
     if isinstance(told, str):
-        words = f"step {seconds_in_words(took)} measured; not foretold: {told}"
-        return {"step_seconds": took, "foretold_seconds": None, "words": words}
+        words = f"step {seconds_in_words(took)} measured; not predicted: {told}"
+        return {"step_seconds": took, "predicted_seconds": None, "words": words}
     step = msgspec.convert(told, Step)
     if not step.trials:
         return {}
@@ -46,7 +46,7 @@ def foretold(data: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, An
     link = network.between if apart else network.inside
     return {
         "step_seconds": took,
-        "foretold_seconds": expected,
+        "predicted_seconds": expected,
         "computing_seconds": max(computing) - coding,
         "coding_seconds": coding,
         "exchanging_seconds": step_time(step, network, [0.0] * len(step.hosts)),
@@ -55,5 +55,5 @@ def foretold(data: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, An
         "latency_seconds": link.alpha,
         "bytes_per_second": 1 / link.beta if link.beta else None,
         "links": GIVEN if rate is not None and apart else MEASURED,
-        "words": f"step {seconds_in_words(took)} measured, {seconds_in_words(expected)} foretold",
+        "words": f"step {seconds_in_words(took)} measured, {seconds_in_words(expected)} predicted",
     }

@@ -2,13 +2,13 @@
 
 from offbeat.scaling._batch_size import BatchSize, Stage, Way, batch_size
 from offbeat.scaling._noise import Noise, largest_batch, noise_of, worth
-from offbeat.scaling._scale import Foretold, Point, Scaling, scale
+from offbeat.scaling._scale import Point, Predicted, Scaling, scale
 
 __all__ = [
     "BatchSize",
-    "Foretold",
     "Noise",
     "Point",
+    "Predicted",
     "Scaling",
     "Stage",
     "Way",

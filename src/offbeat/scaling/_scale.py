@@ -23,7 +23,7 @@ from offbeat.strategies._base import Combined
 from offbeat.task import AnyTask
 
 _DOUBLINGS = 2
-"""How far beyond what was measured speed-ups are foretold: to four times as many workers."""
+"""How far beyond what was measured speed-ups are predicted: to four times as many workers."""
 _SAME = 0.02
 """By how much batches may differ and still be called the same."""
 
@@ -63,7 +63,7 @@ class Point(Plain):
 
 
 @dataclass(frozen=True)
-class Foretold(Plain):
+class Predicted(Plain):
     """A number of workers that was not measured, by the law that was fitted to others."""
 
     workers: int
@@ -76,7 +76,7 @@ class Foretold(Plain):
 
 @dataclass(frozen=True)
 class Scaling(Plain):
-    """Measured speed-ups, the laws that they follow, and what those foretell."""
+    """Measured speed-ups, the laws that they follow, and what those predict."""
 
     target: str
     """What was run."""
@@ -100,7 +100,7 @@ class Scaling(Plain):
     """The fit of Amdahl's law; None with fewer than two numbers of workers."""
     gunther: Gunther | None
     """The fit of Gunther's law; None with fewer than three."""
-    foretold: tuple[Foretold, ...]
+    predicted: tuple[Predicted, ...]
     """What the richer of the two says of more workers."""
     warnings: tuple[str, ...] = field(default=())
     """What is to be borne in mind."""
@@ -122,7 +122,7 @@ class Scaling(Plain):
         if self.gunther is not None:
             laws["gunther"] = self.gunther.plain() | {"peak_is": self.kind(self.gunther.peak.value)}
         fields = {name: value for name, value in super().plain().items() if name not in ("amdahl", "gunther")}
-        listed = {name: [one.plain() for one in getattr(self, name)] for name in ("points", "foretold")}
+        listed = {name: [one.plain() for one in getattr(self, name)] for name in ("points", "predicted")}
         return fields | listed | laws
 
 
@@ -225,7 +225,7 @@ def _concluded(
     law = gunther or amdahl
     most = max(rates)
     further = [most * 2**power for power in range(1, _DOUBLINGS + 1)]
-    foretold = tuple(Foretold(count, law.speedup(count)) for count in further)
+    predicted = tuple(Predicted(count, law.speedup(count)) for count in further)
     scaling = Scaling(
         target,
         str(strategy),
@@ -238,7 +238,7 @@ def _concluded(
         points,
         amdahl,
         gunther,
-        foretold,
+        predicted,
     )
     warnings = (*_of_points(scaling), *_of_laws(scaling), *_of_runs(scaling, found))
     return dataclasses.replace(scaling, warnings=warnings)

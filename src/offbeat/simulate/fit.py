@@ -3,7 +3,7 @@
 A schedule's time, all ranks arriving together, is close to `alpha * hops + beta * moved + gamma * reduced + copy *
 copied`, and what stands beside the costs is read off the schedule itself. Errors count relative to the measured time,
 so that small sizes weigh as much as large ones. Of one schedule, everything but the hops grows in proportion to the
-size, and only the sum of its parts can be found: it is then all called beta, which foretells that schedule as well.
+size, and only the sum of its parts can be found: it is then all called beta, which predicts that schedule as well.
 Times of several schedules together tell the parts apart.
 """
 

@@ -32,7 +32,7 @@ _HELD_OUT_CHARACTERS = 16_384
 
 
 class Text(Task):
-    """Foretell the next character of Python code with a causal transformer, from up to `context` before it.
+    """Predict the next character of Python code with a causal transformer, from up to `context` before it.
 
     The text is that of the Python that runs, so scores of different versions of Python differ a little.
 

@@ -92,7 +92,7 @@ def _table(found: Scaling) -> Table:
             f"{100 * point.efficiency:.0f} %",
             ", ".join(notes),
         )
-    for one in found.foretold:
+    for one in found.predicted:
         efficiency = f"{100 * one.speedup.value / one.workers:.0f} %"
         table.add_row(str(one.workers), "", f"{one.speedup.value:.2f}", _ends(one.speedup), efficiency, "extrapolated")
     return table

@@ -71,8 +71,8 @@ def _entries(result: Result) -> Iterator[tuple[str, str]]:
         yield from served_in_words(result)
     if result.hosts:
         yield "hosts", _hosts_in_words(result.hosts)
-    if result.foretold:
-        yield "foretold", result.foretold["words"]
+    if result.predicted:
+        yield "predicted", result.predicted["words"]
     if result.pays:
         yield "compression", result.pays["words"]
     if result.gossip:

@@ -75,8 +75,8 @@ class Result:
     """What compressing has cost and saved a worker, their mean: bytes before and after, seconds for both, and dense."""
     pays: dict[str, Any] = field(default_factory=dict[str, Any])
     """Whether compression pays: both sides of time per step times steps to the target, and the verdict in words."""
-    foretold: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What a step took, and what its schedules on these links foretell; or why nobody can foretell it."""
+    predicted: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What a step took, and what its schedules on these links predict; or why nobody can predict it."""
 
     waits: list[float] = field(default_factory=list[float])
     """Seconds that each worker that is there at the end has waited for others, in the order of their ranks."""

@@ -21,7 +21,7 @@ CODED = "what its letters are only its coder knows"
 
 
 def why_not(group: Group) -> str | None:
-    """Why nothing that this group exchanges can be foretold; None if it can."""
+    """Why nothing that this group exchanges can be predicted; None if it can."""
     if not isinstance(group, DirectGroup) or not isinstance(group.process_group, OffbeatGroup):
         return "on this device torch's own backend exchanges, by ways of its own"
     return None

@@ -1,4 +1,4 @@
-"""What a step is foretold to take: its schedules, the links, and what a run says beside what it took."""
+"""What a step is predicted to take: its schedules, the links, and what a run says beside what it took."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offbeat.protocols.exchanges import Exchanged
 from offbeat.protocols.gossip.topology import Shape, mixing
 from offbeat.protocols.schedule import Layout, Op, View
 from offbeat.protocols.stepping import beside, in_turn
-from offbeat.run.predicted_step import GIVEN, MEASURED, foretold
+from offbeat.run.predicted_step import GIVEN, MEASURED, predicted
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.launch import Launcher
 from offbeat.simulate import Link, Network, compressed_sum_time, finish_times, gossip_step_time, local_step_time
@@ -141,26 +141,26 @@ def result(**more: Any) -> dict[str, Any]:
 
 def test_a_result_has_both_figures_and_says_them_in_a_line() -> None:
     foreseen = msgspec.to_builtins(step(ring(BYTES), trials=(Timed(ring(8), 6 * 50e-6),)))
-    told = foretold(result(foreseen=foreseen), {"hosts": Hosts.alike(SIZE, "100Mbit").plain()})
+    told = predicted(result(foreseen=foreseen), {"hosts": Hosts.alike(SIZE, "100Mbit").plain()})
     assert told["step_seconds"] == pytest.approx(0.5)
-    assert told["foretold_seconds"] == pytest.approx(0.1 + alone(BYTES))
+    assert told["predicted_seconds"] == pytest.approx(0.1 + alone(BYTES))
     assert told["exchanging_seconds"] == pytest.approx(alone(BYTES))
     assert told["bytes_per_second"] == pytest.approx(12.5e6)
     assert told["links"] == GIVEN
-    assert told["words"] == "step 500 ms measured, 580 ms foretold"
-    coded = foretold(
+    assert told["words"] == "step 500 ms measured, 580 ms predicted"
+    coded = predicted(
         result(foreseen=foreseen, compression={"coding_seconds": 0.7}),
         {"hosts": Hosts.alike(SIZE, "100Mbit").plain()},
     )
-    assert coded["foretold_seconds"] == pytest.approx(told["foretold_seconds"] + 0.07)
+    assert coded["predicted_seconds"] == pytest.approx(told["predicted_seconds"] + 0.07)
 
 
-def test_what_cannot_be_foretold_says_why_and_what_exchanges_nothing_says_nothing() -> None:
-    told = foretold(result(foreseen="it is decided as it happens"), {})
-    assert told["words"] == "step 500 ms measured; not foretold: it is decided as it happens"
-    assert told["foretold_seconds"] is None
-    assert foretold(result(foreseen=None), {}) == {}
-    assert foretold(result(foreseen="nothing was done", steps=0), {}) == {}
+def test_what_cannot_be_predicted_says_why_and_what_exchanges_nothing_says_nothing() -> None:
+    told = predicted(result(foreseen="it is decided as it happens"), {})
+    assert told["words"] == "step 500 ms measured; not predicted: it is decided as it happens"
+    assert told["predicted_seconds"] is None
+    assert predicted(result(foreseen=None), {}) == {}
+    assert predicted(result(foreseen="nothing was done", steps=0), {}) == {}
 
 
 @pytest.mark.slow
@@ -178,14 +178,14 @@ def test_what_cannot_be_foretold_says_why_and_what_exchanges_nothing_says_nothin
         ("gossip + threshold(0.001)", ["tell", "tell"], 1),
     ],
 )
-def test_a_run_tells_what_its_steps_were_foretold_to_take(
+def test_a_run_tells_what_its_steps_were_predicted_to_take(
     strategy: str, kinds: list[str], period: int, launcher: Launcher, tmp_path: Path
 ) -> None:
-    found = offbeat.fit(Digits(), strategy, workers=2, seed=1, steps=9, out=tmp_path, launcher=launcher).foretold
+    found = offbeat.fit(Digits(), strategy, workers=2, seed=1, steps=9, out=tmp_path, launcher=launcher).predicted
     assert [one["what"] for one in found["exchanges"]] == kinds
     assert found["period"] == period
     assert found["links"] == MEASURED
-    assert found["foretold_seconds"] > found["computing_seconds"] > 0
+    assert found["predicted_seconds"] > found["computing_seconds"] > 0
     numbers = 4 * sum(p.numel() for p in Digits().model().parameters())
     if "+" not in strategy and "momentum" not in strategy:
         assert numbers <= sum(one["nbytes"] for one in found["exchanges"]) < numbers + 1000
@@ -193,7 +193,7 @@ def test_a_run_tells_what_its_steps_were_foretold_to_take(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "server"])
-def test_a_run_that_nobody_can_foretell_says_why(strategy: str, launcher: Launcher, tmp_path: Path) -> None:
-    found = offbeat.fit(Digits(), strategy, workers=2, seed=1, steps=4, out=tmp_path, launcher=launcher).foretold
-    assert "not foretold: " in found["words"]
-    assert found["foretold_seconds"] is None
+def test_a_run_that_nobody_can_predict_says_why(strategy: str, launcher: Launcher, tmp_path: Path) -> None:
+    found = offbeat.fit(Digits(), strategy, workers=2, seed=1, steps=4, out=tmp_path, launcher=launcher).predicted
+    assert "not predicted: " in found["words"]
+    assert found["predicted_seconds"] is None
