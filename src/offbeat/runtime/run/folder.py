@@ -241,9 +241,7 @@ def write_whole(target: Path, text: str) -> None:
     except OSError as error:
         with suppress(OSError):
             draft.unlink()
-        raise OutputError(
-            f"{target} cannot be written: {error.strerror or error}. Free some space, or choose another place."
-        ) from error
+        raise OutputError(_cannot_write(target, error)) from error
 
 
 def _point_to(path: Path, link: Path) -> None:
