@@ -159,7 +159,7 @@ def mixed(module: str, shape: Shape, folder: Path) -> Subject:
 @pytest.mark.slow
 def test_a_changed_line_of_mixing_fails_checker_simulator_and_real_run(tmp_path: Path, launcher: Launcher) -> None:
     line = "heard.append(((target + shift) % size, target))"
-    text = (SOURCES / "mixing.py").read_text()
+    text = (SOURCES / "gossip" / "mixing.py").read_text()
     assert text.count(line) == 1
     (tmp_path / "mutant_mixing.py").write_text(text.replace(line, line.replace("shift)", "shift + 1)")))
     subject = mixed("mutant_mixing", Shape.EXPONENTIAL, tmp_path)

@@ -29,6 +29,11 @@ def test_every_relative_link_leads_to_a_file(page: Path) -> None:
     assert missing == []
 
 
+def test_the_page_of_modules_is_what_they_say_of_themselves() -> None:
+    made = runpy.run_path(str(ROOT / "docs/modules.py"))["page"]()
+    assert (ROOT / "docs/modules.md").read_text() == made, "run python docs/modules.py"
+
+
 def test_the_page_of_bars_tells_every_result_and_every_miss() -> None:
     made = runpy.run_path(str(ROOT / "docs/bars.py"))["page"]()
     assert (ROOT / "docs/bars.md").read_text() == made
