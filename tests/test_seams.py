@@ -85,3 +85,9 @@ def test_no_class_outgrows_a_page() -> None:
 def test_no_strategy_needs_its_types_to_be_ignored() -> None:
     for path in SOURCE.glob("strategies/**/*.py"):
         assert "reportIncompatible" not in path.read_text(encoding="utf-8"), path.name
+
+
+def test_files_that_stacks_leave_out_exist() -> None:
+    from offbeat.monitor import live
+
+    assert all(path.is_file() for path in live._STAMPING)

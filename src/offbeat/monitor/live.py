@@ -47,7 +47,7 @@ _LAUNCHER: Final = "launcher"
 
 _FRAME: Final = re.compile(r'\s*File "(?P<file>[^"]*)", line \d+ in (?P<name>.*)')
 _OFFBEAT: Final = Path(__file__).parents[1]
-_STAMPING: Final = (_OFFBEAT / "runtime/backend/_stamped.py", _OFFBEAT / "runtime/backend/_stamping.py")
+_STAMPING: Final = (_OFFBEAT / "runtime/events/groups.py", _OFFBEAT / "runtime/events/calls.py")
 _STARTING: Final = frozenset({"_run_script", "_work", "work"})
 """Functions of ours in which every worker is."""
 
