@@ -10,11 +10,14 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 INK, SOFT = "#1f2933", "#52606d"
 LAYERS = [
-    ("cli", "run · strategies · doctor · check", "#dbeafe"),
-    ("fitting · working · join", "one run · one worker's life · the team inside a loop", "#dcfce7"),
-    ("strategies", "single · ddp · allreduce · accumulate · yours", "#fef9c3"),
-    ("runtime", "launch · group · buckets · loaders · checkpoint · records", "#fde8d7"),
-    ("protocols", "pure: who gets which examples; no I/O, no clock", "#f3e8ff"),
+    ("cli", "run · compare · explain · doctor · draw · check · bench …", "#dbeafe"),
+    ("league · scaling · bench · draw · testing", "runs compared · speed-up · peers · pictures · contracts", "#dbeafe"),
+    ("run · worker · team", "one run · one worker's life · the team inside a loop", "#dcfce7"),
+    ("strategies", "allreduce · server · local · gossip · hogwild · compressors · yours", "#fef9c3"),
+    ("monitor", "events, their causal order, verdicts · diagram · page", "#fef9c3"),
+    ("runtime", "launch · collectives · backend · messages · servers · gradients · data · state · events", "#fde8d7"),
+    ("simulate", "the same protocols in virtual time", "#f3e8ff"),
+    ("protocols", "pure schedules and machines: no I/O, no clock", "#f3e8ff"),
     ("task · errors", "what is learned; what can go wrong", "#e5e7eb"),
 ]
 
@@ -52,10 +55,10 @@ def arrow(
 def layers(axes: Any) -> None:
     axes.set_title("Layers: imports point down only", loc="left", fontsize=12, color=INK)
     for i, (title, text, color) in enumerate(LAYERS):
-        box(axes, 0.1, 6.0 - 1.15 * i, 5.8, 0.9, color, title, text)
+        box(axes, 0.1, 6.35 - 0.78 * i, 5.8, 0.6, color, title, text)
         if i:
             axes.annotate(
-                "", (3, 6.95 - 1.15 * i), (3, 7.13 - 1.15 * i), arrowprops={"arrowstyle": "-|>", "color": SOFT}
+                "", (3, 6.97 - 0.78 * i), (3, 7.12 - 0.78 * i), arrowprops={"arrowstyle": "-|>", "color": SOFT}
             )
     axes.set(xlim=(0, 6), ylim=(0, 7.1))
 
