@@ -17,7 +17,7 @@ from offbeat.runtime.hosts import existing, made_here, why_not
 from offbeat.runtime.launch import Launcher
 from wide import WIDE
 
-# A machine that is busy with something else is no failure.
+# A machine that is busy with something else is not a failure.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 

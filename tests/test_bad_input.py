@@ -60,13 +60,13 @@ def refused(said: Said, *pieces: str) -> None:
         ("--timeout -1", ["--timeout -1.0 makes no sense", "seconds above 0"]),
         ("--timeout nan", ["--timeout nan makes no sense"]),
         ("--seed x", ["Invalid value for '--seed'", "valid integer"]),
-        ("--device nope", ["--device 'nope' is no device", "cpu"]),
+        ("--device nope", ["--device 'nope' is not a device", "cpu"]),
         ("--parts foo", ["'foo' is no way to divide data", "dirichlet(0.3)"]),
         ("--parts dirichlet(0)", ["dirichlet(0.0) makes no sense", "above 0"]),
         ("--parts dirichlet(a)", ["no way to divide data"]),
-        ("--target foo", ["--target 'foo' is no target", "accuracy=0.97"]),
+        ("--target foo", ["--target 'foo' is not a target", "accuracy=0.97"]),
         ("--target accuracy=0.9", ["a task has one score", "score=NUMBER"]),
-        ("--target nan", ["is no target"]),
+        ("--target nan", ["is not a target"]),
         ("--port 99999", ["--port 99999 makes no sense", "65535"]),
         ("--port -1", ["--port -1 makes no sense"]),
         ("--format yaml", ["--format", "'yaml' is not one of"]),
@@ -77,7 +77,7 @@ def test_a_wrong_option_is_refused(run: Offbeat, options: str, pieces: list[str]
     refused(run(DIGITS, *options.split(" ")), *pieces)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, so cuda is no mistake")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, so cuda is not a mistake")
 def test_a_gpu_that_is_not_there_is_refused(run: Offbeat) -> None:
     refused(run(DIGITS, "--device", "cuda"), "no CUDA", "--device cpu")
 
@@ -140,14 +140,14 @@ def test_nothing_to_run_is_said(run: Offbeat) -> None:
         ("folder", ["is neither a Python file nor a module"]),
         ("folder.py", ["There is no file 'folder.py'"]),
         (".", ["is neither a Python file nor a module"]),
-        (".relative", ["no name of a module"]),
+        (".relative", ["not a name of a module"]),
         ("notes.txt", ["is neither a Python file nor a module"]),
         ("offbeat.tasks.digit", ["There is no module 'offbeat.tasks.digit'", "offbeat.tasks.digits"]),
-        ("two words", ["no name of a module"]),
+        ("two words", ["not a name of a module"]),
         (":Points", ["is neither a Python file nor a module"]),
         ("points.py:Pints", ["'Pints' does not exist", "Did you mean 'Points'?"]),
-        ("points.py:RANK", ["'RANK' is no subclass of offbeat.Task", "Valid: Points"]),
-        ("points.py:TensorDataset", ["is no subclass of offbeat.Task"]),
+        ("points.py:RANK", ["'RANK' is not a subclass of offbeat.Task", "Valid: Points"]),
+        ("points.py:TensorDataset", ["is not a subclass of offbeat.Task"]),
     ],
 )
 def test_a_target_that_is_none_is_refused(run: Offbeat, tmp_path: Path, target: str, pieces: list[str]) -> None:
@@ -192,8 +192,8 @@ def test_a_module_with_two_tasks_lists_them(run: Offbeat, tmp_path: Path) -> Non
 def test_a_task_without_one_of_its_methods_is_told_which(run: Offbeat, tmp_path: Path) -> None:
     text = points(tmp_path / "part.py").read_text()
     (tmp_path / "part.py").write_text(text.replace("def score", "def scores").replace("def model", "def models"))
-    refused(run("part"), "Points is no complete task: it lacks model() and score()")
-    refused(run("part.py:Points"), "Points is no complete task: it lacks model() and score()")
+    refused(run("part"), "Points is not a complete task: it lacks model() and score()")
+    refused(run("part.py:Points"), "Points is not a complete task: it lacks model() and score()")
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_task_without_one_of_its_methods_is_told_which(run: Offbeat, tmp_path:
         (["--speed", "3"], ["cannot be made with speed=3", "unexpected keyword argument 'speed'", "rate"]),
         (["--rate", "abc"], ["cannot be made with rate='abc'", "TypeError"]),
         (["--rate=-1"], ["rate", "-1"]),
-        (["0.1"], ["'0.1' after `--` is no argument", "`--name value`"]),
+        (["0.1"], ["'0.1' after `--` is not an argument", "`--name value`"]),
     ],
 )
 def test_wrong_arguments_of_a_task_are_refused(run: Offbeat, arguments: list[str], pieces: list[str]) -> None:

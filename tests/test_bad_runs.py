@@ -307,7 +307,7 @@ def test_a_folder_that_is_no_run_cannot_be_resumed(offbeat: Offbeat, tmp_path: P
         (tmp_path / "other" / "run.json").write_text(content)
     said = offbeat("run", "--resume", "other")
     assert (said.code, said.out) == (1, "")
-    expected = {None: "is no run folder: it has no run.json", "not json": "cannot be read"}
+    expected = {None: "is not a run folder: it has no run.json", "not json": "cannot be read"}
     assert expected.get(content, "says not what was run") in said.err
     assert "Traceback" not in said.err
 

@@ -285,7 +285,7 @@ def test_a_low_rank_matrix_comes_back_whole() -> None:
         torch.testing.assert_close(found, sum(rows), rtol=1e-4, atol=1e-4)
     for maker in makers:
         assert maker.owed is not None
-        assert not maker.owed[-5:].any(), "what is no matrix is said as it is"
+        assert not maker.owed[-5:].any(), "what is not a matrix is said as it is"
 
 
 def test_power_iteration_goes_on_from_step_to_step_and_outlives_zeros() -> None:

@@ -360,7 +360,7 @@ def test_a_league_is_the_same_after_it_was_written_and_read(told: League, tmp_pa
     assert again.rows == told.rows
     assert again.outcome == told.outcome
     assert (tmp_path / "latest-league").resolve() == folder.path.resolve()
-    with pytest.raises(CheckpointError, match="is no league"):
+    with pytest.raises(CheckpointError, match="is not a league"):
         League.read(tmp_path)
 
 

@@ -178,7 +178,7 @@ def test_a_violation_is_told_in_words() -> None:
 
 @pytest.mark.parametrize("cut", [(1,), (3, 0), (-1, 0)])
 def test_what_is_no_cut_is_refused(cut: tuple[int, ...]) -> None:
-    with pytest.raises(UsageError, match="is no cut"):
+    with pytest.raises(UsageError, match="is not a cut"):
         violation(lines(2, 2), cut)
 
 

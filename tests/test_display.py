@@ -67,7 +67,7 @@ class Terminal:
     def __init__(self, columns: int, program: str, folder: Path) -> None:
         self._ours, theirs = pty.openpty()
         settings = termios.tcgetattr(theirs)
-        settings[3] &= ~termios.ECHO  # What is typed would be shown, and is no part of what it draws.
+        settings[3] &= ~termios.ECHO  # What is typed would be shown, and is not part of what it draws.
         termios.tcsetattr(theirs, termios.TCSANOW, settings)
         self.screen = pyte.Screen(columns, 24)
         self.frames = 0

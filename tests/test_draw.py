@@ -302,7 +302,7 @@ def test_thirty_two_ranks_can_be_drawn_and_more_are_told_in_a_table_only(offbeat
         (["mine.py:my_sta"], "Did you mean 'my_star'?"),
         (["allreduce", "--hosts", "2by4"], "write it like 2x4"),
         (["allreduce", "--hosts", "2x4", "-w", "3"], "--hosts 2x4 has 8 workers"),
-        (["allreduce", "-o", "ring.pdf"], "ring.pdf is no name for a picture"),
+        (["allreduce", "-o", "ring.pdf"], "ring.pdf is not a name for a picture"),
         (["allreduce", "--network", "fast"], "is not a network"),
         (["allreduce", "--size", "big"], "is not a size"),
         (["allreduce", "-w", "0"], "--workers 0 makes no sense"),

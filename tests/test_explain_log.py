@@ -155,7 +155,7 @@ def test_a_pattern_that_would_never_end_is_given_up(
     [
         (["--window", "1..2"], "--window '1..2' is for a picture or a predicate: add --draw"),
         (["--as", "jsonl"], "--as jsonl is for an export: add --export"),
-        (["--draw", "a.gif"], "a.gif is no name for a picture"),
+        (["--draw", "a.gif"], "a.gif is not a name for a picture"),
         (["--export", "a.doc"], "does not say as what to export"),
         (["--export", "a.doc", "--as", "perfeto"], "Did you mean 'perfetto'?"),
         (["--draw", "nowhere/a.svg"], "nowhere/a.svg cannot be written"),
@@ -172,7 +172,7 @@ def test_wrong_wishes_are_refused(offbeat_: Offbeat, tmp_path: Path, words: list
 def test_what_is_no_log_and_no_run_is_refused(offbeat_: Offbeat, tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"\xff\xfe\x00")
     assert "cannot be read as a log" in offbeat_("explain", "a.bin").err
-    assert "is no run folder" in offbeat_("explain", "nowhere").err
+    assert "is not a run folder" in offbeat_("explain", "nowhere").err
     assert "--pattern is for logs" in offbeat_("explain", tmp_path, "--pattern", "x").err
 
 

@@ -114,7 +114,7 @@ def test_references_and_greetings_come_back() -> None:
 
 
 def test_what_cannot_be_sent_is_told_to_the_sender() -> None:
-    with pytest.raises(UsageError, match=r"Stranger is no message of this codec, which knows: Push, Reply"):
+    with pytest.raises(UsageError, match=r"Stranger is not a message of this codec, which knows: Push, Reply"):
         CODEC.encode(Stranger(1))  # pyright: ignore[reportArgumentType]
     with pytest.raises(UsageError, match=r"3,145,729 bytes cannot be sent: the limit is 3,145,728"):
         LIMITED.encode(Reply(1), bytes(3 * 1024 * 1024 + 1))

@@ -1,4 +1,4 @@
-"""Texts that are no strategies: they are refused, never run, and the error says where and why."""
+"""Texts that are not strategies: they are refused, never run, and the error says where and why."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_a_refusal_can_be_printed_whatever_the_text_was() -> None:
         ("accumulate", ["accumulate needs steps: accumulate(steps: int)"]),
         ("accumulate()", ["accumulate needs steps: accumulate(steps: int)"]),
         ("accumulate(2.5)", ["steps takes int, not 2.5", "at character 12 of"]),
-        ("accumulate(True)", ["steps takes int, not True. True and False are no numbers"]),
+        ("accumulate(True)", ["steps takes int, not True. True and False are not numbers"]),
         ("accumulate(None)", ["steps takes int, not None"]),
         ("accumulate(two)", ["steps takes int, not two"]),
         ("accumulate(0)", ["steps is 0, but at least 1 batch is needed"]),

@@ -269,9 +269,9 @@ def test_cuts_are_asked_for_in_four_ways() -> None:
     ("text", "why"),
     [
         ("worker 0:2", "leaves out worker 1"),
-        ("worker 0:2, worker 1:9", "is no cut through"),
+        ("worker 0:2, worker 1:9", "is not a cut through"),
         ("worker 0:2, worker 2:1", "no process 'worker 2'"),
-        ("lately", "'lately' in --cut 'lately' is no count of events"),
+        ("lately", "'lately' in --cut 'lately' is not a count of events"),
         ("past worker 0:9", "has events 1 to 4, and no event '9'"),
     ],
 )
@@ -341,7 +341,7 @@ def test_pictures_are_saved_by_their_names(tmp_path: Path) -> None:
     assert (tmp_path / "a.svg").read_text() == svg(drawn(lanes))
     save(lanes, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    with pytest.raises(UsageError, match=r"a\.gif is no name for a picture.*\.png, \.svg"):
+    with pytest.raises(UsageError, match=r"a\.gif is not a name for a picture.*\.png, \.svg"):
         save(lanes, tmp_path / "a.gif")
 
 

@@ -436,7 +436,7 @@ def test_an_evaluation_has_no_phantoms_and_its_union_is_exact(kind: str) -> None
                 found += [row for content in loader for row in rows(content)]
             assert all(batch.examples for batch in feed.given_out)
             assert feed.looked == len(feed.given_out)
-            assert (loader.epoch, feed.endings) == (0, 0), "an evaluation is no epoch of training"
+            assert (loader.epoch, feed.endings) == (0, 0), "an evaluation is not an epoch of training"
         return sorted(found, key=repr)
 
     assert seen(5) == seen(2)

@@ -180,7 +180,7 @@ def test_other_machines_need_keys(endpoints: Endpoints) -> None:
 
 @pytest.mark.parametrize("address", ["udp://127.0.0.1:1", "tcp://127.0.0.1", "inproc://x", "tcp://a;127.0.0.1:1", ""])
 def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(UsageError, match="is no address"):
+    with pytest.raises(UsageError, match="is not an address"):
         Endpoint("server", CODEC, bind=address)
 
 
@@ -262,7 +262,7 @@ def test_wrong_keys_are_refused(tmp_path: Path) -> None:
         keys.allow("abc")
     (tmp_path / "keys").write_text("{}")
     (tmp_path / "keys").chmod(0o600)
-    with pytest.raises(UsageError, match="no file of keys"):
+    with pytest.raises(UsageError, match="not a file of keys"):
         Keys.load(tmp_path / "keys")
     with pytest.raises(UsageError, match="cannot be written"):
         keys.save(tmp_path / "nowhere" / "keys")

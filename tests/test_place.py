@@ -76,7 +76,7 @@ def test_workers_that_cannot_meet_are_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"])
 @pytest.mark.parametrize("text", ["three", "1.5", "0x1", " - "])
 def test_garbage_numbers_are_named(name: str, text: str) -> None:
-    with pytest.raises(UsageError, match=f"{name}='{text}', which is no number"):
+    with pytest.raises(UsageError, match=f"{name}='{text}', which is not a number"):
         where(TORCHRUN | {name: text})
 
 

@@ -106,7 +106,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
 
 def test_what_is_no_run_folder_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none"):
-        with pytest.raises(CheckpointError, match=r"is no run folder: it has no run\.json"):
+        with pytest.raises(CheckpointError, match=r"is not a run folder: it has no run\.json"):
             RunFolder.open(path)
 
 
@@ -164,7 +164,7 @@ def test_a_target_written_and_read_again_is_the_same(value: float, name: str | N
 )
 def test_what_is_no_target_is_refused_with_examples(text: str) -> None:
     for ask in (Target.parse, lambda target: Goal(target=target)):
-        with pytest.raises(UsageError, match=r"is no target. Say a number, or a metric and a number: accuracy=0.97"):
+        with pytest.raises(UsageError, match=r"is not a target. Say a number, or a metric and a number: accuracy=0.97"):
             ask(text)
 
 
@@ -193,7 +193,7 @@ def test_a_target_is_reached_at_its_value_exactly() -> None:
         ({"timeout": float("nan")}, "--timeout nan makes no sense"),
         ({"timeout": float("inf")}, "--timeout inf makes no sense"),
         ({"seed": 2**63}, "--seed 9223372036854775808 makes no sense"),
-        ({"device": "toaster"}, "--device 'toaster' is no device"),
+        ({"device": "toaster"}, "--device 'toaster' is not a device"),
         ({"device": "cuda"}, "has no CUDA"),
     ],
 )

@@ -139,7 +139,7 @@ def test_what_cannot_be_scaled_is_refused(
         ({"workers": 1}, "Give 2 or more"),
         ({"times": 0}, "--times 0"),
         ({"delta": 0.0}, "--delta 0"),
-        ({"target": "offbeat.tasks.mixture"}, "no gradient descent"),
+        ({"target": "offbeat.tasks.mixture"}, "not gradient descent"),
         ({"target": __file__, "check": True}, "Leave --check out"),
     ],
 )

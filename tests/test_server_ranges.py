@@ -133,8 +133,8 @@ def test_only_what_is_newer_is_pulled(lockstep: Told) -> None:
 
 def test_wrong_ranges_are_refused_with_the_reason(lockstep: Told) -> None:
     words = (
-        "range(5, 5) is no range",
-        "range(0, 38) is no range",
+        "range(5, 5) is not a range",
+        "range(0, 38) is not a range",
         "within range(0, 37)",
         "range(0, 8, 2)",
         "takes 3 numbers of float32; the gradient has 2",

@@ -83,7 +83,7 @@ def test_clocks_that_leave_out_what_follows_are_completed_and_told() -> None:
         ("", "no event in this log"),
         (LOG.replace('node0 {"node0": 2}', "node0 lost it"), "knows of event 2 of 'node0', of which the log has 1"),
         (LOG.replace('node0 {"node0": 1}', "node0 lost it"), "event 1 should be.*Line 1 fits no event"),
-        (LOG.replace('{"node0": 2}', "{node0: 2}"), "clock in line 3 of the log.*is no JSON"),
+        (LOG.replace('{"node0": 2}', "{node0: 2}"), "clock in line 3 of the log.*is not JSON"),
         (LOG.replace('{"node0": 2}', '{"node0": "2"}'), "clock in line 3.*must have a count"),
         (LOG.replace('{"node0": 2}', '{"node0": -2}'), "clock in line 3.*must have a count"),
         (LOG.replace('{"node0": 2}', '{"node0": true}'), "clock in line 3.*must have a count"),
@@ -103,10 +103,10 @@ def test_a_bad_log_is_refused_with_its_line(text: str, why: str) -> None:
 @pytest.mark.parametrize(
     ("pattern", "why"),
     [
-        ("(?<host>", "is no regular expression"),
+        ("(?<host>", "is not a regular expression"),
         ("(?<host>.*)", "does not say where to find clock"),
-        ("(" * 5000 + ")" * 5000, "is no regular expression: maximum recursion depth"),
-        ("(?<host>a{99999999999})", "is no regular expression: the repetition number is too large"),
+        ("(" * 5000 + ")" * 5000, "is not a regular expression: maximum recursion depth"),
+        ("(?<host>a{99999999999})", "is not a regular expression: the repetition number is too large"),
     ],
 )
 def test_a_pattern_that_cannot_be_used_is_refused(pattern: str, why: str) -> None:

@@ -81,7 +81,7 @@ def test_stragglers_come_from_the_seed_and_parts_do_not_disturb_each_other() -> 
         ("pareto(0.1, 0)", "a shape above 0"),
         ("transient(pause=1)", "values in order"),
         ("__import__('os').system('true')", "cannot be read"),
-        ("transient(open('x'), 1)", "is no value"),
+        ("transient(open('x'), 1)", "is not a value"),
         ("transient(0.2,", "cannot be read"),
         ("none(1)", "is unknown"),
         ("", "cannot be read"),
@@ -96,7 +96,7 @@ def test_rules_are_read_as_they_are_written() -> None:
     for text in ("bsp", "ssp(3)", "ssp(3, eager)", "asp", "drop_slowest(2)", "deadline(0.5)"):
         assert str(parse_rule(text)) == text
     for text in ("ssp", "ssp(1.5)", "bsp(1)", "bsp + asp", "ssp(3, lazy)", "drop_slowest"):
-        with pytest.raises(UsageError, match="is no rule"):
+        with pytest.raises(UsageError, match="is not a rule"):
             parse_rule(text)
 
 
@@ -387,7 +387,7 @@ def test_without_bsp_there_is_no_speedup_over_it() -> None:
     [
         (["--size", "1MB"], "need --network"),
         (["--network", "10Gbit,50us"], "needs --size"),
-        (["--rule", "spp(3)"], "is no rule"),
+        (["--rule", "spp(3)"], "is not a rule"),
         (["--stragglers", "often"], "is unknown"),
         (["--step", "0s"], "more than 0 s"),
         (["--seed", "-1"], "--seed -1"),

@@ -73,7 +73,7 @@ def test_a_name_that_is_too_long_is_not_there(tmp_path: Path) -> None:
         found(LONG, tmp_path)
     with pytest.raises(CheckpointError):
         check(LONG)
-    with pytest.raises(UsageError, match="is no folder"):
+    with pytest.raises(UsageError, match="is not a folder"):
         opened(LONG)
     with pytest.raises(UsageError, match="there is no folder"):
         statuses(LONG)

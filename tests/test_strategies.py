@@ -163,7 +163,7 @@ def test_a_strategy_is_named_after_its_class_unless_it_says_otherwise() -> None:
         (lambda: Accumulate(0), "accumulate: steps is 0, but at least 1 batch"),
         (lambda: Accumulate(-3), "steps is -3"),
         (lambda: Accumulate(2.5), "steps takes int, not 2.5"),
-        (lambda: Accumulate(True), "not True. True and False are no numbers"),
+        (lambda: Accumulate(True), "not True. True and False are not numbers"),
         (lambda: Accumulate(2**63), "beyond 64 bits"),
         (lambda: AllReduce(bucket=0.0), "allreduce: bucket is 0.0, but a bucket holds more than 0 MiB"),
         (lambda: DDP(bucket=-1), "ddp: bucket is -1.0"),
@@ -253,7 +253,7 @@ def _unfinished() -> dict[str, type[Strategy]]:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Undecorated", "no dataclass"),
+        ("Undecorated", "not a dataclass"),
         ("Axisless", "does not say what it decides"),
         ("Texty", "Texty.path has a type that cannot be written"),
         ("Spaced", "'one bit'"),

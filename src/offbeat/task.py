@@ -116,7 +116,7 @@ class Task(_Referable):
 
 
 class IterativeTask(_Referable):
-    """Something to learn by iteration that is no gradient descent: `params = update(params, sum of statistics)`.
+    """Something to learn by iteration that is not gradient descent: `params = update(params, sum of statistics)`.
 
     Expectation-maximization and coordinate descent are of this kind. One step is one pass over the training data:
     every worker sums `statistics` over its part, the sums are added over the workers, and `update` moves the
@@ -174,7 +174,7 @@ class Reference:
         """The task itself."""
         found = self.find()
         if inspect.isabstract(found):
-            raise TaskError(f"{found.__name__} is no complete task: {_lacks(found)}.")
+            raise TaskError(f"{found.__name__} is not a complete task: {_lacks(found)}.")
         try:
             inspect.signature(found).bind(**self.arguments)
         except TypeError as error:
@@ -200,7 +200,7 @@ class Reference:
             raise TaskError(_not_one_task(self.source, tasks, _incomplete(module)))
         chosen = getattr(module, self.name, None)
         if not (inspect.isclass(chosen) and issubclass(chosen, (Task, IterativeTask))):
-            what = "is no subclass of offbeat.Task" if chosen is not None else "does not exist"
+            what = "is not a subclass of offbeat.Task" if chosen is not None else "does not exist"
             raise TaskError(f"{self.name!r} {what} in {self.source}.{did_you_mean(self.name, tasks)}")
         return chosen
 
@@ -250,7 +250,7 @@ def load_module(source: str) -> ModuleType:
     if source.endswith(".py"):
         return _load_file(Path(source))
     if not all(word.isidentifier() for word in source.split(".")):
-        raise TaskError(f"{source!r} is no name of a module. {_WHAT_THERE_IS}")
+        raise TaskError(f"{source!r} is not a name of a module. {_WHAT_THERE_IS}")
     try:
         return importlib.import_module(source)
     except OffbeatError:
@@ -321,7 +321,7 @@ def _incomplete(module: ModuleType) -> list[str]:
     """What the module's classes lack that would be tasks if they had all methods."""
     own = [value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == module.__name__]
     return [
-        f"{cls.__name__} is no complete task: {_lacks(cls)}"
+        f"{cls.__name__} is not a complete task: {_lacks(cls)}"
         for cls in own
         if issubclass(cls, (Task, IterativeTask)) and inspect.isabstract(cls)
     ]

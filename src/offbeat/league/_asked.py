@@ -86,7 +86,7 @@ class Asked:
         return found
 
     def check_same(self, before: Asked) -> None:
-        """Refuse to go on with a league that was asked for differently; more or fewer seeds are no difference."""
+        """Refuse to go on with a league that was asked for differently; more or fewer seeds are not a difference."""
         now, then = (json.loads(json.dumps(one.plain(), default=str)) for one in (self, before))
         other = [name for name in now if name != "seeds" and now[name] != then[name]]
         if other:

@@ -167,7 +167,7 @@ def _played(
 ) -> League:
     asked = Asked.from_plain(league.asked)
     job = asked.job(folder.path / "runs")
-    # What is no gradient descent has no learning rate.
+    # What is not gradient descent has no learning rate.
     tunable = isinstance(job.what, Script) or not issubclass(job.what.find(), IterativeTask)
     plan = Plan(league.contestants, asked.seed, asked.seeds, asked.tune if tunable else (1.0,))
 

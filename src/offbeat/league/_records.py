@@ -162,7 +162,7 @@ class LeagueFolder:
         """An earlier league's folder, to go on with it or to read it."""
         if not is_file(path / LEAGUE_FILE):
             raise CheckpointError(
-                f"{path} is no league: it has no {LEAGUE_FILE}. Give a folder that `offbeat compare` has made."
+                f"{path} is not a league: it has no {LEAGUE_FILE}. Give a folder that `offbeat compare` has made."
             )
         return cls(path.resolve())
 

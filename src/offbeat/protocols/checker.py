@@ -107,7 +107,7 @@ def _check_form(number: int, one: Round, view: View, layout: Layout) -> None:
     where = f"round {number} ({one.op})"
     for earlier in one.after:
         if not 0 <= earlier < number:
-            raise ScheduleError(f"{where} comes after round {earlier}, which is no earlier one: it would wait for ever")
+            raise ScheduleError(f"{where} comes after round {earlier}, which is not earlier: it would wait forever")
     ranks = np.concatenate([one.source, one.target])
     if len(ranks) and (ranks.min() < 0 or ranks.max() >= view.size):
         raise ScheduleError(f"{where} names rank {ranks.max()} or {ranks.min()}, but there are {view.size} ranks")
@@ -116,7 +116,7 @@ def _check_form(number: int, one: Round, view: View, layout: Layout) -> None:
     for entry in np.flatnonzero(wrong):
         raise ScheduleError(
             f"{where} moves [{one.start[entry]}, {one.stop[entry]}) to {one.place[entry]} at rank {one.target[entry]}, "
-            f"which is no range inside the buffer of {layout.count}"
+            f"which is not a range inside the buffer of {layout.count}"
         )
     if one.weight is not None and (one.op not in (Op.REDUCE, Op.SCALE) or len(one.weight) != len(one.source)):
         raise ScheduleError(f"{where} has {len(one.weight)} weights: a REDUCE or SCALE may have one for each entry")

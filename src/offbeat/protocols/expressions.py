@@ -152,7 +152,7 @@ def _value(source: Source, node: ast.expr) -> Value:
     if isinstance(value, str | int | float) and not isinstance(value, bool) and value != math.inf:
         return value
     raise source.error(
-        node, f"{source.piece(node)} in {source.text!r} is no value: give a number of 0 or more, or a name."
+        node, f"{source.piece(node)} in {source.text!r} is not a value: give a number of 0 or more, or a name."
     )
 
 
@@ -179,7 +179,7 @@ def _without_references(text: str) -> tuple[str, dict[int, Reference]]:
     references: dict[int, Reference] = {}
     for match in _REFERENCE.finditer(text):
         start, stop = match.span("reference")
-        # `lambda:x` is no module, but an expression to be refused as such.
+        # `lambda:x` is not a module, but an expression to be refused as such.
         if not keyword.iskeyword(match["source"]):
             references[start] = Reference(match["source"], match["cls"])
             plain = plain[:start] + "_" * (stop - start) + plain[stop:]
@@ -200,7 +200,7 @@ def _check_characters(text: str, plain: str, noun: str, wrong: Wrong) -> None:
 def _parsed(plain: str, noun: str, wrong: Wrong) -> ast.expr:
     try:
         with warnings.catch_warnings():
-            # What Python only warns of (`1or 2`) is no strategy either.
+            # What Python only warns of (`1or 2`) is not a strategy either.
             warnings.simplefilter("error")
             return ast.parse(plain, mode="eval").body
     except SyntaxError as error:

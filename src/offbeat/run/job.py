@@ -95,7 +95,7 @@ def _constructor_arguments(reference: Reference, arguments: tuple[str, ...]) -> 
     while waiting:
         word = waiting.pop(0)
         if not word.startswith("--") or word == "--":
-            raise TaskError(f"{word!r} after `--` is no argument of {reference}: write `--name value`.")
+            raise TaskError(f"{word!r} after `--` is not an argument of {reference}: write `--name value`.")
         name, equals, value = word[2:].partition("=")
         if not equals:
             value = waiting.pop(0) if waiting and not waiting[0].startswith("--") else "true"

@@ -151,7 +151,7 @@ def batch_size(
         raise UsageError(f"--delta {delta:g} makes no sense: give a number above 0.")
     with runs_of(target, arguments, threads, seed, out, launcher) as runs:
         if is_iterative(runs.what):
-            raise TaskError(f"{runs.what} is no gradient descent: it has no gradients, and no batch to choose.")
+            raise TaskError(f"{runs.what} is not gradient descent: it has no gradients, and no batch to choose.")
         if check and isinstance(runs.what, Script):
             raise UsageError(
                 "--check goes over gradients of single examples, for which it must know the loss of one; a script's "

@@ -91,7 +91,7 @@ def runs_of(
 
 
 def is_iterative(what: Script | Reference) -> bool:
-    """Whether it is a task that is no gradient descent."""
+    """Whether it is a task that is not gradient descent."""
     return isinstance(what, Reference) and issubclass(what.find(), IterativeTask)
 
 

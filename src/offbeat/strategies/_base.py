@@ -116,7 +116,7 @@ class Strategy(Written):
         return "" if text.startswith(f"{cls.__name__}(") else text
 
     def parts(self) -> tuple[Strategy, ...]:
-        """The strategies that it is the sum of; itself if it is no sum."""
+        """The strategies that it is the sum of; itself if it is not a sum."""
         return (self,)
 
     def check(self, workers: int) -> None:

@@ -247,7 +247,7 @@ class _Stock(Exchange):
         place = _raised_in(error)
         if not (place in _BROADCASTS or (place is _BACKWARD and self._computed_at is not None)):
             return None
-        # Negative, so that it is no number of the group's own exchanges.
+        # Negative, so that it is not a number of the group's own exchanges.
         return self.group.direct.waits.explained(error, _SUM, -self._passes, self._begun)
 
     def close(self) -> None:

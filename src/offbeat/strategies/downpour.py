@@ -126,7 +126,7 @@ class _Raining(RecordedWorker):
         """Add up the gradient; no step is made here if its outcome would be replaced at once, or is not to be."""
         trains = bool(self.examples) and self._steps.trains()
         due, steps_here = self._steps.computed(self.link.clock)
-        # What servers will refuse is no step here either: NaN would stay in the optimizer's state for ever.
+        # What servers will refuse is not a step here either: NaN would stay in the optimizer's state for ever.
         own = trains and finite(self._accrue(driver.queue)) and steps_here
         return StepHere(own, partial(driver.perform, due, self._accrued))
 

@@ -229,7 +229,7 @@ class _Pushing(RecordedWorker):
                 queue.push_microbatch(slot, self.examples)
             return StepHere()
         exchange = driver.rhythm.computed(link.clock)
-        # What servers refuse is no update here either.
+        # What servers refuse is not an update here either.
         steps_here = exchange.own_step and slot is not None and finite(queue.slots[slot])
         # One worker's mean is the step's own: weighing it and dividing by the weight would only round it.
         weighed = link.rule.aggregated and self.group.size > 1

@@ -135,7 +135,7 @@ def _parsed(stream: IO[bytes] | gzip.GzipFile, file: Path, dimensions: int) -> n
     magic = stream.read(4)
     if magic != expected:
         raise TaskError(
-            f"{file} begins with {magic.hex(' ') or 'nothing'}, not with {expected.hex(' ')}: it is no idx file of "
+            f"{file} begins with {magic.hex(' ') or 'nothing'}, not with {expected.hex(' ')}: it is not an idx file of "
             f"bytes with {dimensions} dimension(s). Is it another file, or still packed under a name without .gz?"
         )
     header = stream.read(4 * dimensions)

@@ -41,7 +41,7 @@ class Boundaries:
             return False
         place.redivide()
         if over or self._out_of_steps:
-            # Here, not at the end: what the loop does after being cut short is no part of the run that may go on.
+            # Here, not at the end: what the loop does after being cut short is not part of the run that may go on.
             self.checkpoint()
             return False
         due = place.memory.due or (not self._record() and place.memory.every(place.goal.checkpoint_every, place.step))

@@ -51,8 +51,8 @@ class Adoption:
             return loader
         else:
             raise UsageError(
-                f"prepare() was given a {type(thing).__name__}, which is no model, optimizer, loader or scheduler, and "
-                f"has no state_dict(). Leave it out."
+                f"prepare() was given a {type(thing).__name__}, which is not a model, optimizer, loader or scheduler, "
+                f"and has no state_dict(). Leave it out."
             )
         return thing
 

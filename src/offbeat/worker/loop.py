@@ -226,7 +226,7 @@ def _moved(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     return (on_device(batch, device) for batch in batches)
 
 
-# -- iterations that are no gradient descent -------------------------------------------------------------------------
+# -- iterations that are not gradient descent -------------------------------------------------------------------------
 
 
 class _Parameters:

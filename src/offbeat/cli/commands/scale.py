@@ -49,7 +49,7 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise UsageError(f"--workers {text!r} is no list of numbers. Write it like 1,2,4.") from error
+        raise UsageError(f"--workers {text!r} is not a list of numbers. Write it like 1,2,4.") from error
 
 
 def _print(found: Scaling) -> None:

@@ -25,7 +25,7 @@ def moment(text: str) -> float:
     """A time on the axis of a diagram: `3.5s`, `200ms`, or a plain number."""
     found = _TIME.fullmatch(text.strip())
     if found is None:
-        raise UsageError(f"{text!r} is no time: give it as 3.5s or 200ms, or, in a log without times, as 120.")
+        raise UsageError(f"{text!r} is not a time: give it as 3.5s or 200ms, or, in a log without times, as 120.")
     return float(found[1]) * _SECONDS[found[2]]
 
 
@@ -33,7 +33,7 @@ def window(text: str, start: float, stop: float) -> tuple[float, float]:
     """A window as it is asked for, `3s..4s`; either end may be left out."""
     first, dots, last = text.partition("..")
     if not dots:
-        raise UsageError(f"{text!r} is no window: give it as 3s..4s; either end may be left out.")
+        raise UsageError(f"{text!r} is not a window: give it as 3s..4s; either end may be left out.")
     begin = moment(first) if first.strip() else start
     end = moment(last) if last.strip() else stop
     if not begin < end:
@@ -65,7 +65,7 @@ def _counted(run: Computation, text: str) -> Cut:
     for part in text.split(","):
         name, colon, number = part.rpartition(":")
         if not colon or not number.strip().isdigit():
-            raise UsageError(f"{part.strip()!r} in --cut {text!r} is no count of events. Forms: {FORMS}.")
+            raise UsageError(f"{part.strip()!r} in --cut {text!r} is not a count of events. Forms: {FORMS}.")
         counts[run.index(name.strip())] = int(number)
     missing = [name for index, name in enumerate(run.processes) if index not in counts]
     if missing:

@@ -87,7 +87,7 @@ class Names:
         if about is None:
             return self.channel((lane, None), Channel()), self.label(UNKNOWN)
         call = call_of(about, 0)
-        if about.group == SERVERS:  # A worker's pull is no other worker's: each counts its own.
+        if about.group == SERVERS:  # A worker's pull is not another worker's: each counts its own.
             return self.channel((lane, about.group, about.operation), Channel()), self._of(call)
         if about.peer is None:
             return self.of_call(call)

@@ -24,7 +24,7 @@ _SHARP: Final = 2
 def check_name(path: Path) -> None:
     """Refuse a name whose ending does not say what kind of picture to make."""
     if path.suffix.lower() not in SUFFIXES:
-        raise UsageError(f"{path} is no name for a picture.{did_you_mean(path.suffix, SUFFIXES)}")
+        raise UsageError(f"{path} is not a name for a picture.{did_you_mean(path.suffix, SUFFIXES)}")
 
 
 def save(lanes: Diagram, path: Path) -> None:

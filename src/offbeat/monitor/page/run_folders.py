@@ -88,8 +88,8 @@ def opened(path: Path) -> tuple[Folder, str | None]:
         return folder, folder.name_of(real)
     if not is_folder(real):
         raise UsageError(
-            f"{path} is no folder. Give a run's folder, or the folder that runs are in (by default `runs`), or start "
-            f"a run first: offbeat run offbeat.tasks.digits --watch"
+            f"{path} is not a folder. Give a run's folder, or the folder that runs are in (by default `runs`), or "
+            f"start a run first: offbeat run offbeat.tasks.digits --watch"
         )
     return Folder(real), None
 

@@ -90,12 +90,12 @@ def between(computation: Computation, low: Cut, high: Cut) -> Computation:
 
 
 def check(computation: Computation, cut: Sequence[int]) -> None:
-    """Refuse what is no cut through this computation."""
+    """Refuse what is not a cut through this computation."""
     if len(cut) != computation.size or any(
         not 0 <= k <= length for k, length in zip(cut, computation.lengths, strict=True)
     ):
         raise UsageError(
-            f"{tuple(cut)} is no cut through histories of {computation.lengths} events: give for each of the "
+            f"{tuple(cut)} is not a cut through histories of {computation.lengths} events: give for each of the "
             f"{computation.size} processes how many of its events are in it."
         )
 

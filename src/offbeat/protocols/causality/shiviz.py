@@ -162,7 +162,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(re.sub(r"\\k<(\w+)>", r"(?P=\1)", named), re.MULTILINE)
     except (re.error, RecursionError, OverflowError) as error:  # The last two: too deep, and too many times.
         shown = pattern if len(pattern) <= 500 else f"{pattern[:500]}…"
-        raise UsageError(f"{shown!r} is no regular expression: {error}.") from None
+        raise UsageError(f"{shown!r} is not a regular expression: {error}.") from None
 
 
 def _written(computation: Computation, hosts: Sequence[Name], place: Place) -> str:
@@ -282,7 +282,7 @@ def _clock(text: str, host: Name, line: int) -> Mapping[Name, int]:
         # TLA+ writes its text as a string, with quotes that are escaped.
         clock = json.loads(text.replace('\\"', '"') if '\\"' in text else text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"the clock in line {line} of the log, {text[:80]}, is no JSON: {error}.") from None
+        raise UsageError(f"the clock in line {line} of the log, {text[:80]}, is not JSON: {error}.") from None
     if not isinstance(clock, dict) or not all(type(value) is int and value >= 0 for value in clock.values()):
         raise UsageError(f"the clock in line {line} of the log, {text[:80]}, must have a count for each host.")
     if not clock.get(host):

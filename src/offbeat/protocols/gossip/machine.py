@@ -133,7 +133,7 @@ class Gossiper:
         self._held: list[tuple[Name, Any, Payload]] = []
         self._living = list(neighbours)
         self._dead: set[Name] = set()
-        self._chance = Random(seed)  # noqa: S311 - who is asked is no secret
+        self._chance = Random(seed)  # noqa: S311 - who is asked is not secret
         self._patience = patience
         self._numbers = 0
         self._fresh: Name | None = None

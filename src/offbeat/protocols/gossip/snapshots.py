@@ -33,7 +33,7 @@ class GossipCut(Struct, frozen=True, kw_only=True):
 
 
 def gossip_faults(cuts: Sequence[GossipCut]) -> list[str]:
-    """Why these cuts are no state in which the run can have been; empty: they are one, and the mean is kept."""
+    """Why these cuts are not a state in which the run can have been; empty: they are one, and the mean is kept."""
     found: list[str] = []
     rests = {cut.rests for cut in cuts}
     if len(rests) > 1:

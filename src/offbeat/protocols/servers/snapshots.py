@@ -258,7 +258,7 @@ def _ordered(cuts: Mapping[int, _Cut]) -> tuple[_Cut, ...]:
 
 
 def faults(workers: Sequence[WorkerCut], shards: Sequence[ShardCut]) -> list[str]:
-    """Why these cuts together are no state in which the run can have been; empty: they are one.
+    """Why these cuts together are not a state in which the run can have been; empty: they are one.
 
     A consistent cut: no shard has a push that was not sent, no worker knows a version that was not reached, and none
     has come from a meeting that another had not come to. And balance: every push that was sent is in the values or was

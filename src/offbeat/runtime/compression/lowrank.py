@@ -2,7 +2,7 @@
 
 Everybody multiplies its matrix M with the same thin Q; the sums P of the products are made orthonormal, and each
 multiplies its M with P. The sum of these is the new Q, and P times it the sum of all M, as far as it has this rank. So
-two small sums are all that travels. Tensors that are no matrices, or too small, ride along with the first sum.
+two small sums are all that travels. Tensors that are not matrices, or too small, ride along with the first sum.
 
 Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression" (2019), algorithm 1.
 """

@@ -272,8 +272,8 @@ def _source_for(loader: Iterable[Any], place: Share, parts: Parts, split: bool) 
         return Whole(loader)
     if place.merge > 1 and not _is_indexed(loader):
         raise DataError(
-            f"weak scaling makes one batch of {place.merge}, but a {type(loader).__name__} that is no DataLoader over "
-            f"a map-style dataset hands out finished ones. Measure strong scaling, or give such a DataLoader."
+            f"weak scaling makes one batch of {place.merge}, but a {type(loader).__name__} that is not a DataLoader "
+            f"over a map-style dataset hands out finished ones. Measure strong scaling, or give such a DataLoader."
         )
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return Cut(loader, place)

@@ -229,7 +229,7 @@ def caller() -> tuple[str, int]:
 
 
 def _reducing() -> bool:
-    """Whether DDP's reducer asks. It is no Python: right beneath us lies the call of torch's engine."""
+    """Whether DDP's reducer asks. It is not Python: right beneath us lies the call of torch's engine."""
     frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     while frame is not None and frame.f_code.co_filename.startswith(_OFFBEAT):
         frame = frame.f_back

@@ -43,7 +43,7 @@ class SentBytes:
 
     @contextmanager
     def measuring(self) -> Generator[None]:
-        """Inside, exchanges count as measurements: they are no part of a step, nor of what the run has sent."""
+        """Inside, exchanges count as measurements: they are not part of a step, nor of what the run has sent."""
         before, recorded = self.totals.counted, self._recorded
         self._recorded = None
         try:

@@ -120,7 +120,7 @@ class Hosts:
                 f"the hosts cannot be read from {path}: {error.strerror}. Such a file has:\n{_EXAMPLE}"
             ) from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise UsageError(f"{path} is no TOML: {error}. A file of hosts has:\n{_EXAMPLE}") from error
+            raise UsageError(f"{path} is not TOML: {error}. A file of hosts has:\n{_EXAMPLE}") from error
         try:
             return cls.from_plain(found)
         except UsageError as error:

@@ -74,7 +74,7 @@ def _redirect(log: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
-    # C and C++ libraries print through stdio, which would hold lines back until exit since a file is no terminal.
+    # C and C++ libraries print through stdio, which would hold lines back until exit since a file is not a terminal.
     _LIBC.setvbuf(ctypes.c_void_p.in_dll(_LIBC, "stdout"), None, _IO_LINE_BUFFERED, 0)
     faulthandler.enable()
 

@@ -125,7 +125,7 @@ def open_log(role: Role, held: contextlib.ExitStack) -> int:
 
 
 def order_for(number: int, role: Role) -> Fork:
-    """What the fork server is told to start a role; refused here if it is no plain data."""
+    """What the fork server is told to start a role; refused here if it is not plain data."""
     order = Fork(
         id=number,
         label=str(role),

@@ -52,7 +52,7 @@ def check_address(address: str, has_keys: bool) -> None:
         return
     parts = _TCP.fullmatch(address)
     if parts is None:
-        raise UsageError(f"{address!r} is no address: write ipc:///folder/socket or tcp://host:port.")
+        raise UsageError(f"{address!r} is not an address: write ipc:///folder/socket or tcp://host:port.")
     if not has_keys and not _is_loopback(parts["host"]):
         raise UsageError(
             f"{address} can be reached from other machines, and without keys whoever reaches it is believed. Give keys "

@@ -47,7 +47,7 @@ M = TypeVar("M")
 
 
 class FrameError(OffbeatError):
-    """Frames that are no message; whoever sent them is not one of us, or the line is broken."""
+    """Frames that are not messages; whoever sent them is not one of us, or the line is broken."""
 
 
 class Reference(msgspec.Struct, frozen=True, array_like=True):
@@ -134,7 +134,7 @@ class Codec(Generic[M]):
     def _body(self, message: M) -> bytes:
         if type(message) not in self._types:
             known = ", ".join(sorted(kind.__name__ for kind in self._types))
-            raise UsageError(f"{type(message).__name__} is no message of this codec, which knows: {known}.")
+            raise UsageError(f"{type(message).__name__} is not a message of this codec, which knows: {known}.")
         return self._encoder.encode(message)
 
     def _checked(self, header: Frame, chunks: list[Frame]) -> tuple[int, int, int]:

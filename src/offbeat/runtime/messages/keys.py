@@ -64,13 +64,13 @@ class Keys:
         """Keys from a file, which nobody else may be able to read."""
         try:
             if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-                raise UsageError(f"Other users can read {path}, so the keys in it are no secret: chmod 600 it.")
+                raise UsageError(f"Other users can read {path}, so the keys in it are not secret: chmod 600 it.")
             with path.open("rb") as file:
                 found = msgspec.json.decode(file.read(_LARGEST), type=_File)
         except OSError as error:
             raise UsageError(f"The keys in {path} cannot be read: {error}. Make some: offbeat keys new FILE") from error
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise UsageError(f"{path} is no file of keys: {error}. Make one: offbeat keys new FILE") from error
+            raise UsageError(f"{path} is not a file of keys: {error}. Make one: offbeat keys new FILE") from error
         return cls(found.public, found.secret, tuple(found.allowed))
 
     def save(self, path: Path, overwrite: bool = False) -> None:

@@ -99,7 +99,7 @@ class RunFolder:
         """An earlier run's folder, to resume or to read it."""
         if not is_file(path / RUN_FILE):
             raise CheckpointError(
-                f"{path} is no run folder: it has no {RUN_FILE}. Give a folder that `offbeat run` has made."
+                f"{path} is not a run folder: it has no {RUN_FILE}. Give a folder that `offbeat run` has made."
             )
         folder = cls(path.resolve())
         folder.read()

@@ -122,7 +122,7 @@ def _tasks_here(env: Mapping[str, str], size: int) -> int:
     for entry in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
         if found is None:
-            raise UsageError(f"The environment says SLURM_TASKS_PER_NODE={text!r}, which is no list like 4(x2),3.")
+            raise UsageError(f"The environment says SLURM_TASKS_PER_NODE={text!r}, which is not a list like 4(x2),3.")
         repeated = found[2] or "1"
         if len(repeated) > 6 or len(found[1]) > 6:
             raise UsageError(f"The environment says SLURM_TASKS_PER_NODE={text!r}: more than a million makes no sense.")
@@ -137,4 +137,4 @@ def _number(env: Mapping[str, str], name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise UsageError(f"The environment says {name}={text!r}, which is no number. Unset or mend it.") from None
+        raise UsageError(f"The environment says {name}={text!r}, which is not a number. Unset or mend it.") from None

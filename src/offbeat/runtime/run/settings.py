@@ -36,7 +36,7 @@ class Target:
             value = math.nan
         if found is None or not math.isfinite(value):
             raise UsageError(
-                f"--target {text!r} is no target. Say a number, or a metric and a number: accuracy=0.97, loss<=0.1."
+                f"--target {text!r} is not a target. Say a number, or a metric and a number: accuracy=0.97, loss<=0.1."
             )
         return cls(value, found[1], (found[2] or "=").startswith("<"))
 
@@ -198,7 +198,7 @@ def _check_device(text: str) -> None:
     try:
         device = torch.device(text)
     except RuntimeError as error:
-        raise UsageError(f"--device {text!r} is no device. Say cpu, or cuda where there is a GPU.") from error
+        raise UsageError(f"--device {text!r} is not a device. Say cpu, or cuda where there is a GPU.") from error
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"--device {text} cannot be trained on: offbeat knows cpu, and cuda where there is a GPU.")
     if device.type == "cuda" and not torch.cuda.is_available():

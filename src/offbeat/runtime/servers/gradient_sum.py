@@ -67,7 +67,7 @@ class GradientSum:
         nbytes = (end - start) * itemsize
         if size and payload.nbytes != nbytes:
             return f"{payload.nbytes:,} bytes where {nbytes:,} were to come"
-        return f"{payload.nbytes:,} bytes, which are no numbers of {itemsize}" if payload.nbytes % itemsize else ""
+        return f"{payload.nbytes:,} bytes, which are not numbers of {itemsize}" if payload.nbytes % itemsize else ""
 
     def look(self, payload: Payload, letter: bool) -> None:
         """Go over it twice, as over a push: once to see whether it is fit, once to add it."""

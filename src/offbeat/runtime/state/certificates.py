@@ -94,7 +94,7 @@ def channel_file(shard: int) -> str:
 
 
 def issue(draft: Path, *, kind: Kind, colour: int, epoch: int, run: str) -> None:
-    """Write the certificate of all files in a draft; refused if they are no consistent cut."""
+    """Write the certificate of all files in a draft; refused if they are not a consistent cut."""
     names = sorted(path.name for path in draft.iterdir())
     cuts = _said_by_files(draft, kind, names)
     wrong = _faults(kind, cuts)
@@ -157,7 +157,7 @@ def _checkpoint_in(path: Path) -> Path:
         if found is not None:
             return found
     if not is_folder(path):
-        raise CheckpointError(f"{path} is no checkpoint: there is no such folder. Give one of RUN/checkpoint/step-*.")
+        raise CheckpointError(f"{path} is not a checkpoint: there is no such folder. Give RUN/checkpoint/step-*.")
     return path
 
 

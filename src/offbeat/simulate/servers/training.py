@@ -51,7 +51,7 @@ def parse_rule(text: str) -> Rule:
             return Rule(0, deadline=float(seconds))
         case _:
             names = ["bsp", "ssp(3)", "ssp(3, eager)", "asp", "drop_slowest(2)", "deadline(0.5)"]
-            raise UsageError(f"{text!r} is no rule.{did_you_mean(text, names)}")
+            raise UsageError(f"{text!r} is not a rule.{did_you_mean(text, names)}")
 
 
 @dataclass(frozen=True)

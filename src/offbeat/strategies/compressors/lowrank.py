@@ -14,7 +14,7 @@ from offbeat.strategies.worker.compression import Compressing
 class LowRank(Compressing):
     """Matrices become products of two thin ones, by power iteration that goes on from step to step.
 
-    What is no matrix, or would not get smaller, is sent as it is. Thin matrices are summed on the way, in two
+    What is not a matrix, or would not get smaller, is sent as it is. Thin matrices are summed on the way, in two
     exchanges. Vogels, Karimireddy and Jaggi, "PowerSGD" (2019).
     """
 

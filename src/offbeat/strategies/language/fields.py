@@ -122,7 +122,9 @@ def fields_of(cls: type[Written]) -> tuple[Field, ...]:
     """The arguments of a strategy or setting, in order; refuses a class that cannot be written as text."""
     where = f"{cls.__module__}.{cls.__qualname__}"
     if "__dataclass_params__" not in cls.__dict__:
-        raise StrategyError(f"{where} is no dataclass, so it has no arguments. Put @dataclass(frozen=True) above it.")
+        raise StrategyError(
+            f"{where} is not a dataclass, so it takes no arguments. Add @dataclass(frozen=True)."
+        )
     if not is_word(cls.name):
         raise StrategyError(f"{where} is named {cls.name!r}, which cannot be written: names are plain identifiers.")
     try:
@@ -265,7 +267,7 @@ def _is_class(kind: Any, base: type) -> bool:
 def _why_not(field: Field, value: object) -> str:
     """A further hint for the mistakes that are common."""
     if isinstance(value, bool) and int in field.kinds:
-        return " True and False are no numbers."
+        return " True and False are not numbers."
     if isinstance(value, float) and float in field.kinds:
         return " It must be finite."
     return ""

@@ -75,7 +75,7 @@ def find_class(reference: Reference) -> type[Strategy]:
         for name, value in vars(module).items()
         if inspect.isclass(value) and issubclass(value, Strategy) and value.__module__ == module.__name__
     ]
-    what = "is no offbeat Strategy" if hasattr(module, reference.cls) else "does not exist"
+    what = "is not an offbeat Strategy" if hasattr(module, reference.cls) else "does not exist"
     raise StrategyError(f"{reference.cls!r} {what} in {reference.source}.{did_you_mean(reference.cls, own)}")
 
 

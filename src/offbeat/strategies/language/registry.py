@@ -145,7 +145,7 @@ def _load(name: str, points: list[metadata.EntryPoint]) -> type[Strategy]:
             f"{type(error).__name__}: {error}. Repair or uninstall that package."
         ) from error
     if not (inspect.isclass(cls) and issubclass(cls, Strategy)):
-        raise StrategyError(f"The entry point {name!r} ({offered}) is no offbeat Strategy. Report it to its authors.")
+        raise StrategyError(f"The entry point {name!r} ({offered}) is not an offbeat Strategy. Tell its authors.")
     if cls.name != name:
         raise StrategyError(
             f"The entry point {name!r} ({offered}) is a strategy named {cls.name!r}, so its text would not read "

@@ -155,7 +155,7 @@ class Vector:
         """A range cut at the ends of shards; refused if it is none, or not of this vector."""
         if where.step != 1 or not 0 <= where.start < where.stop <= len(self):
             raise UsageError(
-                f"{where} is no range of this vector: it must have a number at least, none left out, and lie "
+                f"{where} is not a range of this vector: it must have a number at least, none left out, and lie "
                 f"within range(0, {len(self)})."
             )
         found: list[_Piece] = []

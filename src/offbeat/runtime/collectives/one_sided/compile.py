@@ -50,7 +50,7 @@ def compile_one_sided(schedule: Schedule, view: View, rank: int, blocks: int, ro
     changed = np.zeros((view.size, blocks), dtype=bool)
     for each in schedule(view, Layout(blocks, root=root)):
         if each.op is Op.SEND:
-            raise UsageError("a schedule with SEND rounds is no one-sided one: it runs over point-to-point")
+            raise UsageError("a schedule with SEND rounds is not one-sided: it runs over point-to-point")
         if each.op is Op.COPY and bool((each.source == each.target).all()):
             if changed.any():
                 stages.append(_Open())
