@@ -18,7 +18,7 @@ $(VENV)/.tools: $(VENV)/.product requirements-dev.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
 	@touch $@
 
-demo: $(VENV)/.product ## A league with a verdict, a slow worker that is blamed, a hang that is named (under 3 minutes)
+demo: $(VENV)/.product ## A comparison in which two workers win, a slow worker that is blamed, a hang that is named (under 3 minutes)
 	@bash examples/demo.sh $(BIN)/offbeat
 
 test: $(VENV)/.tools ## Everything: format, lint, types, import contract, all tests

@@ -272,6 +272,14 @@ def test_the_words_say_which_of_steps_and_time_per_step_made_the_difference() ->
     assert "ddp run twice differs by 0 %" in made.outcome.words[3]
 
 
+def test_it_is_said_that_distributing_pays_and_why() -> None:
+    made = league({"ddp": [1.0] * 3, "ddp, again": [1.0] * 3, "allreduce": [0.8] * 3, "single": [1.6] * 3})
+    assert (
+        "Distributing pays here: 2.00x as fast as one worker alone (1.60 s), because a step takes 7.2 ms instead of "
+        "14.4 ms."
+    ) in made.outcome.words
+
+
 def test_with_too_few_seeds_everybody_who_arrived_is_in_the_tie() -> None:
     made = league({"ddp": [1.0], "local(4)": [0.1], "gossip": [None]})
     assert (made.winner, made.ties) == ("local(4)", ("ddp",))

@@ -138,7 +138,12 @@ def _alone(winner: Row, rows: Sequence[Row]) -> list[str]:
         ]
     if winner.speedup.low <= 1:
         return [f"One worker alone is as fast, within the spread: {lone.time.median:.2f} s."]
-    return [f"Speed-up against one worker: {winner.speedup.median:.2f}x."]
+    pays = (
+        f"Distributing pays here: {winner.speedup.median:.2f}x as fast as one worker alone ({lone.time.median:.2f} s)"
+    )
+    if winner.step_seconds and lone.step_seconds and winner.step_seconds < lone.step_seconds:
+        pays += f", because a step takes {1e3 * winner.step_seconds:.3g} ms instead of {1e3 * lone.step_seconds:.3g} ms"
+    return [f"{pays}."]
 
 
 def _noise(rows: Sequence[Row]) -> list[str]:

@@ -122,9 +122,7 @@ def fields_of(cls: type[Written]) -> tuple[Field, ...]:
     """The arguments of a strategy or setting, in order; refuses a class that cannot be written as text."""
     where = f"{cls.__module__}.{cls.__qualname__}"
     if "__dataclass_params__" not in cls.__dict__:
-        raise StrategyError(
-            f"{where} is not a dataclass, so it takes no arguments. Add @dataclass(frozen=True)."
-        )
+        raise StrategyError(f"{where} is not a dataclass, so it takes no arguments. Add @dataclass(frozen=True).")
     if not is_word(cls.name):
         raise StrategyError(f"{where} is named {cls.name!r}, which cannot be written: names are plain identifiers.")
     try:
