@@ -125,7 +125,7 @@ class Local(Timing):
         return None
 
     def pace(self, exchange: Exchange) -> Pace:
-        """The worker's side: gradients stay local, and models are averaged after every so manieth step."""
+        """The worker's side: gradients stay local, and models are averaged every n-th step."""
         return _Spacing(exchange, self) if exchange.mixes else _Averaging(exchange, self)
 
     def planned(self, exchange: Exchanging, view: View, nbytes: int, forms: Sequence[Format] = ()) -> Step | str:
@@ -192,7 +192,7 @@ class _Counting(Pace):
 
 
 class _Spacing(_Counting):
-    """For exchanges that mix models after a step: lets them do so after every so manieth step only."""
+    """For exchanges that mix models after a step: lets them do so only after every n-th step."""
 
     def begin(self, examples: int, total: int | None, last: bool) -> None:
         """Tell the exchange what the batch weighs."""

@@ -40,7 +40,7 @@ def explain(path: Path, wanted: Wanted, as_json: bool) -> None:
         explain_log(path, wanted, as_json)
     elif wanted.of_logs is not None:
         raise UsageError(
-            f"{wanted.of_logs} is for logs of other programs, and {path} is not a file: give one, or leave it away."
+            f"{wanted.of_logs} is for logs of other programs, and {path} is not a file: give one, or omit it."
         )
     else:
         _explain_run(path, wanted, as_json)

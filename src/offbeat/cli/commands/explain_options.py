@@ -41,7 +41,7 @@ class Wanted(ExplainOptions):
             check_rule(self.delivery)
             moment(self.delay or "0")
         if self.kind is not None and self.export is None:
-            raise UsageError(f"--as {self.kind} is for an export: add --export FILE, or leave it away.")
+            raise UsageError(f"--as {self.kind} is for an export: add --export FILE, or omit it.")
         if self.export is not None:
             kind_of(self.export, self.kind)
 

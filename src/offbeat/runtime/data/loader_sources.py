@@ -76,7 +76,7 @@ class Share:
 
     @property
     def ranks(self) -> list[int]:
-        """Whose parts fall to this worker: its own, and of those of the dead every so manieth."""
+        """Whose parts fall to this worker: its own, and its share of those of the dead."""
         at, count = self.position
         dead = [rank for rank in range(self.size) if self.members and rank not in self.members]
         return [self.rank, *(rank for i, rank in enumerate(dead) if i % count == at)]
