@@ -133,9 +133,9 @@ class _Stock(Exchange):
             try:
                 return wrapped._pre_forward(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
             except RuntimeError as error:
-                if _raised_in(error) is not _BEFORE_FORWARD:
+                if (absent := _unfinished(error, names)) is None:
                     raise
-                raise _without_gradient(_unfinished(error, names)) from error
+                raise _without_gradient(absent) from error
 
         def after(_: nn.Module, __: Any, output: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -245,7 +245,7 @@ class _Stock(Exchange):
         if type(error) is not RuntimeError and not isinstance(error, DistError):
             return None
         place = _raised_in(error)
-        if not (place in _BROADCASTS or (place is _BACKWARD and self._computed_at is not None)):
+        if not (place in _BEFORE_FORWARD or (place is _BACKWARD and self._computed_at is not None)):
             return None
         # Negative, so that it is not a number of the group's own exchanges.
         return self.group.direct.waits.explained(error, _SUM, -self._passes, self._begun)
@@ -265,14 +265,17 @@ class _Stock(Exchange):
 
 
 _BACKWARD = torch.autograd.graph._engine_run_backward.__code__  # pyright: ignore[reportPrivateUsage]
-_BEFORE_FORWARD = DistributedDataParallel._pre_forward.__code__  # pyright: ignore[reportPrivateUsage]
-_BROADCASTS = (
+_BEFORE_FORWARD = (
+    DistributedDataParallel._pre_forward.__code__,  # pyright: ignore[reportPrivateUsage]  # Agrees on buckets.
     _sync_params_and_buffers.__code__,
     DistributedDataParallel._distributed_broadcast_coalesced.__code__,  # pyright: ignore[reportPrivateUsage]
     DistributedDataParallel._default_broadcast_coalesced.__code__,  # pyright: ignore[reportPrivateUsage]
 )
-"""Functions of torch that call its reducer, which raises nothing but RuntimeError: where an error arose says what it is
-about. Before forward, the reducer refuses only parameters that had no gradient in the last pass (torch 2.13)."""
+"""Functions of torch that wait for Gloo, which raises nothing but RuntimeError: where one arose says what it is about
+(torch 2.13)."""
+_UNFINISHED = re.compile(r"Expected to have finished reduction.*?(?:for rank \d+:(?P<indices>[ \d]+)|\Z)", re.DOTALL)
+"""What torch's reducer says before forward about parameters that had no gradient in the last pass; it waits for Gloo in
+the same function, so that only its words tell one from the other."""
 
 
 def _raised_in(error: BaseException) -> Any:
@@ -280,10 +283,11 @@ def _raised_in(error: BaseException) -> Any:
     return [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
 
 
-def _unfinished(error: RuntimeError, names: Sequence[str]) -> Sequence[str]:
-    """The parameters without a gradient, as far as torch names their numbers."""
-    numbers = re.search(r"for rank \d+:([ \d]+)", str(error))
-    return [names[int(i)] for i in numbers[1].split()] if numbers else ["some parameters"]
+def _unfinished(error: RuntimeError, names: Sequence[str]) -> Sequence[str] | None:
+    """The parameters without a gradient, as far as torch names their numbers; None if it speaks of something else."""
+    if (said := _UNFINISHED.search(str(error))) is None:
+        return None
+    return [names[int(i)] for i in (said["indices"] or "").split()] or ["some parameters"]
 
 
 def _without_gradient(names: Sequence[str]) -> StrategyError:
