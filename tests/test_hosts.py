@@ -95,7 +95,7 @@ def test_servers_take_turns_so_that_copies_are_on_different_hosts() -> None:
         ('[network]\nsubnet = "8.8.8.0/24"\n[[host]]\nname = "a"', "private one"),
         ('[network]\nsubnet = "10.0.0.0/30"\n[[host]]\nname = "a"\n[[host]]\nname = "b"', "too few addresses"),
         ('host = "a"', "[[host]] tables"),
-        ("[[host", "no TOML"),
+        ("[[host", "not TOML"),
     ],
 )
 def test_a_file_that_makes_no_sense_is_refused_with_the_reason(tmp_path: Path, text: str, said: str) -> None:

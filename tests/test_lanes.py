@@ -286,7 +286,7 @@ def test_windows_are_asked_for_by_their_ends() -> None:
     assert window("500ms..", 0, 10) == (0.5, 10)
     assert window("..3", 1, 10) == (1, 3)
     for text in ("3s", "4s..3s", "a..b", "20s..30s"):
-        with pytest.raises(UsageError, match=r"window|no time"):
+        with pytest.raises(UsageError, match=r"window|not a time"):
             window(text, 0, 10)
 
 

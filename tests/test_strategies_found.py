@@ -130,7 +130,7 @@ def test_a_broken_package_is_reported_when_asked_for_and_disturbs_nobody_else(
     for name, message in {
         "broken": "RuntimeError: no licence",
         "absent": "ModuleNotFoundError",
-        "odd": "no offbeat Strategy",
+        "odd": "not an offbeat Strategy",
         "misnamed": "named 'push'",
         "twice": "not clear which",
     }.items():
