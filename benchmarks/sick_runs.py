@@ -1,6 +1,6 @@
 """Sick runs and what is said of them; healthy ones, of which nothing must be said; blame against what was injected.
 
-Claims: every sick run of `tests/sick_scripts` is named by the right verdict with the right names, within 2 s of its
+Claims: every sick run of `tests/support/sick_scripts` is named by the right verdict with the right names, within 2 s of its
 becoming true; 50 healthy runs over all strategies, disturbed ones among them, get no verdict; with a delay injected
 into one of 2 workers the blame points at the right worker and kind in at least 95 % of the steps, and the step time
 that is predicted without it is within 10 % of the run without it (steps are paced by sleeping: cores are shared).
@@ -37,7 +37,7 @@ from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.settings import Goal
 from offbeat.strategies import available, combined, parse
 
-SCRIPTS = Path(__file__).parents[1] / "tests" / "sick_scripts"
+SCRIPTS = Path(__file__).parents[1] / "tests" / "support" / "sick_scripts"
 sys.path.insert(0, str(SCRIPTS))
 from cases import SICK, Sick, script_of  # noqa: E402  # pyright: ignore[reportMissingImports]
 

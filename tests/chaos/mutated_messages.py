@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-
 from message_support import Endpoints
 from message_support import endpoints as endpoints
 from message_support import nothing_is_left as nothing_is_left
-from test_message_strangers import mutated_at_the_door
+from mutated_frames import mutated_at_the_door
 
 
 @pytest.mark.timeout(900)

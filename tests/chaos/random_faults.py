@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 
 import pytest
-
 from fault_runs import random_gossip, random_schedule, survive, survive_gossip
+
 from offbeat.runtime.launch import Launcher
 
 FIRST, LAST = map(int, os.environ.get("CHAOS_SEEDS", "1000:1100").split(":"))

@@ -11,9 +11,9 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from snapshot_runs import goes_on, photographed, random_scene
 
 from offbeat.runtime.launch import Launcher
-from snapshot_runs import goes_on, photographed, random_scene
 
 FIRST = int(os.environ.get("CHAOS_SNAPSHOTS", "2000"))
 
