@@ -23,7 +23,7 @@ import numpy as np
 
 import offbeat
 from offbeat.bench import environment
-from offbeat.league import League, Row
+from offbeat.league import League, LeagueRow
 from offbeat.run.drive import WARM
 from offbeat.runtime.launch import Launcher
 
@@ -63,7 +63,7 @@ def told(league: League, seconds: float) -> dict[str, Any]:
     }
 
 
-def _row(league: League, name: str) -> Row:
+def _row(league: League, name: str) -> LeagueRow:
     return next(row for row in league.rows if row.name == name)
 
 

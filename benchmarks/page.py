@@ -24,7 +24,7 @@ import numpy as np
 from playwright.sync_api import Page, sync_playwright
 
 from offbeat.bench import environment, holds, ratio
-from offbeat.monitor.page.http_server import Served
+from offbeat.monitor.page.http_server import PageServer
 from offbeat.monitor.page.run_folders import opened
 from offbeat.runtime.events.recorder import About, Mark, Recorder, events_file
 
@@ -122,7 +122,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
         events = write_run(Path(folder) / "many")
-        with Served(*opened(Path(folder) / "many")) as served:
+        with PageServer(*opened(Path(folder) / "many")) as served:
             browser = driver.chromium.launch(executable_path=options.chromium, args=ARGUMENTS)
             page = browser.new_page(viewport={"width": 1280, "height": 900})
             page.goto(served.address)

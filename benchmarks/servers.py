@@ -39,7 +39,7 @@ from offbeat.runtime.launch import Control, Launcher, Role
 from offbeat.runtime.messages import private_directory
 from offbeat.runtime.servers.client import Client
 from offbeat.runtime.servers.coordination import Coordination
-from offbeat.runtime.servers.plan import Plan
+from offbeat.runtime.servers.plan import ServerPlan
 from offbeat.runtime.servers.shard_state import first_state
 from offbeat.runtime.servers.updater import ADD, Recipe
 
@@ -50,7 +50,7 @@ Trip = Callable[[], None]
 Floats = NDArray[np.float32]
 
 
-def ours(plan: Plan, given: Floats, taken: Floats) -> tuple[Trip, Callable[[], None]]:
+def ours(plan: ServerPlan, given: Floats, taken: Floats) -> tuple[Trip, Callable[[], None]]:
     """One push and pull through our client, and how to end it."""
     client = Client(plan, 0, 60.0)
     memory = Segment.create(given.nbytes)
@@ -149,7 +149,7 @@ def by_ray(given: Floats, taken: Floats, at_once: bool) -> tuple[Trip, Callable[
 
 def worker(config: Mapping[str, Any], control: Control) -> None:
     """The process that pushes and pulls, by all ways in turn."""
-    plan, count = Plan.from_plain(config["plan"]), config["nbytes"] // 4
+    plan, count = ServerPlan.from_plain(config["plan"]), config["nbytes"] // 4
     given = np.random.default_rng(0).standard_normal(count).astype(np.float32)
     ways: dict[str, tuple[Trip, Callable[[], None]]] = {}
     taken = {name: np.empty_like(given) for name in (OURS, PLAIN, RAY, RAY_ONCE)}
@@ -186,7 +186,7 @@ def measured(nbytes: int, trips: int, blocks: int, with_ray: bool, launcher: Lau
             times.setdefault(message["way"], []).append(message["seconds"])
 
     with private_directory() as sockets, tempfile.TemporaryDirectory() as logs:
-        plan = Plan(workers=1, shards=1, replicas=0, rule=Rule(None), folder=str(sockets))
+        plan = ServerPlan(workers=1, shards=1, replicas=0, rule=Rule(None), folder=str(sockets))
         config = {"plan": plan.plain(), "nbytes": nbytes, "trips": trips, "blocks": blocks, "ray": with_ray}
         serving = {"plan": plan.plain(), "shard": 0, "replica": 0, "disturb": [], "seed": 0}
         roles = [

@@ -1,7 +1,7 @@
 """Sick runs and what is said of them; healthy ones, of which nothing must be said; blame against what was injected.
 
-Claims: every sick run of `tests/support/sick_scripts` is named by the right verdict with the right names, within 2 s of its
-becoming true; 50 healthy runs over all strategies, disturbed ones among them, get no verdict; with a delay injected
+Claims: every sick run of `tests/support/sick_scripts` is named by the right verdict with the right names, within 2 s of
+its becoming true; 50 healthy runs over all strategies, disturbed ones among them, get no verdict; with a delay injected
 into one of 2 workers the blame points at the right worker and kind in at least 95 % of the steps, and the step time
 that is predicted without it is within 10 % of the run without it (steps are paced by sleeping: cores are shared).
 

@@ -33,7 +33,7 @@ from torch.optim import SGD, Optimizer
 
 import offbeat
 from offbeat.bench import environment, holds, ratio
-from offbeat.protocols.compression import Shapes, Way
+from offbeat.protocols.compression import Shapes, SumMethod
 from offbeat.protocols.exchanges import sent_by
 from offbeat.protocols.schedule import View
 from offbeat.run.drive import WARM
@@ -201,12 +201,12 @@ def port_bytes(text: str, found: Mapping[str, float], shapes: Shapes) -> float:
     dense = sum(4 * int(np.prod(shape)) for shape in shapes)
     compressions = combined(parse(text.removesuffix(" again"))).compressions
     if not compressions:
-        return _port_bytes(dense, Way.REDUCE)
+        return _port_bytes(dense, SumMethod.REDUCE)
     form = cast("Any", compressions[0]).format()
     return _port_bytes(int(found["letter_bytes"]), form.way())
 
 
-def _port_bytes(nbytes: int, way: Way) -> int:
+def _port_bytes(nbytes: int, way: SumMethod) -> int:
     view = View.of(WORKERS, range(WORKERS))
     return sent_by(*exchange_of(nbytes, way).part(WORKERS), view, rank=0)
 
@@ -215,7 +215,7 @@ def simulated(text: str, found: Mapping[str, float], shapes: Shapes) -> float:
     """What the simulator says of one exchange of these bytes on such links, in seconds."""
     dense = sum(4 * int(np.prod(shape)) for shape in shapes)
     compressions = combined(parse(text.removesuffix(" again"))).compressions
-    way = cast("Any", compressions[0]).format().way() if compressions else Way.REDUCE
+    way = cast("Any", compressions[0]).format().way() if compressions else SumMethod.REDUCE
     nbytes = int(found["letter_bytes"]) if compressions else dense
     return compressed_sum_time(nbytes, way, WORKERS, Network.parse(f"{RATE_TEXT},50us"))
 

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions
 
 from offbeat.bench import environment, ratio
-from offbeat.monitor import Watch
-from offbeat.runtime.events.calls import Shape, Stamps
+from offbeat.monitor import LiveWatch
+from offbeat.runtime.events.calls import CallShape, Stamps
 from offbeat.runtime.events.recorder import COMPUTING, INPUT, RECORDER, Reader, Recorder, events_file
 from offbeat.runtime.events.worker import written_down
 from offbeat.runtime.launch import Control, Launcher, Role, serve_store, worker_environment
@@ -95,7 +95,7 @@ def measured(name: str, way: str, blocks: int, launcher: Launcher) -> dict[str, 
         homes = [Path(folder) / variant.replace(" ", "-") for variant in variants]
         for home in homes:
             home.mkdir()
-        watch = Watch(homes[1], 2)
+        watch = LiveWatch(homes[1], 2)
 
         def heard(_: Role, message: Mapping[str, Any]) -> None:
             if "ready" in message:
@@ -141,7 +141,7 @@ def nanoseconds_of_an_event() -> float:
     with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder(Path(folder) / "a.events", 0)
         stamps = Stamps(recorder, "world", lambda: (0, 1))
-        shape = Shape("all_reduce", reduces=True)
+        shape = CallShape("all_reduce", reduces=True)
         found: list[float] = []
         for _ in range(15):
             start = time.process_time()

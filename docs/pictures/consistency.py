@@ -16,7 +16,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
-from offbeat.protocols.disturbances import Plan, parse
+from offbeat.protocols.disturbances import FaultPlan, parse
 from offbeat.run.drive import WARM, Job, drive
 from offbeat.run.job import Script
 from offbeat.runtime.launch import Launcher
@@ -64,7 +64,7 @@ def measured(launcher: Launcher, disturbance: str, rule: str) -> Run:
 def paused(run: Run, rank: int, step: int) -> float:
     """For how long the worker was stopped in a step: the seed says it."""
     asked = [parse(sentence) for sentence in DISTURBANCES[run["disturbance"]]]
-    return sum(action.seconds for _, action in Plan(asked, "worker", rank, SEED).at(step))
+    return sum(action.seconds for _, action in FaultPlan(asked, "worker", rank, SEED).at(step))
 
 
 def draw(runs: list[Run], path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from playwright.sync_api import Browser, sync_playwright
 
 from offbeat.errors import VerdictError
-from offbeat.monitor.page.http_server import Served
+from offbeat.monitor.page.http_server import PageServer
 from offbeat.monitor.page.run_folders import opened
 from offbeat.run.drive import WARM, fit
 from offbeat.runtime.launch import Launcher
@@ -69,7 +69,7 @@ def sick(folder: Path) -> Path:
 
 def take(browser: Browser, run: Path, picture: str, scheme: str, zoom: tuple[float, float] | None = None) -> None:
     """One picture of a run's page; `zoom` is from which share of the run to which."""
-    with Served(*opened(run)) as served:
+    with PageServer(*opened(run)) as served:
         page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme=scheme)  # pyright: ignore[reportArgumentType]
         page.goto(served.address)
         page.wait_for_selector("#runs tbody tr")

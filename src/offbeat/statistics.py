@@ -28,7 +28,7 @@ Times = Sequence[float]
 """Seconds, one entry per block; blocks of the same number were measured next to each other."""
 
 
-class Plain:
+class JsonData:
     """A dataclass that can be given as JSON data, which has no infinity: None where there is no limit."""
 
     def plain(self) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def _finite(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Spread(Plain):
+class Spread(JsonData):
     """A median and its bootstrap interval; infinite where too many runs missed a target."""
 
     median: float
@@ -71,7 +71,7 @@ class Spread(Plain):
 
 
 @dataclass(frozen=True)
-class Estimate(Plain):
+class Estimate(JsonData):
     """A figure, and between what it lies by all that was measured."""
 
     value: float

@@ -155,7 +155,7 @@ AnyTask = Task | IterativeTask
 
 
 @dataclass(frozen=True)
-class Reference:
+class TaskReference:
     """Where a task is defined and what it was made with: all that a worker needs to make it again."""
 
     source: str
@@ -205,7 +205,7 @@ class Reference:
         return chosen
 
 
-def reference_to(task: AnyTask) -> Reference:
+def reference_to(task: AnyTask) -> TaskReference:
     """The reference that makes this task again in another process."""
     kind = type(task)
     module = sys.modules.get(kind.__module__)
@@ -235,13 +235,13 @@ def reference_to(task: AnyTask) -> Reference:
                 f"Put the class into a file, import it from there, and pass it again."
             )
         source = str(Path(path).resolve())
-    return Reference(source, kind.__name__, dict(arguments))
+    return TaskReference(source, kind.__name__, dict(arguments))
 
 
 _FILE_MODULE = "offbeat_file_"
 _WHAT_THERE_IS = (
     "Give a script (`file.py`), a task in a file (`file.py:Class`) or a module that can be imported, such as "
-    f"{Reference.bundled}.digits."
+    f"{TaskReference.bundled}.digits."
 )
 
 

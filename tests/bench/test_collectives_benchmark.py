@@ -16,7 +16,7 @@ from rich.console import Console
 from conftest import wait_until
 from offbeat.bench import Spread, collectives, geometric_mean, holds, measured, picture, ratio, table, why_no_mpi
 from offbeat.bench._mpi import run_under_mpi
-from offbeat.bench._peers import FloatArray, Place
+from offbeat.bench._peers import FloatArray, PeerArray
 from offbeat.bench._ranks import FIRST, MOST_CALLS, repeats, verify
 from offbeat.bench._show import in_bytes, in_seconds
 from offbeat.errors import RunError, UsageError, WaitError
@@ -69,7 +69,7 @@ def summed(own: FloatArray, ranks: int, calls: int) -> FloatArray:
 def test_sums_of_sums_stay_finite_for_as_many_calls_as_a_block_has(ranks: int) -> None:
     calls = repeats(4096, ranks)
     own = np.full(8, 5 * FIRST, dtype=np.float32)
-    place = Place(summed(own, ranks, calls + 1), lambda: None)
+    place = PeerArray(summed(own, ranks, calls + 1), lambda: None)
     verify(place, own, own.astype(np.float64) * ranks, ranks, calls + 1, "an exact peer")
 
 
@@ -79,7 +79,7 @@ def test_one_wrong_value_is_refused_before_timing(damage: float) -> None:
     data = summed(own, 2, 3)
     data[np.argmax(np.abs(data))] *= np.float32(damage)
     with pytest.raises(RunError, match="wrong result of a liar"):
-        verify(Place(data, lambda: None), own, own.astype(np.float64) * 2, 2, 3, "a liar")
+        verify(PeerArray(data, lambda: None), own, own.astype(np.float64) * 2, 2, 3, "a liar")
 
 
 def test_blocks_have_many_calls_of_small_sizes_and_few_of_large_ones() -> None:

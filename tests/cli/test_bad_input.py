@@ -20,7 +20,7 @@ from conftest import Cli
 from offbeat.errors import OffbeatError, TaskError, UsageError
 from offbeat.run.drive import fit
 from offbeat.runtime.launch import Launcher
-from offbeat.task import Reference, reference_to
+from offbeat.task import TaskReference, reference_to
 
 DIGITS = "offbeat.tasks.digits"
 
@@ -294,7 +294,7 @@ def test_arguments_without_names_are_refused_and_free_ones_arrive() -> None:
         reference_to(Loose(1, 2))
     reference = reference_to(Loose(rate=0.5))
     assert reference.arguments == {"rate": 0.5}
-    made = Reference(reference.source, reference.name, reference.arguments).build()
+    made = TaskReference(reference.source, reference.name, reference.arguments).build()
     assert isinstance(made, Loose)
     assert made.rate == 0.5
 

@@ -16,7 +16,7 @@ from cli_support import Offbeat, in_process
 import offbeat
 from offbeat import limits
 from offbeat.errors import DataError, OffbeatError, UsageError
-from offbeat.league._asked import Asked
+from offbeat.league._settings import LeagueSettings
 from offbeat.protocols import disturbances
 from offbeat.run.job import Job, Script
 from offbeat.runtime.data.label_skew import Parts
@@ -129,7 +129,7 @@ def test_large_simulations_are_allowed() -> None:
         lambda: Stragglers.parse(f"pareto({10**400})"),
         lambda: Goal(gauge=-1),
         lambda: Goal.from_plain({"timeout": "soon"}),
-        lambda: Asked({}, (), workers=HUGE),
+        lambda: LeagueSettings({}, (), workers=HUGE),
         lambda: Host("a", workers=HUGE),
         lambda: Hosts(tuple(Host(f"h{i}", workers=1000) for i in range(2))),
         lambda: Hosts.alike(HUGE),

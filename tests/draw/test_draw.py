@@ -32,7 +32,7 @@ from offbeat.runtime.launch import Launcher
 from offbeat.simulate.network import Link, Network
 from offbeat.simulate.schedules import finish_times, trace
 from offbeat.simulate.servers.stragglers import Stragglers
-from offbeat.simulate.servers.training import Shards, drive
+from offbeat.simulate.servers.training import ShardTraffic, drive
 from offbeat.simulate.timeline import Activity, Timeline
 from offbeat.strategies import Exchanging, combined, parse
 
@@ -202,7 +202,7 @@ def test_every_push_and_pull_of_the_simulation_is_drawn(text: str) -> None:
     exchange = combined(parse(text)).exchange
     assert isinstance(exchange, Exchanging)
     servers, _, rule = exchange.servers(4) or (0, 0, Rule(0))
-    shards = Shards(servers, 100_000_000, NETWORK.between)
+    shards = ShardTraffic(servers, 100_000_000, NETWORK.between)
     paced = drive(rule, SLOW.draw(4, 7, 0) * exchange.work, shards, exchange.rhythm())
     pushes = [one for one in timeline.messages if one.target == 4]
     assert (len(pushes), len(timeline.messages) - len(pushes)) == (paced.pushes, paced.reads + paced.unasked)

@@ -25,12 +25,12 @@ from torch.utils.data import TensorDataset
 from offbeat.cli.commands.compare import _factors, _seconds
 from offbeat.errors import CheckpointError, StrategyError, UsageError
 from offbeat.league import League, report
-from offbeat.league._asked import Asked
 from offbeat.league._conductor import Conductor
 from offbeat.league._contestants import field_of
 from offbeat.league._facts import crowded, hashed
-from offbeat.league._order import Plan, Planned, quality
+from offbeat.league._order import LeaguePlan, Planned, quality
 from offbeat.league._records import Entry, LeagueFolder
+from offbeat.league._settings import LeagueSettings
 from offbeat.monitor.diagram.plot import ticks
 from offbeat.run.job import Job, target_of
 from offbeat.runtime.data.fingerprint import fingerprint
@@ -106,13 +106,13 @@ def test_a_disturbance_of_servers_is_left_out_where_there_are_none() -> None:
 
 # --- order, tuning, budget, going on
 
-PLAN = Plan(contestants("local(4)"), first_seed=0, seeds=3, grid=(0.5, 1.0, 2.0))
+PLAN = LeaguePlan(contestants("local(4)"), first_seed=0, seeds=3, grid=(0.5, 1.0, 2.0))
 
 
 class Runs:
     """Plays runs on a clock of its own: each takes a second; some fail, some are interrupted."""
 
-    def __init__(self, plan: Plan = PLAN, *, fails: str = "", budget: float | None = None) -> None:
+    def __init__(self, plan: LeaguePlan = PLAN, *, fails: str = "", budget: float | None = None) -> None:
         self.now, self.played, self.fails = 0.0, list[Planned](), fails
         self.interrupt_at: int | None = None
         self.conductor = Conductor(plan, (), self.run, budget=budget, clock=lambda: self.now)
@@ -392,7 +392,7 @@ def test_reading_a_league_never_runs_code_that_its_file_names(
 
 
 def test_a_league_that_was_asked_for_differently_is_not_gone_on_with(told: League) -> None:
-    before = Asked.from_plain(told.asked)
+    before = LeagueSettings.from_plain(told.asked)
     dataclasses.replace(before, seeds=9).check_same(before)
     with pytest.raises(CheckpointError, match="workers was 2, not 3"):
         dataclasses.replace(before, workers=3).check_same(before)
@@ -401,7 +401,9 @@ def test_a_league_that_was_asked_for_differently_is_not_gone_on_with(told: Leagu
 def test_the_command_of_a_league_says_all_that_was_asked() -> None:
     goal = {"epochs": 3, "steps": None, "parts": "iid", "disturb": ["worker 0: pace 4ms"], "timeout": 600.0}
     script = {"script": "my train.py", "arguments": ["--lr", "0.1"]}
-    asked = Asked(script, ("local(4)",), 4, target="loss<=0.1", tune=(1.0,), single=False, threads=1, goal=goal)
+    asked = LeagueSettings(
+        script, ("local(4)",), 4, target="loss<=0.1", tune=(1.0,), single=False, threads=1, goal=goal
+    )
     assert asked.command() == (
         "offbeat compare 'my train.py' --strategy 'local(4)' --workers 4 --seeds 5 --seed 0 --target 'loss<=0.1' "
         "--tune none --no-single --threads 1 --epochs 3 --disturb 'worker 0: pace 4ms' -- --lr 0.1"
@@ -411,7 +413,7 @@ def test_the_command_of_a_league_says_all_that_was_asked() -> None:
 @pytest.mark.parametrize("wrong", [{"seeds": 0}, {"tune": ()}, {"tune": (0.0,)}, {"tune": (1.0, 1.0)}])
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(UsageError, match=r"makes no sense|twice"):
-        Asked({"script": "x.py", "arguments": []}, (), 2, **wrong)  # pyright: ignore[reportArgumentType]
+        LeagueSettings({"script": "x.py", "arguments": []}, (), 2, **wrong)  # pyright: ignore[reportArgumentType]
 
 
 def test_budgets_and_grids_are_read_as_people_write_them() -> None:

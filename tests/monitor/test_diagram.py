@@ -18,13 +18,13 @@ from offbeat.errors import UsageError
 from offbeat.monitor.diagram.build import Scene
 from offbeat.monitor.diagram.cuts import asked, window
 from offbeat.monitor.diagram.layout import drawn
-from offbeat.monitor.diagram.model import LOGICAL, MANY, SECONDS, Arrow, Diagram, Mark, Span
+from offbeat.monitor.diagram.model import LOGICAL, MANY, SECONDS, Arrow, Diagram, Moment, Span
 from offbeat.monitor.diagram.shapes import Rect
 from offbeat.monitor.diagram.svg import save, svg
 from offbeat.protocols.causality.cuts import is_consistent
-from offbeat.protocols.causality.histories import Call, Computation, Event, Kind, computation
+from offbeat.protocols.causality.histories import Call, Computation, Event, EventKind, computation
 from offbeat.runtime.events.recorder import About, Stamp
-from offbeat.runtime.events.recorder import Mark as Stamped
+from offbeat.runtime.events.recorder import Moment as Stamped
 
 SUM = About("world", "all_reduce", 2, 4, "float32", "sum", caller="train.py:88")
 SENT = About("world", "send to", peer=1)
@@ -101,7 +101,7 @@ def test_a_wait_that_failed_is_drawn_to_its_end() -> None:
     lanes = Scene.of(rows).diagram()
     assert lanes.stop == 4.0
     assert spans_of(lanes, 0) == [("failed", 0.0, 4.0)]
-    assert Mark(0, "fail", 4.0, "failed: all_reduce #1") in lanes.marks
+    assert Moment(0, "fail", 4.0, "failed: all_reduce #1") in lanes.marks
 
 
 def test_an_entry_that_was_written_over_makes_nobody_missing() -> None:
@@ -152,7 +152,7 @@ def test_spans_follow_each_other_and_every_collective_has_its_band(run: Computat
         assert all(one.stop <= other.start for one, other in pairwise(some))
     entered = {(event.call.group, event.call.sequence) for history in run.histories for event in history if event.call}
     assert len(lanes.bands) == len(entered)
-    received = sum(event.kind is Kind.RECEIVE for history in run.histories for event in history)
+    received = sum(event.kind is EventKind.RECEIVE for history in run.histories for event in history)
     assert len(lanes.arrows) == received
     assert all(arrow.start <= arrow.stop for arrow in lanes.arrows)
     assert lanes.events == sum(run.lengths)
@@ -183,8 +183,8 @@ def many(pairs: int = 1200) -> Scene:
         for late, name in enumerate(members):
             histories[name] += [
                 Event(what="step", time=number + 0.2),
-                Event(Kind.ENTER, time=number + 0.4 + 0.2 * late, call=call),
-                Event(Kind.EXIT, time=number + 0.8, call=call),
+                Event(EventKind.ENTER, time=number + 0.4 + 0.2 * late, call=call),
+                Event(EventKind.EXIT, time=number + 0.8, call=call),
             ]
     return Scene(computation(histories))
 
@@ -216,8 +216,8 @@ def test_too_many_are_merged_and_that_is_said_and_nothing_is_lost() -> None:
 
 def test_messages_too_many_are_merged_too() -> None:
     histories = {
-        "a": [Event(Kind.SEND, time=k, message=k) for k in range(1, 500)],
-        "b": [Event(Kind.RECEIVE, time=k + 0.5, message=k) for k in range(1, 500)],
+        "a": [Event(EventKind.SEND, time=k, message=k) for k in range(1, 500)],
+        "b": [Event(EventKind.RECEIVE, time=k + 0.5, message=k) for k in range(1, 500)],
     }
     lanes = Scene(computation(histories)).diagram(shapes=120)
     assert len(lanes.arrows) <= 120
@@ -234,7 +234,7 @@ def test_without_times_effects_are_right_of_their_causes() -> None:
     lanes = Scene(run, "log").diagram()
     assert lanes.axis == LOGICAL
     assert lanes.arrows == (Arrow(0, 1, 2.0, 3.0, "0.2"),)
-    assert Mark(1, "event", 3.0, "1.2") in lanes.marks
+    assert Moment(1, "event", 3.0, "1.2") in lanes.marks
     assert lanes.spans == ()
 
 

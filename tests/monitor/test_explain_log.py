@@ -17,7 +17,7 @@ from offbeat.monitor.diagram.build import Scene
 from offbeat.monitor.diagram.export import export, exported
 from offbeat.monitor.foreign_log import account, longest_chain
 from offbeat.protocols.causality.histories import Computation
-from offbeat.protocols.causality.shiviz import Log, parse
+from offbeat.protocols.causality.shiviz import ShivizLog, parse
 from offbeat.runtime.launch import Launcher
 
 LOG = """\
@@ -181,7 +181,7 @@ def test_what_is_no_log_and_no_run_is_refused(offbeat_: Offbeat, tmp_path: Path)
 def test_pairs_and_chains_are_counted_rightly(run: Computation) -> None:
     if not all(run.lengths):
         return
-    told = account(Log(run, ()))
+    told = account(ShivizLog(run, ()))
     apart = [(a, b) for a in places(run) for b in places(run) if a < b and a.process != b.process]
     concurrent = [pair for pair in apart if not run.happened_before(*pair) and not run.happened_before(*pair[::-1])]
     assert (told.pairs, told.concurrent) == (len(apart), len(concurrent))

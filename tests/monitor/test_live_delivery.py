@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.monitor import Watch, live
+from offbeat.monitor import LiveWatch, live
 from offbeat.monitor.delivery import Listener
 from offbeat.runtime.events.recorder import About, Mark, Recorder, events_file
-from offbeat.runtime.launch import Outcome, Role
+from offbeat.runtime.launch import Role, RoleOutcome
 
 WORLD = About("world", "barrier", 2)
 OTHER = About("other", "barrier", 2)
@@ -33,8 +33,8 @@ class Watched:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         monkeypatch.setattr(live.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(Watch, "_with_stacks", lambda _, verdict: verdict)
-        self.watch = Watch(folder, 2)
+        monkeypatch.setattr(LiveWatch, "_with_stacks", lambda _, verdict: verdict)
+        self.watch = LiveWatch(folder, 2)
         self._workers = [Recorder(events_file(folder, rank), rank) for rank in range(2)]
 
     def does(self, rank: int, mark: Mark, about: About, number: int = 1) -> None:
@@ -67,7 +67,7 @@ def test_who_has_ended_is_not_missed_where_its_last_entry_is_still_held_back(run
     run.now += live.EVERY
     run.does(1, Mark.ENTER, WORLD)
     role = Role("worker", 1, entry="a:b", config={}, environment={}, log=Path())
-    run.watch.ended(Outcome(role, 0, signal=None, error=None))
+    run.watch.ended(RoleOutcome(role, 0, signal=None, error=None))
     assert run.looks(0.0) is None
     assert run.looks(live.EVERY) is None, "it had come"
     run.does(0, Mark.EXIT, WORLD)

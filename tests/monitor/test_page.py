@@ -21,9 +21,9 @@ from offbeat.cli.commands.watch import LivePage
 from offbeat.errors import UsageError
 from offbeat.monitor.page import connections
 from offbeat.monitor.page.export import ASSETS
-from offbeat.monitor.page.http_server import Served
-from offbeat.monitor.page.run_folders import Folder, Metrics, opened
-from offbeat.monitor.page.run_view import Run
+from offbeat.monitor.page.http_server import PageServer
+from offbeat.monitor.page.run_folders import Folder, MetricsReader, opened
+from offbeat.monitor.page.run_view import RunView
 from offbeat.runtime.events.recorder import Mark, Recorder, events_file
 from offbeat.runtime.launch import Launcher
 
@@ -43,7 +43,7 @@ class Answer:
 class Client:
     """Asks a page's server as a browser or a program would."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: PageServer) -> None:
         self.served = served
 
     def get(self, path: str, *tokens: str | None, **headers: str) -> Answer:
@@ -75,7 +75,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(runs: Path) -> Iterator[Client]:
-    with Served(*opened(runs)) as served:
+    with PageServer(*opened(runs)) as served:
         yield Client(served)
 
 
@@ -132,9 +132,9 @@ def test_the_server_listens_on_loopback_only_and_a_port_that_is_taken_is_refused
     wanted = f":{client.served.port:04X}"
     assert [line.split()[1] for line in table if wanted in line and " 0A " in line] == [f"0100007F{wanted}"]
     with pytest.raises(UsageError, match=rf"port {client.served.port} on loopback cannot be used"):
-        Served(Folder(Path()), port=client.served.port)
+        PageServer(Folder(Path()), port=client.served.port)
     with pytest.raises(UsageError, match="port 70000"):
-        Served(Folder(Path()), port=70000)
+        PageServer(Folder(Path()), port=70000)
 
 
 def test_connections_without_a_request_make_room_and_end(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ def test_a_straggler_is_named_and_so_is_a_run_that_was_not_watched(client: Clien
 
 def test_a_verdict_of_the_launcher_stands_on_top_with_its_stacks(tmp_path: Path) -> None:
     verdict = {"kind": "deadlock", "message": "worker 0 waits for worker 1", "stacks": {"worker 0": "line 7"}}
-    run = Run("a", run_folder(tmp_path / "a", sums(3), state="failed", verdict=verdict))
+    run = RunView("a", run_folder(tmp_path / "a", sums(3), state="failed", verdict=verdict))
     worst = run.told()["verdicts"][0]
     assert (worst["kind"], worst["level"], worst["exit_code"]) == ("deadlock", "bad", 10)
     assert worst["stacks"] == {"worker 0": "line 7"}
@@ -263,7 +263,7 @@ def test_a_run_whose_launcher_was_killed_is_judged_by_its_events(tmp_path: Path)
     known = json.loads((folder / "run.json").read_text())
     del known["verdict"]
     (folder / "run.json").write_text(json.dumps(known))
-    told = Run("a", folder).told()
+    told = RunView("a", folder).told()
     assert told["verdicts"][0]["kind"] == "ended"
     assert "worker 0 waits for worker 1 in all_reduce #1" in told["verdicts"][0]["message"]
     assert told["processes"][0] | {"events": 1} == {
@@ -274,7 +274,7 @@ def test_a_run_whose_launcher_was_killed_is_judged_by_its_events(tmp_path: Path)
 
 
 def test_figures_for_prometheus_are_told_of_the_newest_run(runs: Path) -> None:
-    with Served(*opened(runs / "20260101-first")) as served:
+    with PageServer(*opened(runs / "20260101-first")) as served:
         answer = Client(served).get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=")
     families = list(text_string_to_metric_families(answer.body.decode()))
@@ -298,7 +298,7 @@ def test_figures_for_prometheus_are_told_of_the_newest_run(runs: Path) -> None:
 
 def test_metrics_are_taken_in_line_by_line_as_they_become_whole(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    metrics = Metrics(tmp_path)
+    metrics = MetricsReader(tmp_path)
     metrics.read()
     file.write_text('{"step": 1}\n{"step"')
     metrics.read()
@@ -315,7 +315,7 @@ def test_metrics_are_taken_in_line_by_line_as_they_become_whole(tmp_path: Path) 
 def test_files_that_are_half_written_are_read_at_the_next_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offbeat.monitor.page.run_view.EVERY", 0.0)
     folder = run_folder(tmp_path / "a", state="running")
-    run = Run("a", folder)
+    run = RunView("a", folder)
     assert run.told()["state"] == "running"
     whole = (folder / "run.json").read_text()
     (folder / "run.json").write_text(whole[:40])
@@ -337,7 +337,7 @@ def test_files_that_are_half_written_are_read_at_the_next_look(tmp_path: Path, m
 def test_a_resumed_run_puts_new_events_in_the_place_of_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offbeat.monitor.page.run_view.EVERY", 0.0)
     folder = run_folder(tmp_path / "a", sums(3), state="running")
-    run = Run("a", folder)
+    run = RunView("a", folder)
     assert run.told()["processes"][0]["step"] == 3
     events_file(folder, 0).unlink()
     Recorder(events_file(folder, 0), 0).stamp(Mark.STEP)
@@ -350,7 +350,7 @@ def test_a_run_that_says_it_runs_but_has_no_process_is_gone(tmp_path: Path, monk
         os._exit(0)
     os.waitpid(child, 0)
     monkeypatch.setattr("offbeat.runtime.events.recorder.os.getpid", lambda: child)
-    told = Run("a", run_folder(tmp_path / "a", sums(3, end=False), state="running")).told()
+    told = RunView("a", run_folder(tmp_path / "a", sums(3, end=False), state="running")).told()
     assert (told["state"], told["live"], told["verdicts"][0]["kind"]) == ("gone", False, "gone")
 
 
@@ -358,7 +358,7 @@ def test_news_come_as_they_happen_and_only_what_is_new(tmp_path: Path, monkeypat
     monkeypatch.setattr("offbeat.monitor.page.app.TICK", 0.05)
     monkeypatch.setattr("offbeat.monitor.page.run_view.EVERY", 0.0)
     folder = run_folder(tmp_path / "runs" / "a", sums(3, end=False), state="running")
-    with Served(*opened(folder)) as served, socket.create_connection(("127.0.0.1", served.port), 30) as line:
+    with PageServer(*opened(folder)) as served, socket.create_connection(("127.0.0.1", served.port), 30) as line:
         request = f"GET /api/follow?run=a&lines=2 HTTP/1.1\r\nHost: 127.0.0.1:{served.port}\r\n"
         line.sendall(f"{request}Authorization: Bearer {served.token}\r\n\r\n".encode())
         stream = line.makefile("rb")
@@ -435,10 +435,10 @@ def test_whatever_is_wrong_with_a_page_is_said_and_the_run_goes_on(
 def test_ctrl_c_ends_the_page_and_is_no_error(
     offbeat_: Offbeat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(_: Served) -> None:
+    def interrupted(_: PageServer) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Served, "wait", interrupted)
+    monkeypatch.setattr(PageServer, "wait", interrupted)
     monkeypatch.setattr("offbeat.cli.commands.watch.webbrowser.open", lambda address: print(f"opened {address}"))
     run_folder(tmp_path / "runs" / "a")
     said = offbeat_("watch", "runs/a", "--open")

@@ -18,7 +18,7 @@ from cli_support import write
 from page_support import run_folder, sums
 
 from conftest import clean_environment
-from offbeat.monitor.page.http_server import Served
+from offbeat.monitor.page.http_server import PageServer
 from offbeat.monitor.page.run_folders import opened
 
 pytestmark = pytest.mark.slow
@@ -134,7 +134,7 @@ def past(going: Going) -> Iterator[str]:
     words = "worker 0 waits for worker 1 in all_reduce #13; worker 1 has ended its program."
     verdict = {"kind": "ended", "message": words, "stacks": {"worker 1": 'File "train.py", line 7'}}
     run_folder(going.folder / "runs" / "20200101-sick", sums(30, end=False), state="failed", verdict=verdict)
-    with Served(*opened(going.folder / "runs" / "latest")) as served:
+    with PageServer(*opened(going.folder / "runs" / "latest")) as served:
         yield served.address
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cli_support import Offbeat, in_process
 
-from offbeat.cli.commands.explain_options import Wanted
+from offbeat.cli.commands.explain_options import ActionOptions
 from offbeat.errors import UsageError
 from offbeat.monitor.diagram.build import Scene
 from offbeat.monitor.predicates import Possibilities, predicate
@@ -88,7 +88,7 @@ def test_a_consistent_cut_is_said_to_be_deadlocked_where_it_is() -> None:
     run = lockstep(2)
     for rank, group in enumerate(("one", "other")):
         run[rank].append(Stamp(Mark.ENTER, About(group, "barrier", 2), 1, 1.0))
-    done = Wanted(cuts=("latest", "past worker 0:3")).done(Scene.of(run))
+    done = ActionOptions(cuts=("latest", "past worker 0:3")).done(Scene.of(run))
     waits = "worker 0 waits for worker 1 in barrier #1 of group one"
     told = f"{waits}; worker 1 waits for worker 0 in barrier #1 of group other."
     assert [line for line in done.lines if "Deadlocked" in line] == [f"  Deadlocked there: {told}"]

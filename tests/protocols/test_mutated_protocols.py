@@ -33,7 +33,7 @@ from offbeat.runtime.groups.coordinated import CoordinatedGroup
 from offbeat.runtime.run.rank_environment import Place
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.runtime.servers.coordination import Coordination
-from offbeat.runtime.servers.plan import Plan
+from offbeat.runtime.servers.plan import ServerPlan
 from offbeat.runtime.servers.process import serve
 from offbeat.simulate.servers.training import drive
 from offbeat.strategies import parse
@@ -89,7 +89,7 @@ class Nobody:
     def send(self, _: Any) -> None: ...
 
 
-def work(strategy: str, plan: Plan, rank: int) -> tuple[dict[str, Any], float]:
+def work(strategy: str, plan: ServerPlan, rank: int) -> tuple[dict[str, Any], float]:
     """One worker, from its first step to its last: its figures, and what it has learned."""
     group = CoordinatedGroup(Place(rank=rank), timedelta(seconds=60), plan)
     exchange: Any = parse(strategy)
@@ -119,7 +119,7 @@ def run(strategy: str, folder: Path) -> Figures:
     """On sockets and a real clock."""
     exchange: Any = parse(strategy)
     folder.mkdir(mode=0o700)
-    plan = Plan(workers=2, shards=1, replicas=0, rule=exchange.servers(2)[2], folder=str(folder))
+    plan = ServerPlan(workers=2, shards=1, replicas=0, rule=exchange.servers(2)[2], folder=str(folder))
     config = {"plan": plan.plain(), "shard": 0, "replica": 0, "disturb": [], "seed": 0}
     with Coordination(plan) as coordination:
         server = threading.Thread(target=serve, args=(config, Nobody()), daemon=True)

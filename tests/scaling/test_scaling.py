@@ -16,7 +16,7 @@ from offbeat.cli.commands import scale as scale_command
 from offbeat.errors import OffbeatError, StrategyError, TaskError, UsageError
 from offbeat.run.drive import Result
 from offbeat.runtime.launch import Launcher
-from offbeat.scaling import BatchSize, Scaling, Stage, batch_size, scale
+from offbeat.scaling import BatchSize, RunStage, Scaling, batch_size, scale
 from offbeat.scaling._scale import _concluded  # pyright: ignore[reportPrivateUsage]
 from offbeat.simulate.laws import gunther
 from offbeat.statistics import Estimate
@@ -221,7 +221,10 @@ def test_the_tables_say_what_was_measured_and_what_was_not(capsys: pytest.Captur
     assert said.count("measured") >= 3
     assert said.count("extrapolated") >= 2
     assert "sigma = 0.05" in said
-    stages = (Stage(1, 50, Estimate(30.0, 20.0, 50.0), 31.0), Stage(51, 100, Estimate(300.0, 90.0, math.inf), None))
+    stages = (
+        RunStage(1, 50, Estimate(30.0, 20.0, 50.0), 31.0),
+        RunStage(51, 100, Estimate(300.0, 90.0, math.inf), None),
+    )
     found = BatchSize("t", 2, 100, 64, 64, 1197, 0.25, stages)
     batch_size_command._print(found)  # pyright: ignore[reportPrivateUsage]
     said = capsys.readouterr().out

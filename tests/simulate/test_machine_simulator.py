@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import Struct
 
 from offbeat.protocols.machine import NOTHING, Done, Effect, Ended, Event, Name, Received, Send, SetTimer, Start, Timer
-from offbeat.simulate.machines import Fault, Kill, Network, Partition, Restart, Simulation, Stop
+from offbeat.simulate.machines import Fault, Kill, LossyNetwork, Partition, Restart, Simulation, Stop
 
 
 class Note(Struct, frozen=True):
@@ -55,40 +55,42 @@ class Hearer:
         return [what for _, what in self.heard if isinstance(what, int)]
 
 
-def heard(seconds: float = 1.05, network: Network | None = None, faults: Sequence[Fault] = (), seed: int = 0) -> Hearer:
+def heard(
+    seconds: float = 1.05, network: LossyNetwork | None = None, faults: Sequence[Fault] = (), seed: int = 0
+) -> Hearer:
     hearer = Hearer()
     Simulation([Teller(), hearer], seed=seed, network=network, faults=faults).run(seconds)
     return hearer
 
 
 def test_a_message_takes_the_networks_delay():
-    assert heard(0.35, Network(delay=0.02)).heard == [(0.12, 1), (0.22, 2), (0.32, 3)]
+    assert heard(0.35, LossyNetwork(delay=0.02)).heard == [(0.12, 1), (0.22, 2), (0.32, 3)]
 
 
 def test_messages_are_lost_doubled_and_overtaken_but_never_invented():
-    lossy = heard(50, Network(loss=0.2)).numbers
+    lossy = heard(50, LossyNetwork(loss=0.2)).numbers
     assert 350 < len(lossy) < 450
-    doubled = heard(50, Network(duplicate=0.2)).numbers
+    doubled = heard(50, LossyNetwork(duplicate=0.2)).numbers
     assert 550 < len(doubled) < 650
     assert set(doubled) == set(range(1, max(doubled) + 1))
-    shuffled = heard(50, Network(jitter=0.3)).numbers
+    shuffled = heard(50, LossyNetwork(jitter=0.3)).numbers
     assert shuffled != sorted(shuffled)
     assert len(set(shuffled)) == len(shuffled)
 
 
 def test_an_ordered_network_keeps_the_order_of_each_pair():
-    numbers = heard(50, Network(jitter=0.3, ordered=True)).numbers
+    numbers = heard(50, LossyNetwork(jitter=0.3, ordered=True)).numbers
     assert numbers == sorted(numbers)
     assert len(numbers) > 450
 
 
 def test_losses_cease_when_the_network_is_said_to_be_calm():
-    numbers = heard(20, Network(loss=0.5, until=10.0)).numbers
+    numbers = heard(20, LossyNetwork(loss=0.5, until=10.0)).numbers
     assert [number for number in numbers if number > 101] == list(range(102, 200))
 
 
 def test_the_same_seed_gives_the_same_history_and_another_seed_another():
-    network = Network(jitter=0.1, loss=0.1, duplicate=0.1)
+    network = LossyNetwork(jitter=0.1, loss=0.1, duplicate=0.1)
     one, same, other = (heard(20, network, seed=seed).heard for seed in (1, 1, 2))
     assert one == same
     assert one != other

@@ -10,9 +10,9 @@ import pytest
 
 import offbeat
 from offbeat.protocols.collectives import Collective, algorithm
-from offbeat.protocols.compression import Way
+from offbeat.protocols.compression import SumMethod
 from offbeat.protocols.exchanges import Exchanged
-from offbeat.protocols.gossip.topology import Shape, mixing
+from offbeat.protocols.gossip.topology import GraphShape, mixing
 from offbeat.protocols.schedule import Layout, Op, View
 from offbeat.protocols.stepping import beside, in_turn
 from offbeat.run.predicted_step import GIVEN, MEASURED, predicted
@@ -36,7 +36,7 @@ def step(*exchanges: Exchanged, **more: Any) -> Step:
 
 
 def alone(nbytes: int) -> float:
-    return compressed_sum_time(nbytes, Way.REDUCE, SIZE, NETWORK)
+    return compressed_sum_time(nbytes, SumMethod.REDUCE, SIZE, NETWORK)
 
 
 def test_a_step_is_its_computing_and_its_exchanges_one_after_the_other() -> None:
@@ -55,7 +55,7 @@ def test_a_period_of_local_steps_is_what_the_simulator_says_of_it() -> None:
 
 @pytest.mark.parametrize("period", [1, 3])
 def test_mixing_is_what_the_simulator_says_of_it(period: int) -> None:
-    graph = mixing(Shape.EXPONENTIAL, SIZE)
+    graph = mixing(GraphShape.EXPONENTIAL, SIZE)
     matrices = tuple(tuple(map(tuple, matrix.tolist())) for matrix in graph.matrices)
     exchanges = [Exchanged(what="mix", by=str(turn), nbytes=BYTES) for turn in range(len(matrices))]
     found = step_time(step(*exchanges, matrices=matrices, period=period), NETWORK, [0.1] * SIZE)
@@ -64,7 +64,7 @@ def test_mixing_is_what_the_simulator_says_of_it(period: int) -> None:
 
 
 def test_each_turn_mixes_what_is_its_own() -> None:
-    graph = mixing(Shape.EXPONENTIAL, SIZE)
+    graph = mixing(GraphShape.EXPONENTIAL, SIZE)
     matrices = tuple(tuple(map(tuple, matrix.tolist())) for matrix in graph.matrices)
     rows = [BYTES, BYTES // 4]
     exchanges = [Exchanged(what="mix", by=str(turn), nbytes=nbytes) for turn, nbytes in enumerate(rows)]
@@ -76,7 +76,7 @@ def test_each_turn_mixes_what_is_its_own() -> None:
 def test_messages_from_everybody_to_everybody_are_what_the_simulator_says_of_them() -> None:
     one = Exchanged(what="all_gather", by="ring", nbytes=50_000)
     assert step_time(step(one), NETWORK, [0.0] * SIZE) == pytest.approx(
-        compressed_sum_time(50_000, Way.GATHER, SIZE, NETWORK)
+        compressed_sum_time(50_000, SumMethod.GATHER, SIZE, NETWORK)
     )
 
 

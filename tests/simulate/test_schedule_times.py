@@ -17,7 +17,7 @@ from offbeat.protocols.collectives import ALGORITHMS, Collective, algorithm
 from offbeat.protocols.schedule import Layout, Op, Round, Schedule, Stream, View, entries
 from offbeat.simulate.algorithm_ranking import compare_collectives
 from offbeat.simulate.curves import curve, played
-from offbeat.simulate.fit import Cost, cost_of, fit_link, fit_regimes
+from offbeat.simulate.fit import CostTerms, cost_of, fit_link, fit_regimes
 from offbeat.simulate.network import Link, Network, Ports
 from offbeat.simulate.schedules import finish_by_scale, finish_times, trace
 
@@ -461,14 +461,19 @@ def test_a_fit_on_three_sizes_predicts_the_others() -> None:
 
 def test_several_schedules_tell_moving_reducing_and_copying_apart() -> None:
     truth = Link(3e-6, 2e-10, 1e-10, 5e-11)
-    rows = [Cost(1, 3000, 3000, 1000), Cost(2, 1500, 750, 1250), Cost(2, 1500, 750, 0), Cost(6, 1500, 750, 750)]
-    rows = [Cost(row.hops, *(1000 * value for value in row[1:])) for row in rows]
+    rows = [
+        CostTerms(1, 3000, 3000, 1000),
+        CostTerms(2, 1500, 750, 1250),
+        CostTerms(2, 1500, 750, 0),
+        CostTerms(6, 1500, 750, 750),
+    ]
+    rows = [CostTerms(row.hops, *(1000 * value for value in row[1:])) for row in rows]
     seconds = [float(np.dot(row, (truth.alpha, truth.beta, truth.gamma, truth.copy))) for row in rows]
     assert vars(fit_link([10**6] * 4, seconds, rows)) == pytest.approx(vars(truth), rel=1e-6)
 
 
 def test_a_fit_is_never_negative_and_small_times_count_as_much_as_large_ones() -> None:
-    rows = [Cost(1, size, 0, 0) for size in (10, 1000, 100_000)]
+    rows = [CostTerms(1, size, 0, 0) for size in (10, 1000, 100_000)]
     steep = fit_link([10, 1000, 100_000], [1e-6, 2e-4, 3e-2], rows)  # A line through the large ones starts below 0.
     assert steep.alpha == 0
     assert steep.beta > 0
@@ -483,7 +488,7 @@ def test_a_knot_lets_bytes_cost_more_beyond_a_cache() -> None:
     def truth(size: int) -> float:
         return 2e-6 + 1e-10 * min(size, 100_000) + 4e-10 * max(size - 100_000, 0)
 
-    found = fit_regimes(sizes, [truth(s) for s in sizes], [Cost(1, s, 0, 0) for s in sizes], knots=[100_000])
+    found = fit_regimes(sizes, [truth(s) for s in sizes], [CostTerms(1, s, 0, 0) for s in sizes], knots=[100_000])
     assert found.betas == pytest.approx((1e-10, 4e-10), rel=1e-6)
     for size in (500, 50_000, 1_000_000, 50_000_000):
         link = found.link(size)
@@ -492,7 +497,7 @@ def test_a_knot_lets_bytes_cost_more_beyond_a_cache() -> None:
 
 def test_what_any_call_takes_is_told_apart_from_its_hops() -> None:
     sizes, hops = [1000, 100_000, 10_000_000], [1, 2, 2]
-    costs = [Cost(count, size, 0, 0) for count, size in zip(hops, sizes, strict=True)]
+    costs = [CostTerms(count, size, 0, 0) for count, size in zip(hops, sizes, strict=True)]
     seconds = [5e-6 + 1e-10 * min(size, 100_000) + 4e-10 * max(size - 100_000, 0) for size in sizes]
     found = fit_regimes(sizes, seconds, costs, knots=[100_000], calls=True)
     assert (found.call, found.alpha) == (pytest.approx(5e-6, rel=1e-6), 0.0)
@@ -502,6 +507,6 @@ def test_what_any_call_takes_is_told_apart_from_its_hops() -> None:
 
 def test_a_fit_without_a_time_per_size_is_refused() -> None:
     with pytest.raises(UsageError, match="2 sizes, 1 times and 1 costs"):
-        fit_link([1, 2], [1.0], [Cost(1, 1, 0, 0)])
+        fit_link([1, 2], [1.0], [CostTerms(1, 1, 0, 0)])
     with pytest.raises(UsageError, match="above 0"):
-        fit_link([1], [0.0], [Cost(1, 1, 0, 0)])
+        fit_link([1], [0.0], [CostTerms(1, 1, 0, 0)])

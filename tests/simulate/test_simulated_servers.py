@@ -22,11 +22,11 @@ from offbeat.cli.commands.bench import Played
 from offbeat.errors import OffbeatError, UsageError
 from offbeat.protocols.servers import pacing
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.worker.rhythm import Action, EveryStep, Exchange, PushAndFetch, Spring
+from offbeat.protocols.servers.worker.rhythm import Action, EveryStep, PushAndFetch, Spring, StepActions
 from offbeat.runtime.launch import Launcher
 from offbeat.simulate.network import Link
 from offbeat.simulate.servers.stragglers import Stragglers
-from offbeat.simulate.servers.training import Paced, Shards, drive, parse_rule, predict, shortcut, simulate
+from offbeat.simulate.servers.training import Paced, ShardTraffic, drive, parse_rule, predict, shortcut, simulate
 
 BSP, ASP = Rule(0), Rule(None)
 TRANSIENT = Stragglers.parse("transient(0.2, 0.15)")
@@ -204,7 +204,7 @@ def test_the_busiest_port_sets_the_time_of_an_exchange() -> None:
     link = Link(1e-3, 1e-9, 5e-10)
     quiet = Stragglers(0.5)
     for workers, count in ((1, 1), (4, 4), (4, 8), (8, 2)):
-        found = simulate(BSP, workers, 20, quiet, Shards(count, 10**7, link))
+        found = simulate(BSP, workers, 20, quiet, ShardTraffic(count, 10**7, link))
         one_way = 1e-3 + 1e-9 * max(1e7, workers * 1e7 / count)
         apply = 5e-10 * 1e7 / count
         # The first to pull compute and push while the last pull, so that only the last one's way is seen.
@@ -216,7 +216,7 @@ def test_the_busiest_port_sets_the_time_of_an_exchange() -> None:
 
 
 def test_full_ports_hide_who_waits_for_whom_and_workers_out_of_step_use_both_ways_at_once() -> None:
-    shards = Shards(1, 10**8, Link(0.0, 1e-9))
+    shards = ShardTraffic(1, 10**8, Link(0.0, 1e-9))
     asp, bsp = (simulate(rule, 16, 60, Stragglers(0.01), shards) for rule in (ASP, BSP))
     assert asp.seconds_per_step == pytest.approx(16 * 0.1, rel=0.1), "one way's bytes"
     assert asp.exchange_share > 0.9
@@ -225,7 +225,7 @@ def test_full_ports_hide_who_waits_for_whom_and_workers_out_of_step_use_both_way
 
 @pytest.mark.parametrize("rule", [BSP, Rule(3), ASP, Rule(0, drop=2), Rule(0, deadline=0.2)], ids=str)
 def test_times_add_up_with_a_network(rule: Rule) -> None:
-    found = simulate(rule, 12, 50, TRANSIENT, Shards(3, 10**7, Link(1e-4, 1e-9, 1e-10)))
+    found = simulate(rule, 12, 50, TRANSIENT, ShardTraffic(3, 10**7, Link(1e-4, 1e-9, 1e-10)))
     assert 0 <= found.idle_share < 1
     assert 0 < found.exchange_share < 1
     assert found.worked + found.exchanged <= found.ends.sum() * (1 + 1e-12)
@@ -233,7 +233,7 @@ def test_times_add_up_with_a_network(rule: Rule) -> None:
 
 def test_progress_is_told() -> None:
     shares: list[float] = []
-    simulate(Rule(3), 4, 50, TRANSIENT, Shards(1, 1000, Link(1e-4, 1e-9)), progress=shares.append)
+    simulate(Rule(3), 4, 50, TRANSIENT, ShardTraffic(1, 1000, Link(1e-4, 1e-9)), progress=shares.append)
     assert shares == sorted(shares)
     assert (len(shares), shares[-1]) == (50, 1.0)
 
@@ -251,7 +251,7 @@ def test_lazy_reads_send_less_and_are_older_than_eager_ones() -> None:
 
 
 def test_values_that_are_used_again_save_messages_where_workers_keep_together() -> None:
-    shards = Shards(1, 10**6, Link(1e-4, 1e-9))
+    shards = ShardTraffic(1, 10**6, Link(1e-4, 1e-9))
     lazy, always = (simulate(rule, 4, 100, Stragglers(0.1), shards) for rule in (Rule(4), Rule(0)))
     assert lazy.reads < 0.5 * always.reads
     assert lazy.messages_per_step < always.messages_per_step == 2
@@ -269,7 +269,7 @@ def test_only_one_worker_computes_during_a_warm_start() -> None:
 
 
 def test_a_synchronous_centre_comes_while_workers_compute() -> None:
-    shards = Shards(1, 10**7, Link(1e-3, 1e-9))
+    shards = ShardTraffic(1, 10**7, Link(1e-3, 1e-9))
     together = simulate(BSP, 4, 40, Stragglers(0.1), shards, rhythm=lambda _: Spring(4, asynchronous=False))
     alone = simulate(ASP, 4, 40, Stragglers(0.1), shards, rhythm=lambda _: Spring(4, asynchronous=True))
     assert together.pushes == alone.pushes == 4 * 9
@@ -279,10 +279,10 @@ def test_a_synchronous_centre_comes_while_workers_compute() -> None:
 
 def test_at_most_two_pushes_are_in_flight() -> None:
     class Pushing(EveryStep):
-        def computed(self, clock: int) -> Exchange:
-            return Exchange((Action.PUSH,))
+        def computed(self, clock: int) -> StepActions:
+            return StepActions((Action.PUSH,))
 
-    shards = Shards(1, 10**8, Link(0.0, 1e-9))
+    shards = ShardTraffic(1, 10**8, Link(0.0, 1e-9))
     found = simulate(ASP, 1, 50, Stragglers(0.01), shards, rhythm=lambda _: Pushing())
     assert found.seconds_per_step == pytest.approx(0.1, rel=0.05), "the port sets the pace, not computing"
 
@@ -335,7 +335,7 @@ def test_simulations_that_make_no_sense_are_refused() -> None:
     with pytest.raises(UsageError, match="more than 0 s"):
         Stragglers(0.0)
     with pytest.raises(UsageError, match="1 or more"):
-        Shards(0, 1, Link(0, 0))
+        ShardTraffic(0, 1, Link(0, 0))
 
 
 # --- the command

@@ -22,7 +22,7 @@ from own_scripts.running import Matrix, left, run_script
 
 from conftest import DEADLINE, clean_environment
 from offbeat.errors import StrategyError
-from offbeat.protocols.gossip.machine import STEPPED, Gossiper, Meet, Message, Read
+from offbeat.protocols.gossip.machine import STEPPED, CopyRow, Gossiper, Message, MoveHalfway
 from offbeat.protocols.machine import Done, Effect, Event, Payload, SetTimer, Timer
 from offbeat.run.drive import fit
 from offbeat.runtime.launch import Launcher
@@ -224,9 +224,9 @@ class Talker:
 
     def work(self, item: Any, token: Any) -> Payload:
         match item:
-            case Read():
+            case CopyRow():
                 return Payload(8000, self.row.copy())
-            case Meet(row):
+            case MoveHalfway(row):
                 move = (np.frombuffer(row.handle) - self.row) / 2
                 self.row = self.row + move
                 return Payload(8000, move)

@@ -29,7 +29,7 @@ from offbeat.strategies import Hogwild, Traits, parse
 from offbeat.strategies.hogwild import OPTIMIZERS
 from offbeat.tasks.sparse import Sparse
 from offbeat.testing import plain_loop
-from offbeat.testing._tasks import Curve, fingerprint
+from offbeat.testing._tasks import CurveTask, fingerprint
 
 SCRIPT = """
     import json, sys, time
@@ -210,7 +210,7 @@ def test_one_worker_is_the_plain_loop_to_the_bit(launcher: Launcher, tmp_path: P
         (tmp_path / strategy).mkdir()
     fits = [
         offbeat.fit(
-            Curve(str(tmp_path / s), batch=37), s, workers=1, epochs=5, out=tmp_path / "runs", launcher=launcher
+            CurveTask(str(tmp_path / s), batch=37), s, workers=1, epochs=5, out=tmp_path / "runs", launcher=launcher
         )
         for s in ("hogwild", "single")
     ]
@@ -297,7 +297,7 @@ def test_sparse_logistic_regression_is_learned(launcher: Launcher, tmp_path: Pat
 
 @pytest.mark.slow
 def test_updates_of_accumulated_batches_are_counted_once(launcher: Launcher, tmp_path: Path) -> None:
-    task = Curve(str(tmp_path), examples=32)
+    task = CurveTask(str(tmp_path), examples=32)
     options: Any = {"workers": 2, "epochs": 3, "out": tmp_path / "runs", "launcher": launcher, "watch": True}
     result = offbeat.fit(task, "hogwild + accumulate(2)", **options)
     assert (result.steps, result.samples) == (6, 96)
@@ -317,7 +317,7 @@ def test_updates_of_accumulated_batches_are_counted_once(launcher: Launcher, tmp
 @pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint(launcher: Launcher, tmp_path: Path) -> None:
     options: dict[str, Any] = {"workers": 2, "out": tmp_path / "runs", "launcher": launcher}
-    task = Curve(str(tmp_path), examples=32)
+    task = CurveTask(str(tmp_path), examples=32)
     cut = offbeat.fit(task, "hogwild", steps=30, **options)
     shutil.copy(cut.run / MODEL_FILE, tmp_path)
     again = offbeat.fit(task, "hogwild", steps=60, resume=cut.run, **options)

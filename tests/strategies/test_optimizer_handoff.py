@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
 from offbeat.protocols.machine import Payload
-from offbeat.protocols.servers.replica.works import Read, Restore, Update
+from offbeat.protocols.servers.replica.works import ReadShard, Restore, Update
 from offbeat.runtime.servers.shard_state import Numbers
 from offbeat.runtime.servers.updater import Recipe, settings_of
 from offbeat.strategies.servers.optimizer_handoff import first_of, refuse_different_models
-from offbeat.strategies.servers.parameter_row import Row
+from offbeat.strategies.servers.parameter_row import ParameterRow
 
 SHARDS = 2
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -46,7 +46,7 @@ def stepped(optimizer: Optimizer, parameters: list[Parameter], seed: int, withou
     return [torch.zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in parameters]
 
 
-def served(optimizer: Optimizer, row: Row) -> list[Numbers]:
+def served(optimizer: Optimizer, row: ParameterRow) -> list[Numbers]:
     """What holds each shard, started from the optimizer."""
     shards: list[Numbers] = []
     for shard in range(SHARDS):
@@ -72,7 +72,7 @@ def test_servers_go_on_where_the_optimizer_was(name: str, without: int | None) -
     optimizer = kind(groups, lr=0.1, **settings)
     for seed in range(3):
         stepped(optimizer, parameters, seed, without if seed == 1 else None)
-    row = Row(parameters, SHARDS)
+    row = ParameterRow(parameters, SHARDS)
     shards = served(optimizer, row)
     for seed in range(3, 6):
         gradient = torch.cat(stepped(optimizer, parameters, seed))
@@ -80,14 +80,16 @@ def test_servers_go_on_where_the_optimizer_was(name: str, without: int | None) -
             raw = row.shard(gradient, shard).numpy().view(np.uint8)
             numbers.do(Update(seed, 1.0, (), payload=Payload(raw.nbytes, raw)))
     for shard, numbers in enumerate(shards):
-        torch.testing.assert_close(torch.from_numpy(numbers.do(Read()).handle.copy()), row.shard(row.values, shard))
+        torch.testing.assert_close(
+            torch.from_numpy(numbers.do(ReadShard()).handle.copy()), row.shard(row.values, shard)
+        )
 
 
 def test_neighbours_with_the_same_count_of_steps_stay_joined() -> None:
     parameters, groups = model()
     optimizer = optim.Adam(groups, lr=0.1)
     stepped(optimizer, parameters, 0)
-    (first, *_) = served(optimizer, Row(parameters, SHARDS))
+    (first, *_) = served(optimizer, ParameterRow(parameters, SHARDS))
     assert first.recipe is not None
     assert first.recipe.ranges == (((0, 5),), ())
 
@@ -115,7 +117,7 @@ class Meeting:
 def test_workers_that_do_not_train_the_same_are_refused(shape: tuple[int, ...], kind: Any, refused: str) -> None:
     brought: list[list[float]] = []
     first, other = Parameter(torch.zeros(2, 3)), Parameter(torch.zeros(shape))
-    refuse_different_models(Meeting(0, brought), Row([first], SHARDS), optim.SGD([first], lr=0.1))  # type: ignore
+    refuse_different_models(Meeting(0, brought), ParameterRow([first], SHARDS), optim.SGD([first], lr=0.1))  # type: ignore
     expected: Any = pytest.raises(StrategyError, match=refused) if refused else nullcontext()
     with expected:
-        refuse_different_models(Meeting(1, brought), Row([other], SHARDS), kind([other], lr=0.1))  # type: ignore
+        refuse_different_models(Meeting(1, brought), ParameterRow([other], SHARDS), kind([other], lr=0.1))  # type: ignore

@@ -11,16 +11,16 @@ from offbeat.protocols.servers.messages import place_of, server_name
 from offbeat.run.drive import Result
 from offbeat.runtime.run.report import ages_in_words, served_in_words
 from offbeat.strategies import parse
-from offbeat.strategies.servers.metrics import OLDEST, Account, together
+from offbeat.strategies.servers.metrics import OLDEST, WorkerStatistics, together
 
-ONE = Account(0, 1.5, {"applied": 3, "refused": 1}, {0: 2, 2: 1}, {(0, 0): (80, 160), (1, 2): (8, 16)})
-OTHER = Account(2, 0.25, {"applied": 4, "late": 2}, {1: 5})
+ONE = WorkerStatistics(0, 1.5, {"applied": 3, "refused": 1}, {0: 2, 2: 1}, {(0, 0): (80, 160), (1, 2): (8, 16)})
+OTHER = WorkerStatistics(2, 0.25, {"applied": 4, "late": 2}, {1: 5})
 
 
 def test_an_account_goes_to_a_meeting_as_a_row_of_numbers() -> None:
     rows = [ONE.row(), OTHER.row()]
     width = max(map(len, rows))
-    told = together(Account.of([*row, *[0.0] * (width - len(row))]) for row in rows)
+    told = together(WorkerStatistics.of([*row, *[0.0] * (width - len(row))]) for row in rows)
     assert told == {
         "pushes": {"applied": 7, "late": 2, "refused": 1},
         "staleness": {"0": 2, "1": 5, "2": 1},
@@ -33,8 +33,8 @@ def test_an_account_goes_to_a_meeting_as_a_row_of_numbers() -> None:
 
 
 def test_what_is_very_old_is_counted_together() -> None:
-    row = Account(0, 0.0, {}, {OLDEST: 1, OLDEST + 7: 2, 10**9: 4}).row()
-    assert together([Account.of(row)])["staleness"] == {str(OLDEST): 7}
+    row = WorkerStatistics(0, 0.0, {}, {OLDEST: 1, OLDEST + 7: 2, 10**9: 4}).row()
+    assert together([WorkerStatistics.of(row)])["staleness"] == {str(OLDEST): 7}
 
 
 def test_servers_are_known_by_their_names() -> None:

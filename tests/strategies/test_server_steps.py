@@ -21,7 +21,7 @@ import offbeat as library
 from offbeat.protocols.machine import Ended, Payload, Received, Start, Timer
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.coordination.coordinator import CoordinatorMachine
-from offbeat.protocols.servers.messages import ClusterView, Heartbeat, Push, Refused
+from offbeat.protocols.servers.messages import ClusterView, Heartbeat, Push, PushRefused
 from offbeat.protocols.servers.replica.shard import Shard
 from offbeat.protocols.servers.replica.works import Update
 from offbeat.run.drive import Result, drive, fit
@@ -105,7 +105,7 @@ def test_each_push_moves_by_the_rate_of_its_own_sender(launcher: Launcher, tmp_p
 def test_settings_that_come_with_an_unfit_gradient_hold_from_then_on() -> None:
     shard = Shard(Rule(0), ClusterView.of(1, 1))
     told = Push(worker=0, life=0, number=0, clock=0, settings=({"lr": 0.5},))
-    assert shard.apply(Refused(told, "NaN"), Payload(8, None)).answers[0].status == "refused"
+    assert shard.apply(PushRefused(told, "NaN"), Payload(8, None)).answers[0].status == "refused"
     (*_, update) = shard.apply(Push(worker=0, life=0, number=1, clock=1), Payload(8, None)).works
     assert isinstance(update, Update)
     assert update.settings == ({"lr": 0.5},)

@@ -21,9 +21,9 @@ import offbeat
 from offbeat.errors import RunError, StrategyError, WorkerError
 from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.messages import ClusterView, Push, Refused
+from offbeat.protocols.servers.messages import ClusterView, Push, PushRefused
 from offbeat.protocols.servers.replica.shard import Shard
-from offbeat.protocols.servers.replica.works import Accumulate, Discard, Outcome, Update
+from offbeat.protocols.servers.replica.works import AccumulateGradient, Discard, EntryOutcome, Update
 from offbeat.run.drive import Result
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.folder import MODEL_FILE
@@ -32,7 +32,7 @@ from offbeat.strategies import Coded, Downpour, Elastic, Traits, parse
 from offbeat.strategies.elastic import MOVING_RATE
 from offbeat.tasks.digits import Digits
 from offbeat.testing import plain_loop
-from offbeat.testing._tasks import Curve
+from offbeat.testing._tasks import CurveTask
 
 EXAMPLES, BATCH, RATE, MOMENTUM = 24, 4, 0.1, 0.9
 
@@ -362,7 +362,7 @@ def test_coded_steps_are_exact_however_slow_some_workers_are(
     launcher: Launcher, tmp_path: Path, strategy: str, disturb: str
 ) -> None:
     options: dict[str, Any] = {"out": tmp_path / "runs", "launcher": launcher, "disturb": disturb}
-    result = offbeat.fit(Curve(str(tmp_path), batch=37), strategy, workers=4, epochs=20, **options)
+    result = offbeat.fit(CurveTask(str(tmp_path), batch=37), strategy, workers=4, epochs=20, **options)
     found, expected = load_file(result.run / MODEL_FILE), plain_loop(20, 37)
     assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in expected)
     assert (result.steps, result.samples) == (20, 20 * 37)
@@ -373,15 +373,15 @@ def test_coded_steps_are_exact_however_slow_some_workers_are(
 @pytest.mark.slow
 def test_microbatches_are_pushed_one_by_one_where_a_step_has_a_deadline(launcher: Launcher, tmp_path: Path) -> None:
     options: dict[str, Any] = {"out": tmp_path / "runs", "launcher": launcher, "workers": 2, "epochs": 4}
-    patient = offbeat.fit(Curve(str(tmp_path)), "server(consistency=deadline(60)) + accumulate(3)", **options)
-    summed = offbeat.fit(Curve(str(tmp_path)), "allreduce + accumulate(3)", **options)
+    patient = offbeat.fit(CurveTask(str(tmp_path)), "server(consistency=deadline(60)) + accumulate(3)", **options)
+    summed = offbeat.fit(CurveTask(str(tmp_path)), "allreduce + accumulate(3)", **options)
     found, expected = load_file(patient.run / MODEL_FILE), load_file(summed.run / MODEL_FILE)
     assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in expected)
     assert patient.steps == summed.steps
     assert patient.servers[0]["pushes"]["applied"] > 2 * patient.steps, "more than one push in a step"
     slow = "worker 1: pace 100ms"
     hasty = "server(consistency=deadline(0.02)) + accumulate(3)"
-    late = offbeat.fit(Curve(str(tmp_path)), hasty, disturb=slow, **options)
+    late = offbeat.fit(CurveTask(str(tmp_path)), hasty, disturb=slow, **options)
     assert late.servers[0]["pushes"]["late"] > 0
     assert late.steps == summed.steps
 
@@ -391,7 +391,7 @@ def test_a_coded_run_ends_when_nobody_is_left_for_a_slice(launcher: Launcher, tm
     options: dict[str, Any] = {"out": tmp_path / "runs", "launcher": launcher}
     options["disturb"] = ("worker 1: kill at step 4", "worker 3: kill at step 4", "worker *: pace 20ms")
     with pytest.raises((RunError, WorkerError)) as found:
-        offbeat.fit(Curve(str(tmp_path)), "coded", workers=4, epochs=50, **options)
+        offbeat.fit(CurveTask(str(tmp_path)), "coded", workers=4, epochs=50, **options)
     logs = [path.read_text() for path in tmp_path.glob("runs/*/logs/worker-*.log")]
     told = "\n".join([str(found.value), *logs])
     assert "all 2 workers that compute slice 1 of every batch are gone" in told, told
@@ -401,15 +401,15 @@ def test_a_shard_holds_coded_answers_until_they_are_enough_and_discards_the_rest
     shard = Shard(Rule(0, coded=1), ClusterView.of(4, 1, 0))
     payloads = [Payload(8, f"gradient {worker}") for worker in range(4)]
 
-    def push(worker: int, clock: int = 0, reason: str = "") -> Outcome:
+    def push(worker: int, clock: int = 0, reason: str = "") -> EntryOutcome:
         message = Push(worker=worker, life=0, number=clock, clock=clock, weight=2.0)
-        return shard.apply(Refused(message, reason) if reason else message, payloads[worker])
+        return shard.apply(PushRefused(message, reason) if reason else message, payloads[worker])
 
-    assert push(0) == push(2) == Outcome(), "both have computed the same slice"
+    assert push(0) == push(2) == EntryOutcome(), "both have computed the same slice"
     assert shard._sum.holds(0, 0)
     done = push(1)
-    assert done.works[:2] == [Accumulate(payloads[0], 2.0, 0, -1), Discard(payloads[2])]
-    assert done.works[2:] == [Accumulate(payloads[1], 2.0, 0, -1), Update(1, 1 / 4.0, ())]
+    assert done.works[:2] == [AccumulateGradient(payloads[0], 2.0, 0, -1), Discard(payloads[2])]
+    assert done.works[2:] == [AccumulateGradient(payloads[1], 2.0, 0, -1), Update(1, 1 / 4.0, ())]
     assert [(answer.worker, answer.status) for answer in done.answers] == [(0, "applied"), (2, "late"), (1, "applied")]
     assert shard.minimum == 1
     assert [answer.status for answer in push(3).answers] == ["late"]
@@ -450,7 +450,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_been_cut(
 ) -> None:
     """Where no order is left to chance, to the bit; cut between two exchanges, in the middle of an epoch."""
     options: dict[str, Any] = {"workers": workers, "out": tmp_path / "runs", "launcher": launcher}
-    task = Curve(str(tmp_path))
+    task = CurveTask(str(tmp_path))
     whole = load_file(offbeat.fit(task, strategy, steps=11, seed=5, **options).run / MODEL_FILE)
     cut = offbeat.fit(task, strategy, steps=7, seed=5, **options)
     half = load_file(cut.run / MODEL_FILE)
@@ -463,7 +463,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_been_cut(
 @pytest.mark.parametrize("strategy", BOTH)
 def test_asynchronous_runs_go_on_from_a_checkpoint(launcher: Launcher, tmp_path: Path, strategy: str) -> None:
     options: dict[str, Any] = {"workers": 2, "out": tmp_path / "runs", "launcher": launcher}
-    task = Curve(str(tmp_path), examples=32)
+    task = CurveTask(str(tmp_path), examples=32)
     cut = offbeat.fit(task, strategy, steps=30, **options)
     again = offbeat.fit(task, strategy, steps=60, resume=cut.run, **options)
     assert again.steps == 60
@@ -476,7 +476,7 @@ def test_asynchronous_runs_go_on_from_a_checkpoint(launcher: Launcher, tmp_path:
 @pytest.mark.parametrize("strategy", [*BOTH, "elastic(period=2, asynchronous=False)", "downpour(warm=12)"])
 def test_the_others_go_on_when_a_worker_dies(launcher: Launcher, tmp_path: Path, strategy: str) -> None:
     options: dict[str, Any] = {"out": tmp_path / "runs", "launcher": launcher, "disturb": "worker 0: kill at step 7"}
-    result = offbeat.fit(Curve(str(tmp_path), examples=32), strategy, workers=3, epochs=5, **options)
+    result = offbeat.fit(CurveTask(str(tmp_path), examples=32), strategy, workers=3, epochs=5, **options)
     assert result.died == ["worker 0"]
     assert result.steps == 20
     assert result.disturbances["fired"] == result.disturbances["asked"]

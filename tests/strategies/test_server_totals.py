@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from offbeat.protocols.servers.worker.rhythm import Action
-from offbeat.strategies.servers.parameter_row import Row
+from offbeat.strategies.servers.parameter_row import ParameterRow
 from offbeat.strategies.servers.totals import ServerTotals
 
 SHARDS = 2
@@ -31,7 +31,7 @@ class Servers:
         self.row: Any = None
         self._shared = [] if shared is None else shared
 
-    def put(self, row: Row) -> Any:
+    def put(self, row: ParameterRow) -> Any:
         self.row = row
         if not self._shared:
             self._shared.append(row.values.clone())

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from offbeat.protocols.causality.cuts import Cut
-from offbeat.protocols.causality.histories import Call, Computation, Edge, Event, Kind, Place, computation
+from offbeat.protocols.causality.histories import Call, Computation, Edge, Event, EventKind, EventPosition, computation
 
 few = settings(max_examples=40)
 COLLECTIVES = ("barrier", "all_reduce", "broadcast", "reduce")
@@ -30,18 +30,18 @@ def played(processes: int, tape: list[int]) -> Computation:
         history = histories[names[who]]
         if who in inside:
             if meeting[who].needs(names[who]) <= {names[i] for i in entered}:
-                history.append(Event(Kind.EXIT, time=now, call=meeting.pop(who)))
+                history.append(Event(EventKind.EXIT, time=now, call=meeting.pop(who)))
                 inside.discard(who)
         elif who in meeting:
-            history.append(Event(Kind.ENTER, time=now, call=meeting[who]))
+            history.append(Event(EventKind.ENTER, time=now, call=meeting[who]))
             inside.add(who)
             entered.add(who)
         elif choice % 8 == 0:
-            history.append(Event(Kind.LOCAL, f"work {now}", now))
+            history.append(Event(EventKind.LOCAL, f"work {now}", now))
         elif choice % 8 > 3 and (mine := [entry for entry in pending if entry[0] == who]):
             entry = mine[choice // 8 % len(mine)]
             pending.remove(entry)
-            history.append(Event(Kind.RECEIVE, time=now, message=entry[1]))
+            history.append(Event(EventKind.RECEIVE, time=now, message=entry[1]))
         elif choice % 8 == 1 and not meeting:
             operation = COLLECTIVES[choice // 8 % 4]
             root = names[choice // 32 % processes] if operation in ("broadcast", "reduce") else None
@@ -50,7 +50,7 @@ def played(processes: int, tape: list[int]) -> Computation:
         elif processes > 1:
             sent += 1
             target = (who + 1 + choice // 8 % (processes - 1)) % processes
-            history.append(Event(Kind.SEND, time=now, message=sent, peer=names[target]))
+            history.append(Event(EventKind.SEND, time=now, message=sent, peer=names[target]))
             pending.append((target, sent))
     return computation(histories)
 
@@ -67,8 +67,8 @@ def computations(processes: int = 4, events: int = 24) -> st.SearchStrategy[Comp
     return st.integers(0, 2**32).map(run)
 
 
-def places(run: Computation) -> list[Place]:
-    return [Place(i, k) for i, length in enumerate(run.lengths) for k in range(1, length + 1)]
+def places(run: Computation) -> list[EventPosition]:
+    return [EventPosition(i, k) for i, length in enumerate(run.lengths) for k in range(1, length + 1)]
 
 
 def all_cuts(run: Computation) -> Iterator[Cut]:
@@ -85,15 +85,17 @@ def closed(run: Computation, cut: Cut) -> bool:
 def lines(*lengths: int, edges: list[tuple[tuple[int, int], tuple[int, int]]] | None = None) -> Computation:
     """Histories of local events, with these edges between them."""
     histories = {f"worker {i}": [Event(what=f"{i}.{k + 1}") for k in range(n)] for i, n in enumerate(lengths)}
-    return computation(histories, [Edge(Place(*cause), Place(*effect)) for cause, effect in edges or []])
+    return computation(
+        histories, [Edge(EventPosition(*cause), EventPosition(*effect)) for cause, effect in edges or []]
+    )
 
 
-def reaches(run: Computation, one: Place, other: Place) -> bool:
+def reaches(run: Computation, one: EventPosition, other: EventPosition) -> bool:
     """Whether one event happened before the other, by the definition: a way leads from it to the other."""
     todo, seen = [other], {other}
     while todo:
         place = todo.pop()
-        before = [Place(place.process, place.number - 1)] if place.number > 1 else []
+        before = [EventPosition(place.process, place.number - 1)] if place.number > 1 else []
         for cause in (*before, *run.causes(place)):
             if cause == one:
                 return True

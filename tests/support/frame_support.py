@@ -10,8 +10,8 @@ import msgspec
 
 from offbeat.runtime.messages.frames import (
     Codec,
-    Hello,
-    Reference,
+    EndpointHello,
+    MemoryReference,
 )
 
 
@@ -50,8 +50,8 @@ def originals() -> list[list[bytes]]:
             CODEC.encode(Reply(7, {"loss": 0.5, "names": ["a", "b"]})),
             CODEC.encode(Push("worker 2", 9), random.Random(1).randbytes(64)),
             CODEC.encode(Reply(8), random.Random(2).randbytes(2000)),
-            [CODEC.encode_reference(Push("worker 3", 1), Reference("123:7:8192", 1, 4096, 4096))],
-            [CODEC.encode_hello(Hello("0123456789abcdef", 123, 2**62, True))],
+            [CODEC.encode_reference(Push("worker 3", 1), MemoryReference("123:7:8192", 1, 4096, 4096))],
+            [CODEC.encode_hello(EndpointHello("0123456789abcdef", 123, 2**62, True))],
         )
     ]
 

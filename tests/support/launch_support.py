@@ -9,7 +9,7 @@ from typing import Any
 
 import launch_entries
 
-from offbeat.runtime.launch import Launcher, Outcome, Role
+from offbeat.runtime.launch import Launcher, Role, RoleOutcome
 
 MakeRole = Callable[..., Role]
 Messages = list[tuple[int, dict[str, Any]]]
@@ -26,7 +26,7 @@ def role_maker(folder: Path) -> MakeRole:
     return make
 
 
-def run(launcher: Launcher, *roles: Role, **options: Any) -> tuple[list[Outcome], Messages]:
+def run(launcher: Launcher, *roles: Role, **options: Any) -> tuple[list[RoleOutcome], Messages]:
     """A run whose messages are gathered."""
     messages: Messages = []
     outcomes = launcher.run(roles, on_message=lambda role, message: messages.append((role.rank, message)), **options)

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.league import League
-from offbeat.league._asked import Asked
-from offbeat.league._contestants import Contestant, Part
-from offbeat.league._records import Entry, Point
+from offbeat.league._contestants import Contestant, EntryReason
+from offbeat.league._records import Entry, Evaluation
+from offbeat.league._settings import LeagueSettings
 
 KINDS = {"input": 0.05, "compute": 0.5, "communicate": 0.3, "wait": 0.0, "evaluate": 0.1, "other": 0.05}
 
@@ -16,10 +16,10 @@ KINDS = {"input": 0.05, "compute": 0.5, "communicate": 0.3, "wait": 0.0, "evalua
 def contestants(*names: str) -> tuple[Contestant, ...]:
     """Stock DDP, its copy, these, and one worker alone."""
     return (
-        Contestant("ddp", "ddp", 2, Part.baseline),
-        Contestant("ddp, again", "ddp", 2, Part.again),
+        Contestant("ddp", "ddp", 2, EntryReason.baseline),
+        Contestant("ddp, again", "ddp", 2, EntryReason.again),
         *(Contestant(name, name, 2) for name in names),
-        Contestant("single", "single", 1, Part.single),
+        Contestant("single", "single", 1, EntryReason.single),
     )
 
 
@@ -27,7 +27,7 @@ def entry(name: str, seed: int, seconds: float | None, steps: int = 100, **more:
     """A run that reached its target after so many seconds, or missed it."""
     spent = 5.0 if seconds is None else seconds
     curve = [
-        Point(
+        Evaluation(
             step=steps * i // 4,
             samples=64 * steps * i // 4,
             seconds=spent * i / 4,
@@ -65,7 +65,7 @@ def league(times: dict[str, list[float | None]], **more: Any) -> League:
     everybody = tuple(one for one in contestants(*names) if one.name in times)
     task = {"task": {"source": "offbeat.tasks.digits", "name": None, "arguments": {}}}
     count = len(next(iter(times.values())))
-    asked = Asked(task, tuple(names), 2, seeds=count, tune=(1.0,), target="0.97")
+    asked = LeagueSettings(task, tuple(names), 2, seeds=count, tune=(1.0,), target="0.97")
     known = {"offbeat": "0", "torch": "2", "numpy": "2", "python": "3", "processor": "p", "cores": 2, "platform": "l"}
     facts = {
         "commit": "abc+",

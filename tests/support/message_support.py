@@ -19,7 +19,7 @@ from frame_support import CODEC, Push, Reply
 from conftest import DEADLINE, wait_until
 from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.messages import Endpoint, Incoming
-from offbeat.runtime.messages.frames import Hello
+from offbeat.runtime.messages.frames import EndpointHello
 
 Endpoints = Callable[..., Endpoint[Push | Reply]]
 TCP = "tcp://127.0.0.1:*"
@@ -128,7 +128,7 @@ class Stranger:
     def greets(self, server: Endpoint[Any], process: int | None = None) -> None:
         """As somebody on this host who knows how."""
         host = server._host_as(5)  # pyright: ignore[reportPrivateUsage]
-        self.says(CODEC.encode_hello(Hello(host, process or os.getpid(), 5, False)))
+        self.says(CODEC.encode_hello(EndpointHello(host, process or os.getpid(), 5, False)))
 
 
 def refuses(server: Endpoint[Any], count: int) -> bool:

@@ -12,7 +12,7 @@ from offbeat.protocols.servers.messages import Replicate, Replicated
 from offbeat.protocols.servers.pacing import Parked
 from offbeat.protocols.servers.replica.admission import Admission
 from offbeat.protocols.servers.replica.follower import Follower
-from offbeat.protocols.servers.replica.replication import Feed, Replication
+from offbeat.protocols.servers.replica.replication import BackupProgress, Replication
 from offbeat.protocols.servers.replica.server import ServerMachine
 from offbeat.protocols.servers.replica.shard import Shard
 from offbeat.protocols.servers.replica.works import Inspect
@@ -98,7 +98,7 @@ class TakesPushesOutOfOrder(ServerMachine):
 class Selfish(Replication):
     def take_over(self, backups: Iterable[Name], now: float) -> None:
         super().take_over(backups, now)
-        self.feed = Feed(backups, self.log.end, now)
+        self.feed = BackupProgress(backups, self.log.end, now)
 
 
 class KeepsTheRestToItself(ServerMachine):

@@ -24,11 +24,11 @@ from offbeat.protocols.servers.messages import (
     PullReply,
     Push,
     PushReply,
-    Timing,
+    Timeouts,
     server_name,
 )
 from offbeat.protocols.servers.replica.server import ServerMachine
-from offbeat.protocols.servers.replica.works import Accumulate, Discard, Inspect, Read, Restore, Update
+from offbeat.protocols.servers.replica.works import AccumulateGradient, Discard, Inspect, ReadShard, Restore, Update
 from offbeat.protocols.servers.worker.client import ClientMachine
 from offbeat.protocols.servers.worker.notices import (
     Arrived,
@@ -37,12 +37,12 @@ from offbeat.protocols.servers.worker.notices import (
     Failed,
     Joined,
     MeetRequest,
-    Part,
     PullRequest,
+    PushedRange,
     PushRequest,
     Refreshed,
 )
-from offbeat.simulate.machines import Fault, Kill, Network, Partition, Restart, Simulation, Stop
+from offbeat.simulate.machines import Fault, Kill, LossyNetwork, Partition, Restart, Simulation, Stop
 
 CALM = 12.0
 """When faults cease."""
@@ -93,7 +93,7 @@ class Store:
         match work:
             case Inspect():
                 return "" if work.payload.nbytes == 0 or work.payload.handle.fit else "NaN"
-            case Accumulate():
+            case AccumulateGradient():
                 self.used.append(work.payload.handle)
                 self.total += work.weight * work.payload.handle.value
             case Update(payload=None):
@@ -108,9 +108,9 @@ class Store:
                 self.versions.append(work.version)
             case Discard():
                 self.discarded.append(work.payload.handle)
-            case Read(state=True):
+            case ReadShard(state=True):
                 return Payload(1, deepcopy(self))
-            case Read():
+            case ReadShard():
                 return Payload(1, (self.value, frozenset((g.worker, g.life, g.clock, g.part) for g in self.used)))
             case Restore(payload=Payload(handle=Store() as other)):
                 self.__dict__.update(deepcopy(other).__dict__)
@@ -193,7 +193,7 @@ class Loop:
         mine = (self.client.worker, self.client.life, self.process, self.clock)
         fit = (self.client.worker, self.clock) not in self.world.unfit
         parts = [
-            Part(shard, Payload(1, Gradient(*mine, shard, part, fit=fit, read=self.values.get(shard))))
+            PushedRange(shard, Payload(1, Gradient(*mine, shard, part, fit=fit, read=self.values.get(shard))))
             for shard in range(setting.shards)
             for part in range(setting.parts)
         ]
@@ -257,7 +257,7 @@ class World:
         self,
         setting: Setting,
         seed: int = 0,
-        network: Network | None = None,
+        network: LossyNetwork | None = None,
         faults: Sequence[Fault] = (),
         server: type[ServerMachine] = ServerMachine,
         unfit: Iterable[tuple[int, int]] = (),
@@ -275,7 +275,7 @@ class World:
         self.met: list[Met] = []
         self.refreshed = 0
         self.reads = 0
-        self.coordinator = CoordinatorMachine(self.view, timing=Timing(startup=5.0))
+        self.coordinator = CoordinatorMachine(self.view, timing=Timeouts(startup=5.0))
         self.servers = [
             server(name, shard, setting.rule, self.view)
             for shard in range(setting.shards)
@@ -401,7 +401,7 @@ def random_world(seed: int, **changes: Any) -> World:
         together=random.random() < 0.6,
         pace=random.choice([0.01, 0.05, 0.3]),
     )
-    network = Network(
+    network = LossyNetwork(
         delay=random.choice([0.001, 0.02]),
         jitter=random.choice([0.0, 0.002, 0.02, 0.1]),
         loss=random.choice([0.0, 0.02, 0.05]),

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from offbeat.errors import TaskError
-from offbeat.task import Data, IterativeTask, Reference, Task, reference_to
+from offbeat.task import Data, IterativeTask, Task, TaskReference, reference_to
 from offbeat.tasks import text
 from offbeat.tasks._common import divide
 from offbeat.tasks.digits import Digits
@@ -42,7 +42,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def built(name: str, **arguments: Any) -> Task | IterativeTask:
-    return Reference(f"offbeat.tasks.{name}", arguments=arguments).build()
+    return TaskReference(f"offbeat.tasks.{name}", arguments=arguments).build()
 
 
 def tensors(part: object) -> tuple[Tensor, ...]:
@@ -100,7 +100,7 @@ def steps_to_target(task: IterativeTask) -> int | None:
 
 @pytest.mark.parametrize("name", [*OFFLINE, "mnist"])
 def test_every_bundled_task_is_the_only_one_of_its_module(name: str) -> None:
-    assert Reference(f"offbeat.tasks.{name}").find().__name__ == {**NAMES, "mnist": "Mnist"}[name]
+    assert TaskReference(f"offbeat.tasks.{name}").find().__name__ == {**NAMES, "mnist": "Mnist"}[name]
 
 
 @pytest.mark.parametrize("name", OFFLINE)
@@ -221,7 +221,7 @@ def test_the_examples_in_the_documentation_are_learned(tmp_path: Path) -> None:
     for number, example in enumerate(examples):
         file = tmp_path / f"example{number}.py"
         file.write_text(example, encoding="utf-8")
-        tasks.append(Reference(str(file)).build())
+        tasks.append(TaskReference(str(file)).build())
     gradient, iterative = tasks
     assert isinstance(gradient, Task)
     score, _ = trained(gradient, seed=0)

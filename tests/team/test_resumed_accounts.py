@@ -10,7 +10,7 @@ from offbeat.run.job import Job, Script
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.folder import METRICS_FILE
 from offbeat.runtime.run.settings import Goal
-from offbeat.testing._tasks import Curve
+from offbeat.testing._tasks import CurveTask
 
 
 def steps_reported(run: Path) -> list[int]:
@@ -18,18 +18,18 @@ def steps_reported(run: Path) -> list[int]:
 
 
 def test_metrics_of_a_resumed_run_are_those_of_one_that_was_never_cut(tmp_path: Path, launcher: Launcher) -> None:
-    whole = fit(Curve(str(tmp_path)), workers=2, epochs=4, out=tmp_path / "whole", launcher=launcher)
-    cut = fit(Curve(str(tmp_path)), workers=2, steps=12, out=tmp_path / "cut", launcher=launcher)
+    whole = fit(CurveTask(str(tmp_path)), workers=2, epochs=4, out=tmp_path / "whole", launcher=launcher)
+    cut = fit(CurveTask(str(tmp_path)), workers=2, steps=12, out=tmp_path / "cut", launcher=launcher)
     assert steps_reported(cut.run) == [5, 10, 12]  # The budget ran out in the third epoch, which was judged there.
-    resumed = fit(Curve(str(tmp_path)), epochs=4, out=tmp_path / "cut", resume=cut.run, launcher=launcher)
+    resumed = fit(CurveTask(str(tmp_path)), epochs=4, out=tmp_path / "cut", resume=cut.run, launcher=launcher)
     assert steps_reported(resumed.run) == steps_reported(whole.run) == [5, 10, 15, 20]
     assert (resumed.steps, resumed.samples, resumed.score) == (whole.steps, whole.samples, whole.score)
 
 
 def test_a_higher_target_is_not_reached_because_a_lower_one_was(tmp_path: Path, launcher: Launcher) -> None:
-    first = fit(Curve(str(tmp_path)), target=-10.0, epochs=2, out=tmp_path, launcher=launcher)
+    first = fit(CurveTask(str(tmp_path)), target=-10.0, epochs=2, out=tmp_path, launcher=launcher)
     assert first.reached_target is True
-    again = fit(Curve(str(tmp_path)), target=10.0, epochs=3, out=tmp_path, resume=first.run, launcher=launcher)
+    again = fit(CurveTask(str(tmp_path)), target=10.0, epochs=3, out=tmp_path, resume=first.run, launcher=launcher)
     assert again.reached_target is False
     assert again.epochs == 3
 

@@ -18,9 +18,9 @@ from own_protocols import COURIER, STAR
 from offbeat import protocols
 from offbeat.errors import MachineError, ScheduleError, UsageError
 from offbeat.protocols.collectives import ALGORITHMS, Algorithm, Collective, algorithm
-from offbeat.protocols.gossip.machine import STEPPED, Gossiper, Meet
-from offbeat.protocols.gossip.machine import Read as ReadRow
-from offbeat.protocols.gossip.topology import Shape, mixing
+from offbeat.protocols.gossip.machine import STEPPED, Gossiper, MoveHalfway
+from offbeat.protocols.gossip.machine import CopyRow as ReadRow
+from offbeat.protocols.gossip.topology import GraphShape, mixing
 from offbeat.protocols.machine import NOTHING, Done, Effect, Event, Payload, SetTimer, Timer
 from offbeat.protocols.schedule import Layout, Round, View
 from offbeat.runtime.launch import Launcher
@@ -121,7 +121,7 @@ def my_mix(view, layout):
 """
 
 
-def mixed(module: str, shape: Shape, folder: Path) -> Subject:
+def mixed(module: str, shape: GraphShape, folder: Path) -> Subject:
     path = folder / f"mixes_{module.replace('.', '_')}_{shape}.py"
     path.write_text(MIX.format(module=module, shape=shape.name))
     own = find_own(f"{path}:my_mix")
@@ -135,13 +135,13 @@ def test_a_changed_line_of_mixing_fails_checker_simulator_and_real_run(tmp_path:
     text = (SOURCES / "gossip" / "mixing.py").read_text()
     assert text.count(line) == 1
     (tmp_path / "mutant_mixing.py").write_text(text.replace(line, line.replace("shift)", "shift + 1)")))
-    subject = mixed("mutant_mixing", Shape.EXPONENTIAL, tmp_path)
+    subject = mixed("mutant_mixing", GraphShape.EXPONENTIAL, tmp_path)
     found_out(subject, launcher)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [Shape.RING, Shape.EXPONENTIAL])
-def test_mixing_as_it_is_holds_everywhere(shape: Shape, tmp_path: Path, launcher: Launcher) -> None:
+@pytest.mark.parametrize("shape", [GraphShape.RING, GraphShape.EXPONENTIAL])
+def test_mixing_as_it_is_holds_everywhere(shape: GraphShape, tmp_path: Path, launcher: Launcher) -> None:
     subject = mixed("offbeat.protocols.gossip.mixing", shape, tmp_path)
     own = OwnSchedule(subject.schedule, subject.collective, str(subject.source), subject.name)
     report = check_schedule(own, matrix=subject.matrix, launcher=launcher)
@@ -255,7 +255,7 @@ class Meetings(MachineContract):
     machine: Callable[..., Gossiper] = Gossiper
 
     def machines(self, size: int, seed: int) -> Sequence[Any]:
-        made = mixing(Shape.COMPLETE, size)
+        made = mixing(GraphShape.COMPLETE, size)
         self.rows = {f"worker {rank}": float(rank) for rank in range(size)}
         self.mean = sum(self.rows.values()) / size
         return [
@@ -266,7 +266,7 @@ class Meetings(MachineContract):
     def perform(self, name: str, work: Any) -> Any:
         if isinstance(work, ReadRow):
             return Payload(8, self.rows[name])
-        if isinstance(work, Meet):
+        if isinstance(work, MoveHalfway):
             move = (work.row.handle - self.rows[name]) / 2
             self.rows[name] += move
             return Payload(8, move)

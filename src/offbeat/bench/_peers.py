@@ -19,7 +19,7 @@ TIMEOUT = timedelta(seconds=120)
 
 
 @dataclass(frozen=True)
-class Place:
+class PeerArray:
     """An array of this rank, and what a peer does to it."""
 
     data: FloatArray
@@ -30,7 +30,7 @@ class Place:
     """Whether it is a sum; otherwise (a plain copy, to compare with) the array stays as it is."""
 
 
-Peer = Callable[[int], Place]
+Peer = Callable[[int], PeerArray]
 """Makes a place for so many elements."""
 
 
@@ -50,16 +50,16 @@ def peer(name: str) -> Peer:
 def _torch(backend: str) -> Peer:
     group = _group(backend)
 
-    def make(count: int) -> Place:
+    def make(count: int) -> PeerArray:
         return _all_reduced(torch.empty(count), group)
 
     return make
 
 
-def _all_reduced(tensor: Tensor, group: Any) -> Place:
+def _all_reduced(tensor: Tensor, group: Any) -> PeerArray:
     # As users call it, with all that torch does around a call.
     all_reduce: Any = dist.all_reduce
-    return Place(tensor.numpy(), lambda: all_reduce(tensor, group=group))
+    return PeerArray(tensor.numpy(), lambda: all_reduce(tensor, group=group))
 
 
 def _group(backend: str) -> Any:
@@ -71,23 +71,23 @@ def _mpi() -> Peer:
     mpi: Any = importlib.import_module("mpi4py.MPI")
     world: Any = mpi.COMM_WORLD
 
-    def make(count: int) -> Place:
+    def make(count: int) -> PeerArray:
         data: FloatArray = torch.empty(count).numpy()
-        return Place(data, lambda: world.Allreduce(mpi.IN_PLACE, data))
+        return PeerArray(data, lambda: world.Allreduce(mpi.IN_PLACE, data))
 
     return make
 
 
-def _copy(count: int) -> Place:
+def _copy(count: int) -> PeerArray:
     data: FloatArray = torch.empty(count).numpy()
     elsewhere: FloatArray = torch.zeros(count).numpy()
-    return Place(data, lambda: np.copyto(elsewhere, data), sums=False)
+    return PeerArray(data, lambda: np.copyto(elsewhere, data), sums=False)
 
 
 def _zero_copy() -> Peer:
     group = _group("offbeat")
 
-    def make(count: int) -> Place:
+    def make(count: int) -> PeerArray:
         return _all_reduced(group.shared_tensor(count, torch.float32), group)
 
     return make

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from offbeat.bench._peers import TIMEOUT, FloatArray, Peer, Place, peer
+from offbeat.bench._peers import TIMEOUT, FloatArray, Peer, PeerArray, peer
 from offbeat.errors import RunError
 from offbeat.runtime.launch import Control
 
@@ -104,7 +104,7 @@ def _contribution(count: int, rank: int) -> FloatArray:
     return np.random.default_rng(rank).standard_normal(count, dtype=np.float32) * np.float32(FIRST)
 
 
-def _block(place: Place, own: FloatArray, calls: int, bursts: int) -> float:
+def _block(place: PeerArray, own: FloatArray, calls: int, bursts: int) -> float:
     """Seconds per call of the slowest rank."""
     dist.barrier()
     elapsed = torch.tensor([sum(_burst(place, own, calls) for _ in range(bursts)) / (calls * bursts)])
@@ -112,7 +112,7 @@ def _block(place: Place, own: FloatArray, calls: int, bursts: int) -> float:
     return float(elapsed)
 
 
-def _burst(place: Place, own: FloatArray, calls: int) -> float:
+def _burst(place: PeerArray, own: FloatArray, calls: int) -> float:
     np.copyto(place.data, own)
     call = place.call
     call()  # The ranks leave it closer together than any barrier would line them up.
@@ -123,7 +123,7 @@ def _burst(place: Place, own: FloatArray, calls: int) -> float:
 
 
 def verify(
-    place: Place, own: FloatArray, total: NDArray[np.float64], ranks: int, calls: int, what: str, every: int = 1
+    place: PeerArray, own: FloatArray, total: NDArray[np.float64], ranks: int, calls: int, what: str, every: int = 1
 ) -> None:
     """Refuse to time what does not add up: after some calls the sum has been summed again all but once."""
     expected = total[::every] * float(ranks) ** (calls - 1) if place.sums else own[::every].astype(np.float64)

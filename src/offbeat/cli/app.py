@@ -27,7 +27,7 @@ from offbeat.cli.options import (
     CompareOptions,
     ExplainOptions,
     ExplainTarget,
-    Format,
+    OutputFormat,
     RunOptions,
     ScaleOptions,
     ServerOptions,
@@ -55,7 +55,8 @@ INTERRUPTED = 130
 
 
 FormatOption = Annotated[
-    Format, typer.Option("--format", help="[bold]json[/bold] prints the result object on stdout and nothing else.")
+    OutputFormat,
+    typer.Option("--format", help="[bold]json[/bold] prints the result object on stdout and nothing else."),
 ]
 
 
@@ -117,23 +118,23 @@ def explain(given: dict[str, Any]) -> None:
     With --cut: 20 if the cut is inconsistent and nothing else is wrong. With --check: 20 if the checkpoint is refused.
     """
     asked = ExplainTarget(**{field.name: given.pop(field.name) for field in fields(ExplainTarget)})
-    as_json = asked.output is Format.json
+    as_json = asked.output is OutputFormat.json
     if asked.check:
         from offbeat.cli.commands.explain import check_checkpoint
 
         check_checkpoint(asked.path, as_json)
     from offbeat.cli.commands.explain_diagram import explain
-    from offbeat.cli.commands.explain_options import Wanted
+    from offbeat.cli.commands.explain_options import ActionOptions
 
-    explain(asked.path, Wanted(**given), as_json)
+    explain(asked.path, ActionOptions(**given), as_json)
 
 
 @app.command(epilog="Example: offbeat doctor --format json > report.json")
-def doctor(output: FormatOption = Format.text) -> None:
+def doctor(output: FormatOption = OutputFormat.text) -> None:
     """Print what a bug report needs, and test that two processes can communicate."""
     from offbeat.cli.commands.doctor import examine
 
-    examine(as_json=output is Format.json)
+    examine(as_json=output is OutputFormat.json)
 
 
 app.command(
@@ -146,12 +147,12 @@ app.command(
 @app.command(rich_help_panel=MORE, epilog="Examples: offbeat strategies [dim]|[/dim] offbeat strategies accumulate")
 def strategies(
     name: Annotated[str | None, typer.Argument(help="The strategy to describe.")] = None,
-    output: FormatOption = Format.text,
+    output: FormatOption = OutputFormat.text,
 ) -> None:
     """List the strategies, or describe one."""
     from offbeat.cli.commands.strategies import show
 
-    show(name, as_json=output is Format.json)
+    show(name, as_json=output is OutputFormat.json)
 
 
 app.command(rich_help_panel=MORE, no_args_is_help=True, epilog=DRAW_EXAMPLES)(draw)

@@ -16,7 +16,7 @@ from offbeat.run.job import Job, Script, resolve
 from offbeat.runtime.run.result import Result
 from offbeat.runtime.run.settings import Goal
 from offbeat.strategies import combined, parse
-from offbeat.task import IterativeTask, Reference
+from offbeat.task import IterativeTask, TaskReference
 
 _REPEATED = ("target", "epochs", "steps", "seed", "device", "backend", "parts", "timeout", "rate_factor")
 """What another run has to have in common with this one to be compared with it."""
@@ -75,7 +75,7 @@ def _again(job: Job, target: str | None, options: list[str]) -> str:
     return f"{this_command()} run {shlex.join([*words, *(['--', *arguments] if arguments else [])])}"
 
 
-def _arguments(what: Script | Reference) -> Iterator[str]:
+def _arguments(what: Script | TaskReference) -> Iterator[str]:
     if isinstance(what, Script):
         yield from what.arguments
         return
@@ -87,7 +87,7 @@ def _arguments(what: Script | Reference) -> Iterator[str]:
 def _another_strategy(job: Job, strategy: str) -> str | None:
     """The first of some well-known strategies that differs from this one and can run the same job."""
     used = combined(parse(strategy)).exchange.name
-    iterative = isinstance(job.what, Reference) and issubclass(job.what.find(), IterativeTask)
+    iterative = isinstance(job.what, TaskReference) and issubclass(job.what.find(), IterativeTask)
     for name in ("server", "allreduce") if iterative else ("ddp", "allreduce"):
         goal = dataclasses.replace(job.goal, strategy=name, disturb=(), replace=0)
         try:

@@ -11,7 +11,7 @@ from offbeat.errors import UsageError
 from offbeat.settings import Argument, Option
 
 
-class Format(StrEnum):
+class OutputFormat(StrEnum):
     """How results are printed."""
 
     text = "text"
@@ -52,7 +52,7 @@ _Arguments = Annotated[
 _Hosts = Annotated[Path | None, Option(_HOSTS, metavar="FILE")]
 _Threads = Annotated[int | None, Option("Threads per worker. Default: cores divided by workers.")]
 _Format = Annotated[
-    Format, Option("[bold]json[/bold] prints the result object on stdout and nothing else.", name="format")
+    OutputFormat, Option("[bold]json[/bold] prints the result object on stdout and nothing else.", name="format")
 ]
 
 
@@ -70,12 +70,12 @@ class RunOptions:
     out: Annotated[Path, Option("Directory for run folders.", "-o")] = Path("runs")
     resume: Annotated[Path | None, Option("Resume the run in this folder.")] = None
     port: Annotated[int, Option("Rendezvous port; 0 picks a free one.")] = 0
-    output: _Format = Format.text
+    output: _Format = OutputFormat.text
 
     @property
     def as_json(self) -> bool:
         """Whether the result object is printed, and nothing else."""
-        return self.output is Format.json
+        return self.output is OutputFormat.json
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class _Measuring:
     threads: Annotated[int, Option("Threads per worker.")] = 1
     seed: Annotated[int, Option("Random seed.")] = 0
     out: Annotated[Path | None, Option("Keep run folders in this directory.", "-o")] = None
-    output: _Format = Format.text
+    output: _Format = OutputFormat.text
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class ExplainTarget:
             "asynchronous run, it is a consistent cut. Exit code 20 if not."
         ),
     ] = False
-    output: _Format = Format.text
+    output: _Format = OutputFormat.text
 
 
 @dataclass(frozen=True)
@@ -278,12 +278,12 @@ class CheckOptions:
     ] = None
     runs: Annotated[int | None, Option("Fault-injection seeds for machines. Default: 200.")] = None
     seed: Annotated[int | None, Option("Only this seed, to reproduce a failure with its events.")] = None
-    output: _Format = Format.text
+    output: _Format = OutputFormat.text
 
     @property
     def as_json(self) -> bool:
         """Whether the outcome is printed as JSON, and nothing else."""
-        return self.output is Format.json
+        return self.output is OutputFormat.json
 
 
 _SIMULATED = "Simulated (with --simulate)"
@@ -345,7 +345,7 @@ class CollectivesOptions:
     picture: Annotated[
         Path | None, Option("Also plot time against size to this file (needs matplotlib).", panel=_MEASURED)
     ] = None
-    output: _Format = Format.text
+    output: _Format = OutputFormat.text
 
     def __post_init__(self) -> None:
         """Refuse options of the other way of answering."""
@@ -409,7 +409,7 @@ class ServerOptions:
         ),
     ] = None
     seed: Annotated[int, Option("Random seed; every rule meets the same stragglers.")] = 0
-    output: _Format = Format.text
+    output: _Format = OutputFormat.text
 
     def __post_init__(self) -> None:
         """Refuse what cannot be answered."""

@@ -11,8 +11,8 @@ from itertools import groupby
 from typing import Final
 
 from offbeat.errors import UsageError
-from offbeat.monitor.diagram.plot import Plot, Scale, ticks
-from offbeat.monitor.diagram.shapes import Drawing, Drawn, Rect, Shape, Text, text_width
+from offbeat.monitor.diagram.plot import PixelScale, Plot, ticks
+from offbeat.monitor.diagram.shapes import Drawing, Drawn, Polyline, Rect, TextShape, text_width
 from offbeat.simulate.timeline import Activity, Message, Timeline
 from offbeat.simulate.units import seconds_in_words, size_in_words
 
@@ -57,7 +57,7 @@ class _Painter:
         self._lane = 58.0 if count <= 9 else 40.0 if count <= 17 else 27.0
         left = 34.0 + max(text_width(name, "name") for name in timeline.lanes)
         seconds = (timeline.end or 1.0) * 1.01
-        self._plot = Plot(Scale(0.0, seconds, left, WIDTH - RIGHT), TOP, self._lane, count)
+        self._plot = Plot(PixelScale(0.0, seconds, left, WIDTH - RIGHT), TOP, self._lane, count)
         self._x, self._moments = self._plot.x, ticks(0.0, seconds, 8)
 
     def drawing(self, subtitle: str) -> Drawing:
@@ -112,7 +112,7 @@ class _Painter:
     def _label(self, bar: Rect, words: str) -> Iterator[Drawn]:
         """Words inside a bar, if they fit."""
         if self._lane > 35 and text_width(words, "inside") < bar.width - 4 and bar.x > self._plot.left - 1:
-            yield Text(bar.x + bar.width / 2, bar.y + bar.height / 2 + 3.5, words, "inside", "middle")
+            yield TextShape(bar.x + bar.width / 2, bar.y + bar.height / 2 + 3.5, words, "inside", "middle")
 
     def _arrows(self) -> Iterator[Drawn]:
         crowded = len(self._timeline.messages) > CROWDED or self._lane < 35
@@ -124,15 +124,15 @@ class _Painter:
                 yield from self._lost(begin, one)
             else:
                 end = self._x(one.arrives), low + deep / 2
-                yield Shape((begin, end), look, closed=False, head=True, title=self._told(one))
+                yield Polyline((begin, end), look, closed=False, head=True, title=self._told(one))
 
     def _lost(self, begin: tuple[float, float], one: Message) -> Iterator[Drawn]:
         """A stub of an arrow that ends in a cross."""
         x, y = begin
         down = 1 if one.target > one.source else -1
         end = x + 12, y + down * self._lane * 0.4
-        yield Shape((begin, end), "missing", closed=False, title=self._told(one))
-        yield Text(end[0], end[1] + 4, "x", "wrong cut words", "middle")
+        yield Polyline((begin, end), "missing", closed=False, title=self._told(one))
+        yield TextShape(end[0], end[1] + 4, "x", "wrong cut words", "middle")
 
     def _hosts(self) -> Iterator[Drawn]:
         """A bracket around the lanes of each host, where some share one."""
@@ -143,25 +143,25 @@ class _Painter:
             together = list(members)
             top, bottom = self._plot.y(together[0] - 0.38), self._plot.y(together[-1] + 0.38)
             ends = ((14.0, top), (10.0, top), (10.0, bottom), (14.0, bottom))
-            yield Shape(ends, "rail", closed=False, title=f"host {host}")
-            yield Text(16, (top + bottom) / 2 + 4, f"host {host}", "words")
+            yield Polyline(ends, "rail", closed=False, title=f"host {host}")
+            yield TextShape(16, (top + bottom) / 2 + 4, f"host {host}", "words")
 
     def _axis(self) -> Iterator[Drawn]:
         bottom, right = self._plot.bottom, self._plot.right
         for moment in self._moments:
             near = self._x(moment) > right - 24
             anchor = "start" if not moment else "end" if near else "middle"
-            yield Text(self._x(moment), bottom + 16, seconds_in_words(moment), "words", anchor)
-        yield Text(right, bottom + 34, "virtual time", "words", "end")
+            yield TextShape(self._x(moment), bottom + 16, seconds_in_words(moment), "words", anchor)
+        yield TextShape(right, bottom + 34, "virtual time", "words", "end")
 
 
 def _heading(title: str, subtitle: str) -> Iterator[Drawn]:
-    yield Text(14, 24, title, "title")
-    yield Text(14, 42, subtitle, "words")
+    yield TextShape(14, 24, title, "title")
+    yield TextShape(14, 42, subtitle, "words")
     x = 14.0
     for look, words in LEGEND:
         yield Rect(x, 53, 20, 11, look)
-        yield Text(x + 26, 63, words, "words")
+        yield TextShape(x + 26, 63, words, "words")
         x += 48 + text_width(words, "words")
-    yield Shape(((x, 58.5), (x + 26, 58.5)), "arrow", closed=False, head=True)
-    yield Text(x + 34, 63, "a message, from its first byte out to its last byte in", "words")
+    yield Polyline(((x, 58.5), (x + 26, 58.5)), "arrow", closed=False, head=True)
+    yield TextShape(x + 34, 63, "a message, from its first byte out to its last byte in", "words")

@@ -11,13 +11,13 @@ from typing import Final
 from offbeat import limits
 from offbeat.errors import StrategyError, UsageError, did_you_mean
 from offbeat.protocols.collectives import ALGORITHMS, Collective, algorithm
-from offbeat.protocols.compression import Format
-from offbeat.protocols.gossip.machine import STEPPED, Gossiper, Meet
-from offbeat.protocols.gossip.machine import Read as ReadRow
+from offbeat.protocols.compression import RowFormat
+from offbeat.protocols.gossip.machine import STEPPED, Gossiper, MoveHalfway
+from offbeat.protocols.gossip.machine import CopyRow as ReadRow
 from offbeat.protocols.machine import NOTHING, Done, Effect, Event, Name, Payload, SetTimer, Timer
 from offbeat.protocols.schedule import Layout, View
 from offbeat.simulate.machine_contract import MachineContract
-from offbeat.simulate.machines import Network as Delays
+from offbeat.simulate.machines import LossyNetwork as Delays
 from offbeat.simulate.network import Network
 from offbeat.simulate.predicted_step import step_schedule
 from offbeat.simulate.queues import Times
@@ -159,8 +159,8 @@ def _check_hosts(strategy: Combined, setting: Scenario) -> None:
         raise StrategyError(f"{error} To draw it on one host, add --hosts 1x{len(setting.hosts)}.") from error
 
 
-def _forms(strategy: Combined) -> list[Format]:
-    forms: list[Format] = []
+def _forms(strategy: Combined) -> list[RowFormat]:
+    forms: list[RowFormat] = []
     for one in strategy.compressions:
         form = one.format() if isinstance(one, Compressing) else None
         if form is None:
@@ -238,7 +238,7 @@ def _gossip(gossip: Gossip, text: str, setting: Scenario) -> Timeline:
     ]
 
     def perform(work: object) -> Payload:
-        return row if isinstance(work, ReadRow | Meet) else NOTHING
+        return row if isinstance(work, ReadRow | MoveHalfway) else NOTHING
 
     ensemble = Ensemble(workers, lambda _: perform, lambda: [one for worker in workers for one in worker.computed])
     longest = max(sum(own) for own in durations)

@@ -5,7 +5,7 @@ from offbeat.league._contestants import DEFAULT
 from offbeat.league._league import League
 from offbeat.league._order import Planned
 from offbeat.league._records import Entry
-from offbeat.league._rows import Row
+from offbeat.league._rows import LeagueRow
 from offbeat.statistics import Spread
 
-__all__ = ["DEFAULT", "Entry", "League", "Planned", "Row", "Spectator", "Spread", "compare"]
+__all__ = ["DEFAULT", "Entry", "League", "LeagueRow", "Planned", "Spectator", "Spread", "compare"]

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 
 from offbeat import limits
 from offbeat.errors import CheckpointError, OffbeatError, RunError, StrategyError, UsageError
-from offbeat.league._asked import GRID, SEEDS, Asked
 from offbeat.league._conductor import Conductor
 from offbeat.league._contestants import field_of, resolved
 from offbeat.league._facts import facts_of
 from offbeat.league._league import League
-from offbeat.league._order import Plan, Planned
+from offbeat.league._order import LeaguePlan, Planned
 from offbeat.league._records import HOSTS_FILE, Entry, LeagueFolder, of_result
+from offbeat.league._settings import GRID, SEEDS, LeagueSettings
 from offbeat.run.drive import WARM, Watcher, drive
 from offbeat.run.job import Job, Script, agreed_workers, plain_target, short_name, target_of
 from offbeat.runtime.hosts import Hosts
@@ -86,7 +86,7 @@ def compare(
     if what is not None:
         wanted = Hosts.read(Path(hosts)) if isinstance(hosts, str | Path) else hosts
         known = target_of(str(what), tuple(arguments)) if isinstance(what, str | Path) else reference_to(what)
-        asked = Asked(
+        asked = LeagueSettings(
             what=plain_target(known),
             strategies=tuple(map(str, strategies)),
             workers=agreed_workers(wanted, workers, max(2, len(os.sched_getaffinity(0)))),
@@ -108,7 +108,7 @@ def compare(
         return _played(league, folder, starter, spectator, budget)
 
 
-def _begun(asked: Asked | None, out: Path) -> tuple[LeagueFolder, League]:
+def _begun(asked: LeagueSettings | None, out: Path) -> tuple[LeagueFolder, League]:
     assert asked is not None  # noqa: S101 (checked by the caller)
     job = asked.job(out)
     field = field_of(job, asked.strategies, asked.single)
@@ -130,10 +130,10 @@ _NO_TARGET = (
 )
 
 
-def _gone_on(asked: Asked | None, path: Path, seeds: int | None) -> tuple[LeagueFolder, League]:
+def _gone_on(asked: LeagueSettings | None, path: Path, seeds: int | None) -> tuple[LeagueFolder, League]:
     folder = LeagueFolder.open(path)
     league = League.from_plain(folder.path, folder.read())
-    before = Asked.from_plain(league.asked)
+    before = LeagueSettings.from_plain(league.asked)
     if asked is not None:
         asked.check_same(before)
     now = facts_of(before.job(folder.path))
@@ -150,7 +150,7 @@ def _gone_on(asked: Asked | None, path: Path, seeds: int | None) -> tuple[League
         if _lasting(now[name]) != _lasting(league.facts[name])
     ]
     wanted = dict(league.asked) | ({} if seeds is None else {"seeds": seeds})
-    Asked.from_plain(wanted)
+    LeagueSettings.from_plain(wanted)
     said = list(dict.fromkeys([*league.said, *said]))
     return folder, dataclasses.replace(league, asked=wanted, said=tuple(said))
 
@@ -165,11 +165,11 @@ def _lasting(known: Any) -> Any:
 def _played(
     league: League, folder: LeagueFolder, starter: Launcher, spectator: Spectator | None, budget: float | None
 ) -> League:
-    asked = Asked.from_plain(league.asked)
+    asked = LeagueSettings.from_plain(league.asked)
     job = asked.job(folder.path / "runs")
     # What is not gradient descent has no learning rate.
     tunable = isinstance(job.what, Script) or not issubclass(job.what.find(), IterativeTask)
-    plan = Plan(league.contestants, asked.seed, asked.seeds, asked.tune if tunable else (1.0,))
+    plan = LeaguePlan(league.contestants, asked.seed, asked.seeds, asked.tune if tunable else (1.0,))
 
     def run(planned: Planned) -> Entry:
         return _one_run(planned, job, conductor, starter, spectator)

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from offbeat.league._order import Plan, Planned
+from offbeat.league._order import LeaguePlan, Planned
 from offbeat.league._records import Entry
 
 TRIES = 2
@@ -21,7 +21,7 @@ class Conductor:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: LeaguePlan,
         entries: Sequence[Entry],
         run: Callable[[Planned], Entry],
         *,

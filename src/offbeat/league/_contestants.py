@@ -23,7 +23,7 @@ AGAIN = "ddp, again"
 SINGLE = "single"
 
 
-class Part(StrEnum):
+class EntryReason(StrEnum):
     """Why somebody is in a league."""
 
     asked = "asked"
@@ -46,7 +46,7 @@ class Contestant:
     """The strategy, as text."""
     workers: int
     """How many processes train."""
-    part: Part = Part.asked
+    part: EntryReason = EntryReason.asked
     """Why it takes part."""
     left_out: tuple[str, ...] = ()
     """Disturbances that are about processes which it does not have."""
@@ -54,11 +54,11 @@ class Contestant:
     @property
     def eligible(self) -> bool:
         """Whether it can win."""
-        return self.part in (Part.asked, Part.baseline)
+        return self.part in (EntryReason.asked, EntryReason.baseline)
 
 
 @dataclass(frozen=True)
-class Field:
+class Entrants:
     """All who take part, and all who refuse to."""
 
     contestants: tuple[Contestant, ...]
@@ -66,7 +66,7 @@ class Field:
     """Strategies that cannot be used here, and why."""
 
 
-def field_of(job: Job, strategies: Sequence[str | Strategy], single: bool) -> Field:
+def field_of(job: Job, strategies: Sequence[str | Strategy], single: bool) -> Entrants:
     """The contestants of a league over this job; what is misspelled is an error, what does not fit is listed."""
     wanted = {BASELINE: BASELINE}
     for one in (strategy for text in strategies or DEFAULT for strategy in expand(str(text))):
@@ -74,12 +74,12 @@ def field_of(job: Job, strategies: Sequence[str | Strategy], single: bool) -> Fi
         limits.whole("the number of strategies,", len(wanted), limits.SWEEP, why="in one league")
     wanted.pop(SINGLE, None)
     named = [
-        Contestant(name, text, job.workers, Part.baseline if text == BASELINE else Part.asked)
+        Contestant(name, text, job.workers, EntryReason.baseline if text == BASELINE else EntryReason.asked)
         for text, name in wanted.items()
     ]
-    named.insert(1, Contestant(AGAIN, BASELINE, job.workers, Part.again))
+    named.insert(1, Contestant(AGAIN, BASELINE, job.workers, EntryReason.again))
     if single:
-        named.append(Contestant(SINGLE, SINGLE, 1, Part.single))
+        named.append(Contestant(SINGLE, SINGLE, 1, EntryReason.single))
     found: list[Contestant] = []
     refused: dict[str, str] = {}
     for plain in named:
@@ -89,14 +89,14 @@ def field_of(job: Job, strategies: Sequence[str | Strategy], single: bool) -> Fi
             refused[plain.name] = str(error)
     if not any(one.eligible for one in found):
         raise StrategyError(f"none of the strategies can be used here: {'; '.join(refused.values())}")
-    return Field(tuple(found), refused)
+    return Entrants(tuple(found), refused)
 
 
 def resolved(job: Job, one: Contestant, seed: int = 0, factor: float = 1.0) -> Job:
     """The job of one run of a contestant, filled in and checked; all runs of a seed have the same seed."""
     sentences = tuple(sentence for sentence in job.goal.disturb if sentence not in one.left_out)
     goal = dataclasses.replace(job.goal, strategy=one.strategy, seed=seed, rate_factor=factor, disturb=sentences)
-    hosts = None if one.part is Part.single else job.hosts
+    hosts = None if one.part is EntryReason.single else job.hosts
     threads = job.threads or threads_for(job.workers)  # One worker alone has as many as each of several.
     return resolve(dataclasses.replace(job, goal=goal, workers=one.workers, hosts=hosts, threads=threads))
 

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from offbeat.errors import CheckpointError, OffbeatError
-from offbeat.league._asked import Asked
 from offbeat.league._contestants import Contestant
 from offbeat.league._records import LEAGUE_FILE, Entry, LeagueFolder
-from offbeat.league._rows import Row, complete_seeds, rows_of
-from offbeat.league._words import Outcome, outcome, ranking
+from offbeat.league._rows import LeagueRow, complete_seeds, rows_of
+from offbeat.league._settings import LeagueSettings
+from offbeat.league._words import LeagueVerdict, outcome, ranking
 from offbeat.runtime.run.settings import Target
 
 TAGS = {
@@ -32,7 +32,7 @@ _MOST = 1e18
 """Beyond any figure of a run."""
 
 
-class _Environment(msgspec.Struct):
+class _LeagueEnvironment(msgspec.Struct):
     offbeat: str
     torch: str
     numpy: str
@@ -50,7 +50,7 @@ class _Data(msgspec.Struct):
 
 class _Facts(msgspec.Struct):
     commit: str | None
-    environment: _Environment
+    environment: _LeagueEnvironment
     data: _Data
     source: str | None = None
     crowded: str | None = None
@@ -113,7 +113,7 @@ class League:
         """From what league.json says; what cannot be so is refused."""
         try:
             found = msgspec.convert(dict(data), _LeagueFile)
-            asked = Asked.from_plain(found.asked)
+            asked = LeagueSettings.from_plain(found.asked)
             _check(found)
         except (ValueError, OffbeatError) as error:
             raise CheckpointError(
@@ -138,14 +138,14 @@ class League:
         return cls.from_plain(folder.path, folder.read())
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[LeagueRow, ...]:
         """The table: those who can win by their times, then the others."""
         found = rows_of(self.contestants, self.entries, self.given_up)
         ranked = ranking(found)
         return (*ranked, *(row for row in found if row not in ranked))
 
     @cached_property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> LeagueVerdict:
         """The verdict."""
         crowded = self.facts.get("crowded")
         return outcome(self.rows, [*([crowded] if crowded else []), *self.undone, *self.said])

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from offbeat.league._contestants import AGAIN, BASELINE, Contestant, Part
+from offbeat.league._contestants import AGAIN, BASELINE, Contestant, EntryReason
 from offbeat.league._records import Entry
 
 TUNING_SEED = 10_000
@@ -28,7 +28,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LeaguePlan:
     """Everything that a league would like to run."""
 
     contestants: tuple[Contestant, ...]
@@ -40,7 +40,7 @@ class Plan:
     @property
     def tuned(self) -> list[str]:
         """Who is tuned by itself; the baseline's copy takes what the baseline takes."""
-        return [one.name for one in self.contestants if one.part is not Part.again]
+        return [one.name for one in self.contestants if one.part is not EntryReason.again]
 
     def tuning_rounds(self) -> list[list[Planned]]:
         """A round for each factor, in each of which everybody runs once; those that change the least come first."""

@@ -28,7 +28,7 @@ _LARGEST = 256 * 2**20
 
 
 @dataclass(frozen=True)
-class Point:
+class Evaluation:
     """One evaluation of a run."""
 
     step: int
@@ -80,7 +80,7 @@ class Entry:
     first_batch: str | None = None
     died: list[str] = field(default_factory=list[str])
     disturbances: dict[str, int] = field(default_factory=dict[str, int])
-    curve: list[Point] = field(default_factory=list[Point])
+    curve: list[Evaluation] = field(default_factory=list[Evaluation])
     """Its evaluations."""
 
     @property
@@ -127,14 +127,14 @@ def of_result(entry: Entry, result: Result) -> Entry:
     )
 
 
-def _curve(result: Result, target: Target) -> list[Point]:
+def _curve(result: Result, target: Target) -> list[Evaluation]:
     try:
         lines = [json.loads(line) for line in (result.run / METRICS_FILE).read_text().splitlines()]
     except (OSError, ValueError):
         return []
     most = max((line.get("bytes_sent", 0) for line in lines), default=0)
     scale = result.bytes_sent / most if most else 0.0
-    points: list[Point] = []
+    points: list[Evaluation] = []
     for line in lines:
         names = result.metrics if target.name is None else {target.name}
         metrics: dict[str, float] = {name: line[name] for name in names if name in line}
@@ -142,7 +142,7 @@ def _curve(result: Result, target: Target) -> list[Point]:
         if judged is not None:
             sent = round(line.get("bytes_sent", 0) * scale)
             evaluated = line["seconds_by_kind"]["evaluate"]
-            points.append(Point(line["step"], line["samples"], line["seconds"], sent, judged[1], evaluated))
+            points.append(Evaluation(line["step"], line["samples"], line["seconds"], sent, judged[1], evaluated))
     return points
 
 

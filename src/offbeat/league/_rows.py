@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offbeat.league._contestants import AGAIN, BASELINE, SINGLE, Contestant, Part
+from offbeat.league._contestants import AGAIN, BASELINE, SINGLE, Contestant, EntryReason
 from offbeat.league._records import Entry
 from offbeat.runtime.run.stopwatch import KINDS
-from offbeat.statistics import Plain, Spread, ratios, spread
+from offbeat.statistics import JsonData, Spread, ratios, spread
 
 
 @dataclass(frozen=True)
-class Row(Plain):
+class LeagueRow(JsonData):
     """What a contestant came to. Figures without a spread are medians over its runs that did not fail."""
 
     name: str
-    part: Part
+    part: EntryReason
     strategy: str
     workers: int
     factor: float
@@ -63,7 +63,7 @@ class Row(Plain):
     @property
     def eligible(self) -> bool:
         """Whether it can win."""
-        return self.part in (Part.asked, Part.baseline)
+        return self.part in (EntryReason.asked, EntryReason.baseline)
 
     @property
     def judged(self) -> Spread:
@@ -86,7 +86,7 @@ def complete_seeds(contestants: Sequence[Contestant], entries: Sequence[Entry], 
     return sorted(seed for seed, who in ran.items() if names <= who)
 
 
-def rows_of(contestants: Sequence[Contestant], entries: Sequence[Entry], given_up: Sequence[str]) -> list[Row]:
+def rows_of(contestants: Sequence[Contestant], entries: Sequence[Entry], given_up: Sequence[str]) -> list[LeagueRow]:
     """The table, in the order of the contestants."""
     seeds = complete_seeds(contestants, entries, given_up)
     counted = {(e.name, e.seed): e for e in entries if not e.tuning}
@@ -101,13 +101,13 @@ def rows_of(contestants: Sequence[Contestant], entries: Sequence[Entry], given_u
 
 def _row(
     one: Contestant, entries: list[Entry], seeds: list[int], times: dict[str, list[float]], noise: Spread | None
-) -> Row:
+) -> LeagueRow:
     own = times[one.name]
     ran = [e for e in entries if not e.tuning and e.seed in seeds]
     well = [e for e in ran if e.reason is None]
     middle = _middle_of(well)
     reasons = dict.fromkeys(e.reason for e in entries if e.reason is not None)
-    return Row(
+    return LeagueRow(
         name=one.name,
         part=one.part,
         strategy=one.strategy,
@@ -137,7 +137,7 @@ def _row(
 
 
 def _relative(one: Contestant, own: list[float], base: list[float], noise: Spread | None) -> Spread | None:
-    if one.part is Part.baseline:
+    if one.part is EntryReason.baseline:
         if all(map(math.isinf, own)):
             return None
         if noise is None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offbeat.errors import StrategyError
-from offbeat.league._contestants import BASELINE, Part
-from offbeat.league._rows import Row
+from offbeat.league._contestants import BASELINE, EntryReason
+from offbeat.league._rows import LeagueRow
 from offbeat.statistics import ENOUGH
 from offbeat.strategies import Local, combined, parse_built_in
 
@@ -17,7 +17,7 @@ _DIFFERENT = 0.05
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LeagueVerdict:
     """What a league says."""
 
     winner: str | None
@@ -28,11 +28,11 @@ class Outcome:
     """Sentences: who, why, and what to be careful about."""
 
 
-def outcome(rows: Sequence[Row], warnings: Sequence[str] = ()) -> Outcome:
+def outcome(rows: Sequence[LeagueRow], warnings: Sequence[str] = ()) -> LeagueVerdict:
     """The verdict over a table."""
     ranked = ranking(rows)
     if not ranked or math.isinf(ranked[0].time.median):
-        return Outcome(None, (), (_nobody(rows), *warnings))
+        return LeagueVerdict(None, (), (_nobody(rows), *warnings))
     winner, *others = ranked
     chance = winner.runs < ENOUGH  # Then intervals say nothing.
     ties = tuple(row.name for row in others if row.reached and (chance or row.judged.overlaps(winner.judged)))
@@ -41,16 +41,16 @@ def outcome(rows: Sequence[Row], warnings: Sequence[str] = ()) -> Outcome:
     if against is not None:
         words.append(why(winner, against))
     words += [*_alone(winner, rows), *_noise(rows), *_few(winner), *warnings]
-    return Outcome(winner.name, ties, tuple(words))
+    return LeagueVerdict(winner.name, ties, tuple(words))
 
 
-def ranking(rows: Sequence[Row]) -> list[Row]:
+def ranking(rows: Sequence[LeagueRow]) -> list[LeagueRow]:
     """Those who can win, the first to the target first."""
     able = [row for row in rows if row.eligible and row.runs]
     return sorted(able, key=lambda row: (row.judged.median, row.judged.high, row.time.median))
 
 
-def why(winner: Row, other: Row) -> str:
+def why(winner: LeagueRow, other: LeagueRow) -> str:
     """Time is steps times what a step takes: which of the two made the difference, and where a step saves its time."""
     if not (winner.step_seconds and other.step_seconds and winner.steps and other.steps):
         return f"Why it was faster than {other.name} is not known: a run of one of them left no figures."
@@ -63,7 +63,7 @@ def why(winner: Row, other: Row) -> str:
     return ", ".join(parts) + "."
 
 
-def _because(winner: Row, other: Row, step: float) -> str:
+def _because(winner: LeagueRow, other: LeagueRow, step: float) -> str:
     """Where a step is shorter or longer, if anywhere, and what the strategy does about it."""
     if abs(step - 1) <= _DIFFERENT:
         return ""
@@ -77,13 +77,13 @@ def _because(winner: Row, other: Row, step: float) -> str:
     return f" ({_habit(winner)}mostly {saved}{shares})"
 
 
-def _per_step(row: Row) -> dict[str, float]:
+def _per_step(row: LeagueRow) -> dict[str, float]:
     spent = {kind: value for kind, value in (row.seconds_by_kind or {}).items() if kind != "evaluate"}
     total = sum(spent.values()) or 1.0
     return {kind: value / total * (row.step_seconds or 0.0) for kind, value in spent.items()}
 
 
-def _habit(row: Row) -> str:
+def _habit(row: LeagueRow) -> str:
     try:
         when = combined(parse_built_in(row.strategy)).when
     except StrategyError:
@@ -91,7 +91,7 @@ def _habit(row: Row) -> str:
     return f"it exchanges every {when.period} steps; " if isinstance(when, Local) else ""
 
 
-def _who(winner: Row, ties: Sequence[str]) -> str:
+def _who(winner: LeagueRow, ties: Sequence[str]) -> str:
     first = f"{winner.name} was first: {_time(winner)}"
     if not ties:
         return first.replace(" was first", " won") + "."
@@ -99,27 +99,27 @@ def _who(winner: Row, ties: Sequence[str]) -> str:
     return f"A tie of {', '.join([winner.name, *ties])}: {reason}. {first}."
 
 
-def _time(row: Row) -> str:
+def _time(row: LeagueRow) -> str:
     said = f"{row.time.median:.2f} s to the target ({row.reached} of {row.runs} runs reached it)"
-    if row.relative is None or row.part is Part.baseline:
+    if row.relative is None or row.part is EntryReason.baseline:
         return said
     interval = f" ({_interval(row)})" if row.runs >= ENOUGH else ""
     return f"{said}, {row.relative.median:.2f}x of {BASELINE}'s time{interval}"
 
 
-def _interval(row: Row) -> str:
+def _interval(row: LeagueRow) -> str:
     high = "never" if math.isinf(row.judged.high) else f"{row.judged.high:.2f}"
     return f"{row.judged.low:.2f} to {high}"
 
 
-def _against(winner: Row, rows: Sequence[Row], ranked: Sequence[Row]) -> Row | None:
+def _against(winner: LeagueRow, rows: Sequence[LeagueRow], ranked: Sequence[LeagueRow]) -> LeagueRow | None:
     """Whom the winner is explained by: the baseline, or whoever came second to it."""
-    if winner.part is Part.baseline:
+    if winner.part is EntryReason.baseline:
         return ranked[1] if len(ranked) > 1 else None
-    return next((row for row in rows if row.part is Part.baseline and row.step_seconds), None)
+    return next((row for row in rows if row.part is EntryReason.baseline and row.step_seconds), None)
 
 
-def _nobody(rows: Sequence[Row]) -> str:
+def _nobody(rows: Sequence[LeagueRow]) -> str:
     scored = [row for row in rows if row.score is not None and row.eligible]
     if not scored:
         return "Nobody reached the target: no run of any strategy ended well."
@@ -127,8 +127,8 @@ def _nobody(rows: Sequence[Row]) -> str:
     return f"Nobody reached the target in most of its runs. Best scores: {said}. Lower the target or raise the budget."
 
 
-def _alone(winner: Row, rows: Sequence[Row]) -> list[str]:
-    lone = next((row for row in rows if row.part is Part.single), None)
+def _alone(winner: LeagueRow, rows: Sequence[LeagueRow]) -> list[str]:
+    lone = next((row for row in rows if row.part is EntryReason.single), None)
     if lone is None or winner.speedup is None or math.isinf(lone.time.median):
         return []
     if winner.speedup.high < 1:
@@ -146,15 +146,15 @@ def _alone(winner: Row, rows: Sequence[Row]) -> list[str]:
     return [f"{pays}."]
 
 
-def _noise(rows: Sequence[Row]) -> list[str]:
-    again = next((row for row in rows if row.part is Part.again), None)
+def _noise(rows: Sequence[LeagueRow]) -> list[str]:
+    again = next((row for row in rows if row.part is EntryReason.again), None)
     if again is None or again.relative is None or not math.isfinite(again.relative.high):
         return []
     interval = f" ({_interval(again)})" if again.runs >= ENOUGH else ""
     return [f"Noise: {BASELINE} run twice differs by {100 * abs(again.relative.median - 1):.0f} %{interval}."]
 
 
-def _few(winner: Row) -> list[str]:
+def _few(winner: LeagueRow) -> list[str]:
     if winner.runs >= ENOUGH:
         return []
     count = f"{winner.runs} seed{'s' if winner.runs > 1 else ''}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from offbeat.monitor.deadlocks import Judge
-from offbeat.monitor.live import Watch
-from offbeat.monitor.load import Recorded, recorded
+from offbeat.monitor.live import LiveWatch
+from offbeat.monitor.load import RecordedRun, recorded
 from offbeat.monitor.staleness_and_nans import Held, Staleness, Unfit, held_up, staleness, unfit
-from offbeat.monitor.stragglers import Blame, Late, blame, late_steps
+from offbeat.monitor.stragglers import Blame, LateWorker, blame, late_steps
 from offbeat.monitor.verdicts import EXIT_CODES, LASTING, NAN, STRAGGLER, Verdict
 
 __all__ = [
@@ -17,12 +17,12 @@ __all__ = [
     "Blame",
     "Held",
     "Judge",
-    "Late",
-    "Recorded",
+    "LateWorker",
+    "LiveWatch",
+    "RecordedRun",
     "Staleness",
     "Unfit",
     "Verdict",
-    "Watch",
     "blame",
     "held_up",
     "late_steps",

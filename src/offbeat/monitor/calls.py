@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from offbeat.monitor.server_state import Served
+from offbeat.monitor.server_state import ServerState
 from offbeat.monitor.verdicts import worker_name
 from offbeat.protocols.causality.histories import Call
 from offbeat.protocols.causality.matching import Matching, Mismatch
@@ -77,7 +77,7 @@ def members_of(about: About) -> tuple[int, ...]:
 class OpenCalls:
     """What all workers of a run are in."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: ServerState) -> None:
         self._served = served
         self._open: dict[int, dict[tuple[str, str, int | None, int, int], OpenCall]] = defaultdict(dict)
         self._entered: dict[str, dict[int, int]] = defaultdict(dict)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from offbeat.monitor.calls import OpenCalls
-from offbeat.monitor.server_state import Served
+from offbeat.monitor.server_state import ServerState
 from offbeat.monitor.verdicts import DEADLOCK, DESYNC, ENDED, SILENT, Verdict, worker_name
 from offbeat.protocols.causality.deadlock import Deadlock, Wait, deadlock, natural
 from offbeat.runtime.events.recorder import Mark, Stamp
@@ -29,7 +29,7 @@ class Judge:
     """What is known of a run."""
 
     def __init__(self) -> None:
-        self.served = Served()
+        self.served = ServerState()
         """What is known of the run's servers."""
         self._calls = OpenCalls(self.served)
         self.ended: dict[int, str] = {}

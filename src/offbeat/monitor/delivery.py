@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from offbeat.protocols.causality.delivery import ByTime, Delivery, Late, Report
+from offbeat.protocols.causality.delivery import ByTime, Delivery, EventReport, LateReport
 from offbeat.protocols.machine import Effect, Name, Received, Start, Timer
 
 Heard = tuple[Name, Any]
@@ -28,11 +28,11 @@ class Listener:
     def hear(self, name: Name, time: float, what: Any, now: float) -> None:
         """A process has done something at that time."""
         self._counts[name] += 1
-        self._ready += self._machine.on(Received(name, Report(self._counts[name], time, event=what)), now)
+        self._ready += self._machine.on(Received(name, EventReport(self._counts[name], time, event=what)), now)
 
     def due(self, now: float) -> Iterator[Heard]:
         """What is old enough, in order; with an infinite time, all of it."""
         effects, self._ready = [*self._ready, *self._machine.on(Timer("look"), now)], []
         for effect in effects:
-            if isinstance(effect, Start) and isinstance(effect.work, Delivery | Late):
+            if isinstance(effect, Start) and isinstance(effect.work, Delivery | LateReport):
                 yield effect.work.process, effect.work.report.event

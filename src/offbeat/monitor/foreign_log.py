@@ -9,14 +9,14 @@ from typing import Any
 from msgspec import Struct, to_builtins
 
 from offbeat.monitor.diagram.build import messages
-from offbeat.protocols.causality.histories import Computation, Place
-from offbeat.protocols.causality.shiviz import Log
+from offbeat.protocols.causality.histories import Computation, EventPosition
+from offbeat.protocols.causality.shiviz import ShivizLog
 
 _LISTED = 12
 """How many lines, or processes of a chain, are listed before the rest is counted."""
 
 
-class Ending(Struct, frozen=True):
+class ProcessEnd(Struct, frozen=True):
     """How far one process came."""
 
     process: str
@@ -35,7 +35,7 @@ class Ending(Struct, frozen=True):
         return f"{self.process}: {self.events:,} events, {heard}; the last, at {self.at:,}: {self.last or '(no words)'}"
 
 
-class Account(Struct, frozen=True):
+class LogFindings(Struct, frozen=True):
     """What was found in a log."""
 
     processes: int
@@ -51,7 +51,7 @@ class Account(Struct, frozen=True):
     chain_events: int
     completed: tuple[int, ...]
     """Lines whose clock left out what follows from it."""
-    endings: tuple[Ending, ...]
+    endings: tuple[ProcessEnd, ...]
     skipped: tuple[int, ...] = ()
     """Lines that are not part of any event."""
 
@@ -77,7 +77,7 @@ class Account(Struct, frozen=True):
         yield from (f"  {one}" for one in sorted(self.endings, key=lambda one: one.at))
 
 
-def account(log: Log) -> Account:
+def account(log: ShivizLog) -> LogFindings:
     """What a log says."""
     run = log.computation
     counts, total = run.lengths, sum(run.lengths)
@@ -85,7 +85,7 @@ def account(log: Log) -> Account:
     pairs = (total**2 - sum(count**2 for count in counts)) // 2
     chain = longest_chain(run)
     names = tuple(name for name, _ in groupby(run.processes[place.process] for place in chain))
-    return Account(
+    return LogFindings(
         run.size,
         total,
         sum(1 for _ in messages(run)),
@@ -99,31 +99,31 @@ def account(log: Log) -> Account:
     )
 
 
-def longest_chain(run: Computation) -> list[Place]:
+def longest_chain(run: Computation) -> list[EventPosition]:
     """As many events as possible of which each happened before the next: what no number of machines makes shorter."""
     lamports = run.lamports
-    ends = [Place(process, count) for process, count in enumerate(run.lengths) if count]
+    ends = [EventPosition(process, count) for process, count in enumerate(run.lengths) if count]
     if not ends:
         return []
 
-    def clock(place: Place) -> int:
+    def clock(place: EventPosition) -> int:
         return int(lamports[place.process][place.number])
 
     chain = [max(ends, key=clock)]
     while clock(chain[-1]) > 1:
         place = chain[-1]
-        before = [Place(place.process, place.number - 1)] if place.number > 1 else []
+        before = [EventPosition(place.process, place.number - 1)] if place.number > 1 else []
         chain.append(next(one for one in (*run.causes(place), *before) if clock(one) == clock(place) - 1))
     return chain[::-1]
 
 
-def _endings(run: Computation) -> Iterator[Ending]:
+def _endings(run: Computation) -> Iterator[ProcessEnd]:
     for process, name in enumerate(run.processes):
         count = run.lengths[process]
         others = (int(clocks[-1, process]) for other, clocks in enumerate(run.clocks) if other != process)
-        event = run.event(Place(process, count))
+        event = run.event(EventPosition(process, count))
         what = event.what or str(event.call or event.kind)
-        yield Ending(name, count, what, int(run.lamports[process][count]), max(others, default=0))
+        yield ProcessEnd(name, count, what, int(run.lamports[process][count]), max(others, default=0))
 
 
 def _listed(words: Sequence[str], between: str) -> str:

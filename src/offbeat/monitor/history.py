@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from offbeat.monitor.calls import SEND, call_of
 from offbeat.monitor.verdicts import worker_name
 from offbeat.protocols.causality.cuts import Cut
-from offbeat.protocols.causality.histories import Call, Computation, Event, Kind, computation
+from offbeat.protocols.causality.histories import Call, Computation, Event, EventKind, computation
 from offbeat.runtime.events.recorder import KINDS, OTHER, About, Mark, Stamp
 from offbeat.runtime.events.servers import GROUP as SERVERS
 from offbeat.runtime.events.servers import PULL, PUSH
@@ -34,7 +34,7 @@ def history_of(
     return computation({name: [event for _, events in some for event in events] for name, some in made.items()})
 
 
-class Trace(NamedTuple):
+class FullHistory(NamedTuple):
     """A run in which everything that was written down is an event, also what others cannot have been affected by."""
 
     run: Computation
@@ -51,7 +51,9 @@ class Trace(NamedTuple):
         )
 
 
-def trace_of(stamps: Mapping[int, Sequence[Stamp]], servers: Mapping[str, Sequence[Stamp]] | None = None) -> Trace:
+def trace_of(
+    stamps: Mapping[int, Sequence[Stamp]], servers: Mapping[str, Sequence[Stamp]] | None = None
+) -> FullHistory:
     """The same run, event by event as it was written down."""
     histories: dict[str, list[Event]] = {}
     origins: list[tuple[Stamp | None, ...]] = []
@@ -62,7 +64,7 @@ def trace_of(stamps: Mapping[int, Sequence[Stamp]], servers: Mapping[str, Sequen
         origins.append(tuple(one for stamp, events in full for one in (stamp, *[None] * (len(events) - 1))))
         known = [bool(events) for (_, events), (_, all_of_it) in zip(some, full, strict=True) for _ in all_of_it]
         counts.append((0, *accumulate(map(int, known))))
-    return Trace(computation(histories), tuple(origins), tuple(counts))
+    return FullHistory(computation(histories), tuple(origins), tuple(counts))
 
 
 def _events(
@@ -76,7 +78,7 @@ def _events(
 
 def _words(event: Event) -> str:
     return " ".join(
-        filter(None, [str(event.kind) if event.kind is not Kind.LOCAL else "", str(event.call or event.what)])
+        filter(None, [str(event.kind) if event.kind is not EventKind.LOCAL else "", str(event.call or event.what)])
     )
 
 
@@ -117,13 +119,13 @@ def _of_server(stamp: Stamp, sent: Mapping[Hashable, Stamp]) -> Iterator[Event]:
         key = (PUSH, about.peer, stamp.sequence)
         if key in sent:
             what = f"{about.operation}{f': {about.words}' if about.words else ''}"
-            yield Event(Kind.RECEIVE, what, stamp.time, message=key)
+            yield Event(EventKind.RECEIVE, what, stamp.time, message=key)
     elif stamp.mark is Mark.ANSWERED:
         key = _answer(stamp, about, about.peer)
         if sent.get(key) is stamp:
-            yield Event(Kind.SEND, about.operation, stamp.time, message=key)
+            yield Event(EventKind.SEND, about.operation, stamp.time, message=key)
     elif stamp.mark is Mark.VIEW:
-        yield Event(Kind.LOCAL, f"view {stamp.sequence}", stamp.time)
+        yield Event(EventKind.LOCAL, f"view {stamp.sequence}", stamp.time)
 
 
 class _Worker:
@@ -149,7 +151,7 @@ class _Worker:
         if stamp.mark is Mark.TURN:
             self._kind = KINDS[stamp.sequence] if stamp.sequence < len(KINDS) else KINDS[OTHER]
         elif stamp.mark in LOCAL:
-            yield Event(Kind.LOCAL, stamp.mark.name.lower(), stamp.time, self._taken())
+            yield Event(EventKind.LOCAL, stamp.mark.name.lower(), stamp.time, self._taken())
         elif stamp.about is not None:
             yield from self._about(stamp, stamp.about)
 
@@ -178,17 +180,17 @@ class _Worker:
             yield from self._message(stamp, about, False)
 
     def _entered(self, call: Call, stamp: Stamp) -> Event:
-        return Event(Kind.ENTER, call.operation, stamp.time, self._taken(), call=call)
+        return Event(EventKind.ENTER, call.operation, stamp.time, self._taken(), call=call)
 
     def _left(self, call: Call, stamp: Stamp) -> Event:
         self._taken()
-        return Event(Kind.EXIT, call.operation, stamp.time, call=call)
+        return Event(EventKind.EXIT, call.operation, stamp.time, call=call)
 
     def _message(self, stamp: Stamp, about: About, sends: bool) -> Iterator[Event]:
         if sends:
             key = (about.group, self._rank, about.peer, about.tag, stamp.sequence)
             if self._sent.get(key) is stamp:
-                yield Event(Kind.SEND, time=stamp.time, spent=self._taken(), message=key)
+                yield Event(EventKind.SEND, time=stamp.time, spent=self._taken(), message=key)
             return
         peer = stamp.value - 1 if about.peer is not None and about.peer < 0 else about.peer
         channel = (about.group, peer, self._rank, about.tag)
@@ -198,17 +200,17 @@ class _Worker:
         key = (*channel, number)
         if key in self._sent and self._sent[key].time <= stamp.time:
             self._taken()
-            yield Event(Kind.RECEIVE, time=stamp.time, message=key)
+            yield Event(EventKind.RECEIVE, time=stamp.time, message=key)
 
     def _at_servers(self, stamp: Stamp, about: About) -> Iterator[Event]:
         if stamp.mark is Mark.READ:
             key = (PULL, about.shard, self._rank, stamp.sequence)
             if key in self._sent:
                 self._taken()
-                yield Event(Kind.RECEIVE, "read", stamp.time, message=key)
+                yield Event(EventKind.RECEIVE, "read", stamp.time, message=key)
         elif stamp.mark is Mark.START and about.operation == PUSH:
             key = (PUSH, self._rank, stamp.sequence)
-            yield Event(Kind.SEND, PUSH, stamp.time, self._taken(), message=key)
+            yield Event(EventKind.SEND, PUSH, stamp.time, self._taken(), message=key)
             if self._members and stamp.value:
                 self._open.add(stamp.step + 1)
                 yield self._entered(Call(STEPS, stamp.step + 1, self._members, "step"), stamp)

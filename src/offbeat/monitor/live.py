@@ -21,7 +21,7 @@ from offbeat.monitor.stragglers import ENOUGH, Blame, blame
 from offbeat.monitor.verdicts import DESYNC, NAN, SILENT, STRAGGLER, Verdict, worker_name
 from offbeat.runtime.events.recorder import FOLDER, Reader, events_file, stack_file
 from offbeat.runtime.events.worker import ask
-from offbeat.runtime.launch import Outcome
+from offbeat.runtime.launch import RoleOutcome
 from offbeat.runtime.run.procfs import stat_fields
 
 EVERY: Final = 0.4
@@ -61,7 +61,7 @@ class _End(NamedTuple):
     """Before the run did, which can do without it."""
 
 
-class Watch:
+class LiveWatch:
     """The events of a run under way."""
 
     def __init__(self, folder: Path, workers: int) -> None:
@@ -190,7 +190,7 @@ class Watch:
             found, message=f"{found.message} Asked for its stack, {' and '.join(mute)} said nothing."
         )
 
-    def ended(self, outcome: Outcome) -> None:
+    def ended(self, outcome: RoleOutcome) -> None:
         """A process of the run has ended; of those that the run can do without it is said, and that is all."""
         error, rank = outcome.error, outcome.role.rank
         if outcome.role.expendable:
@@ -209,7 +209,7 @@ class Watch:
             self._died = self._died or outcome.exit_code != 0
         self._failed = self._failed or outcome.exit_code != 0
 
-    def lost_server(self, name: str, outcome: Outcome) -> None:
+    def lost_server(self, name: str, outcome: RoleOutcome) -> None:
         """A server's process has ended before the run did."""
         if not self._failed and outcome.signal is not None:
             self._saw(_End(name, how_it_ended(outcome.exit_code, outcome.signal), early=True))

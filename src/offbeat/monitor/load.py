@@ -15,7 +15,7 @@ from offbeat.runtime.events.recorder import FOLDER, Reader, Stamp, events_file
 _SERVERS = "server-*.events"
 
 
-class Recorded(Struct, frozen=True):
+class RecordedRun(Struct, frozen=True):
     """What the workers of a run have written down."""
 
     stamps: Mapping[int, Sequence[Stamp]]
@@ -28,7 +28,7 @@ class Recorded(Struct, frozen=True):
     """How long each worker had waited for a core, as far as that was written down."""
 
 
-def recorded(folder: Path) -> Recorded:
+def recorded(folder: Path) -> RecordedRun:
     """Read the events of a run; one that has none is refused with the way to get them."""
     files = sorted((folder / FOLDER).glob("worker-*.events"))
     if not files:
@@ -44,4 +44,4 @@ def recorded(folder: Path) -> Recorded:
     served = {file.stem.replace("-", " "): Reader(file, kept=True) for file in sorted((folder / FOLDER).glob(_SERVERS))}
     told = {name: reader.new() for name, reader in served.items()}
     dropped = sum(reader.dropped for reader in (*readers, *served.values()))
-    return Recorded(dict(sorted(stamps.items())), dropped, told, read_queues(folder))
+    return RecordedRun(dict(sorted(stamps.items())), dropped, told, read_queues(folder))

@@ -17,9 +17,9 @@ import numpy as np
 from msgspec import Struct
 
 from offbeat.errors import UsageError, did_you_mean
-from offbeat.monitor.history import Trace, trace_of
+from offbeat.monitor.history import FullHistory, trace_of
 from offbeat.protocols.causality.cuts import Cut, between, latest_consistent
-from offbeat.protocols.causality.histories import Kind
+from offbeat.protocols.causality.histories import EventKind
 from offbeat.protocols.causality.lattice import (
     CAP,
     Answer,
@@ -124,7 +124,7 @@ class Possibilities:
         return search(self._part, condition(which.limit), self._cap), True
 
     def _in_flight(self, limit: int) -> Callable[[Cut], bool]:
-        signs = {Kind.SEND: 1, Kind.RECEIVE: -1}
+        signs = {EventKind.SEND: 1, EventKind.RECEIVE: -1}
         under_way = [
             np.array([0, *accumulate(signs.get(event.kind, 0) for event in history)])
             for history in self._trace.run.histories
@@ -173,7 +173,7 @@ def _states(stamps: Sequence[Stamp | None]) -> list[_State]:
     return states
 
 
-def _until(trace: Trace, time: float) -> Cut:
+def _until(trace: FullHistory, time: float) -> Cut:
     """The largest consistent cut up to a time."""
     times = ([event.time for event in history] for history in trace.run.histories)
     return latest_consistent(trace.run, [int(np.searchsorted(some, time, "right")) for some in times])

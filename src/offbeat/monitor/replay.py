@@ -15,7 +15,7 @@ from msgspec import Struct, to_builtins
 
 from offbeat.errors import UsageError, did_you_mean
 from offbeat.monitor.deadlocks import Judge
-from offbeat.monitor.history import Trace, trace_of
+from offbeat.monitor.history import FullHistory, trace_of
 from offbeat.monitor.verdicts import Verdict
 from offbeat.protocols.causality.clocks import Vector, lamport, tick
 from offbeat.protocols.causality.cuts import Cut, latest_consistent
@@ -28,14 +28,14 @@ from offbeat.protocols.causality.delivery import (
     ByTime,
     ByVector,
     Dropped,
-    Late,
+    EventReport,
+    LateReport,
     Probe,
-    Report,
 )
-from offbeat.protocols.causality.histories import Computation, Place
+from offbeat.protocols.causality.histories import Computation, EventPosition
 from offbeat.protocols.machine import Effect, Event, Machine, Name, Received, Send, SetTimer
 from offbeat.runtime.events.recorder import Mark, Stamp
-from offbeat.simulate.machines import Kill, Network, Simulation
+from offbeat.simulate.machines import Kill, LossyNetwork, Simulation
 
 DELAY: Final = 0.005
 """Seconds that a report takes on average, unless told otherwise."""
@@ -154,11 +154,11 @@ def replay(
         for reporter, some in zip(reporters, trace.stamps, strict=True)
         if any(stamp is not None and stamp.mark is Mark.END for stamp in some[-1:])
     ]
-    network = Network(delay=0.0, jitter=delay)
+    network = LossyNetwork(delay=0.0, jitter=delay)
     world = Simulation([monitor, *reporters], network=network, faults=ended, observer=MONITOR)
     world.performing(MONITOR, lambda work: heard.take(work, world.now - monitor.came[work.report.event]))
     world.run(float("inf"))
-    longest, place = max(heard.holds, default=(0.0, Place(0, 1)))
+    longest, place = max(heard.holds, default=(0.0, EventPosition(0, 1)))
     return Replay(
         rule=rule,
         delay=delay,
@@ -190,7 +190,7 @@ class _Clocked:
 
     def __init__(self, inner: Machine) -> None:
         self.name = inner.name
-        self.came: dict[Place, float] = {}
+        self.came: dict[EventPosition, float] = {}
         self.overtaken = 0
         self._inner = inner
         self._highest: dict[Name, int] = {}
@@ -201,7 +201,7 @@ class _Clocked:
 
     def on(self, event: Event, now: float) -> Sequence[Effect]:
         """What the machine does."""
-        if isinstance(event, Received) and isinstance(event.message, Report):
+        if isinstance(event, Received) and isinstance(event.message, EventReport):
             highest = self._highest.get(event.sender, 0)
             self.overtaken += event.message.number < highest
             self._highest[event.sender] = max(highest, event.message.number)
@@ -221,7 +221,7 @@ class _Reporter:
         process: int,
         at: Sequence[float],
         dropped: Vector,
-        clocks: dict[Place, tuple[int, Vector]],
+        clocks: dict[EventPosition, tuple[int, Vector]],
     ) -> None:
         self.name = run.processes[process]
         self.probes = 0
@@ -244,14 +244,14 @@ class _Reporter:
             self.probes += 1
             self._lamport = lamport(self._lamport, event.message.lamport)
             return [Send(MONITOR, Alive(self._lamport, self._dropped + self._done))]
-        place = Place(self._process, self._done + 1)
+        place = EventPosition(self._process, self._done + 1)
         known = [self._clocks[cause] for cause in self._run.causes(place)]
         self._lamport = lamport(self._lamport, *(clock for clock, _ in known))
         self._vector = tick(self._vector, self._process, *(vector for _, vector in known))
         self._clocks[place] = self._lamport, self._vector
         self._done += 1
         time = self._run.event(place).time
-        report = Report(self._dropped + place.number, time, self._lamport, self._vector, place)
+        report = EventReport(self._dropped + place.number, time, self._lamport, self._vector, place)
         return [Send(MONITOR, report), *self._wait(now)]
 
 
@@ -262,28 +262,28 @@ def _reporters(run: Computation, dropped: Vector) -> list[_Reporter]:
         before = [at[i][k - 1] for i, k in run.causes(place)]
         before += [at[place.process][place.number - 2]] if place.number > 1 else []
         at[place.process][place.number - 1] = max([run.event(place).time, *(time + _SOON for time in before)])
-    clocks: dict[Place, tuple[int, Vector]] = {}
+    clocks: dict[EventPosition, tuple[int, Vector]] = {}
     return [_Reporter(run, process, at[process], dropped, clocks) for process in range(run.size)]
 
 
 class _Heard:
     """What has been delivered, and what a judge made of it."""
 
-    def __init__(self, trace: Trace, ranks: Sequence[int]) -> None:
+    def __init__(self, trace: FullHistory, ranks: Sequence[int]) -> None:
         self.judge = Judge()
-        self.holds: list[tuple[float, Place]] = []
+        self.holds: list[tuple[float, EventPosition]] = []
         self.late = self.disorder = 0
         self.example = ""
         self._trace, self._ranks = trace, ranks
-        self._delivered: set[Place] = set()
+        self._delivered: set[EventPosition] = set()
         self._found: dict[str, tuple[Verdict, int, Cut]] = {}
 
     def take(self, work: Any, hold: float) -> None:
         """A report is delivered, after it was held back for so long."""
-        place: Place = work.report.event
+        place: EventPosition = work.report.event
         if hold > 0:
             self.holds.append((hold, place))
-        self.late += isinstance(work, Late)
+        self.late += isinstance(work, LateReport)
         self._check(place)
         self._delivered.add(place)
         stamp = self._trace.stamps[place.process][place.number - 1]
@@ -308,8 +308,8 @@ class _Heard:
                 told[found.kind] = Phantom(found.headline, after, self._trace.told(cut), refuted)
         return tuple(told.values())
 
-    def _check(self, place: Place) -> None:
-        before = [Place(place.process, place.number - 1)] if place.number > 1 else []
+    def _check(self, place: EventPosition) -> None:
+        before = [EventPosition(place.process, place.number - 1)] if place.number > 1 else []
         missing = [one for one in (*before, *self._trace.run.causes(place)) if one not in self._delivered]
         if missing:
             self.disorder += 1
@@ -320,7 +320,7 @@ class _Heard:
         """How many of the first events of each process have been delivered without a gap."""
         counts = [0] * self._trace.run.size
         for process in range(len(counts)):
-            while Place(process, counts[process] + 1) in self._delivered:
+            while EventPosition(process, counts[process] + 1) in self._delivered:
                 counts[process] += 1
         return tuple(counts)
 

@@ -17,13 +17,13 @@ from offbeat.runtime.events.servers import PULL, PUSH
 SILENT = "gave no sign of life and was declared dead"
 
 
-class _View(NamedTuple):
+class _ServerView(NamedTuple):
     epoch: int
     workers: frozenset[int]
     primaries: tuple[str, ...]
 
 
-class Served:
+class ServerState:
     """The servers of a run, as far as its events tell."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Served:
         self._floor = 0
         self._joined: set[int] = set()
         self._before: dict[int, int] = {}
-        self._views: list[_View] = []
+        self._views: list[_ServerView] = []
 
     def note(self, rank: int, stamp: Stamp, about: About) -> None:
         """A worker has asked for something."""
@@ -57,7 +57,7 @@ class Served:
         """A server knows of a view; or a worker does, where there are no servers."""
         if not self._views or stamp.sequence > self._views[-1].epoch:
             members = about.members if isinstance(about.members, tuple) else range(about.members)
-            self._views.append(_View(stamp.sequence, frozenset(members), about.servers))
+            self._views.append(_ServerView(stamp.sequence, frozenset(members), about.servers))
 
     def reborn(self, rank: int) -> None:
         """Another process has taken a worker's place; how far it is it will tell."""

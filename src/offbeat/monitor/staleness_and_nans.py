@@ -12,7 +12,7 @@ from msgspec import Struct
 from offbeat.monitor.calls import call_of
 from offbeat.monitor.history import history_of
 from offbeat.monitor.verdicts import worker_name
-from offbeat.protocols.causality.histories import Computation, Kind, Place
+from offbeat.protocols.causality.histories import Computation, EventKind, EventPosition
 from offbeat.runtime.events.recorder import Mark, Stamp
 from offbeat.runtime.events.servers import PULL, PUSH
 
@@ -151,7 +151,7 @@ def _refused(servers: ServerStamps) -> list[Unfit]:
 
 
 class _Source(NamedTuple):
-    place: Place
+    place: EventPosition
     stamp: Stamp
 
 
@@ -166,7 +166,7 @@ def _came_through(stamps: Stamps, servers: ServerStamps) -> list[Unfit]:
         for process, (_, some) in enumerate(stamps.items())
         for stamp, place in zip(
             (one for one in some if one.mark is Mark.NAN),
-            (Place(process, n) for n, event in enumerate(run.histories[process], 1) if event.what == "nan"),
+            (EventPosition(process, n) for n, event in enumerate(run.histories[process], 1) if event.what == "nan"),
             strict=False,
         )
     ]
@@ -180,8 +180,8 @@ def _told(run: Computation, source: _Source) -> Unfit:
     reached: list[tuple[float, str]] = []
     for process, history in enumerate(run.histories):
         for number, event in enumerate(history, 1):
-            takes = event.kind in (Kind.EXIT, Kind.RECEIVE)
-            if takes and run.happened_before(source.place, Place(process, number)):
+            takes = event.kind in (EventKind.EXIT, EventKind.RECEIVE)
+            if takes and run.happened_before(source.place, EventPosition(process, number)):
                 reached.append((event.time, run.processes[process]))
                 break
     worker = run.processes[source.place.process]

@@ -50,7 +50,7 @@ Stamps = Mapping[int, Sequence[Stamp]]
 ServerStamps = Mapping[str, Sequence[Stamp]]
 
 
-class Late(NamedTuple):
+class LateWorker(NamedTuple):
     """Who was late in one step, and by what."""
 
     step: int
@@ -184,9 +184,9 @@ def _by_design(entry: Event) -> bool:
     return entry.call is not None and entry.call.operation == meeting(WARM_START)
 
 
-def late_steps(stamps: Stamps, servers: ServerStamps | None = None) -> list[Late]:
+def late_steps(stamps: Stamps, servers: ServerStamps | None = None) -> list[LateWorker]:
     """Who was later than anybody else in each step, and by what."""
-    found: list[Late] = []
+    found: list[LateWorker] = []
     for some, served in stretches(stamps, servers or {}):
         history = history_of(some, served)
         found += _by_step(history, arrivals(history), _steps_of(some))
@@ -197,13 +197,15 @@ class _Total:
     """What is known of one worker over several stretches."""
 
     def __init__(self) -> None:
-        self._late: list[Late] = []
-        self._all: list[Late] = []
+        self._late: list[LateWorker] = []
+        self._all: list[LateWorker] = []
         self._lost = self._took = self._without = 0.0
         self.queued: float | None = 0.0
         self._steps = 0
 
-    def add(self, forecast: Forecast, late: Sequence[Arrival], judged: Sequence[Late], waited: float | None) -> None:
+    def add(
+        self, forecast: Forecast, late: Sequence[Arrival], judged: Sequence[LateWorker], waited: float | None
+    ) -> None:
         self._late += [one for one in judged if one.worker == forecast.process]
         self._all += judged
         self.queued = None if self.queued is None or waited is None else self.queued + waited
@@ -246,7 +248,7 @@ class _Total:
         )
 
 
-def _deviations(worker: str, steps: Sequence[Late], workers: int) -> float:
+def _deviations(worker: str, steps: Sequence[LateWorker], workers: int) -> float:
     """How far a worker's lateness is from what chance makes of it if all are late alike, in standard deviations.
 
     The steps are put into some parts, one after the other, so that a spell of bad luck counts once however many steps
@@ -263,7 +265,7 @@ def _deviations(worker: str, steps: Sequence[Late], workers: int) -> float:
 
 def _by_step(
     history: Computation, late: Sequence[Arrival], steps: Mapping[str, Sequence[tuple[float, int]]]
-) -> list[Late]:
+) -> list[LateWorker]:
     """The latest of each step; of a run without steps, of each collective, under negative numbers."""
     found = defaultdict[int, list[Arrival]](list)
     for number, arrival in enumerate(late):
@@ -273,7 +275,7 @@ def _by_step(
     return [_latest(step, some) for step, some in sorted(found.items())]
 
 
-def _latest(step: int, late: Sequence[Arrival]) -> Late:
+def _latest(step: int, late: Sequence[Arrival]) -> LateWorker:
     lateness = defaultdict[str, float](float)
     kinds = defaultdict[str, defaultdict[str, float]](lambda: defaultdict[str, float](float))
     for arrival in late:
@@ -281,7 +283,7 @@ def _latest(step: int, late: Sequence[Arrival]) -> Late:
         for kind, seconds in arrival.by_kind.items():
             kinds[arrival.last][kind] += seconds
     worst = max(lateness, key=lateness.__getitem__)
-    return Late(step, worst, lateness[worst], dict(kinds[worst]))
+    return LateWorker(step, worst, lateness[worst], dict(kinds[worst]))
 
 
 def _step_at(steps: Sequence[tuple[float, int]], now: float) -> int:

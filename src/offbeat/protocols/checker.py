@@ -47,7 +47,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Report(Cost):
+class CheckReport(Cost):
     """What was found out about a schedule that is right."""
 
     lingering: bool
@@ -76,7 +76,7 @@ def _totals(ranks: IntArray, amounts: IntArray, size: int) -> IntArray:
     return np.bincount(ranks, weights=amounts, minlength=size).astype(np.int64)
 
 
-def check(algorithm: Algorithm | tuple[Schedule, Collective], view: View, layout: Layout) -> Report:
+def check(algorithm: Algorithm | tuple[Schedule, Collective], view: View, layout: Layout) -> CheckReport:
     """Prove that a schedule does what its collective promises; raise a ScheduleError that says where it does not."""
     if isinstance(algorithm, Algorithm):
         schedule, collective = algorithm.schedule, algorithm.collective
@@ -85,14 +85,14 @@ def check(algorithm: Algorithm | tuple[Schedule, Collective], view: View, layout
     return _walked(schedule, collective, view, layout, lambda walk: walk.conclude(collective))
 
 
-def check_mixing(schedule: Schedule, matrix: FloatArray, view: View, layout: Layout) -> Report:
+def check_mixing(schedule: Schedule, matrix: FloatArray, view: View, layout: Layout) -> CheckReport:
     """Prove that a schedule leaves rank i with the sum over j of `matrix[i, j]` times what rank j had."""
     return _walked(schedule, Collective.ALL_REDUCE, view, layout, lambda walk: walk.conclude_mixed(matrix))
 
 
 def _walked(
     schedule: Schedule, collective: Collective, view: View, layout: Layout, conclude: Callable[[_Walk], None]
-) -> Report:
+) -> CheckReport:
     rounds = list(schedule(view, layout))
     for number, one in enumerate(rounds):
         _check_form(number, one, view, layout)
@@ -100,7 +100,7 @@ def _walked(
     for number, one in enumerate(rounds):
         walk.take(number, one)
     conclude(walk)
-    return Report(**vars(cost(rounds, view, layout)), lingering=walk.lingering)
+    return CheckReport(**vars(cost(rounds, view, layout)), lingering=walk.lingering)
 
 
 def _check_form(number: int, one: Round, view: View, layout: Layout) -> None:

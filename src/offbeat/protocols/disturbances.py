@@ -67,7 +67,7 @@ class Chance:
 
 
 @dataclass(frozen=True)
-class Kill:
+class KillFault:
     """The process ends at once, by SIGKILL."""
 
     when: AtStep
@@ -82,13 +82,13 @@ class Pause:
 
 
 @dataclass(frozen=True)
-class Pace:
+class PaceFault:
     """Every step takes at least so many seconds, as if computing took longer."""
 
     seconds: float
 
 
-Action = Kill | Pause | Pace
+Action = KillFault | Pause | PaceFault
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def asked(disturbances: Sequence[Disturbance], cast: Mapping[str, int]) -> int:
 
 
 @dataclass
-class Plan:
+class FaultPlan:
     """All that is to happen to one process."""
 
     disturbances: Sequence[Disturbance]
@@ -155,12 +155,12 @@ class Plan:
         """Whether anything will ever happen to it."""
         return bool(self._mine)
 
-    def at(self, step: int) -> list[tuple[int, Kill | Pause]]:
+    def at(self, step: int) -> list[tuple[int, KillFault | Pause]]:
         """What fires when this step begins, with the numbers of the sentences."""
         return [
             (number, action)
             for number, action in self._mine
-            if not isinstance(action, Pace) and self._strikes(number, action.when, step)
+            if not isinstance(action, PaceFault) and self._strikes(number, action.when, step)
         ]
 
     @property
@@ -175,12 +175,12 @@ class Plan:
     @property
     def pace(self) -> float:
         """Seconds that each step takes at least; of several the longest."""
-        return max((action.seconds for _, action in self._mine if isinstance(action, Pace)), default=0.0)
+        return max((action.seconds for _, action in self._mine if isinstance(action, PaceFault)), default=0.0)
 
     @property
     def paces(self) -> list[int]:
         """The numbers of the sentences that set the pace."""
-        return [number for number, action in self._mine if isinstance(action, Pace)]
+        return [number for number, action in self._mine if isinstance(action, PaceFault)]
 
     @property
     def pauses(self) -> bool:
@@ -228,10 +228,10 @@ class _Sentence:
         action = self._action()
         if self._next < len(self._words):
             self._refuse("the end of the sentence")
-        when = None if isinstance(action, Pace) else action.when
+        when = None if isinstance(action, PaceFault) else action.when
         if anyone and not isinstance(when, Chance):
             self._fail(f"'any {role}' is for what happens with a probability. Say which ({role} 0), or all ({role} *)")
-        if isinstance(action, Pace) and role != "worker":
+        if isinstance(action, PaceFault) and role != "worker":
             self._fail(f"a {role} computes no steps, so it has no pace. Pause it instead")
         return Disturbance(self._text.strip(), role, rank, action)
 
@@ -245,9 +245,9 @@ class _Sentence:
     def _action(self) -> Action:
         verb = self._one_of("kill", "pause", "stop", "pace")
         if verb == "kill":
-            return Kill(self._at_step())
+            return KillFault(self._at_step())
         seconds = self._seconds()
-        return Pace(seconds) if verb == "pace" else Pause(seconds, self._when(seconds))
+        return PaceFault(seconds) if verb == "pace" else Pause(seconds, self._when(seconds))
 
     def _when(self, pause: float) -> AtStep | Every | Chance:
         if self._word() == "at":

@@ -61,7 +61,7 @@ def sum_in_memory(nbytes: int, itemsize: int, own_blocks: bool = False) -> Excha
     return Exchanged(what="all_reduce", by="two_shot", nbytes=nbytes, itemsize=itemsize)
 
 
-class Gradient(NamedTuple):
+class GradientShape(NamedTuple):
     """What is to be known of a gradient to say how it is summed."""
 
     kind: Hashable
@@ -81,7 +81,7 @@ class SumsInMemory(NamedTuple):
     """What that is, in the same order."""
 
 
-def sums_in_memory(gradients: Sequence[Gradient], by: Callable[[int], str], own_blocks: bool) -> SumsInMemory:
+def sums_in_memory(gradients: Sequence[GradientShape], by: Callable[[int], str], own_blocks: bool) -> SumsInMemory:
     """Plan the sums of these gradients; `by` says which algorithm sums a row of so many bytes."""
     found: dict[tuple[bool, Hashable], list[int]] = {}
     for number, gradient in enumerate(gradients):

@@ -38,7 +38,7 @@ _FOREIGN: Final = re.compile(r"[^ -~]|[#\\]")
 
 
 @dataclass(frozen=True)
-class Reference:
+class ClassReference:
     """A class of people's own: where it is defined and what it is called."""
 
     source: str
@@ -48,21 +48,21 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Source:
+class ParsedText:
     """A text, parsed."""
 
     text: str
     """As it was given, on one line."""
     body: ast.expr
     """What Python's parser made of it."""
-    references: Mapping[int, Reference]
+    references: Mapping[int, ClassReference]
     """People's own classes, by the column they start at."""
     noun: str
     """What it is the text of."""
     failure: type[UsageError]
     """What is raised where it is wrong."""
 
-    def reference_at(self, node: ast.expr) -> Reference | None:
+    def reference_at(self, node: ast.expr) -> ClassReference | None:
         """The class of people's own that stands here, if there is one."""
         return self.references.get(node.col_offset)
 
@@ -110,7 +110,7 @@ def read(
     noun: str = "strategy",
     failure: type[UsageError] = StrategyError,
     example: str = "`allreduce` or `ddp + accumulate(4)`",
-) -> Source:
+) -> ParsedText:
     """Parse a text; whatever cannot be parsed is an error of the kind asked for."""
     if len(text) > LONGEST:
         raise failure(f"A {noun} of {len(text):,} characters is too long to be one; {LONGEST:,} are allowed.")
@@ -123,7 +123,7 @@ def read(
         return failure(_pointed(text, start, stop, noun, message))
 
     _check_characters(text, plain, noun, wrong)
-    return Source(text, _parsed(plain, noun, wrong), references, noun, failure)
+    return ParsedText(text, _parsed(plain, noun, wrong), references, noun, failure)
 
 
 Value = int | float | str
@@ -147,7 +147,7 @@ def calls(text: str, noun: str, example: str) -> list[tuple[str, tuple[Value, ..
     return found
 
 
-def _value(source: Source, node: ast.expr) -> Value:
+def _value(source: ParsedText, node: ast.expr) -> Value:
     value = node.id if isinstance(node, ast.Name) else getattr(node, "value", None)
     if isinstance(value, str | int | float) and not isinstance(value, bool) and value != math.inf:
         return value
@@ -174,14 +174,14 @@ def _short(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _without_references(text: str) -> tuple[str, dict[int, Reference]]:
+def _without_references(text: str) -> tuple[str, dict[int, ClassReference]]:
     plain = text
-    references: dict[int, Reference] = {}
+    references: dict[int, ClassReference] = {}
     for match in _REFERENCE.finditer(text):
         start, stop = match.span("reference")
         # `lambda:x` is not a module, but an expression to be refused as such.
         if not keyword.iskeyword(match["source"]):
-            references[start] = Reference(match["source"], match["cls"])
+            references[start] = ClassReference(match["source"], match["cls"])
             plain = plain[:start] + "_" * (stop - start) + plain[stop:]
     return plain, references
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from offbeat.errors import CheckpointError, OutputError, RunError, TaskError, UsageError, VerdictError
-from offbeat.monitor import LASTING, STRAGGLER, Verdict, Watch
+from offbeat.monitor import LASTING, STRAGGLER, LiveWatch, Verdict
 from offbeat.protocols.disturbances import asked, check
 from offbeat.run.compression_payoff import verdict
 from offbeat.run.job import (
@@ -39,9 +39,9 @@ from offbeat.runtime.launch import (
     EVERYWHERE,
     PRELOAD,
     Launcher,
-    Outcome,
     PrivateStore,
     Role,
+    RoleOutcome,
     private_store,
     serve_store,
     threads_for,
@@ -54,7 +54,7 @@ from offbeat.runtime.run.result import Result, failure
 from offbeat.runtime.run.settings import Goal
 from offbeat.runtime.system.capacity import check_room
 from offbeat.strategies import Strategy
-from offbeat.task import AnyTask, Reference, reference_to
+from offbeat.task import AnyTask, TaskReference, reference_to
 
 WARM = (
     *PRELOAD,
@@ -154,7 +154,7 @@ def fit(
     return drive(job, launcher=launcher, watcher=watcher)
 
 
-def _reference(task: AnyTask | str) -> Reference:
+def _reference(task: AnyTask | str) -> TaskReference:
     if isinstance(task, str):
         found = target_of(task, ())
         if isinstance(found, Script):
@@ -213,7 +213,7 @@ def _launch(
     collected: _Collected,
     there: Placed | None,
 ) -> None:
-    watch = Watch(folder.path, job.workers) if job.goal.watch else None
+    watch = LiveWatch(folder.path, job.workers) if job.goal.watch else None
     try:
         with serving(job, folder, there) as servers:
 
@@ -225,7 +225,7 @@ def _launch(
                 for new in servers.renewals():
                     starter.add(new)
 
-            def ended(outcome: Outcome) -> None:
+            def ended(outcome: RoleOutcome) -> None:
                 servers.ended(outcome)
                 if watch is not None:
                     watch.ended(outcome)
@@ -256,7 +256,7 @@ def _launch(
         raise
 
 
-def _look(watch: Watch | None, folder: RunFolder, watcher: Watcher) -> None:
+def _look(watch: LiveWatch | None, folder: RunFolder, watcher: Watcher) -> None:
     """End a run that can never go on; say of one that may."""
     found = None if watch is None else watch.look()
     if found is None:
@@ -268,7 +268,7 @@ def _look(watch: Watch | None, folder: RunFolder, watcher: Watcher) -> None:
         folder.write(verdict=found.plain())
 
 
-def _conclude(watch: Watch, folder: RunFolder, error: BaseException) -> None:
+def _conclude(watch: LiveWatch, folder: RunFolder, error: BaseException) -> None:
     """Keep the verdict on a run that has failed; raise it if the failure only followed from it."""
     if isinstance(error, VerdictError):
         folder.write(verdict=error.verdict)

@@ -21,7 +21,7 @@ from offbeat.runtime.run.settings import Goal, Target
 from offbeat.runtime.run.untrusted_files import is_file, is_folder, is_there
 from offbeat.runtime.state.checkpoint import newest, newest_step
 from offbeat.strategies import combined, parse
-from offbeat.task import AnyTask, IterativeTask, Reference, Task
+from offbeat.task import AnyTask, IterativeTask, Task, TaskReference
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Script:
 class Job:
     """What is to be run, how, and where it leaves its traces."""
 
-    what: Script | Reference
+    what: Script | TaskReference
     """A script or a task."""
     goal: Goal
     """How far, and with what."""
@@ -65,7 +65,7 @@ class Job:
         agreed_workers(self.hosts, self.workers, self.workers)
 
 
-def target_of(text: str, arguments: tuple[str, ...]) -> Script | Reference:
+def target_of(text: str, arguments: tuple[str, ...]) -> Script | TaskReference:
     """What a command-line target means: a script (`file.py`), or a task (`file.py:Class`, or a module)."""
     source, _, name = text.partition(":")
     if source.endswith(".py"):
@@ -79,7 +79,7 @@ def target_of(text: str, arguments: tuple[str, ...]) -> Script | Reference:
             f"{text!r} is neither a Python file nor a module. Give `file.py`, `file.py:Class` or e.g. "
             f"offbeat.tasks.digits."
         )
-    plain = Reference(source, name or None)
+    plain = TaskReference(source, name or None)
     return dataclasses.replace(plain, arguments=_constructor_arguments(plain, arguments))
 
 
@@ -88,7 +88,7 @@ def _is_no_module(path: Path) -> bool:
     return is_file(path) or (is_folder(path) and not is_there(path / "__init__.py"))
 
 
-def _constructor_arguments(reference: Reference, arguments: tuple[str, ...]) -> dict[str, Any]:
+def _constructor_arguments(reference: TaskReference, arguments: tuple[str, ...]) -> dict[str, Any]:
     """`--name value --flag` after `--`, as keyword arguments of the task's class; values that are JSON are read so."""
     found: dict[str, Any] = {}
     waiting = list(arguments)
@@ -129,7 +129,7 @@ def resolve(job: Job) -> Job:
     # A script may say its own to offbeat.init(), or know nothing of offbeat: what it does is heard when it does it.
     own = isinstance(job.what, Script) and goal.strategy is None
     changes: dict[str, Any] = {} if own else {"strategy": str(strategy)}
-    if isinstance(job.what, Reference):
+    if isinstance(job.what, TaskReference):
         task = job.what.build()
         changes |= _from_task(task, goal)
         if isinstance(task, IterativeTask) and goal.replace:
@@ -243,7 +243,7 @@ def _budget(told: Mapping[str, Any]) -> dict[str, Any]:
     return {"steps": None} if "epochs" in told and "steps" not in told else {}
 
 
-def short_name(what: Script | Reference) -> str:
+def short_name(what: Script | TaskReference) -> str:
     """A name for the run's folder: a file's without where it is."""
     if isinstance(what, Script):
         return Path(what.path).stem
@@ -251,19 +251,19 @@ def short_name(what: Script | Reference) -> str:
     return f"{source}-{what.name}" if what.name else source
 
 
-def plain_target(what: Script | Reference) -> dict[str, Any]:
+def plain_target(what: Script | TaskReference) -> dict[str, Any]:
     """What is run, as JSON data."""
     if isinstance(what, Script):
         return {"script": what.path, "arguments": list(what.arguments)}
     return {"task": dataclasses.asdict(what)}
 
 
-def target_from_plain(data: Mapping[str, Any]) -> Script | Reference:
+def target_from_plain(data: Mapping[str, Any]) -> Script | TaskReference:
     """From JSON data, which a file has given."""
     try:
         if "script" in data:
             return Script(data["script"], msgspec.convert(data["arguments"], tuple[str, ...]))
-        return msgspec.convert(data["task"], Reference)
+        return msgspec.convert(data["task"], TaskReference)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{dict(data)} does not say which script or task was run ({error!r}).") from error
 
@@ -277,4 +277,4 @@ def named(what: Mapping[str, Any]) -> str:
     """Such data in words."""
     if "script" in what:
         return " ".join([what["script"], *what["arguments"]])
-    return f"{Reference(**what['task'])} {what['task']['arguments'] or ''}".rstrip()
+    return f"{TaskReference(**what['task'])} {what['task']['arguments'] or ''}".rstrip()

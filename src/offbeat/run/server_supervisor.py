@@ -15,7 +15,7 @@ from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import place_of, server_name, worker_name
 from offbeat.run.job import Job, identity_of
 from offbeat.runtime.hosts import Placed
-from offbeat.runtime.launch import Outcome, Role, obituary
+from offbeat.runtime.launch import Role, RoleOutcome, obituary
 from offbeat.runtime.run.folder import RunFolder
 from offbeat.strategies import combined, parse
 from offbeat.strategies.worker.exchange import Exchanging
@@ -23,7 +23,7 @@ from offbeat.strategies.worker.exchange import Exchanging
 if TYPE_CHECKING:
     from offbeat.protocols.servers.snapshots import GivenUp, Snapshot
     from offbeat.runtime.servers.coordination import Coordination
-    from offbeat.runtime.servers.plan import Plan
+    from offbeat.runtime.servers.plan import ServerPlan
 
 
 def servers_of(job: Job) -> tuple[int, int, Rule] | None:
@@ -45,7 +45,7 @@ class Serving:
     """The servers of one run, and their coordinator; of most runs there are none."""
 
     def __init__(
-        self, plan: Plan | None = None, coordination: Coordination | None = None, placed: Placed | None = None
+        self, plan: ServerPlan | None = None, coordination: Coordination | None = None, placed: Placed | None = None
     ) -> None:
         self.plan, self._coordination, self._placed = plan, coordination, placed
         self._declared: dict[str, float] = {}
@@ -117,7 +117,7 @@ class Serving:
                 new.append(self._make(rank, self._homes(plan)[home_of(shard, replica, plan)]))
         return new
 
-    def _next_replica(self, shard: int, dead: int, plan: Plan) -> int | None:
+    def _next_replica(self, shard: int, dead: int, plan: ServerPlan) -> int | None:
         """The number of a new copy, or None if there were enough: one that puts it where the dead one was.
 
         So copies of a shard stay on different hosts, as they were.
@@ -139,7 +139,7 @@ class Serving:
         """Servers that were declared dead, and such as have ended before anybody knew them."""
         return [name for name in [*self.died, *self._ended] if place_of(name) is not None]
 
-    def _homes(self, plan: Plan) -> list[Path | None]:
+    def _homes(self, plan: ServerPlan) -> list[Path | None]:
         """The network that each server is on."""
         count = plan.shards * (plan.replicas + 1)
         if self._placed is None:
@@ -164,7 +164,7 @@ class Serving:
             self._declared[name] = float("inf")
         return overdue
 
-    def ended(self, outcome: Outcome) -> None:
+    def ended(self, outcome: RoleOutcome) -> None:
         """A process of the run has ended."""
         plan = self.plan
         if plan is None or self._coordination is None:
@@ -183,7 +183,7 @@ class Serving:
             self._ended[str(role)] = obituary(outcome)
             self._coordination.ended(str(role))
 
-    def replacement(self, outcome: Outcome, most: int) -> Role | None:
+    def replacement(self, outcome: RoleOutcome, most: int) -> Role | None:
         """A new worker for one that has died, if there are to be so many and others work on, who can let it in."""
         role = outcome.role
         gone = outcome.signal is not None or (outcome.exit_code == 0 and str(role) in self.died)
@@ -236,16 +236,16 @@ class Serving:
         return [how for name, how in self._ended.items() if name in names][-1:]
 
 
-def _replicas(plan: Plan) -> list[tuple[int, int]]:
+def _replicas(plan: ServerPlan) -> list[tuple[int, int]]:
     return [(shard, replica) for shard in range(plan.shards) for replica in range(plan.replicas + 1)]
 
 
-def home_of(shard: int, replica: int, plan: Plan) -> int:
+def home_of(shard: int, replica: int, plan: ServerPlan) -> int:
     """Which of the first server processes a later one is to be beside: that whose number it has, modulo the copies."""
     return shard * (plan.replicas + 1) + replica % (plan.replicas + 1)
 
 
-def _was_asked_to_end(outcome: Outcome) -> bool:
+def _was_asked_to_end(outcome: RoleOutcome) -> bool:
     return outcome.error is not None and outcome.error.type_name == KeyboardInterrupt.__name__
 
 
@@ -256,21 +256,21 @@ def serving(job: Job, folder: RunFolder, placed: Placed | None = None) -> Genera
     if needs is None:
         yield Serving()
         return
-    from offbeat.protocols.servers.messages import COORDINATOR, Timing
+    from offbeat.protocols.servers.messages import COORDINATOR, Timeouts
     from offbeat.runtime.messages import private_directory
     from offbeat.runtime.servers.coordination import Coordination
-    from offbeat.runtime.servers.plan import Plan
+    from offbeat.runtime.servers.plan import ServerPlan
 
     shards, replicas, rule = needs
     with private_directory() as sockets:
-        plan = Plan(
+        plan = ServerPlan(
             workers=job.workers,
             shards=shards,
             replicas=replicas,
             rule=rule,
             folder=str(sockets),
             # A process that ends is heard of at once; one that has much to read before it begins is not dead.
-            timing=Timing(startup=STARTUP + job.goal.timeout),
+            timing=Timeouts(startup=STARTUP + job.goal.timeout),
         )
         plan = plan if placed is None else spread(plan, placed)
         with nullcontext() if placed is None else placed.inside():
@@ -329,7 +329,7 @@ SILENCE = 3.0
 """Seconds without a sign of life between hosts: it may stand in a queue behind numbers."""
 
 
-def spread(plan: Plan, placed: Placed) -> Plan:
+def spread(plan: ServerPlan, placed: Placed) -> ServerPlan:
     """The plan for several hosts: addresses there, keys that were made for this run, and patience for slow links."""
     from offbeat.protocols.servers.messages import COORDINATOR, worker_name
     from offbeat.runtime.messages import Keys

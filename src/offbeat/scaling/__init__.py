@@ -1,17 +1,17 @@
 """How far more workers carry, and how large a batch may be: short runs, measured, and what follows from them."""
 
-from offbeat.scaling._batch_size import BatchSize, Stage, Way, batch_size
+from offbeat.scaling._batch_size import BatchSize, DiversityMethod, RunStage, batch_size
 from offbeat.scaling._noise import Noise, largest_batch, noise_of, worth
-from offbeat.scaling._scale import Point, Predicted, Scaling, scale
+from offbeat.scaling._scale import Predicted, ScalePoint, Scaling, scale
 
 __all__ = [
     "BatchSize",
+    "DiversityMethod",
     "Noise",
-    "Point",
     "Predicted",
+    "RunStage",
+    "ScalePoint",
     "Scaling",
-    "Stage",
-    "Way",
     "batch_size",
     "largest_batch",
     "noise_of",

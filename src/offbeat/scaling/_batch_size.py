@@ -16,7 +16,7 @@ from offbeat.runtime.gradients.noise import read_gradients
 from offbeat.runtime.launch import Launcher
 from offbeat.scaling._noise import DELTA, Noise, by_samples, largest_batch, noise_of, worth
 from offbeat.scaling._runs import Tell, check_budget, is_iterative, nobody, runs_of
-from offbeat.statistics import Estimate, Plain
+from offbeat.statistics import Estimate, JsonData
 from offbeat.task import AnyTask
 
 STAGES = 5
@@ -28,7 +28,7 @@ _STEPS_IN_A_STAGE = 10
 
 
 @dataclass(frozen=True)
-class Stage(Plain):
+class RunStage(JsonData):
     """Some consecutive steps of the run."""
 
     first: int
@@ -42,7 +42,7 @@ class Stage(Plain):
 
 
 @dataclass(frozen=True)
-class Way(Plain):
+class DiversityMethod(JsonData):
     """One way to raise diversity, at the end of the run, by the gradients of single examples."""
 
     name: str
@@ -53,7 +53,7 @@ class Way(Plain):
 
 
 @dataclass(frozen=True)
-class BatchSize(Plain):
+class BatchSize(JsonData):
     """The noise in gradients over a short run, and what it means for the batch."""
 
     target: str
@@ -70,30 +70,30 @@ class BatchSize(Plain):
     """How many the training data has; None if only going through it would tell."""
     delta: float
     """How much less than all an example of the largest batch may count: 1 / (1 + delta)."""
-    stages: tuple[Stage, ...]
+    stages: tuple[RunStage, ...]
     """Noise in the order of the run."""
-    ways: tuple[Way, ...] = ()
+    ways: tuple[DiversityMethod, ...] = ()
     """Ways to raise diversity, where single examples were asked for."""
     warnings: tuple[str, ...] = ()
     """What is to be borne in mind."""
 
-    def largest(self, stage: Stage, delta: float | None = None) -> Estimate:
+    def largest(self, stage: RunStage, delta: float | None = None) -> Estimate:
         """The largest batch that makes almost proportional progress in a stage, and no more than all data."""
         top = math.inf if self.examples is None else float(self.examples)
         chosen = self.delta if delta is None else delta
         return stage.noise.mapped(lambda noise: min(top, largest_batch(noise, chosen)))
 
-    def diversity(self, stage: Stage) -> Estimate | None:
+    def diversity(self, stage: RunStage) -> Estimate | None:
         """Gradient diversity, (1 + noise scale) / n; None if n is not known."""
         count = self.examples
         return None if count is None else stage.noise.mapped(lambda noise: (1 + noise) / count)
 
-    def useful_workers(self, stage: Stage) -> Estimate:
+    def useful_workers(self, stage: RunStage) -> Estimate:
         """How many workers that batch keeps busy, each with as many examples as a worker of this run would usually."""
         each = self.usual / self.workers
         return self.largest(stage).mapped(lambda batch: batch if math.isinf(batch) else max(1.0, batch // each))
 
-    def worth(self, stage: Stage) -> Estimate:
+    def worth(self, stage: RunStage) -> Estimate:
         """What an example of the usual batch counts for, of what one alone would."""
         return stage.noise.mapped(lambda noise: worth(self.usual, noise))
 
@@ -191,8 +191,8 @@ def _concluded(target: str, workers: int, times: int, delta: float, found: Mappi
     )
 
 
-def _stages(noise: Noise, checks: Sequence[Mapping[str, Any]]) -> tuple[Stage, ...]:
-    stages: list[Stage] = []
+def _stages(noise: Noise, checks: Sequence[Mapping[str, Any]]) -> tuple[RunStage, ...]:
+    stages: list[RunStage] = []
     first = 1
     for part in noise.stages(STAGES):
         last = first + len(part) - 1
@@ -201,20 +201,20 @@ def _stages(noise: Noise, checks: Sequence[Mapping[str, Any]]) -> tuple[Stage, .
         if inside:
             spread, square = by_samples(inside)
             checked = spread / max(square, 1e-300)
-        stages.append(Stage(first, last, part.scale(), checked))
+        stages.append(RunStage(first, last, part.scale(), checked))
         first = last + 1
     return tuple(stages)
 
 
-def _ways(checks: Sequence[Mapping[str, Any]]) -> tuple[Way, ...]:
+def _ways(checks: Sequence[Mapping[str, Any]]) -> tuple[DiversityMethod, ...]:
     compared: Mapping[str, Mapping[str, float]] = next((one["ways"] for one in reversed(checks) if "ways" in one), {})
     return tuple(
-        Way(name, one["examples"] * one["squares"] / max(one["joint"], 1e-300), one["cosine"])
+        DiversityMethod(name, one["examples"] * one["squares"] / max(one["joint"], 1e-300), one["cosine"])
         for name, one in compared.items()
     )
 
 
-def _warnings(stages: Sequence[Stage], batch: float, examples: int | None) -> list[str]:
+def _warnings(stages: Sequence[RunStage], batch: float, examples: int | None) -> list[str]:
     said: list[str] = []
     if any(math.isinf(stage.noise.high) for stage in stages):
         said.append(

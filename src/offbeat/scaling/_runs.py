@@ -14,7 +14,7 @@ from offbeat.run.drive import WARM, Result, drive
 from offbeat.run.job import Job, Script, target_of
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.settings import Goal
-from offbeat.task import AnyTask, IterativeTask, Reference, reference_to
+from offbeat.task import AnyTask, IterativeTask, TaskReference, reference_to
 
 FIRST_STEPS = 20
 """Steps of the first run, which warms up and tells how long a step takes."""
@@ -36,7 +36,7 @@ def nobody(text: str) -> None:
 class Runs:
     """Short runs of one target."""
 
-    what: Script | Reference
+    what: Script | TaskReference
     launcher: Launcher
     out: Path
     threads: int
@@ -90,9 +90,9 @@ def runs_of(
         yield Runs(what, starter, Path(folder), threads, seed)
 
 
-def is_iterative(what: Script | Reference) -> bool:
+def is_iterative(what: Script | TaskReference) -> bool:
     """Whether it is a task that is not gradient descent."""
-    return isinstance(what, Reference) and issubclass(what.find(), IterativeTask)
+    return isinstance(what, TaskReference) and issubclass(what.find(), IterativeTask)
 
 
 def busy_seconds(result: Result) -> float:

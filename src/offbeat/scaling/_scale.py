@@ -17,7 +17,7 @@ from offbeat.run.drive import Result
 from offbeat.runtime.launch import Launcher
 from offbeat.scaling._runs import Runs, Tell, busy_seconds, check_budget, is_iterative, nobody, runs_of
 from offbeat.simulate.laws import Amdahl, Gunther, fit_amdahl, fit_gunther
-from offbeat.statistics import Estimate, Plain, paired_ratio
+from offbeat.statistics import Estimate, JsonData, paired_ratio
 from offbeat.strategies import Strategy, combined, parse
 from offbeat.strategies._base import Combined
 from offbeat.task import AnyTask
@@ -29,7 +29,7 @@ _SAME = 0.02
 
 
 @dataclass(frozen=True)
-class Point(Plain):
+class ScalePoint(JsonData):
     """One number of workers, measured."""
 
     workers: int
@@ -63,7 +63,7 @@ class Point(Plain):
 
 
 @dataclass(frozen=True)
-class Predicted(Plain):
+class Predicted(JsonData):
     """A number of workers that was not measured, by the law that was fitted to others."""
 
     workers: int
@@ -75,7 +75,7 @@ class Predicted(Plain):
 
 
 @dataclass(frozen=True)
-class Scaling(Plain):
+class Scaling(JsonData):
     """Measured speed-ups, the laws that they follow, and what those predict."""
 
     target: str
@@ -94,7 +94,7 @@ class Scaling(Plain):
     """Cores that there are."""
     unit: str
     """What rates count: examples, or steps where nobody counts examples."""
-    points: tuple[Point, ...]
+    points: tuple[ScalePoint, ...]
     """What was measured."""
     amdahl: Amdahl | None
     """The fit of Amdahl's law; None with fewer than two numbers of workers."""
@@ -215,7 +215,7 @@ def _concluded(
         for count, results in found.items()
     }
     points = tuple(
-        Point(count, tuple(each), paired_ratio(each, rates[1]), count > 1 and count * threads > cores)
+        ScalePoint(count, tuple(each), paired_ratio(each, rates[1]), count > 1 and count * threads > cores)
         for count, each in rates.items()
     )
     listed = [(count, rate) for count, each in rates.items() for rate in each]
@@ -285,7 +285,7 @@ def _of_laws(scaling: Scaling) -> list[str]:
     return said
 
 
-def _misses(law: Amdahl | Gunther, point: Point) -> bool:
+def _misses(law: Amdahl | Gunther, point: ScalePoint) -> bool:
     """Whether the law and the measured point have no value in common."""
     said = law.speedup(point.workers)
     return point.workers > 1 and not (said.low <= point.speedup.high and point.speedup.low <= said.high)

@@ -2,14 +2,14 @@
 
 from offbeat.simulate.algorithm_ranking import Comparison, Crossover, compare_collectives
 from offbeat.simulate.compressed import compressed_sum_time
-from offbeat.simulate.fit import Cost, Regimes, cost_of, fit_link, fit_regimes
+from offbeat.simulate.fit import CostTerms, Regimes, cost_of, fit_link, fit_regimes
 from offbeat.simulate.local_steps import gossip_step_time, local_step_time
 from offbeat.simulate.network import Link, Network, Ports
 from offbeat.simulate.schedules import Trace, finish_times, trace
 
 __all__ = [
     "Comparison",
-    "Cost",
+    "CostTerms",
     "Crossover",
     "Link",
     "Network",

@@ -14,7 +14,7 @@ from offbeat.protocols.collectives import ALGORITHMS, Algorithm, Collective
 from offbeat.protocols.schedule import Layout, View
 from offbeat.simulate.curves import Curve, curve, played
 from offbeat.simulate.network import Network
-from offbeat.statistics import Plain
+from offbeat.statistics import JsonData
 
 TIE = 1e-9
 """Times that differ by less, relatively, are equal; the algorithm that is listed first then counts as the best."""
@@ -34,7 +34,7 @@ class Crossover:
 
 
 @dataclass(frozen=True)
-class Comparison(Plain):
+class Comparison(JsonData):
     """Times of all algorithms of a collective by size, and who wins where."""
 
     collective: Collective

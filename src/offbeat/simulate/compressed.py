@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from offbeat.protocols.compression import Way
+from offbeat.protocols.compression import SumMethod
 from offbeat.protocols.exchanges import Exchanged
 from offbeat.protocols.schedule import View
 from offbeat.simulate.network import Network
 from offbeat.simulate.schedules import finish_times
 
 
-def exchange_of(nbytes: int, way: Way) -> Exchanged:
+def exchange_of(nbytes: int, way: SumMethod) -> Exchanged:
     """The sum of what each worker brings in `nbytes` bytes, between hosts: gathered by all, or summed on the way."""
-    return Exchanged(what="all_gather" if way is Way.GATHER else "all_reduce", by="ring", nbytes=nbytes)
+    return Exchanged(what="all_gather" if way is SumMethod.GATHER else "all_reduce", by="ring", nbytes=nbytes)
 
 
-def compressed_sum_time(nbytes: int, way: Way, workers: int, network: Network) -> float:
+def compressed_sum_time(nbytes: int, way: SumMethod, workers: int, network: Network) -> float:
     """Seconds until all workers, each on a host of its own, have the sum of what each brings in `nbytes` bytes.
 
     Letters that cannot be summed on the way travel round a ring, from everybody to everybody; others are summed by the

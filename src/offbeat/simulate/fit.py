@@ -23,7 +23,7 @@ from offbeat.simulate.schedules import finish_times
 from offbeat.statistics import not_negative
 
 
-class Cost(NamedTuple):
+class CostTerms(NamedTuple):
     """What stands beside alpha, beta, gamma and copy in a schedule's time."""
 
     hops: float
@@ -36,11 +36,11 @@ class Cost(NamedTuple):
     """Bytes copied, one after the other."""
 
 
-def cost_of(schedule: Schedule, view: View, layout: Layout) -> Cost:
+def cost_of(schedule: Schedule, view: View, layout: Layout) -> CostTerms:
     """What a schedule costs: its time where only latency, only moving, only reducing, or only copying takes any."""
     units = (Link(1, 0), Link(0, 1), Link(0, 0, 1), Link(0, 0, 0, 1))
     times = (finish_times(schedule(view, layout), view, layout, Network.uniform(unit)) for unit in units)
-    return Cost(*(float(each.max()) for each in times))
+    return CostTerms(*(float(each.max()) for each in times))
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Regimes:
         return Link(self.alpha, float(np.dot(_shares(size, self.knots), self.betas)), self.gamma, self.copy)
 
 
-def fit_link(sizes: Sequence[int], seconds: Sequence[float], costs: Sequence[Cost]) -> Link:
+def fit_link(sizes: Sequence[int], seconds: Sequence[float], costs: Sequence[CostTerms]) -> Link:
     """The link under which schedules of these costs would take these times, as nearly as can be."""
     return fit_regimes(sizes, seconds, costs).link(max(sizes, default=1))
 
@@ -70,7 +70,7 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float], costs: Sequence[Cos
 def fit_regimes(
     sizes: Sequence[int],
     seconds: Sequence[float],
-    costs: Sequence[Cost],
+    costs: Sequence[CostTerms],
     knots: Sequence[int] = (),
     calls: bool = False,
 ) -> Regimes:

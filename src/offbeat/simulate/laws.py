@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from offbeat.errors import UsageError
-from offbeat.statistics import CONFIDENCE, Estimate, Floats, Plain, furthest, not_negative, student
+from offbeat.statistics import CONFIDENCE, Estimate, Floats, JsonData, furthest, not_negative, student
 
 _GRID = 81
 """Values of each parameter that are tried for what follows from both."""
@@ -56,7 +56,7 @@ def gunther_peak(sigma: float, kappa: float) -> float:
 
 
 @dataclass(frozen=True)
-class Amdahl(Plain):
+class Amdahl(JsonData):
     """Amdahl's law, fitted."""
 
     f: Estimate

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final
 
 from offbeat.errors import MachineError, UsageError, did_you_mean
 from offbeat.protocols.machine import Done, Ended, Machine, Name, Received, Timer
-from offbeat.simulate.machines import Fault, Happening, Kill, Network, Partition, Sent, Simulation, Stop
+from offbeat.simulate.machines import Fault, Happening, Kill, LossyNetwork, Partition, Sent, Simulation, Stop
 
 FAULTS: Final = ("delay", "reorder", "loss", "duplicate", "stop", "partition", "kill")
 """What may happen: messages are slow, overtake each other, are lost or doubled; processes stop, are cut off, die."""
@@ -62,7 +62,7 @@ class MachineContract:
 class Weather:
     """The faults of one run."""
 
-    network: Network
+    network: LossyNetwork
     faults: tuple[Fault, ...]
 
     @classmethod
@@ -71,7 +71,7 @@ class Weather:
         chance = Random(seed * 2_654_435_761 + 1)  # noqa: S311 - faults to be repeated, not secrets
         kinds = {kind for kind in contract.survives if seed and chance.random() < 0.5}
         until = contract.calm
-        network = Network(
+        network = LossyNetwork(
             delay=chance.uniform(0.001, 0.2) if "delay" in kinds else 0.001,
             jitter=chance.uniform(0.005, 0.3) if "reorder" in kinds else 0.0,
             loss=chance.uniform(0.02, 0.3) if "loss" in kinds else 0.0,

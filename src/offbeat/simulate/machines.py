@@ -55,7 +55,7 @@ Perform = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
-class Network:
+class LossyNetwork:
     """What happens to messages. Each takes its own time, so one may overtake another."""
 
     delay: float = 0.001
@@ -132,7 +132,7 @@ class Simulation:
         machines: Iterable[Machine],
         *,
         seed: int = 0,
-        network: Network | None = None,
+        network: LossyNetwork | None = None,
         faults: Sequence[Fault] = (),
         perform: Mapping[Name, Perform] | None = None,
         observer: Name = "coordinator",
@@ -144,7 +144,7 @@ class Simulation:
         self.lost = 0
         """Messages that never arrived."""
         self._random = Random(seed)  # noqa: S311 - faults to be repeated, not secrets
-        self._network = network or Network()
+        self._network = network or LossyNetwork()
         self._perform = dict(perform or {})
         self._observer = observer
         self._log = log

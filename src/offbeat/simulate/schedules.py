@@ -46,7 +46,7 @@ class Transfer(NamedTuple):
     """When the receiver has all of it."""
 
 
-class Work(NamedTuple):
+class ComputeWork(NamedTuple):
     """What a rank's processor did in a round."""
 
     round: int
@@ -68,7 +68,7 @@ class Trace:
     """How much of that it only waited for another rank to be ready."""
     transfers: tuple[Transfer, ...]
     """What passed ports, in the order of rounds."""
-    work: tuple[Work, ...]
+    work: tuple[ComputeWork, ...]
     """What took time of processors, in the order of rounds."""
 
     @property
@@ -133,7 +133,7 @@ class TraceLog:
     def __init__(self, itemsize: int) -> None:
         self.round = 0
         self.transfers: list[Transfer] = []
-        self.work: list[Work] = []
+        self.work: list[ComputeWork] = []
         self._itemsize = itemsize
 
     def transfer(self, op: Op, source: IntArray, target: IntArray, lengths: IntArray, times: tuple[Times, ...]) -> None:
@@ -149,7 +149,7 @@ class TraceLog:
         """Work of processors in the round that is played."""
         starts, lasts = (np.broadcast_to(one[:, 0], len(target)).tolist() for one in (begin, duration))
         for rank, start, took in zip(target.tolist(), starts, lasts, strict=True):
-            self.work.append(Work(self.round, rank, start, start + took))
+            self.work.append(ComputeWork(self.round, rank, start, start + took))
 
 
 class Clockwork:

@@ -16,12 +16,12 @@ from offbeat.protocols.machine import Machine, Name
 from offbeat.protocols.schedule import Layout, Op, Schedule, View
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.worker.rhythm import RhythmOf
-from offbeat.simulate.machines import Network as Delays
+from offbeat.simulate.machines import LossyNetwork as Delays
 from offbeat.simulate.machines import Perform, Sent, Simulation
 from offbeat.simulate.network import Link, Network
 from offbeat.simulate.queues import Times
 from offbeat.simulate.schedules import Trace, trace
-from offbeat.simulate.servers.events import Drive, Ports, Worker
+from offbeat.simulate.servers.events import Drive, ServerPorts, Worker
 
 PULLED = "values"
 """What servers send."""
@@ -189,7 +189,7 @@ class _Passage(NamedTuple):
     through: float
 
 
-class _LoggedPorts(Ports):
+class _LoggedPorts(ServerPorts):
     """Remembers when the last push or pull held which port."""
 
     def __init__(self, link: Link, nbytes: int, servers: int, pushed: int) -> None:

@@ -20,7 +20,7 @@ from urllib.parse import quote
 from offbeat.errors import StrategyError
 from offbeat.strategies.language.fields import (
     Setting,
-    Written,
+    TextValue,
     fields_of,
     require,
     require_bucket,
@@ -83,7 +83,7 @@ class Traits:
 
 
 @dataclass(frozen=True)
-class Strategy(Written):
+class Strategy(TextValue):
     """The base of all strategies: a frozen dataclass whose fields are the arguments in its brackets."""
 
     axis: ClassVar[Axis]

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import unserializable_hook
 
 from offbeat.errors import RunError, StrategyError
-from offbeat.protocols.compression import Format
+from offbeat.protocols.compression import RowFormat
 from offbeat.protocols.schedule import View
 from offbeat.simulate.predicted_step import Step
 from offbeat.strategies._base import Traits, require
@@ -50,7 +50,7 @@ class Accumulate(Timing):
             return Microbatches(exchange, exchange, self.steps)
         return _Accumulating(exchange, self.steps)
 
-    def planned(self, exchange: Exchanging, view: View, nbytes: int, forms: Sequence[Format] = ()) -> Step | str:
+    def planned(self, exchange: Exchanging, view: View, nbytes: int, forms: Sequence[RowFormat] = ()) -> Step | str:
         """What the exchange says, after the last batch of each update."""
         step = exchange.planned(view, nbytes, forms)
         return step if isinstance(step, str) else structs.replace(step, period=self.steps, beside=False)

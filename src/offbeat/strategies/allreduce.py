@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols.collectives import Collective
-from offbeat.protocols.compression import Format, Shapes
-from offbeat.protocols.exchanges import Exchanged, Gradient, sums_in_memory
+from offbeat.protocols.compression import RowFormat, Shapes
+from offbeat.protocols.exchanges import Exchanged, GradientShape, sums_in_memory
 from offbeat.protocols.partition import mixed
 from offbeat.protocols.schedule import View
 from offbeat.runtime.backend import GLOO
-from offbeat.runtime.compression import Account, Feedback, GroupLink, together
+from offbeat.runtime.compression import CompressionAccount, Feedback, GroupLink, together
 from offbeat.runtime.compression.account import COMPARING
 from offbeat.runtime.compression.coder import finite
 from offbeat.runtime.compression.sums import CompressedSums
@@ -36,7 +36,7 @@ from offbeat.simulate.predicted_step import Step, Timed
 from offbeat.strategies._base import Axis, Strategy, Traits, require_bucket
 from offbeat.strategies.worker.compression import compressor
 from offbeat.strategies.worker.exchange import Exchange, Exchanging
-from offbeat.strategies.worker.optimizer_sharding import ShardedSteps, Shards
+from offbeat.strategies.worker.optimizer_sharding import OptimizerShards, ShardedSteps
 from offbeat.strategies.worker.step_cost import (
     CODED,
     formats,
@@ -51,7 +51,7 @@ from offbeat.strategies.worker.step_cost import (
 _MIB = 1 << 20
 
 
-class Algorithm(StrEnum):
+class SumAlgorithm(StrEnum):
     """How sums are made."""
 
     NATIVE = "native"
@@ -82,7 +82,7 @@ class AllReduce(Exchanging):
     updates, only its slice of the parameters.
     """
 
-    algorithm: Algorithm = Algorithm.NATIVE
+    algorithm: SumAlgorithm = SumAlgorithm.NATIVE
     """How sums are made: by what the backend does itself, by a named algorithm, or by the fastest of all (auto)."""
     bucket: float = 25.0
     """MiB of gradients that are reduced at once, where they go through buckets."""
@@ -94,7 +94,7 @@ class AllReduce(Exchanging):
     @property
     def traits(self) -> Traits:
         """Exact; and the same bits in every run, unless the algorithm may be another one in the next."""
-        settled = self.algorithm is not Algorithm.AUTO or self.deterministic
+        settled = self.algorithm is not SumAlgorithm.AUTO or self.deterministic
         return Traits(synchronous=True, exact=True, deterministic=settled)
 
     @property
@@ -116,7 +116,7 @@ class AllReduce(Exchanging):
         """Refuse a bucket that holds nothing."""
         super().__post_init__()
         require_bucket(self, self.bucket)
-        if self.shard != "nothing" and self.algorithm is not Algorithm.NATIVE:
+        if self.shard != "nothing" and self.algorithm is not SumAlgorithm.NATIVE:
             raise StrategyError(
                 f"allreduce: shard={self.shard} reduces and gathers slices by itself, so algorithm={self.algorithm} "
                 f"has nothing to do. Leave one of them out."
@@ -124,7 +124,7 @@ class AllReduce(Exchanging):
 
     def check_hosts(self, hosts: int) -> None:
         """Refuse algorithms that read others' memory."""
-        if hosts > 1 and self.algorithm in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT):
+        if hosts > 1 and self.algorithm in (SumAlgorithm.ONE_SHOT, SumAlgorithm.TWO_SHOT):
             raise StrategyError(
                 f"{self} reads the other workers' memory, and {hosts} hosts share none. Leave the algorithm out, or "
                 f"name one over messages, such as ring."
@@ -136,25 +136,25 @@ class AllReduce(Exchanging):
             return None
         if self.shard != "nothing":
             return f"shard={self.shard} sums slices of gradients, and a compressor sees them whole"
-        if self.algorithm is not Algorithm.NATIVE:
+        if self.algorithm is not SumAlgorithm.NATIVE:
             return f"a compressor decides how its letters are summed, so algorithm={self.algorithm} has nothing to do"
         return None
 
-    def planned(self, view: View, nbytes: int, forms: Sequence[Format] = (), models: bool = False) -> Step | str:
+    def planned(self, view: View, nbytes: int, forms: Sequence[RowFormat] = (), models: bool = False) -> Step | str:
         """One sum of all gradients; of compressed ones, what is left of them."""
-        if self.algorithm is Algorithm.AUTO and not models:
+        if self.algorithm is SumAlgorithm.AUTO and not models:
             return "auto tries every algorithm when a run begins, and takes the fastest. Name one, such as ring"
-        names = {Algorithm.NATIVE: None, Algorithm.GLOO: GLOO[Collective.ALL_REDUCE]}
+        names = {SumAlgorithm.NATIVE: None, SumAlgorithm.GLOO: GLOO[Collective.ALL_REDUCE]}
         by = names.get(self.algorithm, self.algorithm.value)
         # Workers of one host sum gradients where they lie, when all are there; others bucket by bucket.
-        in_memory = self.algorithm is Algorithm.NATIVE and len(set(view.hosts.tolist())) == 1
+        in_memory = self.algorithm is SumAlgorithm.NATIVE and len(set(view.hosts.tolist())) == 1
         behind: list[Exchanged] = []
         if forms:
             exchanges = planned_letters(forms, nbytes, view)
         elif models:
             exchanges = [planned_sum(nbytes, view)]
         elif in_memory:
-            gradients = [Gradient("float32", nbytes // 4, 4)]
+            gradients = [GradientShape("float32", nbytes // 4, 4)]
             exchanges = sums_in_memory(gradients, partial(planned_by, view), self.shard == "optimizer").exchanges
         else:
             exchanges = [planned_sum(nbytes, view, by)]
@@ -179,7 +179,7 @@ class _AllReducing(Exchange):
         self._held = False
         self._sums: list[GradientBuckets | GradientSums] = []
         self._sparse: list[_SparseSums] = []
-        self._means: dict[str, tuple[Feedback, Account]] = {}
+        self._means: dict[str, tuple[Feedback, CompressionAccount]] = {}
         self._states_of_means: dict[str, Any] = {}
         self._lane: Group = group
         self._trials: tuple[Timed, ...] = ()
@@ -204,7 +204,7 @@ class _AllReducing(Exchange):
         settings = self._settings
         if self.compressions:
             return CompressedSums(dense, lane, self.stopwatch, partial(self._compressor, len(self._sums)))
-        if settings.algorithm is not Algorithm.NATIVE:
+        if settings.algorithm is not SumAlgorithm.NATIVE:
             self._choices.append(lane.sum_by(settings.algorithm, stored_choices() if settings.deterministic else None))
         elif lane.shares_memory:
             return GradientSums(dense, lane, self.stopwatch)
@@ -227,7 +227,7 @@ class _AllReducing(Exchange):
             feedback = self._compressor(-1, shapes or [(row.numel(),)], len(self._means))
             if name in self._states_of_means:
                 feedback.load_state_dict(self._states_of_means.pop(name))
-            self._means[name] = feedback, Account()
+            self._means[name] = feedback, CompressionAccount()
         feedback, account = self._means[name]
         if account.due:
             account.probe(self.group, partial(self.group.sum, row.clone(), COMPARING))
@@ -248,7 +248,7 @@ class _AllReducing(Exchange):
             self._trials = trials(self._lane.direct, most, formats(self.compressions) or ())
 
     def _unforeseen(self) -> str | None:
-        if self._settings.algorithm is Algorithm.AUTO:
+        if self._settings.algorithm is SumAlgorithm.AUTO:
             return "auto has measured every algorithm by itself; see choices"
         if self._sparse:
             return "how long sparse gradients are is for the data to say"
@@ -263,7 +263,7 @@ class _AllReducing(Exchange):
 
     def foreseen_means(self, exchanges: Sequence[Exchanged]) -> Step | str:
         """What models were averaged by."""
-        if self._settings.algorithm is not Algorithm.NATIVE:
+        if self._settings.algorithm is not SumAlgorithm.NATIVE:
             return f"models are averaged by the backend itself, and links were measured by {self._settings.algorithm}"
         return self._step(exchanges)
 
@@ -319,11 +319,11 @@ class _AllReducing(Exchange):
         """What was chosen, by size, against which others, with the slowest worker's seconds; what compression did."""
         if self.compressions:
             return {"compression": together(self._accounts(), self.group)} if self.group.size > 1 else {}
-        if self._settings.algorithm is not Algorithm.AUTO:
+        if self._settings.algorithm is not SumAlgorithm.AUTO:
             return {}
         return {"choices": {"all_reduce": [choice.choices for choice in self._choices]}}
 
-    def _accounts(self) -> list[Account]:
+    def _accounts(self) -> list[CompressionAccount]:
         """Of all rows of gradients, and of all kinds of means."""
         compressed = [sums for sums in self._sums if isinstance(sums, CompressedSums)]
         return [account for sums in compressed for account in sums.accounts] + [one for _, one in self._means.values()]
@@ -353,7 +353,7 @@ class _Sharding(_AllReducing):
         return structs.replace(step, exchanges=(*step.exchanges, *behind), behind=len(behind))
 
     def _summed(self, dense: Sequence[Parameter], lane: DirectGroup) -> GradientBuckets | GradientSums:
-        shards = Shards(dense, lane)
+        shards = OptimizerShards(dense, lane)
         self._steps.shards.append(shards)
         sums = (
             GradientSums(dense, lane, self.stopwatch, own_blocks=True)

@@ -29,7 +29,7 @@ from offbeat.runtime.servers.updater import ADD
 from offbeat.strategies._base import Traits, require, require_servers
 from offbeat.strategies.servers.driver import ServerDriver
 from offbeat.strategies.servers.exchange import ServedWorker, StepHere
-from offbeat.strategies.servers.parameter_row import Row
+from offbeat.strategies.servers.parameter_row import ParameterRow
 from offbeat.strategies.worker.exchange import Exchange, Exchanging
 
 MOVING_RATE: Final = 0.9
@@ -117,7 +117,7 @@ class _Pull:
             )
         return alpha
 
-    def alphas(self, optimizer: Optimizer, row: Row) -> list[float]:
+    def alphas(self, optimizer: Optimizer, row: ParameterRow) -> list[float]:
         """For every parameter; one that no optimizer has never leaves the centre."""
         known = {id(p): self._alpha(group) for group in optimizer.param_groups for p in group["params"]}
         return [known.get(id(p), 0.0) for p in row.parameters]

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError, UsageError
-from offbeat.protocols.compression import Format
+from offbeat.protocols.compression import RowFormat
 from offbeat.protocols.exchanges import Exchanged
 from offbeat.protocols.gossip.mixing import mix
-from offbeat.protocols.gossip.topology import Mixing, RandomRegular, Shape, mixing
+from offbeat.protocols.gossip.topology import GraphShape, Mixing, RandomRegular, mixing
 from offbeat.protocols.partition import mixed
 from offbeat.protocols.schedule import Layout, View
 from offbeat.protocols.servers.consistency import Rule
@@ -68,7 +68,7 @@ class Gossip(Exchanging):
     so that the mean of all models is kept. Evaluations see the mean of all, and that is the model which a run leaves.
     """
 
-    topology: Shape | Random = Shape.RING
+    topology: GraphShape | Random = GraphShape.RING
     """Who mixes with whom: ring, torus, exponential, complete, or random(d)."""
     asynchronous: bool = False
     """Whether a worker averages with one random neighbour at a time, when both can, instead of all after each step."""
@@ -109,7 +109,7 @@ class Gossip(Exchanging):
             return None
         if self.asynchronous:
             return "pairs that meet by chance keep no estimates of each other, which letters need"
-        if self.topology is Shape.EXPONENTIAL:
+        if self.topology is GraphShape.EXPONENTIAL:
             return (
                 "on the exponential graph neighbours change in every step, and letters need estimates of the same ones"
             )
@@ -129,7 +129,7 @@ class Gossip(Exchanging):
         except UsageError as error:
             raise StrategyError(f"{self}: {error}") from error
 
-    def planned(self, view: View, nbytes: int, forms: Sequence[Format] = (), models: bool = False) -> Step | str:
+    def planned(self, view: View, nbytes: int, forms: Sequence[RowFormat] = (), models: bool = False) -> Step | str:
         """In each turn everybody's model, or the letter that is left of it, goes to its neighbours."""
         del models
         if self.asynchronous:

@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from offbeat.errors import RunError, StrategyError
-from offbeat.protocols.compression import Format, Shapes
+from offbeat.protocols.compression import RowFormat, Shapes
 from offbeat.protocols.exchanges import Exchanged
 from offbeat.protocols.schedule import View
 from offbeat.simulate.predicted_step import Step
@@ -128,7 +128,7 @@ class Local(Timing):
         """The worker's side: gradients stay local, and models are averaged every n-th step."""
         return _Spacing(exchange, self) if exchange.mixes else _Averaging(exchange, self)
 
-    def planned(self, exchange: Exchanging, view: View, nbytes: int, forms: Sequence[Format] = ()) -> Step | str:
+    def planned(self, exchange: Exchanging, view: View, nbytes: int, forms: Sequence[RowFormat] = ()) -> Step | str:
         """The mean of models, or what mixes them, in every n-th step."""
         return _every(exchange.planned(view, nbytes, forms, models=True), self)
 

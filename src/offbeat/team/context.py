@@ -27,7 +27,7 @@ from offbeat.strategies import Combined, combined, parse
 from offbeat.strategies.worker.capabilities import Accounted, Metered, Observed, Starter, refuse_halves
 from offbeat.strategies.worker.compression import Compressing
 from offbeat.strategies.worker.exchange import Exchange, Exchanging, Pace, Timing, pace_of
-from offbeat.strategies.worker.loop_hooks import Watch
+from offbeat.strategies.worker.loop_hooks import LoopHooks
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Workplace:
     stopwatch: Stopwatch
     ledger: Ledger
     holdings: Holdings
-    watch: Watch
+    watch: LoopHooks
     reports: Reports
     memory: Memory
     disturber: Disturber
@@ -120,7 +120,7 @@ def set_up(assignment: Assignment, place: Place) -> Workplace:
     pace, batches = pace_of(cast("Timing | None", strategy.when), exchange)
     seed = _agreed_seed(goal, group)
     holdings = Holdings()
-    watch = Watch(group, holdings, exchange, pace, ledger, str(strategy))
+    watch = LoopHooks(group, holdings, exchange, pace, ledger, str(strategy))
     reports = _reports(assignment, group, ledger, stopwatch, exchange, watch)
     kept = {"exchange": exchange, "pace": pace, "ledger": ledger}
     # Random state comes last, so that nothing that is put back before it can draw from it.
@@ -141,7 +141,7 @@ def set_up(assignment: Assignment, place: Place) -> Workplace:
 
 
 def _reports(
-    assignment: Assignment, group: Group, ledger: Ledger, stopwatch: Stopwatch, exchange: Exchange, watch: Watch
+    assignment: Assignment, group: Group, ledger: Ledger, stopwatch: Stopwatch, exchange: Exchange, watch: LoopHooks
 ) -> Reports:
     """What is said of the run, with what the exchange has to say."""
     reports = Reports(group, ledger, stopwatch, assignment.send)

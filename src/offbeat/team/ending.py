@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from offbeat.runtime.groups.membership import StaticMembership
-from offbeat.strategies.worker.capabilities import Noted, Stale
+from offbeat.strategies.worker.capabilities import HasNotes, Stale
 from offbeat.team.between_steps import Boundaries
 from offbeat.team.context import Workplace
 from offbeat.team.prepare import Adoption
@@ -51,7 +51,7 @@ def _conclude(work: Workplace) -> None:
         "epochs": work.holdings.epoch,
         "staleness": exchange.staleness(work.step) if isinstance(exchange, Stale) else {"0": work.step},
         "foreseen": None if size == 1 else msgspec.to_builtins(work.pace.foreseen()),
-        **(exchange.notes() if isinstance(exchange, Noted) else {}),
+        **(exchange.notes() if isinstance(exchange, HasNotes) else {}),
         **({"warnings": work.watch.warnings} if work.watch.warnings else {}),
         **work.notes,
     }

@@ -31,7 +31,7 @@ from offbeat.runtime.state.checkpoint import newest
 from offbeat.strategies import Combined, Strategy, Traits, combined
 from offbeat.strategies.worker.exchange import Timing
 from offbeat.tasks.mixture import Mixture
-from offbeat.testing._tasks import Curve, curve
+from offbeat.testing._tasks import CurveTask, curve
 
 DEADLINE = 60.0
 """Seconds that any wait of a check may take."""
@@ -53,19 +53,19 @@ class Bench:
     """Where all of the workers live; None: on this machine."""
 
     def fit(self, where: str, **options: Any) -> Result:
-        """Learn the contract's curve; `Curve`'s own arguments are told apart by their names."""
+        """Learn the contract's curve; `CurveTask`'s own arguments are told apart by their names."""
         task, folder = self.task(where, options)
         known: dict[str, Any] = {"workers": self.workers, "out": folder / "runs", "launcher": self.launcher}
         if options.get("workers", self.workers) == self.workers:
             known["hosts"] = self.hosts
         return fit(task, options.pop("strategy", self.strategy), **(known | options))
 
-    def task(self, where: str, options: dict[str, Any]) -> tuple[Curve, Path]:
+    def task(self, where: str, options: dict[str, Any]) -> tuple[CurveTask, Path]:
         """The curve, leaving its traces in a folder of that name."""
         folder = self.folder / where
         folder.mkdir(exist_ok=True)
-        mine = {name: options.pop(name) for name in list(options) if name in Curve.__dataclass_fields__}
-        return Curve(str(folder), **mine), folder
+        mine = {name: options.pop(name) for name in list(options) if name in CurveTask.__dataclass_fields__}
+        return CurveTask(str(folder), **mine), folder
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,15 @@ def ctrl_c_leaves_nothing(bench: Bench) -> None:
     """SIGINT to `offbeat run` in mid-run ends everything within seconds."""
     before = traces()
     task, folder = bench.task("interrupted", {"pause": 0.05})
-    command = [sys.executable, "-m", "offbeat", "run", "offbeat.testing._tasks:Curve", "--workers", str(bench.workers)]
+    command = [
+        sys.executable,
+        "-m",
+        "offbeat",
+        "run",
+        "offbeat.testing._tasks:CurveTask",
+        "--workers",
+        str(bench.workers),
+    ]
     if bench.hosts is not None:
         (folder / "hosts.toml").write_text(bench.hosts.text())
         command += ["--hosts", str(folder / "hosts.toml")]

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from offbeat.errors import RunError, ScheduleError, UsageError
-from offbeat.protocols.checker import Report, check, check_mixing
+from offbeat.protocols.checker import CheckReport, check, check_mixing
 from offbeat.protocols.collectives import Algorithm, Collective
 from offbeat.protocols.schedule import FloatArray, Layout, Op, Schedule, View
 from offbeat.runtime.collectives.two_sided import compile_schedule, run
@@ -76,7 +76,7 @@ class ScheduleReport:
     """What was found out about a schedule that is right."""
 
     name: str
-    sizes: Mapping[int, Report]
+    sizes: Mapping[int, CheckReport]
     """By the number of ranks: rounds, hops and bytes."""
     bounds: Mapping[int, Bound]
     """By the number of ranks; empty for mixing, which has none."""
@@ -189,9 +189,9 @@ def _source(schedule: Schedule) -> str | None:
     return module.__file__ or module.__name__
 
 
-def prove_schedule(subject: Subject) -> dict[int, Report]:
+def prove_schedule(subject: Subject) -> dict[int, CheckReport]:
     """The checker on every size; a ScheduleError says which one it fails for."""
-    found: dict[int, Report] = {}
+    found: dict[int, CheckReport] = {}
     for size in PROVED:
         layout = subject.layout(size)
         try:

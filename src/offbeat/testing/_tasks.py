@@ -23,7 +23,7 @@ SEED = 20260
 
 
 @dataclass
-class Curve(Task):
+class CurveTask(Task):
     """Fit a small network to a curve: no dropout, no batch norm, so that strategies can be compared to the bit."""
 
     folder: str

@@ -31,10 +31,10 @@ from offbeat.runtime.run.assignment import ASSIGNED, Assignment
 from offbeat.runtime.run.folder import MODEL_FILE
 from offbeat.runtime.run.rank_environment import where
 from offbeat.runtime.run.settings import Goal
-from offbeat.runtime.servers.plan import Plan
+from offbeat.runtime.servers.plan import ServerPlan
 from offbeat.runtime.state.random_state import seed_everything
 from offbeat.strategies.worker.capabilities import PartsKeeper, StatisticsKeeper
-from offbeat.task import Data, IterativeTask, Reference, Task
+from offbeat.task import Data, IterativeTask, Task, TaskReference
 from offbeat.team.team import Team
 from offbeat.worker.per_example_gradients import Checks
 
@@ -50,7 +50,7 @@ def work(config: Mapping[str, Any], control: Control) -> None:
         identity=config["identity"],
         send=control.send,
         fail=control.fail,
-        servers=Plan.from_plain(config["servers"]) if config.get("servers") else None,
+        servers=ServerPlan.from_plain(config["servers"]) if config.get("servers") else None,
     )
     ASSIGNED.set(assignment)
     if assignment.goal.watch:
@@ -71,7 +71,7 @@ def _work(config: Mapping[str, Any], assignment: Assignment) -> None:
         for team in assignment.open_teams:
             team.close()
     else:
-        learn(Reference(**config["task"]), assignment)
+        learn(TaskReference(**config["task"]), assignment)
 
 
 def _run_script(path: str, arguments: list[str]) -> None:
@@ -91,7 +91,7 @@ def _run_script(path: str, arguments: list[str]) -> None:
             raise
 
 
-def learn(reference: Reference, assignment: Assignment) -> None:
+def learn(reference: TaskReference, assignment: Assignment) -> None:
     """Learn a task as one of the workers."""
     with Team(assignment, where()) as team:
         task = reference.build()

@@ -8,7 +8,7 @@ from hypothesis import given
 
 from offbeat.errors import UsageError
 from offbeat.protocols.causality.clocks import lamport, tick
-from offbeat.protocols.causality.histories import Call, Computation, Event, Kind, Place, computation
+from offbeat.protocols.causality.histories import Call, Computation, Event, EventKind, EventPosition, computation
 
 WORLD = ("worker 0", "worker 1", "worker 2")
 
@@ -35,7 +35,7 @@ def test_lamport_clocks_rise_from_cause_to_effect(run: Computation) -> None:
 def test_the_rules_that_processes_follow_give_the_same_clocks(run: Computation) -> None:
     vectors, numbers = {}, {}
     for place in run.order:
-        before = Place(place.process, place.number - 1)
+        before = EventPosition(place.process, place.number - 1)
         causes = run.causes(place)
         own = vectors.get(before, (0,) * run.size)
         vectors[place] = tick(own, place.process, *(vectors[cause] for cause in causes))
@@ -61,30 +61,35 @@ def test_the_order_has_causes_first() -> None:
 )
 def test_an_exit_has_seen_the_entries_that_its_collective_needs(operation: str, root: str, needed: dict) -> None:
     call = Call("world", 1, WORLD, operation, root=root)
-    history = [Event(Kind.ENTER, call=call), Event(Kind.EXIT, call=call)]
+    history = [Event(EventKind.ENTER, call=call), Event(EventKind.EXIT, call=call)]
     run = computation(dict.fromkeys(WORLD, history))
     for i, others in needed.items():
-        assert {j for j in range(3) if run.happened_before(Place(j, 1), Place(i, 2))} == {i, *others}
+        assert {j for j in range(3) if run.happened_before(EventPosition(j, 1), EventPosition(i, 2))} == {i, *others}
 
 
 def test_calls_of_different_groups_and_numbers_are_not_joined() -> None:
     calls = [Call("world", 1, WORLD[:2]), Call("world", 2, WORLD[:2]), Call("pair", 1, WORLD[:2])]
     histories = {
-        "worker 0": [Event(Kind.ENTER, call=calls[0])],
-        "worker 1": [Event(Kind.EXIT, call=call) for call in calls[1:]],
+        "worker 0": [Event(EventKind.ENTER, call=calls[0])],
+        "worker 1": [Event(EventKind.EXIT, call=call) for call in calls[1:]],
     }
     assert list(computation(histories).edges) == []
 
 
 def test_a_message_to_oneself_is_no_edge() -> None:
-    assert computation({"a": [Event(Kind.SEND, message=1), Event(Kind.RECEIVE, message=1)]}).causes(Place(0, 2)) == []
+    assert (
+        computation({"a": [Event(EventKind.SEND, message=1), Event(EventKind.RECEIVE, message=1)]}).causes(
+            EventPosition(0, 2)
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(
     ("histories", "why"),
     [
-        ({"a": [Event(Kind.RECEIVE, message="m")]}, "event 1 of a receives message 'm', which nobody sent"),
-        ({"a": [Event(Kind.SEND, message=1)] * 2}, "message 1 is sent twice, by a and by a"),
+        ({"a": [Event(EventKind.RECEIVE, message="m")]}, "event 1 of a receives message 'm', which nobody sent"),
+        ({"a": [Event(EventKind.SEND, message=1)] * 2}, "message 1 is sent twice, by a and by a"),
     ],
 )
 def test_histories_that_cannot_be_joined_are_refused(histories: dict, why: str) -> None:

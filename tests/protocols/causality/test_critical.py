@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from offbeat.errors import UsageError
 from offbeat.protocols.causality.critical import Forecast, arrivals, forecasts
-from offbeat.protocols.causality.histories import Call, Computation, Event, Kind, computation
+from offbeat.protocols.causality.histories import Call, Computation, Event, EventKind, computation
 
 INPUT, COMPUTE, NETWORK = 0.1, 0.4, 0.05
 
@@ -33,10 +33,12 @@ def trained(workers: int, delays: list[tuple[int, str, float]], uneven: float = 
             loaded = left[i] + spent["input"]
             entered.append(loaded + spent["compute"])
             histories[name].append(Event(what="batch", time=loaded, spent={"input": spent["input"]}))
-            histories[name].append(Event(Kind.ENTER, time=entered[-1], spent={"compute": spent["compute"]}, call=call))
+            histories[name].append(
+                Event(EventKind.ENTER, time=entered[-1], spent={"compute": spent["compute"]}, call=call)
+            )
         for i, name in enumerate(names):
             left[i] = max(entered) + NETWORK + (delay if i == late and kind == "network" else 0.0)
-            histories[name].append(Event(Kind.EXIT, time=left[i], call=call))
+            histories[name].append(Event(EventKind.EXIT, time=left[i], call=call))
     return computation(histories)
 
 
@@ -102,10 +104,10 @@ def test_lateness_in_overlapping_sums_is_taken_out_once() -> None:
     histories = {
         name: [
             Event(what="begin"),
-            Event(Kind.ENTER, time=1.0 + late, spent={"compute": 1.0 + late}, call=calls[0]),
-            Event(Kind.ENTER, time=2.0 + late, spent={"compute": 1.0}, call=calls[1]),
-            Event(Kind.EXIT, time=2.0 + late, call=calls[0]),
-            Event(Kind.EXIT, time=2.6, call=calls[1]),
+            Event(EventKind.ENTER, time=1.0 + late, spent={"compute": 1.0 + late}, call=calls[0]),
+            Event(EventKind.ENTER, time=2.0 + late, spent={"compute": 1.0}, call=calls[1]),
+            Event(EventKind.EXIT, time=2.0 + late, call=calls[0]),
+            Event(EventKind.EXIT, time=2.6, call=calls[1]),
         ]
         for name, late in (("a", 0.0), ("b", 0.5))
     }
@@ -118,8 +120,8 @@ def test_waiting_for_a_message_is_not_the_receivers_lateness() -> None:
     names = ("a", "b")
     call = Call("world", 1, names)
     histories = {
-        "a": [Event(), Event(Kind.SEND, time=5.0, message=1), Event(Kind.ENTER, time=5.1, call=call)],
-        "b": [Event(), Event(Kind.RECEIVE, time=5.5, message=1), Event(Kind.ENTER, time=6.0, call=call)],
+        "a": [Event(), Event(EventKind.SEND, time=5.0, message=1), Event(EventKind.ENTER, time=5.1, call=call)],
+        "b": [Event(), Event(EventKind.RECEIVE, time=5.5, message=1), Event(EventKind.ENTER, time=6.0, call=call)],
     }
     (arrival,) = arrivals(computation(histories))
     assert arrival.by_kind["wait"] == pytest.approx(5.0)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from offbeat.errors import UsageError
 from offbeat.protocols.causality.cuts import latest_consistent
 from offbeat.protocols.causality.deadlock import Wait, deadlock, natural, waits
-from offbeat.protocols.causality.histories import Call, Computation, Event, Kind, computation
+from offbeat.protocols.causality.histories import Call, Computation, Event, EventKind, computation
 from offbeat.protocols.causality.lattice import consistent_cuts
 from offbeat.protocols.causality.matching import Matching
 
@@ -169,10 +169,10 @@ def test_a_run_that_goes_on_is_in_no_deadlock_at_any_consistent_cut(run: Computa
 
 def crossed(second_in_flight: bool) -> Computation:
     """Each awaits a message of the other; one of them has sent it, or not."""
-    sent = [Event(Kind.SEND, message="m", peer="b", tag="t")] if second_in_flight else [Event()]
+    sent = [Event(EventKind.SEND, message="m", peer="b", tag="t")] if second_in_flight else [Event()]
     histories = {
-        "a": [*sent, Event(Kind.AWAIT, "recv at a.py:1", sources=frozenset("b"))],
-        "b": [Event(Kind.AWAIT, "recv at b.py:2", sources=frozenset("a"), tag="t")],
+        "a": [*sent, Event(EventKind.AWAIT, "recv at a.py:1", sources=frozenset("b"))],
+        "b": [Event(EventKind.AWAIT, "recv at b.py:2", sources=frozenset("a"), tag="t")],
     }
     return computation(histories)
 
@@ -187,16 +187,19 @@ def test_a_message_under_way_is_no_deadlock() -> None:
 
 def test_a_message_that_was_received_ends_no_later_wait() -> None:
     histories = {
-        "a": [Event(Kind.SEND, message="m", peer="b"), Event(Kind.AWAIT, "recv 1", sources=frozenset("b"))],
-        "b": [Event(Kind.RECEIVE, message="m"), Event(Kind.AWAIT, "recv 2", sources=frozenset("a"))],
+        "a": [Event(EventKind.SEND, message="m", peer="b"), Event(EventKind.AWAIT, "recv 1", sources=frozenset("b"))],
+        "b": [Event(EventKind.RECEIVE, message="m"), Event(EventKind.AWAIT, "recv 2", sources=frozenset("a"))],
     }
     assert str(deadlock(waits(computation(histories), (2, 2)))) == "a waits for b in recv 1; b waits for a in recv 2."
 
 
 def test_a_message_with_another_mark_ends_no_wait() -> None:
     histories = {
-        "a": [Event(Kind.SEND, message="m", peer="b", tag="x"), Event(Kind.AWAIT, "recv 1", sources=frozenset("b"))],
-        "b": [Event(Kind.AWAIT, "recv 2", sources=frozenset("a"), tag="y")],
+        "a": [
+            Event(EventKind.SEND, message="m", peer="b", tag="x"),
+            Event(EventKind.AWAIT, "recv 1", sources=frozenset("b")),
+        ],
+        "b": [Event(EventKind.AWAIT, "recv 2", sources=frozenset("a"), tag="y")],
     }
     assert deadlock(waits(computation(histories), (2, 1))) is not None
 
@@ -205,15 +208,15 @@ def test_what_was_heard_in_a_wrong_order_is_no_phantom() -> None:
     """Client and server take turns. Heard so far: the answer's receipt and the next wait, but not the server's part."""
     histories = {
         "a": [
-            Event(Kind.SEND, message=1, peer="b"),
-            Event(Kind.AWAIT, "its answer", sources=frozenset("b")),
-            Event(Kind.RECEIVE, message=2),
-            Event(Kind.AWAIT, "a request", sources=frozenset("b")),
+            Event(EventKind.SEND, message=1, peer="b"),
+            Event(EventKind.AWAIT, "its answer", sources=frozenset("b")),
+            Event(EventKind.RECEIVE, message=2),
+            Event(EventKind.AWAIT, "a request", sources=frozenset("b")),
         ],
         "b": [
-            Event(Kind.AWAIT, "a request", sources=frozenset("a")),
-            Event(Kind.RECEIVE, message=1),
-            Event(Kind.SEND, message=2, peer="a"),
+            Event(EventKind.AWAIT, "a request", sources=frozenset("a")),
+            Event(EventKind.RECEIVE, message=1),
+            Event(EventKind.SEND, message=2, peer="a"),
         ],
     }
     run = computation(histories)
@@ -229,7 +232,7 @@ def entry(sequence: int, operation: str, shape: tuple[int, ...] = (4,), dtype: s
 
 def test_collectives_in_different_order_are_a_cycle_and_a_mismatch() -> None:
     reduce, barrier = Call("world", 1, NAMES[:2], "all_reduce"), Call("other", 1, NAMES[:2], "barrier")
-    histories = {"worker 0": [Event(Kind.ENTER, call=reduce)], "worker 1": [Event(Kind.ENTER, call=barrier)]}
+    histories = {"worker 0": [Event(EventKind.ENTER, call=reduce)], "worker 1": [Event(EventKind.ENTER, call=barrier)]}
     assert str(deadlock(waits(computation(histories), (1, 1)))) == (
         "worker 0 waits for worker 1 in all_reduce #1 of group world; "
         "worker 1 waits for worker 0 in barrier #1 of group other."

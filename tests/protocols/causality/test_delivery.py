@@ -25,13 +25,13 @@ from offbeat.protocols.causality.delivery import (
     ByVector,
     Delivery,
     Dropped,
-    Late,
+    EventReport,
+    LateReport,
     Probe,
-    Report,
 )
-from offbeat.protocols.causality.histories import Computation, Place
+from offbeat.protocols.causality.histories import Computation, EventPosition
 from offbeat.protocols.machine import Ended, Event, Machine, Received, Send, SetTimer, Start, Timer
-from offbeat.simulate.machines import Kill, Network, Simulation
+from offbeat.simulate.machines import Kill, LossyNetwork, Simulation
 
 SEEDS = st.integers(0, 2**32)
 SLOWEST = 8.0
@@ -47,18 +47,18 @@ class World:
         machine: Machine,
         seed: int,
         dead: int | None = None,
-        drops: frozenset[Place] = frozenset(),
+        drops: frozenset[EventPosition] = frozenset(),
         slowest: float = SLOWEST,
     ) -> None:
         self.run, self.machine, self.random, self.dead, self.slowest = run, machine, Random(seed), dead, slowest
         self.now = 0.0
-        self.delivered: list[Place] = []
-        self.late: list[Place] = []
-        self.lost: set[Place] = set()
+        self.delivered: list[EventPosition] = []
+        self.late: list[EventPosition] = []
+        self.lost: set[EventPosition] = set()
         self.probes = 0
         self._own = [0] * run.size
         self._done = [0] * run.size
-        self._lamports: dict[Place, int] = {}
+        self._lamports: dict[EventPosition, int] = {}
         self._drops = drops
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._timers: dict[Any, int] = {}
@@ -80,11 +80,13 @@ class World:
     def _at(self, time: float, act: Callable[[], None]) -> None:
         heappush(self._heap, (time, next(self._count), act))
 
-    def _happen(self, place: Place) -> None:
+    def _happen(self, place: EventPosition) -> None:
         process, number = place
         self._own[process] = lamport(self._own[process], *(self._lamports[c] for c in self.run.causes(place)))
         self._lamports[place], self._done[process] = self._own[process], number
-        message: Report | Dropped = Report(number, self.now, self._own[process], self.run.vector(place), place)
+        message: EventReport | Dropped = EventReport(
+            number, self.now, self._own[process], self.run.vector(place), place
+        )
         if place in self._drops:
             message = Dropped(number, number)
             self.lost.add(place)
@@ -103,7 +105,7 @@ class World:
             match effect:
                 case Start(work=Delivery(report=report)):
                     self.delivered.append(report.event)
-                case Start(work=Late(report=report)):
+                case Start(work=LateReport(report=report)):
                     self.late.append(report.event)
                 case SetTimer(after=after, token=token):
                     self._timers[token] = self._timers.get(token, 0) + 1
@@ -124,11 +126,11 @@ class World:
             self._send(process, Alive(self._own[process], self._done[process]))
 
 
-def is_linear_extension(run: Computation, order: list[Place]) -> bool:
+def is_linear_extension(run: Computation, order: list[EventPosition]) -> bool:
     return not any(run.happened_before(late, early) for early, late in itertools.combinations(order, 2))
 
 
-def heard_of(world: World) -> Counter[Place]:
+def heard_of(world: World) -> Counter[EventPosition]:
     return Counter(place for place in world.run.order if place not in world.lost)
 
 
@@ -210,7 +212,7 @@ def delivered(machine: Machine, *events: tuple[str, Any] | Event) -> list[str]:
         for effect in machine.on(Received(*event) if isinstance(event, tuple) else event, 0.0):
             if isinstance(effect, Start):
                 told.append(
-                    f"{'late ' * isinstance(effect.work, Late)}{effect.work.process}{effect.work.report.number}"
+                    f"{'late ' * isinstance(effect.work, LateReport)}{effect.work.process}{effect.work.report.number}"
                 )
             elif isinstance(effect, Send):
                 told.append(f"?{effect.to}")
@@ -218,7 +220,9 @@ def delivered(machine: Machine, *events: tuple[str, Any] | Event) -> list[str]:
 
 
 def test_arrival_order_is_not_trusted() -> None:
-    assert delivered(ByNumber("ab"), ("a", Report(2)), ("b", Report(1)), ("a", Report(1)), ("a", Report(2))) == [
+    assert delivered(
+        ByNumber("ab"), ("a", EventReport(2)), ("b", EventReport(1)), ("a", EventReport(1)), ("a", EventReport(2))
+    ) == [
         "b1",
         "a1",
         "a2",
@@ -226,7 +230,7 @@ def test_arrival_order_is_not_trusted() -> None:
 
 
 def test_an_effect_is_held_until_its_cause_is_there() -> None:
-    effect, cause = ("b", Report(1, vector=(1, 1))), ("a", Report(1, vector=(1, 0)))
+    effect, cause = ("b", EventReport(1, vector=(1, 1))), ("a", EventReport(1, vector=(1, 0)))
     assert delivered(ByVector("ab"), effect) == []
     assert delivered(ByVector("ab"), effect, cause) == ["a1", "b1"]
     assert delivered(ByVector("ab"), effect, Ended("a"), Timer(Ended("a")), cause) == ["b1", "late a1"]
@@ -235,14 +239,14 @@ def test_an_effect_is_held_until_its_cause_is_there() -> None:
 
 def test_a_silent_process_is_probed_and_its_answer_counts_once_its_reports_are_here() -> None:
     machine = ByLamport("ab")
-    assert delivered(machine, ("a", Report(1, lamport=5))) == []
+    assert delivered(machine, ("a", EventReport(1, lamport=5))) == []
     assert delivered(machine, Timer(Probe(0))) == ["?b"]
     assert delivered(machine, ("b", Alive(6, reported=1))) == []
-    assert delivered(machine, ("b", Report(1, lamport=2))) == ["b1", "a1"]
+    assert delivered(machine, ("b", EventReport(1, lamport=2))) == ["b1", "a1"]
 
 
 def test_what_strangers_say_is_not_listened_to() -> None:
-    assert delivered(ByNumber("ab"), ("c", Report(1)), Ended("c"), ("c", Alive(1, 1)), ("c", Dropped(1, 1))) == []
+    assert delivered(ByNumber("ab"), ("c", EventReport(1)), Ended("c"), ("c", Alive(1, 1)), ("c", Dropped(1, 1))) == []
 
 
 @pytest.mark.parametrize(
@@ -253,9 +257,9 @@ def test_what_strangers_say_is_not_listened_to() -> None:
         (lambda: ByNumber("a", grace=-1), "a grace of -1"),
         (lambda: ByTime("a", delta=-1), "a bound of -1"),
         (lambda: ByLamport("a", patience=0), "a patience of 0"),
-        (lambda: ByVector("ab").on(Received("a", Report(1, vector=(1,))), 0.0), "has the vector clock"),
+        (lambda: ByVector("ab").on(Received("a", EventReport(1, vector=(1,))), 0.0), "has the vector clock"),
         (
-            lambda: ByVector("ab").on(Received("b", Report(1, vector=(1, 0))), 0.0),
+            lambda: ByVector("ab").on(Received("b", EventReport(1, vector=(1, 0))), 0.0),
             "its own must be the report's number",
         ),
     ],
@@ -271,7 +275,13 @@ class Reporter:
     def __init__(self, run: Computation, process: int) -> None:
         self.name = run.processes[process]
         self._reports = [
-            Report(k, float(k), int(run.lamports[process][k]), run.vector(Place(process, k)), Place(process, k))
+            EventReport(
+                k,
+                float(k),
+                int(run.lamports[process][k]),
+                run.vector(EventPosition(process, k)),
+                EventPosition(process, k),
+            )
             for k in range(1, run.lengths[process] + 1)
         ]
 
@@ -289,11 +299,11 @@ def test_the_machines_run_in_the_simulator_with_losses_and_a_kill(make: Callable
     run = lines(4, 4, 4, edges=[((0, 2), (1, 3)), ((1, 3), (2, 2)), ((2, 4), (0, 4))])
     machines = [make(run.processes), *(Reporter(run, i) for i in range(run.size))]
     faults = [Kill("worker 1", 0.01, seen_after=0.5)]
-    network = Network(jitter=0.2, loss=0.4, duplicate=0.2, until=20.0)
+    network = LossyNetwork(jitter=0.2, loss=0.4, duplicate=0.2, until=20.0)
     world = Simulation(machines, seed=3, network=network, faults=faults, observer="monitor")
-    order: list[Place] = []
+    order: list[EventPosition] = []
     world.performing("monitor", lambda work: order.append(work.report.event))
-    rest = {Place(i, k) for i in (0, 2) for k in range(1, 5)}
+    rest = {EventPosition(i, k) for i in (0, 2) for k in range(1, 5)}
     assert world.run(60.0, until=lambda: rest <= set(order))
     assert len(set(order)) == len(order)
     if make is not ByNumber:

@@ -14,7 +14,7 @@ from offbeat.monitor.diagram.build import Scene
 from offbeat.monitor.diagram.chrome_trace import chrome_trace
 from offbeat.protocols.causality.cuts import is_consistent
 from offbeat.protocols.causality.exports import json_lines
-from offbeat.protocols.causality.histories import Call, Computation, Event, Kind, Place, computation
+from offbeat.protocols.causality.histories import Call, Computation, Event, EventKind, EventPosition, computation
 from offbeat.protocols.causality.shiviz import parse, parse_all, write
 
 LOG = """\
@@ -42,7 +42,7 @@ def test_what_is_written_is_read_back_with_the_same_order(run: Computation) -> N
     for one in places(run):
         for other in places(run):
             read = log.computation.happened_before(
-                Place(moved[one.process], one.number), Place(moved[other.process], other.number)
+                EventPosition(moved[one.process], one.number), EventPosition(moved[other.process], other.number)
             )
             assert read == run.happened_before(one, other)
 
@@ -60,8 +60,8 @@ def test_a_log_may_have_any_pattern_its_own_lines_in_any_order_and_fields_of_its
     text = '[10:02] b {"a": 1, "b": 1} got it\n\n[10:01] b {"b": 2, "a": 1} done\n[10:00] a {"a": 1} sent it\n'
     run = parse(text, pattern).computation
     assert run.processes == ("b", "a")
-    assert run.happened_before(Place(1, 1), Place(0, 1))
-    assert run.event(Place(0, 1)) == Event(what="got it", labels={"date": "10:02"})
+    assert run.happened_before(EventPosition(1, 1), EventPosition(0, 1))
+    assert run.event(EventPosition(0, 1)) == Event(what="got it", labels={"date": "10:02"})
     assert parse(f"{pattern}\n{text}").computation == run
 
 
@@ -74,7 +74,7 @@ def test_clocks_that_leave_out_what_follows_are_completed_and_told() -> None:
     text = 'a {"a": 1}\nx\nb {"b": 1, "a": 1}\ny\nc {"c": 1, "b": 1}\nz\nb {"b": 2}\nw\n'
     log = parse(text)
     assert log.completed == (5, 7)
-    assert log.computation.vector(Place(2, 1)) == (1, 1, 1)
+    assert log.computation.vector(EventPosition(2, 1)) == (1, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -208,8 +208,8 @@ def exported() -> Computation:
     histories = {
         name: [
             Event(what="batch", time=10.0, spent={"input": 0.5}),
-            Event(Kind.ENTER, time=11.0 + i, call=call),
-            Event(Kind.EXIT, time=13.0, call=call),
+            Event(EventKind.ENTER, time=11.0 + i, call=call),
+            Event(EventKind.EXIT, time=13.0, call=call),
         ]
         for i, name in enumerate(("a", "b"))
     }

@@ -12,10 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.protocols.gossip.machine import GO_ON, PAUSE, STEPPED, Ask, Gossiper, Grant, Meet, Move, Read, Refuse
-from offbeat.protocols.gossip.topology import Shape, mixing
+from offbeat.protocols.gossip.machine import (
+    GO_ON,
+    PAUSE,
+    STEPPED,
+    Ask,
+    CopyRow,
+    Gossiper,
+    Grant,
+    Move,
+    MoveHalfway,
+    Refuse,
+)
+from offbeat.protocols.gossip.topology import GraphShape, mixing
 from offbeat.protocols.machine import NOTHING, Done, Effect, Ended, Event, Payload, Received, Send, SetTimer, Timer
-from offbeat.simulate.machines import Fault, Kill, Network, Partition, Simulation, Stop
+from offbeat.simulate.machines import Fault, Kill, LossyNetwork, Partition, Simulation, Stop
 
 CALM = 20.0
 """Seconds after which nothing is lost or delayed for long any more."""
@@ -55,9 +66,9 @@ class Stepping:
 
     def perform(self, work: Any) -> Payload:
         match work:
-            case Read():
+            case CopyRow():
                 return Payload(self.row.nbytes, self.row.copy())
-            case Meet(row):
+            case MoveHalfway(row):
                 move = (row.handle - self.row) / 2
                 self.row = self.row + move
                 return Payload(move.nbytes, move)
@@ -72,9 +83,9 @@ class World:
     def __init__(
         self,
         size: int,
-        shape: Shape,
+        shape: GraphShape,
         seed: int = 0,
-        network: Network | None = None,
+        network: LossyNetwork | None = None,
         faults: Sequence[Fault] = (),
         machine: Callable[..., Gossiper] = Gossiper,
     ) -> None:
@@ -124,10 +135,10 @@ class World:
             self.simulation.carry_out(worker.name, effects)
 
 
-@pytest.mark.parametrize("shape", list(Shape))
+@pytest.mark.parametrize("shape", list(GraphShape))
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_all_come_to_the_mean(shape: Shape, size: int) -> None:
-    world = World(size, shape, network=Network(jitter=0.01))
+def test_all_come_to_the_mean(shape: GraphShape, size: int) -> None:
+    world = World(size, shape, network=LossyNetwork(jitter=0.01))
     apart = world.apart()
     world.run(30.0)
     assert world.apart() < 1e-4 * apart
@@ -148,7 +159,7 @@ faults = st.lists(
     max_size=4,
 )
 networks = st.builds(
-    Network,
+    LossyNetwork,
     delay=st.floats(1e-4, 0.05),
     jitter=st.floats(0, 0.3),
     loss=st.floats(0, 0.3),
@@ -160,9 +171,9 @@ networks = st.builds(
 
 @pytest.mark.slow
 @settings(max_examples=15)
-@given(st.integers(0, 10_000), st.sampled_from(list(Shape)), networks, faults)
+@given(st.integers(0, 10_000), st.sampled_from(list(GraphShape)), networks, faults)
 def test_losses_delays_stops_and_partitions_cost_only_time(
-    seed: int, shape: Shape, network: Network, faults: list[Fault]
+    seed: int, shape: GraphShape, network: LossyNetwork, faults: list[Fault]
 ) -> None:
     world = World(6, shape, seed, network, faults)
     world.run(CALM + 5)
@@ -185,8 +196,10 @@ def test_losses_delays_stops_and_partitions_cost_only_time(
     st.dictionaries(st.sampled_from(["worker 1", "worker 3"]), st.floats(0, 15), min_size=1),
     st.booleans(),
 )
-def test_the_living_agree_without_the_dead(seed: int, network: Network, deaths: dict[str, float], told: bool) -> None:
-    world = World(5, Shape.COMPLETE, seed, network, [Kill(name, at) for name, at in deaths.items()])
+def test_the_living_agree_without_the_dead(
+    seed: int, network: LossyNetwork, deaths: dict[str, float], told: bool
+) -> None:
+    world = World(5, GraphShape.COMPLETE, seed, network, [Kill(name, at) for name, at in deaths.items()])
     world.run(CALM)
     if told:
         for worker in world.living():
@@ -204,7 +217,7 @@ def test_the_living_agree_without_the_dead(seed: int, network: Network, deaths: 
 
 
 def test_a_slow_neighbour_holds_nobody_up_and_its_late_answer_counts() -> None:
-    world = World(3, Shape.COMPLETE, faults=[Stop("worker 2", 1.0, 10.0)])
+    world = World(3, GraphShape.COMPLETE, faults=[Stop("worker 2", 1.0, 10.0)])
     world.run(1.5)
     met = world.workers[0].inner.met
     world.run(10.9)
@@ -243,7 +256,7 @@ class Hand:
 def test_a_decision_is_final_and_is_repeated() -> None:
     hand = Hand()
     [meet] = hand.hears("a", Ask(1), Payload(8, "theirs"))
-    assert getattr(meet, "work", None) == Meet(Payload(8, "theirs"))
+    assert getattr(meet, "work", None) == MoveHalfway(Payload(8, "theirs"))
     granted = hand.on(Done(("met", "a", 1, 0), Payload(8, "move")))
     assert granted == [Send("a", Grant(1), Payload(8, "move"))]
     assert hand.hears("a", Ask(1), Payload(8, "later")) == granted
@@ -261,7 +274,7 @@ def test_of_two_that_ask_each_other_one_is_granted() -> None:
     assert low.asks() == ("b", 1)
     assert high.asks() == ("a", 1)
     assert low.hears("b", Ask(1)) == [Send("b", Refuse(1))]
-    assert getattr(high.hears("a", Ask(1), Payload(8, "row"))[0], "work", None) == Meet(Payload(8, "row"))
+    assert getattr(high.hears("a", Ask(1), Payload(8, "row"))[0], "work", None) == MoveHalfway(Payload(8, "row"))
 
 
 def test_an_answer_moves_once() -> None:
@@ -295,6 +308,6 @@ def test_a_machine_that_forgets_what_it_granted_is_found_out() -> None:
             self._decided.pop(sender, None)
             super()._on_ask(sender, number, row, effects)
 
-    world = World(4, Shape.RING, network=Network(loss=0.3), machine=Forgetful)
+    world = World(4, GraphShape.RING, network=LossyNetwork(loss=0.3), machine=Forgetful)
     with pytest.raises(AssertionError):
         world.run(20.0)

@@ -16,16 +16,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.protocols.gossip.machine import GO_ON, PAUSE, STEPPED, Ask, Gossiper, Grant, Meet, Move, Read, Refuse, Turn
-from offbeat.protocols.gossip.topology import Shape, mixing
+from offbeat.protocols.gossip.machine import (
+    GO_ON,
+    PAUSE,
+    STEPPED,
+    Ask,
+    CopyRow,
+    Gossiper,
+    Grant,
+    Move,
+    MoveHalfway,
+    Refuse,
+    Turn,
+)
+from offbeat.protocols.gossip.topology import GraphShape, mixing
 from offbeat.protocols.machine import Done, Effect, Ended, Event, Payload, Received, Send, SetTimer, Start, Timer
 from offbeat.protocols.servers.coordination.coordinator import Changed, CoordinatorMachine
 from offbeat.protocols.servers.coordination.meetings import Add, Total
-from offbeat.protocols.servers.messages import COORDINATOR, Awaiting, Bring, ClusterView, Met, Timing
-from offbeat.protocols.servers.messages import Meet as Come
+from offbeat.protocols.servers.messages import COORDINATOR, Awaiting, Bring, ClusterView, Met, Timeouts
+from offbeat.protocols.servers.messages import MoveHalfway as Come
 from offbeat.protocols.servers.worker.client import ClientMachine
 from offbeat.protocols.servers.worker.notices import Arrived, Completed, Departed, Failed, MeetRequest
-from offbeat.simulate.machines import Fault, Kill, Network, Partition, Simulation, Stop
+from offbeat.simulate.machines import Fault, Kill, LossyNetwork, Partition, Simulation, Stop
 
 CALM = 10.0
 """When faults cease."""
@@ -33,7 +45,7 @@ PATIENCE = 60.0
 """Virtual seconds in which everything must be over."""
 ROUNDS = 4
 STEPS = 3
-TIMING = Timing(startup=5.0)
+TIMING = Timeouts(startup=5.0)
 
 Outcome = tuple[tuple[int, ...], bytes]
 """Who came, and the sum of what they brought."""
@@ -53,7 +65,7 @@ class Member:
 
     def near(self, members: Sequence[int]) -> list[str]:
         """The neighbours on a ring of these."""
-        places = mixing(Shape.RING, len(members)).neighbours(members.index(self.rank))
+        places = mixing(GraphShape.RING, len(members)).neighbours(members.index(self.rank))
         return [f"worker {members[place]}" for place in places]
 
     def begin(self, now: float) -> Sequence[Effect]:
@@ -124,9 +136,9 @@ class Member:
 
     def perform(self, work: Any) -> Payload | None:
         match work:
-            case Read():
+            case CopyRow():
                 return Payload(self.row.nbytes, self.row.copy())
-            case Meet(row):
+            case MoveHalfway(row):
                 move = (row.handle - self.row) / 2
                 self.row = self.row + move
                 return Payload(move.nbytes, move)
@@ -162,7 +174,7 @@ class World:
         self,
         size: int,
         seed: int,
-        network: Network | None = None,
+        network: LossyNetwork | None = None,
         faults: Sequence[Fault] = (),
         coordinator: type[CoordinatorMachine] = CoordinatorMachine,
     ) -> None:
@@ -195,7 +207,7 @@ class World:
 
 
 def test_the_mean_of_all_is_that_of_the_run_where_nobody_dies() -> None:
-    world = World(5, 1, Network(jitter=0.02)).run()
+    world = World(5, 1, LossyNetwork(jitter=0.02)).run()
     world.judge()
     for number in range(ROUNDS):
         ranks, total = world.outcomes[number][0]
@@ -214,7 +226,7 @@ others = st.one_of(
     ),
 )
 networks = st.builds(
-    Network,
+    LossyNetwork,
     delay=st.floats(1e-4, 0.05),
     jitter=st.floats(0, 0.1),
     loss=st.floats(0, 0.2),
@@ -227,7 +239,7 @@ networks = st.builds(
 @settings(max_examples=60)
 @given(st.integers(0, 10_000), networks, st.lists(kills, max_size=3), st.lists(others, max_size=3))
 def test_whoever_hears_of_a_mean_hears_of_the_same_one(
-    seed: int, network: Network, deaths: list[Kill], more: list[Fault]
+    seed: int, network: LossyNetwork, deaths: list[Kill], more: list[Fault]
 ) -> None:
     world = World(5, seed, network, [*deaths, *more]).run()
     world.judge()
@@ -276,7 +288,7 @@ class Doubling(CoordinatorMachine):
 
 def test_a_coordinator_that_adds_a_row_twice_is_found_out() -> None:
     with pytest.raises(AssertionError):
-        World(4, 3, Network(duplicate=0.5), coordinator=Doubling).run().judge()
+        World(4, 3, LossyNetwork(duplicate=0.5), coordinator=Doubling).run().judge()
 
 
 class Restless(Gossiper):
@@ -336,7 +348,7 @@ def test_one_who_is_declared_dead_is_not_heard_and_its_place_can_be_taken() -> N
     assert isinstance(found, Start)
     (met,) = machine.on(Received("worker 1", Ask(1), Payload(8, "row")), 0.4)
     assert isinstance(met, Start)
-    assert met.work == Meet(Payload(8, "row")), "the new one counts its questions from the beginning"
+    assert met.work == MoveHalfway(Payload(8, "row")), "the new one counts its questions from the beginning"
 
 
 def test_who_waits_for_one_that_dies_comes_to_rest() -> None:

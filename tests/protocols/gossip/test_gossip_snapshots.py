@@ -17,13 +17,13 @@ from test_gossip_machine import Stepping, World
 
 from offbeat.protocols.causality.cuts import violation
 from offbeat.protocols.causality.histories import Event as Noted
-from offbeat.protocols.causality.histories import Kind, computation
+from offbeat.protocols.causality.histories import EventKind, computation
 from offbeat.protocols.colouring import Keep, Record, Write
 from offbeat.protocols.gossip.machine import PAUSE, Gossiper, Grant, Refuse
 from offbeat.protocols.gossip.snapshots import GossipCut, gossip_faults
-from offbeat.protocols.gossip.topology import Shape
+from offbeat.protocols.gossip.topology import GraphShape
 from offbeat.protocols.machine import Done, Effect, Event, Payload, Received, Send, Start, Timer
-from offbeat.simulate.machines import Network, Partition, Stop
+from offbeat.simulate.machines import LossyNetwork, Partition, Stop
 
 
 class Marked(Struct, frozen=True):
@@ -65,10 +65,10 @@ class Recording(Stepping):
                     self.moves.pop((self.name, sender, message.number))
             effects += self.noted(self.inner.on(Done(("turn", colour, 0, 0)), now))
             self.world.cut_at[self.inner.colour.own, self.name] = before
-            self.history[before:before] = [Noted(Kind.RECEIVE, message=self.marks[id(m)]) for m in opened]
+            self.history[before:before] = [Noted(EventKind.RECEIVE, message=self.marks[id(m)]) for m in opened]
         came = super().on(event, now)
         if isinstance(event, Received) and not any(message is event.message for _, message, _ in self.inner._held):
-            self.history.append(Noted(Kind.RECEIVE, message=self.marks[id(event.message)]))
+            self.history.append(Noted(EventKind.RECEIVE, message=self.marks[id(event.message)]))
         return [*effects, *self.noted(came)]
 
     def noted(self, effects: Sequence[Effect]) -> list[Effect]:
@@ -80,7 +80,7 @@ class Recording(Stepping):
                     mark = (self.name, effect.to, effect.message.number)  # A decision is the same when it is repeated.
                 if mark not in self.world.sent:
                     self.world.sent.add(mark)
-                    self.history.append(Noted(Kind.SEND, type(effect.message).__name__, message=mark))
+                    self.history.append(Noted(EventKind.SEND, type(effect.message).__name__, message=mark))
                 effect = Send(effect.to, Marked(mark, effect.message), effect.payload)
             done.append(effect)
         return done
@@ -99,7 +99,9 @@ class Recording(Stepping):
 
 
 class Photographed(World):
-    def __init__(self, size: int, shape: Shape, seed: int, network: Network, faults: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, size: int, shape: GraphShape, seed: int, network: LossyNetwork, faults: Sequence[Any] = ()
+    ) -> None:
         super().__init__(size, shape, seed, network, faults)
         self.marks = count()
         self.alive: list[Any] = []
@@ -131,7 +133,7 @@ class Photographed(World):
 
 def photographed(seed: int) -> Photographed:
     random = Random(seed)
-    network = Network(
+    network = LossyNetwork(
         delay=random.choice([0.001, 0.05]),
         jitter=random.choice([0.0, 0.05, 0.2]),
         loss=random.choice([0.0, 0.1]),
@@ -143,7 +145,7 @@ def photographed(seed: int) -> Photographed:
         Partition(frozenset({"worker 1"}), random.uniform(0, 8), 1.0),
     ]
     size = random.randint(2, 5)
-    shape = random.choice([Shape.RING, Shape.COMPLETE])
+    shape = random.choice([GraphShape.RING, GraphShape.COMPLETE])
     world = Photographed(size, shape, seed, network, faults[: random.randint(0, 2)])
     for _ in range(8):
         world.simulation.run(world.simulation.now + random.uniform(0.3, 2.0))

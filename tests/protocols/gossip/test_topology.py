@@ -18,10 +18,10 @@ from offbeat.errors import ScheduleError, UsageError
 from offbeat.protocols.checker import check_mixing
 from offbeat.protocols.gossip.mixing import mix, steps
 from offbeat.protocols.gossip.topology import (
+    GraphShape,
     Kind,
     Mixing,
     RandomRegular,
-    Shape,
     distances,
     graph,
     metropolis,
@@ -32,7 +32,7 @@ from offbeat.simulate import Link, Network, Ports, finish_times, gossip_step_tim
 
 LAYOUT = Layout(1000)
 WIRE = Network(Link(50e-6, 1e-8, 2e-10), ports=Ports.RANK)
-KINDS: list[Kind] = [*Shape, RandomRegular(2), RandomRegular(3, seed=5), RandomRegular(4)]
+KINDS: list[Kind] = [*GraphShape, RandomRegular(2), RandomRegular(3, seed=5), RandomRegular(4)]
 
 
 def possible(kind: Kind, size: int) -> Mixing | None:
@@ -79,16 +79,16 @@ def test_metropolis_weights_fit_any_connected_graph(size: int, share: float, see
 
 
 def test_the_graphs_are_what_they_are_called() -> None:
-    assert sorted(graph(Shape.RING, 5).edges()) == [(0, 1), (0, 4), (1, 2), (2, 3), (3, 4)]
-    assert {degree for _, degree in graph(Shape.TORUS, 16).degree()} == {4}
-    assert {degree for _, degree in graph(Shape.TORUS, 6).degree()} == {3}
-    assert graph(Shape.COMPLETE, 6).number_of_edges() == 15
+    assert sorted(graph(GraphShape.RING, 5).edges()) == [(0, 1), (0, 4), (1, 2), (2, 3), (3, 4)]
+    assert {degree for _, degree in graph(GraphShape.TORUS, 16).degree()} == {4}
+    assert {degree for _, degree in graph(GraphShape.TORUS, 6).degree()} == {3}
+    assert graph(GraphShape.COMPLETE, 6).number_of_edges() == 15
     assert distances(8) == [1, 2, 4]
     assert distances(9) == [1, 2, 4, 8]
-    assert [mixing(Shape.EXPONENTIAL, 8).neighbours(0).tolist()] == [[4, 6, 7]]
-    assert mixing(Shape.RING, 2).neighbours(1).tolist() == [0]
+    assert [mixing(GraphShape.EXPONENTIAL, 8).neighbours(0).tolist()] == [[4, 6, 7]]
+    assert mixing(GraphShape.RING, 2).neighbours(1).tolist() == [0]
     for size in (1, 2):
-        assert all(mixing(shape, size).rate == 0 for shape in Shape)
+        assert all(mixing(shape, size).rate == 0 for shape in GraphShape)
 
 
 def test_a_random_graph_is_regular_connected_and_the_same_for_a_seed() -> None:
@@ -104,7 +104,7 @@ def test_a_random_graph_is_regular_connected_and_the_same_for_a_seed() -> None:
 @pytest.mark.parametrize(
     ("kind", "size", "said"),
     [
-        (Shape.TORUS, 7, "7 is a prime number"),
+        (GraphShape.TORUS, 7, "7 is a prime number"),
         (RandomRegular(3), 5, "no connected graph of 5 workers gives each 3 neighbours"),
         (RandomRegular(4), 4, "fewer than there are workers"),
         (RandomRegular(1), 6, "2 or more"),
@@ -122,14 +122,14 @@ def test_rates_are_those_of_the_books() -> None:
     for size in (4, 5, 8, 13):
         # Eigenvalues of a circulant: 1/3 + 2/3 cos(2 pi k / p).
         values = [abs(1 / 3 + 2 / 3 * math.cos(2 * math.pi * k / size)) for k in range(1, size)]
-        assert mixing(Shape.RING, size).rate == pytest.approx(max(values), abs=1e-12)
-    assert mixing(Shape.COMPLETE, 7).gap == pytest.approx(1)
+        assert mixing(GraphShape.RING, size).rate == pytest.approx(max(values), abs=1e-12)
+    assert mixing(GraphShape.COMPLETE, 7).gap == pytest.approx(1)
     # The one-peer exponential graph agrees exactly after one turn, if there are 2^k workers.
     for size in (2, 4, 8, 16):
-        turn = mixing(Shape.EXPONENTIAL, size)
+        turn = mixing(GraphShape.EXPONENTIAL, size)
         assert turn.gap == 1
         np.testing.assert_allclose(turn.product(len(turn.matrices)), 1 / size, atol=1e-12)
-    assert 0 < mixing(Shape.EXPONENTIAL, 6).rate < 1
+    assert 0 < mixing(GraphShape.EXPONENTIAL, 6).rate < 1
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -147,7 +147,7 @@ def test_no_distance_shrinks_slower_than_predicted(kind: Kind) -> None:
 
 
 def test_models_that_lie_apart_at_random_come_together_at_the_usual_rate() -> None:
-    made = mixing(Shape.RING, 10)
+    made = mixing(GraphShape.RING, 10)
     start = np.random.default_rng(2).normal(size=(10, 100_000))
     left = made.at(0) @ start
     found = np.linalg.norm(left - left.mean(axis=0)) / np.linalg.norm(start - start.mean(axis=0))
@@ -157,7 +157,7 @@ def test_models_that_lie_apart_at_random_come_together_at_the_usual_rate() -> No
 def test_the_page_tells_the_rates_of_the_graphs() -> None:
     page = (paths.ROOT / "docs/gossip.md").read_text()
     rows = dict(re.findall(r"^\| `([a-z()0-9]+)` \| [^|]* \| (.*) \|$", page, re.MULTILINE))
-    kinds = {**{shape.value: shape for shape in Shape}, "random(3)": RandomRegular(3)}
+    kinds = {**{shape.value: shape for shape in GraphShape}, "random(3)": RandomRegular(3)}
     assert set(rows) == set(kinds)
     for name, kind in kinds.items():
         assert rows[name].split(" | ") == [f"{mixing(kind, size).rate:.2f}" for size in (4, 8, 16, 32)], name
@@ -175,7 +175,7 @@ def changed(schedule: Schedule, at: int, **what: object) -> Schedule:
 
 
 def test_a_wrong_line_in_the_schedule_is_found_out() -> None:
-    matrix = mixing(Shape.RING, 5).at(0)
+    matrix = mixing(GraphShape.RING, 5).at(0)
     right = mix(matrix)
     weights, ranks = np.full(5, 1 / 3), np.arange(5)
     check_mixing(changed(right, 4, weight=weights), matrix, View.of(5), LAYOUT)
@@ -191,7 +191,7 @@ def test_a_wrong_line_in_the_schedule_is_found_out() -> None:
         with pytest.raises(ScheduleError, match=said):
             check_mixing(schedule, matrix, View.of(5), LAYOUT)
     with pytest.raises(ScheduleError, match="instead of"):
-        check_mixing(right, mixing(Shape.COMPLETE, 5).at(0), View.of(5), LAYOUT)
+        check_mixing(right, mixing(GraphShape.COMPLETE, 5).at(0), View.of(5), LAYOUT)
 
 
 def test_a_local_period_takes_its_steps_and_one_sum() -> None:
@@ -207,17 +207,19 @@ def test_a_step_of_gossip_takes_one_hop() -> None:
     view, link = View.of(8, range(8)), WIRE.between
     both = link.alpha + 2 * link.beta * 4000 + 2 * link.gamma * 4000
     one = link.alpha + link.beta * 4000 + link.gamma * 4000
-    assert gossip_step_time(view, LAYOUT, WIRE, 0.01, mixing(Shape.RING, 8), 6) == pytest.approx(0.01 + both, rel=1e-6)
-    found = gossip_step_time(view, LAYOUT, WIRE, 0.01, mixing(Shape.EXPONENTIAL, 8), 6)
+    assert gossip_step_time(view, LAYOUT, WIRE, 0.01, mixing(GraphShape.RING, 8), 6) == pytest.approx(
+        0.01 + both, rel=1e-6
+    )
+    found = gossip_step_time(view, LAYOUT, WIRE, 0.01, mixing(GraphShape.EXPONENTIAL, 8), 6)
     assert found == pytest.approx(0.01 + one, rel=1e-6)
-    seldom = gossip_step_time(view, LAYOUT, WIRE, 0.01, mixing(Shape.RING, 8), 8, period=4)
+    seldom = gossip_step_time(view, LAYOUT, WIRE, 0.01, mixing(GraphShape.RING, 8), 8, period=4)
     assert seldom == pytest.approx(0.01 + both / 4, rel=1e-6)
 
 
 def test_a_slow_worker_delays_its_neighbours_first() -> None:
     size = 16
     seconds = [[1.0 if rank == 0 and step == 0 else 0.1 for rank in range(size)] for step in range(2)]
-    schedule = mix(mixing(Shape.RING, size).at(0))
+    schedule = mix(mixing(GraphShape.RING, size).at(0))
     view = View.of(size, range(size))
     done = finish_times(steps(seconds, lambda _: schedule)(view, LAYOUT), view, LAYOUT, WIRE)
     on_time = [rank for rank in range(size) if done[rank] < 0.25]

@@ -21,11 +21,11 @@ from offbeat.protocols.servers.replica.works import Inspect
 from offbeat.protocols.servers.worker.rhythm import (
     Action,
     EveryStep,
-    Exchange,
     Lazily,
     PushAndFetch,
     RhythmOf,
     Spring,
+    StepActions,
     rhythm_of,
 )
 from offbeat.simulate.queues import Times
@@ -474,9 +474,9 @@ def test_the_simulator_and_the_server_machine_start_the_same_workers_at_the_same
         ("ssp(1)", Pacing, "admits", lambda self, needed, item, real=Pacing.admits: real(self, needed + 1, item)),
         ("drop_slowest(1)", Pacing, "released", lambda self, real=Pacing.released: real(self)[1:]),
         ("drop_slowest(1)", Pacing, "is_complete", lambda self: self.clocks.minimum > self.completed),
-        ("ssp(1)", Lazily, "computed", lambda *_: Exchange((Action.PUSH, Action.REUSE), own_step=True)),
-        ("bsp", EveryStep, "computed", lambda *_: Exchange((Action.PUSH,))),
-        ("elastic(2)", Spring, "computed", lambda *_: Exchange(own_step=True)),
+        ("ssp(1)", Lazily, "computed", lambda *_: StepActions((Action.PUSH, Action.REUSE), own_step=True)),
+        ("bsp", EveryStep, "computed", lambda *_: StepActions((Action.PUSH,))),
+        ("elastic(2)", Spring, "computed", lambda *_: StepActions(own_step=True)),
     ],
 )
 def test_a_line_that_is_wrong_is_wrong_in_the_simulator_and_on_the_server(

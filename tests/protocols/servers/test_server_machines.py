@@ -30,10 +30,10 @@ from offbeat.protocols.servers.messages import (
     Fenced,
     Gone,
     Heartbeat,
-    Hello,
+    JoinRequest,
     Leave,
     Lost,
-    Meet,
+    MeetingArrival,
     Met,
     Pull,
     PullReply,
@@ -41,13 +41,13 @@ from offbeat.protocols.servers.messages import (
     PushReply,
     Replicate,
     Replicated,
-    Timing,
+    Timeouts,
     Viewed,
 )
 from offbeat.protocols.servers.replica.server import ServerMachine
 from offbeat.protocols.servers.worker.client import ClientMachine
-from offbeat.protocols.servers.worker.notices import Completed, Departed, Failed, Part, PullRequest, PushRequest
-from offbeat.simulate.machines import Kill, Network, Partition, Restart, Stop
+from offbeat.protocols.servers.worker.notices import Completed, Departed, Failed, PullRequest, PushedRange, PushRequest
+from offbeat.simulate.machines import Kill, LossyNetwork, Partition, Restart, Stop
 
 
 class Hand:
@@ -256,7 +256,7 @@ def works(effects: Sequence[Effect]) -> list[Any]:
 
 def test_what_is_unanswered_is_asked_again_under_the_same_number_less_and_less_often():
     machine = client()
-    ((_, first),) = messages(machine.ask(PushRequest([Part(0, Payload(1))], 0), 0.0).effects)
+    ((_, first),) = messages(machine.ask(PushRequest([PushedRange(0, Payload(1))], 0), 0.0).effects)
     times = []
     for tick in range(1, 40):
         for to, again in messages(machine.on(Timer("tick"), tick * 0.25), Push):
@@ -267,7 +267,7 @@ def test_what_is_unanswered_is_asked_again_under_the_same_number_less_and_less_o
 
 def test_what_is_unanswered_goes_to_the_successor_at_once():
     machine = client()
-    machine.ask(PushRequest([Part(0, Payload(1))], 0), 0.0)
+    machine.ask(PushRequest([PushedRange(0, Payload(1))], 0), 0.0)
     view = structs.replace(machine.view, epoch=1, primaries=(B,), backups=((),))
     ((to, again),) = messages(machine.on(Received(COORDINATOR, Viewed(view)), 0.1), Push)
     assert (to, again.number, again.epoch) == (B, 0, 1)
@@ -277,8 +277,8 @@ def test_what_is_unanswered_goes_to_the_successor_at_once():
 
 
 def test_a_request_that_nobody_answers_names_who_was_waited_for():
-    machine = client(timing=Timing(deadline=1.0))
-    asked = machine.ask(PushRequest([Part(0, Payload(1))], 0), 0.0)
+    machine = client(timing=Timeouts(deadline=1.0))
+    asked = machine.ask(PushRequest([PushedRange(0, Payload(1))], 0), 0.0)
     assert machine.outstanding.waited_for() == (P,)
     assert Failed(asked.token, (P,)) in works(machine.on(Timer("tick"), 1.0))
     assert machine.outstanding.waited_for() == ()
@@ -286,13 +286,13 @@ def test_a_request_that_nobody_answers_names_who_was_waited_for():
 
 def test_a_reply_of_another_life_is_not_taken_for_one_of_this():
     machine = client()
-    machine.ask(PushRequest([Part(0, Payload(1))], 0), 0.0)
+    machine.ask(PushRequest([PushedRange(0, Payload(1))], 0), 0.0)
     reply = PushReply(life=1, number=0, status="applied", version=1, clock=1, epoch=0)
     assert machine.on(Received(P, reply), 0.1) == []
 
 
 def test_an_answer_that_was_overtaken_by_fresh_values_does_not_replace_them():
-    world = World(Setting(workers=3, rule=Rule(2, eager=True), steps=8), network=Network(delay=0.02, jitter=0.05))
+    world = World(Setting(workers=3, rule=Rule(2, eager=True), steps=8), network=LossyNetwork(delay=0.02, jitter=0.05))
     world.run().check()
     assert world.refreshed > 0
 
@@ -302,7 +302,7 @@ def test_one_who_was_declared_dead_is_told_whatever_it_asks():
     assert works(machine.on(Received(COORDINATOR, Gone(1)), 0.0)) == [Departed(1)]
     assert works(machine.ask(PullRequest(0), 0.1).effects) == [Departed(0)]
     assert messages(machine.on(Timer("tick"), 0.2)) == []
-    assert messages(machine.join()) == [(COORDINATOR, Hello(0, 0))]
+    assert messages(machine.join()) == [(COORDINATOR, JoinRequest(0, 0))]
 
 
 # The coordinator.
@@ -346,23 +346,25 @@ def test_an_end_that_was_seen_needs_no_silence_and_the_last_replica_is_a_loss():
 
 def test_a_new_process_ends_the_life_of_the_one_before_it():
     machine = CoordinatorMachine(ClusterView.of(2, 1))
-    effects = told(machine, "worker 1", Hello(1, process=7))
+    effects = told(machine, "worker 1", JoinRequest(1, process=7))
     assert machine.view.members == {0: 0, 1: 1}
     assert messages(effects, Viewed)[-1] == ("worker 1", Viewed(machine.view, 7))
-    told(machine, "worker 1", Hello(1, process=7))
+    told(machine, "worker 1", JoinRequest(1, process=7))
     assert machine.view.members == {0: 0, 1: 1}, "the same process asking again has the same life"
-    told(machine, "worker 2", Hello(2, process=0))
+    told(machine, "worker 2", JoinRequest(2, process=0))
     assert machine.view.members == {0: 0, 1: 1, 2: 0}
 
 
 def test_a_meeting_is_over_when_all_who_live_have_come():
     machine = CoordinatorMachine(ClusterView.of(3, 1))
     for worker in (2, 0):
-        assert not told(machine, f"worker {worker}", Meet(worker=worker, number=4, what="end", values=(worker,)))
+        assert not told(
+            machine, f"worker {worker}", MeetingArrival(worker=worker, number=4, what="end", values=(worker,))
+        )
     effects = machine.on(Ended("worker 1"), 1.0)
     met = Met(number=4, what="end", ranks=(0, 2), values=((0,), (2,)))
     assert sorted(messages(effects, Met)) == [("worker 0", met), ("worker 2", met)]
-    again = told(machine, "worker 0", Meet(worker=0, number=4, what="end"))
+    again = told(machine, "worker 0", MeetingArrival(worker=0, number=4, what="end"))
     assert messages(again) == [("worker 0", met)], "an answer that was lost is given again"
 
 
@@ -471,7 +473,7 @@ def test_bsp_ends_the_same_however_servers_fail(
     kill: float, stop: float, seconds: float, jitter: float, loss: float, seed: int
 ):
     setting = Setting(workers=3, replicas=2, steps=6)
-    network = Network(jitter=jitter, loss=loss, duplicate=loss)
+    network = LossyNetwork(jitter=jitter, loss=loss, duplicate=loss)
     faults = [Kill(P, kill), Stop(B, stop, seconds)]
     world = World(setting, seed, network, faults).run().check()
     if len(world.starts) == 3:

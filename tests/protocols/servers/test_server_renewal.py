@@ -28,27 +28,27 @@ from offbeat.protocols.machine import (
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.coordination.coordinator import CoordinatorMachine
 from offbeat.protocols.servers.messages import (
+    BackupReady,
     ClusterView,
     Gone,
     Heartbeat,
     Install,
     Message,
-    Ready,
     Replicate,
     Replicated,
-    Timing,
+    Timeouts,
     Viewed,
     Volunteer,
 )
 from offbeat.protocols.servers.replica.follower import Follower
 from offbeat.protocols.servers.replica.server import ServerMachine
 from offbeat.protocols.servers.replica.shard import Shard
-from offbeat.protocols.servers.replica.works import Read, Release
+from offbeat.protocols.servers.replica.works import ReadShard, Release
 from offbeat.protocols.servers.worker.client import ClientMachine
 from offbeat.runtime.messages import Codec, FrameError
-from offbeat.runtime.messages.frames import Reference
-from offbeat.runtime.servers.plan import Plan
-from offbeat.simulate.machines import Kill, Network
+from offbeat.runtime.messages.frames import MemoryReference
+from offbeat.runtime.servers.plan import ServerPlan
+from offbeat.simulate.machines import Kill, LossyNetwork
 
 RULES = [Rule(0), Rule(0), Rule(2), Rule(None), Rule(2, eager=True), Rule(0, drop=1), Rule(0, deadline=0.3)]
 
@@ -97,7 +97,7 @@ def renewed_world(seed: int, server: type[ServerMachine] = ServerMachine, **chan
     setting = Setting(**(known | changes))
     if setting.rule.drop and setting.workers == 1:
         setting = Setting(**(known | {"workers": 2} | changes))
-    network = Network(
+    network = LossyNetwork(
         delay=random.choice([0.001, 0.02]),
         jitter=random.choice([0.0, 0.02, 0.1]),
         loss=random.choice([0.0, 0.05]),
@@ -137,7 +137,7 @@ def test_a_novice_may_die_while_it_is_brought_up_to_date(tenth: int) -> None:
     """And another takes its place; its death is at any moment from when it is known to after it holds all."""
     setting = Setting(workers=2, replicas=1, steps=30, pace=0.1, renews=0.1)
     faults = [Kill("server 0.0", 1.0, 0.01), Kill("server 0.2", 1.14 + tenth / 80, 0.01)]
-    world = World(setting, network=Network(delay=0.02), faults=faults).run().check()
+    world = World(setting, network=LossyNetwork(delay=0.02), faults=faults).run().check()
     assert world.values() == pytest.approx(undisturbed(setting), abs=1e-9)
     assert world.coordinator.view.primaries == ("server 0.1",)
     assert world.coordinator.view.backups == (("server 0.3",),)
@@ -147,7 +147,7 @@ def test_when_the_primary_dies_during_the_transfer_its_successor_hands_over_anew
     setting = Setting(workers=2, replicas=2, steps=40, pace=0.1, renews=0.1)
     for moment in range(12):
         faults = [Kill("server 0.2", 1.0, 0.01), Kill("server 0.0", 1.1 + moment / 50, 0.01)]
-        world = World(setting, network=Network(delay=0.03), faults=faults).run().check()
+        world = World(setting, network=LossyNetwork(delay=0.03), faults=faults).run().check()
         assert world.values() == pytest.approx(undisturbed(setting), abs=1e-9)
         assert world.coordinator.view.primaries == ("server 0.1",)
         assert len(world.coordinator.view.backups[0]) == 2
@@ -169,7 +169,7 @@ def test_nothing_is_lost_or_doubled_however_often_servers_die_and_are_replaced(s
 )
 def test_bsp_ends_the_same_however_often_servers_die(kills: list[float], jitter: float, loss: float, seed: int) -> None:
     setting = Setting(workers=2, replicas=1, steps=15, renews=0.05)
-    world = World(setting, seed, Network(jitter=jitter, loss=loss, duplicate=loss, until=CALM))
+    world = World(setting, seed, LossyNetwork(jitter=jitter, loss=loss, duplicate=loss, until=CALM))
     world.simulation._give_birth(Fate(world, kills, Random(seed), worst=True))
     world.run().check()
     if len(world.starts) == 2:
@@ -207,7 +207,7 @@ class SaysReadyBeforeItIs(ServerMachine):
     def _take_state(self, now: float) -> None:
         super()._take_state(now)
         if self._renewal.begun:
-            self._out.send(self._coordinator, Ready(self.number, self._renewal.novice))
+            self._out.send(self._coordinator, BackupReady(self.number, self._renewal.novice))
 
 
 class HandsOverInTheMiddleOfAStep(ServerMachine):
@@ -285,9 +285,9 @@ def test_a_volunteer_is_a_novice_until_the_primary_says_that_it_holds_all() -> N
     epoch = machine.view.epoch
     (again,) = told(machine, "server 0.2", Volunteer(0))
     assert (again.to, machine.view.epoch) == ("server 0.2", epoch)
-    assert told(machine, "server 0.2", Ready(0, "server 0.2")) == [], "only the primary can know"
-    assert told(machine, "server 0.0", Ready(7, "server 0.2")) == []
-    told(machine, "server 0.0", Ready(0, "server 0.2"))
+    assert told(machine, "server 0.2", BackupReady(0, "server 0.2")) == [], "only the primary can know"
+    assert told(machine, "server 0.0", BackupReady(7, "server 0.2")) == []
+    told(machine, "server 0.0", BackupReady(0, "server 0.2"))
     assert (machine.view.novices, machine.view.backups[0]) == (("", ""), ("server 0.2",))
 
 
@@ -387,8 +387,8 @@ GIBIBYTE = 1024**3
 
 def test_a_state_of_gigabytes_is_no_larger_than_a_payload_may_be() -> None:
     install = Install(epoch=3, number=1, index=8, state=Shard(Rule(0), ClusterView.of(1, 1)).state())
-    plan = Plan(workers=1, shards=1, replicas=1, rule=Rule(0), folder="")
-    reference = Reference("1:2:3", 0, 0, 3 * GIBIBYTE)
+    plan = ServerPlan(workers=1, shards=1, replicas=1, rule=Rule(0), folder="")
+    reference = MemoryReference("1:2:3", 0, 0, 3 * GIBIBYTE)
     frame = plan.codec().encode_reference(install, reference)
     assert plan.codec().decode([frame]) == (install, reference)
     with pytest.raises(FrameError, match="contradicts itself"):
@@ -413,8 +413,8 @@ def test_a_worker_says_what_is_to_come_before_it_comes_and_is_patient_itself() -
     client = ClientMachine(0, ClusterView.of(1, 1))
     assert client.announce(2 * GIBIBYTE) == [Send("coordinator", Heartbeat(0, 2 * GIBIBYTE))]
     assert Heartbeat(0, 2 * GIBIBYTE) in [one.message for one in client.begin(0.0) if isinstance(one, Send)]
-    assert Timing().patience(2 * GIBIBYTE) > 60
-    assert Timing().patience(25 * 1024**2) == Timing().resend
+    assert Timeouts().patience(2 * GIBIBYTE) > 60
+    assert Timeouts().patience(25 * 1024**2) == Timeouts().resend
 
 
 def released(effects: Sequence[Effect]) -> list[Payload]:
@@ -426,7 +426,7 @@ def handing_over() -> tuple[ServerMachine, Payload]:
     view = ClusterView(3, (0,), ("server 0.0",), ((),), novices=("server 0.2",))
     primary = ServerMachine("server 0.0", 0, Rule(None), ClusterView.of(1, 1, 1))
     effects = primary.on(Received("coordinator", Viewed(view)), 0.0)
-    (reading,) = [one for one in effects if isinstance(one, Start) and isinstance(one.work, Read)]
+    (reading,) = [one for one in effects if isinstance(one, Start) and isinstance(one.work, ReadShard)]
     state = Payload(2 * GIBIBYTE, "the state")
     sent = primary.on(Done(reading.token, state), 0.0)
     assert [(one.to, one.payload) for one in sent if isinstance(one, Send)] == [("server 0.2", state)]

@@ -14,7 +14,6 @@ from offbeat.protocols.machine import NOTHING, Payload
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import (
     ClusterView,
-    Deadline,
     Enter,
     Entry,
     Fetch,
@@ -23,13 +22,14 @@ from offbeat.protocols.servers.messages import (
     Message,
     Pull,
     Push,
+    PushRefused,
     PushReply,
-    Refused,
     Replicate,
+    StepDeadline,
     Viewed,
 )
 from offbeat.protocols.servers.replica.shard import Shard
-from offbeat.protocols.servers.replica.works import Accumulate, Discard, Outcome, Restore, Update
+from offbeat.protocols.servers.replica.works import AccumulateGradient, Discard, EntryOutcome, Restore, Update
 
 
 class Numbered:
@@ -41,35 +41,35 @@ class Numbered:
         self.store = Store()
         self.numbers = dict.fromkeys(range(workers), 0)
 
-    def push(self, worker: int, clock: int, *, part: int = 0, unfit: str = "", **fields: Any) -> Outcome:
+    def push(self, worker: int, clock: int, *, part: int = 0, unfit: str = "", **fields: Any) -> EntryOutcome:
         message = Push(worker=worker, number=self.numbers[worker], clock=clock, **fields)
         self.numbers[worker] += 1
-        entry = Refused(message, unfit) if unfit else message
+        entry = PushRefused(message, unfit) if unfit else message
         return self.apply(entry, Payload(1, Gradient(worker, 0, 0, clock, 0, part)))
 
-    def apply(self, entry: Entry, payload: Payload = NOTHING) -> Outcome:
+    def apply(self, entry: Entry, payload: Payload = NOTHING) -> EntryOutcome:
         outcome = self.shard.apply(entry, payload)
         for work in outcome.works:
             self.store.perform(work)
         return outcome
 
-    def without(self, *workers: int) -> Outcome:
+    def without(self, *workers: int) -> EntryOutcome:
         left = tuple(worker for worker in self.view.workers if worker not in workers)
         self.view = msgspec.structs.replace(self.view, epoch=self.view.epoch + 1, workers=left)
         return self.apply(Members(self.view))
 
 
-def statuses(outcome: Outcome) -> list[str]:
+def statuses(outcome: EntryOutcome) -> list[str]:
     return [answer.status for answer in outcome.answers]
 
 
-def kinds(outcome: Outcome) -> list[type]:
+def kinds(outcome: EntryOutcome) -> list[type]:
     return [type(work) for work in outcome.works]
 
 
 def test_bsp_sums_a_step_by_weight_and_applies_it_once_over_the_total():
     numbered = Numbered(Rule(0), 2)
-    assert kinds(numbered.push(0, 0, weight=3.0)) == [Accumulate]
+    assert kinds(numbered.push(0, 0, weight=3.0)) == [AccumulateGradient]
     last = numbered.push(1, 0, weight=1.0, settings=({"lr": 0.5},))
     assert last.works[1:] == [Update(1, 1 / 4, ({"lr": 0.5},))]
     assert numbered.store.value == pytest.approx((3 * 6 + 1 * 9) / 4)
@@ -120,10 +120,10 @@ def test_microbatches_that_came_before_the_deadline_count_by_their_weight_and_th
     numbered = Numbered(Rule(0, deadline=1.0), 2)
     for _ in range(3):
         part = numbered.push(0, 0, weight=2.0, last=False, counts=True)
-        assert (kinds(part), statuses(part)) == ([Accumulate], ["applied"])
+        assert (kinds(part), statuses(part)) == ([AccumulateGradient], ["applied"])
     early = numbered.push(1, 0, weight=4.0, last=False, counts=True)
     assert not early.moved, "nobody has done the step, and its time is not over"
-    closed = numbered.apply(Deadline(0))
+    closed = numbered.apply(StepDeadline(0))
     assert closed.works == [Update(1, 1 / 10, ())]
     assert numbered.store.value == pytest.approx((3 * 2 * 6 + 4 * 9) / 10)
     assert statuses(numbered.push(0, 0, weight=2.0)) == ["late"]
@@ -141,10 +141,10 @@ def test_an_unfit_microbatch_spoils_no_other():
 def test_a_deadline_completes_a_step_with_whatever_has_come():
     numbered = Numbered(Rule(0, deadline=1.0), 3)
     numbered.push(2, 0, weight=5.0)
-    outcome = numbered.apply(Deadline(0))
+    outcome = numbered.apply(StepDeadline(0))
     assert outcome.works == [Update(1, 1 / 5, ())]
-    assert not numbered.apply(Deadline(0)).moved, "the deadline of a step that is over does nothing"
-    assert not numbered.apply(Deadline(1)).moved, "nothing has come yet"
+    assert not numbered.apply(StepDeadline(0)).moved, "the deadline of a step that is over does nothing"
+    assert not numbered.apply(StepDeadline(1)).moved, "nothing has come yet"
     assert numbered.push(0, 1).moved, "an overdue step is complete with the first that comes"
 
 
@@ -154,7 +154,10 @@ def test_parts_of_a_step_count_whole_or_not_at_all():
     assert (first.works, first.answers) == ([], [])
     assert numbered.shard._sum.holds(0, 0)
     second = numbered.push(0, 0, part=1, start=5, stop=9)
-    assert [(work.start, work.stop) for work in second.works if isinstance(work, Accumulate)] == [(0, 5), (5, 9)]
+    assert [(work.start, work.stop) for work in second.works if isinstance(work, AccumulateGradient)] == [
+        (0, 5),
+        (5, 9),
+    ]
     assert statuses(second) == ["applied", "applied"]
     numbered.push(1, 0, last=False)
     gone = numbered.without(1)
@@ -249,7 +252,7 @@ def test_a_joiner_is_waited_for_from_the_clock_it_enters_at():
 
 SAMPLES: list[Message] = [
     Push(worker=1, number=2, clock=3, settings=({"lr": 0.1, "betas": (0.9, 0.99)},)),
-    Replicate(epoch=1, index=2, committed=1, entry=Refused(Push(worker=1, number=2, clock=3), "NaN")),
+    Replicate(epoch=1, index=2, committed=1, entry=PushRefused(Push(worker=1, number=2, clock=3), "NaN")),
     Replicate(epoch=1, index=2, committed=1, entry=Members(ClusterView.of(2, 2, 1))),
     Viewed(ClusterView.of(3, 2, 2), 7),
     PushReply(number=1, status="late", version=3, clock=4, epoch=5),
@@ -277,7 +280,7 @@ def test_the_same_entries_give_the_same_shard_and_use_each_gradient_once(data: s
                 numbered.numbers[worker] -= 1
                 numbered.push(worker, clocks[worker])
             elif action == "deadline":
-                numbered.apply(Deadline(numbered.shard.minimum))
+                numbered.apply(StepDeadline(numbered.shard.minimum))
             elif action == "leave" and len(numbered.view.workers) > 1:
                 numbered.without(worker)
         if action == "push":

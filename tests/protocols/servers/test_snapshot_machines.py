@@ -15,7 +15,7 @@ from msgspec import Struct
 from server_worlds import CALM, Gradient, Loop, Setting, Store, World, add_faults
 
 from offbeat.protocols.causality.cuts import violation
-from offbeat.protocols.causality.histories import Computation, Event, Join, Kind, Place, computation
+from offbeat.protocols.causality.histories import Computation, Event, EventKind, EventPosition, Join, computation
 from offbeat.protocols.colouring import Keep, Record, Write
 from offbeat.protocols.machine import Effect, Effects, Machine, Name, Payload, Received, Send, SetTimer, Start, Timer
 from offbeat.protocols.machine import Event as Happening
@@ -24,7 +24,7 @@ from offbeat.protocols.servers.messages import (
     Fetch,
     Fetched,
     Fresh,
-    Meet,
+    MeetingArrival,
     Met,
     Pull,
     PullReply,
@@ -42,7 +42,7 @@ from offbeat.protocols.servers.snapshots import (
 from offbeat.protocols.servers.worker.client import ClientMachine
 from offbeat.protocols.servers.worker.notices import MeetRequest
 from offbeat.protocols.servers.worker.requests import key_of
-from offbeat.simulate.machines import Network
+from offbeat.simulate.machines import LossyNetwork
 
 REQUESTS = (Push, Pull, Fetch, Turned)
 REPLIES = (PushReply, PullReply, Fetched)
@@ -101,7 +101,7 @@ class Witness:
                 return
             if message.colour > client.colour.own:
                 self.reddened.setdefault(message.colour, len(self.history))
-        self.history.append(Event(Kind.RECEIVE, type(message).__name__, message=marked.mark))
+        self.history.append(Event(EventKind.RECEIVE, type(message).__name__, message=marked.mark))
 
     def _awaits(self, sender: Name, reply: Any) -> bool:
         client = self.machine.client
@@ -117,7 +117,7 @@ class Witness:
         if message.life == client.life and key_of(message, -1) in client.outstanding.open:
             if message.colour > client.colour.own:
                 self.reddened.setdefault(message.colour, len(self.history))
-            self.history.append(Event(Kind.LOCAL, f"from {message.what}"))
+            self.history.append(Event(EventKind.LOCAL, f"from {message.what}"))
             self.world.meetings[message.what][1].append((self, len(self.history)))
 
     def _noted(self, effects: Iterable[Effect]) -> list[Effect]:
@@ -125,8 +125,8 @@ class Witness:
         for effect in effects:
             if isinstance(effect, Send) and isinstance(effect.message, (*REQUESTS, *REPLIES, Fresh)):
                 effect = Send(effect.to, Marked(self._mark(effect), effect.message), effect.payload)
-            elif isinstance(effect, Send) and isinstance(effect.message, Meet):
-                self.history.append(Event(Kind.LOCAL, f"to {effect.message.what}"))
+            elif isinstance(effect, Send) and isinstance(effect.message, MeetingArrival):
+                self.history.append(Event(EventKind.LOCAL, f"to {effect.message.what}"))
                 self.world.meetings[effect.message.what][0].append((self, len(self.history)))
             done.append(effect)
         return done
@@ -141,7 +141,7 @@ class Witness:
             mark = (self.name, message.life, id(self), pushed, shard, message.number)
         if mark not in self._sent:
             self._sent.add(mark)
-            self.history.append(Event(Kind.SEND, type(message).__name__, message=mark))
+            self.history.append(Event(EventKind.SEND, type(message).__name__, message=mark))
         return mark
 
 
@@ -221,14 +221,14 @@ class Photographed(World):
         histories = {f"{witness.name} #{number}": witness.history for number, witness in enumerate(everyone)}
         joins = [
             Join(
-                tuple(Place(place[id(w)], at) for w, at in came),
-                tuple(Place(place[id(w)], at) for w, at in went),
+                tuple(EventPosition(place[id(w)], at) for w, at in came),
+                tuple(EventPosition(place[id(w)], at) for w, at in went),
             )
             for came, went in self.meetings.values()
             if went
         ]
-        known = {event.message for history in histories.values() for event in history if event.kind is Kind.SEND}
-        assert all(e.message in known for h in histories.values() for e in h if e.kind is Kind.RECEIVE)
+        known = {event.message for history in histories.values() for event in history if event.kind is EventKind.SEND}
+        assert all(e.message in known for h in histories.values() for e in h if e.kind is EventKind.RECEIVE)
         run = computation(histories, joins)
         for snapshot in self.snapshots:
             assert faults(snapshot.workers, snapshot.shards) == []
@@ -319,7 +319,7 @@ def photographed(seed: int, faulty: bool = True) -> Photographed:
         together=random.random() < 0.6,
         pace=random.choice([0.02, 0.1, 0.3]),
     )
-    network = Network(
+    network = LossyNetwork(
         delay=random.choice([0.001, 0.02]),
         jitter=random.choice([0.0, 0.002, 0.02, 0.1]),
         loss=random.choice([0.0, 0.02, 0.05]),
@@ -374,7 +374,7 @@ def test_a_line_less_and_a_snapshot_is_found_out(
 ) -> None:
     monkeypatch.setattr(owner, method, mutant)
     setting = Setting(workers=3, shards=3, replicas=0, rule=Rule(None), steps=12, together=False, pace=0.05)
-    network = Network(delay=0.001, jitter=0.05)
+    network = LossyNetwork(delay=0.001, jitter=0.05)
 
     def found_out(seed: int) -> bool:
         try:

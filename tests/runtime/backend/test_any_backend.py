@@ -20,7 +20,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it makes
 
 from offbeat.monitor import EXIT_CODES
 from offbeat.runtime.backend import register
-from offbeat.runtime.events.calls import Shape, Stamps
+from offbeat.runtime.events.calls import CallShape, Stamps
 from offbeat.runtime.events.groups import stamp_groups
 from offbeat.runtime.events.recorder import Mark, Reader, Recorder, events_file
 from offbeat.runtime.launch import Launcher
@@ -280,7 +280,7 @@ def stamps(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> Stamps:
 def test_work_on_a_device_has_ended_when_it_says_so_not_when_it_was_waited_for(
     recorded: Recorded, stamps: Stamps
 ) -> None:
-    shape, options = Shape("all_reduce"), AllreduceOptions()
+    shape, options = CallShape("all_reduce"), AllreduceOptions()
     inner = Behind()
     work = stamps.collective(shape, lambda *_: inner, ([ON_DEVICE], options), {})
     assert work.wait()
@@ -297,7 +297,7 @@ def test_work_on_a_device_has_ended_when_it_says_so_not_when_it_was_waited_for(
 def test_nothing_is_asked_of_a_device_while_a_graph_is_captured(
     recorded: Recorded, stamps: Stamps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    earlier = stamps.collective(Shape("all_reduce"), lambda *_: Behind(), ([ON_DEVICE], AllreduceOptions()), {})
+    earlier = stamps.collective(CallShape("all_reduce"), lambda *_: Behind(), ([ON_DEVICE], AllreduceOptions()), {})
     monkeypatch.setattr("offbeat.runtime.events.works.CAPTURES", True)
     monkeypatch.setattr("offbeat.runtime.events.calls.CAPTURES", True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -305,7 +305,7 @@ def test_nothing_is_asked_of_a_device_while_a_graph_is_captured(
     monkeypatch.setattr(Behind, "is_completed", lambda _: pytest.fail("the capture is spoilt"))
     recorded.recorder.step()
     work = Behind()
-    assert stamps.collective(Shape("all_reduce"), lambda *_: work, ([ON_DEVICE], AllreduceOptions()), {}) is work
+    assert stamps.collective(CallShape("all_reduce"), lambda *_: work, ([ON_DEVICE], AllreduceOptions()), {}) is work
     assert [mark for mark, _, _ in recorded.events()] == ["START", "START", "EXIT"]
     earlier.wait()
 

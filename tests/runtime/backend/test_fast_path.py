@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import AllreduceOptions
 from torch.distributed import ReduceOp
 
 from offbeat.runtime.backend._fast_path import DONE, Unbegun, quick
-from offbeat.runtime.backend._op_queue import Line
+from offbeat.runtime.backend._op_queue import OpQueue
 from offbeat.runtime.backend._runner import Runner, Sort
 from offbeat.runtime.collectives.one_sided.board import STAGES
 from offbeat.runtime.collectives.one_sided.kernels import Ways
@@ -35,7 +35,7 @@ class Bench:
     """A tensor whose sort of all-reduce is compiled, for a room of one rank, of which one turn of two is known."""
 
     def __init__(self) -> None:
-        self.tensor, self.line = torch.zeros(16), Line("bench")
+        self.tensor, self.line = torch.zeros(16), OpQueue("bench")
         self.room = alone()
         native, self.runner = executor(self.room), Runner(self.room)
         assert native is not None
@@ -104,7 +104,7 @@ def test_everything_unusual_is_left_alone() -> None:
 
 
 def test_where_nothing_is_compiled_all_calls_take_the_way_of_the_others() -> None:
-    way = quick(None, Line("bench"))
+    way = quick(None, OpQueue("bench"))
     assert isinstance(way, Unbegun)
     assert (way.begin([torch.zeros(4)], asked_for()), way.asked) == (None, 0)
 

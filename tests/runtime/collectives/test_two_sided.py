@@ -22,9 +22,9 @@ from offbeat.runtime.collectives.two_sided import (
     Combine,
     Put,
     Receive,
-    Send,
+    SendRange,
     SetAside,
-    Wait,
+    WaitFor,
     compile_schedule,
     programs,
     run,
@@ -256,12 +256,12 @@ def test_an_all_to_all_waits_in_scratch_because_its_place_is_still_to_be_sent() 
 
 def test_independent_rounds_are_under_way_together() -> None:
     steps = kinds("naive", 1, 4, C.REDUCE_SCATTER)
-    assert steps.index(Wait) == 6, "three sends and three receives before the first wait"
+    assert steps.index(WaitFor) == 6, "three sends and three receives before the first wait"
 
 
 def test_nothing_is_waited_for_before_it_is_in_the_way() -> None:
     """The first block that a ring sends may still be under way until its place is received into."""
-    assert kinds("ring", 0, 2) == [Send, Receive, Wait, Combine, Send, Wait, Receive, Wait, Wait]
+    assert kinds("ring", 0, 2) == [SendRange, Receive, WaitFor, Combine, SendRange, WaitFor, Receive, WaitFor, WaitFor]
 
 
 def test_naive_sets_its_own_contribution_aside() -> None:

@@ -16,16 +16,16 @@ from torch import Tensor
 from offbeat.errors import NonFiniteError, RunError
 from offbeat.protocols.compression import (
     BLOCK,
-    BFloat,
-    Format,
-    Half,
-    LowRank,
-    Quantize,
-    RandomK,
-    Sign,
-    Threshold,
-    TopK,
-    Way,
+    BFloatFormat,
+    HalfFormat,
+    LowRankFormat,
+    QuantizeFormat,
+    RandomKFormat,
+    RowFormat,
+    SignFormat,
+    SumMethod,
+    ThresholdFormat,
+    TopKFormat,
     kept_of,
     matrices_in,
     numbers_in,
@@ -37,12 +37,12 @@ from offbeat.runtime.compression.sparse import largest
 from offbeat.simulate.compressed import exchange_of
 
 DENSE = [
-    *(Half(), BFloat(), Sign()),
-    *(Quantize(bits, stochastic) for bits in (8, 4, 2) for stochastic in (False, True)),
+    *(HalfFormat(), BFloatFormat(), SignFormat()),
+    *(QuantizeFormat(bits, stochastic) for bits in (8, 4, 2) for stochastic in (False, True)),
 ]
-SPARSE = [TopK(0.1), Threshold(1.0), RandomK(0.1)]
-INNER = [Half(), BFloat(), Quantize(8), Quantize(4), Quantize(2, True), Sign()]
-ALL: list[tuple[Format, Format | None]] = [
+SPARSE = [TopKFormat(0.1), ThresholdFormat(1.0), RandomKFormat(0.1)]
+INNER = [HalfFormat(), BFloatFormat(), QuantizeFormat(8), QuantizeFormat(4), QuantizeFormat(2, True), SignFormat()]
+ALL: list[tuple[RowFormat, RowFormat | None]] = [
     *((form, None) for form in (*DENSE, *SPARSE)),
     *((form, inner) for form in SPARSE for inner in INNER),
 ]
@@ -50,7 +50,7 @@ LENGTHS = [1, 7, 9, BLOCK - 1, BLOCK, 2 * BLOCK + 5]
 SHAPES = [(40, 30), (40,), (40, 30), (40,), (3, 2), (8, 4, 3, 3), (1, 50), (17,)]
 
 
-def coder(form: Format, inner: Format | None = None, seed: int = 3, **more: Any) -> Coder:
+def coder(form: RowFormat, inner: RowFormat | None = None, seed: int = 3, **more: Any) -> Coder:
     within = None if inner is None else build(inner, seed=seed, own_seed=seed)
     return build(form, more.pop("shapes", ()), seed=seed, own_seed=more.pop("own", seed), inner=within, **more)
 
@@ -65,8 +65,8 @@ def read(maker: Coder, letter: Tensor, count: int, dtype: torch.dtype = torch.fl
     return out
 
 
-def length_of(form: Format, inner: Format | None, row: Tensor) -> int:
-    if isinstance(form, Threshold):
+def length_of(form: RowFormat, inner: RowFormat | None, row: Tensor) -> int:
+    if isinstance(form, ThresholdFormat):
         return form.holding(int((row.abs() > form.above).sum()), row.element_size(), inner)
     return form.letter([(row.numel(),)], row.element_size(), inner)
 
@@ -75,7 +75,9 @@ def length_of(form: Format, inner: Format | None, row: Tensor) -> int:
 
 
 @pytest.mark.parametrize(("form", "inner"), ALL, ids=str)
-def test_letters_have_the_length_that_was_predicted_and_leave_the_row_alone(form: Format, inner: Format | None) -> None:
+def test_letters_have_the_length_that_was_predicted_and_leave_the_row_alone(
+    form: RowFormat, inner: RowFormat | None
+) -> None:
     for count in LENGTHS:
         for dtype in (torch.float32, torch.float64):
             row = normal(count, count, dtype)
@@ -89,15 +91,15 @@ def test_letters_have_the_length_that_was_predicted_and_leave_the_row_alone(form
 def test_bits_are_packed_without_a_gap() -> None:
     count = 10 * BLOCK
     scales = 10 * 4
-    assert Quantize(8).nbytes([(count,)]) == scales + count
-    assert Quantize(4).nbytes([(count,)]) == scales + count // 2
-    assert Quantize(2).nbytes([(count,)]) == scales + count // 4
-    assert Sign().nbytes([(count,)]) == scales + count // 8
-    assert Sign().nbytes([(9,)]) == 4 + 2
-    assert TopK(0.01).nbytes([(1000,)], width=8) == 10 * (4 + 8)
-    assert TopK(0.01).nbytes([(1000,)], inner=Half()) == 10 * (4 + 2)
-    assert RandomK(0.01).nbytes([(1000,)]) == 10 * 4
-    assert Threshold(1.0).fixed is False
+    assert QuantizeFormat(8).nbytes([(count,)]) == scales + count
+    assert QuantizeFormat(4).nbytes([(count,)]) == scales + count // 2
+    assert QuantizeFormat(2).nbytes([(count,)]) == scales + count // 4
+    assert SignFormat().nbytes([(count,)]) == scales + count // 8
+    assert SignFormat().nbytes([(9,)]) == 4 + 2
+    assert TopKFormat(0.01).nbytes([(1000,)], width=8) == 10 * (4 + 8)
+    assert TopKFormat(0.01).nbytes([(1000,)], inner=HalfFormat()) == 10 * (4 + 2)
+    assert RandomKFormat(0.01).nbytes([(1000,)]) == 10 * 4
+    assert ThresholdFormat(1.0).fixed is False
 
 
 def test_low_ranks_send_both_thin_matrices_and_the_rest() -> None:
@@ -105,19 +107,23 @@ def test_low_ranks_send_both_thin_matrices_and_the_rest() -> None:
     assert [(m.start, m.rows, m.columns) for m in matrices] == [(0, 40, 30), (1240, 40, 30), (2486, 8, 36)]
     thin = 2 * (70 + 70 + 44)
     rest = 40 + 40 + 6 + 50 + 17
-    assert LowRank(2).nbytes(SHAPES) == 4 * (thin + rest)
+    assert LowRankFormat(2).nbytes(SHAPES) == 4 * (thin + rest)
 
 
 def test_what_is_summed_on_the_way_goes_around_a_ring_and_letters_to_everybody() -> None:
-    assert [form.way() for form in (Half(), BFloat(), RandomK(), LowRank())] == [Way.REDUCE] * 4
-    assert [form.way() for form in (Quantize(), Sign(), TopK(), Threshold())] == [Way.GATHER] * 4
-    assert RandomK().way(Sign()) is Way.GATHER
-    for way, sent in ((Way.GATHER, 400), (Way.REDUCE, 160)):
+    assert [form.way() for form in (HalfFormat(), BFloatFormat(), RandomKFormat(), LowRankFormat())] == [
+        SumMethod.REDUCE
+    ] * 4
+    assert [form.way() for form in (QuantizeFormat(), SignFormat(), TopKFormat(), ThresholdFormat())] == [
+        SumMethod.GATHER
+    ] * 4
+    assert RandomKFormat().way(SignFormat()) is SumMethod.GATHER
+    for way, sent in ((SumMethod.GATHER, 400), (SumMethod.REDUCE, 160)):
         assert sent_by(*exchange_of(100, way).part(5), View.of(5), rank=0) == sent
 
 
-@pytest.mark.parametrize(("form", "inner"), [*ALL, (LowRank(2), None)], ids=str)
-def test_workers_bring_the_bytes_that_were_predicted(form: Format, inner: Format | None) -> None:
+@pytest.mark.parametrize(("form", "inner"), [*ALL, (LowRankFormat(2), None)], ids=str)
+def test_workers_bring_the_bytes_that_were_predicted(form: RowFormat, inner: RowFormat | None) -> None:
     count = numbers_in(SHAPES)
     rows = [normal(count, seed) for seed in range(3)]
 
@@ -126,9 +132,9 @@ def test_workers_bring_the_bytes_that_were_predicted(form: Format, inner: Format
         return link.sent
 
     for row, sent in zip(rows, together(3, act), strict=True):
-        predicted = length_of(form, inner, row) if isinstance(form, Threshold) else form.nbytes(SHAPES, 4, inner)
+        predicted = length_of(form, inner, row) if isinstance(form, ThresholdFormat) else form.nbytes(SHAPES, 4, inner)
         assert sum(sent) == predicted
-        assert len(sent) == (2 if isinstance(form, LowRank) else 1), "one side after the other"
+        assert len(sent) == (2 if isinstance(form, LowRankFormat) else 1), "one side after the other"
 
 
 # --- values
@@ -136,22 +142,22 @@ def test_workers_bring_the_bytes_that_were_predicted(form: Format, inner: Format
 
 def test_halves_round_to_the_nearest() -> None:
     row = normal(1000)
-    assert torch.equal(read(coder(Half()), coder(Half()).encode(row), 1000), row.half().float())
-    assert torch.equal(read(coder(BFloat()), coder(BFloat()).encode(row), 1000), row.bfloat16().float())
+    assert torch.equal(read(coder(HalfFormat()), coder(HalfFormat()).encode(row), 1000), row.half().float())
+    assert torch.equal(read(coder(BFloatFormat()), coder(BFloatFormat()).encode(row), 1000), row.bfloat16().float())
 
 
 @pytest.mark.parametrize("value", [60_000.0, -60_000.0, float("nan"), float("-inf")])
 def test_a_sum_beyond_half_precision_is_refused(value: float) -> None:
     rows = [torch.tensor([1.0, value, -1.0]), torch.tensor([0.0, value, 0.0])]
     with pytest.raises(NonFiniteError, match="ends at 65,504"):
-        summed([Feedback(coder(Half()), on=False) for _ in rows], rows)
+        summed([Feedback(coder(HalfFormat()), on=False) for _ in rows], rows)
 
 
 def test_bfloat_has_the_range_of_float32_and_half_its_own() -> None:
     limit = [torch.tensor([32_752.0, -32_752.0])] * 2
-    assert summed([Feedback(coder(Half()), on=False) for _ in limit], limit)[0].tolist() == [65_504, -65_504]
+    assert summed([Feedback(coder(HalfFormat()), on=False) for _ in limit], limit)[0].tolist() == [65_504, -65_504]
     rows = [torch.tensor([60_000.0]), torch.tensor([60_000.0])]
-    (found, _) = summed([Feedback(coder(BFloat()), on=False) for _ in rows], rows)
+    (found, _) = summed([Feedback(coder(BFloatFormat()), on=False) for _ in rows], rows)
     assert float(found) == pytest.approx(120_000, rel=0.01)
 
 
@@ -163,7 +169,7 @@ def test_quantized_numbers_are_within_a_step_of_the_truth_in_every_block(
 ) -> None:
     row = normal(count)
     row[0] = 1000.0  # An outlier spoils its own block only.
-    found = read(coder(Quantize(bits)), coder(Quantize(bits, stochastic)).encode(row), count)
+    found = read(coder(QuantizeFormat(bits)), coder(QuantizeFormat(bits, stochastic)).encode(row), count)
     for start in range(0, count, BLOCK):
         block, got = row[start : start + BLOCK], found[start : start + BLOCK]
         step = float(block.abs().max()) / (2 ** (bits - 1) - 1)
@@ -175,13 +181,15 @@ def test_every_level_of_every_width_comes_back_in_its_place() -> None:
         levels = 2 ** (bits - 1) - 1
         row = (torch.arange(3 * BLOCK + 13) * 7 % (2 * levels + 1) - levels).float()
         row[::BLOCK] = float(levels)
-        torch.testing.assert_close(read(coder(Quantize(bits)), coder(Quantize(bits)).encode(row), len(row)), row)
+        torch.testing.assert_close(
+            read(coder(QuantizeFormat(bits)), coder(QuantizeFormat(bits)).encode(row), len(row)), row
+        )
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_stochastic_rounding_is_right_on_average(bits: int) -> None:
     row, draws = normal(3000), 600
-    maker = coder(Quantize(bits, stochastic=True))
+    maker = coder(QuantizeFormat(bits, stochastic=True))
     mean = torch.stack([read(maker, maker.encode(row), len(row)) for _ in range(draws)]).mean(0)
     step = float(row.abs().max()) / (2 ** (bits - 1) - 1)
     off = (mean - row) / (step * 0.5 / math.sqrt(draws))
@@ -191,11 +199,11 @@ def test_stochastic_rounding_is_right_on_average(bits: int) -> None:
 
 def test_stochastic_rounding_differs_between_steps_and_workers_but_not_between_runs() -> None:
     row = normal(3000)
-    first, again, other = (coder(Quantize(8, stochastic=True), own=own) for own in (1, 1, 2))
+    first, again, other = (coder(QuantizeFormat(8, stochastic=True), own=own) for own in (1, 1, 2))
     letters = [first.encode(row), first.encode(row), other.encode(row)]
     assert len({bytes(letter.numpy()) for letter in letters}) == 3
     assert torch.equal(again.encode(row), letters[0])
-    resumed = coder(Quantize(8, stochastic=True), own=1)
+    resumed = coder(QuantizeFormat(8, stochastic=True), own=1)
     resumed.load_state_dict(again.state_dict())
     assert torch.equal(resumed.encode(row), letters[1])
 
@@ -208,7 +216,7 @@ def test_blocks_of_zeros_stay_zeros() -> None:
 
 def test_signs_stand_for_the_mean_magnitude_of_their_block() -> None:
     row = normal(2 * BLOCK + 11)
-    found = read(coder(Sign()), coder(Sign()).encode(row), len(row))
+    found = read(coder(SignFormat()), coder(SignFormat()).encode(row), len(row))
     for start in range(0, len(row), BLOCK):
         block = row[start : start + BLOCK]
         torch.testing.assert_close(found[start : start + BLOCK], block.sign() * block.abs().mean())
@@ -250,21 +258,21 @@ def test_nan_is_among_the_largest_so_that_somebody_sees_it() -> None:
     row = normal(100_000)
     row[12_345] = float("nan")
     assert 12_345 in largest(row.numpy(), 10)
-    assert read(coder(Threshold(3.0)), coder(Threshold(3.0)).encode(row), len(row)).isnan().sum() == 1
-    for form in (Sign(), Quantize(8), Quantize(2, True)):
+    assert read(coder(ThresholdFormat(3.0)), coder(ThresholdFormat(3.0)).encode(row), len(row)).isnan().sum() == 1
+    for form in (SignFormat(), QuantizeFormat(8), QuantizeFormat(2, True)):
         assert read(coder(form), coder(form).encode(row), len(row)).isnan().any()
 
 
 def test_thresholds_send_all_that_is_beyond() -> None:
     row = normal(5000)
-    found = read(coder(Threshold(1.5)), coder(Threshold(1.5)).encode(row), len(row))
+    found = read(coder(ThresholdFormat(1.5)), coder(ThresholdFormat(1.5)).encode(row), len(row))
     assert torch.equal(found, torch.where(row.abs() > 1.5, row, 0.0))
-    assert coder(Threshold(100.0)).encode(row).numel() == 8
+    assert coder(ThresholdFormat(100.0)).encode(row).numel() == 8
 
 
 def test_random_places_are_the_same_everywhere_change_every_time_and_are_right_on_average() -> None:
     row, draws = normal(1003), 1500
-    one, other = (coder(RandomK(0.1), unbiased=True) for _ in range(2))
+    one, other = (coder(RandomKFormat(0.1), unbiased=True) for _ in range(2))
     total = torch.zeros_like(row)
     for draw in range(draws):
         letter = one.encode(row)
@@ -280,7 +288,7 @@ def test_a_low_rank_matrix_comes_back_whole() -> None:
     left, right = normal(40 * 2).view(40, 2), normal(30 * 2, 1).view(2, 30)
     matrices = [left @ right * weight for weight in (1.0, 2.0, -0.5)]
     rows = [torch.cat([matrix.reshape(-1), torch.ones(5)]) for matrix in matrices]
-    makers = [Feedback(coder(LowRank(2), shapes=[(40, 30), (5,)]), on=True) for _ in rows]
+    makers = [Feedback(coder(LowRankFormat(2), shapes=[(40, 30), (5,)]), on=True) for _ in rows]
     for found in summed(makers, rows):
         torch.testing.assert_close(found, sum(rows), rtol=1e-4, atol=1e-4)
     for maker in makers:
@@ -291,7 +299,7 @@ def test_a_low_rank_matrix_comes_back_whole() -> None:
 def test_power_iteration_goes_on_from_step_to_step_and_outlives_zeros() -> None:
     matrix = normal(40 * 30).view(40, 30)
     best = float((matrix - torch.linalg.svd(matrix).U[:, :2] @ torch.linalg.svd(matrix).U[:, :2].T @ matrix).norm())
-    maker = Feedback(coder(LowRank(2), shapes=[(40, 30)]), on=False)
+    maker = Feedback(coder(LowRankFormat(2), shapes=[(40, 30)]), on=False)
     errors = [float((summed([maker], [matrix.reshape(-1)])[0].view(40, 30) - matrix).norm()) for _ in range(60)]
     assert errors[0] > errors[5] > best
     assert errors[-1] == pytest.approx(best, rel=0.01)
@@ -303,21 +311,21 @@ def test_power_iteration_goes_on_from_step_to_step_and_outlives_zeros() -> None:
 
 def test_low_ranks_have_no_letter() -> None:
     with pytest.raises(RunError, match="no letter for one receiver"):
-        coder(LowRank(2), shapes=[(40, 30)]).encode(normal(1200))
+        coder(LowRankFormat(2), shapes=[(40, 30)]).encode(normal(1200))
 
 
 # --- what is owed
 
 
-@pytest.mark.parametrize(("form", "inner"), [*ALL, (LowRank(2), None)], ids=str)
-def test_what_was_said_and_what_is_owed_are_what_was_given(form: Format, inner: Format | None) -> None:
+@pytest.mark.parametrize(("form", "inner"), [*ALL, (LowRankFormat(2), None)], ids=str)
+def test_what_was_said_and_what_is_owed_are_what_was_given(form: RowFormat, inner: RowFormat | None) -> None:
     count = numbers_in(SHAPES)
     makers = [Feedback(coder(form, inner, shapes=SHAPES, own=rank), on=True) for rank in range(3)]
     said, given = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
     for step in range(4):
         rows = [normal(count, 10 * step + rank, torch.float64) for rank in range(3)]
-        if isinstance(form, Half) or isinstance(
-            inner, Half
+        if isinstance(form, HalfFormat) or isinstance(
+            inner, HalfFormat
         ):  # Its sums are rounded on the way; so that this is exact, few bits are used.
             rows = [row.mul(4).round().div(4) for row in rows]
         found = summed(makers, rows)
@@ -329,7 +337,7 @@ def test_what_was_said_and_what_is_owed_are_what_was_given(form: Format, inner: 
 
 
 def test_letters_to_a_server_say_what_is_owed_later() -> None:
-    maker, said = Feedback(coder(TopK(0.1)), on=True), torch.zeros(100)
+    maker, said = Feedback(coder(TopKFormat(0.1)), on=True), torch.zeros(100)
     rows = [normal(100, step) for step in range(30)]
     for row in [*rows, *[torch.zeros(100)] * 20]:
         maker.coder.add(maker.encode(row), said)
@@ -337,14 +345,14 @@ def test_letters_to_a_server_say_what_is_owed_later() -> None:
 
 
 def test_without_feedback_nothing_is_owed() -> None:
-    maker = Feedback(coder(TopK(0.1)), on=False)
+    maker = Feedback(coder(TopKFormat(0.1)), on=False)
     letters = [maker.encode(normal(100)) for _ in range(2)]
     assert torch.equal(*letters)
     assert maker.owed is None
 
 
 def test_what_is_owed_to_idle_parts_stays_owed() -> None:
-    maker = Feedback(coder(TopK(0.5)), on=True)
+    maker = Feedback(coder(TopKFormat(0.5)), on=True)
     summed([maker], [torch.tensor([4.0, 3, 2, 1])])
     (found,) = summed([maker], [torch.tensor([0.0, 0, 9, 5])], idle=[slice(2, 4)])
     assert not found.any()
@@ -354,7 +362,7 @@ def test_what_is_owed_to_idle_parts_stays_owed() -> None:
 
 def test_a_state_goes_on_to_the_same_bits() -> None:
     rows = [normal(numbers_in(SHAPES), step) for step in range(6)]
-    for form in (TopK(0.1), RandomK(0.1), LowRank(2), Sign(), Quantize(4, True)):
+    for form in (TopKFormat(0.1), RandomKFormat(0.1), LowRankFormat(2), SignFormat(), QuantizeFormat(4, True)):
         whole, cut = (Feedback(coder(form, shapes=SHAPES), on=True) for _ in range(2))
         expected = [summed([whole], [row])[0] for row in rows]
         for row in rows[:3]:
@@ -368,33 +376,33 @@ def test_a_state_goes_on_to_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize(("form", "inner"), ALL, ids=str)
-def test_letters_of_another_length_are_refused(form: Format, inner: Format | None) -> None:
+def test_letters_of_another_length_are_refused(form: RowFormat, inner: RowFormat | None) -> None:
     letter = coder(form, inner).encode(normal(5000))
     for wrong in (letter[:-1], torch.cat([letter, letter[:1]]), letter[:3], letter[:0]):
         with pytest.raises(RunError, match=r"came where one of|cannot be"):
             read(coder(form, inner), wrong, 5000)
     with pytest.raises(RunError):
-        read(coder(form, inner), letter, 9 if isinstance(form, Threshold) else 300)
+        read(coder(form, inner), letter, 9 if isinstance(form, ThresholdFormat) else 300)
 
 
 @pytest.mark.parametrize("index", [-1, 5000, 2**31 - 1])
 def test_indices_outside_of_the_row_are_refused(index: int) -> None:
-    letter = coder(TopK(0.01)).encode(normal(5000))
+    letter = coder(TopKFormat(0.01)).encode(normal(5000))
     letter[:200].view(torch.int32)[-1 if index > 0 else 0] = index
     with pytest.raises(RunError, match="do not fit a row of 5,000"):
-        read(coder(TopK(0.01)), letter, 5000)
+        read(coder(TopKFormat(0.01)), letter, 5000)
 
 
 def test_indices_that_come_twice_are_refused() -> None:
-    letter = coder(TopK(0.01)).encode(normal(5000))
+    letter = coder(TopKFormat(0.01)).encode(normal(5000))
     letter[:200].view(torch.int32)[1] = letter[:200].view(torch.int32)[0].clone()
     with pytest.raises(RunError, match="not in order"):
-        read(coder(TopK(0.01)), letter, 5000)
+        read(coder(TopKFormat(0.01)), letter, 5000)
 
 
 @pytest.mark.parametrize("count", [-1, 5001, 2**62])
 def test_a_count_that_cannot_be_is_refused(count: int) -> None:
-    letter = coder(Threshold(1.0)).encode(normal(5000))
+    letter = coder(ThresholdFormat(1.0)).encode(normal(5000))
     letter[:8].view(torch.int64)[0] = count
     with pytest.raises(RunError, match="cannot be"):
-        read(coder(Threshold(1.0)), letter, 5000)
+        read(coder(ThresholdFormat(1.0)), letter, 5000)

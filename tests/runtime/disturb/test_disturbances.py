@@ -27,10 +27,10 @@ from offbeat.protocols.disturbances import (
     AtStep,
     Chance,
     Every,
-    Kill,
-    Pace,
+    FaultPlan,
+    KillFault,
+    PaceFault,
     Pause,
-    Plan,
     asked,
     chances,
     check,
@@ -74,22 +74,22 @@ def recorded(run: Path) -> dict[str, Any]:
         ("worker 1: pause 200ms every 1s", "worker", 1, Pause(0.2, Every(1.0))),
         ("any worker: pause 200ms with probability 0.15", "worker", None, Pause(0.2, Chance(0.15))),
         ("worker 3: pause 2us with probability 1", "worker", 3, Pause(2e-6, Chance(1.0))),
-        ("worker 2: kill at step 50", "worker", 2, Kill(AtStep(50))),
-        ("worker *: kill at step 0", "worker", None, Kill(AtStep(0))),
-        ("server 0: kill at step 50", "server", 0, Kill(AtStep(50))),
+        ("worker 2: kill at step 50", "worker", 2, KillFault(AtStep(50))),
+        ("worker *: kill at step 0", "worker", None, KillFault(AtStep(0))),
+        ("server 0: kill at step 50", "server", 0, KillFault(AtStep(50))),
         ("server 0: stop 5s at step 50", "server", 0, Pause(5.0, AtStep(50))),
         ("any server: stop .5s with probability 0", "server", None, Pause(0.5, Chance(0.0))),
-        ("worker *: pace 40ms", "worker", None, Pace(0.04)),
-        ("  Worker 1 :PACE  40 ms ", "worker", 1, Pace(0.04)),
+        ("worker *: pace 40ms", "worker", None, PaceFault(0.04)),
+        ("  Worker 1 :PACE  40 ms ", "worker", 1, PaceFault(0.04)),
     ],
 )
 def test_a_sentence_is_understood(text: str, role: str, rank: int | None, action: object) -> None:
     found = parse(text)
     assert (found.role, found.rank, found.text) == (role, rank, text.strip())
-    if isinstance(action, Kill):
+    if isinstance(action, KillFault):
         assert found.action == action
     else:
-        assert isinstance(action, Pause | Pace)
+        assert isinstance(action, Pause | PaceFault)
         assert isinstance(found.action, type(action))
         assert found.action.seconds == pytest.approx(action.seconds)
         assert getattr(found.action, "when", None) == getattr(action, "when", None)
@@ -159,7 +159,7 @@ def test_a_process_that_will_not_be_there_cannot_be_disturbed(text: str, why: st
 
 
 def fires(sentences: list[str], seed: int, role: str, rank: int, steps: int) -> list[list[int]]:
-    plan = Plan([parse(text) for text in sentences], role, rank, seed)
+    plan = FaultPlan([parse(text) for text in sentences], role, rank, seed)
     return [[number for number, _ in plan.at(step)] for step in range(steps)]
 
 
@@ -176,7 +176,7 @@ def test_the_same_seed_gives_the_same_faults_and_another_gives_others() -> None:
 
 
 def test_the_order_in_which_steps_are_asked_for_does_not_matter() -> None:
-    plan = Plan([parse("any worker: pause 1ms with probability 0.5")], "worker", 3, 11)
+    plan = FaultPlan([parse("any worker: pause 1ms with probability 0.5")], "worker", 3, 11)
     forwards = [bool(plan.at(step)) for step in range(3 * BLOCK)]
     assert [bool(plan.at(step)) for step in reversed(range(3 * BLOCK))] == forwards[::-1]
     drawn = np.concatenate([chances(11, "worker", 3, 0, block) for block in range(3)])
@@ -188,11 +188,11 @@ def test_a_fault_is_for_those_it_names() -> None:
     assert fires(sentences, 0, "worker", 1, 6) == [[], [], [], [0], [2], []]
     assert fires(sentences, 0, "server", 1, 6) == [[], [], [], [1], [], []]
     assert fires(sentences, 0, "worker", 0, 6) == [[], [], [], [], [2], []]
-    assert not Plan([parse(sentences[0])], "server", 1, 0)
+    assert not FaultPlan([parse(sentences[0])], "server", 1, 0)
 
 
 def test_of_several_paces_the_slowest_holds() -> None:
-    plan = Plan([parse("worker *: pace 40ms"), parse("worker 1: pace 80ms")], "worker", 1, 0)
+    plan = FaultPlan([parse("worker *: pace 40ms"), parse("worker 1: pace 80ms")], "worker", 1, 0)
     assert (plan.pace, plan.paces, plan.pauses) == (pytest.approx(0.08), [0, 1], False)
 
 

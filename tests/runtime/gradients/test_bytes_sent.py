@@ -22,7 +22,7 @@ from offbeat.protocols.collectives import Collective, algorithm
 from offbeat.protocols.collectives.across_hosts import parts_across_hosts, rounds_of
 from offbeat.protocols.exchanges import Exchanged, sent_by
 from offbeat.protocols.gossip.mixing import tell
-from offbeat.protocols.gossip.topology import Shape, mixing
+from offbeat.protocols.gossip.topology import GraphShape, mixing
 from offbeat.protocols.schedule import Layout, Op, Round, Schedule, View
 from offbeat.runtime.collectives.two_sided import compile_schedule, run
 from offbeat.runtime.hosts import Host, Hosts, namespaces
@@ -203,7 +203,7 @@ def test_a_wrong_line_of_the_doubling_broadcast_is_found_by_all() -> None:
 
 
 def test_a_wrong_line_of_messages_to_neighbours_is_found_by_all() -> None:
-    (matrix,) = mixing(Shape.RING, 5).matrices
+    (matrix,) = mixing(GraphShape.RING, 5).matrices
     lengths = np.full(5, 8)
     right = tell(matrix, lengths)
     wrong, view, layout = without_last(right), View.of(5), Layout(24, 1)

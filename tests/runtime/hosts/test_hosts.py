@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 import offbeat
 from conftest import mine, wait_until
 from offbeat.errors import StrategyError, UsageError, WorkerError
-from offbeat.protocols.servers.messages import COORDINATOR, ClusterView, Timing, server_name
+from offbeat.protocols.servers.messages import COORDINATOR, ClusterView, Timeouts, server_name
 from offbeat.run.drive import Result
 from offbeat.runtime.hosts import Host, Hosts, Placed, abandoned, existing, namespaces
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.folder import MODEL_FILE
-from offbeat.testing._tasks import Curve
+from offbeat.testing._tasks import CurveTask
 
 # What a file may say.
 
@@ -109,23 +109,23 @@ def test_a_file_that_makes_no_sense_is_refused_with_the_reason(tmp_path: Path, t
 
 def test_a_file_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"none\.toml: No such file"):
-        offbeat.fit(Curve(str(tmp_path)), "allreduce", hosts=tmp_path / "none.toml", out=tmp_path / "runs")
+        offbeat.fit(CurveTask(str(tmp_path)), "allreduce", hosts=tmp_path / "none.toml", out=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
 
 def test_workers_must_agree_with_the_hosts(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="have 2 workers together, but --workers says 3"):
-        offbeat.fit(Curve(str(tmp_path)), "allreduce", hosts=Hosts.alike(2), workers=3, out=tmp_path)
+        offbeat.fit(CurveTask(str(tmp_path)), "allreduce", hosts=Hosts.alike(2), workers=3, out=tmp_path)
 
 
 @pytest.mark.parametrize("strategy", ["hogwild", "allreduce(one_shot)"])
 def test_what_needs_shared_memory_refuses_several_hosts(tmp_path: Path, strategy: str, launcher: Launcher) -> None:
     with pytest.raises(StrategyError, match="2 hosts share none"):
-        offbeat.fit(Curve(str(tmp_path)), strategy, hosts=Hosts.alike(2), out=tmp_path, launcher=launcher)
+        offbeat.fit(CurveTask(str(tmp_path)), strategy, hosts=Hosts.alike(2), out=tmp_path, launcher=launcher)
 
 
 def test_patience_grows_with_payloads_where_links_are_slow() -> None:
-    timing = Timing(per_byte=1e-6)
+    timing = Timeouts(per_byte=1e-6)
     assert timing.patience(0) == timing.resend
     assert timing.patience(4_000_000) == timing.resend + 4.0
     assert timing.longest_patience(4_000_000) >= timing.patience(4_000_000)
@@ -264,7 +264,7 @@ def test_sums_pass_through_the_limited_links(networks: None, launcher: Launcher,
 def test_hosts_give_what_one_host_gives(networks: None, launcher: Launcher, tmp_path: Path, strategy: str) -> None:
     def learned(name: str, **options: Any) -> Result:
         (tmp_path / name).mkdir()
-        task = Curve(str(tmp_path / name))
+        task = CurveTask(str(tmp_path / name))
         return offbeat.fit(task, strategy, epochs=2, seed=3, out=tmp_path / "runs", launcher=launcher, **options)
 
     apart = learned("apart", hosts=Hosts((Host("a", 2, rate="1Gbit"), Host("b", 1))))
@@ -291,7 +291,7 @@ def test_a_server_killed_on_one_host_is_replaced_by_its_copy_on_another_and_that
     (tmp_path / "seen").mkdir()
     disturb = ["worker *: pace 40ms", "server 0: kill at step 10", "server 0: kill at step 80"]
     result = offbeat.fit(
-        Curve(str(tmp_path / "seen")), "server(replicas=1)", hosts=Hosts.alike(2), steps=90, out=tmp_path / "runs",
+        CurveTask(str(tmp_path / "seen")), "server(replicas=1)", hosts=Hosts.alike(2), steps=90, out=tmp_path / "runs",
         disturb=disturb, launcher=launcher, target=1e9,
     )  # fmt: skip
     assert result.disturbances == {"asked": 4, "fired": 4}
@@ -310,7 +310,7 @@ def test_a_server_killed_on_one_host_is_replaced_by_its_copy_on_another_and_that
 @pytest.mark.slow
 def test_a_resumed_run_is_on_the_same_hosts(networks: None, launcher: Launcher, tmp_path: Path) -> None:
     (tmp_path / "seen").mkdir()
-    task = Curve(str(tmp_path / "seen"))
+    task = CurveTask(str(tmp_path / "seen"))
     first = offbeat.fit(task, "allreduce", hosts=Hosts.alike(2), steps=4, out=tmp_path / "runs", launcher=launcher)
     again = offbeat.fit(task, resume=first.run, steps=6, launcher=launcher)
     here = [
@@ -325,7 +325,7 @@ def test_a_resumed_run_is_on_the_same_hosts(networks: None, launcher: Launcher, 
 def test_a_crash_on_a_host_leaves_no_namespace(networks: None, launcher: Launcher, tmp_path: Path) -> None:
     (tmp_path / "seen").mkdir()
     before = mine()
-    task = Curve(str(tmp_path / "seen"), fault="kill", fault_rank=1)
+    task = CurveTask(str(tmp_path / "seen"), fault="kill", fault_rank=1)
     with pytest.raises(WorkerError, match="SIGKILL"):
         offbeat.fit(task, "allreduce", hosts=Hosts.alike(2), epochs=3, out=tmp_path / "runs", launcher=launcher)
     assert mine() == before
@@ -334,7 +334,7 @@ def test_a_crash_on_a_host_leaves_no_namespace(networks: None, launcher: Launche
 @pytest.mark.slow
 def test_the_command_line_takes_a_file_and_ctrl_c_leaves_nothing(networks: None, tmp_path: Path) -> None:
     (tmp_path / "hosts.toml").write_text(Hosts.alike(2, "100Mbit").text())
-    command = [sys.executable, "-m", "offbeat", "run", "offbeat.testing._tasks:Curve", "--hosts", "hosts.toml"]
+    command = [sys.executable, "-m", "offbeat", "run", "offbeat.testing._tasks:CurveTask", "--hosts", "hosts.toml"]
     command += ["--epochs", "10000", "--", "--folder", str(tmp_path), "--pause", "0.05"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path) as process:
         try:
@@ -354,9 +354,9 @@ def _of(process: int) -> list[str]:
 def test_new_copies_are_where_the_dead_were_as_long_as_there_are_numbers() -> None:
     from offbeat.protocols.servers.consistency import Rule
     from offbeat.run.server_supervisor import SPARES, Serving, home_of
-    from offbeat.runtime.servers.plan import Plan
+    from offbeat.runtime.servers.plan import ServerPlan
 
-    plan = Plan(workers=2, shards=2, replicas=1, rule=Rule(0), folder="/nowhere")
+    plan = ServerPlan(workers=2, shards=2, replicas=1, rule=Rule(0), folder="/nowhere")
     serving = Serving(plan)
     made: list[int] = []
     while (new := serving._next_replica(1, dead=1, plan=plan)) is not None:
@@ -372,16 +372,16 @@ def test_addresses_of_servers_are_on_their_hosts_and_need_the_keys_of_the_run() 
     from offbeat.protocols.servers.consistency import Rule
     from offbeat.run.server_supervisor import spread
     from offbeat.runtime.hosts import PlacedHost
-    from offbeat.runtime.servers.plan import Plan
+    from offbeat.runtime.servers.plan import ServerPlan
 
     wanted = Hosts.alike(2, "100Mbit")
     there = tuple(PlacedHost(host, f"10.77.0.{n + 2}", "eth0", Path("/x")) for n, host in enumerate(wanted.hosts))
-    plan = Plan(workers=2, shards=2, replicas=0, rule=Rule(0), folder="/x")
+    plan = ServerPlan(workers=2, shards=2, replicas=0, rule=Rule(0), folder="/x")
     made = spread(plan, Placed(wanted, there, "10.77.0.1", Path("/x")))
     assert made.address(server_name(1, 0)).startswith("tcp://10.77.0.3:")
     assert made.address(COORDINATOR) == "tcp://10.77.0.1:*"
     assert made.keys is not None
     assert made.keys.secret not in repr(made)
-    assert Plan.from_plain(made.plain()).keys == made.keys
+    assert ServerPlan.from_plain(made.plain()).keys == made.keys
     assert made.timing.per_byte > 2 / wanted.slowest if wanted.slowest else False
     assert made.view == ClusterView.of(2, 2, 0)

@@ -21,7 +21,7 @@ import pytest
 from launch_support import MakeRole, Pids, is_alive, role_maker, run, wait_until
 
 from offbeat.errors import CheckpointError, NonFiniteError, OffbeatError, RunError, WaitError, WorkerError
-from offbeat.runtime.launch import Launcher, Outcome, RemoteError, Role, _run, serve_store, worker_environment
+from offbeat.runtime.launch import Launcher, RemoteError, Role, RoleOutcome, _run, serve_store, worker_environment
 from offbeat.runtime.launch._cause import Failure, cause_of
 from offbeat.runtime.launch._report import describe
 
@@ -470,7 +470,7 @@ def test_a_death_that_was_borne_is_not_the_cause_of_a_later_failure(
     failing = role(1, "fail", raises="ValueError", text="bad digit", after=str(killed))
     ended: list[str] = []
 
-    def note(outcome: Outcome) -> None:
+    def note(outcome: RoleOutcome) -> None:
         ended.append(str(outcome.role))
         if len(ended) == 2:
             killed.touch()

@@ -21,9 +21,9 @@ from offbeat.runtime.messages.frames import (
     HEADER_LIMIT,
     MAGIC,
     Codec,
+    EndpointHello,
     FrameError,
-    Hello,
-    Reference,
+    MemoryReference,
     as_bytes,
 )
 
@@ -81,9 +81,9 @@ def test_a_payload_in_one_frame_is_not_copied_when_read() -> None:
 
 
 def test_references_and_greetings_come_back() -> None:
-    reference = Reference("12:7:4096", 3, 100, 2000)
+    reference = MemoryReference("12:7:4096", 3, 100, 2000)
     assert CODEC.decode([CODEC.encode_reference(Reply(1), reference)]) == (Reply(1), reference)
-    hello = Hello("abc", 12, 99, True)
+    hello = EndpointHello("abc", 12, 99, True)
     assert CODEC.decode([CODEC.encode_hello(hello)]) == (hello, None)
 
 
@@ -129,9 +129,9 @@ def malformed() -> Iterator[tuple[str, list[bytes]]]:
     yield "a message of another codec", on_the_wire(Codec(Stranger).encode(Stranger(1)))
     yield "a greeting that is none", [resealed(plain[:9] + b"\x03" + plain[10:])]
     yield "a reference that is none", [resealed(plain[:9] + b"\x02" + plain[10:])]
-    shared = CODEC.encode_reference(Reply(1), Reference("1:2:3", 1, 0, 10))
+    shared = CODEC.encode_reference(Reply(1), MemoryReference("1:2:3", 1, 0, 10))
     yield "a reference of another size", [resealed(shared[:16] + struct.pack("<Q", 11) + shared[24:])]
-    before = CODEC.encode_reference(Reply(1), Reference("1:2:3", 1, -1, 10))
+    before = CODEC.encode_reference(Reply(1), MemoryReference("1:2:3", 1, -1, 10))
     yield "a reference before its memory", [before]
 
 

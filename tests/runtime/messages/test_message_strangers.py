@@ -25,7 +25,7 @@ from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.messages import Endpoint, Keys, address_in, private_directory
 from offbeat.runtime.messages import peers as peers_module
-from offbeat.runtime.messages.frames import CHUNK, Hello, Reference
+from offbeat.runtime.messages.frames import CHUNK, EndpointHello, MemoryReference
 from offbeat.runtime.messages.keys import for_socket
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -75,20 +75,20 @@ def test_a_frame_over_the_limit_ends_its_connection(endpoints: Endpoints) -> Non
     assert server.peers == ()
 
 
-def spoofed(segment: Segment, pipe: int, plain: int) -> dict[str, Reference]:
+def spoofed(segment: Segment, pipe: int, plain: int) -> dict[str, MemoryReference]:
     """References to what is not the sender's to lend."""
     process, descriptor, size = segment.ticket.split(":")
     return {
-        "no ticket": Reference("/etc/passwd", 1, 0, 10),
-        "another process": Reference(f"1:{descriptor}:{size}", 2, 0, 10),
-        "a path": Reference(f"{process}:../exe:{size}", 3, 0, 10),
-        "no descriptor": Reference(f"{process}:99999:{size}", 4, 0, 10),
-        "another size": Reference(f"{process}:{descriptor}:{int(size) * 2}", 5, 0, 10),
-        "no size": Reference(f"{process}:{descriptor}:0", 6, 0, 0),
-        "too far": Reference(segment.ticket, 7, int(size) - 9, 10),
-        "much too far": Reference(segment.ticket, 8, 2**62, 10),
-        "a pipe": Reference(f"{process}:{pipe}:0", 9, 0, 10),
-        "a file": Reference(f"{process}:{plain}:20", 10, 0, 10),
+        "no ticket": MemoryReference("/etc/passwd", 1, 0, 10),
+        "another process": MemoryReference(f"1:{descriptor}:{size}", 2, 0, 10),
+        "a path": MemoryReference(f"{process}:../exe:{size}", 3, 0, 10),
+        "no descriptor": MemoryReference(f"{process}:99999:{size}", 4, 0, 10),
+        "another size": MemoryReference(f"{process}:{descriptor}:{int(size) * 2}", 5, 0, 10),
+        "no size": MemoryReference(f"{process}:{descriptor}:0", 6, 0, 0),
+        "too far": MemoryReference(segment.ticket, 7, int(size) - 9, 10),
+        "much too far": MemoryReference(segment.ticket, 8, 2**62, 10),
+        "a pipe": MemoryReference(f"{process}:{pipe}:0", 9, 0, 10),
+        "a file": MemoryReference(f"{process}:{plain}:20", 10, 0, 10),
     }
 
 
@@ -98,7 +98,7 @@ def test_references_to_what_is_not_the_senders_are_refused(endpoints: Endpoints,
     reader, writer = os.pipe()
     (tmp_path / "file").write_bytes(bytes(20))
     with (tmp_path / "file").open("rb") as plain, Stranger(server.address) as stranger:
-        good = CODEC.encode_reference(Push("worker 1", 1), Reference(segment.ticket, 0, 10, 20))
+        good = CODEC.encode_reference(Push("worker 1", 1), MemoryReference(segment.ticket, 0, 10, 20))
         stranger.says(good)
         assert refuses(server, 1), "whoever has not greeted from this host lends nothing"
         stranger.greets(server)
@@ -117,7 +117,7 @@ def test_references_to_what_is_not_the_senders_are_refused(endpoints: Endpoints,
 def test_a_greeting_cannot_be_echoed(endpoints: Endpoints) -> None:
     server = endpoints("server 0.0", bind=PRIVATE)
     with Stranger(server.address) as stranger:
-        stranger.says(CODEC.encode_hello(Hello("unknown", 1, 1, True)))
+        stranger.says(CODEC.encode_hello(EndpointHello("unknown", 1, 1, True)))
         wait_until(lambda: server.receive(0.01) is None and stranger.socket.poll(0) != 0, "its greeting")
         stranger.says(stranger.socket.recv())
         stranger.says(*on_the_wire(CODEC.encode(Push("worker 1", 1))))

@@ -29,7 +29,7 @@ from offbeat.league import League, report
 from offbeat.league._records import LeagueFolder
 from offbeat.monitor.diagram import svg
 from offbeat.monitor.page.run_folders import Folder, log_of
-from offbeat.monitor.page.run_view import Run
+from offbeat.monitor.page.run_view import RunView
 from offbeat.run.drive import fit
 from offbeat.run.job import Job, _as_before, earlier, target_from_plain
 from offbeat.runtime.events import recorder
@@ -82,7 +82,7 @@ def readers(folder: Path) -> dict[str, Callable[[], object]]:
             assert list(_lines(row))
 
     def page() -> None:
-        run = Run("x", folder)
+        run = RunView("x", folder)
         assert json.dumps(run.told())
         run.lanes()
         for name in ("worker-0", "worker-1"):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from offbeat.errors import CheckpointError, DataError, OutputError, UsageError
 from offbeat.runtime.run import stopwatch
-from offbeat.runtime.run.folder import METRICS_FILE, RUN_FILE, Metrics, RunFolder, environment
+from offbeat.runtime.run.folder import METRICS_FILE, RUN_FILE, MetricsWriter, RunFolder, environment
 from offbeat.runtime.run.progress import Ledger
 from offbeat.runtime.run.settings import Goal, Target
 from offbeat.runtime.run.stopwatch import KINDS, Stopwatch
@@ -88,7 +88,7 @@ def test_a_folder_that_is_gone_is_told(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="cannot be written"):
         RunFolder(tmp_path / "gone").write(task="digits")
     with pytest.raises(OutputError, match="cannot be written"):
-        Metrics(tmp_path / "gone" / METRICS_FILE).append({"step": 1})
+        MetricsWriter(tmp_path / "gone" / METRICS_FILE).append({"step": 1})
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"a": 1', "[1]", "3", "null", "\x00\x01"])
@@ -112,7 +112,7 @@ def test_what_is_no_run_folder_is_refused(tmp_path: Path) -> None:
 
 def test_metrics_after_the_checkpoint_and_a_line_cut_short_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
-    metrics = Metrics(path)
+    metrics = MetricsWriter(path)
     metrics.keep_first(3)
     assert not path.exists()
     for step in (1, 3, 4):

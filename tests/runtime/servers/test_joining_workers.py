@@ -24,7 +24,7 @@ from torch import nn
 from offbeat.errors import OffbeatError, StrategyError
 from offbeat.protocols.machine import Effect, Ended, Received, Send
 from offbeat.protocols.servers.coordination.coordinator import CoordinatorMachine
-from offbeat.protocols.servers.messages import ClusterView, Gone, Hello, Leave, Meet, Met, Viewed
+from offbeat.protocols.servers.messages import ClusterView, Gone, JoinRequest, Leave, MeetingArrival, Met, Viewed
 from offbeat.run.drive import Result, fit
 from offbeat.run.job import Job, resolve
 from offbeat.runtime.launch import Launcher
@@ -137,13 +137,13 @@ def coordinator_without(worker: int) -> CoordinatorMachine:
 
 
 def meet(machine: CoordinatorMachine, worker: int, what: str, admits: bool = False) -> list[Effect]:
-    message = Meet(worker=worker, number=1, what=what, values=(7.0,), admits=admits)
+    message = MeetingArrival(worker=worker, number=1, what=what, values=(7.0,), admits=admits)
     return list(machine.on(Received(f"worker {worker}", message), 0.0))
 
 
 def test_one_who_waits_is_announced_to_all_alike_and_let_in_by_a_meeting_that_admits() -> None:
     machine = coordinator_without(1)
-    assert sent(list(machine.on(Received("worker 1", Hello(1, 99, patient=True)), 0.0)), "worker 1") == []
+    assert sent(list(machine.on(Received("worker 1", JoinRequest(1, 99, patient=True)), 0.0)), "worker 1") == []
     assert machine.view.workers == (0, 2)
     meet(machine, 0, "a report")
     told = meet(machine, 2, "a report")
@@ -159,13 +159,13 @@ def test_one_who_waits_is_announced_to_all_alike_and_let_in_by_a_meeting_that_ad
     assert isinstance(viewed, Viewed)
     assert (viewed.process, viewed.told) == (99, (7.0,))
     # Had that been lost, it would be told when it asks again; and it is let in once.
-    (again,) = sent(list(machine.on(Received("worker 1", Hello(1, 99, patient=True)), 0.0)), "worker 1")
+    (again,) = sent(list(machine.on(Received("worker 1", JoinRequest(1, 99, patient=True)), 0.0)), "worker 1")
     assert again == viewed
 
 
 def test_one_who_dies_while_it_waits_is_not_let_in() -> None:
     machine = coordinator_without(1)
-    machine.on(Received("worker 1", Hello(1, 99, patient=True)), 0.0)
+    machine.on(Received("worker 1", JoinRequest(1, 99, patient=True)), 0.0)
     machine.on(Ended("worker 1"), 0.0)
     for rank in (0, 2):
         meet(machine, rank, "letting in", admits=True)
@@ -174,9 +174,9 @@ def test_one_who_dies_while_it_waits_is_not_let_in() -> None:
 
 def test_one_who_waits_is_sent_home_when_the_others_are_done() -> None:
     machine = coordinator_without(1)
-    machine.on(Received("worker 1", Hello(1, 99, patient=True)), 0.0)
+    machine.on(Received("worker 1", JoinRequest(1, 99, patient=True)), 0.0)
     machine.on(Received("worker 0", Leave(0, 0)), 0.0)
     told = list(machine.on(Received("worker 2", Leave(2, 0)), 0.0))
     assert isinstance(sent(told, "worker 1")[-1], Gone)
-    late = list(machine.on(Received("worker 1", Hello(1, 99, patient=True)), 0.0))
+    late = list(machine.on(Received("worker 1", JoinRequest(1, 99, patient=True)), 0.0))
     assert isinstance(sent(late, "worker 1")[-1], Gone)

@@ -27,11 +27,11 @@ from offbeat.protocols.servers.consistency import Rule
 from offbeat.runtime.run.assignment import ASSIGNED, Assignment
 from offbeat.runtime.run.settings import Goal
 from offbeat.runtime.servers.coordination import Coordination
-from offbeat.runtime.servers.plan import Plan
+from offbeat.runtime.servers.plan import ServerPlan
 from offbeat.runtime.servers.process import serve
 
 WORKER = {"gradient", "enlist", "Sockets.put"}
-SERVER = {"_accept", "admit", "unfit", "Log.append", "settle", "SGD.step"}
+SERVER = {"_accept", "admit", "unfit", "EntryLog.append", "settle", "SGD.step"}
 
 
 def follow(worker: Walk, server: Walk, step: Callable[[], object]) -> None:
@@ -52,7 +52,7 @@ class Nobody:
 
 
 @contextmanager
-def served(plan: Plan, walk: Walk) -> Generator[None]:
+def served(plan: ServerPlan, walk: Walk) -> Generator[None]:
     """A coordinator and a server, in threads; the server's calls are followed."""
     config = {"plan": plan.plain(), "shard": 0, "replica": 0, "disturb": [], "seed": 0}
     with Coordination(plan) as coordination:
@@ -70,7 +70,7 @@ def served(plan: Plan, walk: Walk) -> Generator[None]:
 @pytest.fixture
 def walks(tmp_path: Path) -> tuple[Walk, Walk]:
     worker, server = Walk(WORKER), Walk(SERVER)
-    plan = Plan(workers=1, shards=1, replicas=0, rule=Rule(3), folder=str(tmp_path))
+    plan = ServerPlan(workers=1, shards=1, replicas=0, rule=Rule(3), folder=str(tmp_path))
     goal = Goal(strategy="server(consistency=ssp(3))")
     token = ASSIGNED.set(Assignment(goal=goal, servers=plan))
     model = torch.nn.Linear(4, 2)

@@ -16,9 +16,9 @@ from offbeat.protocols.machine import Done, Payload, Received, Send, Start
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import ClusterView, Pull, PullReply, Push
 from offbeat.protocols.servers.replica.server import ServerMachine
-from offbeat.protocols.servers.replica.works import Read
+from offbeat.protocols.servers.replica.works import ReadShard
 from offbeat.protocols.servers.worker.client import ClientMachine
-from offbeat.protocols.servers.worker.notices import Arrived, Part, PushRequest, RangeRequest, Wanted
+from offbeat.protocols.servers.worker.notices import Arrived, PulledRange, PushedRange, PushRequest, RangeRequest
 from offbeat.run.drive import Result, drive
 from offbeat.run.job import Job, Script
 from offbeat.runtime.launch import Launcher
@@ -192,7 +192,7 @@ def test_where_ranges_cannot_be_had_the_reason_is_said(
 def test_a_client_asks_each_shard_for_its_part_and_keeps_it_apart_from_whole_values() -> None:
     client = ClientMachine(0, ClusterView.of(1, 2))
     client.known[0] = (9, 4)
-    asked = client.ask(RangeRequest([Wanted(0, 3, 5, 7), Wanted(1, 0, 2)], 1), 0.0)
+    asked = client.ask(RangeRequest([PulledRange(0, 3, 5, 7), PulledRange(1, 0, 2)], 1), 0.0)
     sent = [effect for effect in asked.effects if isinstance(effect, Send)]
     assert [(one.to, one.message.start, one.message.stop, one.message.newer_than) for one in sent] == [
         ("server 0.0", 3, 5, 7),
@@ -208,7 +208,7 @@ def test_a_client_asks_each_shard_for_its_part_and_keeps_it_apart_from_whole_val
 def test_a_server_reads_each_range_once_for_all_who_ask_for_it() -> None:
     view = ClusterView.of(3, 1)
     server = ServerMachine("server 0.0", 0, Rule(0), view)
-    works: list[Read] = []
+    works: list[ReadShard] = []
     for worker, (start, stop) in enumerate([(0, 2), (0, 2), (1, 4)]):
         message = Pull(worker=worker, number=1, clock=1, start=start, stop=stop)
         assert not server.on(Received(f"worker {worker}", message), 0.0), "the step is not complete"
@@ -217,16 +217,16 @@ def test_a_server_reads_each_range_once_for_all_who_ask_for_it() -> None:
         (look,) = server.on(Received(f"worker {worker}", part, Payload(1, worker)), 0.0)
         assert isinstance(look, Start)
         works += works_of(server.on(Done(look.token, ""), 0.0))
-    assert works == [Read(start=0, stop=2), Read(start=1, stop=4)]
+    assert works == [ReadShard(start=0, stop=2), ReadShard(start=1, stop=4)]
 
 
-def works_of(effects: Any) -> list[Read]:
-    return [effect.work for effect in effects if isinstance(getattr(effect, "work", None), Read)]
+def works_of(effects: Any) -> list[ReadShard]:
+    return [effect.work for effect in effects if isinstance(getattr(effect, "work", None), ReadShard)]
 
 
 def test_parts_for_several_ranges_of_a_shard_end_with_a_tick_on_all() -> None:
     client = ClientMachine(0, ClusterView.of(1, 2))
-    parts = [Part(0, Payload(4, "a"), 0, 1), Part(0, Payload(4, "b"), 3, 4)]
+    parts = [PushedRange(0, Payload(4, "a"), 0, 1), PushedRange(0, Payload(4, "b"), 3, 4)]
     early = client.ask(PushRequest(parts, 0, final=False), 0.0)
     end = client.ask(PushRequest([], 0), 0.0)
     sent = [effect.message for asked in (early, end) for effect in asked.effects if isinstance(effect, Send)]

@@ -11,9 +11,24 @@ from safetensors.torch import load
 from torch import Tensor, optim
 from torch.nn import Parameter
 
-from offbeat.protocols.compression import Format, Half, Quantize, RandomK, Threshold, TopK
+from offbeat.protocols.compression import (
+    HalfFormat,
+    QuantizeFormat,
+    RandomKFormat,
+    RowFormat,
+    ThresholdFormat,
+    TopKFormat,
+)
 from offbeat.protocols.machine import Payload
-from offbeat.protocols.servers.replica.works import Accumulate, Discard, Inspect, Read, Release, Restore, Update
+from offbeat.protocols.servers.replica.works import (
+    AccumulateGradient,
+    Discard,
+    Inspect,
+    ReadShard,
+    Release,
+    Restore,
+    Update,
+)
 from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.compression import Coder, build
 from offbeat.runtime.gradients.sliceable_optimizers import ELEMENT_WISE, why_not
@@ -35,7 +50,7 @@ def made(recipe: Recipe, values: Tensor) -> Numbers:
 
 
 def held(numbers: Numbers) -> Tensor:
-    return torch.from_numpy(numbers.do(Read()).handle.copy())
+    return torch.from_numpy(numbers.do(ReadShard()).handle.copy())
 
 
 def sgd(rate: float = 0.5, momentum: float = 0.0, **more: Any) -> Recipe:
@@ -47,8 +62,8 @@ def test_gradients_of_a_step_are_summed_by_their_weights_and_applied_once() -> N
     numbers = made(sgd(), torch.ones(4))
     for _ in range(2):  # The second time the sum must begin with nothing.
         before = held(numbers)
-        numbers.do(Accumulate(payload(1, 2, 3, 4), 3.0, 0, -1))
-        numbers.do(Accumulate(payload(5, 6, 7, 8), 1.0, 0, -1))
+        numbers.do(AccumulateGradient(payload(1, 2, 3, 4), 3.0, 0, -1))
+        numbers.do(AccumulateGradient(payload(5, 6, 7, 8), 1.0, 0, -1))
         assert torch.equal(held(numbers), before), "a sum that is not complete is not applied"
         numbers.do(Update(numbers.version + 1, 0.25, ()))
         mean = (3 * torch.tensor([1.0, 2, 3, 4]) + torch.tensor([5.0, 6, 7, 8])) / 4
@@ -58,8 +73,8 @@ def test_gradients_of_a_step_are_summed_by_their_weights_and_applied_once() -> N
 
 def test_parts_of_a_step_come_one_by_one() -> None:
     numbers = made(sgd(1.0), torch.zeros(4))
-    numbers.do(Accumulate(payload(1, 2), 1.0, 0, 2))
-    numbers.do(Accumulate(payload(3), 1.0, 3, 4))
+    numbers.do(AccumulateGradient(payload(1, 2), 1.0, 0, 2))
+    numbers.do(AccumulateGradient(payload(3), 1.0, 3, 4))
     numbers.do(Update(1, 1.0, ()))
     assert held(numbers).tolist() == [-1.0, -2.0, 0.0, -3.0]
     numbers.do(Update(2, 1.0, (), 1, 3, payload(5, 6)))
@@ -121,7 +136,7 @@ def test_a_state_that_is_fetched_and_put_back_goes_on_to_the_same_bits() -> None
     recipe = Recipe(optimizer="Adam", ranges=(((0, 4),),), settings=settings_of(optimizer))
     one = made(recipe, torch.ones(4))
     one.do(Update(1, 1.0, (), payload=payload(1, -2, 3, -4)))
-    state = one.do(Read(state=True))
+    state = one.do(ReadShard(state=True))
     other = Numbers(lambda _segment: None)
     other.do(Restore(state, 1))
     for numbers in (one, other):
@@ -132,8 +147,8 @@ def test_a_state_that_is_fetched_and_put_back_goes_on_to_the_same_bits() -> None
 def test_sums_of_statistics_are_added_whatever_their_scale() -> None:
     numbers = made(Recipe(optimizer=ADD, kind="float64"), torch.zeros(2, dtype=torch.float64))
     numbers.do(Update(1, 0.5, (), payload=payload(1, 2, kind=np.float64)))
-    numbers.do(Accumulate(payload(10, 20, kind=np.float64), 1.0, 0, -1))
-    numbers.do(Accumulate(payload(1, 1, kind=np.float64), 1.0, 0, -1))
+    numbers.do(AccumulateGradient(payload(10, 20, kind=np.float64), 1.0, 0, -1))
+    numbers.do(AccumulateGradient(payload(1, 1, kind=np.float64), 1.0, 0, -1))
     numbers.do(Update(2, 0.5, ()))
     assert held(numbers).tolist() == [12.0, 23.0]
 
@@ -148,7 +163,7 @@ def test_a_late_gradient_is_corrected_by_how_far_the_values_have_moved() -> None
     numbers = made(sgd(1.0, delay_compensation=0.5), torch.zeros(4))
     numbers.do(Update(1, 1.0, (), payload=payload(2, 2, 2, 2), oldest=0))
     # Another replica, which nobody has read from, is made in between: it knows what was read before.
-    state, another = numbers.do(Read(state=True, kept=True)), Numbers(lambda _segment: None)
+    state, another = numbers.do(ReadShard(state=True, kept=True)), Numbers(lambda _segment: None)
     another.do(Restore(state, 1))
     for one in (numbers, another):
         one.do(Update(2, 1.0, (), payload=payload(1, -1, 3, 0), missed=1, oldest=0))
@@ -161,9 +176,9 @@ def test_a_late_gradient_is_corrected_by_how_far_the_values_have_moved() -> None
 def test_a_state_is_handed_over_in_lent_memory_which_goes_when_it_is_held() -> None:
     lent: list[Segment] = []
     numbers = Numbers(lent.append, lent.remove)
-    numbers.do(Restore(made(sgd(momentum=0.5), torch.arange(4.0)).do(Read(state=True)), 0))
+    numbers.do(Restore(made(sgd(momentum=0.5), torch.arange(4.0)).do(ReadShard(state=True)), 0))
     numbers.do(Update(1, 1.0, (), payload=payload(1, 1, 1, 1)))
-    state = numbers.do(Read(state=True, kept=True))
+    state = numbers.do(ReadShard(state=True, kept=True))
     (_, memory) = lent
     assert np.shares_memory(state.handle, memory.bytes)
     novice = Numbers(lent.append)
@@ -178,7 +193,7 @@ def test_a_state_is_handed_over_in_lent_memory_which_goes_when_it_is_held() -> N
 
 def test_a_shard_that_nothing_was_put_on_yet_can_be_copied() -> None:
     empty, novice = Numbers(lambda _segment: None), Numbers(lambda _segment: None)
-    novice.do(Restore(empty.do(Read(state=True, kept=True)), 0))
+    novice.do(Restore(empty.do(ReadShard(state=True, kept=True)), 0))
     assert (novice.recipe, novice.version) == (None, 0)
 
 
@@ -188,7 +203,7 @@ def test_values_are_kept_as_long_as_gradients_may_come_from_them_and_not_without
     numbers = made(sgd(1.0, delay_compensation=0.5), torch.zeros(4))
 
     def versions(kept: bool = True) -> list[int]:
-        names = load(numbers.do(Read(state=True, kept=kept)).handle.tobytes())
+        names = load(numbers.do(ReadShard(state=True, kept=kept)).handle.tobytes())
         return sorted(int(name.split()[-1]) for name in names if name.startswith("kept"))
 
     for version in range(1, 8):
@@ -265,11 +280,11 @@ def test_a_parameter_without_a_gradient_is_passed_over_as_by_torch(name: str) ->
         for k, parameter in enumerate(plain):
             parameter.grad = None if absent and k == 1 else gradient[2 * k : 2 * k + 2].clone()
         alone.step()
-        numbers.do(Accumulate(payload(*gradient.tolist()), 1.0, 0, -1, absent))
+        numbers.do(AccumulateGradient(payload(*gradient.tolist()), 1.0, 0, -1, absent))
         numbers.do(Update(step + 1, 1.0, ()))
         torch.testing.assert_close(held(numbers), torch.cat([p.detach() for p in plain]), rtol=0, atol=1e-6)
     again = made(recipe, torch.zeros(6))
-    state = numbers.do(Read(state=True))
+    state = numbers.do(ReadShard(state=True))
     again.do(Restore(state, 6))
     for replica in (numbers, again):
         replica.do(Update(7, 1.0, (), payload=payload(*[1.0] * 6)))
@@ -280,7 +295,7 @@ def test_a_state_has_what_schedulers_have_changed() -> None:
     numbers = made(sgd(0.5), torch.zeros(4))
     numbers.do(Update(1, 1.0, ({"lr": 0.25},), payload=payload(0, 0, 0, 0)))
     again = made(sgd(), torch.zeros(4))
-    again.do(Restore(numbers.do(Read(state=True)), 1))
+    again.do(Restore(numbers.do(ReadShard(state=True)), 1))
     again.do(Update(2, 1.0, (), payload=payload(4, 4, 4, 4)))
     assert held(again).tolist() == [-1.0] * 4
 
@@ -288,7 +303,7 @@ def test_a_state_has_what_schedulers_have_changed() -> None:
 # --- letters
 
 
-def letter(row: Tensor, *forms: Format) -> Payload:
+def letter(row: Tensor, *forms: RowFormat) -> Payload:
     coder: Coder | None = None
     for form in reversed(forms):
         coder = build(form, seed=7, inner=coder)
@@ -299,9 +314,16 @@ def letter(row: Tensor, *forms: Format) -> Payload:
 
 
 @pytest.mark.parametrize(
-    "forms", [(Half(),), (TopK(0.5),), (RandomK(0.5),), (TopK(0.5), Quantize(8)), (Threshold(2.5),)]
+    "forms",
+    [
+        (HalfFormat(),),
+        (TopKFormat(0.5),),
+        (RandomKFormat(0.5),),
+        (TopKFormat(0.5), QuantizeFormat(8)),
+        (ThresholdFormat(2.5),),
+    ],
 )
-def test_letters_are_read_before_they_are_used(forms: tuple[Format, ...]) -> None:
+def test_letters_are_read_before_they_are_used(forms: tuple[RowFormat, ...]) -> None:
     row = torch.tensor([1.0, -4.0, 3.0, 2.0])
     numbers = made(sgd(1.0, coders=forms, seed=7), torch.zeros(4))
     sent = letter(row, *forms)
@@ -313,25 +335,25 @@ def test_letters_are_read_before_they_are_used(forms: tuple[Format, ...]) -> Non
     inner.add(torch.from_numpy(np.array(sent.handle)), said)
     assert said.any()
     assert numbers.do(Inspect(sent, 0)) == ""
-    numbers.do(Accumulate(sent, 2.0, 0, -1))
+    numbers.do(AccumulateGradient(sent, 2.0, 0, -1))
     numbers.do(Update(1, 0.5, ()))
     torch.testing.assert_close(held(numbers), -said)
     numbers.do(Update(2, 1.0, (), 0, -1, sent))
     torch.testing.assert_close(held(numbers), -2 * said)
-    again = numbers.do(Read(state=True))
+    again = numbers.do(ReadShard(state=True))
     copy = Numbers(lambda _segment: None)
     copy.do(Restore(Payload(again.nbytes, again.handle), 2))
     assert copy.do(Inspect(sent, 0)) == "", "a copy of the shard reads letters, too"
 
 
 def test_letters_that_do_not_fit_or_say_nan_are_refused_at_the_door() -> None:
-    numbers = made(sgd(coders=(TopK(0.5),)), torch.zeros(4))
+    numbers = made(sgd(coders=(TopKFormat(0.5),)), torch.zeros(4))
     row = torch.tensor([1.0, -4.0, 3.0, 2.0])
-    good = letter(row, TopK(0.5))
+    good = letter(row, TopKFormat(0.5))
     assert "7 bytes came where one of 8" in numbers.do(Inspect(Payload(15, good.handle[:15]), 0))
     assert "2 bytes came where one of 8" in numbers.do(Inspect(Payload(2, good.handle[:2]), 0))
     astray = np.array(good.handle)
     astray.view(np.int32)[1] = 4
     assert "do not fit a row of 4" in numbers.do(Inspect(Payload(16, astray), 0))
     row[0] = float("nan")
-    assert "NaN" in numbers.do(Inspect(letter(row, TopK(0.5)), 0))
+    assert "NaN" in numbers.do(Inspect(letter(row, TopKFormat(0.5)), 0))

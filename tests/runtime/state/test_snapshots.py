@@ -17,7 +17,7 @@ from snapshot_runs import Scene, goes_on, photographed
 import offbeat
 from offbeat.errors import CheckpointError, UsageError
 from offbeat.protocols.machine import Effects
-from offbeat.protocols.servers.messages import ClusterView, Recorded, ShardCut, WorkerCut
+from offbeat.protocols.servers.messages import ClusterView, ShardCut, SnapshotWritten, WorkerCut
 from offbeat.protocols.servers.snapshots import GivenUp, Snapshots, WorkerColour, faults
 from offbeat.run.drive import fit
 from offbeat.runtime.launch import Launcher
@@ -244,7 +244,7 @@ def test_a_snapshot_is_given_up_when_somebody_dies_and_taken_anew() -> None:
         "who takes part has changed"
     ]
     assert taking.colour == 2
-    taking.recorded(Recorded(worker=0, number=1, colour=2), later, out)
+    taking.recorded(SnapshotWritten(worker=0, number=1, colour=2), later, out)
     assert taking.under_way
     taking.look(later, True, 0.2, out)
     assert taking.colour == 2, "nothing is begun while workers are about to meet"

@@ -7,7 +7,7 @@ import math
 from rich.table import Table
 
 from offbeat.cli.commands.scale import measured, wide_console
-from offbeat.cli.options import BatchSizeOptions, Format
+from offbeat.cli.options import BatchSizeOptions, OutputFormat
 from offbeat.cli.output import print_json
 from offbeat.scaling import BatchSize, batch_size
 from offbeat.statistics import Estimate
@@ -16,7 +16,7 @@ from offbeat.statistics import Estimate
 def measure_batch_size(asked: BatchSizeOptions) -> None:
     """Measure the noise, and print how large a batch may be."""
     found = measured(batch_size, vars(asked))
-    if asked.output is Format.json:
+    if asked.output is OutputFormat.json:
         print_json(found.plain())
     else:
         _print(found)

@@ -14,7 +14,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from offbeat import limits
-from offbeat.cli.options import CollectivesOptions, Format, ServerOptions
+from offbeat.cli.options import CollectivesOptions, OutputFormat, ServerOptions
 from offbeat.cli.output import print_json
 from offbeat.errors import StrategyError, UsageError, did_you_mean
 from offbeat.protocols.collectives import ALGORITHMS, Collective
@@ -24,7 +24,7 @@ from offbeat.runtime.run.report import ages_in_words
 from offbeat.simulate.algorithm_ranking import Comparison, Crossover, compare_collectives
 from offbeat.simulate.network import EXAMPLE, Link, Network, Ports
 from offbeat.simulate.servers.stragglers import Stragglers
-from offbeat.simulate.servers.training import Paced, Shards, parse_rule, simulate
+from offbeat.simulate.servers.training import Paced, ShardTraffic, parse_rule, simulate
 from offbeat.simulate.units import parse_duration, parse_size, seconds_in_words, size_in_words
 
 SIMULATED_SIZE = "100MB"
@@ -48,7 +48,7 @@ def simulated(asked: CollectivesOptions) -> None:
         compared = compare_collectives(
             ranks, steps, network, hosts, collective, lambda name: status.update(f"simulating {name}, of {count}")
         )
-    if asked.output is Format.json:
+    if asked.output is OutputFormat.json:
         links = {"between": asdict(network.between), "inside": asdict(network.inside), "ports": network.ports.value}
         print_json({"simulated": True, "network": links} | compared.plain())
     else:
@@ -67,7 +67,7 @@ def measured(asked: CollectivesOptions) -> None:
     result = benching.collectives(
         asked.ranks, steps, peers, blocks, asked.out, asked.picture, lambda text: console.print(text, style="dim")
     )
-    if asked.output is Format.json:
+    if asked.output is OutputFormat.json:
         print_json(result)
     else:
         Console(file=sys.stdout, highlight=False).print(benching.table(result))
@@ -161,7 +161,7 @@ def _left_out(reasons: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _shards(asked: ServerOptions) -> Shards | None:
+def _shards(asked: ServerOptions) -> ShardTraffic | None:
     """What is exchanged, and through what; None if exchanges take no time."""
     if asked.network is None and asked.size is None and asked.servers is None:
         return None
@@ -169,7 +169,9 @@ def _shards(asked: ServerOptions) -> Shards | None:
         raise UsageError(f"--size and --servers need --network, written like {EXAMPLE}.")
     if asked.size is None:
         raise UsageError("--network needs --size, what is pushed and pulled in each step, such as 100MB.")
-    return Shards(1 if asked.servers is None else asked.servers, parse_size(asked.size), Link.parse(asked.network))
+    return ShardTraffic(
+        1 if asked.servers is None else asked.servers, parse_size(asked.size), Link.parse(asked.network)
+    )
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ def simulated_servers(asked: ServerOptions) -> None:
             progress.update(bar, completed=1.0)
     bsp = found.get("bsp")
     over_bsp = {name: bsp.seconds_per_step / one.seconds_per_step for name, one in found.items()} if bsp else {}
-    if asked.output is Format.json:
+    if asked.output is OutputFormat.json:
         results = [
             {"name": name} | one.plain() | {"speedup_over_bsp": over_bsp.get(name)} for name, one in found.items()
         ]

@@ -17,7 +17,7 @@ from offbeat.monitor import (
     Blame,
     Held,
     Judge,
-    Recorded,
+    RecordedRun,
     Staleness,
     Unfit,
     Verdict,
@@ -105,7 +105,7 @@ class _Found(NamedTuple):
     unfit: list[Unfit]
 
 
-def _plain(folder: RunFolder, known: dict[str, Any], found: _Found, events: Recorded) -> dict[str, Any]:
+def _plain(folder: RunFolder, known: dict[str, Any], found: _Found, events: RecordedRun) -> dict[str, Any]:
     return {
         "run": str(folder.path),
         "state": known.get("state"),
@@ -123,7 +123,7 @@ def _plain(folder: RunFolder, known: dict[str, Any], found: _Found, events: Reco
     }
 
 
-def _print(found: _Found, events: Recorded) -> None:
+def _print(found: _Found, events: RecordedRun) -> None:
     console = PlainConsole()
     console.print("healthy: nobody waited in vain." if found.verdict is None else str(found.verdict))
     if (found.verdict is None or found.verdict.kind == STRAGGLER) and found.waiting:

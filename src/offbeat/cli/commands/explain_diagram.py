@@ -13,7 +13,7 @@ from typing import Any, Final
 import typer
 
 from offbeat.cli.commands.explain import explain_run
-from offbeat.cli.commands.explain_options import Done, Wanted
+from offbeat.cli.commands.explain_options import ActionOptions, ActionsDone
 from offbeat.cli.output import print_json, printable
 from offbeat.errors import UsageError
 from offbeat.monitor import recorded
@@ -29,7 +29,7 @@ MATCHING: Final = 20.0
 """Seconds of computing for finding the events in a log."""
 
 
-def explain(path: Path, wanted: Wanted, as_json: bool) -> None:
+def explain(path: Path, wanted: ActionOptions, as_json: bool) -> None:
     """A run by its folder, or a log of any program by its file."""
     if is_file(path):
         if wanted.of_runs is not None:
@@ -46,8 +46,8 @@ def explain(path: Path, wanted: Wanted, as_json: bool) -> None:
         _explain_run(path, wanted, as_json)
 
 
-def _explain_run(path: Path, wanted: Wanted, as_json: bool) -> None:
-    done = wanted.done(_scene(path)) if wanted.anything else Done()
+def _explain_run(path: Path, wanted: ActionOptions, as_json: bool) -> None:
+    done = wanted.done(_scene(path)) if wanted.anything else ActionsDone()
     if wanted.of_runs is not None:
         replies = wanted.asked_of(recorded(RunFolder.open(path).path))
         done.lines += replies.lines
@@ -67,7 +67,7 @@ def _scene(path: Path) -> Scene:
     return Scene.of(events.stamps, folder.path.name, events.dropped, events.servers)
 
 
-def explain_log(path: Path, wanted: Wanted, as_json: bool) -> None:
+def explain_log(path: Path, wanted: ActionOptions, as_json: bool) -> None:
     """Print what a log says, of each execution that it tells of, and do what else is wanted with it."""
     try:
         with path.open("rb") as file:
@@ -89,7 +89,7 @@ def explain_log(path: Path, wanted: Wanted, as_json: bool) -> None:
     for name, log in logs.items():
         found = account(log)
         title = " ".join([path.name, *([wanted.execution] if wanted.execution else [])])
-        done = wanted.done(Scene(log.computation, title)) if len(logs) == 1 else Done()
+        done = wanted.done(Scene(log.computation, title)) if len(logs) == 1 else ActionsDone()
         told.append({**found.plain(), **done.plain})
         for line in (
             () if as_json else (*([f"Execution {name}:"] if len(logs) > 1 else []), *found.lines(), *done.lines)

@@ -9,7 +9,7 @@ from msgspec import to_builtins
 
 from offbeat.cli.options import ExplainOptions
 from offbeat.errors import UsageError
-from offbeat.monitor import Recorded
+from offbeat.monitor import RecordedRun
 from offbeat.monitor.diagram.build import Scene
 from offbeat.monitor.diagram.cuts import asked, moment, window
 from offbeat.monitor.diagram.export import export, kind_of
@@ -23,7 +23,7 @@ INCONSISTENT: Final = 20
 
 
 @dataclass(frozen=True)
-class Wanted(ExplainOptions):
+class ActionOptions(ExplainOptions):
     """The options that go beyond words, and what is done for them."""
 
     def __post_init__(self) -> None:
@@ -69,12 +69,12 @@ class Wanted(ExplainOptions):
         given = {"--pattern": self.pattern, "--execution": self.execution, "--delimiter": self.delimiter}
         return next((name for name, value in given.items() if value is not None), None)
 
-    def done(self, scene: Scene) -> Done:
+    def done(self, scene: Scene) -> ActionsDone:
         """Do it, and tell what was done."""
         part = (scene.start, scene.stop) if self.window is None else window(self.window, scene.start, scene.stop)
         cuts = {text: asked(scene.run, scene.times, text, part[1]) for text in self.cuts}
         lanes = scene.diagram(part, cuts)
-        told = Done()
+        told = ActionsDone()
         for cut in lanes.cuts:
             counts = ", ".join(f"{name}:{count}" for name, count in zip(lanes.names, cut.counts, strict=True))
             told.lines.append(f"Cut {cut.label} ({counts}): {'consistent.' if cut.consistent else cut.words}")
@@ -94,9 +94,9 @@ class Wanted(ExplainOptions):
             told.plain["exported"] = str(self.export)
         return told
 
-    def asked_of(self, events: Recorded) -> Done:
+    def asked_of(self, events: RecordedRun) -> ActionsDone:
         """What the run's events say to questions about their order."""
-        told = Done()
+        told = ActionsDone()
         if self.delivery is not None:
             delay = DELAY if self.delay is None else moment(self.delay)
             seen = replay(events.stamps, events.servers, self.delivery, delay)
@@ -110,7 +110,7 @@ class Wanted(ExplainOptions):
             told.plain["predicates"] = to_builtins(answers)
         return told
 
-    def _part(self, events: Recorded) -> tuple[float, float]:
+    def _part(self, events: RecordedRun) -> tuple[float, float]:
         """The window, on the clock of the events."""
         times = [one.time for some in (*events.stamps.values(), *events.servers.values()) for one in some]
         start, stop = min(times, default=0.0), max(times, default=0.0)
@@ -119,7 +119,7 @@ class Wanted(ExplainOptions):
 
 
 @dataclass
-class Done:
+class ActionsDone:
     """What was done beyond words."""
 
     lines: list[str] = field(default_factory=list[str])

@@ -31,7 +31,7 @@ from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.report import headline, report_lines
 from offbeat.runtime.run.settings import Goal
 from offbeat.strategies import combined, parse
-from offbeat.task import Reference
+from offbeat.task import TaskReference
 
 _STYLES = {"Target reached": "bold green", "Target missed": "bold yellow", "Done": "bold"}
 
@@ -77,7 +77,7 @@ def _job(asked: RunOptions, goal: Goal) -> Job:
     if asked.what is None:
         if asked.resume is None:
             raise TaskError("nothing to run: give a script, a task, or --resume RUN.")
-        what: Script | Reference = target_from_plain(earlier(asked.resume)["what"])
+        what: Script | TaskReference = target_from_plain(earlier(asked.resume)["what"])
     else:
         what = target_of(asked.what, asked.arguments)
     hosts = None if asked.hosts is None else Hosts.read(asked.hosts)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from offbeat.cli.options import Format
+from offbeat.cli.options import OutputFormat
 from offbeat.errors import UsageError
 from offbeat.limits import seconds
 
@@ -27,15 +27,15 @@ def ps(
     folder: Annotated[Path, typer.Argument(metavar="[RUNS]", help="Directory of run folders.")] = Path("runs"),
     everything: Annotated[bool, typer.Option("--all", "-a", help="Include finished runs.")] = False,
     output: Annotated[
-        Format, typer.Option("--format", help="[bold]json[/bold] prints a list on stdout.")
-    ] = Format.text,
+        OutputFormat, typer.Option("--format", help="[bold]json[/bold] prints a list on stdout.")
+    ] = OutputFormat.text,
 ) -> None:
     """List running runs, with their processes and progress."""
     from offbeat.cli.output import print_json, printable
     from offbeat.runtime.run.running import statuses
 
     rows = [row for row in statuses(folder) if everything or row.alive]
-    if output is Format.json:
+    if output is OutputFormat.json:
         print_json([row.plain() for row in rows])
         return
     if not rows:

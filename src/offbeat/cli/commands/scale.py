@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from offbeat.cli.options import Format, ScaleOptions
+from offbeat.cli.options import OutputFormat, ScaleOptions
 from offbeat.cli.output import print_json
 from offbeat.errors import UsageError
 from offbeat.scaling import Scaling, scale
@@ -23,7 +23,7 @@ _WIDE = 200
 def scale_target(asked: ScaleOptions) -> None:
     """Measure the speed-up, and print it with the laws that it follows."""
     found = measured(scale, vars(asked) | {"workers": _numbers(asked.workers)})
-    if asked.output is Format.json:
+    if asked.output is OutputFormat.json:
         print_json(found.plain())
     else:
         _print(found)

@@ -17,7 +17,7 @@ from offbeat.errors import OutputError, UsageError
 from offbeat.limits import port as check_port
 
 if TYPE_CHECKING:
-    from offbeat.monitor.page.http_server import Served
+    from offbeat.monitor.page.http_server import PageServer
 
 
 def watch(
@@ -43,12 +43,12 @@ def serve_page(path: Path, port: int, open_it: bool) -> None:
     """Serve the page until Ctrl-C, and say where it is."""
     from rich.console import Console
 
-    from offbeat.monitor.page.http_server import Served
+    from offbeat.monitor.page.http_server import PageServer
     from offbeat.monitor.page.run_folders import opened
 
     folder, chosen = opened(path)
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True, markup=False)
-    with Served(folder, chosen, port) as served:
+    with PageServer(folder, chosen, port) as served:
         console.print(f"The page of {folder.path if chosen is None else folder.path / chosen} is at")
         console.print(f"  {served.address}")
         console.print("Ctrl-C ends it; runs do not notice.")
@@ -62,13 +62,13 @@ def export_page(path: Path, file: Path) -> None:
     """Save a run's page as one file; of a folder, the newest run's."""
     from offbeat.monitor.page.export import exported
     from offbeat.monitor.page.run_folders import opened
-    from offbeat.monitor.page.run_view import Run
+    from offbeat.monitor.page.run_view import RunView
 
     folder, chosen = opened(path)
     name = chosen or next(iter(folder.runs()), None)
     if name is None:
         raise UsageError(f"{path} has no runs, so there is no page to write. Give a run's folder.")
-    text = exported(Run(name, folder.find(name)))
+    text = exported(RunView(name, folder.find(name)))
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -80,16 +80,16 @@ class LivePage:
     """The page of a run under way. Whatever is wrong with it is said, and the run goes on."""
 
     def __init__(self, folder: Path) -> None:
-        from offbeat.monitor.page.http_server import HOW_TO_GET, Served, missing
+        from offbeat.monitor.page.http_server import HOW_TO_GET, PageServer, missing
         from offbeat.monitor.page.run_folders import opened
 
-        self._served: Served | None = None
+        self._served: PageServer | None = None
         self.words = f"A page of it needs the extra `watch`: {HOW_TO_GET}."
         """Where it is, or why it is not."""
         if missing():
             return
         try:
-            self._served = Served(*opened(folder))
+            self._served = PageServer(*opened(folder))
             self.words = f"Watch it at {self._served.address}"
         except Exception as error:
             self.words = f"There is no page of it: {error}"

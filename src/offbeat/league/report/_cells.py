@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from offbeat.league._league import League
-from offbeat.league._rows import Row
+from offbeat.league._rows import LeagueRow
 from offbeat.statistics import Spread
 
 NEVER = "missed"
@@ -49,7 +49,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def place(league: League, row: Row) -> str:
+def place(league: League, row: LeagueRow) -> str:
     """`1st`, `tie` or nothing."""
     if row.name == league.winner:
         return "tie" if league.ties else "won"
@@ -65,7 +65,7 @@ def split(seconds: Mapping[str, float] | None) -> str:
     return ", ".join(f"{kind} {100 * spent / total:.0f} %" for kind, spent in ranked if spent / total >= 0.005)
 
 
-def full_row(league: League, row: Row) -> dict[str, str]:
+def full_row(league: League, row: LeagueRow) -> dict[str, str]:
     """Every column that a page has room for, by its heading."""
     return {
         "strategy": row.name,

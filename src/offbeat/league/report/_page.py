@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from html import escape
 
-from offbeat.league._contestants import Part
+from offbeat.league._contestants import EntryReason
 from offbeat.league._league import League
-from offbeat.league._rows import Row
+from offbeat.league._rows import LeagueRow
 from offbeat.league.report import _cells as cells
-from offbeat.league.report._svg import COLORS, Curve, Dot, bars, curves, dots
+from offbeat.league.report._svg import COLORS, Dot, PlottedLine, bars, curves, dots
 from offbeat.league.report._text import provenance
 from offbeat.runtime.run.settings import Target
 
@@ -75,7 +75,13 @@ def _table(league: League) -> str:
     head = "".join(f"<th>{escape(heading)}</th>" for heading in told[0])
     rows: list[str] = []
     for row, values in zip(league.rows, told, strict=True):
-        style = "won" if row.name == league.winner else "aside" if row.part in (Part.again, Part.single) else ""
+        style = (
+            "won"
+            if row.name == league.winner
+            else "aside"
+            if row.part in (EntryReason.again, EntryReason.single)
+            else ""
+        )
         filled = "".join(f"<td>{escape(value)}</td>" for value in values.values())
         rows.append(f'<tr class="{style}">{filled}</tr>')
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
@@ -116,16 +122,18 @@ def _pictures(league: League, colors: dict[str, str]) -> str:
     return "".join(f"<div>{figure}</div>" for figure in figures)
 
 
-def _curves(league: League, colors: dict[str, str], unit: float, of: str) -> list[Curve]:
-    found: list[Curve] = []
+def _curves(league: League, colors: dict[str, str], unit: float, of: str) -> list[PlottedLine]:
+    found: list[PlottedLine] = []
     for row in league.rows:
-        if of == "bytes_sent" and row.part is Part.single:
+        if of == "bytes_sent" and row.part is EntryReason.single:
             continue
         own = [entry for entry in league.entries if not entry.tuning and entry.name == row.name and entry.curve]
         own = sorted((entry for entry in own if entry.seed in league.seeds), key=lambda entry: entry.arrival)
         for number, entry in enumerate(own):
             points = [(getattr(point, of) / unit, point.score) for point in entry.curve]
-            found.append(Curve(f"{row.name}, seed {entry.seed}", points, colors[row.name], number != len(own) // 2))
+            found.append(
+                PlottedLine(f"{row.name}, seed {entry.seed}", points, colors[row.name], number != len(own) // 2)
+            )
     return sorted(found, key=lambda curve: not curve.faint)
 
 
@@ -137,7 +145,7 @@ def _dots(league: League, colors: dict[str, str]) -> list[Dot]:
     ]
 
 
-def _unbeaten(row: Row, rows: list[Row]) -> bool:
+def _unbeaten(row: LeagueRow, rows: list[LeagueRow]) -> bool:
     """Whether nobody needs less time and less work."""
     return not any(
         other.time.median <= row.time.median

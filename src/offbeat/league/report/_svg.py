@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from offbeat.monitor.diagram.plot import Scale, element, ticks
+from offbeat.monitor.diagram.plot import PixelScale, element, ticks
 
 WIDTH, HEIGHT = 560, 340
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 44
@@ -14,7 +14,7 @@ COLORS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be
 
 
 @dataclass(frozen=True)
-class Curve:
+class PlottedLine:
     """A line of a picture."""
 
     name: str
@@ -35,14 +35,14 @@ class Dot:
     """Whether nothing is better in both directions."""
 
 
-class _Frame:
+class _PlotFrame:
     """From numbers to places, with axes that have round numbers."""
 
     def __init__(self, xs: Sequence[float], ys: Sequence[float], from_zero: bool) -> None:
         low, high = min(ys, default=0.0), max(ys, default=1.0)
         margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-        self.x = Scale(0.0, max([*xs, 1e-9]) * 1.04, LEFT, WIDTH - RIGHT)
-        self.y = Scale(0.0 if from_zero else low - margin, high + margin, HEIGHT - BOTTOM, TOP)
+        self.x = PixelScale(0.0, max([*xs, 1e-9]) * 1.04, LEFT, WIDTH - RIGHT)
+        self.y = PixelScale(0.0 if from_zero else low - margin, high + margin, HEIGHT - BOTTOM, TOP)
 
     def axes(self, across: str, up: str) -> list[str]:
         parts = _upright(self.x, across, HEIGHT)
@@ -54,7 +54,7 @@ class _Frame:
         return [*parts, element("text", escape(up), transform=turned, text_anchor="middle", class_="name")]
 
 
-def _upright(x: Scale, name: str, height: float) -> list[str]:
+def _upright(x: PixelScale, name: str, height: float) -> list[str]:
     """The grid and the numbers of an axis from left to right, and what it is called."""
     bottom = height - BOTTOM
     parts = [_text((x.first + x.last) / 2, height - 6, name, "middle", class_="name")]
@@ -72,11 +72,11 @@ def _places(points: Sequence[tuple[float, float]]) -> str:
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
 
 
-def curves(lines: Sequence[Curve], across: str, up: str, level: float | None = None) -> str:
+def curves(lines: Sequence[PlottedLine], across: str, up: str, level: float | None = None) -> str:
     """Lines over common axes, and the level that is to be reached."""
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points] + ([] if level is None else [level])
-    frame = _Frame(xs, _without_outliers(ys, level), from_zero=False)
+    frame = _PlotFrame(xs, _without_outliers(ys, level), from_zero=False)
     parts = frame.axes(across, up)
     if level is not None:
         y = frame.y(level)
@@ -107,7 +107,7 @@ def _without_outliers(ys: Sequence[float], level: float | None) -> list[float]:
 
 def dots(places: Sequence[Dot], across: str, up: str) -> str:
     """Marked places over axes from zero; those on the edge are joined."""
-    frame = _Frame([dot.x for dot in places], [dot.y for dot in places], from_zero=True)
+    frame = _PlotFrame([dot.x for dot in places], [dot.y for dot in places], from_zero=True)
     parts = frame.axes(across, up)
     edge = sorted((dot for dot in places if dot.edge), key=lambda dot: dot.x)
     joined = _places([(frame.x(dot.x), frame.y(dot.y)) for dot in edge])
@@ -155,7 +155,7 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float]]], colors: Mapping[str, s
     most = max((sum(parts.values()) for _, parts in rows), default=1.0) or 1.0
     high = 26
     height = TOP + high * len(rows) + BOTTOM
-    scale = Scale(0.0, most * 1.02, 190, WIDTH - RIGHT)
+    scale = PixelScale(0.0, most * 1.02, 190, WIDTH - RIGHT)
     drawn = _upright(scale, across, height)
     for number, (name, parts) in enumerate(rows):
         y, spent = TOP + number * high, 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from offbeat.league._contestants import Part
+from offbeat.league._contestants import EntryReason
 from offbeat.league._league import League
 from offbeat.league.report import _cells as cells
 
@@ -35,7 +35,7 @@ def table(league: League) -> Table:
     return shown
 
 
-def _style(league: League, name: str, part: Part) -> str:
+def _style(league: League, name: str, part: EntryReason) -> str:
     if name == league.winner:
         return "bold green"
-    return "dim" if part in (Part.again, Part.single) else ""
+    return "dim" if part in (EntryReason.again, EntryReason.single) else ""

@@ -6,9 +6,9 @@ import csv
 import io
 import json
 
-from offbeat.league._asked import Asked
 from offbeat.league._league import League
 from offbeat.league._records import HOSTS_FILE
+from offbeat.league._settings import LeagueSettings
 from offbeat.league.report import _cells as cells
 from offbeat.runtime.run.stopwatch import KINDS
 
@@ -70,7 +70,7 @@ def provenance(league: League) -> list[str]:
         f"numpy {known['numpy']}, Python {known['python']}; {known['processor']}, {known['cores']} cores, "
         f"{known['platform']}; begun {known['started']}.",
         f"Data {data['hash'] or 'unknown'}: hash of {data['of']}.",
-        f"Again: `{Asked.from_plain(league.asked).command(str(league.folder / HOSTS_FILE))}`",
+        f"Again: `{LeagueSettings.from_plain(league.asked).command(str(league.folder / HOSTS_FILE))}`",
     ]
 
 

@@ -15,14 +15,14 @@ from msgspec import structs
 from offbeat.errors import UsageError
 from offbeat.monitor.diagram import intervals
 from offbeat.monitor.diagram.cuts import crossed
-from offbeat.monitor.diagram.intervals import INTERVAL, KINDS, NO_CALL, Calls, Window, apart, layered
+from offbeat.monitor.diagram.intervals import INTERVAL, KINDS, NO_CALL, CallGroups, Window, apart, layered
 from offbeat.monitor.diagram.labels import Names
-from offbeat.monitor.diagram.model import LOGICAL, MANY, SECONDS, Arrow, Band, Diagram, Mark, Span, Stay
+from offbeat.monitor.diagram.model import LOGICAL, MANY, SECONDS, Arrow, Band, Diagram, Moment, Span, Stay
 from offbeat.monitor.diagram.waits import Floats, Table, joined, lane_of, stays_of
 from offbeat.monitor.history import STEPS, history_of
 from offbeat.monitor.verdicts import worker_name
 from offbeat.protocols.causality.cuts import Cut
-from offbeat.protocols.causality.histories import Computation, Edge, Event, Kind, Place
+from offbeat.protocols.causality.histories import Computation, Edge, Event, EventKind, EventPosition
 from offbeat.runtime.events.recorder import Stamp
 
 SHAPES: Final = 2000
@@ -59,7 +59,7 @@ class Scene:
             self.origin = min(event.time for history in run.histories for event in history)
         self.times = [self._times(process) for process in range(run.size)]
         self._names = Names()
-        self._calls = Calls(self._stays(stamps), self._names, run.processes)
+        self._calls = CallGroups(self._stays(stamps), self._names, run.processes)
         stays = self._calls.stays
         failed = stays[stays["failed"]]
         ends = [float(times[-1]) for times in self.times if times.size] + failed["ended"].tolist()
@@ -89,7 +89,7 @@ class Scene:
         start, stop = window or (self.start, self.stop)
         if start > stop:
             raise UsageError(f"a window from {start:g} to {stop:g} ends before it begins: give the earlier time first.")
-        view = _View(start, stop, max(_COARSE, shapes // max(1, self.run.size)), shapes)
+        view = _Window(start, stop, max(_COARSE, shapes // max(1, self.run.size)), shapes)
         return Diagram(
             self.title,
             self.axis,
@@ -143,19 +143,19 @@ class Scene:
         sent, received = (float(self.times[process][number - 1]) for process, number in edge)
         return Arrow(edge.cause.process, edge.effect.process, sent, received, label)
 
-    def _moments(self) -> Iterator[Mark]:
+    def _moments(self) -> Iterator[Moment]:
         """Steps, checkpoints, faults, ends; by logical time every event."""
         for lane, history in enumerate(self.run.histories):
             for event, time in zip(history, self.times[lane].tolist(), strict=True):
                 if self.axis == LOGICAL:
-                    yield Mark(lane, "event", time, event.what or str(event.call or event.kind))
-                elif event.kind is Kind.LOCAL:
-                    yield Mark(lane, event.what.partition(" ")[0] or "event", time, event.what)
+                    yield Moment(lane, "event", time, event.what or str(event.call or event.kind))
+                elif event.kind is EventKind.LOCAL:
+                    yield Moment(lane, event.what.partition(" ")[0] or "event", time, event.what)
 
-    def _failures(self, failed: Table) -> Iterator[Mark]:
+    def _failures(self, failed: Table) -> Iterator[Moment]:
         for stay in failed:
             label = self._names.labels[int(stay["label"])].what
-            yield Mark(int(stay["lane"]), "fail", float(stay["ended"]), f"failed: {label} #{stay['sequence']}")
+            yield Moment(int(stay["lane"]), "fail", float(stay["ended"]), f"failed: {label} #{stay['sequence']}")
 
     def _collectives(self) -> list[tuple[int, float, float, int]]:
         """Each collective: its number, from when to when, and its channel."""
@@ -167,7 +167,7 @@ class Scene:
 
     # -- what of it is in a window ------------------------------------------------------------------------------------
 
-    def _spans(self, view: _View) -> Iterator[Span]:
+    def _spans(self, view: _Window) -> Iterator[Span]:
         alone, merged = self._window.seen(view.start, view.stop, view.columns, view.shapes)
         for one in alone[np.lexsort((alone["start"], alone["lane"]))]:
             known = one["call"] != NO_CALL
@@ -179,14 +179,14 @@ class Scene:
         for (lane, start), some in groupby(rows, key=lambda one: (int(one["lane"]), float(one["start"]))):
             yield _mixed(lane, start, list(some))
 
-    def _messages(self, view: _View) -> Iterator[Arrow]:
+    def _messages(self, view: _Window) -> Iterator[Arrow]:
         rows = self._arrows
         keys = [row.source * self.run.size + row.target for row in rows]
         for group in view.thinned("messages", [row.start for row in rows], [row.stop for row in rows], keys):
             one, count = rows[group[0]], len(group)
             yield one if count == 1 else structs.replace(one, label=f"{count:,} messages", count=count)
 
-    def _marked(self, view: _View) -> Iterator[Mark]:
+    def _marked(self, view: _Window) -> Iterator[Moment]:
         rows = self._marks
         numbers = {name: number for number, name in enumerate(dict.fromkeys(row.kind for row in rows))}
         times, keys = [row.time for row in rows], [row.lane * len(numbers) + numbers[row.kind] for row in rows]
@@ -194,7 +194,7 @@ class Scene:
             one, count = rows[group[0]], len(group)
             yield one if count == 1 else structs.replace(one, label=f"{count:,} times {one.kind}", count=count)
 
-    def _meetings(self, view: _View) -> Iterator[Band]:
+    def _meetings(self, view: _Window) -> Iterator[Band]:
         _, starts, stops, channels = zip(*self._bands, strict=True) if self._bands else ((), (), (), ())
         # A long one is never merged: it has a key of its own.
         keys = [
@@ -234,7 +234,7 @@ class Scene:
         return Band(f"{len(group):,} collectives", stays, count=len(group))
 
 
-class _View:
+class _Window:
     """A window, how finely it is drawn, and what had to be merged for that."""
 
     def __init__(self, start: float, stop: float, columns: int, shapes: int) -> None:
@@ -313,14 +313,14 @@ def _shares(spent: Mapping[str, float], start: float, stop: float) -> Iterator[t
 def messages(run: Computation) -> Iterator[Edge]:
     """From each sending to its receipt; of a log, from each event to those that learned of it first."""
     for join in run.joins:
-        if run.event(join.effects[0]).kind is Kind.EXIT and run.event(join.causes[0]).kind is Kind.ENTER:
+        if run.event(join.effects[0]).kind is EventKind.EXIT and run.event(join.causes[0]).kind is EventKind.ENTER:
             continue  # A collective is a band.
         for effect in join.effects:
             for cause in _nearest(run, [cause for cause in join.causes if cause.process != effect.process]):
                 yield Edge(cause, effect)
 
 
-def _nearest(run: Computation, causes: Sequence[Place]) -> Sequence[Place]:
+def _nearest(run: Computation, causes: Sequence[EventPosition]) -> Sequence[EventPosition]:
     """Without those that are known of by way of another."""
     if len(causes) < 2:
         return causes

@@ -9,10 +9,10 @@ from statistics import median
 from typing import Final
 
 from offbeat.errors import UsageError
-from offbeat.monitor.diagram.model import Line
+from offbeat.monitor.diagram.model import CutLine
 from offbeat.monitor.diagram.waits import Floats
 from offbeat.protocols.causality.cuts import Cut, causal_past, check, latest_consistent, violation
-from offbeat.protocols.causality.histories import Computation, Place
+from offbeat.protocols.causality.histories import Computation, EventPosition
 
 FORMS: Final = "`latest`, `3.5s`, `past worker 0:123` or `worker 0:123, worker 1:120`"
 _SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}
@@ -77,7 +77,7 @@ def _counted(run: Computation, text: str) -> Cut:
     return cut
 
 
-def _place(run: Computation, text: str) -> Place:
+def _place(run: Computation, text: str) -> EventPosition:
     name, _, number = text.rpartition(":")
     process = run.index(name.strip())
     length = run.lengths[process]
@@ -85,16 +85,16 @@ def _place(run: Computation, text: str) -> Place:
         number = str(length)
     if not number.strip().isdigit() or not 0 < int(number) <= length:
         raise UsageError(f"{name.strip()} has events 1 to {length}, and no event {number.strip()!r}: give one of them.")
-    return Place(process, int(number))
+    return EventPosition(process, int(number))
 
 
-def crossed(run: Computation, times: Sequence[Floats], label: str, cut: Cut) -> Line:
+def crossed(run: Computation, times: Sequence[Floats], label: str, cut: Cut) -> CutLine:
     """A cut as a line through all lanes, as straight as its events let it be."""
     wrong = violation(run, cut)
     rooms = [_room(times[process].tolist(), count) for process, count in enumerate(cut)]
     middle = _middle(rooms)
     places = tuple(min(max(middle, low), high) for low, high in rooms)
-    return Line(label, cut, places, wrong is None, "" if wrong is None else str(wrong))
+    return CutLine(label, cut, places, wrong is None, "" if wrong is None else str(wrong))
 
 
 def _room(times: Sequence[float], count: int) -> tuple[float, float]:

@@ -37,7 +37,7 @@ NO_CALL: Final = 2**32 - 1
 """The call of a process's own work, and of what was put together from several."""
 
 
-class Calls:
+class CallGroups:
     """Which stays belong together, and when those that each one needs were there."""
 
     def __init__(self, stays: Table, names: Names, lanes: Sequence[str]) -> None:
@@ -83,7 +83,7 @@ class Calls:
         return np.where((root < 0) | (is_root & ~gives), every, np.where(gives & ~is_root, given[call], -np.inf))
 
 
-def intervals(calls: Calls, now: float, live: bool) -> Table:
+def intervals(calls: CallGroups, now: float, live: bool) -> Table:
     """Each stay in up to three parts; what has not ended goes on until `now`, and is stuck if the run is over."""
     stays = calls.stays
     ended = np.minimum(stays["ended"], now)

@@ -32,7 +32,7 @@ class Label(Struct, frozen=True, array_like=True):
 UNKNOWN: Final = Label("something")
 
 
-class Channel(NamedTuple):
+class CallChannel(NamedTuple):
     """Where calls are counted."""
 
     members: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class Names:
         """By number."""
         self.roots: list[Root] = []
         """Of each label."""
-        self.channels: list[Channel] = []
+        self.channels: list[CallChannel] = []
         """By number."""
         self.label(UNKNOWN)
 
@@ -71,7 +71,7 @@ class Names:
             self.roots.append(root)
         return self._labels[label, root]
 
-    def channel(self, key: Hashable, channel: Channel) -> int:
+    def channel(self, key: Hashable, channel: CallChannel) -> int:
         """The number of a channel, which is known by its key."""
         if key not in self._channels:
             self._channels[key] = len(self.channels)
@@ -80,23 +80,23 @@ class Names:
 
     def of_call(self, call: Call) -> tuple[int, int]:
         """Channel and label of a collective."""
-        return self.channel((call.group,), Channel(call.members, True)), self._of(call)
+        return self.channel((call.group,), CallChannel(call.members, True)), self._of(call)
 
     def of_record(self, lane: str, about: About | None) -> tuple[int, int]:
         """Channel and label of a record: all members of a group have the same channel, and both ends of messages."""
         if about is None:
-            return self.channel((lane, None), Channel()), self.label(UNKNOWN)
+            return self.channel((lane, None), CallChannel()), self.label(UNKNOWN)
         call = call_of(about, 0)
         if about.group == SERVERS:  # A worker's pull is not another worker's: each counts its own.
-            return self.channel((lane, about.group, about.operation), Channel()), self._of(call)
+            return self.channel((lane, about.group, about.operation), CallChannel()), self._of(call)
         if about.peer is None:
             return self.of_call(call)
         peer = worker_name(about.peer) if about.peer >= 0 else "anybody"
         label = self._of(call, f" {peer}", f", tag {about.tag}" if about.tag else "")
         if about.peer < 0:
-            return self.channel((about.group, lane, about.operation, about.tag), Channel()), label
+            return self.channel((about.group, lane, about.operation, about.tag), CallChannel()), label
         ends = (lane, peer) if about.operation == SEND else (peer, lane)
-        return self.channel((about.group, *ends, about.tag), Channel(ends)), label
+        return self.channel((about.group, *ends, about.tag), CallChannel(ends)), label
 
     def _of(self, call: Call, peer: str = "", tag: str = "") -> int:
         what, _, more = str(call).partition(f" #{call.sequence} ")

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
-from offbeat.monitor.diagram.model import LOGICAL, Arrow, Band, Diagram, Line, Mark, Span
-from offbeat.monitor.diagram.plot import Plot, Scale, ticks
-from offbeat.monitor.diagram.shapes import KINDS, Drawing, Drawn, Point, Rect, Shape, Text, dot, text_width
+from offbeat.monitor.diagram.model import LOGICAL, Arrow, Band, CutLine, Diagram, Moment, Span
+from offbeat.monitor.diagram.plot import PixelScale, Plot, ticks
+from offbeat.monitor.diagram.shapes import KINDS, Drawing, Drawn, Point, Polyline, Rect, TextShape, dot, text_width
 
 WIDTH: Final = 1200.0
 _EDGE: Final = 18.0
@@ -34,7 +34,7 @@ class _Sheet:
         self.bar = (0.16 if self.logical else 0.44) * pitch
         left = _EDGE + 10 + max((text_width(name, "name") for name in lanes.names), default=0.0)
         pad = 0.02 * (lanes.stop - lanes.start) if self.logical else 0.0
-        time = Scale(lanes.start - pad, lanes.stop + pad, left, width - _EDGE)
+        time = PixelScale(lanes.start - pad, lanes.stop + pad, left, width - _EDGE)
         self.plot = Plot(time, _HEAD + 18.0 * len(lanes.cuts), pitch, max(1, len(lanes.names)))
         self.moments = ticks(lanes.start, lanes.stop, 10, whole=self.logical)
         """Where the axis has numbers."""
@@ -64,52 +64,52 @@ class _Frame:
         yield from self._ticks()
         room = int((self._plot.right - _EDGE) / text_width("x", "words"))
         for number, note in enumerate(self._lanes.notes):
-            yield Text(_EDGE, self._plot.bottom + 40 + 16 * number, _cropped(note, room), "words")
+            yield TextShape(_EDGE, self._plot.bottom + 40 + 16 * number, _cropped(note, room), "words")
 
     def _heading(self) -> Iterator[Drawn]:
         lanes = self._lanes
-        yield Text(_EDGE, 26, lanes.title or "Space-time diagram", "title")
+        yield TextShape(_EDGE, 26, lanes.title or "Space-time diagram", "title")
         seconds = f"{_seconds(lanes.start, lanes.stop)} since the first event"
         when = f"logical time {lanes.start:g} to {lanes.stop:g}" if self._sheet.logical else seconds
         who = "1 process" if len(lanes.names) == 1 else f"{len(lanes.names)} processes"
-        yield Text(_EDGE, 44, f"{who}, {lanes.events:,} events, {when}", "words")
+        yield TextShape(_EDGE, 44, f"{who}, {lanes.events:,} events, {when}", "words")
         x = _EDGE
         for sample, words in self._legend():
             yield sample.moved(x, 52)
-            yield Text(x + 24, 62, words, "words")
+            yield TextShape(x + 24, 62, words, "words")
             x += 24 + text_width(words, "words") + 18
         for number, cut in enumerate(lanes.cuts):
             yield from self._cut_words(cut, _HEAD + 18.0 * number)
 
-    def _legend(self) -> Iterator[tuple[Shape, str]]:
+    def _legend(self) -> Iterator[tuple[Polyline, str]]:
         lanes = self._lanes
         there = {kind for span in lanes.spans for kind in (span.mix or [span.kind])}
         for kind in KINDS:
             if kind in there:
-                yield Shape(Rect(0, 0, 18, 11, kind).points, kind), kind
+                yield Polyline(Rect(0, 0, 18, 11, kind).points, kind), kind
         if lanes.bands:
-            yield Shape(((3, 0), (18, 0), (15, 11), (0, 11)), "band"), "collective"
+            yield Polyline(((3, 0), (18, 0), (15, 11), (0, 11)), "band"), "collective"
         if lanes.arrows:
-            yield Shape(((0, 9), (18, 2)), "arrow", False, True), "message"
+            yield Polyline(((0, 9), (18, 2)), "arrow", False, True), "message"
         for kind in dict.fromkeys(mark.kind for mark in lanes.marks if mark.count == 1 or mark.kind != "step"):
             if kind == "step":
-                yield Shape(((9, 0), (9, 11)), "step", False), kind
+                yield Polyline(((9, 0), (9, 11)), "step", False), kind
             elif not self._sheet.logical:
                 yield _flag(kind, 9, 10), kind
 
-    def _cut_words(self, cut: Line, y: float) -> Iterator[Drawn]:
+    def _cut_words(self, cut: CutLine, y: float) -> Iterator[Drawn]:
         said = "consistent" if cut.consistent else f"not consistent: {cut.words}"
         look = "cut" if cut.consistent else "wrong cut"
-        yield Shape(((_EDGE, y + 1), (_EDGE + 18, y + 1)), look, False)
+        yield Polyline(((_EDGE, y + 1), (_EDGE + 18, y + 1)), look, False)
         room = int((self._plot.right - _EDGE - 24) / text_width("x", "cut words"))
-        yield Text(_EDGE + 24, y + 5, _cropped(f"cut {cut.label}: {said}", room), f"{look} words")
+        yield TextShape(_EDGE + 24, y + 5, _cropped(f"cut {cut.label}: {said}", room), f"{look} words")
 
     def _ticks(self) -> Iterator[Drawn]:
         small = not self._sheet.logical and self._lanes.stop - self._lanes.start < 0.5
         for time in self._sheet.moments:
             words = f"{time * 1000:.6g} ms" if small else f"{time:.6g}{'' if self._sheet.logical else ' s'}"
             late = self._plot.x(time) + text_width(words, "words") / 2 > self._plot.right
-            yield Text(self._plot.x(time), self._plot.bottom + 18, words, "words", "end" if late else "middle")
+            yield TextShape(self._plot.x(time), self._plot.bottom + 18, words, "words", "end" if late else "middle")
 
 
 class _Contents:
@@ -136,7 +136,7 @@ class _Contents:
         for lane in range(len(self._lanes.names)):
             y = self._y(lane)
             if self._sheet.logical:
-                yield Shape(((self._plot.left, y), (self._plot.right, y)), "rail", False)
+                yield Polyline(((self._plot.left, y), (self._plot.right, y)), "rail", False)
             else:
                 yield self._plot.area._replace(y=y - self._bar / 2, height=self._bar, look="lane")
 
@@ -148,7 +148,7 @@ class _Contents:
             for one, other in pairwise(band.stays):
                 upper, lower = self._y(one.lane) + self._bar / 2, self._y(other.lane) - self._bar / 2
                 corners = ((one.start, upper), (one.stop, upper), (other.stop, lower), (other.start, lower))
-                yield Shape(tuple((self._sheet.kept(time), y) for time, y in corners), "band", title=band.label)
+                yield Polyline(tuple((self._sheet.kept(time), y) for time, y in corners), "band", title=band.label)
             yield from self._missing(band)
 
     def _merged(self, band: Band) -> Rect:
@@ -163,7 +163,7 @@ class _Contents:
             near = min(band.stays, key=lambda stay: abs(stay.lane - lane))
             x, side = self._x(near.start), math.copysign(self._bar / 2, lane - near.lane)
             title = f"{self._lanes.names[lane]} has never entered {band.label}"
-            yield Shape(((x, self._y(near.lane) + side), (x, self._y(lane) - side)), "missing", False, True, title)
+            yield Polyline(((x, self._y(near.lane) + side), (x, self._y(lane) - side)), "missing", False, True, title)
 
     def _span(self, span: Span) -> Iterator[Drawn]:
         left, right = self._sheet.kept(span.start), self._sheet.kept(span.stop)
@@ -180,19 +180,19 @@ class _Contents:
     def _span_words(self, span: Span, left: float, right: float) -> Iterator[Drawn]:
         words = span.label.partition(" (")[0].partition(" of group")[0] if span.count == 1 else ""
         if words and self._bar >= 14 and text_width(words, "inside") + 8 < right - left:
-            yield Text((left + right) / 2, self._y(span.lane) + 4, words, "inside", "middle")
+            yield TextShape((left + right) / 2, self._y(span.lane) + 4, words, "inside", "middle")
 
-    def _arrow(self, arrow: Arrow) -> Shape:
+    def _arrow(self, arrow: Arrow) -> Polyline:
         away = 4.0 if self._sheet.logical else self._bar / 2
         side = math.copysign(away, arrow.target - arrow.source)
         start: Point = (self._x(arrow.start), self._y(arrow.source) + side)
         stop: Point = (self._x(arrow.stop), self._y(arrow.target) - side)
         who = f"{self._lanes.names[arrow.source]} to {self._lanes.names[arrow.target]}"
         title = f"{who}: {arrow.label}" if arrow.label else who
-        return Shape((start, stop), "arrow", False, True, title)
+        return Polyline((start, stop), "arrow", False, True, title)
 
     def _marks(self) -> Iterator[Drawn]:
-        lanes = defaultdict[int, list[Mark]](list)
+        lanes = defaultdict[int, list[Moment]](list)
         for mark in self._lanes.marks:
             x, y = self._x(mark.time), self._y(mark.lane) - self._bar / 2
             if self._sheet.logical:
@@ -200,22 +200,22 @@ class _Contents:
                 yield dot(x, self._y(mark.lane), 4.5, "event", mark.label)
             elif mark.kind == "step":
                 if mark.count == 1:
-                    yield Shape(((x, y - 4), (x, y + 4)), "step", False)
+                    yield Polyline(((x, y - 4), (x, y + 4)), "step", False)
             else:
                 yield _flag(mark.kind, x, y, mark.label)
         for some in lanes.values():
             yield from self._mark_words(some)
 
-    def _mark_words(self, marks: Sequence[Mark]) -> Iterator[Drawn]:
+    def _mark_words(self, marks: Sequence[Moment]) -> Iterator[Drawn]:
         """What the events of a log are, where there is room for it."""
         for mark, following in zip(marks, [*marks[1:], None], strict=True):
             x = self._x(mark.time)
             room = (self._plot.right if following is None else self._x(following.time)) - x
             letters = int((room - 10) / text_width("x", "inside"))
             if letters >= 5:
-                yield Text(x + 3, self._y(mark.lane) - 9, _cropped(mark.label, letters), "inside")
+                yield TextShape(x + 3, self._y(mark.lane) - 9, _cropped(mark.label, letters), "inside")
 
-    def _cut(self, cut: Line) -> Iterator[Drawn]:
+    def _cut(self, cut: CutLine) -> Iterator[Drawn]:
         xs = [self._x(time) for time in cut.times]
         if not xs or max(xs) < self._plot.left or min(xs) > self._plot.right + 20:
             return
@@ -223,22 +223,22 @@ class _Contents:
         middles = [(x, self._y(lane)) for lane, x in enumerate(xs)]
         points = [(xs[0], self._plot.top), *middles, (xs[-1], self._plot.bottom)]
         title = cut.words or f"cut {cut.label}"
-        yield Shape(tuple(points), "halo", False)
+        yield Polyline(tuple(points), "halo", False)
         look = "cut" if cut.consistent else "wrong cut"
-        yield Shape(tuple(points), look, False, title=title)
+        yield Polyline(tuple(points), look, False, title=title)
         late = xs[0] + text_width(cut.label, "cut words") > self._plot.right
-        yield Text(
+        yield TextShape(
             xs[0] + (-5 if late else 5), self._plot.top + 11, cut.label, f"{look} words", "end" if late else "start"
         )
 
 
-def _flag(kind: str, x: float, y: float, title: str = "") -> Shape:
+def _flag(kind: str, x: float, y: float, title: str = "") -> Polyline:
     """A triangle for what goes wrong, a square for an end, a diamond for what is kept or agreed."""
     if kind in ("end", "leave"):
-        return Shape(((x - 3, y - 3), (x + 3, y - 3), (x + 3, y - 9), (x - 3, y - 9)), "ending", title=title)
+        return Polyline(((x - 3, y - 3), (x + 3, y - 3), (x + 3, y - 9), (x - 3, y - 9)), "ending", title=title)
     if kind in ("checkpoint", "snapshot", "view"):
-        return Shape(((x, y), (x - 5, y - 5), (x, y - 10), (x + 5, y - 5)), "kept", title=title)
-    return Shape(((x, y), (x - 5, y - 9), (x + 5, y - 9)), "mark", title=title)
+        return Polyline(((x, y), (x - 5, y - 5), (x, y - 10), (x + 5, y - 5)), "kept", title=title)
+    return Polyline(((x, y), (x - 5, y - 9), (x + 5, y - 9)), "mark", title=title)
 
 
 def _title(span: Span) -> str:

@@ -74,7 +74,7 @@ class Band(Struct, frozen=True):
     """How many collectives were merged into it."""
 
 
-class Mark(Struct, frozen=True):
+class Moment(Struct, frozen=True):
     """Something that happened at one moment: a step, a checkpoint, a fault, an end, any event of a log."""
 
     lane: int
@@ -86,7 +86,7 @@ class Mark(Struct, frozen=True):
     """How many were merged into it."""
 
 
-class Line(Struct, frozen=True):
+class CutLine(Struct, frozen=True):
     """A cut: a line through all lanes; what is left of it is in the cut."""
 
     label: str
@@ -113,8 +113,8 @@ class Diagram(Struct, frozen=True):
     spans: tuple[Span, ...] = ()
     arrows: tuple[Arrow, ...] = ()
     bands: tuple[Band, ...] = ()
-    marks: tuple[Mark, ...] = ()
-    cuts: tuple[Line, ...] = ()
+    marks: tuple[Moment, ...] = ()
+    cuts: tuple[CutLine, ...] = ()
     events: int = 0
     """How many events the window holds."""
     origin: float = 0.0

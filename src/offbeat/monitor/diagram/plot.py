@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 from xml.sax.saxutils import quoteattr
 
-from offbeat.monitor.diagram.shapes import Rect, Shape, Text
+from offbeat.monitor.diagram.shapes import Polyline, Rect, TextShape
 
 
 def ticks(low: float, high: float, about: int = 5, whole: bool = False) -> list[float]:
@@ -21,7 +21,7 @@ def ticks(low: float, high: float, about: int = 5, whole: bool = False) -> list[
     return [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
-class Scale(NamedTuple):
+class PixelScale(NamedTuple):
     """From numbers between `low` and `high` to pixels between `first` and `last`."""
 
     low: float
@@ -41,7 +41,7 @@ class Scale(NamedTuple):
 class Plot(NamedTuple):
     """A lane for each process from top to bottom, and time from left to right."""
 
-    x: Scale
+    x: PixelScale
     """Pixels of moments."""
     top: float
     pitch: float
@@ -72,15 +72,15 @@ class Plot(NamedTuple):
         """The middle of a lane."""
         return self.top + (lane + 0.5) * self.pitch
 
-    def names(self, names: Iterable[str]) -> Iterator[Text]:
+    def names(self, names: Iterable[str]) -> Iterator[TextShape]:
         """Who the lanes are of, on their left."""
         for lane, name in enumerate(names):
-            yield Text(self.left - 10, self.y(lane) + 4, name, "name", "end")
+            yield TextShape(self.left - 10, self.y(lane) + 4, name, "name", "end")
 
-    def grid(self, moments: Iterable[float]) -> Iterator[Shape]:
+    def grid(self, moments: Iterable[float]) -> Iterator[Polyline]:
         """A line down through all lanes at each of these moments."""
         for moment in moments:
-            yield Shape(((self.x(moment), self.top), (self.x(moment), self.bottom)), "grid", False)
+            yield Polyline(((self.x(moment), self.top), (self.x(moment), self.bottom)), "grid", False)
 
 
 def pixels(value: float) -> str:

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 Point = tuple[float, float]
 
 
-class Look(NamedTuple):
+class ShapeStyle(NamedTuple):
     """How a sort of shape looks."""
 
     fill: str | None = None
@@ -29,7 +29,7 @@ class Look(NamedTuple):
     bold: bool = False
 
 
-class Shape(NamedTuple):
+class Polyline(NamedTuple):
     """A polygon, or, if it is not closed, a line, which may have a head."""
 
     points: tuple[Point, ...]
@@ -39,7 +39,7 @@ class Shape(NamedTuple):
     title: str = ""
     """What is said when somebody points at it."""
 
-    def moved(self, x: float, y: float) -> Shape:
+    def moved(self, x: float, y: float) -> Polyline:
         """The same elsewhere."""
         return self._replace(points=tuple((a + x, b + y) for a, b in self.points))
 
@@ -63,7 +63,7 @@ class Rect(NamedTuple):
         return (self.x, self.y), (right, self.y), (right, bottom), (self.x, bottom)
 
 
-class Text(NamedTuple):
+class TextShape(NamedTuple):
     """Words, of which the anchor is at a point: their `start`, `middle` or `end`."""
 
     x: float
@@ -73,7 +73,7 @@ class Text(NamedTuple):
     anchor: str = "start"
 
 
-Drawn = Rect | Shape | Text
+Drawn = Rect | Polyline | TextShape
 
 
 class Drawing(NamedTuple):
@@ -87,10 +87,10 @@ class Drawing(NamedTuple):
     around: list[Drawn]
 
 
-def dot(x: float, y: float, radius: float, look: str, title: str = "") -> Shape:
+def dot(x: float, y: float, radius: float, look: str, title: str = "") -> Polyline:
     """A circle, as far as the eye can tell."""
     angles = [math.tau * part / 16 for part in range(16)]
-    return Shape(tuple((x + radius * math.cos(a), y + radius * math.sin(a)) for a in angles), look, title=title)
+    return Polyline(tuple((x + radius * math.cos(a), y + radius * math.sin(a)) for a in angles), look, title=title)
 
 
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE = (
@@ -99,46 +99,46 @@ BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE = (
 INK: Final = "#24292f"
 GREY: Final = "#6e7781"
 
-KINDS: Final[Mapping[str, Look]] = {
-    "compute": Look(SKY),
-    "wait": Look("#FBE7BF", hatch=ORANGE),
-    "communicate": Look(GREEN),
-    "failed": Look(VERMILLION),
-    "stuck": Look("#FBD9C9", hatch=VERMILLION),
-    "input": Look(PURPLE),
-    "evaluate": Look(YELLOW),
-    "other": Look("#C9CED4"),
+KINDS: Final[Mapping[str, ShapeStyle]] = {
+    "compute": ShapeStyle(SKY),
+    "wait": ShapeStyle("#FBE7BF", hatch=ORANGE),
+    "communicate": ShapeStyle(GREEN),
+    "failed": ShapeStyle(VERMILLION),
+    "stuck": ShapeStyle("#FBD9C9", hatch=VERMILLION),
+    "input": ShapeStyle(PURPLE),
+    "evaluate": ShapeStyle(YELLOW),
+    "other": ShapeStyle("#C9CED4"),
 }
 """The kinds of time."""
-LOOKS: Final[Mapping[str, Look]] = {
+LOOKS: Final[Mapping[str, ShapeStyle]] = {
     **KINDS,
-    "paper": Look("#ffffff"),
-    "lane": Look("#f1f3f5"),
-    "rail": Look(stroke="#adb5bd", width=1.5),
-    "grid": Look(stroke="#dfe3e8", width=1.0),
-    "band": Look(BLUE, BLUE, 0.6, 0.28),
-    "bands": Look(BLUE, None, 0.6, 0.14),
-    "missing": Look(stroke=VERMILLION, width=1.4, dash=(2.0, 3.0)),
-    "arrow": Look(INK, INK, 1.1, 0.85),
-    "thin arrow": Look(INK, INK, 0.7, 0.4),
-    "out": Look(GREEN, "#ffffff", 0.5),
-    "in": Look(BLUE, "#ffffff", 0.5),
-    "reduce": Look(PURPLE),
-    "step": Look(stroke=INK, width=1.2),
-    "mark": Look(VERMILLION, "#ffffff", 0.8),
-    "ending": Look(INK, "#ffffff", 0.8),
-    "kept": Look(BLUE, "#ffffff", 0.8),
-    "event": Look(BLUE, "#ffffff", 1.0),
-    "open": Look(VERMILLION),
-    "halo": Look(stroke="#ffffff", width=5.0, opacity=0.9),
-    "cut": Look(stroke=BLACK, width=2.0),
-    "wrong cut": Look(stroke=VERMILLION, width=2.2, dash=(7.0, 4.0)),
-    "title": Look(INK, size=15.0, bold=True),
-    "name": Look(INK, size=12.0),
-    "words": Look(GREY, size=11.0),
-    "inside": Look(INK, "#ffffff", 2.5, size=10.0),
-    "cut words": Look(BLACK, "#ffffff", 2.5, size=11.0, bold=True),
-    "wrong cut words": Look(VERMILLION, "#ffffff", 2.5, size=11.0, bold=True),
+    "paper": ShapeStyle("#ffffff"),
+    "lane": ShapeStyle("#f1f3f5"),
+    "rail": ShapeStyle(stroke="#adb5bd", width=1.5),
+    "grid": ShapeStyle(stroke="#dfe3e8", width=1.0),
+    "band": ShapeStyle(BLUE, BLUE, 0.6, 0.28),
+    "bands": ShapeStyle(BLUE, None, 0.6, 0.14),
+    "missing": ShapeStyle(stroke=VERMILLION, width=1.4, dash=(2.0, 3.0)),
+    "arrow": ShapeStyle(INK, INK, 1.1, 0.85),
+    "thin arrow": ShapeStyle(INK, INK, 0.7, 0.4),
+    "out": ShapeStyle(GREEN, "#ffffff", 0.5),
+    "in": ShapeStyle(BLUE, "#ffffff", 0.5),
+    "reduce": ShapeStyle(PURPLE),
+    "step": ShapeStyle(stroke=INK, width=1.2),
+    "mark": ShapeStyle(VERMILLION, "#ffffff", 0.8),
+    "ending": ShapeStyle(INK, "#ffffff", 0.8),
+    "kept": ShapeStyle(BLUE, "#ffffff", 0.8),
+    "event": ShapeStyle(BLUE, "#ffffff", 1.0),
+    "open": ShapeStyle(VERMILLION),
+    "halo": ShapeStyle(stroke="#ffffff", width=5.0, opacity=0.9),
+    "cut": ShapeStyle(stroke=BLACK, width=2.0),
+    "wrong cut": ShapeStyle(stroke=VERMILLION, width=2.2, dash=(7.0, 4.0)),
+    "title": ShapeStyle(INK, size=15.0, bold=True),
+    "name": ShapeStyle(INK, size=12.0),
+    "words": ShapeStyle(GREY, size=11.0),
+    "inside": ShapeStyle(INK, "#ffffff", 2.5, size=10.0),
+    "cut words": ShapeStyle(BLACK, "#ffffff", 2.5, size=11.0, bold=True),
+    "wrong cut words": ShapeStyle(VERMILLION, "#ffffff", 2.5, size=11.0, bold=True),
 }
 """By name, as shapes refer to them."""
 

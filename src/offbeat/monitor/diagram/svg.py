@@ -12,7 +12,7 @@ from offbeat.errors import OutputError, UsageError, did_you_mean
 from offbeat.monitor.diagram.layout import drawn
 from offbeat.monitor.diagram.model import Diagram
 from offbeat.monitor.diagram.plot import element, pixels
-from offbeat.monitor.diagram.shapes import LOOKS, Drawing, Drawn, Look, Point, Text
+from offbeat.monitor.diagram.shapes import LOOKS, Drawing, Drawn, Point, ShapeStyle, TextShape
 
 SUFFIXES: Final = (".svg", ".png")
 _FONT: Final = "'DejaVu Sans', 'Segoe UI', Helvetica, Arial, sans-serif"
@@ -95,7 +95,7 @@ def _pattern(name: str) -> str:
 
 def _element(shape: Drawn) -> str:
     name, look = _class(shape.look), LOOKS[shape.look]
-    if isinstance(shape, Text):
+    if isinstance(shape, TextShape):
         more = {"font_weight": "600"} if look.bold else {}
         more |= {"paint_order": "stroke"} if look.stroke else {}
         more |= {} if shape.anchor == "start" else {"text_anchor": shape.anchor}
@@ -154,7 +154,7 @@ def _artists(shape: Drawn) -> Iterator[Any]:
     from matplotlib.text import Text as Words
 
     look = LOOKS[shape.look]
-    if isinstance(shape, Text):
+    if isinstance(shape, TextShape):
         sides = {"start": "left", "middle": "center", "end": "right"}
         weight = "bold" if look.bold else "normal"
         size = 0.72 * look.size
@@ -174,7 +174,7 @@ def _artists(shape: Drawn) -> Iterator[Any]:
             yield Polygon(arrow_head(*shape.points[-2:]), closed=True, color=look.stroke, alpha=look.opacity, lw=0)
 
 
-def _filled(look: Look) -> dict[str, Any]:
+def _filled(look: ShapeStyle) -> dict[str, Any]:
     edge = look.hatch or look.stroke
     width = 0.72 * look.width if look.stroke else 0.0
     kept = {"facecolor": look.fill, "edgecolor": edge, "linewidth": width, "alpha": look.opacity}

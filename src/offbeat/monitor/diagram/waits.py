@@ -11,8 +11,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.monitor.diagram.labels import Channel, Label, Names
-from offbeat.protocols.causality.histories import Computation, Kind
+from offbeat.monitor.diagram.labels import CallChannel, Label, Names
+from offbeat.protocols.causality.histories import Computation, EventKind
 from offbeat.runtime.events.recorder import RECORDS, About, Mark, Reader, Stamp
 
 Floats = NDArray[np.float64]
@@ -146,7 +146,7 @@ def joined(lanes: Sequence[Lane]) -> Table:
 def stays_of(run: Computation, times: Sequence[Floats], names: Names, groups: Container[str] | None = None) -> Table:
     """The stays in the collectives of these groups, by the events of a run; of all groups, also until messages came."""
     messages: dict[object, int] = {}
-    channel = names.channel("messages", Channel(("sender", "receiver")))
+    channel = names.channel("messages", CallChannel(("sender", "receiver")))
     rows: list[tuple[float, float, float, int, int, int, int, bool]] = []
     for lane, history in enumerate(run.histories):
         since: dict[tuple[int, int], tuple[float, int]] = {}
@@ -154,17 +154,17 @@ def stays_of(run: Computation, times: Sequence[Floats], names: Names, groups: Co
         for event, time in zip(history, times[lane].tolist(), strict=True):
             if event.call is not None and (groups is None or event.call.group in groups):
                 key = (names.of_call(event.call)[0], event.call.sequence)
-                if event.kind is Kind.ENTER:
+                if event.kind is EventKind.ENTER:
                     since[key] = time, names.of_call(event.call)[1]
-                elif event.kind is Kind.EXIT and key in since:
+                elif event.kind is EventKind.EXIT and key in since:
                     begun, label = since.pop(key)
                     rows.append((begun, begun, time, key[1], key[0], label, lane, False))
-            elif groups is None and event.kind is Kind.SEND:
+            elif groups is None and event.kind is EventKind.SEND:
                 number = messages.setdefault(event.message, len(messages))
                 rows.append((time, time, time, number, channel, 0, lane, False))
-            elif event.kind is Kind.AWAIT:
+            elif event.kind is EventKind.AWAIT:
                 awaited = time, names.label(Label(event.what or "a receipt"))
-            elif groups is None and event.kind is Kind.RECEIVE and awaited is not None:
+            elif groups is None and event.kind is EventKind.RECEIVE and awaited is not None:
                 number = messages.setdefault(event.message, len(messages))
                 rows.append((awaited[0], awaited[0], time, number, channel, awaited[1], lane, False))
                 awaited = None

@@ -30,7 +30,7 @@ HEADERS: Final = {
 _NO_TOKEN: Final = "This page needs its token: open the address that `offbeat watch` has printed.\n"  # noqa: S105
 
 
-class Guard:
+class TokenGuard:
     """Lets in what has the token, and gives every answer its headers."""
 
     def __init__(self, app: ASGIApp, token: str, port: int) -> None:

@@ -18,11 +18,11 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from offbeat.errors import OffbeatError
-from offbeat.monitor.page.access import Guard
+from offbeat.monitor.page.access import TokenGuard
 from offbeat.monitor.page.export import ASSETS, exported
 from offbeat.monitor.page.prometheus import CONTENT_TYPE, figures
 from offbeat.monitor.page.run_folders import Folder, log_of
-from offbeat.monitor.page.run_view import Run
+from offbeat.monitor.page.run_view import RunView
 
 TICK: Final = 1.0
 """Seconds between two messages to a page."""
@@ -40,10 +40,10 @@ class Page:
         self._folder = folder
         self._chosen = chosen
         self._closing = closing
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, RunView] = {}
         self._lock = threading.Lock()
 
-    def guarded(self, token: str, port: int) -> Guard:
+    def guarded(self, token: str, port: int) -> TokenGuard:
         """The whole application, which answers only those who have the token."""
         routes = [
             Route("/", self._page),
@@ -56,18 +56,18 @@ class Page:
             Route("/api/export", self._export),
             Route("/metrics", self._figures),
         ]
-        return Guard(Starlette(routes=routes), token, port)
+        return TokenGuard(Starlette(routes=routes), token, port)
 
-    def _find(self, request: Request) -> Run:
+    def _find(self, request: Request) -> RunView:
         try:
             return self._run(request.query_params.get("run", ""))
         except OffbeatError as error:
             raise HTTPException(404, str(error)) from error
 
-    def _run(self, name: str) -> Run:
+    def _run(self, name: str) -> RunView:
         folder = self._folder.find(name)
         with self._lock:
-            run = self._runs.pop(name, None) or Run(name, folder)
+            run = self._runs.pop(name, None) or RunView(name, folder)
             self._runs[name] = run
             while len(self._runs) > KEPT_RUNS:
                 del self._runs[next(iter(self._runs))]
@@ -135,7 +135,7 @@ class Page:
         epoch = int(_float(request.query_params, "epoch", 0.0))
         return StreamingResponse(self._news(request, run, lines, epoch), media_type="text/event-stream")
 
-    async def _news(self, request: Request, run: Run, lines: int, epoch: int) -> AsyncIterator[bytes]:
+    async def _news(self, request: Request, run: RunView, lines: int, epoch: int) -> AsyncIterator[bytes]:
         """What is new, once a second: of the run, and which runs there are, if that has changed."""
         told: bytes | None = None
         listed: bytes | None = None

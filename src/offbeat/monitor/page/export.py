@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from offbeat.monitor.page.run_view import Run
+from offbeat.monitor.page.run_view import RunView
 
 STYLE: Final = "page.css"
 SCRIPTS: Final = ("common.js", "charts.js", "lanes.js", "runs.js", "page.js")
@@ -22,7 +22,7 @@ FINEST: Final = 8192
 """How finely, in pixels over the whole run."""
 
 
-def exported(run: Run) -> str:
+def exported(run: RunView) -> str:
     """The page with its data inside."""
     lanes = run.lanes()
     some = lanes.intervals if len(lanes.intervals) <= MOST else lanes.window(lanes.start, lanes.now, FINEST)

@@ -26,7 +26,7 @@ def missing() -> bool:
     return any(find_spec(name) is None for name in ("starlette", "uvicorn", "prometheus_client"))
 
 
-class Served:
+class PageServer:
     """A page that is served from now until it is closed."""
 
     def __init__(self, folder: Folder, chosen: str | None = None, port: int = 0) -> None:

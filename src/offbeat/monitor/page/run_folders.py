@@ -121,7 +121,7 @@ def logs_of(folder: Path) -> list[str]:
     return sorted(file.stem for file in (folder / "logs").glob("*.log") if not file.is_symlink())
 
 
-class Metrics:
+class MetricsReader:
     """`metrics.jsonl` as it grows. A line that is not whole, or no object, is left out."""
 
     def __init__(self, folder: Path) -> None:

@@ -16,7 +16,7 @@ from offbeat.monitor.cpu_wait import read_queues
 from offbeat.monitor.deadlocks import Judge
 from offbeat.monitor.diagram.labels import Names
 from offbeat.monitor.diagram.waits import FileLane
-from offbeat.monitor.page.run_folders import Metrics, logs_of, run_of
+from offbeat.monitor.page.run_folders import MetricsReader, logs_of, run_of
 from offbeat.monitor.page.windows import LaneView
 from offbeat.monitor.stragglers import ENOUGH, LATEST, blame
 from offbeat.monitor.verdicts import EXIT_CODES
@@ -39,13 +39,13 @@ REST: Final = 20.0
 """What takes a second to find out is found out anew after this many, while the run goes."""
 
 
-class Run:
+class RunView:
     """One run's folder. All methods may be called from several threads."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
         self.folder = folder
-        self.metrics = Metrics(folder)
+        self.metrics = MetricsReader(folder)
         self._lock = threading.RLock()
         self._names = Names()
         self._lanes: dict[Path, tuple[int, FileLane]] = {}

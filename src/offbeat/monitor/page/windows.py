@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from offbeat.monitor.diagram.intervals import KINDS, Calls, Window, intervals
+from offbeat.monitor.diagram.intervals import KINDS, CallGroups, Window, intervals
 from offbeat.monitor.diagram.labels import Names
 from offbeat.monitor.diagram.waits import Lane, Table, joined
 
@@ -38,7 +38,7 @@ class LaneView:
         self.extents = [
             (lane.began or 0.0, self.now if now is not None and not lane.finished else lane.last) for lane in lanes
         ]
-        calls = Calls(joined(lanes), names, self.names)
+        calls = CallGroups(joined(lanes), names, self.names)
         self.intervals = intervals(calls, self.now, now is not None)
         self.last_in = np.bincount(calls.stays["lane"][calls.decisive], minlength=len(lanes))
         """In how many calls each lane was the last to enter."""

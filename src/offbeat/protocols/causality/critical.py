@@ -26,7 +26,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from offbeat.errors import UsageError
-from offbeat.protocols.causality.histories import Computation, Event, Kind, Place
+from offbeat.protocols.causality.histories import Computation, Event, EventKind, EventPosition
 from offbeat.protocols.machine import Name
 
 FloatArray = NDArray[np.float64]
@@ -46,7 +46,7 @@ class Arrival(Struct, frozen=True):
     group: str
     sequence: int
     last: Name
-    entry: Place
+    entry: EventPosition
     """Its event."""
     since: int
     """The number of its event where the comparison begins: where it left a collective before; 0: at its beginning."""
@@ -82,10 +82,10 @@ class Forecast(Struct, frozen=True):
 
 def arrivals(computation: Computation) -> list[Arrival]:
     """The last to arrive in each collective that at least two have entered, in an order that the run may have had."""
-    entries = defaultdict[tuple[str, int], list[Place]](list)
+    entries = defaultdict[tuple[str, int], list[EventPosition]](list)
     for place in computation.order:
         event = computation.event(place)
-        if event.kind is Kind.ENTER and event.call is not None:
+        if event.kind is EventKind.ENTER and event.call is not None:
             entries[event.call.group, event.call.sequence].append(place)
     exits = [_last_exits(history) for history in computation.histories]
     causes = _Causes(computation)
@@ -97,16 +97,16 @@ class _Causes:
 
     def __init__(self, computation: Computation) -> None:
         self._computation = computation
-        self._latest: dict[int, Place] = {}
+        self._latest: dict[int, EventPosition] = {}
 
-    def of(self, place: Place) -> list[Place]:
+    def of(self, place: EventPosition) -> list[EventPosition]:
         """What an event waited for."""
-        before = [Place(place.process, place.number - 1)] if place.number > 1 else []
+        before = [EventPosition(place.process, place.number - 1)] if place.number > 1 else []
         return before + self.elsewhere(place)
 
-    def elsewhere(self, place: Place) -> list[Place]:
+    def elsewhere(self, place: EventPosition) -> list[EventPosition]:
         """What it waited for in other processes."""
-        found: list[Place] = []
+        found: list[EventPosition] = []
         for join in self._computation.joins_to.get(place, ()):
             if id(join) not in self._latest:
                 self._latest[id(join)] = max(
@@ -118,13 +118,13 @@ class _Causes:
 
 
 def _replayed(
-    computation: Computation, took: Mapping[Place, float], saved: Sequence[Mapping[Place, float]]
+    computation: Computation, took: Mapping[EventPosition, float], saved: Sequence[Mapping[EventPosition, float]]
 ) -> list[FloatArray]:
     """Times of events if so many seconds had been saved just before some of them, for several sets of savings at once.
 
     For each process a row for each event, a column for each set.
     """
-    less = defaultdict[Place, list[tuple[int, float]]](list)
+    less = defaultdict[EventPosition, list[tuple[int, float]]](list)
     for column, some in enumerate(saved):
         for place, seconds in some.items():
             less[place].append((column, seconds))
@@ -161,16 +161,16 @@ def forecasts(
 
 
 def _savings(
-    computation: Computation, took: Mapping[Place, float], process: Name, late: Sequence[Arrival]
-) -> tuple[dict[Place, float], dict[str, float]]:
+    computation: Computation, took: Mapping[EventPosition, float], process: Name, late: Sequence[Arrival]
+) -> tuple[dict[EventPosition, float], dict[str, float]]:
     """What a process would have to save before which event to be never late, and on what."""
     index = computation.index(process)
-    saved: dict[Place, float] = {}
+    saved: dict[EventPosition, float] = {}
     removed = defaultdict[str, float](float)
     for arrival in late:
         if arrival.last != process:
             continue
-        window = [Place(index, number) for number in range(max(arrival.since, 1), arrival.entry.number + 1)]
+        window = [EventPosition(index, number) for number in range(max(arrival.since, 1), arrival.entry.number + 1)]
         excess = arrival.lateness - sum(saved.get(place, 0.0) for place in window)
         if excess > 0:
             _save(computation, took, window, excess, saved)
@@ -186,7 +186,7 @@ def _arrival(
     exits: Sequence[Sequence[int]],
     group: str,
     sequence: int,
-    places: Sequence[Place],
+    places: Sequence[EventPosition],
 ) -> Arrival:
     last = max(places, key=lambda place: (computation.event(place).time, place))
     others = [place for place in places if place != last]
@@ -211,22 +211,26 @@ def _last_exits(history: Sequence[Event]) -> list[int]:
     """For each event, the number of the last exit up to it, or 0; entry 0 is for before all of them."""
     exits = [0]
     for number, event in enumerate(history, 1):
-        exits.append(number if event.kind is Kind.EXIT else exits[-1])
+        exits.append(number if event.kind is EventKind.EXIT else exits[-1])
     return exits
 
 
-def _spent(computation: Computation, causes: _Causes, entry: Place, since: int, began: str) -> Mapping[str, float]:
+def _spent(
+    computation: Computation, causes: _Causes, entry: EventPosition, since: int, began: str
+) -> Mapping[str, float]:
     """What the time of an entry is made of: when the collective before was left, and what was done since, by kind."""
     since = max(since, 1)
-    total = defaultdict[str, float](float, {began: computation.event(Place(entry.process, since)).time})
+    total = defaultdict[str, float](float, {began: computation.event(EventPosition(entry.process, since)).time})
     for number in range(since + 1, entry.number + 1):
-        before, place = Place(entry.process, number - 1), Place(entry.process, number)
+        before, place = EventPosition(entry.process, number - 1), EventPosition(entry.process, number)
         for kind, seconds in _kinds(computation, causes, before, place).items():
             total[kind] += seconds
     return total
 
 
-def _kinds(computation: Computation, causes: _Causes, cause: Place, effect: Place) -> Mapping[str, float]:
+def _kinds(
+    computation: Computation, causes: _Causes, cause: EventPosition, effect: EventPosition
+) -> Mapping[str, float]:
     """What the time between two events was spent on."""
     event = computation.event(effect)
     seconds = event.time - computation.event(cause).time
@@ -236,13 +240,13 @@ def _kinds(computation: Computation, causes: _Causes, cause: Place, effect: Plac
     waited = 0.0 if event.spent or not sent else max(0.0, min(max(sent), event.time) - computation.event(cause).time)
     rest = seconds - waited - sum(event.spent.values())
     kinds = {**event.spent, **({WAIT: waited} if waited else {})}
-    left = NETWORK if event.kind in (Kind.EXIT, Kind.RECEIVE) else OTHER
+    left = NETWORK if event.kind in (EventKind.EXIT, EventKind.RECEIVE) else OTHER
     return {**kinds, left: kinds.get(left, 0.0) + rest}
 
 
-def _durations(computation: Computation, causes: _Causes) -> dict[Place, float]:
+def _durations(computation: Computation, causes: _Causes) -> dict[EventPosition, float]:
     """How long after the last of what it waited for each event came."""
-    found: dict[Place, float] = {}
+    found: dict[EventPosition, float] = {}
     for place in computation.order:
         latest = max((computation.event(cause).time for cause in causes.of(place)), default=0.0)
         found[place] = computation.event(place).time - latest
@@ -251,10 +255,10 @@ def _durations(computation: Computation, causes: _Causes) -> dict[Place, float]:
 
 def _save(
     computation: Computation,
-    took: Mapping[Place, float],
-    window: Iterable[Place],
+    took: Mapping[EventPosition, float],
+    window: Iterable[EventPosition],
     excess: float,
-    saved: dict[Place, float],
+    saved: dict[EventPosition, float],
 ) -> None:
     """Take so many seconds off some events, the longest first, none below 0; nothing off one that waited for none."""
     durations = {

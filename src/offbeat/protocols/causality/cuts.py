@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from offbeat.errors import UsageError
-from offbeat.protocols.causality.histories import Computation, Edge, Join, Place
+from offbeat.protocols.causality.histories import Computation, Edge, EventPosition, Join
 
 Cut = tuple[int, ...]
 """How many events of each process are in it."""
@@ -57,7 +57,7 @@ def union(one: Cut, other: Cut) -> Cut:
     return tuple(map(max, one, other))
 
 
-def causal_past(computation: Computation, place: Place) -> Cut:
+def causal_past(computation: Computation, place: EventPosition) -> Cut:
     """The smallest consistent cut with this event: everything that can have caused it, and itself."""
     return computation.vector(place)
 
@@ -79,8 +79,8 @@ def latest_consistent(computation: Computation, cut: Sequence[int]) -> Cut:
 def between(computation: Computation, low: Cut, high: Cut) -> Computation:
     """The part of a run from one consistent cut to a later one, as a run of its own."""
 
-    def inside(places: Sequence[Place]) -> tuple[Place, ...]:
-        return tuple(Place(i, k - low[i]) for i, k in places if low[i] < k <= high[i])
+    def inside(places: Sequence[EventPosition]) -> tuple[EventPosition, ...]:
+        return tuple(EventPosition(i, k - low[i]) for i, k in places if low[i] < k <= high[i])
 
     joins = [Join(inside(join.causes), inside(join.effects)) for join in computation.joins]
     histories = (history[low[i] : high[i]] for i, history in enumerate(computation.histories))
@@ -100,5 +100,5 @@ def check(computation: Computation, cut: Sequence[int]) -> None:
         )
 
 
-def _holds(cut: Sequence[int], place: Place) -> bool:
+def _holds(cut: Sequence[int], place: EventPosition) -> bool:
     return place.number <= cut[place.process]

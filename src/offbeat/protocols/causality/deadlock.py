@@ -24,7 +24,7 @@ from msgspec import Struct
 
 from offbeat.errors import UsageError
 from offbeat.protocols.causality.cuts import Cut, violation
-from offbeat.protocols.causality.histories import Computation, Event, Kind
+from offbeat.protocols.causality.histories import Computation, Event, EventKind
 from offbeat.protocols.machine import Name
 
 
@@ -136,10 +136,10 @@ def waits(computation: Computation, cut: Cut) -> list[Wait]:
     for process, number in enumerate(cut):
         name = computation.processes[process]
         last = computation.histories[process][number - 1] if number else Event()
-        if last.kind is Kind.ENTER and last.call is not None:
+        if last.kind is EventKind.ENTER and last.call is not None:
             missing = last.call.needs(name) - entered[last.call.group, last.call.sequence]
             found += [Wait.on_all(name, missing, str(last.call))] if missing else []
-        elif last.kind is Kind.AWAIT and last.sources and not _under_way(computation, cut, process, last):
+        elif last.kind is EventKind.AWAIT and last.sources and not _under_way(computation, cut, process, last):
             found.append(Wait.on_any(name, last.sources, last.what or "a receipt"))
     return found
 
@@ -257,16 +257,18 @@ def _entered(computation: Computation, cut: Cut) -> Mapping[tuple[str, int], set
     entered = defaultdict[tuple[str, int], set[Name]](set)
     for process, number in enumerate(cut):
         for event in computation.histories[process][:number]:
-            if event.kind is Kind.ENTER and event.call is not None:
+            if event.kind is EventKind.ENTER and event.call is not None:
                 entered[event.call.group, event.call.sequence].add(computation.processes[process])
     return entered
 
 
 def _under_way(computation: Computation, cut: Cut, process: int, wait: Event) -> bool:
     """Whether a message that ends this wait has been sent, and not been received, inside the cut."""
-    received = {event.message for event in computation.histories[process][: cut[process]] if event.kind is Kind.RECEIVE}
+    received = {
+        event.message for event in computation.histories[process][: cut[process]] if event.kind is EventKind.RECEIVE
+    }
     return any(
-        event.kind is Kind.SEND
+        event.kind is EventKind.SEND
         and event.peer == computation.processes[process]
         and event.message not in received
         and wait.tag in (None, event.tag)

@@ -12,9 +12,9 @@ hold reports back until their turn has come; what is delivered is the work of a 
 
 None of them is held up for ever by one process. Events that were never reported are told by `Dropped`. Of a process
 that has ended, reports under way are waited for some seconds of grace; then what is missing is given up. A report that
-comes when something that should follow it has been delivered is delivered as `Late`: nothing is lost, and nobody takes
-it for being in order. The same report is delivered once. Strangers are not listened to: when somebody joins, a new
-machine goes on with the new list of processes.
+comes when something that should follow it has been delivered is delivered as `LateReport`: nothing is lost, and
+nobody takes it for being in order. The same report is delivered once. Strangers are not listened to: when
+somebody joins, a new machine goes on with the new list of processes.
 
 Babaoglu and Marzullo, "Consistent Global States of Distributed Systems" (1993), section 5.
 """
@@ -34,7 +34,7 @@ from offbeat.protocols.machine import Effect, Ended, Event, Name, Received, Send
 MONITOR: Name = "monitor"
 
 
-class Report(Struct, frozen=True):
+class EventReport(Struct, frozen=True):
     """An event, as the process that it happened in tells it."""
 
     number: int
@@ -72,14 +72,14 @@ class Delivery(Struct, frozen=True):
     """A report in its place in the order."""
 
     process: Name
-    report: Report
+    report: EventReport
 
 
-class Late(Struct, frozen=True):
+class LateReport(Struct, frozen=True):
     """A report that has come after something that should have followed it."""
 
     process: Name
-    report: Report
+    report: EventReport
 
 
 class _Ripe(Struct, frozen=True):
@@ -97,12 +97,12 @@ class _Line:
         """The lowest number that has neither been delivered nor given up."""
         self.gone = False
         """It has ended, and nothing more is waited for."""
-        self._held: dict[int, Report] = {}
+        self._held: dict[int, EventReport] = {}
         self._dropped: list[range] = []
         self._given_up: list[range] = []
         self._late: set[int] = set()
 
-    def take(self, report: Report) -> bool:
+    def take(self, report: EventReport) -> bool:
         """Keep a report until its turn; False if that is over."""
         if report.number >= self.next:
             self._held.setdefault(report.number, report)
@@ -116,7 +116,7 @@ class _Line:
         self._late.add(number)
         return True
 
-    def overtaken(self, report: Report) -> Iterator[Report]:
+    def overtaken(self, report: EventReport) -> Iterator[EventReport]:
         """A report, and what is held before it, whose turn in the order of all processes is over."""
         self._held[report.number] = report
         held = sorted(number for number in self._held if number <= report.number)
@@ -129,13 +129,13 @@ class _Line:
         self._dropped.append(range(dropped.first, dropped.last + 1))
         self._pass_dropped()
 
-    def head(self) -> Report | None:
+    def head(self) -> EventReport | None:
         """The report whose turn it is among those of this process."""
         if self.gone and self._held and self.next not in self._held:
             self.give_up(min(self._held))
         return self._held.get(self.next)
 
-    def pop(self) -> Report:
+    def pop(self) -> EventReport:
         """Take that report away."""
         report = self._held.pop(self.next)
         self.next += 1
@@ -175,7 +175,7 @@ class _Deliverer(ABC):
         """What can be delivered now, in order, and what has to be asked for."""
         effects: list[Effect] = []
         match event:
-            case Received(sender=sender, message=Report() as report) if sender in self._lines:
+            case Received(sender=sender, message=EventReport() as report) if sender in self._lines:
                 effects += self._take(self._lines[sender], report, now)
             case Received(sender=sender, message=Dropped() as dropped) if sender in self._lines:
                 self._lines[sender].drop(dropped)
@@ -189,10 +189,10 @@ class _Deliverer(ABC):
                 pass
         return [*effects, *self._released(event, now)]
 
-    def _take(self, line: _Line, report: Report, now: float) -> Iterator[Effect]:
+    def _take(self, line: _Line, report: EventReport, now: float) -> Iterator[Effect]:
         del now
         if not line.take(report) and line.is_new(report.number):
-            yield Start(Late(line.name, report))
+            yield Start(LateReport(line.name, report))
 
     def _heard(self, line: _Line, alive: Alive) -> None:
         """A process has answered with its clock."""
@@ -233,15 +233,15 @@ class ByTime(_Deliverer):
         self._delta = delta
         self._seen = {process: _Seen() for process in processes}
         self._order = {process: i for i, process in enumerate(processes)}
-        self._held: list[tuple[float, int, int, int, Name, Report]] = []
+        self._held: list[tuple[float, int, int, int, Name, EventReport]] = []
         self._last = (float("-inf"), 0, 0, 0)
 
-    def _take(self, line: _Line, report: Report, now: float) -> Iterator[Effect]:
+    def _take(self, line: _Line, report: EventReport, now: float) -> Iterator[Effect]:
         if not self._seen[line.name].add(report.number):
             return
         key = (report.time, report.lamport, self._order[line.name], report.number)
         if key < self._last:
-            yield Start(Late(line.name, report))
+            yield Start(LateReport(line.name, report))
             return
         heappush(self._held, (*key, line.name, report))
         # The timer says which time it is for: the sum of two roundings need not be the time that was meant.
@@ -289,14 +289,14 @@ class ByLamport(_Deliverer):
         self._order = {process: i for i, process in enumerate(processes)}
         self._clocks = dict.fromkeys(processes, 0)
         self._answers = dict.fromkeys(processes, Alive(0, 0))
-        self._ready: list[tuple[int, int, Name, Report]] = []
+        self._ready: list[tuple[int, int, Name, EventReport]] = []
         self._last = (0, 0)
         self._probing = False
 
-    def _take(self, line: _Line, report: Report, now: float) -> Iterator[Effect]:
+    def _take(self, line: _Line, report: EventReport, now: float) -> Iterator[Effect]:
         # Only a process that was no longer waited for can come with a clock that is too low.
         if report.number >= line.next and (report.lamport, self._order[line.name]) < self._last:
-            yield from (Start(Late(line.name, late)) for late in line.overtaken(report))
+            yield from (Start(LateReport(line.name, late)) for late in line.overtaken(report))
         else:
             yield from super()._take(line, report, now)
 
@@ -343,7 +343,7 @@ class ByVector(_Deliverer):
         super().__init__(processes, grace)
         self._all = list(self._lines.values())
 
-    def _take(self, line: _Line, report: Report, now: float) -> Iterator[Effect]:
+    def _take(self, line: _Line, report: EventReport, now: float) -> Iterator[Effect]:
         if len(report.vector) != len(self._all) or report.vector[self._all.index(line)] != report.number:
             raise UsageError(
                 f"report {report.number} of {line.name} has the vector clock {report.vector}: it must have an entry "
@@ -364,7 +364,7 @@ class ByVector(_Deliverer):
                             other.give_up(known + 1)
                     yield self._deliver(line)
 
-    def _has_all_causes(self, line: _Line, report: Report) -> bool:
+    def _has_all_causes(self, line: _Line, report: EventReport) -> bool:
         """Whether nothing that it depends on is still to come: it has been delivered, or its process is gone."""
         return all(
             other is line or known < other.next or (other.gone and (other.head() is None or known < other.next))
@@ -378,7 +378,7 @@ class ByArrival(_Deliverer):
     def __init__(self, processes: Sequence[Name]) -> None:
         super().__init__(processes, 0.0)
 
-    def _take(self, line: _Line, report: Report, now: float) -> Iterator[Effect]:
+    def _take(self, line: _Line, report: EventReport, now: float) -> Iterator[Effect]:
         del now
         yield Start(Delivery(line.name, report))
 

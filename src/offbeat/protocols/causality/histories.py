@@ -6,7 +6,7 @@ exits that need them. An event *happened before* another if a way leads from it 
 Edges are kept as *joins*, from each of some causes to each of some effects: an all-reduce of p members has p * (p - 1)
 edges, and is one join.
 
-An event is named by its `Place`: which process, and which of its events, counted from 1, as vector clocks count.
+An event is named by its `EventPosition`: which process, and which of its events, counted from 1 as vector clocks do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from offbeat.protocols.machine import Name
 IntArray = NDArray[np.int64]
 
 
-class Kind(StrEnum):
+class EventKind(StrEnum):
     """What sort of event it is."""
 
     LOCAL = "local"
@@ -82,7 +82,7 @@ class Call(Struct, frozen=True, gc=False):
 class Event(Struct, frozen=True, gc=False):
     """Something that a process did."""
 
-    kind: Kind = Kind.LOCAL
+    kind: EventKind = EventKind.LOCAL
     what: str = ""
     """In words."""
     time: float = 0.0
@@ -103,7 +103,7 @@ class Event(Struct, frozen=True, gc=False):
     """Whatever else is known about it."""
 
 
-class Place(NamedTuple):
+class EventPosition(NamedTuple):
     """Where an event stands: which process, and which of its events, from 1."""
 
     process: int
@@ -113,15 +113,15 @@ class Place(NamedTuple):
 class Edge(NamedTuple):
     """A cause in one process and its effect in another."""
 
-    cause: Place
-    effect: Place
+    cause: EventPosition
+    effect: EventPosition
 
 
 class Join(NamedTuple):
     """Causes and effects: each effect needed every cause."""
 
-    causes: tuple[Place, ...]
-    effects: tuple[Place, ...]
+    causes: tuple[EventPosition, ...]
+    effects: tuple[EventPosition, ...]
 
 
 @dataclass(frozen=True)
@@ -154,11 +154,11 @@ class Computation:
             raise UsageError(f"no process {process!r} in this computation.{did_you_mean(process, self.processes)}")
         return self.processes.index(process)
 
-    def event(self, place: Place) -> Event:
+    def event(self, place: EventPosition) -> Event:
         """What happened there."""
         return self.histories[place.process][place.number - 1]
 
-    def tell(self, place: Place) -> str:
+    def tell(self, place: EventPosition) -> str:
         """An event in words: `worker 1's event 3 (receive: gradients)`."""
         event = self.event(place)
         what = event.what or (str(event.call) if event.call else "")
@@ -173,23 +173,23 @@ class Computation:
                     yield Edge(cause, effect)
 
     @cached_property
-    def joins_to(self) -> Mapping[Place, Sequence[Join]]:
+    def joins_to(self) -> Mapping[EventPosition, Sequence[Join]]:
         """The joins that each event is an effect in; events without any are left out."""
-        found = defaultdict[Place, list[Join]](list)
+        found = defaultdict[EventPosition, list[Join]](list)
         for join in self.joins:
             for effect in join.effects:
                 found[effect].append(join)
         return dict(found)
 
-    def causes(self, place: Place) -> list[Place]:
+    def causes(self, place: EventPosition) -> list[EventPosition]:
         """The direct causes of an event in other processes."""
         causes = (cause for join in self.joins_to.get(place, ()) for cause in join.causes)
         return [cause for cause in causes if cause.process != place.process]
 
     @cached_property
-    def order(self) -> tuple[Place, ...]:
+    def order(self) -> tuple[EventPosition, ...]:
         """All events, causes before effects; refused if some event would have caused itself."""
-        joins_from = defaultdict[Place, list[int]](list)
+        joins_from = defaultdict[EventPosition, list[int]](list)
         for number, join in enumerate(self.joins):
             for cause in join.causes:
                 joins_from[cause].append(number)
@@ -197,11 +197,11 @@ class Computation:
         open_joins = {effect: len(joins) for effect, joins in self.joins_to.items()}
         done = [0] * self.size
         ready = list(range(self.size))[::-1]
-        order: list[Place] = []
+        order: list[EventPosition] = []
         while ready:
             process = ready.pop()
             while done[process] < len(self.histories[process]):
-                place = Place(process, done[process] + 1)
+                place = EventPosition(process, done[process] + 1)
                 if open_joins.get(place, 0):
                     break
                 done[process] += 1
@@ -214,7 +214,7 @@ class Computation:
             self._refuse_cycle(done)
         return tuple(order)
 
-    def _ready(self, join: Join, open_joins: dict[Place, int], done: Sequence[int]) -> Iterator[int]:
+    def _ready(self, join: Join, open_joins: dict[EventPosition, int], done: Sequence[int]) -> Iterator[int]:
         """The processes that go on now that all causes of a join are there."""
         for effect in join.effects:
             open_joins[effect] -= 1
@@ -224,8 +224,8 @@ class Computation:
     def _refuse_cycle(self, done: Sequence[int]) -> None:
         stuck = next(i for i in range(self.size) if done[i] < len(self.histories[i]))
         raise UsageError(
-            f"{self.tell(Place(stuck, done[stuck] + 1))} would have to happen before itself, by way of its causes: "
-            f"no run of processes is like that. Look at which messages and collectives are taken to be the same."
+            f"{self.tell(EventPosition(stuck, done[stuck] + 1))} would have to happen before itself, by way of its "
+            f"causes: no run of processes is like that. Check which messages and collectives are taken to be the same."
         )
 
     @cached_property
@@ -257,11 +257,11 @@ class Computation:
             clocks[place.process][place.number] = highest + 1
         return tuple(clocks)
 
-    def vector(self, place: Place) -> tuple[int, ...]:
+    def vector(self, place: EventPosition) -> tuple[int, ...]:
         """The vector clock of an event."""
         return tuple(self.clocks[place.process][place.number].tolist())
 
-    def happened_before(self, one: Place, other: Place) -> bool:
+    def happened_before(self, one: EventPosition, other: EventPosition) -> bool:
         """Whether one event can have caused the other: by vector clocks, in constant time."""
         return one != other and bool(self.clocks[other.process][other.number, one.process] >= one.number)
 
@@ -278,22 +278,22 @@ def computation(histories: Mapping[Name, Sequence[Event]], edges: Iterable[Edge 
     return Computation(processes, tuple(map(tuple, histories.values())), joins)
 
 
-def _places(histories: Mapping[Name, Sequence[Event]], kind: Kind) -> Iterator[tuple[Place, Event]]:
+def _places(histories: Mapping[Name, Sequence[Event]], kind: EventKind) -> Iterator[tuple[EventPosition, Event]]:
     for process, history in enumerate(histories.values()):
         for number, event in enumerate(history, 1):
             if event.kind is kind:
-                yield Place(process, number), event
+                yield EventPosition(process, number), event
 
 
 def _messages(processes: Sequence[Name], histories: Mapping[Name, Sequence[Event]]) -> Iterator[Join]:
-    sent: dict[Hashable, Place] = {}
-    for place, event in _places(histories, Kind.SEND):
+    sent: dict[Hashable, EventPosition] = {}
+    for place, event in _places(histories, EventKind.SEND):
         if event.message is not None and sent.setdefault(event.message, place) != place:
             raise UsageError(
                 f"message {event.message!r} is sent twice, by {processes[sent[event.message].process]} and by "
                 f"{processes[place.process]}: which of them is received cannot be told. Number messages."
             )
-    for place, event in _places(histories, Kind.RECEIVE):
+    for place, event in _places(histories, EventKind.RECEIVE):
         if event.message not in sent:
             raise UsageError(
                 f"event {place.number} of {processes[place.process]} receives message {event.message!r}, which nobody "
@@ -303,12 +303,12 @@ def _messages(processes: Sequence[Name], histories: Mapping[Name, Sequence[Event
 
 
 def _collectives(processes: Sequence[Name], histories: Mapping[Name, Sequence[Event]]) -> Iterator[Join]:
-    entries = defaultdict[tuple[str, int], dict[Name, Place]](dict)
-    exits = defaultdict[tuple[str, int, frozenset[Name]], list[Place]](list)
-    for place, event in _places(histories, Kind.ENTER):
+    entries = defaultdict[tuple[str, int], dict[Name, EventPosition]](dict)
+    exits = defaultdict[tuple[str, int, frozenset[Name]], list[EventPosition]](list)
+    for place, event in _places(histories, EventKind.ENTER):
         if event.call is not None:
             entries[event.call.group, event.call.sequence][processes[place.process]] = place
-    for place, event in _places(histories, Kind.EXIT):
+    for place, event in _places(histories, EventKind.EXIT):
         if event.call is not None:
             member = processes[place.process]
             # Where everybody needs all others, its own entry is before it anyway: so all exits need the same.

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from offbeat.errors import UsageError
 from offbeat.protocols.causality.cuts import Cut, union
-from offbeat.protocols.causality.histories import Computation, Place
+from offbeat.protocols.causality.histories import Computation, EventPosition
 
 CAP = 100_000
 """Consistent cuts that a search looks at, unless told otherwise."""
@@ -87,7 +87,7 @@ def possibly(computation: Computation, conjunction: Conjunction) -> Finding:
                 todo[process] = max(todo.get(process, 0), known)
     cut: Cut = (0,) * computation.size
     for process, number in chosen.items():
-        cut = union(cut, computation.vector(Place(process, number)))
+        cut = union(cut, computation.vector(EventPosition(process, number)))
     return Finding(Answer.YES, cut)
 
 
@@ -164,7 +164,7 @@ def _begins_before(computation: Computation, early: int, one: _Interval, late: i
     """
     if other.over > computation.lengths[late]:
         return True
-    return computation.happened_before(Place(early, one.first), Place(late, other.over))
+    return computation.happened_before(EventPosition(early, one.first), EventPosition(late, other.over))
 
 
 def _check(computation: Computation, conjunction: Conjunction) -> None:

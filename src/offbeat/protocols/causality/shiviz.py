@@ -22,7 +22,7 @@ from typing import Final, NamedTuple, TypeVar
 from msgspec import Struct
 
 from offbeat.errors import UsageError
-from offbeat.protocols.causality.histories import Computation, Event, Join, Place, computation
+from offbeat.protocols.causality.histories import Computation, Event, EventPosition, Join, computation
 from offbeat.protocols.machine import Name
 
 PATTERN: Final = r"(?<host>\S*) (?<clock>{.*})\n(?<event>.*)"
@@ -53,7 +53,7 @@ PATTERNS: Final = tuple(
 TLA+'s. Each is tried at the start of a line only, and reads each character once."""
 
 
-class Log(NamedTuple):
+class ShivizLog(NamedTuple):
     """What a log says."""
 
     computation: Computation
@@ -79,7 +79,9 @@ def write(computation: Computation) -> str:
     return "".join(_written(computation, hosts, place) for place in computation.order)
 
 
-def parse(text: str, pattern: str | None = None, execution: str | None = None, delimiter: str | None = None) -> Log:
+def parse(
+    text: str, pattern: str | None = None, execution: str | None = None, delimiter: str | None = None
+) -> ShivizLog:
     """The computation that a log tells of; of several in one log, the one of this name."""
     found = parse_all(text, pattern, delimiter, execution)
     if len(found) > 1:
@@ -89,7 +91,7 @@ def parse(text: str, pattern: str | None = None, execution: str | None = None, d
 
 def parse_all(
     text: str, pattern: str | None = None, delimiter: str | None = None, execution: str | None = None
-) -> dict[str, Log]:
+) -> dict[str, ShivizLog]:
     """The computations that a log tells of, by name; only one of them, if it is named.
 
     If the log begins with a line that is such an expression, that one is used, as in ShiViz; if no pattern is given,
@@ -113,12 +115,12 @@ def parse_all(
 
 def _parted(
     expression: re.Pattern[str], between: re.Pattern[str], body: str, line: int, execution: str | None
-) -> dict[str, Log]:
+) -> dict[str, ShivizLog]:
     parts = _wanted(_parts(between, body, line), execution)
     return {name: _log(expression, part, first) for name, (part, first) in parts.items()}
 
 
-def _log(expression: re.Pattern[str], text: str, line: int) -> Log:
+def _log(expression: re.Pattern[str], text: str, line: int) -> ShivizLog:
     """One execution, from its text and the number of its first line."""
     histories = defaultdict[Name, list[_Entry]](list)
     found, skipped = _entries(expression, text, line)
@@ -135,13 +137,13 @@ def _log(expression: re.Pattern[str], text: str, line: int) -> Log:
         entries.sort(key=lambda entry: entry.clock[host])
         _check_count(host, entries, skipped)
     hosts = list(histories)
-    effects = defaultdict[tuple[Place, ...], list[Place]](list)
+    effects = defaultdict[tuple[EventPosition, ...], list[EventPosition]](list)
     for host in hosts:
         for causes, effect in _news(hosts, histories, host):
             effects[causes].append(effect)
     joins = [Join(causes, tuple(places)) for causes, places in effects.items()]
     run = computation({host: [entry.event for entry in entries] for host, entries in histories.items()}, joins)
-    return Log(run, tuple(sorted(_completed(run, histories))), tuple(skipped))
+    return ShivizLog(run, tuple(sorted(_completed(run, histories))), tuple(skipped))
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
@@ -165,7 +167,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise UsageError(f"{shown!r} is not a regular expression: {error}.") from None
 
 
-def _written(computation: Computation, hosts: Sequence[Name], place: Place) -> str:
+def _written(computation: Computation, hosts: Sequence[Name], place: EventPosition) -> str:
     event = computation.event(place)
     clock = {hosts[i]: known for i, known in enumerate(computation.vector(place)) if known}
     text = " ".join(f"{event.kind} {event.what or event.call or ''}".split())
@@ -304,7 +306,7 @@ def _check_count(host: Name, entries: Sequence[_Entry], skipped: Sequence[int]) 
 
 def _news(
     hosts: Sequence[Name], histories: Mapping[Name, Sequence[_Entry]], host: Name
-) -> Iterator[tuple[tuple[Place, ...], Place]]:
+) -> Iterator[tuple[tuple[EventPosition, ...], EventPosition]]:
     """The latest events of others that a clock knows of, and the event that knew of them first.
 
     The host's own event before it is among them: so all exits from a collective have the same causes, and are a join.
@@ -322,11 +324,14 @@ def _news(
         if news:
             known |= news
             own = {host: number - 1} if number > 1 else {}
-            yield tuple(sorted(Place(index[name], k) for name, k in (news | own).items())), Place(index[host], number)
+            yield (
+                tuple(sorted(EventPosition(index[name], k) for name, k in (news | own).items())),
+                EventPosition(index[host], number),
+            )
 
 
 def _completed(run: Computation, histories: Mapping[Name, Sequence[_Entry]]) -> Iterator[int]:
     for process, (_, entries) in enumerate(histories.items()):
         for number, entry in enumerate(entries, 1):
-            if run.vector(Place(process, number)) != tuple(entry.clock.get(name, 0) for name in run.processes):
+            if run.vector(EventPosition(process, number)) != tuple(entry.clock.get(name, 0) for name in run.processes):
                 yield entry.line

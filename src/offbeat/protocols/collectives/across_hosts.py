@@ -2,7 +2,8 @@
 
 Each piece is reduced inside every host to its leader (its lowest rank), summed round a ring of the leaders, and read
 by the others. While one piece is between hosts the next is reduced and the one before it is read. What runs it
-executes the `Part`s; `hierarchical_shared` is the same parts as rounds, which are checked, costed and simulated.
+executes the `GroupCollective`s; `hierarchical_shared` is the same parts as rounds, which are
+checked, costed and simulated.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ BACK = simple(Collective.BROADCAST, "one_shot")
 
 
 @dataclass(frozen=True)
-class Part:
+class GroupCollective:
     """A collective that groups of ranks each do by themselves, on one range of the buffer."""
 
     algorithm: Algorithm
@@ -37,16 +38,16 @@ class Part:
     """Numbers of the parts that a rank must have done before it begins this one."""
 
 
-def parts_across_hosts(view: View, layout: Layout, piece: int = PIECE) -> list[Part]:
+def parts_across_hosts(view: View, layout: Layout, piece: int = PIECE) -> list[GroupCollective]:
     """The parts of an all-reduce over hosts, in the order in which a rank begins them."""
     hosts = _hosts(view)
     leaders = tuple(members[0] for members in hosts)
     length = max(1, piece // layout.itemsize)
     bounds = [*range(0, layout.count, length), layout.count] if layout.count else [0, 0]
-    made: list[Part] = []
+    made: list[GroupCollective] = []
 
     def add(algorithm: Algorithm, groups: tuple[tuple[int, ...], ...], number: int, after: Iterable[int]) -> int:
-        made.append(Part(algorithm, groups, bounds[number], bounds[number + 1], tuple(sorted(after))))
+        made.append(GroupCollective(algorithm, groups, bounds[number], bounds[number + 1], tuple(sorted(after))))
         return len(made) - 1
 
     last = len(bounds) - 2
@@ -66,7 +67,7 @@ def hierarchical_shared(view: View, layout: Layout, piece: int = PIECE) -> Itera
     yield from rounds_of(parts_across_hosts(view, layout, piece), layout)
 
 
-def rounds_of(parts: Sequence[Part], layout: Layout) -> Iterator[Round]:
+def rounds_of(parts: Sequence[GroupCollective], layout: Layout) -> Iterator[Round]:
     """The rounds of parts: of groups that are equally large, those of all groups at once."""
     number = 0
     ends: list[tuple[int, ...]] = []

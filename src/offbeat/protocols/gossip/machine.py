@@ -68,11 +68,11 @@ class Turn(Struct, frozen=True, tag=True):
 Message = Ask | Grant | Refuse | Turn
 
 
-class Read(Struct, frozen=True):
+class CopyRow(Struct, frozen=True):
     """Work: a copy of the row, as the payload of a question."""
 
 
-class Meet(Struct, frozen=True):
+class MoveHalfway(Struct, frozen=True):
     """Work: move half the way to this row; the move is the payload of the answer."""
 
     row: Payload
@@ -213,7 +213,7 @@ class Gossiper:
         self._fresh = self._chance.choice(able)
         self._numbers += 1
         self._open[self._fresh] = _Question(self._numbers)
-        effects.start(Read(), ("read", self._fresh, self._numbers))
+        effects.start(CopyRow(), ("read", self._fresh, self._numbers))
 
     def _ask(self, neighbour: Name, number: int, row: Payload, effects: Effects) -> None:
         question = self._open.get(neighbour)
@@ -230,7 +230,7 @@ class Gossiper:
         if self._fresh == neighbour:
             self._fresh = None
             self.overdue += 1
-        effects.start(Read(), ("read", neighbour, number))
+        effects.start(CopyRow(), ("read", neighbour, number))
 
     def _settle(self, neighbour: Name, number: int) -> bool:
         """The decision of a question has come; False if it was known already."""
@@ -280,7 +280,7 @@ class Gossiper:
         else:
             self._granting[sender] = number
             self._granted[sender] = self._granted.get(sender, 0) + 1
-            effects.start(Meet(row), ("met", sender, number, self.colour.own))
+            effects.start(MoveHalfway(row), ("met", sender, number, self.colour.own))
 
     def _must_refuse(self, sender: Name) -> bool:
         """While a fresh question is open; of two that ask each other at once, one is granted."""

@@ -29,7 +29,7 @@ TRIES: Final = 100
 """Random graphs that are drawn until one is connected; almost every one is, from three neighbours on."""
 
 
-class Shape(StrEnum):
+class GraphShape(StrEnum):
     """Graphs that follow from the number of workers alone."""
 
     RING = "ring"
@@ -50,7 +50,7 @@ class RandomRegular:
     seed: int = 0
 
 
-Kind = Shape | RandomRegular
+Kind = GraphShape | RandomRegular
 
 
 def graph(kind: Kind, size: int) -> nx.Graph[int]:
@@ -61,12 +61,12 @@ def graph(kind: Kind, size: int) -> nx.Graph[int]:
         return _random(kind, size)
     if size == 1:
         return nx.empty_graph(1)
-    if kind is Shape.COMPLETE:
+    if kind is GraphShape.COMPLETE:
         return nx.complete_graph(size)
-    if kind is Shape.TORUS:
+    if kind is GraphShape.TORUS:
         return _torus(size)
     made = nx.empty_graph(size)
-    hops = [1] if kind is Shape.RING else distances(size)
+    hops = [1] if kind is GraphShape.RING else distances(size)
     made.add_edges_from((rank, (rank + hop) % size) for hop in hops for rank in range(size))
     return made
 
@@ -176,7 +176,7 @@ class Mixing:
 
 def mixing(kind: Kind, size: int) -> Mixing:
     """Metropolis weights on the graph; for the exponential one, halves with one other at a time."""
-    if kind is not Shape.EXPONENTIAL or size == 1:
+    if kind is not GraphShape.EXPONENTIAL or size == 1:
         return Mixing((metropolis(graph(kind, size)),))
     own = np.eye(size)
     # In the step of distance h, worker i hears i - h, and i + h hears it.

@@ -276,7 +276,7 @@ class Entered(_Answered, frozen=True, tag=True, kw_only=True):
     epoch: int
 
 
-class Deadline(Struct, frozen=True, tag=True):
+class StepDeadline(Struct, frozen=True, tag=True):
     """A step is to be completed with whatever has arrived."""
 
     step: int
@@ -288,14 +288,14 @@ class Members(Struct, frozen=True, tag=True):
     view: ClusterView
 
 
-class Refused(Struct, frozen=True, tag=True):
+class PushRefused(Struct, frozen=True, tag=True):
     """A push that is not fit to be used, such as one with NaN: its sender's clock ticks, its numbers are left out."""
 
     push: Push
     reason: str
 
 
-Entry = Push | Refused | Load | Enter | Deadline | Members
+Entry = Push | PushRefused | Load | Enter | StepDeadline | Members
 """What a shard's log is made of. Replicas that have applied the same entries are equal."""
 
 
@@ -349,7 +349,7 @@ class Install(Struct, frozen=True, tag=True, kw_only=True):
     state: ShardState
 
 
-class Ready(Struct, frozen=True, tag=True):
+class BackupReady(Struct, frozen=True, tag=True):
     """A shard's novice holds all that is answered, and can be one of its backups."""
 
     shard: int
@@ -370,7 +370,7 @@ class Heartbeat(Struct, frozen=True, tag=True):
     """Bytes of the largest payload that its sender has, or is going to have, to deal with."""
 
 
-class Hello(Struct, frozen=True, tag=True):
+class JoinRequest(Struct, frozen=True, tag=True):
     """A worker wants to join, for the first time or again."""
 
     worker: int
@@ -398,7 +398,7 @@ class Viewed(Struct, frozen=True, tag=True):
 
     view: ClusterView
     process: int = -1
-    """The process that it lets in, if it answers a `Hello`."""
+    """The process that it lets in, if it answers a `JoinRequest`."""
     told: tuple[float, ...] = ()
     """What was brought to the meeting that let it in."""
 
@@ -409,7 +409,7 @@ class Lost(Struct, frozen=True, tag=True):
     shard: int
 
 
-class Meet(_Asked, frozen=True, tag=True, kw_only=True):
+class MeetingArrival(_Asked, frozen=True, tag=True, kw_only=True):
     """A worker has come to a meeting, with a few numbers for the others. Payload: a row that is summed, if any."""
 
     what: str
@@ -491,7 +491,7 @@ class ShardCut(Struct, frozen=True, kw_only=True):
     """Pushes from before their worker's cut that came after the shard's, in order: worker and number."""
 
 
-class Recorded(_Asked, frozen=True, tag=True, kw_only=True):
+class SnapshotWritten(_Asked, frozen=True, tag=True, kw_only=True):
     """A worker has written its part of a snapshot; without a cut: it has missed its place, and there can be none."""
 
     colour: int
@@ -506,24 +506,24 @@ class ShardRecorded(Struct, frozen=True, tag=True, kw_only=True):
     cut: ShardCut
 
 
-class Noted(_Answered, frozen=True, tag=True, kw_only=True):
+class Acknowledged(_Answered, frozen=True, tag=True, kw_only=True):
     """It was heard, and need not be said again. What a shard has recorded goes by its colour, as number."""
 
 
 Request = Push | Pull | Fetch | Load | Enter | Turned | Trial
 """What a worker asks of a shard's primary."""
 
-Reply = PushReply | PullReply | Fetched | Entered | Noted | Tried
+Reply = PushReply | PullReply | Fetched | Entered | Acknowledged | Tried
 
-_OfReplicas = Replicate | Replicated | Volunteer | Install | Ready | Fenced
-_OfViews = Heartbeat | Hello | Leave | Gone | Viewed | Lost
-_OfMeetings = Meet | Bring | Awaiting | Met
-_OfSnapshots = Want | Announce | Recorded | ShardRecorded
+_OfReplicas = Replicate | Replicated | Volunteer | Install | BackupReady | Fenced
+_OfViews = Heartbeat | JoinRequest | Leave | Gone | Viewed | Lost
+_OfMeetings = MeetingArrival | Bring | Awaiting | Met
+_OfSnapshots = Want | Announce | SnapshotWritten | ShardRecorded
 Message = Request | Reply | Fresh | _OfReplicas | _OfViews | _OfMeetings | _OfSnapshots
 """All that travels on this plane: what the codec decodes."""
 
 
-class Timing(Struct, frozen=True, kw_only=True):
+class Timeouts(Struct, frozen=True, kw_only=True):
     """How long is waited for what, in seconds."""
 
     heartbeat: float = 0.25

@@ -24,10 +24,10 @@ from offbeat.protocols.servers.messages import (
     ClusterView,
     Entry,
     Push,
-    Recorded,
-    Refused,
+    PushRefused,
     ShardCut,
     ShardRecorded,
+    SnapshotWritten,
     Turned,
     WorkerCut,
     worker_name,
@@ -102,7 +102,7 @@ class ShardColour:
 
     def record(self, entry: Entry, payload: Payload, out: Effects) -> None:
         """An entry was applied while a snapshot is being taken."""
-        if isinstance(entry, Refused):
+        if isinstance(entry, PushRefused):
             entry, payload = replace(entry.push, start=0, stop=0), NOTHING
         if isinstance(entry, Push):
             self.applied(entry, payload, out)
@@ -167,7 +167,7 @@ class GivenUp:
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenSnapshot:
     colour: int
     epoch: int
     since: float
@@ -183,7 +183,7 @@ class Snapshots:
         """The last that was begun."""
         self._wanted = False
         self._attempts = 0
-        self._open: _Open | None = None
+        self._open: _OpenSnapshot | None = None
 
     @property
     def under_way(self) -> bool:
@@ -207,15 +207,15 @@ class Snapshots:
         if self._open is None and self._wanted and not busy and view.workers and all(view.primaries):
             self._wanted = False
             self.colour += 1
-            self._open = _Open(self.colour, view.epoch, now)
+            self._open = _OpenSnapshot(self.colour, view.epoch, now)
             self._announce(self._open, view, out)
 
-    def _announce(self, taking: _Open, view: ClusterView, out: Effects) -> None:
+    def _announce(self, taking: _OpenSnapshot, view: ClusterView, out: Effects) -> None:
         for worker in view.workers:
             if worker not in taking.workers:
                 out.send(worker_name(worker), Announce(taking.colour))
 
-    def recorded(self, message: Recorded, view: ClusterView, out: Effects) -> None:
+    def recorded(self, message: SnapshotWritten, view: ClusterView, out: Effects) -> None:
         """A worker has recorded its part, or has missed its place."""
         taking = self._open
         if taking is None or message.colour != taking.colour or view.life(message.worker) != message.life:
@@ -235,7 +235,7 @@ class Snapshots:
             taking.shards[message.cut.shard] = message.cut
             self._conclude(taking, view, out)
 
-    def _conclude(self, taking: _Open, view: ClusterView, out: Effects) -> None:
+    def _conclude(self, taking: _OpenSnapshot, view: ClusterView, out: Effects) -> None:
         if taking.epoch != view.epoch:
             self._give_up("who takes part has changed", out)
         elif taking.workers.keys() == set(view.workers) and len(taking.shards) == len(view.primaries):

@@ -16,8 +16,8 @@ from torch._C._distributed_c10d import AllreduceOptions
 from offbeat.protocols.collectives import Collective
 from offbeat.protocols.collectives.across_hosts import parts_across_hosts
 from offbeat.protocols.schedule import Layout, View
-from offbeat.runtime.backend._host_discovery import Hosts
-from offbeat.runtime.backend._in_host import Local
+from offbeat.runtime.backend._host_discovery import RankHosts
+from offbeat.runtime.backend._in_host import HostCollectives
 from offbeat.runtime.collectives.one_sided.arena import Room
 
 _SIZES = 256
@@ -38,8 +38,8 @@ class _OwnPart(NamedTuple):
 class AcrossHosts:
     """Ranks on several hosts, of which at least one has several."""
 
-    def __init__(self, room: Room, hosts: Hosts, store: dist.Store, timeout: timedelta) -> None:
-        self._local = Local(room) if room.size > 1 else None
+    def __init__(self, room: Room, hosts: RankHosts, store: dist.Store, timeout: timedelta) -> None:
+        self._local = HostCollectives(room) if room.size > 1 else None
         self._view, self._rank = View.of(len(hosts.of), hosts.of), hosts.rank
         self._between: Any = None
         if hosts.rank in hosts.leaders:

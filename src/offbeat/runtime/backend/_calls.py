@@ -12,8 +12,8 @@ from torch import Tensor
 from offbeat.runtime.backend._call_ids import CollectiveError, in_words, ranks_in_words, shapes
 from offbeat.runtime.backend._checks import flat, operation_of
 from offbeat.runtime.backend._fast_path import DONE, profiling, quick
-from offbeat.runtime.backend._in_host import Local
-from offbeat.runtime.backend._op_queue import Line, Pending, may_be_waited_for_by_tensor
+from offbeat.runtime.backend._in_host import HostCollectives
+from offbeat.runtime.backend._op_queue import OpQueue, QueuedOp, may_be_waited_for_by_tensor
 from offbeat.runtime.collectives.one_sided.arena import HAS_FAILED, Room
 from offbeat.runtime.collectives.one_sided.native import UNKNOWN, Turns
 
@@ -26,14 +26,14 @@ class Calls:
 
     def __init__(self, label: str, backend: str, gloo: Any) -> None:
         self._label, self._backend, self._gloo = label, backend, gloo
-        self.line = Line(label)
+        self.line = OpQueue(label)
         self._room: Room | None = None
         self._local: Any = None
         self._asked = 0
         self._now: tuple[str, Sequence[Tensor], Any] = ("its first operation", (), None)
         self._spoiled = ""
 
-    def use(self, room: Room | None, local: Local | None) -> None:
+    def use(self, room: Room | None, local: HostCollectives | None) -> None:
         """From now on operations are done in this room; `local`: what collectives go through it."""
         self._room, self._local = room, local
         self._quick = quick(None if local is None else local.runner, self.line)
@@ -93,7 +93,7 @@ class Calls:
         finally:
             self.line.leave()
 
-    def later(self, act: Callable[[], None], what: str, tensors: Sequence[Tensor]) -> Pending:
+    def later(self, act: Callable[[], None], what: str, tensors: Sequence[Tensor]) -> QueuedOp:
         """The same on the group's thread."""
 
         def acted() -> None:

@@ -20,9 +20,9 @@ from offbeat.runtime.backend._calls import Calls
 from offbeat.runtime.backend._checks import Fit, in_place
 from offbeat.runtime.backend._default_algorithm import GLOO, native
 from offbeat.runtime.backend._gloo import Far
-from offbeat.runtime.backend._host_discovery import Hosts, anew, find_hosts, open_room
-from offbeat.runtime.backend._in_host import Local
-from offbeat.runtime.backend._op_queue import Pending
+from offbeat.runtime.backend._host_discovery import RankHosts, anew, find_hosts, open_room
+from offbeat.runtime.backend._in_host import HostCollectives
+from offbeat.runtime.backend._op_queue import QueuedOp
 from offbeat.runtime.backend._point_to_point import Messages
 from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.system.malloc import keep_freed_memory
@@ -61,7 +61,7 @@ class Core(_ProcessGroup):
     ) -> None:
         rank, size = self._rank, self._size
         meeting = dist.PrefixStore("offbeat/", store)
-        self.hosts = find_hosts(meeting, rank, names, timeout, label, host) if size > 1 else Hosts((0,), 0)
+        self.hosts = find_hosts(meeting, rank, names, timeout, label, host) if size > 1 else RankHosts((0,), 0)
         """Which ranks share a host."""
         self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout)
         _carry(self, self._gloo)
@@ -78,7 +78,7 @@ class Core(_ProcessGroup):
             room.timeout = lambda: calls().patience()
         self._room = room
         keep_freed_memory()  # Gradients come and go with every step.
-        self.local = Local(room) if room is not None and self.hosts.count == 1 else None
+        self.local = HostCollectives(room) if room is not None and self.hosts.count == 1 else None
         """The collectives in shared memory; None where ranks live on several hosts or cannot share memory."""
         self._calls.use(room, self.local)
         self._do, self._begin = self._calls.do, self._calls.begin
@@ -100,7 +100,7 @@ class Core(_ProcessGroup):
         """Let `act` use the shared memory when all that stands in line is done; every rank calls this with the same."""
         self._calls.at_once(act, what, tensors)
 
-    def later(self, act: Callable[[], None], what: str, tensors: Sequence[Tensor]) -> Pending:
+    def later(self, act: Callable[[], None], what: str, tensors: Sequence[Tensor]) -> QueuedOp:
         """Do `act` on the group's thread, when all that stands in line is done; every rank asks for the same."""
         return self._calls.later(act, what, tensors)
 

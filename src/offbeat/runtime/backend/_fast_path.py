@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions
 from torch.distributed import ReduceOp
 
-from offbeat.runtime.backend._op_queue import Finished, Line
+from offbeat.runtime.backend._op_queue import Finished, OpQueue
 from offbeat.runtime.backend._runner import Runner
 from offbeat.runtime.collectives.one_sided.kernels import OPERATIONS
 from offbeat.runtime.collectives.one_sided.native import Turns, library
@@ -65,7 +65,7 @@ def state() -> str:
     )
 
 
-def quick(runner: Runner | None, line: Line) -> Any:
+def quick(runner: Runner | None, line: OpQueue) -> Any:
     """Who begins the all-reduces that are compiled, of a room and of those who stand in line for it; see `Unbegun`."""
     found, quicker = library(), _quicker()
     if runner is None or found is None or quicker is None:

@@ -15,7 +15,7 @@ from offbeat.runtime.collectives.one_sided.segment import Segment, SegmentError,
 
 
 @dataclass(frozen=True)
-class Hosts:
+class RankHosts:
     """Where the ranks of a group live."""
 
     of: tuple[int, ...]
@@ -56,7 +56,7 @@ def anew(store: Store, rank: int) -> Generator[Store]:
 
 def find_hosts(
     store: Store, rank: int, names: Sequence[int], timeout: timedelta, label: str, identity: str | None
-) -> Hosts:
+) -> RankHosts:
     """Ask everybody where it lives; waits until all have come, and says who has not."""
     keys = [f"host/{other}" for other in range(len(names))]
     store.set(keys[rank], identity or host_identity())
@@ -75,10 +75,12 @@ def find_hosts(
         ) from error
     numbers: dict[bytes, int] = {}
     told = store.multi_get(keys)
-    return Hosts(tuple(numbers.setdefault(bytes(name), len(numbers)) for name in told), rank)
+    return RankHosts(tuple(numbers.setdefault(bytes(name), len(numbers)) for name in told), rank)
 
 
-def open_room(store: Store, hosts: Hosts, names: tuple[int, ...], timeout: timedelta, explain: Explains) -> Room | None:
+def open_room(
+    store: Store, hosts: RankHosts, names: tuple[int, ...], timeout: timedelta, explain: Explains
+) -> Room | None:
     """Meet the others of this host; None where memory cannot be shared, which all ranks of the group agree on."""
     neighbours = hosts.neighbours
     leader, room, segment = neighbours[0], None, None

@@ -15,10 +15,10 @@ from offbeat.protocols.collectives import algorithm as algorithm_of
 from offbeat.protocols.schedule import View
 from offbeat.runtime.backend._call_ids import count_of, mark
 from offbeat.runtime.backend._checks import in_place
-from offbeat.runtime.backend._runner import Runner, Written, mismatch
+from offbeat.runtime.backend._runner import InterpretedAllReduce, Runner, mismatch
 from offbeat.runtime.collectives.one_sided.arena import ONE_SHOT, SMALL, Room
-from offbeat.runtime.collectives.one_sided.compile import Stage, compile_one_sided, even_blocks
-from offbeat.runtime.collectives.one_sided.interpret import Blocks, Piece, Work
+from offbeat.runtime.collectives.one_sided.compile import ProgramStage, compile_one_sided, even_blocks
+from offbeat.runtime.collectives.one_sided.interpret import Blocks, Piece, PreparedCollective
 from offbeat.runtime.collectives.one_sided.kernels import Array, Ways, as_words, ways_of, words_of
 from offbeat.runtime.collectives.one_sided.native import Turns, address_of
 from offbeat.runtime.collectives.one_sided.segment import Segment
@@ -63,18 +63,18 @@ class SharedTensors:
         return [segment.array(each * rank + offset, count, words) for rank in range(self._room.size)]
 
 
-class Local:
+class HostCollectives:
     """The collectives of one room. Every rank calls them in the same order, one at a time."""
 
     def __init__(self, room: Room) -> None:
         self.room, self.runner = room, Runner(room)
         self._engine = self.runner.engine
         self._view = View.of(room.size)
-        self._programs: dict[tuple[Collective, str, int], tuple[Stage, ...]] = {}
+        self._programs: dict[tuple[Collective, str, int], tuple[ProgramStage, ...]] = {}
         self._shared = SharedTensors(room)
         self._large = 0
 
-    def _program(self, collective: Collective, name: str, root: int = 0) -> tuple[Stage, ...]:
+    def _program(self, collective: Collective, name: str, root: int = 0) -> tuple[ProgramStage, ...]:
         key = (collective, name, root)
         found = self._programs.get(key)
         if found is None:
@@ -101,7 +101,7 @@ class Local:
                 return
             sort = alone.numel(), alone.dtype, int(operation)
             plan, small = self.runner.plans.get(sort), alone.nbytes <= ONE_SHOT
-            if isinstance(plan, Written):
+            if isinstance(plan, InterpretedAllReduce):
                 self.runner.run_written(plan, held[0])
                 return
             if plan is not None:
@@ -115,11 +115,11 @@ class Local:
             if not shared:  # Where tensors of this length may lie in shared memory, it depends on the tensor.
                 self.runner.plan(sort, plan)
 
-    def _written(self, count: int, dtype: torch.dtype, operation: Any) -> Written:
+    def _written(self, count: int, dtype: torch.dtype, operation: Any) -> InterpretedAllReduce:
         (stage,) = self._program(Collective.ALL_REDUCE, "one_shot")
         slots = [[slot[:count] for slot in turn] for turn in self._engine.small(words_of(dtype))]
         number, ways = mark("all_reduce", dtype, count, operation), ways_of(operation, dtype, self.room.size)
-        return Written(number, slots, stage.reduce[0][1], ways)
+        return InterpretedAllReduce(number, slots, stage.reduce[0][1], ways)
 
     def all_reduce_coalesced(self, tensors: Sequence[Tensor], operation: Any) -> None:
         """The same; small tensors travel together in one, which saves a round trip for each."""
@@ -168,7 +168,7 @@ class Local:
         number: int,
         ways: Ways,
         tensors: Sequence[Tensor],
-        stages: Sequence[Stage],
+        stages: Sequence[ProgramStage],
         width: int,
         pieces: Callable[[Array], list[Piece]],
     ) -> Turns | None:
@@ -176,9 +176,9 @@ class Local:
         self._look_at_memory()
         words = words_of(tensors[0].dtype)
 
-        def work() -> Work:
+        def work() -> PreparedCollective:
             rows = [as_words(tensor) for tensor in tensors]
-            return Work(stages, [piece for row in rows for piece in pieces(row)], rows, width, words)
+            return PreparedCollective(stages, [piece for row in rows for piece in pieces(row)], rows, width, words)
 
         whole = (*key, words, *(tensor.numel() for tensor in tensors))
         return self.runner.run(whole, number, ways, [tensor.data_ptr() for tensor in tensors], work)
@@ -212,8 +212,8 @@ class Local:
 
         stages = self._program(Collective.BROADCAST, algorithm, root)
 
-        def work() -> Work:
-            return Work(stages, _pieces(row, row, width, 1), [row], width, np.uint8)
+        def work() -> PreparedCollective:
+            return PreparedCollective(stages, _pieces(row, row, width, 1), [row], width, np.uint8)
 
         self.runner.run(("broadcast", algorithm, root, row.size), number, Ways(), [address_of(row)], work)
 
@@ -229,8 +229,8 @@ class Local:
         ways = ways_of(operation, tensor.dtype, size)
         rows = [row, result] if result is not row else [row]
 
-        def work() -> Work:
-            return Work(stages, _pieces(row, result, width, size), rows, width, row.dtype)
+        def work() -> PreparedCollective:
+            return PreparedCollective(stages, _pieces(row, result, width, size), rows, width, row.dtype)
 
         self.runner.run(key, number, ways, [address_of(row) for row in rows], work)
 
@@ -313,10 +313,10 @@ class Local:
         key = (collective, root, words, ways.plain, longest, sizes)
         stages = self._program(collective, "one_shot", root)
 
-        def work() -> Work:
+        def work() -> PreparedCollective:
             starts = range(0, longest, width)
             pieces = [(_windows(bring, start, width), _windows(rows, start, width)) for start in starts]
-            return Work(stages, pieces, given, width, words)
+            return PreparedCollective(stages, pieces, given, width, words)
 
         self.runner.run(key, number, ways, [address_of(row) for row in given], work)
 

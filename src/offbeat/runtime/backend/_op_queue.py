@@ -54,7 +54,7 @@ class Finished(dist._Work):  # pyright: ignore[reportPrivateUsage]
         return future
 
 
-class Pending(dist._Work):  # pyright: ignore[reportPrivateUsage]
+class QueuedOp(dist._Work):  # pyright: ignore[reportPrivateUsage]
     """An operation that stands in line."""
 
     def __init__(self, tensors: Sequence[Any]) -> None:
@@ -146,14 +146,14 @@ class Pending(dist._Work):  # pyright: ignore[reportPrivateUsage]
             future.set_result(self._tensors)
 
 
-class Line:
+class OpQueue:
     """One group's operations, one at a time."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.lock = threading.Lock()
         """Whose turn it is."""
-        self.queue: deque[tuple[Callable[[], None], Pending]] = deque()
+        self.queue: deque[tuple[Callable[[], None], QueuedOp]] = deque()
         self._filled = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -172,11 +172,11 @@ class Line:
             self.put(lambda: None, ()).wait()
         self.lock.acquire()
 
-    def put(self, act: Callable[[], None], tensors: Sequence[Any]) -> Pending:
+    def put(self, act: Callable[[], None], tensors: Sequence[Any]) -> QueuedOp:
         """Stand in line."""
         if self._closed:
             raise CollectiveError("this group has been destroyed: nothing more can be done with it")
-        pending = Pending(tensors)
+        pending = QueuedOp(tensors)
         if self._thread is threading.current_thread():
             # Asked for by what follows on a future, while everybody else waits: its turn is now, on every rank.
             pending.end(_failure_of(act))

@@ -111,26 +111,26 @@ def stand_in_for_gloo() -> None:
     stock: Any = dist.ProcessGroupGloo
     kind: Any = type(OffbeatGroup)
 
-    class Kind(kind):
+    class GlooBackendType(kind):
         """Torch asks whether the group that carries our messages is of Gloo's kind, too."""
 
         def __instancecheck__(self, instance: object) -> bool:
             """Whether it is of the kind that was put in Gloo's place, or of Gloo's."""
             return super().__instancecheck__(instance) or isinstance(instance, stock)
 
-    class StandIn(OffbeatGroup, metaclass=Kind):
+    class StandIn(OffbeatGroup, metaclass=GlooBackendType):
         """Made as torch makes a Gloo group."""
 
         def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any = c10d.default_pg_timeout) -> None:
             _teach_built_in_hooks()
             super().__init__(store, rank, size, timeout)
-            self.options = Asked()
+            self.options = GlooRecord()
 
         def getBackendName(self) -> str:  # noqa: N802 - torch's name
             """What was asked for."""
             return "gloo"
 
-    class Asked:
+    class GlooRecord:
         """What torch notes down about a Gloo group."""
 
         global_ranks_in_group: Any = ()

@@ -20,12 +20,12 @@ from torch import Tensor
 from offbeat.runtime.backend._call_ids import MismatchError, in_words
 from offbeat.runtime.collectives.one_sided.arena import Room
 from offbeat.runtime.collectives.one_sided.board import CALLS, SLOTS, STAGES
-from offbeat.runtime.collectives.one_sided.compile import Stage, even_blocks
-from offbeat.runtime.collectives.one_sided.interpret import Engine, Work, results_stay
+from offbeat.runtime.collectives.one_sided.compile import ProgramStage, even_blocks
+from offbeat.runtime.collectives.one_sided.interpret import Engine, PreparedCollective, results_stay
 from offbeat.runtime.collectives.one_sided.kernels import Array, Ways, as_words
 from offbeat.runtime.collectives.one_sided.native import (
     UNKNOWN,
-    Task,
+    NativeOperation,
     Turns,
     address_of,
     compiled,
@@ -41,7 +41,7 @@ Sort = tuple[int, torch.dtype, int]
 
 
 @dataclass(slots=True)
-class Written:
+class InterpretedAllReduce:
     """A small all-reduce that cannot be compiled, worked out for the interpreter."""
 
     mark: int
@@ -60,7 +60,7 @@ class Runner:
         self.room, self.engine = room, Engine(room)
         self._native = executor(room)
         self._known: dict[Any, Turns | None] = {}
-        self.plans: dict[Sort, Turns | Written] = {}
+        self.plans: dict[Sort, Turns | InterpretedAllReduce] = {}
         """All-reduces of one tensor that are worked out: compiled, or small ones for the interpreter."""
         self.start: Any = None if self._native is None else self._native.start
         """Begins a compiled operation (see `Executor.start`); None where there is no library."""
@@ -71,7 +71,7 @@ class Runner:
         self._quietly: Any = context.run
 
     def run(
-        self, key: Any, mark: int, ways: Ways, addresses: Sequence[int], worked_out: Callable[[], Work]
+        self, key: Any, mark: int, ways: Ways, addresses: Sequence[int], worked_out: Callable[[], PreparedCollective]
     ) -> Turns | None:
         """Do an operation; answers what it is compiled to, if it is.
 
@@ -116,7 +116,7 @@ class Runner:
         native: Any = self._native
         native.finish(turns, code, partial(mismatch, self.room))
 
-    def _learned(self, key: Any, work: Work, ways: Ways) -> tuple[Turns, Task] | None:
+    def _learned(self, key: Any, work: PreparedCollective, ways: Ways) -> tuple[Turns, NativeOperation] | None:
         """An operation, compiled for the slot that comes next; None if it cannot be."""
         room, native, slots = self.room, self._native, work.slots
         turns: Any = self._known.get(key, ())
@@ -136,13 +136,13 @@ class Runner:
         turns.put(turn, task)
         return turns, task
 
-    def plan(self, sort: Sort, plan: Turns | Written | None) -> None:
+    def plan(self, sort: Sort, plan: Turns | InterpretedAllReduce | None) -> None:
         """Let such all-reduces be begun at once from now on."""
         # Complex memory may count as conjugated the next time.
         if plan is not None and sort not in self.plans and not sort[1].is_complex:
             _keep(self.plans, sort, plan, _MOST_PLANS)
 
-    def run_written(self, plan: Written, tensor: Tensor) -> None:
+    def run_written(self, plan: InterpretedAllReduce, tensor: Tensor) -> None:
         """Do a small all-reduce in one stage: everybody reads everybody's slot."""
         address = tensor.data_ptr()
         if address != plan.address:
@@ -160,7 +160,7 @@ class Runner:
         if ways.finish is not None:
             ways.finish(row)
 
-    def run_live(self, stages: Sequence[Stage], rows: Sequence[Array], ways: Ways, mark: int) -> None:
+    def run_live(self, stages: Sequence[ProgramStage], rows: Sequence[Array], ways: Ways, mark: int) -> None:
         """An all-reduce of every rank's rows, which lie in shared memory."""
         key = (mark, address_of(rows[0]), ways.plain)
         if key not in self._known:
@@ -172,7 +172,7 @@ class Runner:
         else:
             self.again(turns, key[1])
 
-    def _live_turns(self, stages: Sequence[Stage], rows: Sequence[Array], ways: Ways, mark: int) -> Turns | None:
+    def _live_turns(self, stages: Sequence[ProgramStage], rows: Sequence[Array], ways: Ways, mark: int) -> Turns | None:
         native, everybody = self._native, tuple(range(self.room.size))
         if native is None or not results_stay(stages) or any(ranks != everybody for _, ranks in stages[0].reduce):
             return None

@@ -29,7 +29,7 @@ from offbeat.runtime.collectives.one_sided.kernels import torch_function
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendRange:
     """Start to send a range of the buffer."""
 
     peer: int
@@ -48,7 +48,7 @@ class Receive:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class WaitFor:
     """Wait for what was started: the number counts sends and receives from 0."""
 
     number: int
@@ -86,7 +86,7 @@ class Combine:
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class ScaleRange:
     """Multiply a range of the buffer."""
 
     start: int
@@ -94,7 +94,7 @@ class Scale:
     weight: float
 
 
-Step: TypeAlias = Send | Receive | Wait | SetAside | Put | Combine | Scale
+Step: TypeAlias = SendRange | Receive | WaitFor | SetAside | Put | Combine | ScaleRange
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Program:
     @cached_property
     def sent(self) -> int:
         """Elements that this rank sends to others."""
-        return sum(step.stop - step.start for step in self.steps if isinstance(step, Send))
+        return sum(step.stop - step.start for step in self.steps if isinstance(step, SendRange))
 
 
 Compiler = Callable[[Schedule, View, Layout, int], Program]
@@ -131,7 +131,7 @@ def compile_schedule(schedule: Schedule, view: View, layout: Layout, rank: int) 
     writer = _Writer()
     for part in parts:
         writer.write(part)
-    steps = (*writer.steps, *(Wait(flight.number) for flight in writer.flights))
+    steps = (*writer.steps, *(WaitFor(flight.number) for flight in writer.flights))
     return Program(rank, view.size, layout.count, writer.scratch.highest, steps)
 
 
@@ -279,7 +279,7 @@ class _Writer:
         """The steps of one part."""
         if part.kind == "send":
             self._settle(part.start, part.stop, writes=False)
-            self._start(Send(part.peer, part.start, part.stop), part.start, part.stop, writes=False)
+            self._start(SendRange(part.peer, part.start, part.stop), part.start, part.stop, writes=False)
         elif part.kind == "aside":
             self._settle(part.start, part.stop, writes=False)
             part.at = self.scratch.take(part.stop - part.start)
@@ -288,7 +288,7 @@ class _Writer:
             self._receive(part)
         elif part.kind == "scale":
             self._settle(part.start, part.stop, writes=True)
-            self.steps.append(Scale(part.start, part.stop, 1.0 if part.weight is None else part.weight))
+            self.steps.append(ScaleRange(part.start, part.stop, 1.0 if part.weight is None else part.weight))
         elif part.brought is not None and not part.brought.direct:
             self._use(part, part.brought)
 
@@ -325,7 +325,7 @@ class _Writer:
 
     def _wait(self, flight: _Flight) -> None:
         self.flights.remove(flight)
-        self.steps.append(Wait(flight.number))
+        self.steps.append(WaitFor(flight.number))
 
 
 # -- running ----------------------------------------------------------------------------------------------------------
@@ -366,10 +366,10 @@ def _go(
     works: list[Any] = []
     for step in steps:
         match step:
-            case Wait(number):
+            case WaitFor(number):
                 works[number].wait()
                 works[number] = None
-            case Send(peer, start, stop):
+            case SendRange(peer, start, stop):
                 works.append(group.send([buffer[start:stop]], peer, tag))
             case Receive(peer, start, stop, in_scratch):
                 works.append(group.recv([(scratch if in_scratch else buffer)[start:stop]], peer, tag))
@@ -379,7 +379,7 @@ def _go(
                     mine.add_(came, alpha=weight)
                     continue
                 combine(*((came, mine) if received_first else (mine, came)), out=mine)
-            case Scale(start, stop, weight):
+            case ScaleRange(start, stop, weight):
                 buffer[start:stop].mul_(weight)
             case SetAside(start, stop, at):
                 scratch[at : at + stop - start].copy_(buffer[start:stop])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from offbeat.runtime.compression.account import Account, together
+from offbeat.runtime.compression.account import CompressionAccount, together
 from offbeat.runtime.compression.build import build
-from offbeat.runtime.compression.coder import Coder, Feedback, Link, Plain
+from offbeat.runtime.compression.coder import Coder, Feedback, PayloadExchange, PlainCoder
 from offbeat.runtime.compression.link import GroupLink
 
-__all__ = ["Account", "Coder", "Feedback", "GroupLink", "Link", "Plain", "build", "together"]
+__all__ = ["Coder", "CompressionAccount", "Feedback", "GroupLink", "PayloadExchange", "PlainCoder", "build", "together"]

@@ -23,7 +23,7 @@ _PROBED = ("probes", "dense_seconds", "probing_seconds", "compared", "compressed
 _NAMES: tuple[str, ...] = (*_COUNTED, *_PROBED)
 
 
-class Account:
+class CompressionAccount:
     """What compressing one row, again and again, has come to on this worker."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ def timed(group: Group, act: Callable[[], object]) -> list[float]:
     return times
 
 
-def together(accounts: Sequence[Account], group: Group) -> dict[str, float]:
+def together(accounts: Sequence[CompressionAccount], group: Group) -> dict[str, float]:
     """Of all rows, the mean over the workers; all of them call this together.
 
     `as_dense_seconds` and `as_compressed_seconds` are what all of these exchanges would have taken if each took as

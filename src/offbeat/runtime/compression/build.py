@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 
 from offbeat.protocols.compression import (
-    BFloat,
-    Format,
-    Half,
-    LowRank,
-    Quantize,
-    RandomK,
+    BFloatFormat,
+    HalfFormat,
+    LowRankFormat,
+    QuantizeFormat,
+    RandomKFormat,
+    RowFormat,
     Shapes,
-    Sign,
-    Threshold,
-    TopK,
+    SignFormat,
+    ThresholdFormat,
+    TopKFormat,
 )
 from offbeat.runtime.compression.coder import Coder
 from offbeat.runtime.compression.half import Narrow
@@ -26,7 +26,7 @@ from offbeat.runtime.compression.sparse import Beyond, Largest
 
 
 def build(
-    form: Format,
+    form: RowFormat,
     shapes: Shapes = (),
     *,
     seed: int = 0,
@@ -40,21 +40,21 @@ def build(
     values that a sparse one keeps; `unbiased` has random ones stand for those that were left out.
     """
     match form:
-        case BFloat():
+        case BFloatFormat():
             return Narrow(torch.bfloat16)
-        case Half():
+        case HalfFormat():
             return Narrow(torch.float16)
-        case Quantize():
+        case QuantizeFormat():
             return Quantized(form, own_seed)
-        case Sign():
+        case SignFormat():
             return Signs()
-        case TopK(fraction):
+        case TopKFormat(fraction):
             return Largest(fraction, inner)
-        case Threshold(above):
+        case ThresholdFormat(above):
             return Beyond(above, inner)
-        case RandomK(fraction):
+        case RandomKFormat(fraction):
             return Drawn(fraction, seed, inner, unbiased)
-        case LowRank(rank):
+        case LowRankFormat(rank):
             return Thin(shapes, rank, seed)
         case _:
             raise NotImplementedError(f"no coder writes {form!r}")

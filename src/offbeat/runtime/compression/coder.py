@@ -22,7 +22,7 @@ PIECE = 1 << 18
 starting an operation costs nothing beside it."""
 
 
-class Link(Protocol):
+class PayloadExchange(Protocol):
     """How letters travel between workers that all call the same at the same time."""
 
     @property
@@ -57,7 +57,7 @@ class Coder(ABC):
         """Replace `out` by what a letter says."""
         self.add(letter, out.zero_())
 
-    def sum(self, row: Tensor, total: Tensor, link: Link) -> None:
+    def sum(self, row: Tensor, total: Tensor, link: PayloadExchange) -> None:
         """Write the sum of what all workers say into `total`, and leave in `row` what was left unsaid.
 
         The two may be the same row: then only the sum is of interest. Letters are added by rank, so that the sum is the
@@ -80,7 +80,7 @@ class Coder(ABC):
         del state
 
 
-class Plain(Coder):
+class PlainCoder(Coder):
     """Numbers as they are: what sparse coders do with the values that they keep, if nothing else is said."""
 
     def encode(self, row: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class Plain(Coder):
         expect(letter, out.numel() * out.element_size())
         out.add_(numbers(letter, out.dtype), alpha=weight)
 
-    def sum(self, row: Tensor, total: Tensor, link: Link) -> None:
+    def sum(self, row: Tensor, total: Tensor, link: PayloadExchange) -> None:
         """Everything is said."""
         if row is not total:
             total.copy_(row)
@@ -112,7 +112,7 @@ class Feedback:
         self.owed: Tensor | None = None
         """What this worker has not said yet; None before the first row, and where nobody keeps it."""
 
-    def sum(self, row: Tensor, link: Link, idle: Sequence[slice] = ()) -> None:
+    def sum(self, row: Tensor, link: PayloadExchange, idle: Sequence[slice] = ()) -> None:
         """Replace the row by the workers' sum, and remember what of this worker's is missing in it.
 
         What is owed in the `idle` parts of the row stays owed: nobody would use it now.
@@ -123,7 +123,7 @@ class Feedback:
             self.owing(row).add_(row)
         self.settle(row, link, idle)
 
-    def settle(self, row: Tensor, link: Link, idle: Sequence[slice] = ()) -> None:
+    def settle(self, row: Tensor, link: PayloadExchange, idle: Sequence[slice] = ()) -> None:
         """The same, of a row that has been added to what is owed already, or lies in `row` if nothing is ever owed."""
         if not self.on:
             self.coder.sum(row, row, link)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from offbeat.errors import NonFiniteError
 from offbeat.protocols.compression import SUMMED_AT_ONCE
-from offbeat.runtime.compression.coder import PIECE, Coder, Link, expect, numbers
+from offbeat.runtime.compression.coder import PIECE, Coder, PayloadExchange, expect, numbers
 
 _INFINITE, _SIGN = 0x7C00, 0x8000
 """Bits of a half: infinity, and the sign."""
@@ -38,14 +38,14 @@ class Narrow(Coder):
         expect(letter, 2 * out.numel())
         out.copy_(numbers(letter, self._kind))
 
-    def sum(self, row: Tensor, total: Tensor, link: Link) -> None:
+    def sum(self, row: Tensor, total: Tensor, link: PayloadExchange) -> None:
         """The sum is rounded, too, so its error is nobody's debt."""
         for start in range(0, row.numel(), SUMMED_AT_ONCE):
             self._sum_piece(
                 row[start : start + SUMMED_AT_ONCE], total[start : start + SUMMED_AT_ONCE], link, row is not total
             )
 
-    def _sum_piece(self, row: Tensor, total: Tensor, link: Link, apart: bool) -> None:
+    def _sum_piece(self, row: Tensor, total: Tensor, link: PayloadExchange, apart: bool) -> None:
         said = row.to(self._kind)
         if apart:
             row.sub_(said.to(row.dtype))

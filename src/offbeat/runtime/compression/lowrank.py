@@ -18,7 +18,7 @@ from torch import Tensor
 from offbeat.errors import RunError
 from offbeat.protocols.compression import Matrix, Shapes, matrices_in, numbers_in
 from offbeat.protocols.partition import mixed
-from offbeat.runtime.compression.coder import Coder, Link
+from offbeat.runtime.compression.coder import Coder, PayloadExchange
 
 
 class Thin(Coder):
@@ -42,7 +42,7 @@ class Thin(Coder):
         del letter, weight
         self.encode(out)
 
-    def sum(self, row: Tensor, total: Tensor, link: Link) -> None:
+    def sum(self, row: Tensor, total: Tensor, link: PayloadExchange) -> None:
         """Two sums: left sides with the rest, then right sides."""
         if row.numel() != self._count:
             raise RunError(f"lowrank was made for {self._count:,} numbers and was given {row.numel():,}.")
@@ -67,7 +67,9 @@ class Thin(Coder):
             drawn = torch.randn(len(stack), first.columns, first.rank, generator=random, dtype=dtype)
             self._right.append(torch.linalg.qr(drawn).Q)
 
-    def _summed(self, stacks: list[Tensor], rest: list[Tensor], link: Link) -> tuple[list[Tensor], list[Tensor]]:
+    def _summed(
+        self, stacks: list[Tensor], rest: list[Tensor], link: PayloadExchange
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """All of them in one exchange."""
         if not stacks and not rest:
             return [], []

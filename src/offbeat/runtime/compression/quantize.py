@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.protocols.compression import Quantize
+from offbeat.protocols.compression import QuantizeFormat
 from offbeat.protocols.partition import mixed
 from offbeat.runtime.compression.blocks import SMALLEST, Blocks
 from offbeat.runtime.compression.coder import PIECE
@@ -27,7 +27,7 @@ class Quantized(Blocks):
     Numbers that share a byte are as far apart in their block as can be, so that packing moves whole stretches of it.
     """
 
-    def __init__(self, form: Quantize, seed: int = 0) -> None:
+    def __init__(self, form: QuantizeFormat, seed: int = 0) -> None:
         self.bits = form.bits
         self._levels = form.levels
         self._chance = _Chance(seed) if form.stochastic else None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offbeat.protocols.compression import COUNT_BYTES, kept_of
 from offbeat.protocols.partition import mixed
-from offbeat.runtime.compression.coder import Coder, Link, Plain, expect, numbers, row_of
+from offbeat.runtime.compression.coder import Coder, PayloadExchange, PlainCoder, expect, numbers, row_of
 
 
 class Drawn(Coder):
@@ -27,7 +27,7 @@ class Drawn(Coder):
 
     def __init__(self, fraction: float, seed: int, inner: Coder | None = None, unbiased: bool = False) -> None:
         self._fraction, self._seed, self._unbiased = fraction, seed, unbiased
-        self._inner = Plain() if inner is None else inner
+        self._inner = PlainCoder() if inner is None else inner
         self.draws = 0
         """Rows that places were drawn for."""
 
@@ -54,7 +54,7 @@ class Drawn(Coder):
         self._inner.add(letter[COUNT_BYTES:], values, weight)
         out.numpy()[indices] += values.numpy()
 
-    def sum(self, row: Tensor, total: Tensor, link: Link) -> None:
+    def sum(self, row: Tensor, total: Tensor, link: PayloadExchange) -> None:
         """The values alone are summed."""
         indices, lengths = self._next(row)
         values = self._taken(row, indices, lengths)

@@ -20,18 +20,18 @@ from torch import Tensor
 
 from offbeat.errors import RunError
 from offbeat.protocols.compression import COUNT_BYTES, INDEX_BYTES, LARGEST_ROW, kept_of
-from offbeat.runtime.compression.coder import PIECE, Coder, Plain, expect, numbers, row_of
+from offbeat.runtime.compression.coder import PIECE, Coder, PlainCoder, expect, numbers, row_of
 
 Indices = NDArray[np.int64]
 _SAMPLE = 1 << 16
 """Numbers that are looked at to guess how large the largest are."""
 
 
-class Sparse(Coder):
+class SparseCoder(Coder):
     """What coders that send some of the numbers have in common."""
 
     def __init__(self, inner: Coder | None = None) -> None:
-        self._inner = Plain() if inner is None else inner
+        self._inner = PlainCoder() if inner is None else inner
 
     @abstractmethod
     def select(self, row: NDArray[Any]) -> Indices:
@@ -79,7 +79,7 @@ class Sparse(Coder):
         self._inner.load_state_dict(state)
 
 
-class Largest(Sparse):
+class Largest(SparseCoder):
     """A fraction of the numbers: the largest by magnitude."""
 
     def __init__(self, fraction: float, inner: Coder | None = None) -> None:
@@ -95,7 +95,7 @@ class Largest(Sparse):
         return kept_of(count, self._fraction), letter
 
 
-class Beyond(Sparse):
+class Beyond(SparseCoder):
     """All numbers beyond a magnitude, however many there are."""
 
     fixed = False

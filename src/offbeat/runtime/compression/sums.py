@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from offbeat.errors import RunError
 from offbeat.protocols.compression import Shapes
-from offbeat.runtime.compression.account import COMPARING, Account
+from offbeat.runtime.compression.account import COMPARING, CompressionAccount
 from offbeat.runtime.compression.coder import Feedback, all_finite
 from offbeat.runtime.compression.link import GroupLink
 from offbeat.runtime.gradients.in_place import GradientSums, gradient_of
@@ -49,7 +49,7 @@ class CompressedSums(GradientSums):
         self._rows = [_Row(self.parameters, members, compressor, n) for n, members in enumerate(chosen)]
 
     @property
-    def accounts(self) -> list[Account]:
+    def accounts(self) -> list[CompressionAccount]:
         """What compressing each row has come to so far."""
         return [row.account for row in self._rows]
 
@@ -112,7 +112,7 @@ class _Row:
         self.flat = torch.zeros(sum(sizes), dtype=_kind(self.parameters[0]))
         self._views = [piece.view(shape) for piece, shape in zip(self.flat.split(sizes), shapes, strict=True)]
         self.feedback = compressor(shapes, number)
-        self.account = Account()
+        self.account = CompressionAccount()
 
     def fill(self, weight: float, used: Any, dense: bool = False) -> None:
         """Add this worker's gradients, weighted, to what it owes; if nothing is owed or `dense`, put them into the row.

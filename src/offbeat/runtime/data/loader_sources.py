@@ -96,7 +96,7 @@ class Epoch:
     """Fixes what else is drawn."""
 
 
-class Source(ABC):
+class BatchSource(ABC):
     """One way of taking a worker's slices out of a user's loader."""
 
     knows_end = True
@@ -113,7 +113,7 @@ class Source(ABC):
         """Draw what the user's loader draws from the global generators before its first batch, for nothing."""
 
 
-class Indexed(Source):
+class Indexed(BatchSource):
     """A DataLoader over a map-style dataset."""
 
     def __init__(self, loader: DataLoader[Any], place: Share, parts: Parts) -> None:
@@ -244,7 +244,7 @@ def _merged(batches: Iterator[list[Any]], count: int) -> Iterator[list[Any]]:
         yield [index for batch in some for index in batch]
 
 
-class Streamed(Source):
+class Streamed(BatchSource):
     """A DataLoader over an iterable dataset; every worker reads the stream and keeps its slice of each batch."""
 
     knows_end = False
@@ -279,7 +279,7 @@ class Streamed(Source):
         self._bases.draw(1)
 
 
-class Cut(Source):
+class SlicedBatches(BatchSource):
     """Anything else: batches are taken as they come and cut along their first dimension."""
 
     knows_end = False
@@ -305,7 +305,7 @@ class Cut(Source):
             _Bases(cast("DataLoader[Any]", self._loader)).draw(1)
 
 
-class Whole(Source):
+class Whole(BatchSource):
     """A loader that is this worker's part already: only counted."""
 
     knows_end = False
@@ -323,10 +323,10 @@ class Whole(Source):
         """Nothing: it draws natively whenever it is iterated."""
 
 
-class InTurn(Source):
+class InTurn(BatchSource):
     """Several slices of every batch, one after the other."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[BatchSource]) -> None:
         self._sources = sources
         self.knows_end = sources[0].knows_end
 

@@ -25,7 +25,17 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from offbeat.errors import DataError
 from offbeat.protocols.partition import mixed
 from offbeat.runtime.data.label_skew import Parts
-from offbeat.runtime.data.loader_sources import Batch, Cut, Epoch, Indexed, InTurn, Share, Source, Streamed, Whole
+from offbeat.runtime.data.loader_sources import (
+    Batch,
+    BatchSource,
+    Epoch,
+    Indexed,
+    InTurn,
+    Share,
+    SlicedBatches,
+    Streamed,
+    Whole,
+)
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.state.random_state import Draws, Lent, Own, State, capture, packed, seeded, unpacked
 
@@ -79,7 +89,7 @@ class Feed(Protocol):
 class Loader:
     """What `team.prepare` gives back for a loader: iterate it as before."""
 
-    def __init__(self, original: Iterable[Any], source: Source, feed: Feed, place: Share) -> None:
+    def __init__(self, original: Iterable[Any], source: BatchSource, feed: Feed, place: Share) -> None:
         self._original, self._source, self._feed, self._place = original, source, feed, place
         self._looks = 0
         self._missed = 0
@@ -267,7 +277,7 @@ def divide(loader: Iterable[Any], shares: Sequence[Share], feed: Feed, parts: Pa
     return Loader(loader, sources[0] if len(sources) == 1 else InTurn(sources), feed, shares[0])
 
 
-def _source_for(loader: Iterable[Any], place: Share, parts: Parts, split: bool) -> Source:
+def _source_for(loader: Iterable[Any], place: Share, parts: Parts, split: bool) -> BatchSource:
     if not split or _already_divided(loader, place):
         return Whole(loader)
     if place.merge > 1 and not _is_indexed(loader):
@@ -276,16 +286,16 @@ def _source_for(loader: Iterable[Any], place: Share, parts: Parts, split: bool) 
             f"over a map-style dataset hands out finished ones. Measure strong scaling, or give such a DataLoader."
         )
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-        return Cut(loader, place)
+        return SlicedBatches(loader, place)
     given = cast("DataLoader[Any]", loader)
     if given.batch_sampler is None and not isinstance(given.dataset, IterableDataset):
-        return Cut(loader, place)
+        return SlicedBatches(loader, place)
     if isinstance(given.dataset, IterableDataset):
         if parts.alpha is not None:
             raise DataError(
                 "dirichlet(alpha) needs to know all labels beforehand, which a stream does not. Use iid parts."
             )
-        return Cut(loader, place) if given.batch_size is None or place.size == 1 else Streamed(given, place)
+        return SlicedBatches(loader, place) if given.batch_size is None or place.size == 1 else Streamed(given, place)
     return Indexed(given, place, parts)
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from offbeat.protocols.disturbances import AtStep, Disturbance, Kill, Pause, Plan
+from offbeat.protocols.disturbances import AtStep, Disturbance, FaultPlan, KillFault, Pause
 from offbeat.runtime.disturb._owner import GuardProcess
 from offbeat.runtime.events.recorder import RECORDER, About, Mark
 
@@ -37,7 +37,7 @@ class Disturber:
         after: int | None = None,
     ) -> None:
         self._fired = frozenset(fired)
-        self._plan = Plan(disturbances, role, rank, seed)
+        self._plan = FaultPlan(disturbances, role, rank, seed)
         self._tell = tell
         self._next: int | None = None if after is None else after + 1
         self._begun = False
@@ -82,11 +82,11 @@ class Disturber:
         if self._guard is not None:
             self._guard.begin()
 
-    def _fire(self, sentence: int, action: Kill | Pause) -> None:
+    def _fire(self, sentence: int, action: KillFault | Pause) -> None:
         if sentence in self._fired and isinstance(action.when, AtStep):
             return
         self._count(sentence)
-        if isinstance(action, Kill):
+        if isinstance(action, KillFault):
             print(f"disturbed: {self._plan.disturbances[sentence].text}", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         elif self._guard is not None:
@@ -113,7 +113,7 @@ class Disturber:
             self._paused_by_the_clock()
             self._guard = None
         self._pacer = None
-        self._plan = Plan((), self._plan.role, self._plan.rank, self._plan.seed)
+        self._plan = FaultPlan((), self._plan.role, self._plan.rank, self._plan.seed)
 
 
 class Pacer:

@@ -28,7 +28,7 @@ _OFFBEAT = str(Path(__file__).parents[2]) + os.sep
 _OURS = (str(Path(torch.__file__).parent) + os.sep, _OFFBEAT, "<frozen")
 
 
-class Shape(NamedTuple):
+class CallShape(NamedTuple):
     """How a method is to be described."""
 
     operation: str
@@ -69,7 +69,7 @@ class Stamps:
         size = len(self._members)
         return size if self._members == tuple(range(size)) else self._members
 
-    def collective(self, shape: Shape, act: Callable[..., Any], args: Sequence[Any], more: dict[str, Any]) -> Any:
+    def collective(self, shape: CallShape, act: Callable[..., Any], args: Sequence[Any], more: dict[str, Any]) -> Any:
         """Do it, and say so before and after."""
         recorder = self._recorder
         options = args[-1] if args and type(args[-1]) in _OPTIONS else more.get("opts")

@@ -19,34 +19,34 @@ from torch.distributed import distributed_c10d as c10d
 
 from offbeat.runtime.backend._core import ALIVE
 from offbeat.runtime.backend._group import OffbeatGroup
-from offbeat.runtime.events.calls import Shape, Stamps, device_of
+from offbeat.runtime.events.calls import CallShape, Stamps, device_of
 from offbeat.runtime.events.recorder import Recorder
 
 _ProcessGroup: Any = dist.ProcessGroup
 _Meta: Any = type(_ProcessGroup)
 _COLLECTIVES = {
-    "allreduce": Shape("all_reduce", reduces=True),
-    "allreduce_coalesced": Shape("all_reduce_coalesced", reduces=True),
-    "broadcast": Shape("broadcast", rooted=True),
-    "reduce": Shape("reduce", rooted=True, reduces=True),
-    "allgather": Shape("all_gather", None),
-    "allgather_coalesced": Shape("all_gather_coalesced", None),
-    "all_gather_single": Shape("all_gather_into_tensor", 1),
-    "_allgather_base": Shape("all_gather_into_tensor", 1),
-    "all_gather_single_coalesced": Shape("all_gather_coalesced", None),
-    "allgather_into_tensor_coalesced": Shape("all_gather_coalesced", None),
-    "gather": Shape("gather", None, rooted=True),
-    "scatter": Shape("scatter", None, rooted=True),
-    "reduce_scatter": Shape("reduce_scatter", None, reduces=True),
-    "reduce_scatter_single": Shape("reduce_scatter_tensor", 1, reduces=True),
-    "_reduce_scatter_base": Shape("reduce_scatter_tensor", 1, reduces=True),
-    "reduce_scatter_single_coalesced": Shape("reduce_scatter_coalesced", None, reduces=True),
-    "reduce_scatter_tensor_coalesced": Shape("reduce_scatter_coalesced", None, reduces=True),
-    "alltoall": Shape("all_to_all", None),
-    "all_to_all_single": Shape("all_to_all_single", None),
-    "alltoall_base": Shape("all_to_all_single", None),
-    "barrier": Shape("barrier", None),
-    "monitored_barrier": Shape("monitored_barrier", None, blocks=True),
+    "allreduce": CallShape("all_reduce", reduces=True),
+    "allreduce_coalesced": CallShape("all_reduce_coalesced", reduces=True),
+    "broadcast": CallShape("broadcast", rooted=True),
+    "reduce": CallShape("reduce", rooted=True, reduces=True),
+    "allgather": CallShape("all_gather", None),
+    "allgather_coalesced": CallShape("all_gather_coalesced", None),
+    "all_gather_single": CallShape("all_gather_into_tensor", 1),
+    "_allgather_base": CallShape("all_gather_into_tensor", 1),
+    "all_gather_single_coalesced": CallShape("all_gather_coalesced", None),
+    "allgather_into_tensor_coalesced": CallShape("all_gather_coalesced", None),
+    "gather": CallShape("gather", None, rooted=True),
+    "scatter": CallShape("scatter", None, rooted=True),
+    "reduce_scatter": CallShape("reduce_scatter", None, reduces=True),
+    "reduce_scatter_single": CallShape("reduce_scatter_tensor", 1, reduces=True),
+    "_reduce_scatter_base": CallShape("reduce_scatter_tensor", 1, reduces=True),
+    "reduce_scatter_single_coalesced": CallShape("reduce_scatter_coalesced", None, reduces=True),
+    "reduce_scatter_tensor_coalesced": CallShape("reduce_scatter_coalesced", None, reduces=True),
+    "alltoall": CallShape("all_to_all", None),
+    "all_to_all_single": CallShape("all_to_all_single", None),
+    "alltoall_base": CallShape("all_to_all_single", None),
+    "barrier": CallShape("barrier", None),
+    "monitored_barrier": CallShape("monitored_barrier", None, blocks=True),
 }
 _MESSAGES = {"send": "send to", "recv": "receive from", "recv_anysource": "receive from"}
 _OLDER = {
@@ -56,8 +56,8 @@ _OLDER = {
 }
 """By which name torch calls groups in Python that do not know the newer one."""
 _EXCHANGES = {
-    "at_once": Shape("exchange", None, blocks=True, exchanged=2),
-    "later": Shape("exchange", None, exchanged=2),
+    "at_once": CallShape("exchange", None, blocks=True, exchanged=2),
+    "later": CallShape("exchange", None, exchanged=2),
 }
 """What our own algorithms do in shared memory is an exchange, too: now, or on the group's thread."""
 
@@ -77,7 +77,7 @@ def _acting(base: type[Any], method: str, stock: Callable[[Any], Any]) -> Act:
     return lambda group: getattr(stock(group), method)
 
 
-def _collective(method: str, shape: Shape, acting: Act) -> Callable[..., Any]:
+def _collective(method: str, shape: CallShape, acting: Act) -> Callable[..., Any]:
     def stamped(self: Any, *args: Any, **more: Any) -> Any:
         return self.stamps.collective(shape, acting(self), args, more)
 
@@ -118,7 +118,7 @@ class Several:
         """Who counts the calls with tensors there, or without any."""
         return self._usual if device is None else self._by.get(device.type, self._usual)
 
-    def collective(self, shape: Shape, act: Callable[..., Any], args: Sequence[Any], more: dict[str, Any]) -> Any:
+    def collective(self, shape: CallShape, act: Callable[..., Any], args: Sequence[Any], more: dict[str, Any]) -> Any:
         """Do it, and say so before and after."""
         return self.at(device_of(args)).collective(shape, act, args, more)
 

@@ -11,9 +11,9 @@ from offbeat.protocols.servers.messages import ClusterView, Pull, PullReply, Pus
 from offbeat.protocols.servers.replica.server import ServerMachine
 from offbeat.protocols.servers.worker.client import ClientMachine
 from offbeat.protocols.servers.worker.notices import (
-    Asked,
     ClientRequest,
     LoadRequest,
+    OpenRequest,
     PullRequest,
     PushRequest,
     RangeRequest,
@@ -78,7 +78,7 @@ class Requests:
         self._recorder = recorder
         self._workers = workers
 
-    def asked(self, request: ClientRequest, asked: Asked, machine: ClientMachine) -> None:
+    def asked(self, request: ClientRequest, asked: OpenRequest, machine: ClientMachine) -> None:
         """Something was asked for: with the final push a step is finished, with a load all go on from its clock."""
         match request:
             case PushRequest(parts, clock, final=final):

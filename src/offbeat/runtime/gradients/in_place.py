@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from offbeat.errors import RunError
 from offbeat.protocols.collectives import Collective
-from offbeat.protocols.exchanges import Exchanged, Gradient, sums_in_memory
+from offbeat.protocols.exchanges import Exchanged, GradientShape, sums_in_memory
 from offbeat.runtime.gradients.buckets import hook
 from offbeat.runtime.gradients.header import Header
 from offbeat.runtime.groups.group import DirectGroup
@@ -146,7 +146,7 @@ class GradientSums:
     def _plan(self, used: NDArray[Any]) -> tuple[list[_Pack], list[list[Parameter]], tuple[Exchanged, ...]]:
         members, group = [self.parameters[i] for i in np.flatnonzero(used)], self._group
         plan = sums_in_memory(
-            [Gradient(p.dtype, p.numel(), p.element_size()) for p in members],
+            [GradientShape(p.dtype, p.numel(), p.element_size()) for p in members],
             lambda nbytes: group.algorithm(Collective.ALL_REDUCE, nbytes),
             self._own_blocks,
         )

@@ -67,7 +67,7 @@ Key = tuple[str, int, int, str | None, int]
 """What, bytes, bytes of an element, by which algorithm (None: the backend's own), and from which root."""
 
 
-class Traffic(dict[Key, tuple[int, Exchanged]]):
+class ExchangeTraffic(dict[Key, tuple[int, Exchanged]]):
     """What this worker sends in an exchange, and the exchange; the schedule of each is walked once."""
 
     def __init__(self, view: View, rank: int, algorithm: Callable[[Collective, int], str]) -> None:

@@ -24,7 +24,7 @@ from offbeat.runtime.groups.membership import Membership
 from offbeat.runtime.groups.presence import Presence
 from offbeat.runtime.run.rank_environment import Place
 from offbeat.runtime.servers.client import Client
-from offbeat.runtime.servers.plan import Plan
+from offbeat.runtime.servers.plan import ServerPlan
 
 _WELCOME = "new workers being there"
 _AT_ONCE = 4096
@@ -33,7 +33,7 @@ _SUMMED = (torch.float32, torch.float64)
 """Kinds of numbers that are summed as they are; others are as float64."""
 
 
-class Meetings:
+class CoordinatedMeetings:
     """Meetings of all live workers at the coordinator, which one worker comes to one after the other."""
 
     def __init__(self, client: Client, rank: int, members: Callable[[], tuple[int, ...]], outside: bool) -> None:
@@ -66,7 +66,7 @@ class Meetings:
 class CoordinatedMembership(Membership):
     """The live workers, as the coordinator knows them; others may join."""
 
-    def __init__(self, meetings: Meetings, rank: int, size: int) -> None:
+    def __init__(self, meetings: CoordinatedMeetings, rank: int, size: int) -> None:
         self._meetings, self._client = meetings, meetings.client
         self._rank, self._size = rank, size
         self.presence: Presence | None = None
@@ -158,10 +158,10 @@ class CoordinatedGroup(Group):
     What it sends goes through its client, which counts it with what is sent to servers.
     """
 
-    def __init__(self, place: Place, timeout: timedelta, plan: Plan, joins: bool = False) -> None:
+    def __init__(self, place: Place, timeout: timedelta, plan: ServerPlan, joins: bool = False) -> None:
         super().__init__(place, timeout)
         self.client = Client(plan, place.rank, timeout.total_seconds(), joins)
-        self._meetings = Meetings(self.client, self.rank, lambda: self.client.view.workers, joins)
+        self._meetings = CoordinatedMeetings(self.client, self.rank, lambda: self.client.view.workers, joins)
         self._membership = CoordinatedMembership(self._meetings, self.rank, self.size)
         if place.size > 1:
             self.presence = self._membership.presence = self.client.presence = self._attend(place)
@@ -269,6 +269,6 @@ class CoordinatedGroup(Group):
         self.client.close()
 
 
-def group_for(place: Place, timeout: timedelta, device: torch.device, plan: Plan | None, joins: bool) -> Group:
+def group_for(place: Place, timeout: timedelta, device: torch.device, plan: ServerPlan | None, joins: bool) -> Group:
     """The workers of a run: connected with each other, or, where there is a plan of servers, by the coordinator."""
     return DirectGroup(place, timeout, device) if plan is None else CoordinatedGroup(place, timeout, plan, joins)

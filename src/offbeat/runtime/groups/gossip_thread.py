@@ -28,14 +28,14 @@ from offbeat.protocols.gossip.machine import (
     PAUSE,
     STEPPED,
     Ask,
+    CopyRow,
     Find,
     Gossiper,
     Grant,
     Lose,
-    Meet,
     Message,
     Move,
-    Read,
+    MoveHalfway,
 )
 from offbeat.protocols.gossip.snapshots import GossipCut
 from offbeat.protocols.machine import NOTHING, Done, Effect, Ended, Event, Machine, Payload, Received, Send, Start
@@ -43,7 +43,7 @@ from offbeat.runtime.events.recorder import RECORDER, About, Mark, Recorder
 from offbeat.runtime.groups.coordinated import CoordinatedMembership
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.messages import Codec, Endpoint, Inbox, Keys, address_in, drive, private_directory
-from offbeat.runtime.servers.plan import Plan
+from offbeat.runtime.servers.plan import ServerPlan
 
 _LONGEST: Final = 512
 """Bytes of a path."""
@@ -72,7 +72,7 @@ class _Noted:
         if isinstance(event, Received) and self._machine.met > met:
             self._note(Mark.RECEIVED, event.sender, event.message)
         for effect in effects:
-            if isinstance(effect, Start) and isinstance(effect.work, Meet) and isinstance(event, Received):
+            if isinstance(effect, Start) and isinstance(effect.work, MoveHalfway) and isinstance(event, Received):
                 self._note(Mark.RECEIVED, event.sender, event.message)
             elif isinstance(effect, Send) and isinstance(effect.message, Ask | Grant):
                 self._note(Mark.SENT, effect.to, effect.message)
@@ -114,7 +114,7 @@ Graph = Callable[[Sequence[int]], Sequence[int]]
 class _Homes:
     """Where neighbours are found: by the plan of a run, or in a folder that worker 0 makes."""
 
-    def __init__(self, group: Group, plan: Plan | None) -> None:
+    def __init__(self, group: Group, plan: ServerPlan | None) -> None:
         self._group, self._plan = group, plan
         self._made = ExitStack()
         self._folder = ""
@@ -148,7 +148,7 @@ class _Homes:
 class Chat:
     """A worker's row, and the thread that keeps it in talk with its neighbours; all workers make theirs together."""
 
-    def __init__(self, group: Group, graph: Graph, row: Tensor, seed: int, plan: Plan | None = None) -> None:
+    def __init__(self, group: Group, graph: Graph, row: Tensor, seed: int, plan: ServerPlan | None = None) -> None:
         self._group, self._graph = group, graph
         self._homes = _Homes(group, plan)
         self._neighbours = [worker_name(rank) for rank in graph(group.membership.members)]
@@ -231,9 +231,9 @@ class Chat:
         del token
         with self._lock:
             match item:
-                case Read():
+                case CopyRow():
                     return _payload(self._numbers.copy())
-                case Meet(row):
+                case MoveHalfway(row):
                     move = (self._of(row) - self._numbers) / 2
                     self._numbers += move
                     return _payload(move)

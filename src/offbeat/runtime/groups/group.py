@@ -26,11 +26,11 @@ from offbeat.runtime.backend import GLOO, OffbeatGroup
 from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.collectives.two_sided import Program, run
 from offbeat.runtime.gradients.algorithm_choice import Sums
-from offbeat.runtime.gradients.traffic import SentBytes, Traffic
+from offbeat.runtime.gradients.traffic import ExchangeTraffic, SentBytes
 from offbeat.runtime.groups.connection import Connection
 from offbeat.runtime.groups.membership import Membership, StaticMembership
 from offbeat.runtime.groups.presence import Presence
-from offbeat.runtime.groups.waits import Wait, Waits
+from offbeat.runtime.groups.waits import ExchangeWait, Waits
 from offbeat.runtime.run.rank_environment import Place
 
 _WAITED_FOR = AllreduceOptions()
@@ -153,7 +153,7 @@ class DirectGroup(Group):
         if self._connection is not None:
             self.process_group, self.view = self._connection.first, self._connection.view
             self.presence = self.waits.presence
-        self._traffic = Traffic(self.view, self.rank, self.algorithm)
+        self._traffic = ExchangeTraffic(self.view, self.rank, self.algorithm)
         self._membership = StaticMembership(self.rank, self.size, self.presence, timeout.total_seconds())
 
     def algorithm(self, collective: Collective, nbytes: int) -> str:
@@ -214,12 +214,12 @@ class DirectGroup(Group):
         """Sum tensors times a weight where they lie, through shared memory; or only this worker's blocks of them."""
         one = sum_in_memory(sum(tensor.nbytes for tensor in tensors), tensors[0].itemsize, own_blocks)
         self.note(one.what, one.nbytes, one.itemsize, one.by)
-        with Wait(self.waits, what):
+        with ExchangeWait(self.waits, what):
             self.process_group.sum_in_place(tensors, weight, own_blocks, what)
 
     def shared_segment(self, size: int, what: str) -> Segment:
         """So many bytes of memory that all workers of the host have; all call this together."""
-        with Wait(self.waits, what):
+        with ExchangeWait(self.waits, what):
             return self.process_group.share_segment(size, what)
 
     def run(self, program: Program, row: Tensor, scratch: Tensor, what: str, mixed: Exchanged | None = None) -> None:
@@ -234,7 +234,7 @@ class DirectGroup(Group):
         def act() -> None:
             run(program, row, group.messages if ours else group, scratch=scratch)
 
-        with Wait(self.waits, what):
+        with ExchangeWait(self.waits, what):
             group.later(act, what, [row]).wait() if ours else act()
 
     def start_sum(self, tensor: Tensor, what: str) -> Pending:
@@ -242,7 +242,7 @@ class DirectGroup(Group):
         if self.size == 1:
             return DONE
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        nbytes, itemsize, sums, wait = real.nbytes, real.itemsize, self.sums_by, Wait(self.waits, what)
+        nbytes, itemsize, sums, wait = real.nbytes, real.itemsize, self.sums_by, ExchangeWait(self.waits, what)
         if sums is None:
             self.sent.add(*self._traffic["all_reduce", nbytes, itemsize, None, 0])
             with wait:
@@ -263,7 +263,7 @@ class DirectGroup(Group):
             return tensor
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         self.sent.add(*self._traffic["all_reduce", real.nbytes, real.itemsize, None, 0])
-        with Wait(self.waits, what):
+        with ExchangeWait(self.waits, what):
             self.process_group.allreduce([real], _WAITED_FOR).wait()
         return tensor
 
@@ -273,7 +273,7 @@ class DirectGroup(Group):
             return tensor
         total = tensor.coalesce()
         self.note("all_gather", total.values().nbytes + total.indices().nbytes, by=GLOO[Collective.ALL_GATHER])
-        with Wait(self.waits, what):
+        with ExchangeWait(self.waits, what):
             self.process_group.allreduce([total]).wait()
         return total
 
@@ -286,7 +286,7 @@ class DirectGroup(Group):
             options.rootRank = root
             # As bytes, because backends do not know every kind of number.
             raw = held.reshape(-1).view(torch.uint8)
-            with Wait(self.waits, what):
+            with ExchangeWait(self.waits, what):
                 self.process_group.broadcast([raw], options).wait()
             if held is not tensor:
                 tensor.copy_(held)
@@ -312,7 +312,7 @@ class DirectGroup(Group):
         self.note("all_gather", given.numel())
         outputs = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         if longest:
-            with Wait(self.waits, what):
+            with ExchangeWait(self.waits, what):
                 self.process_group.allgather([outputs], [given]).wait()
         return [output[:length] for output, length in zip(outputs, lengths, strict=True)]
 

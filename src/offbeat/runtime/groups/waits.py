@@ -72,7 +72,7 @@ class Waits:
         )
 
 
-class Wait:
+class ExchangeWait:
     """One exchange that this worker waits in: around whatever may wait for the others, or for work that has begun."""
 
     spare = 0

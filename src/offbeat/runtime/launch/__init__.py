@@ -13,7 +13,7 @@ from offbeat.runtime.launch._rendezvous import (
     threads_for,
     worker_environment,
 )
-from offbeat.runtime.launch._roles import Outcome, RemoteError, Role
+from offbeat.runtime.launch._roles import RemoteError, Role, RoleOutcome
 
 __all__ = [
     "EVERYWHERE",
@@ -22,10 +22,10 @@ __all__ = [
     "Control",
     "Launcher",
     "LogFollower",
-    "Outcome",
     "PrivateStore",
     "RemoteError",
     "Role",
+    "RoleOutcome",
     "free_port",
     "last_lines",
     "obituary",

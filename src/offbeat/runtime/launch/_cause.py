@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from offbeat import errors
 from offbeat.errors import OffbeatError, WorkerError
 from offbeat.runtime.launch._logs import last_lines
-from offbeat.runtime.launch._roles import Outcome, RemoteError, Role
+from offbeat.runtime.launch._roles import RemoteError, Role, RoleOutcome
 
 HEAD_START = 0.1
 """Seconds by which a death is dated back: the kernel closes a dying process's sockets, which its peers notice,
@@ -84,7 +84,7 @@ def cause_of(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=lambda f: (f.is_consequence, f.at - (HEAD_START if f.signal is not None else 0.0)))
 
 
-def obituary(outcome: Outcome) -> str:
+def obituary(outcome: RoleOutcome) -> str:
     """How a process that did not end well has ended, with the end of its log."""
     return str(error_for(Failure(outcome.role, 0.0, outcome.error, outcome.exit_code, outcome.signal)))
 

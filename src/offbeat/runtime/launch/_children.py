@@ -13,9 +13,9 @@ from pathlib import Path
 
 from offbeat.errors import OutputError, UsageError, WaitError
 from offbeat.runtime.launch import _groups
-from offbeat.runtime.launch._link import Link
+from offbeat.runtime.launch._link import ForkServerLink
 from offbeat.runtime.launch._messages import Channel, Fork, FromChild, Signal, frame
-from offbeat.runtime.launch._roles import Outcome, RemoteError, Role
+from offbeat.runtime.launch._roles import RemoteError, Role, RoleOutcome
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Child:
     interrupted: bool = False
     stopped_since: float | None = None
     overdue: bool = False
-    outcome: Outcome | None = None
+    outcome: RoleOutcome | None = None
 
     @property
     def standstill(self) -> RemoteError | None:
@@ -47,7 +47,7 @@ class Child:
 class Children:
     """All of them, and what is heard of them."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: ForkServerLink) -> None:
         self._link = link
         self._held = contextlib.ExitStack()
         self.selector = self._held.enter_context(contextlib.closing(selectors.DefaultSelector()))
@@ -78,7 +78,7 @@ class Children:
         """Those of which the fork server has not said that they are there."""
         return [child for child in self.all.values() if child.pid is None]
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[RoleOutcome]:
         """How those have ended that have."""
         return [child.outcome for child in self.all.values() if child.outcome is not None]
 

@@ -8,9 +8,9 @@ from types import TracebackType
 
 from offbeat.errors import UsageError
 from offbeat.runtime.launch._interrupts import Interrupts
-from offbeat.runtime.launch._link import Link
-from offbeat.runtime.launch._roles import Outcome, Role
-from offbeat.runtime.launch._run import OnEnd, OnMessage, OnTick, Run
+from offbeat.runtime.launch._link import ForkServerLink
+from offbeat.runtime.launch._roles import Role, RoleOutcome
+from offbeat.runtime.launch._run import LaunchedRun, OnEnd, OnMessage, OnTick
 
 PRELOAD = ("numpy", "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "safetensors.torch")
 """What nearly every role imports; each costs its import once per launcher, not once per process."""
@@ -27,16 +27,16 @@ class Launcher:
 
     def __init__(self, preload: Sequence[str] = PRELOAD) -> None:
         self._preload = tuple(preload)
-        self._link: Link | None = None
+        self._link: ForkServerLink | None = None
         self._running = False
-        self._run: Run | None = None
+        self._run: LaunchedRun | None = None
 
     def start(self) -> None:
         """Spawn the fork server, if there is none; returns at once, while its imports go on."""
         if self._link is not None and not self._link.is_usable:
             self.close()
         if self._link is None:
-            self._link = Link(self._preload)
+            self._link = ForkServerLink(self._preload)
 
     @property
     def server_pid(self) -> int | None:
@@ -51,7 +51,7 @@ class Launcher:
         on_tick: OnTick | None = None,
         on_end: OnEnd | None = None,
         grace: timedelta = GRACE,
-    ) -> list[Outcome]:
+    ) -> list[RoleOutcome]:
         """Run roles until all but those that serve have ended well; the first failure ends the others and is raised.
 
         `on_message(role, message)`, `on_end(outcome)` of each role, and `on_tick()`, about ten times a second, are
@@ -67,7 +67,7 @@ class Launcher:
             self.start()
             assert self._link is not None  # noqa: S101 (start made it)
             with Interrupts() as interrupts:
-                self._run = Run(self._link, on_message, on_tick, grace, interrupts, on_end)
+                self._run = LaunchedRun(self._link, on_message, on_tick, grace, interrupts, on_end)
                 return self._run.go(roles)
         finally:
             self._running, self._run = False, None

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from offbeat.runtime.launch._messages import Channel, FromServer, Hello, ToServer
+from offbeat.runtime.launch._messages import Channel, FromServer, LauncherHello, ToServer
 
 SEND_DEADLINE = 30
 """Seconds that the fork server may leave a message unread."""
@@ -25,7 +25,7 @@ class ServerGoneError(Exception):
     """The fork server has ended or does not listen; the run turns it into an error that says why."""
 
 
-class Link:
+class ForkServerLink:
     """One fork server, as its launcher sees it."""
 
     def __init__(self, preload: Sequence[str]) -> None:
@@ -47,7 +47,7 @@ class Link:
         self.is_usable = True
         """Whether a run can still be made with it."""
         with contextlib.suppress(ServerGoneError):  # The first run will say what was wrong.
-            self.send(Hello(list(preload), [entry or str(Path.cwd()) for entry in sys.path]))
+            self.send(LauncherHello(list(preload), [entry or str(Path.cwd()) for entry in sys.path]))
 
     @property
     def pid(self) -> int:

@@ -29,7 +29,7 @@ _CHUNK = 1024 * 1024
 _FDS_AT_ONCE = 8
 
 
-class Hello(msgspec.Struct, tag=True, frozen=True):
+class LauncherHello(msgspec.Struct, tag=True, frozen=True):
     """Launcher to server, once: what to import, and from where."""
 
     preload: list[str]
@@ -62,7 +62,7 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
     """Launcher to server: answer when no process of any role is left."""
 
 
-class Ready(msgspec.Struct, tag=True, frozen=True):
+class ServerReady(msgspec.Struct, tag=True, frozen=True):
     """Server to launcher: everything is imported."""
 
     seconds: float
@@ -82,14 +82,14 @@ class Forked(msgspec.Struct, tag=True, frozen=True):
     pid: int
 
 
-class Refused(msgspec.Struct, tag=True, frozen=True):
+class ForkRefused(msgspec.Struct, tag=True, frozen=True):
     """Server to launcher: a role could not be forked."""
 
     id: int
     message: str
 
 
-class Ended(msgspec.Struct, tag=True, frozen=True):
+class RoleEnded(msgspec.Struct, tag=True, frozen=True):
     """Server to launcher: a role's process has ended, with a code or by a signal."""
 
     id: int
@@ -115,8 +115,8 @@ class Exiting(msgspec.Struct, tag=True, frozen=True):
     at: float
 
 
-ToServer = Hello | Fork | Signal | Drain
-FromServer = Ready | Broken | Forked | Refused | Ended | Drained
+ToServer = LauncherHello | Fork | Signal | Drain
+FromServer = ServerReady | Broken | Forked | ForkRefused | RoleEnded | Drained
 FromChild = Note | RemoteError | Exiting
 
 M = TypeVar("M")

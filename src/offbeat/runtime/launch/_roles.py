@@ -80,7 +80,7 @@ class RemoteError(msgspec.Struct, tag=True, frozen=True):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RoleOutcome:
     """How one role ended."""
 
     role: Role

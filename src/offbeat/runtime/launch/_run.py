@@ -15,23 +15,23 @@ from offbeat.errors import RunError, UsageError, WaitError
 from offbeat.runtime.launch._cause import Failure, Failures, error_for
 from offbeat.runtime.launch._children import Child, Children, open_log, order_for
 from offbeat.runtime.launch._interrupts import Interrupts
-from offbeat.runtime.launch._link import Link, ServerGoneError
+from offbeat.runtime.launch._link import ForkServerLink, ServerGoneError
 from offbeat.runtime.launch._messages import (
     PRELOAD_DEADLINE,
     Broken,
     Drain,
     Drained,
-    Ended,
     Exiting,
     Fork,
     Forked,
+    ForkRefused,
     FromChild,
     FromServer,
     Note,
-    Ready,
-    Refused,
+    RoleEnded,
+    ServerReady,
 )
-from offbeat.runtime.launch._roles import Outcome, RemoteError, Role
+from offbeat.runtime.launch._roles import RemoteError, Role, RoleOutcome
 
 TICK = 0.1
 """Seconds between calls of `on_tick`."""
@@ -42,15 +42,15 @@ KILL_DEADLINE = 10.0
 
 OnMessage = Callable[[Role, dict[str, Any]], None]
 OnTick = Callable[[], None]
-OnEnd = Callable[[Outcome], None]
+OnEnd = Callable[[RoleOutcome], None]
 
 
-class Run:
+class LaunchedRun:
     """The state of one run; used once."""
 
     def __init__(
         self,
-        link: Link,
+        link: ForkServerLink,
         on_message: OnMessage,
         on_tick: OnTick | None,
         grace: timedelta,
@@ -72,7 +72,7 @@ class Run:
         self._drained = False
         self._problem: BaseException | None = None  # what went wrong while ending
 
-    def go(self, roles: Sequence[Role]) -> list[Outcome]:
+    def go(self, roles: Sequence[Role]) -> list[RoleOutcome]:
         """Run the roles to their end."""
         with contextlib.closing(self._children):
             orders = [order_for(number, role) for number, role in enumerate(roles)]
@@ -88,7 +88,7 @@ class Run:
             self._end()
         return self._verdict()
 
-    def _verdict(self) -> list[Outcome]:
+    def _verdict(self) -> list[RoleOutcome]:
         outcomes = self._children.outcomes()
         cause = self._failures.cause(done=any(one.exit_code == 0 for one in outcomes if not one.role.serves))
         if cause is not None and not (cause.is_consequence and self._problem is not None):
@@ -202,7 +202,7 @@ class Run:
 
     def _heed(self, message: FromServer) -> None:
         match message:
-            case Ready():
+            case ServerReady():
                 self._link.is_ready = True
             case Broken():
                 self._link.is_usable = False
@@ -212,11 +212,11 @@ class Run:
                 raise error
             case Forked():
                 self._children.all[message.id].pid = message.pid
-            case Refused():
+            case ForkRefused():
                 child = self._children.all[message.id]
-                child.outcome = Outcome(child.role, None, None, None)
+                child.outcome = RoleOutcome(child.role, None, None, None)
                 raise RunError(f"The fork server could not start {child.role}: {message.message}")
-            case Ended():
+            case RoleEnded():
                 self._note_end(self._children.all[message.id], message)
             case Drained():
                 self._drained = True
@@ -231,14 +231,14 @@ class Run:
             else:
                 self._failures.add(Failure(child.role, error.at, error=error))
 
-    def _note_end(self, child: Child, message: Ended) -> None:
+    def _note_end(self, child: Child, message: RoleEnded) -> None:
         if child.channel.fileno() >= 0:
             self._hear(child, child.channel.receive_rest)
         self._children.stop_hearing(child)
         code, number, error = message.exit_code, message.signal, child.error
         if child.interrupted and code is not None:
             code, number, error = None, int(signal.SIGINT), None
-        child.outcome = Outcome(child.role, code, number, error)
+        child.outcome = RoleOutcome(child.role, code, number, error)
         if self._on_end is not None:
             self._call(self._on_end, child.outcome)
         if code == 0 or error is not None:

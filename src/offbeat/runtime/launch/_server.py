@@ -27,13 +27,13 @@ from offbeat.runtime.launch._messages import (
     Channel,
     Drain,
     Drained,
-    Ended,
     Fork,
     Forked,
+    ForkRefused,
     FromServer,
-    Hello,
-    Ready,
-    Refused,
+    LauncherHello,
+    RoleEnded,
+    ServerReady,
     Signal,
     ToServer,
 )
@@ -46,7 +46,7 @@ FAREWELL = 5.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-class Server:
+class ForkServer:
     """Forks, signals and reaps the roles of one launcher."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -90,7 +90,7 @@ class Server:
 
     def _obey(self, message: ToServer) -> None:
         match message:
-            case Hello():
+            case LauncherHello():
                 self._preload(message)
             case Fork():
                 self._fork(message)
@@ -102,7 +102,7 @@ class Server:
             case _:
                 assert_never(message)
 
-    def _preload(self, hello: Hello) -> None:
+    def _preload(self, hello: LauncherHello) -> None:
         started = time.monotonic()
         sys.path[:] = hello.path
         # An import that hangs would hear of nothing, not even of its launcher's end.
@@ -120,7 +120,7 @@ class Server:
         gc.collect()
         gc.disable()
         gc.freeze()
-        self._send(Ready(time.monotonic() - started))
+        self._send(ServerReady(time.monotonic() - started))
 
     def _fail(self, message: str, trace: str) -> Never:
         self._send(Broken(message, trace))
@@ -131,7 +131,7 @@ class Server:
         del self._channel.descriptors[:2]
         try:
             if (problem := several_threads()) is not None:
-                self._send(Refused(order.id, problem))
+                self._send(ForkRefused(order.id, problem))
                 return
             server = os.getpid()
             process = os.fork()
@@ -140,7 +140,7 @@ class Server:
             self._roles[process] = order.id
             self._send(Forked(order.id, process))
         except OSError as error:
-            self._send(Refused(order.id, f"the system refused to fork: {error}"))
+            self._send(ForkRefused(order.id, f"the system refused to fork: {error}"))
         finally:
             os.close(control)
             os.close(log)
@@ -180,7 +180,7 @@ class Server:
         _, status = os.waitpid(process, 0)
         code = os.waitstatus_to_exitcode(status)
         role = self._roles.pop(process)
-        self._send(Ended(role, None, -code, at) if code < 0 else Ended(role, code, None, at))
+        self._send(RoleEnded(role, None, -code, at) if code < 0 else RoleEnded(role, code, None, at))
 
     def _answer_drain(self) -> None:
         if self._draining and not self._roles and not self._lingering:
@@ -235,7 +235,7 @@ def main(descriptor: int) -> None:
     """Serve the launcher at the other end of a socket."""
     faulthandler.enable()
     signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGINT])
-    Server(socket.socket(fileno=descriptor)).serve()
+    ForkServer(socket.socket(fileno=descriptor)).serve()
 
 
 if __name__ == "__main__":

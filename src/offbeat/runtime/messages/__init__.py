@@ -9,7 +9,7 @@ from offbeat.runtime.messages.drive import Driver, Inbox, drive
 from offbeat.runtime.messages.endpoint import Endpoint, Incoming
 from offbeat.runtime.messages.frames import Codec, FrameError
 from offbeat.runtime.messages.keys import Keys
-from offbeat.runtime.messages.peers import Traffic
+from offbeat.runtime.messages.peers import PeerTraffic
 
 __all__ = [
     "Codec",
@@ -19,7 +19,7 @@ __all__ = [
     "Inbox",
     "Incoming",
     "Keys",
-    "Traffic",
+    "PeerTraffic",
     "address_in",
     "drive",
     "private_directory",

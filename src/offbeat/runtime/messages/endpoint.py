@@ -18,10 +18,10 @@ import zmq
 
 from offbeat.errors import UsageError
 from offbeat.runtime.messages.addresses import check_address
-from offbeat.runtime.messages.frames import Buffer, Bytes, Codec, FrameError, Hello, Reference, as_bytes
+from offbeat.runtime.messages.frames import Buffer, Bytes, Codec, EndpointHello, FrameError, MemoryReference, as_bytes
 from offbeat.runtime.messages.keys import Keys
 from offbeat.runtime.messages.lending import Borrowed, LendingError, Loans
-from offbeat.runtime.messages.peers import MOST_PEERS, Peer, Peers, Traffic, identity_of
+from offbeat.runtime.messages.peers import MOST_PEERS, Peer, Peers, PeerTraffic, identity_of
 from offbeat.runtime.messages.sockets import Socket, Sockets
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Endpoint(Generic[M]):
         self._incarnation = secrets.randbits(63)
         self._loans = Loans()
         self._known = Peers()
-        self.traffic: dict[str, Traffic] = self._known.traffic
+        self.traffic: dict[str, PeerTraffic] = self._known.traffic
         """By peer; kept when a peer is forgotten."""
         self.refused = 0
         """Messages that were malformed, of an impossible sender, or named memory that is not the sender's."""
@@ -212,10 +212,10 @@ class Endpoint(Generic[M]):
         """A message from a peer, or from a newcomer of this identity; None if it was meant for the endpoint itself."""
         message, payload = self._codec.decode(frames)
         peer = self._known.admit(peer) if isinstance(peer, bytes) else peer
-        if isinstance(message, Hello):
+        if isinstance(message, EndpointHello):
             self._greeted(peer, message)
             return None
-        if isinstance(payload, Reference):
+        if isinstance(payload, MemoryReference):
             payload = self._read(peer, payload)
         traffic = peer.traffic
         traffic.received += 1
@@ -228,11 +228,11 @@ class Endpoint(Generic[M]):
     def _greet(self, peer: Peer, answer: bool, host: str | None = None) -> None:
         """Say who we are; with an empty host, that we cannot read the peer's memory."""
         host = self._host_as(self._incarnation) if host is None else host
-        frame = self._codec.encode_hello(Hello(host, os.getpid(), self._incarnation, answer))
+        frame = self._codec.encode_hello(EndpointHello(host, os.getpid(), self._incarnation, answer))
         peer.asked = peer.asked or answer
         self._sockets.put(peer.dealer, peer.identity, [frame])
 
-    def _greeted(self, peer: Peer, hello: Hello) -> None:
+    def _greeted(self, peer: Peer, hello: EndpointHello) -> None:
         is_near = hello.incarnation != self._incarnation and hello.host == self._host_as(hello.incarnation)
         if hello.incarnation != peer.incarnation:
             peer.incarnation = hello.incarnation
@@ -245,7 +245,7 @@ class Endpoint(Generic[M]):
         """How an endpoint of this host proves that it is: others do not know the identity, nor can they echo this."""
         return hashlib.blake2b(f"{incarnation} {self._host}".encode(), digest_size=16).hexdigest()
 
-    def _read(self, peer: Peer, reference: Reference) -> Bytes:
+    def _read(self, peer: Peer, reference: MemoryReference) -> Bytes:
         """Memory that a peer refers to. If it cannot be had, the peer is told, and will send the numbers instead."""
         try:
             if peer.borrowed is None:

@@ -50,7 +50,7 @@ class FrameError(OffbeatError):
     """Frames that are not messages; whoever sent them is not one of us, or the line is broken."""
 
 
-class Reference(msgspec.Struct, frozen=True, array_like=True):
+class MemoryReference(msgspec.Struct, frozen=True, array_like=True):
     """Where a payload lies in memory that the sender has lent: nothing but this is sent."""
 
     ticket: str
@@ -61,7 +61,7 @@ class Reference(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True):
+class EndpointHello(msgspec.Struct, frozen=True, array_like=True):
     """What endpoints say to each other before anything else, so that they know whether they share memory."""
 
     host: str
@@ -85,8 +85,8 @@ class Codec(Generic[M]):
         self._types = frozenset(get_args(messages) if is_union else (messages,))
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(messages)
-        self._references = msgspec.msgpack.Decoder(Reference)
-        self._hellos = msgspec.msgpack.Decoder(Hello)
+        self._references = msgspec.msgpack.Decoder(MemoryReference)
+        self._hellos = msgspec.msgpack.Decoder(EndpointHello)
 
     def encode(self, message: M, payload: Buffer | None = None) -> list[Any]:
         """The frames of a message; those of the payload are views of it, in chunks of 4 MiB."""
@@ -102,16 +102,16 @@ class Codec(Generic[M]):
         chunks = [flat[start : start + CHUNK] for start in range(0, flat.nbytes, CHUNK)]
         return [_header(_FRAMES, body, nbytes=flat.nbytes, chunks=chunks), *chunks]
 
-    def encode_reference(self, message: M, reference: Reference) -> bytes:
+    def encode_reference(self, message: M, reference: MemoryReference) -> bytes:
         """The one frame of a message whose payload stays where it is."""
         note = self._encoder.encode(reference)
         return _header(_SHARED, self._body(message), note, nbytes=reference.nbytes)
 
-    def encode_hello(self, hello: Hello) -> bytes:
+    def encode_hello(self, hello: EndpointHello) -> bytes:
         """The one frame of a greeting."""
         return _header(_HELLO, self._encoder.encode(hello))
 
-    def decode(self, frames: Sequence[Frame]) -> tuple[M | Hello, Bytes | Reference | None]:
+    def decode(self, frames: Sequence[Frame]) -> tuple[M | EndpointHello, Bytes | MemoryReference | None]:
         """The message and its payload, read-only; raises `FrameError`, and nothing else, if they are malformed."""
         if not frames or len(frames) - 1 > self.most_frames:
             raise FrameError(f"{len(frames)} frames")

@@ -27,7 +27,7 @@ DOMAIN = "offbeat"
 """What the authenticator calls our sockets."""
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
+class _KeyFile(msgspec.Struct, forbid_unknown_fields=True):
     public: str
     secret: str
     allowed: list[str]
@@ -66,7 +66,7 @@ class Keys:
             if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise UsageError(f"Other users can read {path}, so the keys in it are not secret: chmod 600 it.")
             with path.open("rb") as file:
-                found = msgspec.json.decode(file.read(_LARGEST), type=_File)
+                found = msgspec.json.decode(file.read(_LARGEST), type=_KeyFile)
         except OSError as error:
             raise UsageError(f"The keys in {path} cannot be read: {error}. Make some: offbeat keys new FILE") from error
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -75,7 +75,7 @@ class Keys:
 
     def save(self, path: Path, overwrite: bool = False) -> None:
         """Write them to a file that only this user can read, all or nothing."""
-        text = msgspec.json.format(msgspec.json.encode(_File(self.public, self.secret, list(self.allowed)))) + b"\n"
+        text = msgspec.json.format(msgspec.json.encode(_KeyFile(self.public, self.secret, list(self.allowed)))) + b"\n"
         try:
             descriptor, made = tempfile.mkstemp(dir=path.parent, prefix=".keys-")
             try:

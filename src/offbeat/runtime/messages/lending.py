@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from offbeat.errors import OffbeatError, UsageError
 from offbeat.runtime.collectives.one_sided.tickets import TICKET, SegmentError, open_ticket
-from offbeat.runtime.messages.frames import Buffer, Bytes, Reference
+from offbeat.runtime.messages.frames import Buffer, Bytes, MemoryReference
 
 if TYPE_CHECKING:
     from offbeat.runtime.collectives.one_sided.segment import Segment
@@ -53,7 +53,7 @@ class Loans:
         """Lend it no longer."""
         self._loans = [loan for loan in self._loans if loan.segment is not segment]
 
-    def reference(self, payload: Buffer) -> Reference | None:
+    def reference(self, payload: Buffer) -> MemoryReference | None:
         """How to refer to a payload, if all of it lies in lent memory."""
         if not self._loans:
             return None
@@ -63,7 +63,7 @@ class Loans:
             start = _address(array)
             for loan in self._loans:
                 if loan.start <= start and start + nbytes <= loan.stop:
-                    return Reference(loan.ticket, loan.serial, start - loan.start, nbytes)
+                    return MemoryReference(loan.ticket, loan.serial, start - loan.start, nbytes)
         return None
 
 
@@ -85,7 +85,7 @@ class Borrowed:
         self._process = process
         self._mapped: dict[tuple[str, int], Bytes] = {}
 
-    def view(self, reference: Reference) -> Bytes:
+    def view(self, reference: MemoryReference) -> Bytes:
         """What a reference refers to, read-only; raises `LendingError` if it is not as it says."""
         key = (reference.ticket, reference.serial)
         memory = self._mapped.get(key)

@@ -16,7 +16,7 @@ LONGEST_NAME = 200
 
 
 @dataclass(slots=True)
-class Traffic:
+class PeerTraffic:
     """What has gone over the link with one peer."""
 
     sent: int = 0
@@ -37,7 +37,7 @@ class Peer:
 
     name: str
     identity: bytes
-    traffic: Traffic
+    traffic: PeerTraffic
     dealer: Socket | None = None
     incarnation: int | None = None
     """Of its greeting; None before that came."""
@@ -56,7 +56,7 @@ class Peers:
         self.by_name: dict[str, Peer] = {}
         self.by_identity: dict[bytes, Peer] = {}
         self.by_dealer: dict[Socket, Peer] = {}
-        self.traffic: dict[str, Traffic] = {}
+        self.traffic: dict[str, PeerTraffic] = {}
         """By name; kept when a peer is forgotten."""
 
     def find(self, name: str) -> Peer | None:
@@ -69,11 +69,11 @@ class Peers:
                 peer = self.by_name[name] = self.by_identity[identity] = Peer(name, identity, traffic)
         return peer
 
-    def traffic_of(self, name: str) -> Traffic | None:
+    def traffic_of(self, name: str) -> PeerTraffic | None:
         """What is counted of somebody; None if there are too many."""
         if name not in self.traffic and len(self.traffic) >= MOST_PEERS:
             return None
-        return self.traffic.setdefault(name, Traffic())
+        return self.traffic.setdefault(name, PeerTraffic())
 
     def admit(self, identity: bytes) -> Peer:
         """A newcomer, whose first message was well-formed."""

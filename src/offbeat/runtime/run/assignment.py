@@ -12,7 +12,7 @@ from offbeat.errors import OffbeatError
 from offbeat.runtime.run.settings import Goal
 
 if TYPE_CHECKING:
-    from offbeat.runtime.servers.plan import Plan
+    from offbeat.runtime.servers.plan import ServerPlan
 
 
 def _to_nobody(message: Mapping[str, Any]) -> None:
@@ -39,7 +39,7 @@ class Assignment:
     """Tells the launcher how far the work is."""
     fail: Callable[[OffbeatError], None] | None = None
     """Tells the launcher why the work cannot go on, from any thread; None: there is no launcher of ours."""
-    servers: Plan | None = None
+    servers: ServerPlan | None = None
     """The run's parameter servers, if its strategy has any."""
     open_teams: list[Any] = field(default_factory=list)
     """Teams that the script has opened, so that one that it forgets to close is closed for it."""

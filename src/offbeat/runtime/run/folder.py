@@ -31,7 +31,7 @@ FINISHED = ("finished", "finished without a team")
 """States of a run that has come to its end: with a result of a team, or of a script that distributes itself."""
 
 
-class _Task(msgspec.Struct):
+class _TaskRecord(msgspec.Struct):
     source: str
     name: str | None = None
     arguments: dict[str, Any] = {}
@@ -40,7 +40,7 @@ class _Task(msgspec.Struct):
 class _What(msgspec.Struct):
     script: str = ""
     arguments: tuple[str, ...] = ()
-    task: _Task | None = None
+    task: _TaskRecord | None = None
 
 
 class _Goal(msgspec.Struct):
@@ -55,7 +55,7 @@ class _Config(msgspec.Struct):
     hosts: dict[str, Any] | None = None
 
 
-class _Environment(msgspec.Struct):
+class _EnvironmentRecord(msgspec.Struct):
     started: str | None = None
     command: tuple[str, ...] = ()
 
@@ -77,7 +77,7 @@ class _RunFile(msgspec.Struct):
 
     state: str = ""
     config: _Config = msgspec.field(default_factory=_Config)
-    environment: _Environment = msgspec.field(default_factory=_Environment)
+    environment: _EnvironmentRecord = msgspec.field(default_factory=_EnvironmentRecord)
     result: _Result | None = None
     verdict: _Verdict | None = None
 
@@ -170,7 +170,7 @@ def part(data: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
 
 
-class Metrics:
+class MetricsWriter:
     """Appends one JSON line for each report to `metrics.jsonl`."""
 
     def __init__(self, path: Path, tensorboard: Path | None = None) -> None:

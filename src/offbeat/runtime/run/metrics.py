@@ -15,7 +15,7 @@ from torch import Tensor
 from offbeat.errors import NonFiniteError, UsageError
 from offbeat.protocols.partition import mixed
 from offbeat.runtime.groups.group import Group
-from offbeat.runtime.run.folder import METRICS_FILE, Metrics
+from offbeat.runtime.run.folder import METRICS_FILE, MetricsWriter
 from offbeat.runtime.run.progress import Ledger
 from offbeat.runtime.run.stopwatch import Stopwatch
 
@@ -30,8 +30,8 @@ class Reports:
 
     def __init__(self, group: Group, ledger: Ledger, stopwatch: Stopwatch, send: Callable[[Mapping[str, Any]], None]):
         self._group, self._ledger, self._stopwatch, self._send = group, ledger, stopwatch, send
-        self._metrics: Metrics | None = None
-        self._open_metrics: Callable[[], Metrics] | None = None
+        self._metrics: MetricsWriter | None = None
+        self._open_metrics: Callable[[], MetricsWriter] | None = None
         self._told = 0.0
         self.evaluated = 0
         """Examples that this worker has read without gradients since the last report: its weight in the next."""
@@ -176,9 +176,9 @@ def _ignore(_: Tensor) -> None:
     """Nobody wants to know."""
 
 
-def _metrics_in(folder: Path, tensorboard: bool) -> Metrics:
+def _metrics_in(folder: Path, tensorboard: bool) -> MetricsWriter:
     folder.mkdir(parents=True, exist_ok=True)
-    return Metrics(folder / METRICS_FILE, tensorboard=folder / "tensorboard" if tensorboard else None)
+    return MetricsWriter(folder / METRICS_FILE, tensorboard=folder / "tensorboard" if tensorboard else None)
 
 
 def _hash(text: str) -> int:

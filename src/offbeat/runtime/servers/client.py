@@ -26,13 +26,13 @@ from offbeat.protocols.servers.messages import ClusterView, Fetched, Fresh, Lost
 from offbeat.protocols.servers.worker.client import ClientMachine
 from offbeat.protocols.servers.worker.notices import (
     Arrived,
-    Asked,
     ClientRequest,
     Completed,
     Departed,
     Failed,
     Joined,
     MeetRequest,
+    OpenRequest,
     PullRequest,
     PushRequest,
     Refreshed,
@@ -40,8 +40,8 @@ from offbeat.protocols.servers.worker.notices import (
 from offbeat.runtime.events.recorder import RECORDER
 from offbeat.runtime.events.servers import Requests
 from offbeat.runtime.groups.presence import Waiting
-from offbeat.runtime.servers.connection import Connection
-from offbeat.runtime.servers.plan import Plan
+from offbeat.runtime.servers.connection import ServerConnection
+from offbeat.runtime.servers.plan import ServerPlan
 
 Bytes = NDArray[np.uint8]
 Takes = Callable[[int, PullReply | Fetched, Bytes], None]
@@ -62,7 +62,7 @@ class DeclaredDeadError(SystemExit):
 class ClientSnapshots:
     """A worker's part in snapshots of the run."""
 
-    def __init__(self, machine: ClientMachine, connection: Connection) -> None:
+    def __init__(self, machine: ClientMachine, connection: ServerConnection) -> None:
         self._machine, self._connection = machine, connection
 
     def want(self) -> None:
@@ -93,7 +93,7 @@ class ClientSnapshots:
 class Client:
     """What a worker asks of the servers and the coordinator of its run."""
 
-    def __init__(self, plan: Plan, worker: int, seconds: float, joins: bool = False) -> None:
+    def __init__(self, plan: ServerPlan, worker: int, seconds: float, joins: bool = False) -> None:
         self.plan = plan
         _come_once(plan, f"{worker}-{os.getpid()}" if joins else str(worker))
         view = plan.view
@@ -122,7 +122,7 @@ class Client:
         self._notes = None if recorder is None else Requests(recorder, plan.rule, plan.shards, plan.workers)
         if self._notes is not None:
             self._notes.viewed(view)
-        self.connection = Connection(self.machine, plan, self._told)
+        self.connection = ServerConnection(self.machine, plan, self._told)
         self.snapshots = ClientSnapshots(self.machine, self.connection)
         self.connection.start()
 
@@ -131,7 +131,7 @@ class Client:
         with self.connection as connection:
             connection.driver.perform(self.machine.announce(nbytes))
 
-    def ask(self, request: ClientRequest, takes: Takes | None = None) -> Asked:
+    def ask(self, request: ClientRequest, takes: Takes | None = None) -> OpenRequest:
         """Ask for something: the token under which `wait` has the answer. What comes is given to `takes`."""
         with self.connection as connection:
             connection.check()
@@ -295,7 +295,7 @@ class Client:
         self.connection.break_off(DeclaredDeadError())
 
 
-def _come_once(plan: Plan, worker: str) -> None:
+def _come_once(plan: ServerPlan, worker: str) -> None:
     """Refuse one who has left and comes again: nobody waits for it any more."""
     try:
         (Path(plan.folder) / f"came-{worker}").touch(exist_ok=False)

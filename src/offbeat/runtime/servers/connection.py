@@ -14,7 +14,7 @@ from offbeat.protocols.machine import Machine, Name
 from offbeat.protocols.servers.messages import COORDINATOR, ClusterView, place_of
 from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.messages import Driver, Endpoint
-from offbeat.runtime.servers.plan import Plan
+from offbeat.runtime.servers.plan import ServerPlan
 
 _LOOK_IN = 0.05
 """Seconds between two looks while nobody waits."""
@@ -23,7 +23,7 @@ _LOOK_IN = 0.05
 class Lines:
     """Whom an endpoint is connected with, of those that views name."""
 
-    def __init__(self, plan: Plan, endpoint: Endpoint[Any]) -> None:
+    def __init__(self, plan: ServerPlan, endpoint: Endpoint[Any]) -> None:
         self._plan, self._endpoint = plan, endpoint
         self._connected: set[Name] = {endpoint.name}
 
@@ -35,10 +35,10 @@ class Lines:
                 self._endpoint.connect(name, self._plan.address(name))
 
 
-class Connection:
+class ServerConnection:
     """A machine, its endpoint, and why they are of no use any more, if so."""
 
-    def __init__(self, machine: Machine, plan: Plan, told: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, machine: Machine, plan: ServerPlan, told: Callable[[Any, Any], Any]) -> None:
         self.broken: BaseException | None = None
         """Why nothing more can be asked for."""
         self._lock = threading.RLock()
@@ -54,7 +54,7 @@ class Connection:
         self.driver.begin()
         self._thread.start()
 
-    def __enter__(self) -> Connection:
+    def __enter__(self) -> ServerConnection:
         self._lock.acquire()
         return self
 

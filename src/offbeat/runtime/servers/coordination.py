@@ -19,7 +19,7 @@ from offbeat.protocols.servers.coordination.meetings import Add, Total
 from offbeat.protocols.servers.messages import COORDINATOR, Lost
 from offbeat.protocols.servers.snapshots import GivenUp, Snapshot
 from offbeat.runtime.messages import Endpoint, Inbox, drive
-from offbeat.runtime.servers.plan import Plan
+from offbeat.runtime.servers.plan import ServerPlan
 
 Publish = Callable[[Snapshot | GivenUp], None]
 """Publishes a snapshot whose parts are all there, or removes what was written of one that has not come about."""
@@ -54,7 +54,7 @@ class Publisher:
 class Coordination:
     """Drives the coordinator in a thread of its own; a context manager."""
 
-    def __init__(self, plan: Plan, publish: Publish | None = None) -> None:
+    def __init__(self, plan: ServerPlan, publish: Publish | None = None) -> None:
         self._plan = plan
         self._publisher = Publisher(publish) if publish is not None else None
         self.machine = CoordinatorMachine(plan.view, timing=plan.timing)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from offbeat.errors import RunError
 from offbeat.protocols.machine import Payload
-from offbeat.protocols.servers.replica.works import Accumulate, Update
+from offbeat.protocols.servers.replica.works import AccumulateGradient, Update
 from offbeat.runtime.compression import Coder
 
 Ranges = Sequence[tuple[int, int]]
@@ -78,7 +78,7 @@ class GradientSum:
                 numbers = self.decoded(payload) if letter else payload.handle.view(self.total.dtype)
                 np.dot(numbers, numbers)
 
-    def add(self, payload: Payload, weight: float, work: Accumulate | Update) -> None:
+    def add(self, payload: Payload, weight: float, work: AccumulateGradient | Update) -> None:
         """Add `weight` times a gradient to the range that it is for."""
         start, stop = work.start, self.total.size if work.stop < 0 else work.stop
         if payload.handle is not None:

@@ -10,14 +10,14 @@ import msgspec
 
 from offbeat.protocols.machine import Name
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.messages import ClusterView, Message, Timing
+from offbeat.protocols.servers.messages import ClusterView, Message, Timeouts
 from offbeat.runtime.messages import Codec, Keys, address_in
 
 PAYLOAD_LIMIT = 64 * 1024**3
 """Bytes of the largest payload: memory is taken for what arrives, not for what a header claims."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class ServerPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The servers of one run. All of it is plain data, so that every process can be told."""
 
     workers: int
@@ -26,7 +26,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     rule: Rule
     folder: str
     """A private folder with everybody's sockets."""
-    timing: Timing = msgspec.field(default_factory=Timing)
+    timing: Timeouts = msgspec.field(default_factory=Timeouts)
     addresses: dict[Name, str] = {}
     """Where those who bind are found, in a run over several hosts; by default they are in the folder."""
     pair: tuple[str, str] | None = None
@@ -58,6 +58,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.to_builtins(self)
 
     @classmethod
-    def from_plain(cls, data: Mapping[str, Any]) -> Plan:
+    def from_plain(cls, data: Mapping[str, Any]) -> ServerPlan:
         """From JSON data."""
         return msgspec.convert(data, cls)

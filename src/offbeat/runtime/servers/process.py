@@ -19,7 +19,7 @@ from offbeat.runtime.events.servers import Serves
 from offbeat.runtime.launch import Control
 from offbeat.runtime.messages import Endpoint, Inbox, drive
 from offbeat.runtime.servers.connection import Lines
-from offbeat.runtime.servers.plan import Plan
+from offbeat.runtime.servers.plan import ServerPlan
 from offbeat.runtime.servers.shard_state import Numbers
 from offbeat.runtime.servers.snapshot_part import Scribe
 from offbeat.runtime.system.malloc import keep_freed_memory
@@ -68,7 +68,7 @@ class _Watch:
 def serve(config: Mapping[str, Any], control: Control) -> None:
     """The entry of a server: its configuration is plain data from the launcher."""
     keep_freed_memory()
-    plan = Plan.from_plain(config["plan"])
+    plan = ServerPlan.from_plain(config["plan"])
     shard, replica = int(config["shard"]), int(config["replica"])
     name = server_name(shard, replica)
     endpoint: Endpoint[Any] = Endpoint(name, plan.codec(), bind=plan.address(name), keys=plan.keys)

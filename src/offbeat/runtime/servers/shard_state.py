@@ -22,7 +22,16 @@ from torch import Tensor
 from offbeat.errors import RunError
 from offbeat.protocols.colouring import Keep, Record, Write
 from offbeat.protocols.machine import Payload
-from offbeat.protocols.servers.replica.works import Accumulate, Discard, Inspect, Look, Read, Release, Restore, Update
+from offbeat.protocols.servers.replica.works import (
+    AccumulateGradient,
+    Discard,
+    Inspect,
+    InspectPayload,
+    ReadShard,
+    Release,
+    Restore,
+    Update,
+)
 from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.compression import Coder, build
 from offbeat.runtime.servers.gradient_sum import GradientSum
@@ -65,14 +74,14 @@ class Numbers:
                     self._updater.update(work, self.version)
                 self._sum.restart()
                 self.version = work.version
-            case Accumulate(payload, weight):
+            case AccumulateGradient(payload, weight):
                 self._sum.add(payload, weight, work)
-            case Read(state, start, stop, kept):
+            case ReadShard(state, start, stop, kept):
                 if kept:
                     return self._handed_over()
                 values = self._whole() if state else self._values[max(0, start) : None if stop < 0 else stop]
                 return Payload(values.nbytes, values)
-            case Look(payload, letter):
+            case InspectPayload(payload, letter):
                 self._sum.look(payload, letter)
             case Release():
                 self._let_go()

@@ -38,7 +38,7 @@ _OWN = "worker-"
 _GONE = ".gone-"
 
 
-class _File(msgspec.Struct):
+class _ManifestFile(msgspec.Struct):
     bytes: int
     blake2b: str
 
@@ -47,7 +47,7 @@ class _Manifest(msgspec.Struct):
     """What a manifest must have."""
 
     format: int
-    files: dict[str, _File]
+    files: dict[str, _ManifestFile]
     step: int = 0
     workers: int = 0
     identity: dict[str, Any] = {}

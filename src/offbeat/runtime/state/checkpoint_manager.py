@@ -12,7 +12,7 @@ from offbeat.runtime.data.loaders import Loader
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.state.checkpoint import Checkpoints, newest_step
 from offbeat.runtime.state.prepared import Holdings, Stateful
-from offbeat.runtime.state.snapshots import Cut, CutWriter, discard
+from offbeat.runtime.state.snapshots import CutWriter, SnapshotCut, discard
 
 _SHARE = 0.05
 """The share of a run's time that checkpoints at reports may take."""
@@ -131,7 +131,7 @@ class Memory:
             "notes": notes,
         }
 
-    def cut(self, cut: Cut, **notes: Any) -> None:
+    def cut(self, cut: SnapshotCut, **notes: Any) -> None:
         """Write this worker's part of a snapshot, beside the work that goes on."""
         if self._checkpoints is None:
             return

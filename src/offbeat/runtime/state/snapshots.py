@@ -36,7 +36,7 @@ Kept = tuple[Push, NDArray[np.uint8] | None]
 """A push that was under way, and a copy of its numbers; None: it only lets the clock tick."""
 
 
-class Cut(NamedTuple):
+class SnapshotCut(NamedTuple):
     """A worker is cut: what its exchange has to remember of it, and what is to be done once that is written."""
 
     colour: int
@@ -79,7 +79,7 @@ class CutWriter:
                 self._publishing = threading.Thread(target=_publish_pairs, args=arguments, name="offbeat publish")
                 self._publishing.start()
 
-    def write(self, checkpoints: Path, rank: int, cut: Cut, state: Mapping[str, Any]) -> None:
+    def write(self, checkpoints: Path, rank: int, cut: SnapshotCut, state: Mapping[str, Any]) -> None:
         """Copy the state now, and write it down while the worker goes on."""
         tensors: dict[str, Any] = {}
         metadata = {

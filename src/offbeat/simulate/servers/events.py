@@ -26,7 +26,7 @@ MANY = 8
 """Entries are sorted in if there are more of them than this part of what lies ahead."""
 
 
-class Ports:
+class ServerPorts:
     """The ports of K servers that are all used alike, so that one stands for all of them.
 
     A port carries one byte at a time each way, and serves first who comes first.
@@ -181,7 +181,7 @@ class Drive:
         rule: Rule,
         durations: Times,
         rhythm: RhythmOf,
-        ports: Ports | None,
+        ports: ServerPorts | None,
         progress: Callable[[float], None] | None,
     ) -> None:
         self.steps, self.count = durations.shape

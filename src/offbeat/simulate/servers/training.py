@@ -25,7 +25,7 @@ from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.worker.rhythm import RhythmOf, rhythm_of
 from offbeat.simulate.network import Link
 from offbeat.simulate.queues import Times
-from offbeat.simulate.servers.events import Drive, Ports
+from offbeat.simulate.servers.events import Drive, ServerPorts
 from offbeat.simulate.servers.stragglers import Stragglers, Transient
 
 PREDICTED_STEPS = 10_000
@@ -55,7 +55,7 @@ def parse_rule(text: str) -> Rule:
 
 
 @dataclass(frozen=True)
-class Shards:
+class ShardTraffic:
     """What is exchanged with the servers in each step, and through what."""
 
     count: int
@@ -153,7 +153,7 @@ def simulate(
     workers: int,
     steps: int,
     stragglers: Stragglers,
-    network: Shards | None = None,
+    network: ShardTraffic | None = None,
     seed: int = 0,
     *,
     rhythm: RhythmOf | None = None,
@@ -239,13 +239,13 @@ def shortcut(rule: Rule, durations: Times) -> Paced:
 def drive(
     rule: Rule,
     durations: Times,
-    network: Shards | None = None,
+    network: ShardTraffic | None = None,
     rhythm: RhythmOf | None = None,
     *,
     progress: Progress | None = None,
 ) -> Paced:
     """Play it event by event; durations have a row for each step, with a column for each worker."""
-    ports = None if network is None else Ports(network.link, network.nbytes, network.count)
+    ports = None if network is None else ServerPorts(network.link, network.nbytes, network.count)
     played = Drive(rule, durations, rhythm or rhythm_of(rule), ports, progress)
     played.run()
     return Paced(

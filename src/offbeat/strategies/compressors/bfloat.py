@@ -18,5 +18,5 @@ class BFloat(Compressing):
     feedback: bool = field(default=False, kw_only=True)
     """Whether what rounding took is added to the next step's."""
 
-    form = compression.BFloat
+    form = compression.BFloatFormat
     examples = ("bfloat", "randomk(0.1) + bfloat")

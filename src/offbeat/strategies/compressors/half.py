@@ -19,5 +19,5 @@ class Half(Compressing):
     feedback: bool = field(default=False, kw_only=True)
     """Whether what rounding took is added to the next step's."""
 
-    form = compression.Half
+    form = compression.HalfFormat
     examples = ("half", "topk + half")

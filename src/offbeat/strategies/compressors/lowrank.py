@@ -23,7 +23,7 @@ class LowRank(Compressing):
 
     encodes_values = False
     aliases = MappingProxyType({"powersgd": "lowrank"})
-    form = compression.LowRank
+    form = compression.LowRankFormat
     examples = ("lowrank", "lowrank(2)")
 
     def __post_init__(self) -> None:

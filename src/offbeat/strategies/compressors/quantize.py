@@ -22,7 +22,7 @@ class Quantize(Compressing):
     stochastic: bool = False
     """Whether numbers are rounded up or down at random, with the chances that make the mean right."""
 
-    form = compression.Quantize
+    form = compression.QuantizeFormat
     examples = ("quantize", "quantize(4)", "quantize(2, stochastic=True)", "topk(0.05) + quantize(4)")
 
     @property

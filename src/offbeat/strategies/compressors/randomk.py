@@ -21,7 +21,7 @@ class RandomK(Compressing):
     """Of the numbers, those that are sent."""
 
     selects = True
-    form = compression.RandomK
+    form = compression.RandomKFormat
     examples = ("randomk", "randomk(0.1) + half")
 
     def __post_init__(self) -> None:

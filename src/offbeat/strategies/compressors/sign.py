@@ -15,5 +15,5 @@ class Sign(Compressing):
     Karimireddy et al., "Error Feedback Fixes SignSGD" (2019); Seide et al., "1-Bit SGD" (2014).
     """
 
-    form = compression.Sign
+    form = compression.SignFormat
     examples = ("sign", "topk(0.05) + sign")

@@ -22,7 +22,7 @@ class Threshold(Compressing):
     """The magnitude, often called lambda."""
 
     selects = True
-    form = compression.Threshold
+    form = compression.ThresholdFormat
     examples = ("threshold", "threshold(0.01) + sign")
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ class TopK(Compressing):
     """Of the numbers, those that are sent."""
 
     selects = True
-    form = compression.TopK
+    form = compression.TopKFormat
     examples = ("topk", "topk(0.05) + quantize", "topk(0.001, feedback=False)")
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ LARGEST: Final = 2**63
 
 
 @dataclass(frozen=True)
-class Written:
+class TextValue:
     """A frozen dataclass that can be written as text: its name, and its arguments in brackets."""
 
     name: ClassVar[str]
@@ -51,7 +51,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Setting(Written):
+class Setting(TextValue):
     """A value with arguments of its own, written inside a strategy's brackets, such as `ssp(3)`."""
 
 
@@ -96,19 +96,19 @@ class Field:
         return f"{self.name}: {self.type_text}{default}"
 
 
-def require(condition: bool, strategy: Written, field: str, value: object, why: str) -> None:
+def require(condition: bool, strategy: TextValue, field: str, value: object, why: str) -> None:
     """Refuse a value out of range, uniformly: `why` says what it must be, and the reason."""
     if not condition:
         raise StrategyError(f"{strategy.name}: {field} is {shown(value)}, but {why}.")
 
 
-def require_bucket(strategy: Written, mebibytes: float) -> None:
+def require_bucket(strategy: TextValue, mebibytes: float) -> None:
     """Refuse a bucket that holds nothing, or more than any machine has."""
     require(mebibytes > 0, strategy, "bucket", mebibytes, "a bucket holds more than 0 MiB")
     require(mebibytes <= BYTES / 2**20, strategy, "bucket", mebibytes, "a bucket holds at most 1 PiB")
 
 
-def require_servers(strategy: Written, shards: int, replicas: int) -> None:
+def require_servers(strategy: TextValue, shards: int, replicas: int) -> None:
     """Refuse numbers of servers that make no sense, or that would take a machine down."""
     require(shards >= 1, strategy, "shards", shards, "there is at least one server")
     require(replicas >= 0, strategy, "replicas", replicas, "a shard has 0 or more further copies")
@@ -118,7 +118,7 @@ def require_servers(strategy: Written, shards: int, replicas: int) -> None:
 
 
 @functools.cache
-def fields_of(cls: type[Written]) -> tuple[Field, ...]:
+def fields_of(cls: type[TextValue]) -> tuple[Field, ...]:
     """The arguments of a strategy or setting, in order; refuses a class that cannot be written as text."""
     where = f"{cls.__module__}.{cls.__qualname__}"
     if "__dataclass_params__" not in cls.__dict__:
@@ -140,13 +140,13 @@ def fields_of(cls: type[Written]) -> tuple[Field, ...]:
     return tuple(_field(field, hints[field.name], where) for field in fields)
 
 
-def signature(cls: type[Written], head: str | None = None) -> str:
+def signature(cls: type[TextValue], head: str | None = None) -> str:
     """How it is called, for people: `accumulate(steps: int)`."""
     inside = ", ".join(str(field) for field in fields_of(cls))
     return f"{head or cls.name}({inside})" if inside else head or cls.name
 
 
-def spell_call(head: str, value: Written) -> str:
+def spell_call(head: str, value: TextValue) -> str:
     """The shortest text that reads back as this value: arguments that differ from their defaults."""
     written: list[str] = []
     positional = True
@@ -165,7 +165,7 @@ def spell_call(head: str, value: Written) -> str:
 
 def spell_value(value: object) -> str:
     """An argument as text: names unquoted, numbers as Python writes them."""
-    return str(value) if isinstance(value, (str, Written)) else repr(value)
+    return str(value) if isinstance(value, (str, TextValue)) else repr(value)
 
 
 def shown(value: object) -> str:
@@ -181,9 +181,9 @@ def is_word(text: str) -> bool:
     return text.isascii() and text.isidentifier() and not keyword.iskeyword(text)
 
 
-def _reserved(cls: type[Written]) -> set[str]:
+def _reserved(cls: type[TextValue]) -> set[str]:
     """The names that its bases without arguments (Strategy, Setting) use themselves."""
-    bases = [base for base in cls.__mro__ if issubclass(base, Written) and not dataclasses.fields(base)]
+    bases = [base for base in cls.__mro__ if issubclass(base, TextValue) and not dataclasses.fields(base)]
     return {name for base in bases for name in (*vars(base), *inspect.get_annotations(base))}
 
 

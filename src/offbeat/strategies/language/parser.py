@@ -18,16 +18,16 @@ from urllib.parse import unquote
 
 from offbeat.errors import StrategyError, TaskError, did_you_mean
 from offbeat.limits import SWEEP
-from offbeat.protocols.expressions import Reference, Source, read
+from offbeat.protocols.expressions import ClassReference, ParsedText, read
 from offbeat.strategies._base import Strategy, add, verify
-from offbeat.strategies.language.fields import Field, Written, fields_of, is_word, shown, signature
+from offbeat.strategies.language.fields import Field, TextValue, fields_of, is_word, shown, signature
 from offbeat.strategies.language.registry import BUILT_IN, resolve
 from offbeat.task import load_module
 
 Registry = Mapping[str, type[Strategy]]
 """Strategies by name, in the place of all that are known."""
 
-_W = TypeVar("_W", bound=Written)
+_W = TypeVar("_W", bound=TextValue)
 
 
 def parse(text: str, registry: Registry | None = None) -> Strategy:
@@ -63,7 +63,7 @@ def expand(text: str, registry: Registry | None = None) -> list[Strategy]:
     return list(found)
 
 
-def find_class(reference: Reference) -> type[Strategy]:
+def find_class(reference: ClassReference) -> type[Strategy]:
     """The class that `mine.py:Push` or `package.module:Push` means."""
     module = _load(reference.source)
     found = getattr(module, reference.cls, None)
@@ -103,7 +103,7 @@ def _load(source: str) -> ModuleType:
         raise StrategyError(f"{source} cannot be imported: {type(error).__name__}: {error}.") from error
 
 
-def _sets(source: Source) -> list[ast.Set]:
+def _sets(source: ParsedText) -> list[ast.Set]:
     """The sets of a text, from left to right; a set inside a set is refused."""
     found = [node for node in ast.walk(source.body) if isinstance(node, ast.Set)]
     for node in found:
@@ -124,7 +124,7 @@ def _called(node: ast.expr) -> ast.expr:
 class _Reader:
     """Reads a parsed text off its tree."""
 
-    source: Source
+    source: ParsedText
     registry: Registry | None
     inside: frozenset[str] = frozenset()
     """The aliases that are being read, so that one that means itself is found out."""
@@ -176,7 +176,7 @@ class _Reader:
         except Exception as error:  # whatever people's own class raises
             raise self.source.error(node, f"{head} refuses: {type(error).__name__}: {error}.") from error
 
-    def _arguments(self, cls: type[Written], node: ast.expr, head: str) -> dict[str, Any]:
+    def _arguments(self, cls: type[TextValue], node: ast.expr, head: str) -> dict[str, Any]:
         fields = {f.name: f for f in fields_of(cls)}
         given: dict[str, Any] = {}
         positional = [f for f in fields.values() if not f.keyword_only]

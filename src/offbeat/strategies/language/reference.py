@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from offbeat.protocols.expressions import read
 from offbeat.strategies._base import Axis, Strategy, Traits
-from offbeat.strategies.language.fields import Written, fields_of, signature, spell_value
+from offbeat.strategies.language.fields import TextValue, fields_of, signature, spell_value
 from offbeat.strategies.language.parser import find_class
 from offbeat.strategies.language.registry import available, lookup
 
@@ -106,7 +106,7 @@ def _traits(cls: type[Strategy]) -> Traits:
     return Traits() if any(field.required for field in fields_of(cls)) else cls().traits
 
 
-def _fields(cls: type[Written]) -> tuple[FieldDescription, ...]:
+def _fields(cls: type[TextValue]) -> tuple[FieldDescription, ...]:
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         docs |= _field_docs(base)

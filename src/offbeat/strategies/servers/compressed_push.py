@@ -19,7 +19,7 @@ from torch import Tensor
 
 from offbeat.protocols.partition import mixed
 from offbeat.protocols.servers.worker.notices import TrialRequest, whole_shards
-from offbeat.runtime.compression import Account, Feedback, together
+from offbeat.runtime.compression import CompressionAccount, Feedback, together
 from offbeat.runtime.compression.account import COMPARING, timed
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.servers.client import Client
@@ -35,7 +35,7 @@ class Letters:
         made = partial(compressor, compressions, rank=rank)
         self._feedbacks: list[Feedback] = [made([(size,)], seed=mixed(seed, k)) for k, size in enumerate(sizes)]
         self._last = [np.empty(0, np.uint8) for _ in sizes]
-        self._account = Account()
+        self._account = CompressionAccount()
         self._waited = 0
         self.tried_bytes = 0
         """What was sent only to compare."""

@@ -13,7 +13,7 @@ from offbeat.protocols.servers.worker.rhythm import Action, Rhythm
 from offbeat.runtime.events.servers import WARM_START
 from offbeat.strategies.servers.compressed_push import Letters
 from offbeat.strategies.servers.link import ServerLink
-from offbeat.strategies.servers.parameter_row import Row
+from offbeat.strategies.servers.parameter_row import ParameterRow
 from offbeat.strategies.servers.push_queue import PushQueue, SettingsSource
 
 
@@ -23,7 +23,7 @@ class ServerDriver:
     def __init__(
         self,
         link: ServerLink,
-        row: Row,
+        row: ParameterRow,
         rhythm: Rhythm,
         settings: SettingsSource,
         letters: Letters | None = None,

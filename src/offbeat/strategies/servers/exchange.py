@@ -31,13 +31,13 @@ from offbeat.protocols.servers.worker.notices import LoadRequest, ReplayRequest,
 from offbeat.protocols.servers.worker.rhythm import Rhythm
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.stopwatch import Stopwatch
-from offbeat.runtime.state.snapshots import Cut
+from offbeat.runtime.state.snapshots import SnapshotCut
 from offbeat.strategies.servers.compressed_push import Letters
 from offbeat.strategies.servers.driver import ServerDriver
 from offbeat.strategies.servers.link import ServerLink, served
 from offbeat.strategies.servers.optimizer import ServerOptimizer, ServerUpdate, UsersOptimizer
 from offbeat.strategies.servers.optimizer_handoff import refuse_different_models
-from offbeat.strategies.servers.parameter_row import Row
+from offbeat.strategies.servers.parameter_row import ParameterRow
 from offbeat.strategies.worker.exchange import Exchange, averaged_buffers, closure_of
 
 
@@ -134,7 +134,7 @@ class ServedWorker(Exchange):
         if self.optimizer is None:
             return  # Nothing is trained by gradients.
         parameters = [p for model in self._models for p in model.parameters() if p.is_floating_point()]
-        row = Row(list({id(p): p for p in parameters if p.numel()}.values()), self.link.shards)
+        row = ParameterRow(list({id(p): p for p in parameters if p.numel()}.values()), self.link.shards)
         refuse_different_models(self.group, row, self.optimizer)
         aggregated = self.link.rule.aggregated
         told = ServerOptimizer(self.optimizer, self._update, self.strategy, aggregated, self._tolerance)
@@ -268,14 +268,14 @@ class RecordedWorker(ServedWorker):
         """Ask the coordinator."""
         self.link.client.snapshots.want()
 
-    def cut(self, clock: int) -> Cut | None:
+    def cut(self, clock: int) -> SnapshotCut | None:
         """What this worker owes is its own; what the shards hold they record themselves."""
         del clock
         snapshots, driver = self.link.client.snapshots, self.driver
         if driver is None or not self.snapshots or not snapshots.due():
             return None
         colour, place = snapshots.turn(self.link.clock, self.link.group.calls)
-        return Cut(colour, place, self.own_state(driver), partial(snapshots.recorded, colour, place))
+        return SnapshotCut(colour, place, self.own_state(driver), partial(snapshots.recorded, colour, place))
 
 
 def _go_on(driver: ServerDriver, resumed: Mapping[str, Any]) -> None:

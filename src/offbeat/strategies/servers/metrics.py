@@ -28,7 +28,7 @@ Links = Mapping[tuple[int, int], tuple[int, int]]
 
 
 @dataclass
-class Account:
+class WorkerStatistics:
     """What one worker has seen: plain numbers, so that it can be brought to a meeting as a row."""
 
     worker: int
@@ -52,7 +52,7 @@ class Account:
         return [float(self.worker), self.wait, *counts, float(len(self.links)), *links, *histogram]
 
     @classmethod
-    def of(cls, row: Sequence[float]) -> Account:
+    def of(cls, row: Sequence[float]) -> WorkerStatistics:
         """The account that a row is; zeros at its end mean nothing."""
         pushes = {status: int(row[2 + place]) for place, status in enumerate(STATUSES)}
         end = _HEAD + _LINK * int(row[_HEAD - 1])
@@ -92,8 +92,8 @@ class PushRecord:
 
     def accounts(self, group: Group, waited: float, links: Links) -> dict[str, Any]:
         """Pushes and reads of all workers, and what each has waited, sent and got; all call this together."""
-        mine = Account(group.rank, waited, self._pushes, self._stale, links)
-        return together(map(Account.of, group.gather(mine.row(), "a report").tolist()))
+        mine = WorkerStatistics(group.rank, waited, self._pushes, self._stale, links)
+        return together(map(WorkerStatistics.of, group.gather(mine.row(), "a report").tolist()))
 
     def staleness(self, group: Group) -> dict[str, int]:
         """Reads of all workers by how many steps old they were; all call this together."""
@@ -107,7 +107,7 @@ class PushRecord:
         return {"refusals": reasons} if reasons else {}
 
 
-def together(accounts: Iterable[Account]) -> dict[str, Any]:
+def together(accounts: Iterable[WorkerStatistics]) -> dict[str, Any]:
     """All accounts as plain data: pushes and staleness of all workers, and what each has waited, sent and got."""
     found = list(accounts)
     pushes: Counter[str] = Counter()
@@ -132,6 +132,6 @@ def refusals(group: Group, reasons: Sequence[str]) -> list[str]:
     return [reason for of_worker in told for reason in of_worker][:MOST_REFUSALS]
 
 
-def _links(account: Account) -> Iterator[tuple[str, dict[str, int]]]:
+def _links(account: WorkerStatistics) -> Iterator[tuple[str, dict[str, int]]]:
     for place, (sent, received) in account.links.items():
         yield server_name(*place), {"sent": sent, "received": received}

@@ -19,7 +19,7 @@ from offbeat.runtime.gradients.sliceable_optimizers import ELEMENT_WISE, why_not
 from offbeat.runtime.servers.shard_state import first_state
 from offbeat.runtime.servers.updater import ADD, Recipe, is_number, settings_of
 from offbeat.strategies.servers.optimizer_handoff import first_of, refuse_more_groups
-from offbeat.strategies.servers.parameter_row import Row
+from offbeat.strategies.servers.parameter_row import ParameterRow
 from offbeat.strategies.worker.compression import Compressing
 
 Groups = tuple[dict[str, Any], ...]
@@ -93,13 +93,13 @@ class ServerOptimizer:
         return now
 
     def first_states(
-        self, row: Row, shards: int, compressions: Sequence[Compressing], seed: int
+        self, row: ParameterRow, shards: int, compressions: Sequence[Compressing], seed: int
     ) -> list[NDArray[np.uint8]]:
         """What each shard begins with."""
         recipes = [self._recipe(row, shard, compressions, seed) for shard in range(shards)]
         return [first_of(self._optimizer, recipe, row, shard) for shard, recipe in enumerate(recipes)]
 
-    def _recipe(self, row: Row, shard: int, compressions: Sequence[Compressing], seed: int) -> Recipe:
+    def _recipe(self, row: ParameterRow, shard: int, compressions: Sequence[Compressing], seed: int) -> Recipe:
         """How a shard is updated."""
         groups = self._optimizer.param_groups
         name, settings = self._update.runs(self._optimizer)
@@ -126,7 +126,7 @@ class Adding:
         """Nothing."""
         return ()
 
-    def first_states(self, row: Row, shards: int) -> list[NDArray[np.uint8]]:
+    def first_states(self, row: ParameterRow, shards: int) -> list[NDArray[np.uint8]]:
         """What each shard begins with."""
         recipe = Recipe(optimizer=ADD, kind=row.kind)
         return [first_state(recipe, row.shard(row.values, shard)) for shard in range(shards)]

@@ -24,13 +24,13 @@ from offbeat.runtime.servers.shard_state import first_state
 from offbeat.runtime.servers.updater import Recipe
 
 if TYPE_CHECKING:
-    from offbeat.strategies.servers.parameter_row import Row
+    from offbeat.strategies.servers.parameter_row import ParameterRow
 
 Range = tuple[int, int]
 State = dict[str, Any]
 
 
-def first_of(optimizer: Optimizer, recipe: Recipe, row: Row, shard: int) -> NDArray[np.uint8]:
+def first_of(optimizer: Optimizer, recipe: Recipe, row: ParameterRow, shard: int) -> NDArray[np.uint8]:
     """What a shard begins with: its part of the row and, if servers run the same optimizer, of that one's state.
 
     Neighbours that the recipe has joined stay so if their states can be laid side by side; where they differ (one has
@@ -48,7 +48,7 @@ def first_of(optimizer: Optimizer, recipe: Recipe, row: Row, shard: int) -> NDAr
     return first_state(recipe, values, {number: state for number, state in enumerate(states) if state})
 
 
-def refuse_different_models(group: Group, row: Row, optimizer: Optimizer | None) -> None:
+def refuse_different_models(group: Group, row: ParameterRow, optimizer: Optimizer | None) -> None:
     """Refuse workers that do not train the same: servers have one row for all. All workers call this together."""
     groups = () if optimizer is None else tuple(len(one["params"]) for one in optimizer.param_groups)
     shapes = [tuple(p.shape) for p in row.parameters]
@@ -77,7 +77,7 @@ def refuse_more_groups(now: int, known: int, strategy: object) -> None:
         )
 
 
-def _state_of(optimizer: Optimizer, row: Row, shard: int, place: Range) -> State:
+def _state_of(optimizer: Optimizer, row: ParameterRow, shard: int, place: Range) -> State:
     """What an optimizer knows of the numbers at this place, which are all of one parameter."""
     start = row.bounds[shard] + place[0]
     number = bisect_right(row.offsets, start) - 1

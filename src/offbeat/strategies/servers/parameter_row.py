@@ -13,7 +13,7 @@ from offbeat.errors import StrategyError
 from offbeat.runtime.servers.shard_state import KINDS
 
 
-class Row:
+class ParameterRow:
     """The parameters of some models in one row of memory, and the shards that it is cut into."""
 
     def __init__(self, parameters: Sequence[Parameter], shards: int) -> None:

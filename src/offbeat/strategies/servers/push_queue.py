@@ -12,12 +12,12 @@ from torch import Tensor
 
 from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.messages import Settings
-from offbeat.protocols.servers.worker.notices import Part, PushRequest, whole_shards
+from offbeat.protocols.servers.worker.notices import PushedRange, PushRequest, whole_shards
 from offbeat.protocols.servers.worker.rhythm import IN_FLIGHT
 from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.strategies.servers.compressed_push import Letters
 from offbeat.strategies.servers.link import ServerLink
-from offbeat.strategies.servers.parameter_row import Row
+from offbeat.strategies.servers.parameter_row import ParameterRow
 
 SLOTS = IN_FLIGHT
 """Memory for so many pushes: that of one that is not answered yet is not written."""
@@ -38,7 +38,7 @@ class SettingsSource(Protocol):
 class PushQueue:
     """The pushes of one worker that are being filled, or are not answered yet."""
 
-    def __init__(self, link: ServerLink, row: Row, settings: SettingsSource, letters: Letters | None) -> None:
+    def __init__(self, link: ServerLink, row: ParameterRow, settings: SettingsSource, letters: Letters | None) -> None:
         self._link, self._row, self._settings, self._letters = link, row, settings, letters
         width = -(-row.count * row.values.element_size() // 64) * 64
         memory = Segment.create(width * SLOTS)
@@ -114,7 +114,7 @@ class PushQueue:
         """Push numbers for ranges of shards, as parts of a step that goes on; answers the token."""
         # Each shard must hear of the settings with what it applies; where steps are summed up, with the step's end.
         settings = () if self._link.rule.aggregated else self._settings.now()
-        ranges = [Part(shard, Payload(part.nbytes, part), start, stop) for shard, start, stop, part in parts]
+        ranges = [PushedRange(shard, Payload(part.nbytes, part), start, stop) for shard, start, stop, part in parts]
         return self._link.client.ask(PushRequest(ranges, self._link.clock, settings=settings, final=False)).token
 
     def settle(self, slot: int) -> None:

@@ -12,10 +12,10 @@ from offbeat.strategies.servers.driver import ServerDriver
 from offbeat.strategies.servers.link import ServerLink
 from offbeat.strategies.servers.optimizer import Adding
 from offbeat.strategies.servers.optimizer_handoff import refuse_different_models
-from offbeat.strategies.servers.parameter_row import Row
+from offbeat.strategies.servers.parameter_row import ParameterRow
 
 
-def added_up(link: ServerLink, row: Row) -> ServerDriver:
+def added_up(link: ServerLink, row: ParameterRow) -> ServerDriver:
     """A row that servers hold, and add to."""
     refuse_different_models(link.group, row, None)
     adding = Adding()
@@ -31,11 +31,13 @@ class ServerTotals:
     has every worker's latest, however often each of them pushes (incremental EM: Neal and Hinton 1998).
     """
 
-    def __init__(self, put: Callable[[Row], ServerDriver], statistics: Mapping[str, Tensor], shards: int) -> None:
+    def __init__(
+        self, put: Callable[[ParameterRow], ServerDriver], statistics: Mapping[str, Tensor], shards: int
+    ) -> None:
         self._names = sorted(statistics)
         flat = self._flat(statistics)
         self._last = torch.zeros_like(flat)
-        self._row = Row([torch.nn.Parameter(torch.zeros_like(flat), requires_grad=False)], shards)
+        self._row = ParameterRow([torch.nn.Parameter(torch.zeros_like(flat), requires_grad=False)], shards)
         self.driver = put(self._row)
         """The sums on the servers."""
 

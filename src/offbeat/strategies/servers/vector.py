@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from offbeat.errors import UsageError
 from offbeat.protocols.servers.messages import Fetched, PullReply
-from offbeat.protocols.servers.worker.notices import RangeRequest, Wanted
+from offbeat.protocols.servers.worker.notices import PulledRange, RangeRequest
 from offbeat.protocols.servers.worker.rhythm import Action
 from offbeat.strategies.servers.driver import ServerDriver
 from offbeat.strategies.worker.compression import Compressing
@@ -95,7 +95,9 @@ class Vector:
             values, versions = torch.empty(len(where), dtype=self._row.values.dtype), [-1] * len(pieces)
         else:
             values, versions = newer_than.values.clone(), list(newer_than.versions)
-        wanted = [Wanted(piece.shard, piece.start, piece.stop, v) for piece, v in zip(pieces, versions, strict=True)]
+        wanted = [
+            PulledRange(piece.shard, piece.start, piece.stop, v) for piece, v in zip(pieces, versions, strict=True)
+        ]
         by_shard = {piece.shard: number for number, piece in enumerate(pieces)}
 
         def take(shard: int, reply: PullReply | Fetched, numbers: NDArray[np.uint8]) -> None:
@@ -146,7 +148,7 @@ class Vector:
             link.wait(token, "the answer to a push")
         if link.rule.bound is not None:
             # A question that has no answer but "unchanged", which comes when the consistency allows the next step.
-            wanted = [Wanted(shard, 0, 0, _NOTHING_IS_NEWER) for shard in range(len(self.shards))]
+            wanted = [PulledRange(shard, 0, 0, _NOTHING_IS_NEWER) for shard in range(len(self.shards))]
             token = link.client.ask(RangeRequest(wanted, link.clock), _leave_alone).token
             link.wait(token, "the next step being allowed")
         self._counted()

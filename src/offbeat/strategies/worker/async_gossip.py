@@ -19,8 +19,8 @@ from offbeat.runtime.groups.coordinated import CoordinatedGroup
 from offbeat.runtime.groups.gossip_thread import Chat
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.stopwatch import Stopwatch
-from offbeat.runtime.servers.plan import Plan
-from offbeat.runtime.state.snapshots import Cut, write_moves
+from offbeat.runtime.servers.plan import ServerPlan
+from offbeat.runtime.state.snapshots import SnapshotCut, write_moves
 from offbeat.strategies.worker.flat_rows import Rows
 from offbeat.strategies.worker.model_mixing import Parted
 
@@ -38,7 +38,7 @@ class Pairing(Parted):
         stopwatch: Stopwatch,
         strategy: str,
         mixings: Callable[[int], Mixing],
-        plan: Plan | None = None,
+        plan: ServerPlan | None = None,
     ) -> None:
         super().__init__(group, stopwatch, strategy, mixings(group.size))
         self._mixings, self._plan = mixings, plan
@@ -146,7 +146,7 @@ class Pairing(Parted):
         """At the next boundary; neighbours hear of it."""
         self._wanted = True
 
-    def cut(self, clock: int) -> Cut | None:
+    def cut(self, clock: int) -> SnapshotCut | None:
         """The row, as it is between two moves; grants that are still to come are kept beside it."""
         chat = self._chat
         if chat is None or not (self._wanted or chat.due):
@@ -162,7 +162,7 @@ class Pairing(Parted):
             if known is not None:
                 write_moves(folder, *known)
 
-        return Cut(found.colour, None, {"sent": self.payload(), "row": found.row}, None, write_channel)
+        return SnapshotCut(found.colour, None, {"sent": self.payload(), "row": found.row}, None, write_channel)
 
     def state_dict(self) -> dict[str, Any]:
         """All rest, so that the parameters, which are kept with the model, are all there is to know."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from offbeat.errors import StrategyError
 from offbeat.protocols.compression import Shapes
 from offbeat.protocols.exchanges import Exchanged
-from offbeat.runtime.state.snapshots import Cut
+from offbeat.runtime.state.snapshots import SnapshotCut
 from offbeat.simulate.predicted_step import Step
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class Snapshotting(Protocol):
         """Have the run recorded, as soon as everybody comes to a boundary."""
         ...
 
-    def cut(self, clock: int) -> Cut | None:
+    def cut(self, clock: int) -> SnapshotCut | None:
         """At a boundary, after so many steps: be cut by a snapshot here, if one is due."""
         ...
 
@@ -192,7 +192,7 @@ class Stale(Protocol):
 
 
 @runtime_checkable
-class Noted(Protocol):
+class HasNotes(Protocol):
     """Has entries of its own in the result."""
 
     def notes(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.runtime.compression import Account, Coder
+from offbeat.runtime.compression import Coder, CompressionAccount
 from offbeat.runtime.groups.neighbours import Neighbours
 
 
@@ -31,7 +31,7 @@ class Estimates:
         self._total = sum(self._weights)
         self._own = start.clone()
         self._others = start * self._total
-        self.account = Account()
+        self.account = CompressionAccount()
         """What letters have cost and saved."""
 
     def mix(self, row: Tensor) -> None:

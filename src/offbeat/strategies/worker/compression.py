@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from offbeat.errors import StrategyError
-from offbeat.protocols.compression import Format, Shapes
+from offbeat.protocols.compression import RowFormat, Shapes
 from offbeat.protocols.partition import mixed
 from offbeat.runtime.compression import Coder, Feedback, build
 from offbeat.strategies._base import Axis, Strategy, Traits
@@ -21,7 +21,7 @@ class Compressing(Strategy):
     first_alone: ClassVar[bool] = True
     selects: ClassVar[bool] = False
     """Whether it sends some of the numbers as they are, which a further compressor may then make smaller."""
-    form: ClassVar[type[Format] | None] = None
+    form: ClassVar[type[RowFormat] | None] = None
     """The kind of `format`, whose fields are among its own."""
     promises = Traits(synchronous=True, deterministic=True, elastic=True)
     feedback: bool = field(default=True, kw_only=True)
@@ -52,7 +52,7 @@ class Compressing(Strategy):
         """Whether what it leaves out is remembered."""
         return self.feedback
 
-    def format(self) -> Format | None:
+    def format(self) -> RowFormat | None:
         """What it leaves of a row, as plain data: for servers and predictions; None if only its coder knows."""
         if self.form is None:
             return None

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import StrategyError
-from offbeat.protocols.compression import Format
+from offbeat.protocols.compression import RowFormat
 from offbeat.protocols.schedule import View
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.worker.rhythm import RhythmOf
@@ -228,7 +228,7 @@ class Exchanging(Strategy):
         """When each worker pushes to servers and pulls from them; None where it has none to push to."""
         return None
 
-    def planned(self, view: View, nbytes: int, forms: Sequence[Format] = (), models: bool = False) -> Step | str:
+    def planned(self, view: View, nbytes: int, forms: Sequence[RowFormat] = (), models: bool = False) -> Step | str:
         """What a step exchanges of a model of so many bytes, before any process has started; or why nobody knows.
 
         Args:
@@ -267,7 +267,7 @@ class Timing(Strategy):
         """How many global batches make one update."""
         return 1
 
-    def planned(self, exchange: Exchanging, view: View, nbytes: int, forms: Sequence[Format] = ()) -> Step | str:
+    def planned(self, exchange: Exchanging, view: View, nbytes: int, forms: Sequence[RowFormat] = ()) -> Step | str:
         """What `exchange` exchanges under it, and in which steps; see `Exchanging.planned`."""
         del exchange, view, nbytes, forms
         return f"{self.name} does not say beforehand in which steps it exchanges (give it `planned`)"

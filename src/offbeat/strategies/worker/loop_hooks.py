@@ -22,7 +22,7 @@ from offbeat.strategies.worker.exchange import EveryBatch, Exchange, Pace, closu
 from offbeat.strategies.worker.replica_checks import FirstGradients, HandUpdates, Replicas, Strangers, say
 
 
-class Watch:
+class LoopHooks:
     """Watches the models and optimizers of one team."""
 
     def __init__(

@@ -47,7 +47,7 @@ def slices_of(parameters: Sequence[Parameter], size: int) -> list[list[tuple[int
     return owned
 
 
-class Shards:
+class OptimizerShards:
     """One model's parameters, and which slices of them this worker updates."""
 
     def __init__(self, parameters: Iterable[Parameter], group: DirectGroup) -> None:
@@ -122,7 +122,7 @@ class ShardedSteps:
     """Optimizers that see slices while they step."""
 
     def __init__(self) -> None:
-        self.shards: list[Shards] = []
+        self.shards: list[OptimizerShards] = []
         self._handles: list[Any] = []
         self._optimizers: list[Optimizer] = []
 

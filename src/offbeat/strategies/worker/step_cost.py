@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from offbeat.protocols.collectives import Collective
-from offbeat.protocols.compression import Format, Shapes, Way
+from offbeat.protocols.compression import RowFormat, Shapes, SumMethod
 from offbeat.protocols.exchanges import Exchanged
 from offbeat.protocols.schedule import View
 from offbeat.runtime.backend import OffbeatGroup, planned_algorithm
@@ -27,7 +27,7 @@ def why_not(group: Group) -> str | None:
     return None
 
 
-def formats(compressions: Sequence[Compressing]) -> list[Format] | None:
+def formats(compressions: Sequence[Compressing]) -> list[RowFormat] | None:
     """What the letters are; None if one of the compressors does not say."""
     found = [one.format() for one in compressions]
     return None if None in found else [one for one in found if one is not None]
@@ -50,11 +50,11 @@ def planned_by(view: View, nbytes: int) -> str:
     return planned_algorithm(Collective.ALL_REDUCE, nbytes, view)
 
 
-def planned_letters(forms: Sequence[Format], nbytes: int, view: View) -> list[Exchanged]:
+def planned_letters(forms: Sequence[RowFormat], nbytes: int, view: View) -> list[Exchanged]:
     """How what is left of a model of so many bytes is brought together, by what each form says."""
     form, *inner = forms
     shapes = as_matrix(nbytes)
-    if form.way(*inner) is Way.REDUCE:
+    if form.way(*inner) is SumMethod.REDUCE:
         return [planned_sum(part, view) for part in form.sums(shapes, 4, *inner)]
     lengths = [] if form.fixed else [planned_sum(8 * view.size, view)]
     return [*lengths, _gathered(form.nbytes(shapes, 4, *inner), view)]
@@ -72,7 +72,7 @@ def _gathered(nbytes: int, view: View) -> Exchanged:
     return Exchanged(what="all_gather", by=by, nbytes=nbytes)
 
 
-def trials(group: DirectGroup, most: int, forms: Sequence[Format]) -> tuple[Timed, ...]:
+def trials(group: DirectGroup, most: int, forms: Sequence[RowFormat]) -> tuple[Timed, ...]:
     """What sums take here, and messages, if some are gathered; all workers call this together."""
 
     def sum_of(size: int) -> Callable[[], object]:
@@ -84,7 +84,7 @@ def trials(group: DirectGroup, most: int, forms: Sequence[Format]) -> tuple[Time
         return lambda: group.letters(row, True, "measuring the links")
 
     found = measured(group, most, sum_of)
-    if forms and forms[0].way(*forms[1:]) is Way.GATHER:
+    if forms and forms[0].way(*forms[1:]) is SumMethod.GATHER:
         longest = forms[0].nbytes([(most // 4,)], 4, *forms[1:]) if forms[0].fixed else most
         found += measured(group, longest, letters_of)
     return found

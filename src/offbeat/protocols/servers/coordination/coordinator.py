@@ -17,18 +17,18 @@ from offbeat.protocols.servers.coordination.liveness import Liveness
 from offbeat.protocols.servers.coordination.meetings import Meetings
 from offbeat.protocols.servers.messages import (
     COORDINATOR,
+    Acknowledged,
+    BackupReady,
     ClusterView,
     Gone,
     Heartbeat,
-    Hello,
+    JoinRequest,
     Leave,
     Lost,
-    Meet,
-    Noted,
-    Ready,
-    Recorded,
+    MeetingArrival,
     ShardRecorded,
-    Timing,
+    SnapshotWritten,
+    Timeouts,
     Viewed,
     Volunteer,
     Want,
@@ -54,7 +54,7 @@ class Changed:
 class CoordinatorMachine:
     """Makes the views."""
 
-    def __init__(self, view: ClusterView, *, name: Name = COORDINATOR, timing: Timing | None = None) -> None:
+    def __init__(self, view: ClusterView, *, name: Name = COORDINATOR, timing: Timeouts | None = None) -> None:
         self.name = name
         self.view = view
         self.lost: tuple[int, ...] = ()
@@ -64,7 +64,7 @@ class CoordinatorMachine:
         self.snapshots = Snapshots()
         """What is recorded of the run while it goes on."""
         self.meetings = Meetings()
-        self._liveness = Liveness(timing or Timing())
+        self._liveness = Liveness(timing or Timeouts())
         self._told: dict[int, tuple[float, ...]] = {}
         self._copies = [1 + len(backups) for backups in view.backups]
         self._buried: set[Name] = set()
@@ -102,24 +102,24 @@ class CoordinatorMachine:
         match message:
             case Heartbeat():
                 self._alive(sender, message, now)
-            case Hello() if sender == worker_name(message.worker):
+            case JoinRequest() if sender == worker_name(message.worker):
                 self._hello(sender, message, now)
             case Leave() if sender == worker_name(message.worker):
                 self._leave(sender, message)
             case Volunteer():
                 self._volunteer(sender, message.shard, now)
-            case Ready():
+            case BackupReady():
                 self._promote(sender, message)
-            case Meet() if sender == worker_name(message.worker):
+            case MeetingArrival() if sender == worker_name(message.worker):
                 self._meet(message, event.payload)
             case Want():
                 self.snapshots.want()
                 self.snapshots.look(self.view, self.meetings.open, now, self._out)
-            case Recorded() if sender == worker_name(message.worker):
-                self._out.send(sender, Noted(life=message.life, number=message.number))
+            case SnapshotWritten() if sender == worker_name(message.worker):
+                self._out.send(sender, Acknowledged(life=message.life, number=message.number))
                 self.snapshots.recorded(message, self.view, self._out)
             case ShardRecorded():
-                self._out.send(sender, Noted(number=message.colour))
+                self._out.send(sender, Acknowledged(number=message.colour))
                 self.snapshots.recorded_shard(sender, message, self.view, self._out)
             case _:
                 pass
@@ -200,7 +200,7 @@ class CoordinatorMachine:
             self.view = self.view.with_novice(shard, sender)
             self._change(self.view.workers, Changed(self.view))
 
-    def _promote(self, sender: Name, message: Ready) -> None:
+    def _promote(self, sender: Name, message: BackupReady) -> None:
         """A novice holds all that its primary has answered, and will: it can take over."""
         known = 0 <= message.shard < len(self.view.primaries) and sender == self.view.primaries[message.shard]
         if not known or self.view.novice(message.shard) != message.name:
@@ -210,7 +210,7 @@ class CoordinatorMachine:
         self.view = structs.replace(self.view.with_novice(message.shard, ""), backups=tuple(backups))
         self._change(self.view.workers, Changed(self.view, copied=(message.name,)))
 
-    def _hello(self, sender: Name, message: Hello, now: float) -> None:
+    def _hello(self, sender: Name, message: JoinRequest, now: float) -> None:
         """Let a worker in, in a new life unless it is in already; the process before it, if it lives, is out."""
         worker = message.worker
         if worker not in self.view.workers or self._processes.get(worker, 0) != message.process:
@@ -253,7 +253,7 @@ class CoordinatorMachine:
 
     # Meetings.
 
-    def _meet(self, message: Meet, row: Payload) -> None:
+    def _meet(self, message: MeetingArrival, row: Payload) -> None:
         if self.view.life(message.worker) != message.life:
             self._out.send(worker_name(message.worker), Gone(self.view.epoch))
             return

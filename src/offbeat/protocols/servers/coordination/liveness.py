@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from offbeat.protocols.machine import Name
-from offbeat.protocols.servers.messages import Timing
+from offbeat.protocols.servers.messages import Timeouts
 
 
 class Liveness:
     """What the coordinator knows of who lives."""
 
-    def __init__(self, timing: Timing) -> None:
+    def __init__(self, timing: Timeouts) -> None:
         self.heartbeat = timing.heartbeat
         """Seconds between two looks."""
         self._timing = timing

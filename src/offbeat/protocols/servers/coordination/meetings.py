@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from offbeat.protocols.machine import NOTHING, Effects, Payload
-from offbeat.protocols.servers.messages import Awaiting, Bring, Meet, Met, worker_name
+from offbeat.protocols.servers.messages import Awaiting, Bring, MeetingArrival, Met, worker_name
 
 REMEMBERED = 256
 """Meetings whose outcome is kept, for those who have not heard it."""
@@ -35,7 +35,7 @@ class Total(Struct, frozen=True):
 @dataclass(slots=True)
 class _Meeting:
     values: dict[int, tuple[float, ...]] = field(default_factory=dict[int, tuple[float, ...]])
-    waiting: dict[int, Meet] = field(default_factory=dict[int, Meet])
+    waiting: dict[int, MeetingArrival] = field(default_factory=dict[int, MeetingArrival])
     """Whom to answer."""
     over: bool = False
     summed: bool = False
@@ -59,7 +59,7 @@ class Meetings:
         """Whether anybody waits at a meeting for others to come."""
         return any(meeting.waiting for meeting in self._meetings.values() if not meeting.over)
 
-    def come(self, message: Meet, row: Payload, workers: Sequence[int], out: Effects) -> None:
+    def come(self, message: MeetingArrival, row: Payload, workers: Sequence[int], out: Effects) -> None:
         """A worker has come, perhaps not for the first time; all these are to come."""
         meeting = self._meetings.setdefault(message.what, _Meeting())
         who, told = worker_name(message.worker), {"life": message.life, "number": message.number}

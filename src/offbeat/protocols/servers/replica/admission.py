@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from offbeat.protocols.machine import NOTHING, Effects, Payload
-from offbeat.protocols.servers.messages import Load, Push, Refused
+from offbeat.protocols.servers.messages import Load, Push, PushRefused
 from offbeat.protocols.servers.replica.shard import Shard
 from offbeat.protocols.servers.replica.works import Inspect
 
@@ -65,11 +65,11 @@ class Admission:
         self._expected[who] = expected
         return True
 
-    def inspected(self, token: int, reason: str, step: int) -> tuple[Push | Load | Refused, Payload] | None:
+    def inspected(self, token: int, reason: str, step: int) -> tuple[Push | Load | PushRefused, Payload] | None:
         """What goes to the log now that it was looked at; a reason says why its numbers cannot be used."""
         push, payload = self._inspected.pop(token, (None, NOTHING))
         if reason and isinstance(push, Push):
             if len(self.refusals) < MOST_REFUSALS:
                 self.refusals.append(Refusal(push.worker, step, reason))
-            return Refused(push, reason), NOTHING
+            return PushRefused(push, reason), NOTHING
         return None if push is None else (push, payload)

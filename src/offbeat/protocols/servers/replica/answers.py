@@ -9,7 +9,7 @@ from offbeat.protocols.machine import Effects, Payload
 from offbeat.protocols.servers.messages import Entered, Fetched, Fresh, Pull, PullReply, PushReply, worker_name
 from offbeat.protocols.servers.replica.fencing import Fence
 from offbeat.protocols.servers.replica.shard import Shard
-from offbeat.protocols.servers.replica.works import Answer, Ask, Outcome, Read
+from offbeat.protocols.servers.replica.works import Ask, EntryOutcome, PushAnswer, ReadShard
 from offbeat.protocols.servers.snapshots import ShardColour
 
 _Due = tuple[Ask, PushReply | None]
@@ -36,7 +36,7 @@ class Answers:
         self._readings: dict[int, _Reading] = {}
         self._tokens = 0
 
-    def tell(self, outcome: Outcome, out: Effects) -> None:
+    def tell(self, outcome: EntryOutcome, out: Effects) -> None:
         """Answer what was applied, and the reads that have become due by it."""
         due: list[_Due] = [(ask, None) for ask in outcome.due]
         for answer in outcome.answers:
@@ -54,7 +54,7 @@ class Answers:
         if due or fresh:
             self.read(due, out, fresh=fresh)
 
-    def reply(self, answer: Answer, out: Effects) -> None:
+    def reply(self, answer: PushAnswer, out: Effects) -> None:
         """Say what became of what a worker sent."""
         if answer.entered is None:
             message = self._push_reply(answer)
@@ -64,7 +64,7 @@ class Answers:
             )
         out.send(worker_name(answer.worker), message)
 
-    def _push_reply(self, answer: Answer) -> PushReply:
+    def _push_reply(self, answer: PushAnswer) -> PushReply:
         return PushReply(
             life=answer.life,
             number=answer.number,
@@ -78,16 +78,16 @@ class Answers:
 
     def read(self, asks: Sequence[_Due], out: Effects, *, fresh: bool = False) -> None:
         """Read once for all who are due, apart from those who have this version; if `fresh`, for all who have not."""
-        readings: dict[Read, _Reading] = {}
+        readings: dict[ReadShard, _Reading] = {}
         for ask, pushed in asks:
             if isinstance(ask, Pull) and ask.newer_than >= self._shard.version:
                 reply = self._pull_reply(ask, self._reading(), pushed, unchanged=True)
                 out.send(worker_name(ask.worker), reply)
                 continue
-            what = Read(start=ask.start, stop=ask.stop) if isinstance(ask, Pull) else Read(state=True)
+            what = ReadShard(start=ask.start, stop=ask.stop) if isinstance(ask, Pull) else ReadShard(state=True)
             readings.setdefault(what, self._reading()).asks.append((ask, pushed))
         if fresh:
-            whole = readings.setdefault(Read(), self._reading())
+            whole = readings.setdefault(ReadShard(), self._reading())
             asking = {ask.worker for ask, _ in whole.asks}
             whole.fresh = tuple(worker for worker in self._shard.members if worker not in asking)
         for what, reading in readings.items():

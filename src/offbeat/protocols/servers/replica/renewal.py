@@ -5,17 +5,17 @@ a moment between two steps. There it hands the novice the whole state (numbers, 
 of whom it has taken), and from the same moment on answers no push that the novice does not hold, too. So the pause is
 that of one transfer. What was answered before is in the state; what is answered after it the novice has in its log.
 
-Once the novice holds the state, the primary says so to the coordinator (`Ready`), and the next view has the novice as
-the shard's last backup. Until then it cannot take over: if the primary dies, the novice is handed the state anew by
-whoever takes over, or the shard is lost if nobody can. There is one novice of a shard at a time, so that copies have an
+Once the novice holds the state, the primary says so to the coordinator (`BackupReady`), and the next view has the
+novice as the shard's last backup. Until then it cannot take over: if the primary dies, the novice is handed the
+state anew by whoever takes over, or the shard is lost if nobody can. There is one novice of a shard at a time, so that copies have an
 order in which each holds all that the next one does.
 """
 
 from __future__ import annotations
 
 from offbeat.protocols.machine import Effects, Name, Payload
-from offbeat.protocols.servers.messages import Install, Ready, ShardState
-from offbeat.protocols.servers.replica.works import Read, Release
+from offbeat.protocols.servers.messages import BackupReady, Install, ShardState
+from offbeat.protocols.servers.replica.works import ReadShard, Release
 
 
 class Renewal:
@@ -46,7 +46,7 @@ class Renewal:
     def take(self, index: int, state: ShardState, out: Effects) -> None:
         """The shard as it is after so many entries of the log: have its numbers read."""
         self.begun, self._index, self._state = True, index, state
-        out.start(Read(state=True, kept=True), ("renewal", self._number))
+        out.start(ReadShard(state=True, kept=True), ("renewal", self._number))
 
     def read(self, number: int, payload: Payload, epoch: int, now: float, out: Effects) -> None:
         """The numbers are there: hand over."""
@@ -57,7 +57,7 @@ class Renewal:
     def look(self, epoch: int, patience: float, now: float, out: Effects) -> None:
         """Hand over again what was not answered for so long, and say again what the coordinator may not have heard."""
         if self.installed:
-            out.send(self._coordinator, Ready(self._shard, self.novice))
+            out.send(self._coordinator, BackupReady(self._shard, self.novice))
         elif self.begun and now - self._sent_at >= patience:
             self._send(epoch, now, out)
 
@@ -66,7 +66,7 @@ class Renewal:
         if name == self.novice and self.begun and not self.installed:
             self.installed = True
             self._release(out)
-            out.send(self._coordinator, Ready(self._shard, self.novice))
+            out.send(self._coordinator, BackupReady(self._shard, self.novice))
 
     def _release(self, out: Effects) -> None:
         if self._payload is not None:

@@ -17,7 +17,7 @@ WINDOW = 64
 """Entries that are sent again at once to a backup that does not answer."""
 
 
-class Log:
+class EntryLog:
     """Entries by index, from the first that some replica may lack."""
 
     def __init__(self, start: int = 0) -> None:
@@ -51,15 +51,15 @@ class _Backup:
     """When something was last sent to it or heard from it."""
 
 
-class Feed:
+class BackupProgress:
     """What the primary knows of its backups, in their order."""
 
     def __init__(self, backups: Iterable[Name] = (), held: int = 0, now: float = 0.0) -> None:
         self._backups = {name: _Backup(held, held, now) for name in backups}
 
-    def changed(self, backups: Iterable[Name], now: float) -> Feed:
+    def changed(self, backups: Iterable[Name], now: float) -> BackupProgress:
         """The feed of the next epoch: those of these who were fed, and what is unanswered is to be sent anew."""
-        feed = Feed()
+        feed = BackupProgress()
         for name in backups:
             if (known := self._backups.get(name)) is not None:
                 feed._backups[name] = _Backup(known.held, known.held, now)
@@ -106,8 +106,8 @@ class Replication:
     """One replica's log: what it holds and has applied and, of a primary, what is to be sent to its backups."""
 
     def __init__(self, backups: Iterable[Name]) -> None:
-        self.log = Log()
-        self.feed = Feed(backups)
+        self.log = EntryLog()
+        self.feed = BackupProgress(backups)
         self.applied = 0
         """How many entries this replica has applied."""
         self.committed = 0
@@ -123,7 +123,7 @@ class Replication:
 
     def take_over(self, backups: Iterable[Name], now: float) -> None:
         """What this replica holds is what the shard is; it serves once all other backups hold it, too."""
-        self.feed = Feed(backups, self.committed, now)
+        self.feed = BackupProgress(backups, self.committed, now)
         self._settled_at = self.log.end
 
     def send(self, epoch: int, now: float, out: Effects) -> None:
@@ -173,5 +173,5 @@ class Replication:
 
     def restart(self, index: int) -> None:
         """Hold so many entries, in a state that was handed over."""
-        self.log = Log(index)
+        self.log = EntryLog(index)
         self.applied = self.committed = index

@@ -17,8 +17,8 @@ from offbeat.protocols.machine import NOTHING, Done, Effect, Effects, Event, Nam
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import (
     COORDINATOR,
+    Acknowledged,
     ClusterView,
-    Deadline,
     Enter,
     Entry,
     Fenced,
@@ -27,14 +27,14 @@ from offbeat.protocols.servers.messages import (
     Install,
     Load,
     Members,
-    Noted,
     Pull,
     Push,
     Replicate,
     Replicated,
     Request,
     ShardCut,
-    Timing,
+    StepDeadline,
+    Timeouts,
     Trial,
     Tried,
     Turned,
@@ -48,7 +48,7 @@ from offbeat.protocols.servers.replica.follower import Follower
 from offbeat.protocols.servers.replica.renewal import Renewal
 from offbeat.protocols.servers.replica.replication import Replication
 from offbeat.protocols.servers.replica.shard import Shard
-from offbeat.protocols.servers.replica.works import Answer, Look
+from offbeat.protocols.servers.replica.works import InspectPayload, PushAnswer
 from offbeat.protocols.servers.snapshots import ShardColour
 
 TICK = "tick"
@@ -65,7 +65,7 @@ class ServerMachine:
         view: ClusterView,
         *,
         coordinator: Name = COORDINATOR,
-        timing: Timing | None = None,
+        timing: Timeouts | None = None,
         joins: bool = False,
     ) -> None:
         self.name = name
@@ -76,7 +76,7 @@ class ServerMachine:
         self.fence = Fence(name, shard, view, coordinator, joins)
         self.replication = Replication(view.backups[shard])
         self._coordinator = coordinator
-        self._timing = timing or Timing()
+        self._timing = timing or Timeouts()
         self._colour = ShardColour(shard, self.shard, self.fence)
         self._follower = Follower(self.shard, self.fence, self.replication)
         self.admission = Admission(self.shard)
@@ -132,7 +132,7 @@ class ServerMachine:
                 self._colour.report(self._coordinator, out)
             case Timer(("deadline", int(step))):
                 if self.serving and step == self.shard.minimum:
-                    self._append(Deadline(step), NOTHING, now)
+                    self._append(StepDeadline(step), NOTHING, now)
             case Timer():
                 self._tick(now)
             case _:
@@ -153,7 +153,7 @@ class ServerMachine:
                 self._advance(now)
             case Fenced() | Gone():
                 self.fence.step_down(message, self._out)
-            case Noted() if event.sender == self._coordinator:
+            case Acknowledged() if event.sender == self._coordinator:
                 self._colour.heard(message.number)
             case Viewed() if event.sender == self._coordinator and message.view.epoch > self.view.epoch:
                 self._change(message.view, now)
@@ -259,13 +259,13 @@ class ServerMachine:
             # One that was let in before is answered, unless it still will be.
             if not self.admission.admit(message, event.payload, self._out) and self.shard.has_answered(message):
                 self.shard.counts["duplicate"] += 1
-                self._answers.reply(Answer(message.worker, message.life, message.number, "duplicate"), self._out)
+                self._answers.reply(PushAnswer(message.worker, message.life, message.number, "duplicate"), self._out)
         elif isinstance(message, Enter):
             self._append(message, NOTHING, now)
         elif isinstance(message, Trial):
-            self._out.start(Look(event.payload, message.letter), ("look", message))
+            self._out.start(InspectPayload(event.payload, message.letter), ("look", message))
         elif isinstance(message, Turned):
-            self._out.send(event.sender, Noted(life=message.life, number=message.number))
+            self._out.send(event.sender, Acknowledged(life=message.life, number=message.number))
             self._colour.told(message, self._out)
         else:
             if self.shard.skips(message):

@@ -26,19 +26,19 @@ from offbeat.protocols.machine import NOTHING, Effects, Payload, Start
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import (
     ClusterView,
-    Deadline,
     Enter,
     Entry,
     Load,
     Members,
     Pull,
     Push,
-    Refused,
+    PushRefused,
     ShardState,
+    StepDeadline,
 )
 from offbeat.protocols.servers.pacing import Pacing
-from offbeat.protocols.servers.replica.step_sum import Gradient, StepSum
-from offbeat.protocols.servers.replica.works import Answer, Ask, Outcome, Restore, Update
+from offbeat.protocols.servers.replica.step_sum import PushedGradient, StepSum
+from offbeat.protocols.servers.replica.works import Ask, EntryOutcome, PushAnswer, Restore, Update
 
 
 class Shard:
@@ -146,21 +146,21 @@ class Shard:
 
     # What it does.
 
-    def apply(self, entry: Entry, payload: Payload = NOTHING, out: Effects | None = None) -> Outcome:
+    def apply(self, entry: Entry, payload: Payload = NOTHING, out: Effects | None = None) -> EntryOutcome:
         """Take the next entry of the log, and begin the work on the numbers that follows from it."""
-        outcome = Outcome()
+        outcome = EntryOutcome()
         before = self.minimum
         match entry:
-            case Push() | Refused():
+            case Push() | PushRefused():
                 push, unfit = (entry, "") if isinstance(entry, Push) else (entry.push, entry.reason)
                 if self._is_new(push, payload, outcome):
                     take = self._sum.collect if self.rule.aggregated else self._apply_alone
-                    take(Gradient(push, payload, unfit), outcome)
+                    take(PushedGradient(push, payload, unfit), outcome)
             case Load():
                 self._load(entry, payload, outcome)
             case Enter():
                 self._enter(entry, outcome)
-            case Deadline():
+            case StepDeadline():
                 self.pacing.expire(entry.step)
             case Members():
                 self._change(entry.view, outcome)
@@ -177,7 +177,7 @@ class Shard:
         return outcome
 
     def ask(self, ask: Ask) -> bool:
-        """Whether a read is due now; if not, it waits, and an `Outcome` will name it."""
+        """Whether a read is due now; if not, it waits, and an `EntryOutcome` will name it."""
         if self._members.get(ask.worker) != ask.life:
             return False
         key = (ask.worker, ask.life, ask.number)
@@ -195,7 +195,7 @@ class Shard:
             self.staleness[max(0, ask.clock - self.minimum)] += 1
         return True
 
-    def _is_new(self, push: Push | Load, payload: Payload, outcome: Outcome) -> bool:
+    def _is_new(self, push: Push | Load, payload: Payload, outcome: EntryOutcome) -> bool:
         """Whether a push is of one who takes part, and new; else it is answered and left unused."""
         if self._members.get(push.worker) != push.life or push.worker not in self.pacing.clocks:
             outcome.settle(push, payload, "refused", "its sender does not take part")
@@ -206,7 +206,7 @@ class Shard:
         self._next[push.worker] = push.number + 1
         return True
 
-    def _apply_alone(self, gradient: Gradient, outcome: Outcome) -> None:
+    def _apply_alone(self, gradient: PushedGradient, outcome: EntryOutcome) -> None:
         push, payload, unfit = gradient.push, gradient.payload, gradient.unfit
         if payload.nbytes and not unfit:
             missed = max(0, self.version - push.version)
@@ -223,7 +223,7 @@ class Shard:
         """No gradient will come that was computed from an older version; of who has not pushed yet nothing is known."""
         return min((self._origins.get(worker, 0) for worker in self.pacing.clocks.workers), default=0)
 
-    def _load(self, load: Load, payload: Payload, outcome: Outcome) -> None:
+    def _load(self, load: Load, payload: Payload, outcome: EntryOutcome) -> None:
         if not self._is_new(load, payload, outcome):
             return
         self.version = load.version
@@ -238,15 +238,15 @@ class Shard:
         self._origins.clear()
         self._sum.clear(held=False)
 
-    def _enter(self, enter: Enter, outcome: Outcome) -> None:
+    def _enter(self, enter: Enter, outcome: EntryOutcome) -> None:
         if self._members.get(enter.worker) != enter.life:
             return
         self._origins.setdefault(enter.worker, self.version)
         entered = self.pacing.enter(enter.worker, enter.clock)
         if enter.number:
-            outcome.answers.append(Answer(enter.worker, enter.life, enter.number, "applied", entered=entered))
+            outcome.answers.append(PushAnswer(enter.worker, enter.life, enter.number, "applied", entered=entered))
 
-    def _change(self, view: ClusterView, outcome: Outcome) -> None:
+    def _change(self, view: ClusterView, outcome: EntryOutcome) -> None:
         """Let go of those who no longer take part. Those who are new count once they have entered."""
         now = view.members
         for worker, life in list(self._members.items()):
@@ -260,7 +260,7 @@ class Shard:
         self._next |= {worker: 0 for worker in now if worker not in self._next}
         self._members = now
 
-    def _release(self, outcome: Outcome) -> None:
+    def _release(self, outcome: EntryOutcome) -> None:
         """Name the reads that are due now: all that the minimum allows, and those that waited for a push of theirs."""
         ready = self.pacing.released()
         for answer in outcome.answers:

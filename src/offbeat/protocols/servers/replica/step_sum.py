@@ -16,11 +16,11 @@ from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import Push, Settings
 from offbeat.protocols.servers.pacing import Pacing
-from offbeat.protocols.servers.replica.works import Accumulate, Ask, Outcome
+from offbeat.protocols.servers.replica.works import AccumulateGradient, Ask, EntryOutcome
 
 
 @dataclass(frozen=True, slots=True)
-class Gradient:
+class PushedGradient:
     """A push with its numbers, and why they cannot be used; empty: they can."""
 
     push: Push
@@ -35,7 +35,7 @@ class StepSum:
         self.settings: Settings = ()
         """What the optimizer's groups are set to, as told last."""
         self._rule, self._pacing = rule, pacing
-        self._held: dict[int, list[Gradient]] = {}
+        self._held: dict[int, list[PushedGradient]] = {}
         self._weight = 0.0
 
     @property
@@ -53,7 +53,7 @@ class StepSum:
         """Whether this push is a part that waits for the step's last one, and is not answered yet."""
         return any(part.push.number == number for part in self._held.get(worker, ()))
 
-    def collect(self, part: Gradient, outcome: Outcome) -> None:
+    def collect(self, part: PushedGradient, outcome: EntryOutcome) -> None:
         """Take a push for the open step; one for another step is answered and left unused."""
         push, step = part.push, self._pacing.completed
         if push.clock < step:
@@ -68,7 +68,7 @@ class StepSum:
             if push.last:
                 self._finish(push, outcome)
 
-    def _finish(self, last: Push, outcome: Outcome) -> None:
+    def _finish(self, last: Push, outcome: EntryOutcome) -> None:
         """A worker's step is whole. What is coded is held until there is enough of it; anything else joins the sum."""
         if not self._rule.coded:
             self._add(self._held.pop(last.worker), outcome)
@@ -76,21 +76,21 @@ class StepSum:
             self._pacing.contribute(last.worker)
         self._pacing.finish(last.worker, last.clock + 1)
 
-    def _add(self, parts: list[Gradient], outcome: Outcome, factor: float = 1.0) -> None:
+    def _add(self, parts: list[PushedGradient], outcome: EntryOutcome, factor: float = 1.0) -> None:
         """Parts that belong together join the sum; if any of them is unfit, none is used."""
         last, unfit = parts[-1].push, _unfit(parts)
         weight = factor * last.weight
         for part in parts:
             push = part.push
             if part.payload.nbytes and not unfit:
-                outcome.works.append(Accumulate(part.payload, weight, push.start, push.stop, push.absent))
+                outcome.works.append(AccumulateGradient(part.payload, weight, push.start, push.stop, push.absent))
             outcome.settle(push, part.payload, "refused" if unfit else "applied", unfit)
         if not unfit:
             self._weight += weight
             self._pacing.contribute(last.worker)
         self.settings = last.settings or self.settings  # Told once: also with numbers that are not used.
 
-    def close(self, outcome: Outcome) -> float:
+    def close(self, outcome: EntryOutcome) -> float:
         """The open step is complete: what its sum weighs, and go on to the next one."""
         if self._rule.coded:
             self._combine(outcome)
@@ -100,13 +100,13 @@ class StepSum:
         self._pacing.close()
         return weight
 
-    def give_up_on_the_slow(self, outcome: Outcome) -> None:
+    def give_up_on_the_slow(self, outcome: EntryOutcome) -> None:
         """What is held of steps that were completed without it is late."""
         late = [who for who, parts in self._held.items() if parts[0].push.clock < self._pacing.completed]
         for part in [part for worker in late for part in self._held.pop(worker)]:
             outcome.settle(part.push, part.payload, "late")
 
-    def _combine(self, outcome: Outcome) -> None:
+    def _combine(self, outcome: EntryOutcome) -> None:
         """A coded step is complete: use what has come, each by its coefficient."""
         coefficients = self._pacing.coefficients()
         for worker, parts in [entry for entry in self._held.items() if entry[1][-1].push.last]:
@@ -121,12 +121,12 @@ class StepSum:
                 else:
                     outcome.settle(part.push, part.payload, "late")
 
-    def leave(self, worker: int, outcome: Outcome) -> None:
+    def leave(self, worker: int, outcome: EntryOutcome) -> None:
         """A worker no longer takes part: what is held of it is left unused."""
         for part in self._held.pop(worker, []):
             outcome.settle(part.push, part.payload, "refused", "its sender does not take part")
 
 
-def _unfit(parts: list[Gradient]) -> str:
+def _unfit(parts: list[PushedGradient]) -> str:
     """Why a step in these parts cannot be used; empty if it can."""
     return next((part.unfit for part in parts if part.unfit), "")

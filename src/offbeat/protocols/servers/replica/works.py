@@ -12,7 +12,7 @@ Ask = Pull | Fetch
 
 
 @dataclass(frozen=True, slots=True)
-class Accumulate:
+class AccumulateGradient:
     """Add `weight` times a gradient, which covers [start, stop) of the shard, to the sum of this step."""
 
     payload: Payload
@@ -57,11 +57,11 @@ class Restore:
     version: int
 
 
-Work = Accumulate | Update | Discard | Restore
+Work = AccumulateGradient | Update | Discard | Restore
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PushAnswer:
     """What a worker is told about what it sent."""
 
     worker: int
@@ -77,11 +77,11 @@ class Answer:
 
 
 @dataclass(slots=True)
-class Outcome:
+class EntryOutcome:
     """What follows from an entry."""
 
     works: list[Work] = field(default_factory=list[Work])
-    answers: list[Answer] = field(default_factory=list[Answer])
+    answers: list[PushAnswer] = field(default_factory=list[PushAnswer])
     due: list[Ask] = field(default_factory=list[Ask])
     """Reads that waited for this."""
     moved: bool = False
@@ -97,7 +97,7 @@ class Outcome:
             self.statuses.append(status)
         if status != "applied" and payload.nbytes:
             self.works.append(Discard(payload))
-        self.answers.append(Answer(push.worker, push.life, push.number, status, reason, then_pull, step))
+        self.answers.append(PushAnswer(push.worker, push.life, push.number, status, reason, then_pull, step))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Inspect:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ReadShard:
     """Hand out the values as they are after all work begun before, or the whole state. The result is a `Payload`.
 
     It is sent to several readers and must not change before they have copied it.
@@ -135,7 +135,7 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class InspectPayload:
     """Go over a payload as a push is gone over, and forget it: only the time it takes is of interest."""
 
     payload: Payload

@@ -20,6 +20,7 @@ from offbeat.protocols.machine import NOTHING, Effect, Effects, Event, Name, Pay
 from offbeat.protocols.servers.coordination.coordinator import Changed
 from offbeat.protocols.servers.messages import (
     COORDINATOR,
+    Acknowledged,
     Announce,
     Awaiting,
     Bring,
@@ -33,25 +34,24 @@ from offbeat.protocols.servers.messages import (
     Heartbeat,
     Lost,
     Met,
-    Noted,
     Pull,
     PullReply,
     PushReply,
-    Timing,
+    Timeouts,
     Tried,
     Viewed,
     worker_name,
 )
 from offbeat.protocols.servers.snapshots import WorkerColour
 from offbeat.protocols.servers.worker.compose import Composer
-from offbeat.protocols.servers.worker.membership import Membership
+from offbeat.protocols.servers.worker.membership import WorkerMembership
 from offbeat.protocols.servers.worker.notices import (
     Arrived,
-    Asked,
     ClientRequest,
     Departed,
     Joined,
     MeetRequest,
+    OpenRequest,
     PushRequest,
     Refreshed,
     ReplayRequest,
@@ -75,17 +75,17 @@ class ClientMachine:
         *,
         process: int = 0,
         coordinator: Name = COORDINATOR,
-        timing: Timing | None = None,
+        timing: Timeouts | None = None,
     ) -> None:
         self.worker = worker
         self.name = worker_name(worker)
         self.colour = WorkerColour()
         """Which snapshots it has been cut by."""
-        self.membership = Membership(worker, view, process, coordinator)
+        self.membership = WorkerMembership(worker, view, process, coordinator)
         self.composer = Composer(self.membership, self.colour)
         self.known = self.composer.known
         """Version and clock of the newest values that came, by shard."""
-        self.timing = timing or Timing()
+        self.timing = timing or Timeouts()
         self.outstanding = Outstanding(self.membership, self.colour, coordinator, self.timing)
         self.snapshots = WorkerSnapshots(self.membership, self.colour, self.composer, self.outstanding, coordinator)
         self._coordinator = coordinator
@@ -113,12 +113,12 @@ class ClientMachine:
 
     # What a driver asks for.
 
-    def ask(self, request: ClientRequest, now: float) -> Asked:
+    def ask(self, request: ClientRequest, now: float) -> OpenRequest:
         """Ask for something: the token under which it is answered, and what is to be done for it."""
         out = self._out = Effects()
         if not self.member:
             out.start(Departed(self.view.epoch))
-            return Asked(ASIDE, out.done)
+            return OpenRequest(ASIDE, out.done)
         token = self.outstanding.begin()
         pull = 0
         if isinstance(request, PushRequest) and request.final and request.then_pull:
@@ -131,7 +131,7 @@ class ClientMachine:
             else:
                 self.outstanding.enlist(token, shard, message, payload, now, out)
         self.outstanding.conclude(token, out)
-        return Asked(token, out.done, pull)
+        return OpenRequest(token, out.done, pull)
 
     def announce(self, nbytes: int) -> Sequence[Effect]:
         """Payloads of so many bytes are going to come: who deals with them is silent, and not to be taken for dead."""
@@ -178,7 +178,7 @@ class ClientMachine:
     def _received(self, event: Received, now: float) -> None:
         message, payload = event.message, event.payload
         match message:
-            case Noted():
+            case Acknowledged():
                 self.outstanding.take(message, -1)
             case Announce() if event.sender == self._coordinator:
                 self.colour.announced = max(self.colour.announced, message.colour)

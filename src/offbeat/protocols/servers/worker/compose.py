@@ -11,26 +11,26 @@ from offbeat.protocols.machine import NOTHING, Payload
 from offbeat.protocols.servers.messages import (
     Fetch,
     Load,
-    Meet,
+    MeetingArrival,
     Pull,
     PullReply,
     Push,
     Trial,
 )
 from offbeat.protocols.servers.snapshots import WorkerColour
-from offbeat.protocols.servers.worker.membership import Membership
+from offbeat.protocols.servers.worker.membership import WorkerMembership
 from offbeat.protocols.servers.worker.notices import (
     ClientRequest,
     FetchRequest,
     LoadRequest,
     MeetRequest,
-    Part,
+    PulledRange,
     PullRequest,
+    PushedRange,
     PushRequest,
     RangeRequest,
     ReplayRequest,
     TrialRequest,
-    Wanted,
 )
 from offbeat.protocols.servers.worker.requests import Sent
 
@@ -48,7 +48,7 @@ class _Header(TypedDict):
 class Composer:
     """Writes messages: counts a worker's pushes to each shard, and knows the versions that it has read."""
 
-    def __init__(self, membership: Membership, colour: WorkerColour) -> None:
+    def __init__(self, membership: WorkerMembership, colour: WorkerColour) -> None:
         self.pushes = [0] * len(membership.shards)
         """How many pushes there have been to each shard in this life."""
         self.known: dict[int, tuple[int, int]] = {}
@@ -77,7 +77,9 @@ class Composer:
                 return self._trial(request)
             case MeetRequest(what, values, admits, kind, row):
                 colour = self._colour.own
-                meet = Meet(**self.header(), what=what, values=values, admits=admits, kind=kind, colour=colour)
+                meet = MeetingArrival(
+                    **self.header(), what=what, values=values, admits=admits, kind=kind, colour=colour
+                )
                 return iter([(-1, meet, row)])
             case ReplayRequest():
                 return self._replay(request.pushes, request.under_way)
@@ -94,11 +96,11 @@ class Composer:
         return {"worker": member.worker, "life": member.life, "number": number, "epoch": member.view.epoch}
 
     def _push(self, request: PushRequest) -> Iterator[Piece]:
-        by_shard: dict[int, list[Part]] = {}
+        by_shard: dict[int, list[PushedRange]] = {}
         for part in request.parts:
             by_shard.setdefault(part.shard, []).append(part)
         for shard in self._membership.shards if request.final else by_shard:
-            parts = by_shard.get(shard) or [Part(shard, NOTHING, 0, 0)]
+            parts = by_shard.get(shard) or [PushedRange(shard, NOTHING, 0, 0)]
             for place, part in enumerate(parts, 1):
                 last, pull = request.final and place == len(parts), 0
                 header = self._push_header(shard)
@@ -132,7 +134,7 @@ class Composer:
             newer_than = -1 if request.anew else self.known.get(shard, (-1, 0))[0]
             yield shard, self._pull_for(shard, request.clock, newer_than), NOTHING
 
-    def _ranges(self, parts: Iterable[Wanted], clock: int) -> Iterator[Piece]:
+    def _ranges(self, parts: Iterable[PulledRange], clock: int) -> Iterator[Piece]:
         for part in parts:
             yield part.shard, self._pull_for(part.shard, clock, part.newer_than, part.start, part.stop), NOTHING
 

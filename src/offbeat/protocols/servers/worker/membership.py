@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Literal
 
 from offbeat.protocols.machine import Effects, Name
-from offbeat.protocols.servers.messages import ClusterView, Heartbeat, Hello, Leave, Viewed
+from offbeat.protocols.servers.messages import ClusterView, Heartbeat, JoinRequest, Leave, Viewed
 
 _State = Literal["member", "gone", "joining", "entering", "leaving", "left"]
 
 
-class Membership:
+class WorkerMembership:
     """A worker's place in the newest view that it knows."""
 
     def __init__(self, worker: int, view: ClusterView, process: int, coordinator: Name) -> None:
@@ -44,7 +44,7 @@ class Membership:
         if self.present:
             out.send(self._coordinator, Heartbeat(self.view.epoch, burden))
         elif self.state == "joining":
-            out.send(self._coordinator, Hello(self.worker, self._process, self._patient))
+            out.send(self._coordinator, JoinRequest(self.worker, self._process, self._patient))
         elif self.state == "leaving":
             out.send(self._coordinator, Leave(self.worker, self.life))
 

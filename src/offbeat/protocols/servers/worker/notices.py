@@ -12,7 +12,7 @@ from offbeat.protocols.servers.messages import Fetched, Fresh, Lost, Met, PullRe
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PushedRange:
     """What is pushed to one shard: numbers for [start, stop) of it; -1 is its end."""
 
     shard: int
@@ -32,17 +32,19 @@ class Buffer(Protocol):
         ...
 
 
-def whole_shards(buffers: Sequence[Buffer], absent: Sequence[tuple[tuple[int, int], ...]] = ()) -> list[Part]:
+def whole_shards(buffers: Sequence[Buffer], absent: Sequence[tuple[tuple[int, int], ...]] = ()) -> list[PushedRange]:
     """A part for each shard, which is all of it; an empty one only lets the clock tick."""
     lacking = absent or [()] * len(buffers)
     return [
-        Part(shard, Payload(buffer.nbytes, buffer), absent=none) if buffer.nbytes else Part(shard, NOTHING, 0, 0)
+        PushedRange(shard, Payload(buffer.nbytes, buffer), absent=none)
+        if buffer.nbytes
+        else PushedRange(shard, NOTHING, 0, 0)
         for shard, (buffer, none) in enumerate(zip(buffers, lacking, strict=True))
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PulledRange:
     """What is asked for of one shard: the values [start, stop), if they are newer than this version."""
 
     shard: int
@@ -59,7 +61,7 @@ class PushRequest:
     with its own weight.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[PushedRange]
     clock: int
     weight: float = 1.0
     settings: Settings = ()
@@ -88,7 +90,7 @@ class RangeRequest:
     What comes does not count among the whole values that a `PullRequest` compares with.
     """
 
-    parts: Sequence[Wanted]
+    parts: Sequence[PulledRange]
     clock: int
 
 
@@ -101,7 +103,7 @@ class FetchRequest:
 class LoadRequest:
     """Put back the states of shards; one worker does, before the first step."""
 
-    states: Sequence[Part]
+    states: Sequence[PushedRange]
     versions: Sequence[int]
     clock: int
     took: Sequence[tuple[tuple[int, int, int], ...]] = ()
@@ -112,7 +114,7 @@ class LoadRequest:
 class TrialRequest:
     """Bring payloads to shards and have them looked at, without changing anything."""
 
-    parts: Sequence[Part]
+    parts: Sequence[PushedRange]
     letter: bool
     """Whether they are compressed as pushes are."""
 
@@ -150,7 +152,7 @@ ClientRequest = (
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class OpenRequest:
     """A request under way: its token, that of the pull that follows it, and what is to be done for it."""
 
     token: int

@@ -13,21 +13,21 @@ from offbeat.protocols.servers.messages import (
     ClusterView,
     Fetch,
     Load,
-    Meet,
+    MeetingArrival,
     Met,
     Pull,
     Push,
     PushReply,
-    Recorded,
     Reply,
     Request,
-    Timing,
+    SnapshotWritten,
+    Timeouts,
 )
 from offbeat.protocols.servers.snapshots import WorkerColour
-from offbeat.protocols.servers.worker.membership import Membership
+from offbeat.protocols.servers.worker.membership import WorkerMembership
 from offbeat.protocols.servers.worker.notices import Completed, Failed
 
-Sent = Request | Meet | Recorded
+Sent = Request | MeetingArrival | SnapshotWritten
 """What a worker sends again until it is answered."""
 _Numbered = Push | Load | PushReply
 ENTERING = 0
@@ -63,7 +63,7 @@ class _Wait:
 class Outstanding:
     """What a worker has asked for and not been answered yet."""
 
-    def __init__(self, membership: Membership, colour: WorkerColour, coordinator: Name, timing: Timing) -> None:
+    def __init__(self, membership: WorkerMembership, colour: WorkerColour, coordinator: Name, timing: Timeouts) -> None:
         self.burden = 0
         """Bytes of the largest payload that is to be borne with."""
         self.open: dict[tuple[str, int, int], Open] = {}
@@ -142,7 +142,7 @@ class Outstanding:
         else:
             message = structs.replace(message, epoch=epoch)
         # A meeting lasts until the last has come: the row that was brought is sent again only if it was lost.
-        self._send(request.shard, message, NOTHING if isinstance(message, Meet) else request.payload, out)
+        self._send(request.shard, message, NOTHING if isinstance(message, MeetingArrival) else request.payload, out)
 
     def _give_up(self, token: int, out: Effects) -> None:
         given_up = [request for request in self.open.values() if request.token == token]

@@ -38,7 +38,7 @@ class Action(Enum):
     """Wait for every worker to come to the same point."""
 
 
-class Exchange(NamedTuple):
+class StepActions(NamedTuple):
     """What a worker does when it has computed a step."""
 
     actions: tuple[Action, ...] = ()
@@ -53,7 +53,7 @@ class Rhythm(Protocol):
         """Whether this worker computes the coming step, or only keeps the others company."""
         ...
 
-    def computed(self, clock: int) -> Exchange:
+    def computed(self, clock: int) -> StepActions:
         """What to do when a step is computed; `clock` steps count as finished before it."""
         ...
 
@@ -73,7 +73,7 @@ class EveryStep:
         """In every step."""
         return True
 
-    def computed(self, clock: int) -> Exchange:
+    def computed(self, clock: int) -> StepActions:
         """The same after every step."""
         del clock
         return _PUSH_AND_READ
@@ -95,7 +95,7 @@ class Lazily(EveryStep):
         self._rule = rule
         self._complete = 0
 
-    def computed(self, clock: int) -> Exchange:
+    def computed(self, clock: int) -> StepActions:
         """Read if what was read last is too old for the step after the next."""
         return _PUSH_AND_READ if self._complete < self._rule.needed(clock + 2) else _PUSH_AND_REUSE
 
@@ -107,7 +107,7 @@ class Lazily(EveryStep):
 class Eagerly(EveryStep):
     """Use what servers send by themselves, and ask only if that is not fresh enough."""
 
-    def computed(self, clock: int) -> Exchange:
+    def computed(self, clock: int) -> StepActions:
         """The same after every step."""
         del clock
         return _PUSH_AND_TAKE
@@ -140,7 +140,7 @@ class PushAndFetch:
         """During the warm start only the one who leads."""
         return self._leads or not self.warming
 
-    def computed(self, clock: int) -> Exchange:
+    def computed(self, clock: int) -> StepActions:
         """Push and fetch what is due."""
         del clock
         warming = self.warming
@@ -148,10 +148,10 @@ class PushAndFetch:
         pushes, own = self.steps % self._push == 0, self._fetch > 1
         if warming:
             own = own and self._leads
-            return Exchange(self._warm_up(pushes), own)
+            return StepActions(self._warm_up(pushes), own)
         if self.fetched:
-            return Exchange((Action.PUSH_AND_PULL if pushes else Action.PULL, Action.AWAIT), own)
-        return Exchange((Action.PUSH,) if pushes else (), own)
+            return StepActions((Action.PUSH_AND_PULL if pushes else Action.PULL, Action.AWAIT), own)
+        return StepActions((Action.PUSH,) if pushes else (), own)
 
     def _warm_up(self, pushes: bool) -> tuple[Action, ...]:
         push = (Action.PUSH,) if pushes else ()
@@ -180,7 +180,7 @@ class Spring:
         """In every step."""
         return True
 
-    def computed(self, clock: int) -> Exchange:
+    def computed(self, clock: int) -> StepActions:
         """Exchange with the centre if it is time."""
         del clock
         due = self.steps > 0 and self.steps % self._period == 0
@@ -203,9 +203,9 @@ def rhythm_of(rule: Rule) -> RhythmOf:
     return lambda _: shared
 
 
-_PUSH_AND_READ = Exchange((Action.PUSH_AND_PULL, Action.AWAIT))
-_PUSH_AND_REUSE = Exchange((Action.PUSH, Action.REUSE), own_step=True)
-_PUSH_AND_TAKE = Exchange((Action.PUSH, Action.SETTLE, Action.TAKE_FRESH))
-_OWN_STEP = Exchange(own_step=True)
-_MOVE_THE_CENTRE = Exchange((Action.PULL, Action.AWAIT, Action.PUSH), own_step=True)
-_MOVE_IT_TOGETHER = Exchange((Action.AWAIT, Action.PUSH_AND_PULL), own_step=True)
+_PUSH_AND_READ = StepActions((Action.PUSH_AND_PULL, Action.AWAIT))
+_PUSH_AND_REUSE = StepActions((Action.PUSH, Action.REUSE), own_step=True)
+_PUSH_AND_TAKE = StepActions((Action.PUSH, Action.SETTLE, Action.TAKE_FRESH))
+_OWN_STEP = StepActions(own_step=True)
+_MOVE_THE_CENTRE = StepActions((Action.PULL, Action.AWAIT, Action.PUSH), own_step=True)
+_MOVE_IT_TOGETHER = StepActions((Action.AWAIT, Action.PUSH_AND_PULL), own_step=True)

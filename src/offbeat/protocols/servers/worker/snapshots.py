@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offbeat.protocols.machine import NOTHING, Effect, Effects, Name, Send
-from offbeat.protocols.servers.messages import Recorded, Turned, Want, WorkerCut
+from offbeat.protocols.servers.messages import SnapshotWritten, Turned, Want, WorkerCut
 from offbeat.protocols.servers.snapshots import WorkerColour
 from offbeat.protocols.servers.worker.compose import Composer
-from offbeat.protocols.servers.worker.membership import Membership
+from offbeat.protocols.servers.worker.membership import WorkerMembership
 from offbeat.protocols.servers.worker.requests import ASIDE, Outstanding
 
 
@@ -16,7 +16,7 @@ class WorkerSnapshots:
     """Which snapshots a worker has a part in, and what it says about them."""
 
     def __init__(
-        self, membership: Membership, colour: WorkerColour, composer: Composer, outstanding: Outstanding, to: Name
+        self, membership: WorkerMembership, colour: WorkerColour, composer: Composer, outstanding: Outstanding, to: Name
     ) -> None:
         self._membership, self._colour, self._composer = membership, colour, composer
         self._outstanding, self._coordinator = outstanding, to
@@ -45,7 +45,7 @@ class WorkerSnapshots:
     def recorded(self, colour: int, cut: WorkerCut | None, now: float, out: Effects | None = None) -> Sequence[Effect]:
         """The state of that cut is written down; or, without a cut, there is none."""
         out = Effects() if out is None else out
-        message = Recorded(**self._composer.header(), colour=colour, cut=cut)
+        message = SnapshotWritten(**self._composer.header(), colour=colour, cut=cut)
         self._outstanding.enlist(ASIDE, -1, message, NOTHING, now, out)
         return out.done
 

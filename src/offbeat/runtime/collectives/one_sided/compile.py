@@ -17,7 +17,7 @@ from offbeat.protocols.schedule import Layout, Op, Round, Schedule, View
 
 
 @dataclass(frozen=True)
-class Stage:
+class ProgramStage:
     """What one rank does between two signals."""
 
     publish: tuple[int, ...]
@@ -32,34 +32,36 @@ _Flags = NDArray[np.bool_]
 
 
 @dataclass
-class _Open:
+class _OpenStage:
     published: bool = False
     publish: set[int] = field(default_factory=set[int])
     contributions: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     copies: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
 
-    def closed(self) -> Stage:
+    def closed(self) -> ProgramStage:
         reduce = tuple((block, tuple(sorted(ranks))) for block, ranks in sorted(self.contributions.items()))
         copy = tuple((source, block, place) for place, (source, block) in sorted(self.copies.items()))
-        return Stage(tuple(sorted(self.publish)), reduce, copy)
+        return ProgramStage(tuple(sorted(self.publish)), reduce, copy)
 
 
-def compile_one_sided(schedule: Schedule, view: View, rank: int, blocks: int, root: int = 0) -> tuple[Stage, ...]:
+def compile_one_sided(
+    schedule: Schedule, view: View, rank: int, blocks: int, root: int = 0
+) -> tuple[ProgramStage, ...]:
     """The stages of `rank`; every rank has as many."""
-    stages = [_Open()]
+    stages = [_OpenStage()]
     changed = np.zeros((view.size, blocks), dtype=bool)
     for each in schedule(view, Layout(blocks, root=root)):
         if each.op is Op.SEND:
             raise UsageError("a schedule with SEND rounds is not one-sided: it runs over point-to-point")
         if each.op is Op.COPY and bool((each.source == each.target).all()):
             if changed.any():
-                stages.append(_Open())
+                stages.append(_OpenStage())
             # What has been published stays as it is, whatever is written afterwards.
             changed = np.zeros_like(changed)
             stages[-1].published = True
             continue
         if each.op is Op.FETCH and not stages[-1].published and _reads(each, changed):
-            stages.append(_Open())
+            stages.append(_OpenStage())
             changed[:] = False
         _note(each, rank, stages[-1], changed)
     return tuple(stage.closed() for stage in stages)
@@ -73,7 +75,7 @@ def _reads(fetch: Round, changed: _Flags) -> bool:
     )
 
 
-def _note(each: Round, rank: int, stage: _Open, changed: _Flags) -> None:
+def _note(each: Round, rank: int, stage: _OpenStage, changed: _Flags) -> None:
     columns = (each.source, each.target, each.start, each.stop, each.place)
     for source, target, start, stop, place in zip(*(column.tolist() for column in columns), strict=True):
         shift = place - start
@@ -87,7 +89,7 @@ def _note(each: Round, rank: int, stage: _Open, changed: _Flags) -> None:
                 _take_in(each.op, stage, rank, source, block, block + shift)
 
 
-def _take_in(op: Op, stage: _Open, rank: int, source: int, block: int, place: int) -> None:
+def _take_in(op: Op, stage: _OpenStage, rank: int, source: int, block: int, place: int) -> None:
     if op is Op.REDUCE:
         if place in stage.copies:  # What came first replaced what was there: it is the first of the sum.
             stage.contributions[place] = [stage.copies.pop(place)[0]]

@@ -9,7 +9,7 @@ import numpy as np
 
 from offbeat.runtime.collectives.one_sided.arena import CHUNK, PHASES, SMALL, Room
 from offbeat.runtime.collectives.one_sided.board import DEPTH, SLOTS, STAGES
-from offbeat.runtime.collectives.one_sided.compile import Stage, even_blocks
+from offbeat.runtime.collectives.one_sided.compile import ProgramStage, even_blocks
 from offbeat.runtime.collectives.one_sided.kernels import Array, Ways
 
 LIVE = 1 << 18
@@ -23,10 +23,10 @@ Slots = Sequence[Sequence[Array]]
 """Arrays by turn and rank."""
 
 
-class Work(NamedTuple):
+class PreparedCollective(NamedTuple):
     """A collective, worked out for what one rank brings and where it wants the results."""
 
-    stages: Sequence[Stage]
+    stages: Sequence[ProgramStage]
     pieces: Sequence[Piece]
     rows: Sequence[Array]
     """All memory of this rank that is read or written."""
@@ -82,7 +82,7 @@ class Engine:
             ]
         return found
 
-    def run(self, work: Work, check: Callable[[], None], ways: Ways) -> None:
+    def run(self, work: PreparedCollective, check: Callable[[], None], ways: Ways) -> None:
         """Take every piece (what this rank brings, and where results go, by block) through all stages, overlapping.
 
         All ranks have the same number of pieces. While one piece is being published, the one before is reduced and the
@@ -102,7 +102,7 @@ class Engine:
                 waiting = False
                 check()
 
-    def script(self, work: Work, first: int, ways: Ways) -> Iterator[Action]:
+    def script(self, work: PreparedCollective, first: int, ways: Ways) -> Iterator[Action]:
         """Everything that is to be done from that turn on, in order: functions and what they are given."""
         stages, pieces, width, words = work.stages, work.pieces, work.width, work.words
         slots: Sequence[Slots] = [self.small(words)] if work.slots == STAGES else self._ring(words)
@@ -132,7 +132,7 @@ class Engine:
 
     def _consume(
         self,
-        stage: Stage,
+        stage: ProgramStage,
         slots: Sequence[Array],
         given: Blocks,
         result: Blocks,
@@ -173,7 +173,7 @@ class Engine:
             row = result[place]
             yield np.copyto, (row, _part(slots[source], block, width, row))
 
-    def run_live(self, stages: Sequence[Stage], rows: Sequence[Array], ways: Ways) -> None:
+    def run_live(self, stages: Sequence[ProgramStage], rows: Sequence[Array], ways: Ways) -> None:
         """The same with no slots: `rows` are every rank's own numbers, which lie in shared memory; all have come.
 
         What a later stage copies from here to a peer is written there at once, while it is still in the cache: a peer's
@@ -204,7 +204,7 @@ class Engine:
         room.sync()  # Only now nobody reads or writes mine any more.
 
 
-def results_stay(stages: Sequence[Stage]) -> bool:
+def results_stay(stages: Sequence[ProgramStage]) -> bool:
     """Whether what is reduced is only copied afterwards: then it can stay where it was reduced."""
     return len(stages) == 2 and bool(stages[0].reduce) and not stages[0].copy and not stages[1].reduce
 

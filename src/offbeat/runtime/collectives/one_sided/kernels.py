@@ -28,7 +28,7 @@ class ReductionError(UsageError, RuntimeError):
     """Numbers of a kind that cannot be combined so; a RuntimeError too, as torch's backends raise it."""
 
 
-class Plain(NamedTuple):
+class SumSpec(NamedTuple):
     """A sum in figures."""
 
     divisor: int
@@ -48,7 +48,7 @@ class Ways(NamedTuple):
     """Puts what this rank brings, times its weight, into the first; None: it counts as it is."""
     blend: Callable[[Array, Array, Array], Any] | None = None
     """Puts a row plus another times this rank's weight into the third, in one pass; where there are only two to add."""
-    plain: Plain | None = None
+    plain: SumSpec | None = None
     """All of that in figures, where it is a sum of common numbers."""
 
 
@@ -191,13 +191,13 @@ def _blended(dtype: torch.dtype, weight: float, row: Array, own: Array, out: Arr
     torch.add(other, mine, alpha=weight, out=target)
 
 
-def _plain(operation: Any, dtype: torch.dtype, size: int, weight: float | None) -> Plain | None:
+def _plain(operation: Any, dtype: torch.dtype, size: int, weight: float | None) -> SumSpec | None:
     if operation == ReduceOp.AVG or weight is not None:
         if dtype not in (torch.float32, torch.float64) or operation not in (ReduceOp.AVG, ReduceOp.SUM):
             return None
-        return Plain(size if operation == ReduceOp.AVG else 0, 1.0 if weight is None else weight)
+        return SumSpec(size if operation == ReduceOp.AVG else 0, 1.0 if weight is None else weight)
     common = dtype in (torch.float32, torch.float64, torch.int32, torch.int64)
-    return Plain(0, 1.0) if operation == ReduceOp.SUM and common else None
+    return SumSpec(0, 1.0) if operation == ReduceOp.SUM and common else None
 
 
 def ways_of(operation: Any, dtype: torch.dtype, size: int, weight: float | None = None) -> Ways:

@@ -49,7 +49,7 @@ class _Room(ctypes.Structure):
     ]
 
 
-class _Task(ctypes.Structure):
+class _NativeTask(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("room", "steps")),
         ("count", ctypes.c_int64),
@@ -69,14 +69,14 @@ class _Turns(ctypes.Structure):
     ]
 
 
-class Task:
+class NativeOperation:
     """An operation as it is done from one slot, wherever its memory lies."""
 
     def __init__(self, room: _Room, steps: Steps, bases: Sequence[int], mark: int = 0, weight: float = 1.0) -> None:
         self._bases = (ctypes.c_int64 * len(bases))(*bases)
         self._room, self._steps = room, steps
         places = ctypes.addressof(room), steps.ctypes.data, len(steps), ctypes.addressof(self._bases)
-        self.fields = _Task(*places, mark, weight)
+        self.fields = _NativeTask(*places, mark, weight)
         """What the library sees of it."""
 
     def move(self, bases: Sequence[int], mark: int, weight: float) -> None:
@@ -92,7 +92,7 @@ class Turns:
         turns = TURNS[slots]
         self.slots = slots
         """Which kind of slots it takes; `CALLS`: none."""
-        self.tasks: list[Task | None] = [None] * turns
+        self.tasks: list[NativeOperation | None] = [None] * turns
         """By the slot with which it begins."""
         self._addresses = (ctypes.c_void_p * turns)()
         self._room = room
@@ -100,13 +100,13 @@ class Turns:
         self.address = ctypes.addressof(self._fields)
         """Where the library sees it."""
 
-    def put(self, turn: int, task: Task) -> None:
+    def put(self, turn: int, task: NativeOperation) -> None:
         """What is to be done when it is this slot's turn."""
         self.tasks[turn] = task
         self._addresses[turn] = ctypes.addressof(task.fields)
 
     @property
-    def latest(self) -> Task:
+    def latest(self) -> NativeOperation:
         """What was begun last."""
         task: Any = self.tasks[self._fields.turn]
         return task
@@ -140,9 +140,9 @@ class Executor:
         """Begin an operation (its address) on a first row (its address); `finish` it if this is not 0 or `UNKNOWN`."""
         self._go_on: Callable[[Any], int] = library.offbeat_go_on
 
-    def task(self, steps: Steps, bases: Sequence[int], mark: int = 0, weight: float = 1.0) -> Task:
+    def task(self, steps: Steps, bases: Sequence[int], mark: int = 0, weight: float = 1.0) -> NativeOperation:
         """The operation that these steps make on this memory."""
-        return Task(self._fields, steps, bases, mark, weight)
+        return NativeOperation(self._fields, steps, bases, mark, weight)
 
     def turns(self, slots: int, advance: int = 0) -> Turns:
         """An operation that takes so many slots (`STAGES` or `SLOTS`; `CALLS`: none); nothing is known of it yet."""

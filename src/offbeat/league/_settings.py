@@ -18,7 +18,7 @@ from offbeat.errors import CheckpointError, UsageError
 from offbeat.run.job import Job, target_from_plain
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.run.settings import Goal
-from offbeat.task import Reference
+from offbeat.task import TaskReference
 
 GRID = (0.5, 1.0, 2.0)
 """What learning rates are multiplied by, unless told otherwise."""
@@ -26,7 +26,7 @@ SEEDS = 5
 
 
 @dataclass(frozen=True)
-class Asked:
+class LeagueSettings:
     """The settings of a league."""
 
     what: dict[str, Any]
@@ -75,7 +75,7 @@ class Asked:
         return dataclasses.asdict(self) | {"strategies": list(self.strategies), "tune": list(self.tune)}
 
     @classmethod
-    def from_plain(cls, data: Mapping[str, Any]) -> Asked:
+    def from_plain(cls, data: Mapping[str, Any]) -> LeagueSettings:
         """From JSON data."""
         try:
             found = msgspec.convert(dict(data), cls)
@@ -85,7 +85,7 @@ class Asked:
         Goal.from_plain(found.goal)
         return found
 
-    def check_same(self, before: Asked) -> None:
+    def check_same(self, before: LeagueSettings) -> None:
         """Refuse to go on with a league that was asked for differently; more or fewer seeds are not a difference."""
         now, then = (json.loads(json.dumps(one.plain(), default=str)) for one in (self, before))
         other = [name for name in now if name != "seeds" and now[name] != then[name]]
@@ -99,7 +99,7 @@ class Asked:
     def command(self, hosts_file: str = "hosts.toml") -> str:
         """The command that makes such a league again; `hosts_file` is where its hosts are described."""
         known = self.what
-        words = ["offbeat", "compare", known["script"] if "script" in known else str(Reference(**known["task"]))]
+        words = ["offbeat", "compare", known["script"] if "script" in known else str(TaskReference(**known["task"]))]
         for text in self.strategies:
             words += ["--strategy", text]
         words += ["--workers", str(self.workers)] if self.hosts is None else ["--hosts", hosts_file]
