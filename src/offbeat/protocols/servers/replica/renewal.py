@@ -7,8 +7,8 @@ that of one transfer. What was answered before is in the state; what is answered
 
 Once the novice holds the state, the primary says so to the coordinator (`BackupReady`), and the next view has the
 novice as the shard's last backup. Until then it cannot take over: if the primary dies, the novice is handed the
-state anew by whoever takes over, or the shard is lost if nobody can. There is one novice of a shard at a time, so that copies have an
-order in which each holds all that the next one does.
+state anew by whoever takes over, or the shard is lost if nobody can. There is one novice of a shard at a time, so
+that copies have an order in which each holds all that the next one does.
 """
 
 from __future__ import annotations
