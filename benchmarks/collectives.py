@@ -35,7 +35,7 @@ LARGE = 25 << 20
 SIZES = (4096, 256 << 10, 1 << 20, 4 << 20, LARGE)
 PEERS = ("offbeat", "gloo", "mpi")
 FITTED = (4096, 1 << 20, LARGE)
-FORETOLD = 0.15
+TOLERANCE = 0.15
 RESAMPLES = 200
 GLOO, MPI, AGAIN = "gloo", "mpi", "gloo again"
 
@@ -96,7 +96,7 @@ def zero_copy_bars(found: Measured) -> list[Bar]:
 
 
 def schedule_for(size: int) -> Schedule:
-    """What the backend runs for so many bytes."""
+    """Algorithm that the backend uses for a row of `nbytes`."""
     return algorithm(Collective.ALL_REDUCE, "one_shot" if size <= ONE_SHOT else "two_shot").schedule
 
 
@@ -140,7 +140,7 @@ def prediction_bars(found: Measured) -> list[Bar]:
 
 def _prediction(ranks: int, size: int, found: Spread) -> Bar:
     name = f"{ranks} ranks, {size >> 10} KiB, predicted / measured"
-    return Bar(name, found, at_least=1 - FORETOLD, at_most=1 + FORETOLD)
+    return Bar(name, found, at_least=1 - TOLERANCE, at_most=1 + TOLERANCE)
 
 
 def main() -> None:

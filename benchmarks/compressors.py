@@ -60,9 +60,9 @@ class Alone:
     def sum(self, row: Tensor) -> Tensor:
         return row
 
-    def gather(self, letter: Tensor, fixed: bool) -> list[Tensor]:
+    def gather(self, payload: Tensor, fixed: bool) -> list[Tensor]:
         del fixed
-        return [letter]
+        return [payload]
 
 
 def made(text: str, shapes: Sequence[tuple[int, ...]]) -> Feedback:
@@ -194,7 +194,7 @@ def left_out(passes: int = 12) -> tuple[float, float]:
 
 
 def verify(row: Tensor) -> float:
-    """Letters say what they should; answers how many numbers topk keeps, as a share of what was asked for."""
+    """Verify the payloads, and return the share of the requested numbers that topk keeps."""
     out = torch.empty_like(row)
     for text, error in {"half": 1e-3, "bfloat": 5e-3, "quantize": 0.02, "quantize(stochastic=True)": 0.03}.items():
         made(text, [(len(row),)]).coder.sum(row.clone(), out, Alone())

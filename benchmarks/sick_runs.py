@@ -192,7 +192,7 @@ class Bench:
 
 
 def strategies_to_try(count: int) -> list[tuple[str, int, tuple[str, ...]]]:
-    """So many healthy runs over everything there is, every third one disturbed."""
+    """Healthy runs over all strategies, every third one disturbed."""
     texts = list(dict.fromkeys(text for cls in available().values() for text in (cls.name, *cls.examples)))
     found: list[tuple[str, int, tuple[str, ...]]] = []
     for number in range(2 * len(texts)):
@@ -204,7 +204,7 @@ def strategies_to_try(count: int) -> list[tuple[str, int, tuple[str, ...]]]:
 
 
 def fits(text: str, workers: int) -> bool:
-    """Whether a strategy can be had on so many workers."""
+    """Whether a strategy can run on this many workers."""
     try:
         combined(parse(text)).check(workers)
     except OffbeatError:

@@ -30,7 +30,7 @@ STRAGGLERS = ("transient(0.2, 0.15)", "lognormal(0.02, 1)")
 
 
 def timed(run: Callable[[], Paced]) -> tuple[Paced, float, float]:
-    """What came of it, seconds on the wall, and seconds of the processor."""
+    """The simulated training, wall-clock seconds, and CPU seconds."""
     wall, processor = time.perf_counter(), time.process_time()
     found = run()
     return found, time.perf_counter() - wall, time.process_time() - processor

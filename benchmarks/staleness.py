@@ -48,7 +48,7 @@ class Bench:
         self._launcher, self._folder = launcher, folder
 
     def run(self, rule: str, disturb: tuple[str, ...], seed: int, steps: int | None, rate: float = 0.03) -> Result:
-        """One run, so many steps or to the target."""
+        """One run, for a number of steps or to the target."""
         found = offbeat.fit(
             Digits(rate),
             f"server(consistency={rule})",

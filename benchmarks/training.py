@@ -11,7 +11,7 @@ others sleep meanwhile. There are two copies of DDP: against each other they sho
 what we are compared with. Parameters are compared before anything is timed.
 
 DDP runs as its users run it, in plain processes. Ours keep freed memory (`runtime.system.malloc`), which spares them
-thousands of page faults a step; `ddp, memory kept` shows what DDP would gain by the same, and is no bar.
+thousands of page faults a step; `ddp, memory kept` shows what DDP would gain by the same and is not a bar.
 """
 
 from __future__ import annotations
