@@ -73,7 +73,7 @@ def my_gather(view, layout):
     """All-gather: every rank sends its block to all others at once."""
     p, cuts = view.size, layout.blocks(view.size)
     source, target = np.nonzero(~np.eye(p, dtype=bool))
-    sent = entries(Op.SEND, source, target, cuts[source], cuts[source + 1])
+    sent = entries(Op.SEND, source, target, cuts[source], cuts[source + 1], ())
     yield sent
     yield sent.used(Op.COPY, (0,))
 '''
