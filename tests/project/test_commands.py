@@ -7,7 +7,6 @@ docs/hosts.md. Runs that a command reads (`runs/latest`) are made first, once fo
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -167,7 +166,8 @@ def write_files(folder: Path) -> None:
     for name in ("hosts.toml", "slow.toml"):
         (folder / name).write_text(hosts)
     (folder / "other.log").write_text(LOG)
-    (folder / "examples").symlink_to(ROOT / "examples")
+    for name in ("docs", "examples"):
+        (folder / name).symlink_to(ROOT / name)
 
 
 @pytest.fixture(scope="module")
@@ -242,10 +242,11 @@ def serves_until_interrupted(words: list[str], folder: Path) -> None:
 def stops_a_run(words: list[str], folder: Path) -> None:
     running = ["offbeat", "run", "offbeat.tasks.digits", "--workers", "2", "--disturb", "worker *: pace 1s"]
     log = folder / "printed"
+    shutil.rmtree(folder / "runs", ignore_errors=True)
     with log.open("w") as printed, subprocess.Popen(
         program(running), cwd=folder, env=environment(), stdout=printed, stderr=printed
     ) as run:
-        wait_until(lambda: os.path.lexists(folder / "runs/latest") or run.poll() is not None, "the run's folder")
+        wait_until(lambda: (folder / "runs/latest/run.json").exists() or run.poll() is not None, "the run's folder")
         assert ended(words, folder).returncode == 0
         assert run.wait(30) == 130, log.read_text()
 
