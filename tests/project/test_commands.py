@@ -61,7 +61,8 @@ def Net():
 
 def evaluate(model):
     with torch.no_grad():
-        return float(torch.cat([(model(x).argmax(1) == y).float() for x, y in DataLoader(digits.validation, 100)]).mean())
+        right = [(model(x).argmax(1) == y).float() for x, y in DataLoader(digits.validation, 100)]
+    return float(torch.cat(right).mean())
 
 """
 """What the README's loop leaves to the reader."""
@@ -146,7 +147,9 @@ def ended(words: list[str], folder: Path, timeout: float = 120.0) -> subprocess.
 
 
 def blocks_of(page: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
 
 
 def write_files(folder: Path) -> None:
@@ -229,9 +232,10 @@ def test_a_documented_command_works(command: str, folder: Path) -> None:
 
 def serves_until_interrupted(words: list[str], folder: Path) -> None:
     log = folder / "printed"
-    with log.open("w") as printed, subprocess.Popen(
-        program(words), cwd=folder, env=environment(), stdout=printed, stderr=printed
-    ) as server:
+    with (
+        log.open("w") as printed,
+        subprocess.Popen(program(words), cwd=folder, env=environment(), stdout=printed, stderr=printed) as server,
+    ):
         try:
             wait_until(lambda: "http://127.0.0.1" in log.read_text(), "the address of the page")
         finally:
@@ -243,20 +247,22 @@ def stops_a_run(words: list[str], folder: Path) -> None:
     running = ["offbeat", "run", "offbeat.tasks.digits", "--workers", "2", "--disturb", "worker *: pace 1s"]
     log = folder / "printed"
     shutil.rmtree(folder / "runs", ignore_errors=True)
-    with log.open("w") as printed, subprocess.Popen(
-        program(running), cwd=folder, env=environment(), stdout=printed, stderr=printed
-    ) as run:
+    with (
+        log.open("w") as printed,
+        subprocess.Popen(program(running), cwd=folder, env=environment(), stdout=printed, stderr=printed) as run,
+    ):
         wait_until(lambda: (folder / "runs/latest/run.json").exists() or run.poll() is not None, "the run's folder")
         assert ended(words, folder).returncode == 0
         assert run.wait(30) == 130, log.read_text()
 
 
 def test_commands_are_found_in_pages_and_shortened() -> None:
-    page = '```bash\noffbeat run a.py --workers 2   # why\n```\n```console\n$ offbeat ps\nrunning\n```\n```python\n$ no\n```\n'
-    assert commands(page) == ["offbeat run a.py --workers 2", "offbeat ps"]
-    assert shortened(["offbeat", "run", "a.py", "--", "--lr", "1"]) == "offbeat run a.py --steps 12 -- --lr 1".split()
-    assert shortened(["offbeat", "run", "a.py", "--steps", "3"]) == "offbeat run a.py --steps 3".split()
-    assert "60" in shortened(["offbeat", "run", "a.py", "--disturb", "worker 0: kill at step 50"])
+    blocks = ["bash\noffbeat run a.py --workers 2   # why", "console\n$ offbeat ps\nrunning", "python\n$ no"]
+    assert commands("".join(f"```{block}\n```\n" for block in blocks)) == ["offbeat run a.py --workers 2", "offbeat ps"]
+    run = ["offbeat", "run", "a.py"]
+    assert shortened([*run, "--", "--lr", "1"]) == [*run, "--steps", "12", "--", "--lr", "1"]
+    assert shortened([*run, "--steps", "3"]) == [*run, "--steps", "3"]
+    assert "60" in shortened([*run, "--disturb", "worker 0: kill at step 50"])
 
 
 def test_every_command_is_run_or_has_a_reason() -> None:
