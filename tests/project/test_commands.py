@@ -25,12 +25,10 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*
 
 NOT_RUN = {
     r"make ": "sets up an environment, or runs this suite",
-    r"pip install ": "changes the environment of the tests",
     r".*package\.module:": "a package that only the reader has",
     r".*mine\.py:Push": "the page shows only the value of this strategy; its worker's side is the reader's",
-    r"mpirun |srun |sbatch ": "needs a cluster",
 }
-"""Commands that no test can run, by how they begin, and why."""
+"""Commands that no test can run, by pattern, and why."""
 
 EXIT_CODES = {"examples/hanging_ddp.py": 10}
 """Documented exit codes other than 0."""
@@ -140,7 +138,7 @@ def environment() -> dict[str, str]:
     return clean_environment() | {"BROWSER": "true", "OMP_NUM_THREADS": "1"}
 
 
-def ended(words: list[str], folder: Path, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
+def ended(words: list[str], folder: Path, timeout: float = 280.0) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         program(words), cwd=folder, env=environment(), capture_output=True, text=True, timeout=timeout, check=False
     )
@@ -214,6 +212,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("command", RUN)
 def test_a_documented_command_works(command: str, folder: Path) -> None:
     words = shlex.split(command)
@@ -268,5 +267,5 @@ def test_commands_are_found_in_pages_and_shortened() -> None:
 def test_every_command_is_run_or_has_a_reason() -> None:
     assert len(RUN) > 60
     unused = [pattern for pattern in NOT_RUN if not any(re.match(pattern, command) for command in SHOWN)]
-    assert unused in ([], ["pip install ", "mpirun |srun |sbatch "])
+    assert unused == []
     assert {shlex.split(command)[0] for command in RUN} <= {"offbeat", "python", "torchrun"}
