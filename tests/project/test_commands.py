@@ -116,7 +116,7 @@ def shortened(words: list[str]) -> list[str]:
         "run": {"--steps": str(max([12, *(step + 10 for step in killed)]))},
         "compare": {"--steps": "6", "--seeds": "1", "--tune": "none"},
         "scale": {"--steps": "4", "--repeats": "1"},
-        "batch-size": {"--steps": "12"},
+        "batch-size": {"--steps": "60"},
         "collectives": {"--blocks": "1"},
     }
     kind = next((word for word in said[1:3] if word in small), "")
