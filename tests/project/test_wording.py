@@ -31,7 +31,7 @@ IN_PAGES = PHRASES | {
 """Patterns that pages avoid as well."""
 
 ALPHABET = re.compile(
-    r"(lower-case|small|capital|fold|any|around|Of) letters|letters, digits|letter\.charCodeAt|\(letter\)"
+    r"(lower-case|small|capital|fold|any|around|Of|tabs,) letters|one letter|letters, digits|letter\.charCodeAt|\(letter\)"
 )
 """Letters of the alphabet, which may be called so."""
 
