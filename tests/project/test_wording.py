@@ -31,7 +31,8 @@ IN_PAGES = PHRASES | {
 """Patterns that pages avoid as well."""
 
 ALPHABET = re.compile(
-    r"(lower-case|small|capital|fold|any|around|Of|tabs,) letters|one letter|letters, digits|letter\.charCodeAt|\(letter\)"
+    r"(lower-case|small|capital|fold|any|around|Of|tabs,|are) letters|one letter|letters, digits|letter-spacing"
+    r"|letter\.charCodeAt|\(letter\)|letters = .abc|letters\[:count|len\(letters\)"
 )
 """Letters of the alphabet, which may be called so."""
 
