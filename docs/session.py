@@ -27,8 +27,8 @@ Screens of a terminal, captured with tmux from real runs on a machine with two c
 SCENES = [
     (
         "Run",
-        "Two workers learn handwritten digits. Worker 1 is slowed down: each of its steps takes at least 60 ms.",
-        'offbeat run offbeat.tasks.digits --workers 2 --watch --disturb "worker 1: pace 60ms"',
+        "Two workers learn handwritten digits. Worker 1 is slowed down: each of its steps takes at least 150 ms.",
+        'offbeat run offbeat.tasks.digits --workers 2 --watch --disturb "worker 1: pace 150ms"',
     ),
     ("Explain", "The monitor names the straggler and what it cost.", "offbeat explain runs/latest"),
     (
@@ -61,11 +61,11 @@ def typed(command: str) -> list[str]:
     time.sleep(0.5)
     tmux("send-keys", "-l", command)
     tmux("send-keys", "Enter")
-    frames, deadline = [screen()], time.monotonic() + 300
+    frames, deadline = [screen()], time.monotonic() + 600
     time.sleep(0.3)
     while busy():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{command} takes longer than 300 s")
+            raise TimeoutError(f"{command} takes longer than 600 s")
         if (frame := screen()) != frames[-1]:
             frames.append(frame)
         time.sleep(0.2)
