@@ -21,8 +21,8 @@ SOCKET = f"offbeat-session-{os.getpid()}"
 INTRODUCTION = """\
 # A session
 
-Screens of a terminal, captured with tmux from real runs on a machine with two cores by `python docs/session.py`. The
-[tutorial](tutorial.md) explains the same commands step by step.
+Screens of a terminal, captured with tmux from real runs on a busy machine with two cores by `python docs/session.py`.
+The [tutorial](tutorial.md) explains the same commands step by step.
 """
 SCENES = [
     (

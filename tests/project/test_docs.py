@@ -81,6 +81,14 @@ def test_the_page_on_consistency_tells_what_its_runs_came_to() -> None:
     assert page.count("| `ssp(3)` | ") == 2
 
 
+def test_the_session_shows_what_its_program_types() -> None:
+    program = runpy.run_path(str(ROOT / "docs/session.py"))
+    page = (ROOT / "docs/session.md").read_text()
+    assert page.startswith(program["INTRODUCTION"])
+    for title, words, command in program["SCENES"]:
+        assert f"## {title}\n\n{words}\n\n```text\n$ {command}\n" in page
+
+
 def documented_commands(text: str) -> list[str]:
     """Lines with a command of ours in shell blocks of a page, or in the docstring of an example."""
     text = text.replace("\\\n", " ")
