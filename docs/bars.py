@@ -1,4 +1,4 @@
-"""Writes docs/bars.md: every bar that was set, and what was measured, from benchmarks/results/*.json."""
+"""Write docs/bars.md: every performance goal and its measured value, from benchmarks/results/*.json."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ PROGRAMS = (
 )
 HEAD = """# Bars
 
-What was to be reached, and what was measured. A bar holds if the better end of the interval reaches it and the median
-is within 5 % of it. Missed bars stand first. Made from `benchmarks/results/` by `python docs/bars.py`; the machine has
-2 shared cores, on which the same program differs by 10 % and more from run to run.
+Performance goals, and what was measured. A bar holds if the better end of the interval reaches it and the median is
+within 5 % of it. Missed bars come first. Made from `benchmarks/results/` by `python docs/bars.py`, on a machine with 2
+shared cores, where the same program varies by 10 % and more from run to run.
 """
 
 
 def line(bar: dict[str, Any]) -> str:
-    """One bar as a row of a table."""
-    wanted = " and ".join(f"{key} {bar[key]:g}" for key in ("at least", "at most") if key in bar)
-    found = bar["found"]
+    """Return one bar as a table row."""
+    goal = " and ".join(f"{key} {bar[key]:g}" for key in ("at least", "at most") if key in bar)
+    value = bar["found"]
     shown = (
-        f"{found['median']:.3g} [{found['low']:.3g}, {found['high']:.3g}]" if isinstance(found, dict) else str(found)
+        f"{value['median']:.3g} [{value['low']:.3g}, {value['high']:.3g}]" if isinstance(value, dict) else str(value)
     )
-    return f"| {'holds' if bar['holds'] else '**missed**'} | {bar['bar']} | {wanted} | {shown} |"
+    return f"| {'holds' if bar['holds'] else '**missed**'} | {bar['bar']} | {goal} | {shown} |"
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [HEAD]
     for name in PROGRAMS:
         stored = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
@@ -41,7 +41,7 @@ def page() -> str:
             continue
         rows = [line(bar) for bar in sorted(bars, key=lambda bar: bar["holds"])]
         parts.append(
-            "\n".join([f"## {name}\n\n{link}\n\n| | bar | wanted | measured [95 %] |\n|---|---|---|---|", *rows, ""])
+            "\n".join([f"## {name}\n\n{link}\n\n| | bar | goal | measured [95 %] |\n|---|---|---|---|", *rows, ""])
         )
     return "\n".join(parts)
 

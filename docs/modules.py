@@ -1,4 +1,4 @@
-"""Writes docs/modules.md: every module with the first line of its own docstring."""
+"""Write docs/modules.md: every module with the first line of its own docstring."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ PAGE = ROOT / "docs" / "modules.md"
 HEAD = """# Modules
 
 Every module of offbeat with the first line of its docstring; made by `python docs/modules.py`.
-[architecture.md](architecture.md) explains how they fit together, [glossary.md](glossary.md) what the words mean.
+[architecture.md](architecture.md) explains how they fit together, [glossary.md](glossary.md) defines the terms.
 """
 
 
 def first_line(module: Path) -> str:
-    """What a module says of itself first."""
+    """Return the first paragraph of a module's docstring, on one line."""
     text = ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
     return " ".join(text.partition("\n\n")[0].split())
 
 
 def page() -> str:
-    """The page as Markdown: a table for each package."""
+    """Return the page as Markdown: a table for each package."""
     parts = [HEAD]
     for folder in sorted({module.parent for module in SOURCE.rglob("*.py")}):
         modules = sorted(module for module in folder.glob("*.py") if module.stem not in ("__init__", "__main__"))

@@ -1,4 +1,4 @@
-"""Draws architecture.png: the layers of the code, and the processes of a run."""
+"""Draw architecture.png: the layers of the code, and the processes of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INK, SOFT = "#1f2933", "#52606d"
 LAYERS = [
     ("cli", "run · compare · explain · doctor · draw · check · bench …", "#dbeafe"),
     ("league · scaling · bench · draw · testing", "runs compared · speed-up · peers · pictures · contracts", "#dbeafe"),
-    ("run · worker · team", "one run · one worker's life · the team inside a loop", "#dcfce7"),
+    ("run · worker · team", "one run · the lifetime of a worker · the team inside a loop", "#dcfce7"),
     ("strategies", "allreduce · server · local · gossip · hogwild · compressors · yours", "#fef9c3"),
     ("monitor", "events, their causal order, verdicts · diagram · page", "#fef9c3"),
     ("runtime", "launch · collectives · backend · messages · servers · gradients · data · state · events", "#fde8d7"),

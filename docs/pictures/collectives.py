@@ -1,4 +1,4 @@
-"""Draws collectives.png from benchmarks/results/collectives.json: the time of an all-reduce against its size."""
+"""Draw collectives.png, the time of an all-reduce by size, from benchmarks/results/collectives.json."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Measures every compressor on one task over slow links, on real processes, and draws accuracy against bytes and time.
+"""Measure every compressor on one task over slow links, and plot accuracy against bytes and time.
 
-python docs/pictures/compression.py            # measures (three minutes, as root), writes compression.json, draws
-python docs/pictures/compression.py --again    # draws from compression.json, and fills in the page's table
+python docs/pictures/compression.py            # measure (three minutes, as root), write compression.json, plot
+python docs/pictures/compression.py --again    # plot from compression.json, and update the page's table
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Run = dict[str, Any]
 
 
 def measured(launcher: Launcher, strategy: str) -> Run:
-    """One run: accuracy on validation data, time and bytes of all workers at each evaluation."""
+    """Run once, and return validation accuracy, time and bytes of all workers at each evaluation."""
     hosts = offbeat.Hosts.alike(WORKERS, RATE)
     with tempfile.TemporaryDirectory() as folder:
         result = offbeat.fit(
@@ -45,7 +45,7 @@ def measured(launcher: Launcher, strategy: str) -> Run:
 
 
 def drawn(runs: list[Run]) -> None:
-    """Both pictures side by side."""
+    """Plot accuracy against bytes and against time, side by side."""
     figure, axes = plt.subplots(1, 2, figsize=(12, 5), sharey=True)
     colors = plt.get_cmap("tab20")
     for number, run in enumerate(runs):
@@ -66,7 +66,7 @@ def drawn(runs: list[Run]) -> None:
 
 
 def table(runs: list[Run]) -> str:
-    """A row for each: when it came to 0.97, if it did, and what it had sent by then."""
+    """Return a row per strategy: when it reached 0.97, if it did, and the bytes sent by then."""
     rows = ["| | first evaluation at 0.97 | seconds | MB sent by then | best |", "|---|---|---|---|---|"]
     for run in runs:
         there = next((i for i, (_, _, score) in enumerate(run["curve"]) if score >= 0.97), None)
@@ -80,7 +80,7 @@ def table(runs: list[Run]) -> str:
 
 
 def main() -> None:
-    """Measure, unless told to draw again; draw; fill in the page."""
+    """Measure unless `--again` is given; plot; update the page."""
     stored = HERE / "compression.json"
     if "--again" not in sys.argv:
         with Launcher(WARM) as launcher:
@@ -88,8 +88,8 @@ def main() -> None:
         stored.write_text("[\n" + ",\n".join(json.dumps(run) for run in runs) + "\n]\n")
     runs = json.loads(stored.read_text())
     drawn(runs)
-    told = f"<!-- measured -->\n{table(runs)}\n<!-- end -->"
-    PAGE.write_text(re.sub(r"<!-- measured -->.*?<!-- end -->", told, PAGE.read_text(), flags=re.DOTALL))
+    section = f"<!-- measured -->\n{table(runs)}\n<!-- end -->"
+    PAGE.write_text(re.sub(r"<!-- measured -->.*?<!-- end -->", section, PAGE.read_text(), flags=re.DOTALL))
 
 
 if __name__ == "__main__":

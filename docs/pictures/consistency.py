@@ -1,7 +1,7 @@
-"""Measures what each consistency does under the same disturbances, on real processes, and draws and tells it.
+"""Measure every consistency under the same faults, on real processes; draw the steps and fill in the tables.
 
-python docs/pictures/consistency.py            # measures (four minutes), writes consistency.json, draws
-python docs/pictures/consistency.py --again    # draws from consistency.json, and fills in the page's tables
+python docs/pictures/consistency.py            # measure (four minutes), write consistency.json, draw
+python docs/pictures/consistency.py --again    # draw from consistency.json, and update the page's tables
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Run = dict[str, Any]
 
 
 def measured(launcher: Launcher, disturbance: str, rule: str) -> Run:
-    """One run, and what came of it."""
+    """Run once, and return its figures."""
     with tempfile.TemporaryDirectory() as folder:
         goal = Goal(strategy=f"server(consistency={rule})", seed=SEED, disturb=DISTURBANCES[disturbance])
         script = Script(str(HERE / "consistency_loop.py"), (str(STEPS), folder))
@@ -62,13 +62,13 @@ def measured(launcher: Launcher, disturbance: str, rule: str) -> Run:
 
 
 def paused(run: Run, rank: int, step: int) -> float:
-    """For how long the worker was stopped in a step: the seed says it."""
+    """Return how long the worker was paused in a step, which follows from the seed."""
     asked = [parse(sentence) for sentence in DISTURBANCES[run["disturbance"]]]
     return sum(action.seconds for _, action in FaultPlan(asked, "worker", rank, SEED).at(step))
 
 
 def draw(runs: list[Run], path: Path) -> None:
-    """A row of lanes for each rule: what every worker did when."""
+    """Draw a row of lanes for each consistency: what every worker did when."""
     figure, rows = plt.subplots(len(runs), figsize=(10, 1.75 * len(runs) + 0.6), sharex=True)
     for axes, run in zip(rows, runs, strict=True):
         for rank, lane in enumerate(run["lanes"]):
@@ -94,7 +94,7 @@ def draw(runs: list[Run], path: Path) -> None:
 
 
 def table(runs: list[Run]) -> str:
-    """What came of the runs under one disturbance, as the page shows it."""
+    """Return the page's table for the runs under one fault."""
     head = "| consistency | time per step | over bsp | waiting | staleness, mean and most | used | accuracy |"
     rows = [head, "|---|---|---|---|---|---|---|"]
     base = runs[0]["seconds per step"]
@@ -111,16 +111,16 @@ def table(runs: list[Run]) -> str:
 
 
 def filled(page: str, runs: list[Run]) -> str:
-    """The page with the tables of these runs."""
+    """Return the page with the tables of these runs."""
     for name in DISTURBANCES:
         mark = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         made = table([run for run in runs if run["disturbance"] == name])
-        page = mark.sub(lambda found, made=made: f"{found[1]}{made}\n{found[2]}", page)
+        page = mark.sub(lambda match, made=made: f"{match[1]}{made}\n{match[2]}", page)
     return page
 
 
 def main(again: bool) -> None:
-    """Measure unless that was done before, draw, and fill in the page."""
+    """Measure unless `--again` is given, draw, and update the page."""
     kept = HERE / "consistency.json"
     if not again:
         with Launcher(WARM) as launcher:

@@ -1,6 +1,6 @@
-"""Trains the digits in a loop of its own, and writes down when each step was ready and when it could go on.
+"""Train digits in its own loop, and record when each step was ready and when the next could start.
 
-Started by consistency.py, as anybody's script is:
+Started by consistency.py, like any script:
 
     offbeat run docs/pictures/consistency_loop.py --workers 4 --strategy server -- 100 FOLDER
 """
@@ -24,7 +24,7 @@ def main(steps: int, folder: Path) -> None:
     model = task.model()
     optimizer = task.optimizer(model.parameters())
     train = task.data().train
-    # One long epoch: nobody meets before its end.
+    # One long epoch: workers do not synchronize before its end.
     sampler = RandomSampler(train, replacement=True, num_samples=steps * task.global_batch)
     loader = DataLoader(train, task.global_batch, sampler=sampler)
     rows: list[tuple[int, float, float, float]] = []

@@ -1,4 +1,4 @@
-"""Draws draw-ring.svg and draw-ssp.svg, the pictures of docs/draw.md, as `offbeat draw` does."""
+"""Draw draw-ring.svg and draw-ssp.svg, the pictures of docs/draw.md, as `offbeat draw` does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NETWORK = "10Gbit,50us"
 
 
 def pictured() -> None:
-    """Both of them, beside this file."""
+    """Draw both, beside this file."""
     for name, text, size, steps, slow in (
         ("draw-ring", "allreduce(ring)", "100MB", None, "none"),
         ("draw-ssp", "server(consistency=ssp(3))", "10MB", 8, "permanent(2)"),

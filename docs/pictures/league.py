@@ -1,4 +1,4 @@
-"""Takes league.png: a league of digits on two hosts with links of 20 Mbit/s, as Chromium shows its page. Needs root."""
+"""Take league.png: the page of a comparison on two hosts with 20 Mbit/s links, in Chromium. Needs root."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ STRATEGIES = ("local({4,16})", "allreduce + quantize(8)", "hogwild")
 
 
 def main() -> None:
-    """Run the league, print its table, and take the picture of its page."""
+    """Run the comparison, print its table, and take a picture of its page."""
     with tempfile.TemporaryDirectory() as folder:
-        league = offbeat.compare(
+        comparison = offbeat.compare(
             "offbeat.tasks.digits", STRATEGIES, hosts=offbeat.Hosts.alike(2, rate="20Mbit"), seeds=5, out=Path(folder)
         )
-        Console(width=100).print(table(league))
-        print(*league.outcome.words, sep="\n")
+        Console(width=100).print(table(comparison))
+        print(*comparison.outcome.words, sep="\n")
         shown = Path(folder) / "league.html"
-        shown.write_text(page(league))
+        shown.write_text(page(comparison))
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
             tab = browser.new_page(viewport={"width": 1280, "height": 1400})

@@ -1,4 +1,4 @@
-"""Takes page.png and page-sick.png: the page of real runs, as Chromium shows it.
+"""Take page.png and page-sick.png: the page of real runs, as Chromium shows it.
 
 Three healthy runs of the digits task, one of them with a worker that pauses now and then; and a program whose workers
 wait for each other.
@@ -34,15 +34,15 @@ dist.all_reduce(numbers)
 
 
 def healthy(folder: Path) -> Path:
-    """Runs to be compared; the last is the one that is shown."""
-    found = Path()
+    """Make runs to compare; the last is the one shown."""
+    run = Path()
     with Launcher(WARM) as launcher:
         for strategy, pause in (
             ("ddp", ()),
             ("server(consistency=ssp(2))", ()),
             ("allreduce", ("worker 1: pause 150ms every 500ms",)),
         ):
-            found = fit(
+            run = fit(
                 "offbeat.tasks.digits",
                 strategy,
                 workers=3,
@@ -54,21 +54,21 @@ def healthy(folder: Path) -> Path:
                 disturb=pause,
                 launcher=launcher,
             ).run
-    return found
+    return run
 
 
 def sick(folder: Path) -> Path:
-    """A run that can never go on, in a process of its own."""
+    """Make a deadlocked run, in its own process."""
     (folder / "train.py").write_text(SICK)
     command = [sys.executable, "-m", "offbeat", "run", "train.py", "--workers", "3", "--watch"]
     code = subprocess.run(command, cwd=folder, capture_output=True, check=False).returncode
     if code != 10:
-        raise VerdictError(f"a deadlock was to be found, but it ended with {code}", kind="deadlock", verdict={})
+        raise VerdictError(f"expected a deadlock, but the run ended with {code}", kind="deadlock", verdict={})
     return (folder / "runs" / "latest").resolve()
 
 
 def take(browser: Browser, run: Path, picture: str, scheme: str, zoom: tuple[float, float] | None = None) -> None:
-    """One picture of a run's page; `zoom` is from which share of the run to which."""
+    """Take a picture of a run's page; `zoom` is the part of the run to show, as two fractions."""
     with PageServer(*opened(run)) as served:
         page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme=scheme)  # pyright: ignore[reportArgumentType]
         page.goto(served.address)

@@ -1,4 +1,4 @@
-"""Draws space_time.svg from a real run in which one worker is stopped now and then: where it was, and around it."""
+"""Draw space_time.svg around a pause in a real run whose worker 1 is paused from time to time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from offbeat.monitor.diagram.svg import save
 
 DISTURBED = ("worker *: pace 25ms", "worker 1: pause 120ms every 500ms")
 AROUND = 0.14
-"""Seconds of the picture before and after the middle of that."""
+"""Seconds to show before and after the middle of the pause."""
 
 
 def pictured() -> Diagram:
-    """The part of a run around what took worker 1 longest, with the past of what it did next."""
+    """Draw the part of a run around worker 1's longest wait, with the causal past of its next event."""
     with tempfile.TemporaryDirectory() as folder:
         result = fit(
             "offbeat.tasks.digits", "allreduce", workers=3, threads=1, steps=80, target=2.0, watch=True,
@@ -31,7 +31,7 @@ def pictured() -> Diagram:
     middle = (longest.start + longest.stop) / 2
     number = (
         int(scene.times[1].searchsorted(longest.stop)) + 2
-    )  # It enters the sum that the others wait in, and leaves.
+    )  # It enters the all-reduce that the others wait in, and leaves.
     cut = f"past worker 1:{number}"
     return scene.diagram((middle - AROUND, middle + AROUND), {cut: asked(scene.run, scene.times, cut, scene.stop)})
 

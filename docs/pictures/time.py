@@ -1,4 +1,4 @@
-"""Draws time.png from real runs of the digits task: where the time of a step goes, for each strategy."""
+"""Draw time.png from real runs of digits: where the time of a step goes, for each strategy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RUNS = [("single", 1), ("ddp", 2), ("allreduce", 2), ("ddp + accumulate(4)", 2),
 
 
 def measured() -> list[Result]:
-    """One run of ten epochs for each strategy, after one that warms everything up."""
+    """Run ten epochs of each strategy, after a warm-up run."""
     with tempfile.TemporaryDirectory() as folder, Launcher(WARM) as launcher:
         options = {"epochs": 10, "target": 2.0, "threads": 1, "out": folder, "launcher": launcher}
         fit("offbeat.tasks.digits", "ddp", workers=2, **options)  # pyright: ignore[reportArgumentType]
@@ -25,7 +25,7 @@ def measured() -> list[Result]:
 
 
 def draw(results: list[Result], path: Path) -> None:
-    """Bars of milliseconds per global batch."""
+    """Plot milliseconds per global batch as bars."""
     figure, axes = plt.subplots(figsize=(9, 3.2))
     for row, result in enumerate(results):
         batches = result.samples / 63  # 1,197 examples in 19 batches

@@ -30,6 +30,20 @@ def test_every_relative_link_leads_to_a_file(page: Path) -> None:
     assert missing == []
 
 
+def heading_anchors(text: str) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_anchor_in_a_link_is_a_heading(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", page.read_text())
+    local = [(page.parent / link if link else page, anchor) for link, anchor in links if "://" not in link]
+    missing = [f"{path.name}#{anchor}" for path, anchor in local if anchor not in heading_anchors(path.read_text())]
+    assert missing == []
+
+
 def test_the_page_of_modules_is_what_they_say_of_themselves() -> None:
     made = runpy.run_path(str(ROOT / "docs/modules.py"))["page"]()
     assert (ROOT / "docs/modules.md").read_text() == made, "run python docs/modules.py"
@@ -65,6 +79,14 @@ def test_the_page_on_consistency_tells_what_its_runs_came_to() -> None:
     page = (ROOT / "docs/consistency.md").read_text()
     assert page == filled(page, json.loads((ROOT / "docs/pictures/consistency.json").read_text()))
     assert page.count("| `ssp(3)` | ") == 2
+
+
+def test_the_session_shows_what_its_program_types() -> None:
+    program = runpy.run_path(str(ROOT / "docs/session.py"))
+    page = (ROOT / "docs/session.md").read_text()
+    assert page.startswith(program["INTRODUCTION"])
+    for title, words, command in program["SCENES"]:
+        assert f"## {title}\n\n{words}\n\n```text\n$ {command}\n" in page
 
 
 def documented_commands(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Writes docs/leagues.md from real leagues: four set-ups, and who was first in each. Needs root for hosts."""
+"""Write docs/winners.md from real comparisons: four setups, and the first strategy in each. Needs root for hosts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from offbeat.runtime.launch import Launcher
 
 HEAD = """# Where each strategy wins
 
-Four set-ups, one league each, made by `python docs/leagues.py`: {seeds} seeds, learning rates as they are
-(`--tune none`), 2 workers on a machine of 2 cores. [compare.md](compare.md) says what the columns mean. A strategy that
-is first in none of them may have its use, but nothing here shows it.
+Four setups, one comparison each, made by `python docs/winners.py`: {seeds} seeds, untuned learning rates
+(`--tune none`), 2 workers on a machine with 2 cores. [compare.md](compare.md) explains the columns. A strategy that
+comes first in none of them may still be useful, but nothing here shows it.
 """
 SEEDS = 3
 COLUMNS = ("strategy", "to target, s", "vs ddp", "reached", "steps", "sent, MB")
@@ -25,7 +25,7 @@ COLUMNS = ("strategy", "to target, s", "vs ddp", "reached", "steps", "sent, MB")
 
 @dataclass(frozen=True)
 class Setup:
-    """What is learned, and under which circumstances."""
+    """A task, and the conditions it is trained under."""
 
     title: str
     words: str
@@ -33,7 +33,7 @@ class Setup:
     task: str = "offbeat.tasks.digits"
     disturb: tuple[str, ...] = ()
     rate: str | None = None
-    """Of the links between two hosts; None: one machine."""
+    """Link rate between two hosts; None means one machine."""
 
 
 WHOLE = ("allreduce", "zero1", "local(8)", "allreduce + accumulate(2)")
@@ -41,8 +41,8 @@ SERVERS = ("server", "server(consistency=ssp(3))", "server(consistency=asp)", "d
 SMALL = tuple(f"allreduce + {name}" for name in ("half", "quantize(8)", "sign", "topk(0.05)", "lowrank(4)"))
 SETUPS = (
     Setup(
-        "One machine, nothing disturbed",
-        "Exchanges through shared memory cost little.",
+        "One machine, no faults",
+        "Exchanges go through shared memory and cost little.",
         (*WHOLE, *SERVERS, "hogwild", "gossip"),
     ),
     Setup("Slow links", "Two hosts, 20 Mbit/s each.", (*WHOLE, *SERVERS, "gossip", *SMALL), rate="20Mbit"),
@@ -54,15 +54,15 @@ SETUPS = (
     ),
     Setup(
         "Sparse logistic regression",
-        "Every example touches few of many parameters.",
+        "Each example touches only a few of many parameters.",
         ("allreduce", "local(8)", "server(consistency=asp)", "downpour", "hogwild"),
         task="offbeat.tasks.sparse",
     ),
 )  # fmt: skip
 
 
-def run(setup: Setup, launcher: Launcher, out: Path) -> League:
-    """One league."""
+def compared(setup: Setup, launcher: Launcher, out: Path) -> League:
+    """Run the comparison of one setup."""
     hosts = None if setup.rate is None else offbeat.Hosts.alike(2, rate=setup.rate)
     return offbeat.compare(
         setup.task,
@@ -77,40 +77,40 @@ def run(setup: Setup, launcher: Launcher, out: Path) -> League:
     )
 
 
-def told(setup: Setup, league: League) -> str:
+def section(setup: Setup, comparison: League) -> str:
     """A section of the page."""
-    lines = [f"## {setup.title}", "", setup.words, "", *(f"{words}  " for words in league.outcome.words), ""]
+    lines = [f"## {setup.title}", "", setup.words, "", *(f"{words}  " for words in comparison.outcome.words), ""]
     lines += [
-        "| strategy | seconds to the target | times ddp's | reached | steps | sent, MB |",
+        "| strategy | to target, s | vs ddp | reached | steps | sent, MB |",
         "|---|---|---|---|---|---|",
     ]
-    for row in league.rows:
-        found = cells.full_row(league, row)
-        lines.append(f"| {' | '.join(found[name] for name in COLUMNS)} |")
-    problems = dict.fromkeys(words.partition(" Its log")[0] for words in cells.problems(league))
+    for row in comparison.rows:
+        row_cells = cells.full_row(comparison, row)
+        lines.append(f"| {' | '.join(row_cells[name] for name in COLUMNS)} |")
+    problems = dict.fromkeys(words.partition(" Its log")[0] for words in cells.problems(comparison))
     lines += ["", *(f"- {words}" for words in problems)]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def kept(page: Path) -> dict[str, str]:
-    """The sections of the page as it is, by their titles."""
+def sections_of(page: Path) -> dict[str, str]:
+    """Sections of the current page, by title."""
     sections = page.read_text().split("\n## ")[1:] if page.exists() else []
     return {section.partition("\n")[0]: f"## {section.rstrip()}\n" for section in sections}
 
 
 def main() -> None:
-    """Run those whose titles are given, or all; the page is written anew after each."""
+    """Run the setups named on the command line, or all of them; rewrite the page after each."""
     page = Path(__file__).with_suffix(".md")
-    sections = kept(page)
+    sections = sections_of(page)
     with tempfile.TemporaryDirectory() as folder, Launcher((*WARM, "offbeat.tasks.sparse")) as launcher:
         for setup in SETUPS:
             if sys.argv[1:] and setup.title not in sys.argv[1:]:
                 continue
-            league = run(setup, launcher, Path(folder))
-            print(setup.title, "->", *league.outcome.words, sep="\n  ", flush=True)
-            sections[setup.title] = told(setup, league)
-            told_so_far = [sections[one.title] for one in SETUPS if one.title in sections]
-            page.write_text("\n".join([HEAD.format(seeds=SEEDS), *told_so_far]))
+            comparison = compared(setup, launcher, Path(folder))
+            print(setup.title, "->", *comparison.outcome.words, sep="\n  ", flush=True)
+            sections[setup.title] = section(setup, comparison)
+            written = [sections[known.title] for known in SETUPS if known.title in sections]
+            page.write_text("\n".join([HEAD.format(seeds=SEEDS), *written]))
 
 
 if __name__ == "__main__":
