@@ -97,7 +97,7 @@ def test_the_command_prints_a_table_with_the_best_marked_and_where_it_changes(sa
     assert table["ring"].rstrip().endswith("15.8 ms*")
     assert sum(line.count("*") for line in table.values()) == 5 + 1
     assert "naive below 41.7 kB, recursive_doubling below 150 kB, halving_doubling below 457 kB, ring from" in out
-    assert "Left out: one_shot, two_shot, zero_copy. Why: the 12 ranks live on 12 hosts" in out
+    assert "Omitted: one_shot, two_shot, zero_copy. Why: the 12 ranks live on 12 hosts" in out
 
 
 def test_the_json_of_a_simulation_is_one_object(said: Say) -> None:

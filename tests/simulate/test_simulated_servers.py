@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import typer
 from fit_tasks import Watched
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import offbeat
-from offbeat.cli.app import server
+from offbeat.cli.app import app
 from offbeat.cli.commands.bench import Played
 from offbeat.errors import OffbeatError, UsageError
 from offbeat.protocols.servers import pacing
@@ -342,9 +341,7 @@ def test_simulations_that_make_no_sense_are_refused() -> None:
 
 
 def run(*arguments: str) -> Any:
-    app = typer.Typer()
-    app.command()(server)
-    return CliRunner().invoke(app, ["--simulate", "--workers", "8", "--steps", "50", *arguments])
+    return CliRunner().invoke(app, ["bench", "server", "--simulate", "--workers", "8", "--steps", "50", *arguments])
 
 
 def test_the_command_prints_a_table() -> None:

@@ -1,4 +1,4 @@
-"""What commands are asked for: settings types whose fields are their options (see `from_settings`)."""
+"""The options of every command: settings types whose fields they are (see `from_settings`)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
+from offbeat.cli.from_settings import CONFIG
 from offbeat.errors import UsageError
 from offbeat.settings import Argument, Option
 
@@ -26,13 +27,27 @@ class TableFormat(StrEnum):
 
 
 class LeagueFormat(StrEnum):
-    """How a league is printed."""
+    """How a comparison is printed."""
 
     table = "table"
     json = "json"
     markdown = "markdown"
     csv = "csv"
     html = "html"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Printed:
+    """Options of a command whose result is printed as text or JSON."""
+
+    output: Annotated[
+        OutputFormat, Option("[bold]json[/bold] prints the result on stdout and nothing else.", name="format")
+    ] = OutputFormat.text
+
+    @property
+    def as_json(self) -> bool:
+        """Whether JSON is printed on stdout, and nothing else."""
+        return self.output is OutputFormat.json
 
 
 _TARGET = (
@@ -51,13 +66,10 @@ _Arguments = Annotated[
 ]
 _Hosts = Annotated[Path | None, Option(_HOSTS, metavar="FILE")]
 _Threads = Annotated[int | None, Option("Threads per worker. Default: cores divided by workers.")]
-_Format = Annotated[
-    OutputFormat, Option("[bold]json[/bold] prints the result object on stdout and nothing else.", name="format")
-]
 
 
 @dataclass(frozen=True)
-class RunOptions:
+class RunOptions(Printed):
     """The options of `offbeat run` beside those of its `Goal`."""
 
     what: _TargetOrResume = None
@@ -67,20 +79,14 @@ class RunOptions:
     ] = None
     hosts: _Hosts = None
     threads: _Threads = None
-    out: Annotated[Path, Option("Directory for run folders.", "-o")] = Path("runs")
-    resume: Annotated[Path | None, Option("Resume the run in this folder.")] = None
+    out: Annotated[Path, Option("Directory for run folders.", "-o", metavar="FOLDER")] = Path("runs")
+    resume: Annotated[Path | None, Option("Resume the run in this folder.", command_line_only=True)] = None
     port: Annotated[int, Option("Rendezvous port; 0 picks a free one.")] = 0
-    output: _Format = OutputFormat.text
-
-    @property
-    def as_json(self) -> bool:
-        """Whether the result object is printed, and nothing else."""
-        return self.output is OutputFormat.json
 
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """The options of `offbeat compare` beside those of its runs' `Goal`, and how the league is printed."""
+    """The options of `offbeat compare` beside those of its runs' `Goal`, and how the result is printed."""
 
     what: _TargetOrResume = None
     arguments: _Arguments = ()
@@ -114,14 +120,16 @@ class CompareOptions:
         ),
     ] = None
     threads: _Threads = None
-    out: Annotated[Path, Option("Directory for the comparison's folder.", "-o")] = Path("runs")
-    resume: Annotated[Path | None, Option("Resume the comparison in this folder.", metavar="FOLDER")] = None
-    form: Annotated[LeagueFormat, Option("Output format.", name="format")] = LeagueFormat.table
-    output: Annotated[Path | None, Option("Write the report to this file instead of stdout.", metavar="FILE")] = None
+    out: Annotated[Path, Option("Directory for the comparison's folder.", "-o", metavar="FOLDER")] = Path("runs")
+    resume: Annotated[
+        Path | None, Option("Resume the comparison in this folder.", metavar="FOLDER", command_line_only=True)
+    ] = None
+    output: Annotated[LeagueFormat, Option("Output format.", name="format")] = LeagueFormat.table
+    report: Annotated[Path | None, Option("Write the report to this file instead of stdout.", metavar="FILE")] = None
 
 
 @dataclass(frozen=True)
-class _Measuring:
+class _Measuring(Printed):
     """The options that `offbeat scale` and `offbeat batch-size` share."""
 
     what: _Target
@@ -130,7 +138,6 @@ class _Measuring:
     threads: Annotated[int, Option("Threads per worker.")] = 1
     seed: Annotated[int, Option("Random seed.")] = 0
     out: Annotated[Path | None, Option("Keep run folders in this directory.", "-o")] = None
-    output: _Format = OutputFormat.text
 
 
 @dataclass(frozen=True)
@@ -160,20 +167,21 @@ class BatchSizeOptions(_Measuring):
     check: Annotated[
         bool,
         Option(
-            "Check the estimate against per-example gradients (tasks with small models), and compare ways to raise "
-            "gradient diversity."
+            "Also compute per-example gradients (tasks with small models): they test the estimate, and compare ways to "
+            "raise gradient diversity.",
+            name="per-example",
         ),
     ] = False
 
 
 @dataclass(frozen=True)
-class ExplainTarget:
+class ExplainTarget(Printed):
     """What `offbeat explain` is about, and how it answers."""
 
     path: Annotated[
         Path,
         Argument(
-            "Folder of a run recorded with [bold]--watch[/bold], or a log with vector clocks of any program, in the "
+            "Folder of a run recorded with [bold]--monitor[/bold], or a log with vector clocks of any program, in the "
             "format of ShiViz and GoVector.",
             "RUN|LOG",
         ),
@@ -182,10 +190,10 @@ class ExplainTarget:
         bool,
         Option(
             "Verify a checkpoint (RUN, or the newest of RUN): its files are complete and, if it is a snapshot of an "
-            "asynchronous run, it is a consistent cut. Exit code 20 if not."
+            "asynchronous run, it is a consistent cut. Exit code 20 if not.",
+            name="verify-checkpoint",
         ),
     ] = False
-    output: _Format = OutputFormat.text
 
 
 @dataclass(frozen=True)
@@ -194,7 +202,11 @@ class ExplainOptions:
 
     draw: Annotated[
         Path | None,
-        Option("Draw the space-time diagram to this .svg or .png file (.png needs matplotlib).", metavar="FILE"),
+        Option(
+            "Draw the space-time diagram to this .svg or .png file (.png needs matplotlib).",
+            metavar="FILE",
+            name="picture",
+        ),
     ] = None
     window: Annotated[
         str | None,
@@ -257,7 +269,7 @@ class ExplainOptions:
 
 
 @dataclass(frozen=True)
-class CheckOptions:
+class CheckOptions(Printed):
     """The options of `offbeat check`; None where nothing was said."""
 
     subject: Annotated[
@@ -278,12 +290,6 @@ class CheckOptions:
     ] = None
     runs: Annotated[int | None, Option("Fault-injection seeds for machines. Default: 200.")] = None
     seed: Annotated[int | None, Option("Only this seed, to reproduce a failure with its events.")] = None
-    output: _Format = OutputFormat.text
-
-    @property
-    def as_json(self) -> bool:
-        """Whether the outcome is printed as JSON, and nothing else."""
-        return self.output is OutputFormat.json
 
 
 _SIMULATED = "Simulated (with --simulate)"
@@ -291,7 +297,7 @@ _MEASURED = "Measured (without --simulate)"
 
 
 @dataclass(frozen=True)
-class CollectivesOptions:
+class CollectivesOptions(Printed):
     """The options of `offbeat bench collectives`; None where nothing was said."""
 
     ranks: Annotated[int, Option("Number of ranks.", "-r")] = 2
@@ -316,8 +322,8 @@ class CollectivesOptions:
         str | None,
         Option("Links inside a host. Default: [bold]100Gbit,1us[/bold].", panel=_SIMULATED),
     ] = None
-    hosts: Annotated[int | None, Option("Number of hosts. Default: one per rank.", panel=_SIMULATED)] = None
-    per_host: Annotated[int | None, Option("Ranks per host, instead of --hosts.", panel=_SIMULATED)] = None
+    host_count: Annotated[int | None, Option("Number of hosts. Default: one per rank.", panel=_SIMULATED)] = None
+    per_host: Annotated[int | None, Option("Ranks per host, instead of --host-count.", panel=_SIMULATED)] = None
     ports: Annotated[
         str | None,
         Option(
@@ -341,18 +347,20 @@ class CollectivesOptions:
         ),
     ] = None
     blocks: Annotated[int | None, Option("Interleaved measurement blocks. Default: 15.", panel=_MEASURED)] = None
-    out: Annotated[Path | None, Option("Also write JSON to this file.", "-o", panel=_MEASURED)] = None
+    report: Annotated[Path | None, Option("Also write JSON to this file.", "-o", metavar="FILE", panel=_MEASURED)] = (
+        None
+    )
     picture: Annotated[
-        Path | None, Option("Also plot time against size to this file (needs matplotlib).", panel=_MEASURED)
+        Path | None,
+        Option("Also plot time against size to this file (needs matplotlib).", metavar="FILE", panel=_MEASURED),
     ] = None
-    output: _Format = OutputFormat.text
 
     def __post_init__(self) -> None:
         """Refuse options of the other way of answering."""
         if self.simulate:
-            self._refuse("applies to measurements: omit it, or omit --simulate", "peers", "blocks", "out", "picture")
+            self._refuse("applies to measurements: omit it, or omit --simulate", "peers", "blocks", "report", "picture")
         else:
-            names = ("network", "inside", "hosts", "per_host", "ports", "collective")
+            names = ("network", "inside", "host_count", "per_host", "ports", "collective")
             self._refuse("applies to simulations: add --simulate, or omit it", *names)
 
     def _refuse(self, why: str, *names: str) -> None:
@@ -362,7 +370,7 @@ class CollectivesOptions:
 
 
 @dataclass(frozen=True)
-class ServerOptions:
+class ServerOptions(Printed):
     """The options of `offbeat bench server`."""
 
     simulate: Annotated[bool, Option("Simulate (required: there is no measured mode yet).")] = False
@@ -384,7 +392,7 @@ class ServerOptions:
             "Consistency rule: [bold]bsp[/bold] (all wait for all), [bold]ssp(3)[/bold] (at most 3 steps ahead of the "
             "slowest), [bold]asp[/bold] (no waiting), [bold]drop_slowest(2)[/bold], [bold]deadline(0.5)[/bold]. "
             "Repeatable. Default: bsp, ssp(3), asp.",
-            name="rule",
+            name="consistency",
         ),
     ] = ()
     strategies: Annotated[
@@ -409,7 +417,6 @@ class ServerOptions:
         ),
     ] = None
     seed: Annotated[int, Option("Random seed; every rule meets the same stragglers.")] = 0
-    output: _Format = OutputFormat.text
 
     def __post_init__(self) -> None:
         """Refuse what cannot be answered."""
@@ -430,7 +437,7 @@ class DrawOptions:
             "STRATEGY",
         ),
     ]
-    workers: Annotated[int | None, Option("Number of workers. Default: 4, or those of --hosts.", "-w")] = None
+    workers: Annotated[int, Option("Number of workers.", "-w")] = 4
     network: Annotated[
         str,
         Option(
@@ -440,10 +447,7 @@ class DrawOptions:
     ] = "10Gbit,50us"
     inside: Annotated[str | None, Option("Links inside a host. Default: [bold]100Gbit,1us[/bold].")] = None
     size: Annotated[str, Option("Size of the model, or of a collective's buffer.")] = "100MB"
-    hosts: Annotated[
-        str | None,
-        Option("Hosts x workers per host, e.g. [bold]2x4[/bold]. Default: one host per worker.", metavar="HxW"),
-    ] = None
+    per_host: Annotated[int, Option("Workers per host.")] = 1
     steps: Annotated[int | None, Option("Steps to draw. Default: one period of the strategy.")] = None
     step: Annotated[str, Option("Compute time of a step without stragglers.")] = "40ms"
     stragglers: Annotated[
@@ -454,9 +458,90 @@ class DrawOptions:
         str | None, Option("The collective that a schedule of your own implements. Default: all_reduce.")
     ] = None
     seed: Annotated[int, Option("Random seed.")] = 0
-    out: Annotated[
+    picture: Annotated[
         Path | None, Option("Draw to this .svg or .png file (.png needs matplotlib).", "-o", metavar="FILE")
     ] = None
     output: Annotated[
         TableFormat, Option("[bold]json[/bold] prints every round, message and interval.", name="format")
     ] = TableFormat.table
+
+
+_Runs = Annotated[Path, Option("Directory of run folders.", "-o", metavar="FOLDER")]
+_Run = Annotated[Path, Argument("Run folder, or its name below --out, e.g. latest.", "RUN")]
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """The options of `offbeat watch`."""
+
+    path: Annotated[Path, Argument("Run folder, or directory of run folders.", "[RUN|FOLDER]")] = Path("runs")
+    port: Annotated[int, Option("Loopback port; 0 picks a free one.")] = 0
+    browser: Annotated[bool, Option("Open the page in a browser.", name="open")] = False
+    export: Annotated[Path | None, Option("Save the run's page, with its data, as one HTML file.", metavar="FILE")] = (
+        None
+    )
+
+
+@dataclass(frozen=True)
+class PsOptions(Printed):
+    """The options of `offbeat ps`."""
+
+    folder: Annotated[Path, Argument("Directory of run folders.", "[RUNS]")] = Path("runs")
+    everything: Annotated[bool, Option("Include finished runs.", "-a", name="all")] = False
+
+
+@dataclass(frozen=True)
+class StopOptions:
+    """The options of `offbeat stop`."""
+
+    run: _Run
+    kill: Annotated[bool, Option("Stop at once, with SIGKILL: no checkpoint is written, no result is kept.")] = False
+    within: Annotated[float, Option("Seconds to wait until it has ended.")] = 30.0
+    out: _Runs = Path("runs")
+
+
+@dataclass(frozen=True)
+class LogsOptions:
+    """The options of `offbeat logs`."""
+
+    run: _Run
+    rank: Annotated[tuple[int, ...], Option("Only this worker. Repeatable.", "-r")] = ()
+    server: Annotated[
+        tuple[str, ...], Option("Only this server: shard and copy, [bold]0.1[/bold], or the shard alone. Repeatable.")
+    ] = ()
+    follow: Annotated[bool, Option("Keep printing as long as the run goes on.", "-f")] = False
+    out: _Runs = Path("runs")
+
+
+@dataclass(frozen=True)
+class StrategiesOptions(Printed):
+    """The options of `offbeat strategies`."""
+
+    name: Annotated[str | None, Argument("The strategy to describe.", "[NAME]")] = None
+
+
+@dataclass(frozen=True)
+class DoctorOptions(Printed):
+    """The options of `offbeat doctor`."""
+
+
+@dataclass(frozen=True)
+class ConfigOptions(Printed):
+    """The options of `offbeat config`."""
+
+    command: Annotated[tuple[str, ...], Argument("The command to show. Default: all.", "[COMMAND]")] = ()
+    config: Annotated[Path | None, CONFIG] = None
+
+
+@dataclass(frozen=True)
+class KeyFile:
+    """A file of keys, for `offbeat keys new` and `show`."""
+
+    file: Annotated[Path, Argument("Key file; only its owner can read it.", "FILE")]
+
+
+@dataclass(frozen=True)
+class AllowedKey(KeyFile):
+    """A key to add to a file of keys, for `offbeat keys allow`."""
+
+    public: Annotated[str, Argument("Public key of another key file.", "PUBLIC")]

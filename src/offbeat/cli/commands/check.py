@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -27,28 +26,28 @@ from offbeat.user_protocols import OwnSchedule, find_own
 SHOWN = (2, 4, 7, 8, 32, 33)
 """Numbers of ranks whose cost is printed: powers of two, and others."""
 RUNS = 200
-"""Seeds that machines are put through, unless said."""
+"""Default number of fault-injection seeds for machines."""
 
 
-def check_any(asked: CheckOptions) -> None:
-    """Check what was named; the exit code is 1 if it does not hold."""
-    own = find_own(asked.subject, asked.collective)
-    console = Console(stderr=asked.as_json, highlight=False, soft_wrap=True)
+def check_any(options: CheckOptions) -> None:
+    """Check the subject; the exit code is 1 if a promise does not hold."""
+    own = find_own(options.subject, options.collective)
+    console = Console(stderr=options.as_json, highlight=False, soft_wrap=True)
     if isinstance(own, OwnSchedule):
-        _refuse(asked, ("workers", "hosts", "runs", "seed"), "a schedule, which is proved for 1 to 33 ranks")
-        _check_own_schedule(own, asked.subject, console, asked.as_json)
+        _refuse(options, ("workers", "hosts", "runs", "seed"), "a schedule, which is proved for 1 to 33 ranks")
+        _check_own_schedule(own, options.subject, console, options.as_json)
     elif isinstance(own, MachineContract):
-        _refuse(asked, ("workers", "hosts", "collective"), "machines, whose contract says how many there are")
-        _check_own_machines(own, console, asked)
+        _refuse(options, ("workers", "hosts", "collective"), "machines, whose contract says how many there are")
+        _check_own_machines(own, console, options)
     else:
-        _refuse(asked, ("collective", "runs", "seed"), "a strategy")
-        check_strategy(asked.subject, asked.workers, asked.hosts, asked.as_json)
+        _refuse(options, ("collective", "runs", "seed"), "a strategy")
+        _check_strategy(options, console)
 
 
-def _refuse(asked: CheckOptions, names: tuple[str, ...], what: str) -> None:
-    """Refuse options that mean nothing for what is checked."""
+def _refuse(options: CheckOptions, names: tuple[str, ...], what: str) -> None:
+    """Refuse options that do not apply to the subject."""
     for name in names:
-        if getattr(asked, name) is not None:
+        if getattr(options, name) is not None:
             raise UsageError(f"--{name} does not apply to {what}: omit it.")
 
 
@@ -72,7 +71,7 @@ def _check_own_schedule(own: OwnSchedule, text: str, console: Console, as_json: 
     _print_costs(console, report)
     ran = f"ran on {', '.join(map(str, report.real))} processes" if report.real else f"not run: {report.unrun}"
     console.print(
-        f"  [green]holds[/green]  proved for 1 to 33 ranks, {report.simulated} plays in virtual time, "
+        f"  [green]holds[/green]  proved for 1 to 33 ranks, {report.simulated} simulations in virtual time, "
         f"{escape(ran)} ({time.monotonic() - start:.1f} s)"
     )
 
@@ -84,12 +83,12 @@ def _print_costs(console: Console, report: ScheduleReport) -> None:
     for column in ("ranks", "rounds", "hops", "fewest*", "busiest port", "least", "times the least"):
         table.add_column(column, justify="right")
     for size in SHOWN:
-        found, least = report.sizes[size], report.bounds[size]
+        cost, least = report.sizes[size], report.bounds[size]
         layout = report.layout(size)
         whole = layout.count * layout.itemsize
-        ratio = f"{found.port_bytes / least.port_bytes:.2f}" if least.port_bytes else ""
-        shares = (f"{found.port_bytes / whole:.2f} n", f"{least.port_bytes / whole:.2f} n")
-        table.add_row(str(size), str(found.rounds), str(found.hops), str(least.hops), *shares, ratio)
+        ratio = f"{cost.port_bytes / least.port_bytes:.2f}" if least.port_bytes else ""
+        shares = (f"{cost.port_bytes / whole:.2f} n", f"{least.port_bytes / whole:.2f} n")
+        table.add_row(str(size), str(cost.rounds), str(cost.hops), str(least.hops), *shares, ratio)
     console.print(table)
     console.print("n: bytes of the buffer. *: if a port carries one message at a time.", style="dim")
 
@@ -98,13 +97,13 @@ def _plain(report: ScheduleReport) -> dict[str, Any]:
     return {
         "ranks": {
             size: {
-                "rounds": found.rounds,
-                "hops": found.hops,
+                "rounds": cost.rounds,
+                "hops": cost.hops,
                 "least_hops": report.bounds[size].hops,
-                "port_bytes": found.port_bytes,
+                "port_bytes": cost.port_bytes,
                 "least_port_bytes": report.bounds[size].port_bytes,
             }
-            for size, found in report.sizes.items()
+            for size, cost in report.sizes.items()
         },
         "simulated": report.simulated,
         "real": list(report.real),
@@ -115,27 +114,27 @@ def _plain(report: ScheduleReport) -> dict[str, Any]:
 # -- machines ---------------------------------------------------------------------------------------------------------
 
 
-def _check_own_machines(contract: MachineContract, console: Console, asked: CheckOptions) -> None:
-    text = asked.subject
-    runs = RUNS if asked.runs is None else asked.runs
+def _check_own_machines(contract: MachineContract, console: Console, options: CheckOptions) -> None:
+    text = options.subject
+    runs = RUNS if options.runs is None else options.runs
     limits.whole("--runs", runs, 1_000_000)
-    if asked.seed is not None:
-        limits.whole("--seed", asked.seed, 2**63 - 1, least=0)
-    times = f"{runs} runs" if asked.seed is None else f"seed {asked.seed}"
+    if options.seed is not None:
+        limits.whole("--seed", options.seed, 2**63 - 1, least=0)
+    times = f"{runs} runs" if options.seed is None else f"seed {options.seed}"
     console.print(f"[bold]{escape(text)}[/bold] under random faults, {times}: {', '.join(contract.survives)}")
     errors = Console(stderr=True)
     try:
         with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
             bar = progress.add_task("runs", total=1.0)
             report = check_machine(
-                contract, runs, asked.seed, name=text, progress=lambda share: progress.update(bar, completed=share)
+                contract, runs, options.seed, name=text, progress=lambda share: progress.update(bar, completed=share)
             )
     except MachineError as error:
         _failed(console, str(error))
-        if asked.as_json:
+        if options.as_json:
             print_json({"machines": text, "holds": False, "seed": error.seed, "wrong": str(error)})
         raise typer.Exit(1) from error
-    if asked.as_json:
+    if options.as_json:
         print_json({"machines": text, "holds": True, **vars(report)})
         return
     faults = ", ".join(f"{kind} in {count}" for kind, count in sorted(report.faults.items())) or "no faults"
@@ -151,14 +150,13 @@ def _failed(console: Console, words: str) -> None:
 # -- strategies -------------------------------------------------------------------------------------------------------
 
 
-def check_strategy(text: str, wanted: int | None, file: Path | None, as_json: bool) -> None:
-    """Run every check that its traits demand; the exit code is 1 if one fails."""
-    strategy = combined(parse(text))
-    hosts = None if file is None else Hosts.read(file)
-    workers = agreed_workers(hosts, wanted, 2)
+def _check_strategy(options: CheckOptions, console: Console) -> None:
+    """Run every check that the strategy's traits demand."""
+    strategy = combined(parse(options.subject))
+    hosts = None if options.hosts is None else Hosts.read(options.hosts)
+    workers = agreed_workers(hosts, options.workers, 2)
     limits.whole("--workers", workers, limits.WORKERS, why="each is a process")
     strategy.check(workers)
-    console = Console(stderr=as_json, highlight=False, soft_wrap=True)
     console.print(
         f"[bold]{escape(str(strategy))}[/bold] on {workers} workers: what its traits promise, on real processes"
     )
@@ -172,7 +170,7 @@ def check_strategy(text: str, wanted: int | None, file: Path | None, as_json: bo
             if failure is not None:
                 console.print(f"         {failure}", markup=False)
     failed = [name for name, failure in outcomes.items() if failure is not None]
-    if as_json:
+    if options.as_json:
         print_json({"strategy": str(strategy), "workers": workers, "failed": failed, "checks": outcomes})
     else:
         console.print(f"{len(outcomes) - len(failed)} of {len(outcomes)} hold.")
