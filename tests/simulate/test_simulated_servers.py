@@ -345,7 +345,16 @@ def run(*arguments: str) -> Any:
 
 
 def test_the_command_prints_a_table() -> None:
-    result = run("--stragglers", "transient(0.2, 0.15)", "--rule", "bsp", "--rule", "drop_slowest(1)", "--rule", "asp")
+    result = run(
+        "--stragglers",
+        "transient(0.2, 0.15)",
+        "--consistency",
+        "bsp",
+        "--consistency",
+        "drop_slowest(1)",
+        "--consistency",
+        "asp",
+    )
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0].startswith("servers, 8 workers, 50 steps of 40ms, stragglers: transient(0.2, 0.15)")
@@ -376,7 +385,7 @@ def test_the_command_plays_whole_strategies() -> None:
 
 
 def test_without_bsp_there_is_no_speedup_over_it() -> None:
-    assert json.loads(run("--rule", "asp", "--format", "json").stdout)["rules"][0]["speedup_over_bsp"] is None
+    assert json.loads(run("--consistency", "asp", "--format", "json").stdout)["rules"][0]["speedup_over_bsp"] is None
 
 
 @pytest.mark.parametrize(
@@ -384,7 +393,7 @@ def test_without_bsp_there_is_no_speedup_over_it() -> None:
     [
         (["--size", "1MB"], "need --network"),
         (["--network", "10Gbit,50us"], "needs --size"),
-        (["--rule", "spp(3)"], "is not a rule"),
+        (["--consistency", "spp(3)"], "is not a rule"),
         (["--stragglers", "often"], "is unknown"),
         (["--step", "0s"], "more than 0 s"),
         (["--seed", "-1"], "--seed -1"),
