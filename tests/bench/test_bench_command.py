@@ -130,7 +130,7 @@ def test_hosts_share_the_ranks_evenly(said: Say) -> None:
         ("--simulate --ranks 0 --network 10Gbit,50us", "--ranks 0 makes no sense"),
         ("--simulate --network 10Gbit", "is not a network"),
         ("--simulate --network 10Gbit,50us --size 1parsec", "no unit 'parsec'"),
-        ("--simulate --network 10Gbit,50us --size 1MB --sizes 1kB", "use one of them"),
+        ("--simulate --network 10Gbit,50us --size 1MB --sizes 1kB", "give one of them"),
         ("--simulate --network 10Gbit,50us --host-count 1 --per-host 1", "give one of them"),
         ("--simulate --network 10Gbit,50us --host-count 3", "--host-count 3 makes no sense for 2 ranks"),
         ("--simulate --network 10Gbit,50us --per-host 0", "--per-host 0 makes no sense"),

@@ -18,7 +18,7 @@ from offbeat.cli.config import layers, resolved, toml
 from offbeat.cli.from_settings import Invocation
 from offbeat.cli.old_spellings import respelled
 from offbeat.cli.output import LONG_COMMANDS, FailedError, print_failure, printable, tolerant_streams, wants_json
-from offbeat.errors import OffbeatError, OutputError, UsageError, VerdictError, WorkerError
+from offbeat.errors import OffbeatError, OutputError, TaskError, UsageError, VerdictError, WorkerError
 
 app = typer.Typer(
     name="offbeat",
@@ -52,7 +52,7 @@ def _configured(file: Path | None, command: str) -> dict[str, tuple[Any, str]]:
     }
     values = resolved(layers(file), COMMANDS)[command]
     return {
-        field: (entry.value, f"{names[field]} = {toml(entry.value)} ({entry.layer.file})")
+        field: (entry.value, f"{names[field]} = {toml(entry.value)} ({entry.layer.place(entry.section)})")
         for field, entry in values.items()
     }
 
@@ -150,7 +150,7 @@ def _report(error: BaseException, invocation: Invocation, known: Mapping[str, An
         typer.echo(f"In {error.name}:\n{error.remote_traceback.rstrip()}", err=True)
     interrupted = isinstance(error, KeyboardInterrupt)
     message = "interrupted; all processes were ended." if interrupted else str(error)
-    if isinstance(error, UsageError) and invocation.configured:
+    if isinstance(error, UsageError) and not isinstance(error, TaskError) and invocation.configured:
         message += f" From config files: {', '.join(invocation.configured)}."
     typer.echo(typer.style("error: ", fg="red", bold=True) + printable(message), err=True)
     code = _exit_code(error) if isinstance(error, OffbeatError) else INTERRUPTED if interrupted else 1

@@ -6,13 +6,14 @@ They set options, never what is run: targets, their arguments and `--resume` are
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, NoReturn, cast
 
 from offbeat.cli.from_settings import Command, CommandOption
-from offbeat.errors import UsageError, did_you_mean
+from offbeat.errors import UsageError
 
 LARGEST: Final = 2**20
 """Bytes of a config file."""
@@ -33,6 +34,11 @@ class Layer(NamedTuple):
     file: Path
     table: dict[str, Any]
 
+    def place(self, section: str) -> str:
+        """The file and a section of it, as messages name them."""
+        names = [*(["tool", "offbeat"] if self.source == "pyproject.toml" else []), *section.split()]
+        return f"{self.file} [{'.'.join(names)}]" if names else str(self.file)
+
 
 class Configured(NamedTuple):
     """A value from a config file."""
@@ -40,7 +46,7 @@ class Configured(NamedTuple):
     value: Any
     layer: Layer
     section: str
-    """Its table in the file; empty at the top."""
+    """The command or group that it is set for; empty at the top level."""
 
 
 def layers(explicit: Path | None) -> list[Layer]:
@@ -69,7 +75,7 @@ def _read(file: Path) -> dict[str, Any]:
         if len(raw) > LARGEST:
             raise UsageError(f"{file} has more than {LARGEST:,} bytes, which is not a config file.")
         return tomllib.loads(raw.decode())
-    except (OSError, ValueError) as error:  # Wrong TOML and wrong UTF-8 are ValueErrors.
+    except (OSError, ValueError, RecursionError) as error:  # Wrong TOML and wrong UTF-8 are ValueErrors.
         raise UsageError(f"{file} cannot be read as TOML: {error}. Correct it, or move it away.") from error
 
 
@@ -85,40 +91,46 @@ def resolved(files: Sequence[Layer], commands: Sequence[Command]) -> dict[str, d
 def _entries(
     layer: Layer, table: dict[str, Any], section: str, commands: Sequence[Command]
 ) -> Iterator[tuple[str, str, Configured]]:
-    """The options that a table sets in the commands it is about; what its own tables set comes later, and so wins."""
-    options = [(command.name, command.configurable()) for command in commands]
-    where = f"{layer.file}: [{section.replace(' ', '.')}]" if section else f"{layer.file}:"
-    tables = {name.removeprefix(section).split()[0] for name, known in options if known and name != section}
+    """The options that a table sets in the commands below it; those of its inner tables come later, and so win."""
+    known = [(command, command.configurable()) for command in commands]
+    where = f"{layer.place(section)}:"
+    for key, value in table.items():
+        if not isinstance(value, dict):
+            name = key.replace("_", "-")
+            takers = [(command, options[name]) for command, options in known if name in options]
+            if not takers:
+                _refuse_key(where, name, section, commands)
+            numbers = any(option.kind is int for _, option in takers)
+            for command, option in takers:
+                # `scale --workers` takes text, 1,2,4; a number is meant for it, too.
+                shown = str(value) if numbers and option.kind is str and type(value) is int else value
+                if not _fits(option, shown):
+                    raise UsageError(f"{where} {key} = {toml(value)}, but {_expected(command, option)}")
+                yield command.name, option.field, Configured(_convert(option, shown), layer, section)
+    depth = len(section.split())
+    names = [command.name.split() for command, options in known if options]
+    inner = {words[depth] for words in names if len(words) > depth}
     for key, value in table.items():
         if isinstance(value, dict):
-            continue
-        name = key.replace("_", "-")
-        candidates = [(command, known[name]) for command, known in options if name in known]
-        if not candidates:
-            _refuse_key(where, key, tables, commands)
-        accepted = [(command, option) for command, option in candidates if _fits(option, value)]
-        if not accepted:
-            raise UsageError(f"{where} {key} = {toml(value)} is not {_expected(candidates[0][1], value)}")
-        for command, option in accepted:
-            yield command, option.field, Configured(_convert(option, value), layer, section)
-    for key, value in table.items():
-        if isinstance(value, dict):
-            if key not in tables:
-                _refuse_key(where, key, tables, commands)
-            inner = f"{section} {key}".strip()
-            below = [one for one in commands if one.name == inner or one.name.startswith(f"{inner} ")]
-            yield from _entries(layer, cast("dict[str, Any]", value), inner, below)
+            path = f"{section} {key}".strip()
+            below = [command for command in commands if f"{command.name} ".startswith(f"{path} ")]
+            if key not in inner:
+                raise UsageError(f"{where} {key!r} is not a command that has options.{_nearest(key, inner, section)}")
+            yield from _entries(layer, cast("dict[str, Any]", value), path, below)
 
 
-def _refuse_key(where: str, key: str, tables: set[str], commands: Sequence[Command]) -> None:
+def _refuse_key(where: str, name: str, section: str, commands: Sequence[Command]) -> NoReturn:
     entries = [entry for command in commands for entry in command.entries()]
-    known = {name for command in commands for name in command.configurable()}
-    name = key.replace("_", "-")
-    if any(entry.name == name for entry in entries) and name not in known | tables:
-        raise UsageError(f"{where} {key} cannot be set in a config file: what is run is said on the command line.")
-    raise UsageError(
-        f"{where} {key!r} is not an option{' or command' * bool(tables)}.{did_you_mean(name, known | tables)}"
-    )
+    if any(name == entry.name for entry in entries):
+        raise UsageError(f"{where} {name} cannot be set in a config file: it says what is run. Give it as an argument.")
+    valid = {option for command in commands for option in command.configurable()}
+    raise UsageError(f"{where} {name!r} is not an option.{_nearest(name, valid, section)}")
+
+
+def _nearest(name: str, valid: Collection[str], section: str) -> str:
+    near = get_close_matches(name, valid, n=3, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return f"{hint} `offbeat {section or 'COMMAND'} --help` lists what can be set."
 
 
 def _fits(option: CommandOption, value: Any) -> bool:
@@ -135,10 +147,9 @@ def _fits_once(option: CommandOption, value: Any) -> bool:
     return type(value) is (str if option.kind is Path else option.kind)
 
 
-def _expected(option: CommandOption, value: Any) -> str:
-    if option.choices:
-        return f"one of its values.{did_you_mean(str(value), option.choices)}"
-    return f"{_TYPES[option.kind]}{', or a list of such' * option.repeated}, which --{option.name} takes."
+def _expected(command: Command, option: CommandOption) -> str:
+    kind = f"one of {', '.join(option.choices)}" if option.choices else _TYPES[option.kind]
+    return f"--{option.name} of `offbeat {command.name}` takes {kind}{', or a list of such' * option.repeated}."
 
 
 def _convert(option: CommandOption, value: Any) -> Any:
@@ -158,4 +169,5 @@ def toml(value: Any) -> str:
     if isinstance(value, str | Path):
         text = str(value).replace("\\", "\\\\").replace('"', '\\"')
         return f'"{text}"'
-    return str(value)
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from offbeat.cli.catalog import COMMANDS
 from offbeat.cli.config import layers, resolved, toml
-from offbeat.cli.options import ConfigOptions, OutputFormat
-from offbeat.cli.output import print_json, printable
+from offbeat.cli.options import ConfigOptions
+from offbeat.cli.output import print_json, print_plain
 from offbeat.errors import UsageError, did_you_mean
 
 
@@ -22,17 +23,15 @@ def show(options: ConfigOptions) -> None:
     values = resolved(files, COMMANDS)
     rows: dict[str, dict[str, dict[str, Any]]] = {}
     for command in COMMANDS:
-        if command.name in chosen:
-            rows[command.name] = {}
-            for name, option in command.configurable().items():
-                entry = values[command.name].get(option.field)
-                rows[command.name][name] = {
-                    "value": option.default if entry is None else entry.value,
-                    "source": "default" if entry is None else entry.layer.source,
-                    "file": None if entry is None else str(entry.layer.file),
-                    "section": None if entry is None else entry.section,
-                }
-    if options.output is OutputFormat.json:
+        for name, option in command.configurable().items() if command.name in chosen else ():
+            entry = values[command.name].get(option.field)
+            value = option.default if entry is None else entry.value
+            rows.setdefault(command.name, {})[name] = {
+                "value": str(value) if isinstance(value, Path) else value,
+                "source": "default" if entry is None else entry.layer.source,
+                "place": None if entry is None else entry.layer.place(entry.section),
+            }
+    if options.as_json:
         read = [{"source": layer.source, "file": str(layer.file)} for layer in files]
         print_json({"files": read, "settings": rows})
         return
@@ -41,7 +40,5 @@ def show(options: ConfigOptions) -> None:
         for name, row in settings.items():
             unset = row["value"] is None or row["value"] == ()
             line = f"# {name} =" if unset else f"{name} = {toml(row['value'])}"
-            section = f" [{row['section'].replace(' ', '.')}]" if row["section"] else ""
-            origin = "not set" if unset else (row["file"] or "default") + section
-            print(printable(f"{line:<44}  # {origin}"))
+            print_plain(f"{line:<44}  # {'not set' if unset else row['place'] or 'default'}")
         print()
