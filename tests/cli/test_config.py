@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 
+import paths
 import pytest
 from cli_support import Offbeat, in_process, points, write
 
@@ -139,7 +141,7 @@ WRONG = [
     ("[run]\nseed = 2024-01-01", ["seed = 2024-01-01, but"]),
     ("[run]\nformat = 'yaml'", ["one of text, json"]),
     ("[compare]\nstrategy = ['ddp', 4]", ["or a list of such"]),
-    ("[run]\nwhat = 'evil.py'", ["what cannot be set in a config file", "it says what is run"]),
+    ("[run]\nwhat = 'evil.py'", ["what cannot be set in a config file, only on the command line"]),
     ("[run]\narguments = ['--x']", ["arguments cannot be set"]),
     ("[run]\nresume = 'runs/x'", ["resume cannot be set"]),
     ("config = 'other.toml'", ["config cannot be set"]),
@@ -263,3 +265,20 @@ def test_the_help_shows_flags_as_flags_and_no_types_of_python(offbeat_: Offbeat,
     assert said.code == 0
     assert not any(piece in said.out for piece in ("<bool>", "<int>", "<str>", "<path>", "<float>", "list["))
     assert "--no-" not in said.out.replace("--no-FLAG", "").replace("--no-single", "")
+
+
+# --- the page
+
+
+def test_the_page_shows_what_is_printed_and_names_every_command(offbeat_: Offbeat, tmp_path: Path) -> None:
+    page = (paths.ROOT / "docs/cli.md").read_text()
+    example, in_pyproject = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "offbeat.toml").write_text(example)
+    assert f"$ offbeat config batch-size\n{offbeat_('config', 'batch-size').out.strip()}\n```" in page
+    (tmp_path / "offbeat.toml").unlink()
+    (tmp_path / "pyproject.toml").write_text(in_pyproject)
+    assert settings(offbeat_, "run")["strategy"] == ("local(8)", "pyproject.toml")
+    listed = re.findall(r"`([a-z -]+)`", page[page.index("| command |") : page.index("`offbeat COMMAND")])
+    assert {command.name for command in COMMANDS} - set(listed) == {"keys new", "keys show", "keys allow"}
+    table = page[page.index("## Renamed options") :]
+    assert all(old in table and new in table for renamed in RENAMED.values() for old, new in renamed.items())

@@ -122,7 +122,7 @@ def _entries(
 def _refuse_key(where: str, name: str, section: str, commands: Sequence[Command]) -> NoReturn:
     entries = [entry for command in commands for entry in command.entries()]
     if any(name == entry.name for entry in entries):
-        raise UsageError(f"{where} {name} cannot be set in a config file: it says what is run. Give it as an argument.")
+        raise UsageError(f"{where} {name} cannot be set in a config file, only on the command line.")
     valid = {option for command in commands for option in command.configurable()}
     raise UsageError(f"{where} {name!r} is not an option.{_nearest(name, valid, section)}")
 
