@@ -14,7 +14,7 @@ class Option:
     """A field that is an option: `--` and its name, with `-` for `_`."""
 
     help: str
-    """What it does, in a sentence or two; `[bold]` marks examples."""
+    """What it does, in a sentence or two; examples in backticks are shown in bold."""
     short: str | None = None
     """One-letter name, such as `-w`."""
     metavar: str | None = None

@@ -1,4 +1,4 @@
-"""The commands: name, help, examples, settings and the function that runs each.
+"""The commands: name, function, examples and settings of each.
 
 Nothing heavy is imported here: `offbeat --help` answers at once, and each command imports what it needs.
 """
@@ -15,7 +15,6 @@ COMMANDS: Final = (
     Command(
         "run",
         "run:run_job",
-        "Train a script or a task, and report the result.",
         (
             "run train.py --workers 2 -- --lr 0.1",
             "run offbeat.tasks.digits --workers 2 --strategy 'allreduce + accumulate(2)' --target 0.97",
@@ -29,7 +28,6 @@ COMMANDS: Final = (
     Command(
         "compare",
         "compare:compare_strategies",
-        "Compare strategies: which one reaches the target first, on this machine and your script or task.",
         (
             "compare offbeat.tasks.digits --workers 2",
             "compare train.py --target accuracy=0.97 --workers 2 --strategy allreduce --strategy 'local({4,16})' "
@@ -44,12 +42,7 @@ COMMANDS: Final = (
     ),
     Command(
         "explain",
-        "explain_diagram:explain",
-        "Show who waited for whom in a recorded run, find stragglers and deadlocks, and draw a space-time diagram.\n\n"
-        "Exit codes: 0 healthy, 10 deadlock, 11 mismatched calls, 12 a wait for a worker that had ended, 13 a worker "
-        "missing for a long time, 14 a dead process, 15 NaN or infinite numbers.\n\n"
-        "With --cut: 20 if the cut is inconsistent and nothing else is wrong. With --verify-checkpoint: 20 if the "
-        "checkpoint is refused.",
+        "explain:explain",
         (
             "run train.py --workers 2 --monitor, then offbeat explain runs/latest",
             "explain runs/latest --picture run.svg --window 3s..4s --cut latest",
@@ -64,39 +57,24 @@ COMMANDS: Final = (
         first_page=True,
     ),
     Command(
-        "doctor",
-        "doctor:examine",
-        "Print what a bug report needs, and test that two processes can communicate.",
-        ("doctor --format json > report.json",),
-        options.DoctorOptions,
-        first_page=True,
+        "doctor", "doctor:examine", ("doctor --format json > report.json",), options.DoctorOptions, first_page=True
     ),
     Command(
         "watch",
         "watch:watch",
-        "Serve a local web page of runs, live and finished; only this machine can reach it, with the printed address.",
         ("watch", "watch runs/latest --open", "watch runs/latest --export page.html"),
         options.WatchOptions,
     ),
-    Command(
-        "strategies",
-        "strategies:show",
-        "List the strategies, or describe one.",
-        ("strategies", "strategies accumulate"),
-        options.StrategiesOptions,
-    ),
+    Command("strategies", "strategies:show", ("strategies", "strategies accumulate"), options.StrategiesOptions),
     Command(
         "config",
         "config:show",
-        "Print the settings of commands, and where each comes from: a default or a config file.",
         ("config run", "config --format json", "config run --config experiment.toml"),
         options.ConfigOptions,
     ),
     Command(
         "draw",
         "draw:draw",
-        "Draw who sends what to whom and when: any strategy or schedule, or a simulated run of servers or machines.\n\n"
-        "Drawn from the schedules and machines that processes execute, in virtual time.",
         (
             'draw "allreduce(ring)" --workers 8 -o ring.svg',
             'draw "server(consistency=ssp(3))" --size 10MB --steps 8 --stragglers "permanent(2)" -o ssp.png',
@@ -110,10 +88,6 @@ COMMANDS: Final = (
     Command(
         "check",
         "check:check_any",
-        "Run the contract suite on a strategy, a schedule or a set of machines, built in or your own.\n\n"
-        "Schedules are proved for 1 to 33 ranks, simulated with numbers in virtual time, and run on real processes. "
-        "Machines meet delays, reordering, losses, duplicates, stops, partitions and kills. Exit code 1: a promise "
-        "does not hold.",
         (
             "check allreduce --workers 3",
             "check 'mine.py:Push(0.5)'",
@@ -124,31 +98,17 @@ COMMANDS: Final = (
         ),
         options.CheckOptions,
     ),
-    Command(
-        "ps",
-        "runs:ps",
-        "List running runs, with their processes and progress.",
-        ("ps", "ps --all --format json"),
-        options.PsOptions,
-    ),
-    Command(
-        "stop",
-        "runs:stop",
-        "Stop a run as Ctrl-C in its terminal would, and wait until all of its processes have ended.",
-        ("stop runs/latest", "stop runs/latest --kill"),
-        options.StopOptions,
-    ),
+    Command("ps", "runs:ps", ("ps", "ps --all --format json"), options.PsOptions),
+    Command("stop", "runs:stop", ("stop runs/latest", "stop runs/latest --kill"), options.StopOptions),
     Command(
         "logs",
         "runs:logs",
-        "Print the output of a run's workers and servers, each line with its process.",
         ("logs runs/latest --rank 3", "logs runs/latest --server 0.1 --follow"),
         options.LogsOptions,
     ),
     Command(
         "scale",
         "scale:scale_target",
-        "Measure the speed-up at several worker counts, and fit Amdahl's and Gunther's laws.",
         (
             "scale offbeat.tasks.digits --workers 1,2",
             "scale train.py --strategy 'local(8)' --workers 1,2,4 --weak -- --lr 0.1",
@@ -159,7 +119,6 @@ COMMANDS: Final = (
     Command(
         "batch-size",
         "batch_size:measure_batch_size",
-        "Measure the gradient noise scale in a short run, and suggest a batch size and a number of workers.",
         ("batch-size offbeat.tasks.digits --per-example", "batch-size train.py --seconds 30 -- --lr 0.1"),
         options.BatchSizeOptions,
         leading=("workers",),
@@ -167,7 +126,6 @@ COMMANDS: Final = (
     Command(
         "bench collectives",
         "bench:collectives",
-        "Time all-reduce and other collectives: every algorithm at every size, measured or simulated.",
         (
             "bench collectives --ranks 2",
             "bench collectives --simulate --ranks 4096 --size 100MB --network 10Gbit,50us",
@@ -178,7 +136,6 @@ COMMANDS: Final = (
     Command(
         "bench server",
         "bench:server",
-        "Simulate parameter servers: step time, waiting and staleness under stragglers.",
         (
             'bench server --simulate --workers 100 --stragglers "transient(0.2, 0.15)"',
             'bench server --simulate --workers 64 --stragglers "permanent(4)" --consistency bsp '
@@ -188,27 +145,9 @@ COMMANDS: Final = (
         ),
         options.ServerOptions,
     ),
-    Command(
-        "keys new",
-        "keys:new",
-        "Create a key pair. Every process that has this file may connect.",
-        ("keys new run.keys",),
-        options.KeyFile,
-    ),
-    Command(
-        "keys show",
-        "keys:show",
-        "Print the public key and the allowed keys; never the secret key.",
-        ("keys show run.keys",),
-        options.KeyFile,
-    ),
-    Command(
-        "keys allow",
-        "keys:allow",
-        "Allow the holder of another key file to connect, by its public key.",
-        ("keys allow server.keys PUBLIC",),
-        options.AllowedKey,
-    ),
+    Command("keys new", "keys:new", ("keys new run.keys",), options.NewKeys),
+    Command("keys show", "keys:show", ("keys show run.keys",), options.ShownKeys),
+    Command("keys allow", "keys:allow", ("keys allow server.keys PUBLIC",), options.AllowedKey),
 )
 GROUPS: Final = {
     "bench": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -18,8 +19,7 @@ from offbeat.settings import Argument, Option
 
 PLACEHOLDERS: Mapping[type, str] = {bool: "", int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}
 CONFIG = Option(
-    "Config file to read instead of offbeat.toml; see docs/cli.md. [bold]--no-FLAG[/bold] switches off a flag set "
-    "there.",
+    "Config file to read instead of offbeat.toml; see docs/cli.md. `--no-FLAG` switches off a flag set there.",
     metavar="FILE",
     panel="Config file",
     command_line_only=True,
@@ -57,13 +57,15 @@ class CommandOption:
         elif default is None:
             kind = kind | None
         if isinstance(self.declared, Argument):
-            info = typer.Argument(help=self.declared.help, metavar=self.declared.metavar)
+            info = typer.Argument(help=_bold(self.declared.help), metavar=self.declared.metavar)
             return [_parameter(self.field, kind, default, info)]
         metavar = self.declared.metavar or PLACEHOLDERS.get(self.kind, "|".join(self.choices))
         names = [f"--{self.name}", *([self.declared.short] if self.declared.short else [])]
         if self.default is True:  # The name that switches it off is the useful one.
             names[0] += f"/--no-{self.name}"
-        shown = typer.Option(*names, help=self.declared.help, metavar=metavar, rich_help_panel=self.declared.panel)
+        shown = typer.Option(
+            *names, help=_bold(self.declared.help), metavar=metavar, rich_help_panel=self.declared.panel
+        )
         off = typer.Option(f"--no-{self.name}", hidden=True)
         negation = [_parameter(f"no_{self.field}", bool, False, off)] if self.default is False else []
         return [_parameter(self.field, kind, default, shown), *negation]
@@ -103,16 +105,15 @@ Configuration = Callable[[Path | None, str], Mapping[str, tuple[Any, str]]]
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its help, its settings types, and the function that gets them, imported when it is called."""
+    """A command: its settings types, and the function that gets them, imported when it is called."""
 
     name: str
     """With its group, if it has one: `bench server`."""
     call: str
     """`module:function` below `cli.commands`."""
-    help: str
     examples: tuple[str, ...]
     settings: type
-    """Type that the function gets an instance of."""
+    """Type that the function gets an instance of; its docstring is the help."""
     more: type | None = None
     """Type whose fields are options, too; the function gets their values as a dictionary."""
     only: tuple[str, ...] | None = None
@@ -162,10 +163,20 @@ class Command:
         parameters += [parameter for entry in entries for parameter in entry.parameters()]
         if self.configurable() and not any(entry.field == "config" for entry in entries):
             parameters += CommandOption("config", Path, None, CONFIG, False).parameters()
-        command.__name__, command.__doc__ = self.name.split()[-1], self.help
+        command.__name__, command.__doc__ = self.name.split()[-1], _paragraphs(self.settings.__doc__)
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         vars(command)["__signature__"] = inspect.Signature(parameters)
         return command
+
+
+def _paragraphs(text: str | None) -> str:
+    """A docstring with each paragraph on one line: typer wraps it to the terminal."""
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(text or ""))
+
+
+def _bold(text: str) -> str:
+    """Help text in rich's markup: what is quoted by backticks is bold."""
+    return re.sub(r"`([^`]+)`", r"[bold]\1[/bold]", text)
 
 
 def _configure(context: typer.Context, values: dict[str, Any], configured: Mapping[str, tuple[Any, str]]) -> None:

@@ -15,10 +15,13 @@ import re
 import select
 import signal
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
-from typing import Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 LONG_COMMANDS = ("run", "compare", "scale", "batch-size", "bench", "check", "watch")
 """Commands that go on when the reader of their output is gone."""
@@ -66,6 +69,16 @@ def printable(text: str) -> str:
 def print_plain(text: str) -> None:
     """Print a text that may come from a stranger's file."""
     print(printable(text))
+
+
+def figures(columns: Iterable[str], names: int = 1, gap: int = 2) -> Table:
+    """A table without lines: columns of names to the left, then right-aligned columns of figures."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold")
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="left" if place < names else "right", no_wrap=True)
+    return table
 
 
 def wants_json(words: Sequence[str]) -> bool:

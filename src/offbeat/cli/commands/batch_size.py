@@ -8,7 +8,7 @@ from rich.table import Table
 
 from offbeat.cli.commands.scale import measured, wide_console
 from offbeat.cli.options import BatchSizeOptions
-from offbeat.cli.output import print_json
+from offbeat.cli.output import figures, print_json
 from offbeat.scaling import BatchSize, batch_size
 from offbeat.statistics import Estimate
 
@@ -51,12 +51,10 @@ def _print(result: BatchSize) -> None:
 
 
 def _table(result: BatchSize) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     columns = ["steps", "noise scale [90 %]", *(["by examples"] if result.stages[0].checked is not None else [])]
     if result.examples is not None:
         columns.append("diversity")
-    for name in (*columns, "largest batch", "workers"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = figures((*columns, "largest batch", "workers"), names=0)
     for stage in result.stages:
         cells = [f"{stage.first:,} to {stage.last:,}", _count(stage.noise)]
         if result.stages[0].checked is not None:
@@ -69,10 +67,7 @@ def _table(result: BatchSize) -> Table:
 
 
 def _ways(result: BatchSize) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("way", no_wrap=True)
-    for name in ("n x diversity", "largest batch", "direction left"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = figures(("way", "n x diversity", "largest batch", "direction left"))
     for way in result.ways:
         table.add_row(
             way.name, f"{way.diversity:,.1f}", f"{1 + result.delta * way.diversity:,.0f}", f"{100 * way.cosine:.0f} %"

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from offbeat import limits
 from offbeat.cli.options import CollectivesOptions, ServerOptions
-from offbeat.cli.output import print_json
+from offbeat.cli.output import figures, print_json
 from offbeat.errors import StrategyError, UsageError, did_you_mean
 from offbeat.protocols.collectives import ALGORITHMS, Collective
 from offbeat.protocols.servers.consistency import Rule
@@ -145,10 +145,7 @@ def _print_whole(console: Console, table: Table) -> None:
 
 
 def _table(comparison: Comparison) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("algorithm", no_wrap=True)
-    for size in comparison.sizes:
-        table.add_column(size_in_words(size) + " ", justify="right", no_wrap=True)
+    table = figures(("algorithm", *(f"{size_in_words(size)} " for size in comparison.sizes)), gap=1)
     best = [comparison.best(column) for column in range(len(comparison.sizes))]
     for name, times in comparison.seconds.items():
         cells = [
@@ -282,10 +279,8 @@ def _print_servers(
 
 
 def _servers_table(runs: Mapping[str, Paced], over_bsp: Mapping[str, float]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("rule", no_wrap=True)
-    for name in ("time per step", "over bsp", "idle", "exchange", "messages", "staleness", "99 %", "most"):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = ("time per step", "over bsp", "idle", "exchange", "messages", "staleness", "99 %", "most")
+    table = figures(("rule", *columns), gap=1)
     for name, run in runs.items():
         table.add_row(
             name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -12,7 +12,7 @@ from rich.progress import Progress
 
 from offbeat import limits
 from offbeat.cli.options import CheckOptions
-from offbeat.cli.output import print_json
+from offbeat.cli.output import figures, print_json
 from offbeat.errors import MachineError, ScheduleError, UsageError
 from offbeat.run.drive import WARM
 from offbeat.run.job import agreed_workers
@@ -35,7 +35,7 @@ def check_any(options: CheckOptions) -> None:
     console = Console(stderr=options.as_json, highlight=False, soft_wrap=True)
     if isinstance(own, OwnSchedule):
         _refuse(options, ("workers", "hosts", "runs", "seed"), "a schedule, which is proved for 1 to 33 ranks")
-        _check_own_schedule(own, options.subject, console, options.as_json)
+        _check_own_schedule(own, options, console)
     elif isinstance(own, MachineContract):
         _refuse(options, ("workers", "hosts", "collective"), "machines, whose contract says how many there are")
         _check_own_machines(own, console, options)
@@ -51,22 +51,18 @@ def _refuse(options: CheckOptions, names: tuple[str, ...], what: str) -> None:
             raise UsageError(f"--{name} does not apply to {what}: omit it.")
 
 
-# -- schedules --------------------------------------------------------------------------------------------------------
-
-
-def _check_own_schedule(own: OwnSchedule, text: str, console: Console, as_json: bool) -> None:
+def _check_own_schedule(own: OwnSchedule, options: CheckOptions, console: Console) -> None:
+    text = options.subject
     console.print(f"[bold]{escape(text)}[/bold] as {own.collective.value}: every contribution exactly once")
     start = time.monotonic()
+    subject = {"schedule": text, "collective": own.collective.value}
     try:
         with Launcher(WARM) as launcher:
             report = check_schedule(own, launcher=launcher, say=lambda words: console.print(f"  {words} …"))
     except ScheduleError as error:
-        _failed(console, str(error))
-        if as_json:
-            print_json({"schedule": text, "collective": own.collective.value, "holds": False, "wrong": str(error)})
-        raise typer.Exit(1) from error
-    if as_json:
-        print_json({"schedule": text, "collective": own.collective.value, "holds": True, **_plain(report)})
+        _fail(console, options, subject, error)
+    if options.as_json:
+        print_json({**subject, "holds": True, **_plain(report)})
         return
     _print_costs(console, report)
     ran = f"ran on {', '.join(map(str, report.real))} processes" if report.real else f"not run: {report.unrun}"
@@ -77,11 +73,8 @@ def _check_own_schedule(own: OwnSchedule, text: str, console: Console, as_json: 
 
 
 def _print_costs(console: Console, report: ScheduleReport) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("ranks", "rounds", "hops", "fewest*", "busiest port", "least", "times the least"):
-        table.add_column(column, justify="right")
+    columns = ("ranks", "rounds", "hops", "fewest*", "busiest port", "least", "times the least")
+    table = figures(columns, names=0)
     for size in SHOWN:
         cost, least = report.sizes[size], report.bounds[size]
         layout = report.layout(size)
@@ -111,9 +104,6 @@ def _plain(report: ScheduleReport) -> dict[str, Any]:
     }
 
 
-# -- machines ---------------------------------------------------------------------------------------------------------
-
-
 def _check_own_machines(contract: MachineContract, console: Console, options: CheckOptions) -> None:
     text = options.subject
     runs = RUNS if options.runs is None else options.runs
@@ -130,10 +120,7 @@ def _check_own_machines(contract: MachineContract, console: Console, options: Ch
                 contract, runs, options.seed, name=text, progress=lambda share: progress.update(bar, completed=share)
             )
     except MachineError as error:
-        _failed(console, str(error))
-        if options.as_json:
-            print_json({"machines": text, "holds": False, "seed": error.seed, "wrong": str(error)})
-        raise typer.Exit(1) from error
+        _fail(console, options, {"machines": text}, error, seed=error.seed)
     if options.as_json:
         print_json({"machines": text, "holds": True, **vars(report)})
         return
@@ -142,12 +129,12 @@ def _check_own_machines(contract: MachineContract, console: Console, options: Ch
     console.print(f"  [green]holds[/green]  {counts}; {faults}")
 
 
-def _failed(console: Console, words: str) -> None:
+def _fail(console: Console, options: CheckOptions, subject: dict[str, Any], error: Exception, **more: Any) -> NoReturn:
     console.print("  [red]FAILS[/red]")
-    console.print(words, markup=False)
-
-
-# -- strategies -------------------------------------------------------------------------------------------------------
+    console.print(str(error), markup=False)
+    if options.as_json:
+        print_json({**subject, "holds": False, **more, "wrong": str(error)})
+    raise typer.Exit(1) from error
 
 
 def _check_strategy(options: CheckOptions, console: Console) -> None:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from offbeat import limits
 from offbeat.cli.options import DrawOptions, TableFormat
-from offbeat.cli.output import print_json
+from offbeat.cli.output import figures, print_json
 from offbeat.draw import Scenario, picture, plain, port_rows, round_rows, timeline_of
 from offbeat.monitor.diagram.svg import check_name, write
 from offbeat.simulate.network import Network
@@ -63,9 +63,7 @@ def _print_tables(console: Console, timeline: Timeline) -> None:
     console.print(rounds)
     if len(rows) > SHOWN:
         console.print(f"… {len(rows) - SHOWN:,} more; --format json has all.", style="dim")
-    ports = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("port", "sent", "received", "sending", "receiving", "computing", "waiting"):
-        ports.add_column(column, no_wrap=True, justify="left" if column == "port" else "right")
+    ports = figures(("port", "sent", "received", "sending", "receiving", "computing", "waiting"))
     for port in port_rows(timeline)[:SHOWN]:
         times = (port.sending, port.receiving, port.computing, port.waiting)
         ports.add_row(port.name, *map(size_in_words, (port.sent, port.received)), *map(seconds_in_words, times))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from offbeat.cli.options import AllowedKey, KeyFile
+from offbeat.cli.options import AllowedKey, NewKeys, ShownKeys
 from offbeat.runtime.messages.keys import Keys
 
 
-def new(options: KeyFile) -> None:
+def new(options: NewKeys) -> None:
     """Create a key pair."""
     keys = Keys.generate()
     keys.save(options.file)
@@ -14,7 +14,7 @@ def new(options: KeyFile) -> None:
     print(f"Its public key, which may be shown: {keys.public}")
 
 
-def show(options: KeyFile) -> None:
+def show(options: ShownKeys) -> None:
     """Print the public key and the allowed keys."""
     keys = Keys.load(options.file)
     print(f"public   {keys.public}")

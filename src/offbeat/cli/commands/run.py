@@ -16,16 +16,7 @@ from offbeat.cli.options import RunOptions
 from offbeat.cli.output import FailedError, print_json
 from offbeat.errors import OffbeatError, TaskError
 from offbeat.run.drive import WARM, Result, drive
-from offbeat.run.job import (
-    Job,
-    Script,
-    agreed_workers,
-    earlier,
-    finished_result,
-    resolve,
-    target_from_plain,
-    target_of,
-)
+from offbeat.run.job import Job, Script, agreed_workers, earlier, finished_result, resolve, target_from_plain, target_of
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.report import headline, report_lines

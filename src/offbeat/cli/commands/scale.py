@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from offbeat.cli.options import ScaleOptions
-from offbeat.cli.output import print_json
+from offbeat.cli.output import figures, print_json
 from offbeat.errors import UsageError
 from offbeat.scaling import Scaling, scale
 from offbeat.statistics import Estimate
@@ -78,9 +78,7 @@ def _print(scaling: Scaling) -> None:
 
 
 def _table(scaling: Scaling) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("workers", f"{scaling.unit}/s", "speed-up", "90 %", "efficiency"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = figures(("workers", f"{scaling.unit}/s", "speed-up", "90 %", "efficiency"), names=0)
     table.add_column("", no_wrap=True)
     for point in scaling.points:
         notes = ["measured"] + ["too few cores"] * point.crowded + ["superlinear"] * point.superlinear
