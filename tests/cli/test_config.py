@@ -67,8 +67,11 @@ def test_a_section_wins_over_the_top_and_groups_over_all_commands(offbeat_: Offb
         tmp_path / "offbeat.toml",
         """
         workers = 2
+        seed = 7
         [batch-size]
         workers = 3
+        [check]
+        seed = 5
         [bench]
         size = "1MB"
         [bench.server]
@@ -82,6 +85,8 @@ def test_a_section_wins_over_the_top_and_groups_over_all_commands(offbeat_: Offb
     server = settings(offbeat_, "bench", "server")
     assert (server["workers"][0], server["size"][0], server["consistency"][0]) == (64, "1MB", ["bsp"])
     assert settings(offbeat_, "bench.collectives")["size"] == ("1MB", "offbeat.toml")
+    check = settings(offbeat_, "check")
+    assert (check["workers"][0], check["seed"][0]) == (None, 5), "it refuses options that do not apply to its subject"
     assert settings(offbeat_, "draw")["size"] == ("100MB", "default")
 
 

@@ -97,6 +97,7 @@ COMMANDS: Final = (
             "check mine.py:MyContract --seed 17",
         ),
         options.CheckOptions,
+        own_section=True,
     ),
     Command("ps", "runs:ps", ("ps", "ps --all --format json"), options.PsOptions),
     Command("stop", "runs:stop", ("stop runs/latest", "stop runs/latest --kill"), options.StopOptions),
@@ -132,6 +133,7 @@ COMMANDS: Final = (
             "bench collectives --simulate --ranks 64 --per-host 8 --network 25Gbit,20us --inside 200Gbit,1us",
         ),
         options.CollectivesOptions,
+        own_section=True,
     ),
     Command(
         "bench server",

@@ -97,7 +97,8 @@ def _entries(
     for key, value in table.items():
         if not isinstance(value, dict):
             name = key.replace("_", "-")
-            takers = [(command, options[name]) for command, options in known if name in options]
+            reached = [(command, options) for command, options in known if section or not command.own_section]
+            takers = [(command, options[name]) for command, options in reached if name in options]
             if not takers:
                 _refuse_key(where, name, section, commands)
             numbers = any(option.kind is int for _, option in takers)

@@ -122,6 +122,8 @@ class Command:
     """The options that come first in the help."""
     first_page: bool = False
     """Whether it is listed among the main commands."""
+    own_section: bool = False
+    """Whether top-level keys of config files leave it alone: it refuses options that do not apply to its subject."""
 
     @property
     def epilog(self) -> str:
