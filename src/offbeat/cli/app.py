@@ -47,9 +47,8 @@ def root(
 
 def _configured(file: Path | None, command: str) -> dict[str, tuple[Any, str]]:
     """What config files set for a command: each field's value, and in words what it is and where it is from."""
-    names = {
-        option.field: name for one in COMMANDS if one.name == command for name, option in one.configurable().items()
-    }
+    (options,) = (entry.configurable() for entry in COMMANDS if entry.name == command)
+    names = {option.field: name for name, option in options.items()}
     values = resolved(layers(file), COMMANDS)[command]
     return {
         field: (entry.value, f"{names[field]} = {toml(entry.value)} ({entry.layer.place(entry.section)})")

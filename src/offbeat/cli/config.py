@@ -51,21 +51,21 @@ class Configured(NamedTuple):
 
 def layers(explicit: Path | None) -> list[Layer]:
     """The config files that apply in the current folder; later ones win."""
-    found: list[Layer] = []
+    files: list[Layer] = []
     pyproject = Path("pyproject.toml")
     if pyproject.is_file():
         tool = _read(pyproject).get("tool", {})
         table = cast("Any", tool.get("offbeat", {}) if isinstance(tool, dict) else {})
         if not isinstance(table, dict):
             raise UsageError(f"{pyproject}: tool.offbeat is {table!r}. Make it a table: [tool.offbeat].")
-        found.append(Layer(pyproject.name, pyproject, cast("dict[str, Any]", table)))
+        files.append(Layer(pyproject.name, pyproject, cast("dict[str, Any]", table)))
     if explicit is not None:
         if not explicit.is_file():
             raise UsageError(f"--config {explicit}: there is no such file. Check the path.")
-        found.append(Layer("--config", explicit, _read(explicit)))
+        files.append(Layer("--config", explicit, _read(explicit)))
     elif (usual := Path("offbeat.toml")).is_file():
-        found.append(Layer(usual.name, usual, _read(usual)))
-    return found
+        files.append(Layer(usual.name, usual, _read(usual)))
+    return files
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class Invocation:
     as_json: bool
     """Whether a failure is printed as JSON."""
     configured: list[str] = field(default_factory=list[str])
-    """The settings that config files made, for an error to name."""
+    """The settings from config files, for an error to name."""
 
 
 Configuration = Callable[[Path | None, str], Mapping[str, tuple[Any, str]]]
@@ -134,7 +134,7 @@ class Command:
     def entries(self) -> list[CommandOption]:
         """Options and arguments in the order of the help."""
         more = [] if self.more is None else options_of(self.more)
-        entries = options_of(self.settings) + [one for one in more if self.only is None or one.field in self.only]
+        entries = options_of(self.settings) + [entry for entry in more if self.only is None or entry.field in self.only]
         order = (*self.leading, None, "output")
         return sorted(entries, key=lambda entry: order.index(entry.field if entry.field in order else None))
 

@@ -15,10 +15,10 @@ from offbeat.errors import UsageError, did_you_mean
 def show(options: ConfigOptions) -> None:
     """Print the settings of one command, or of all, as TOML or JSON."""
     names = [command.name for command in COMMANDS if command.configurable()]
-    wanted = " ".join(options.command).replace(".", " ")
-    chosen = [name for name in names if not wanted or name == wanted or name.startswith(f"{wanted} ")]
+    requested = " ".join(options.command).replace(".", " ")
+    chosen = [name for name in names if not requested or name == requested or name.startswith(f"{requested} ")]
     if not chosen:
-        raise UsageError(f"{wanted!r} is not a command with options.{did_you_mean(wanted, names)}")
+        raise UsageError(f"{requested!r} is not a command with options.{did_you_mean(requested, names)}")
     files = layers(options.config)
     values = resolved(files, COMMANDS)
     rows: dict[str, dict[str, dict[str, Any]]] = {}
