@@ -28,7 +28,7 @@ SCENES = [
     (
         "Run",
         "Two workers learn handwritten digits. Worker 1 is slowed down: each of its steps takes at least 150 ms.",
-        'offbeat run offbeat.tasks.digits --workers 2 --watch --disturb "worker 1: pace 150ms"',
+        'offbeat run offbeat.tasks.digits --workers 2 --monitor --disturb "worker 1: pace 150ms"',
     ),
     ("Explain", "The monitor names the straggler and what it cost.", "offbeat explain runs/latest"),
     (

@@ -19,7 +19,7 @@ from offbeat.tasks.digits import Digits
 
 
 def main() -> None:
-    """Train for two epochs, and say the mean loss of each, how well digits are read, and what carried the gradients."""
+    """Train for two epochs; print the mean loss of each, the accuracy, and what carried the gradients."""
     accelerator = Accelerator(cpu=True)
     set_seed(0)
     digits = Digits()

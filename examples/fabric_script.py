@@ -20,7 +20,7 @@ from offbeat.tasks.digits import Digits
 
 
 def main() -> None:
-    """Train for two epochs, and say the mean loss of each, how well digits are read, and what carried the gradients."""
+    """Train for two epochs; print the mean loss of each, the accuracy, and what carried the gradients."""
     fabric = Fabric(accelerator="cpu", devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), strategy="ddp")
     fabric.launch()
     fabric.seed_everything(0, verbose=False)

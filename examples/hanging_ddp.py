@@ -1,8 +1,8 @@
 """A stock DDP script that hangs: rank 0 waits for a message that rank 1 will send after its next step, which needs 0.
 
-Named within two seconds; without --watch it hangs until torch's timeout, which is half an hour:
+The deadlock is named within two seconds; without --monitor it hangs until torch's timeout of half an hour:
 
-    offbeat run examples/hanging_ddp.py --workers 2 --watch
+    offbeat run examples/hanging_ddp.py --workers 2 --monitor
 """
 
 from __future__ import annotations

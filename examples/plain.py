@@ -1,6 +1,6 @@
 """A plain PyTorch loop, as most people have one. docs/tutorial.md distributes it; the result is examples/loop.py.
 
-It trains alone; under offbeat it still runs as it is, but every worker would train a model of its own:
+It trains alone; under offbeat it runs unchanged, but every worker would train its own model:
 
     python examples/plain.py
     offbeat run examples/plain.py --workers 1

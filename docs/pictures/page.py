@@ -60,7 +60,7 @@ def healthy(folder: Path) -> Path:
 def sick(folder: Path) -> Path:
     """Make a deadlocked run, in its own process."""
     (folder / "train.py").write_text(SICK)
-    command = [sys.executable, "-m", "offbeat", "run", "train.py", "--workers", "3", "--watch"]
+    command = [sys.executable, "-m", "offbeat", "run", "train.py", "--workers", "3", "--monitor"]
     code = subprocess.run(command, cwd=folder, capture_output=True, check=False).returncode
     if code != 10:
         raise VerdictError(f"expected a deadlock, but the run ended with {code}", kind="deadlock", verdict={})

@@ -3,21 +3,21 @@
 Each message says what was wrong (with the offending value), why it matters, and what to do.
 
     OffbeatError
-    ├── UsageError                 what was asked for makes no sense; nothing has been started
-    │   ├── StrategyError          no such strategy or parameter, or two that cannot go together
-    │   ├── TaskError              no such task or script, or one that cannot be used as asked
-    │   ├── DataError              data that cannot be divided as asked
-    │   ├── ScheduleError          rounds that lose, double or misplace a contribution, or race for a range
-    │   └── MachineError           a machine that breaks its invariant, or gets nowhere; carries the seed
-    ├── RunError                   a run was started and could not go on
+    ├── UsageError                 wrong options or arguments; nothing has been started
+    │   ├── StrategyError          unknown strategy or parameter, or two that cannot be combined
+    │   ├── TaskError              unknown task or script, or one that cannot be used this way
+    │   ├── DataError              data that cannot be split this way
+    │   ├── ScheduleError          rounds that lose, duplicate or misplace a contribution, or race
+    │   └── MachineError           a machine that breaks its invariant or makes no progress; carries the seed
+    ├── RunError                   a run was started and failed
     │   ├── WorkerError            a process raised or was killed; carries role, rank and traceback
-    │   ├── WaitError              a wait passed its deadline; names who was waited for
-    │   ├── VerdictError           a run that is watched can never go on; carries the kind of verdict
+    │   ├── WaitError              a wait passed its deadline; names the missing process
+    │   ├── VerdictError           a monitored run can never finish; carries the kind of verdict
     │   └── NonFiniteError         a loss or gradient became NaN or infinite
     ├── CheckpointError            a checkpoint is missing, damaged, or of another run
     └── OutputError                a run folder that cannot be written
 
-    OffbeatWarning                 a run that goes on, and probably does not do what was meant
+    OffbeatWarning                 a run that goes on, and probably does not do what was intended
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from difflib import get_close_matches
 
 
 class OffbeatWarning(UserWarning):
-    """A run goes on, and probably does not do what was meant."""
+    """A run goes on, and probably does not do what was intended."""
 
 
 class OffbeatError(Exception):
@@ -35,27 +35,27 @@ class OffbeatError(Exception):
 
 
 class UsageError(OffbeatError):
-    """What was asked for makes no sense; no process has been started."""
+    """Wrong options or arguments; no process has been started."""
 
 
 class StrategyError(UsageError):
-    """No such strategy or parameter, a value out of range, or parts that cannot go together."""
+    """Unknown strategy or parameter, a value out of range, or parts that cannot be combined."""
 
 
 class TaskError(UsageError):
-    """No such task or script, or one that cannot be used as asked."""
+    """Unknown task or script, or one that cannot be used this way."""
 
 
 class DataError(UsageError):
-    """Data that cannot be divided as asked."""
+    """Data that cannot be split this way."""
 
 
 class ScheduleError(UsageError):
-    """A schedule loses, doubles or misplaces a contribution, waits in vain, or lets two ranks race for a range."""
+    """A schedule loses, duplicates or misplaces a contribution, deadlocks, or lets two ranks race for a range."""
 
 
 class MachineError(UsageError):
-    """A machine breaks its invariant under faults, or gets nowhere when they cease; by which seed."""
+    """A machine breaks its invariant under faults, or makes no progress once they stop; `seed` reproduces it."""
 
     def __init__(self, message: str, *, seed: int) -> None:
         super().__init__(message)
@@ -63,14 +63,14 @@ class MachineError(UsageError):
 
 
 class RunError(OffbeatError):
-    """A run was started and could not go on."""
+    """A run was started and failed."""
 
 
 class WorkerError(RunError):
     """A process of the run raised an exception or was killed.
 
-    `exit_code` is what the process ended with, or 128 plus the number of the signal that ended it, and so what
-    `offbeat run` ends with. `name` is what the run calls the process, such as `worker 2` or `server 0.1`.
+    `exit_code` is the process's own, or 128 plus the number of the signal that ended it; `offbeat run` ends with it,
+    too. `name` is the process's name in the run, such as `worker 2` or `server 0.1`.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class WorkerError(RunError):
 
 
 class WaitError(RunError):
-    """A wait passed its deadline; the message names who was waited for."""
+    """A wait passed its deadline; the message names the missing process."""
 
 
 class VerdictError(RunError):
-    """Who waits for whom in a run that can never go on."""
+    """A monitored run can never finish; the message says who waits for whom."""
 
     def __init__(self, message: str, *, kind: str, verdict: Mapping[str, object]) -> None:
         super().__init__(message)
@@ -110,7 +110,7 @@ class OutputError(OffbeatError):
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """The tail of a look-up error: the nearest valid name, then all of them."""
+    """The end of a look-up error: the nearest valid name, then all of them."""
     names = sorted(valid)
     near = get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""

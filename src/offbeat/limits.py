@@ -1,9 +1,8 @@
-"""The largest numbers that offbeat takes, all in one place, and the checks that refuse others.
+"""Upper limits of all numbers that offbeat takes, and the checks that enforce them.
 
-A slip of the keyboard, or a file from a stranger, must not start a million processes or fill the memory: settings types
-check their numbers in `__post_init__`, so that the command line, Python and files are refused alike, before anything
-starts. Limits are far above what makes sense; what a machine has room for is checked beside them
-(`runtime.system.capacity`).
+A typo, or a file from a stranger, must not start a million processes or fill the memory: settings types check their
+numbers in `__post_init__`, so that the command line, Python and files are refused alike, before anything starts. Limits
+are far above sensible values; whether this machine has room is checked in `runtime.system.capacity`.
 """
 
 from __future__ import annotations
@@ -14,37 +13,37 @@ from typing import Final, cast
 from offbeat.errors import UsageError
 
 WORKERS: Final = 1024
-"""Processes that train in one run, on all of its hosts together: those are all on one machine."""
+"""Workers of one run, over all of its hosts, which are all on one machine."""
 SERVERS: Final = 256
-"""Server processes beside them."""
+"""Server processes of one run."""
 THREADS: Final = 1024
 """Threads of one worker."""
 WORLD: Final = 65_536
-"""Workers that another launcher, such as torchrun, may have started on many machines."""
+"""Workers started by another launcher, such as torchrun, on many machines."""
 COUNT: Final = 10**15
-"""Steps, epochs and whatever else is only counted; a float still holds it exactly."""
+"""Steps, epochs and other counts; a float still holds it exactly."""
 REPLACEMENTS: Final = 10_000
-"""Workers that are replaced in one run."""
+"""Workers replaced in one run."""
 MERGED: Final = 10_000
-"""Batches that are merged into one."""
+"""Batches merged into one."""
 SECONDS: Final = 366 * 24 * 3600.0
-"""The longest that anything may wait or last: a year. Clocks of the system overflow soon after."""
+"""Longest wait or duration: a year. System clocks overflow soon after."""
 BYTES: Final = 2**50
-"""A size of something that is sent."""
+"""Size of a message or buffer."""
 RATE: Final = 1e18
 """Bytes per second."""
 SEEDS: Final = 1000
-"""Runs of each strategy in a league."""
+"""Runs of each strategy in a comparison."""
 FACTORS: Final = 100
-"""Learning rates that a league tries for each strategy."""
+"""Learning-rate factors that a comparison tries for each strategy."""
 SWEEP: Final = 1000
-"""Strategies in one league, or that one sweep means."""
+"""Strategies in one comparison or one sweep."""
 REPEATS: Final = 10_000
-"""Times that something is measured."""
+"""Repetitions of a measurement."""
 SIMULATED_RANKS: Final = 65_536
 """Ranks of a simulated collective."""
 SIMULATED_STEPS: Final = 100_000_000
-"""Steps of all workers together that one simulation may have: 800 MB of times."""
+"""Steps of all workers together in one simulation: 800 MB of times."""
 SIMULATED_WORKERS: Final = 1_000_000
 """Workers of a simulation."""
 SIMULATED_SERVERS: Final = 10_000
@@ -54,7 +53,7 @@ PORT: Final = 65_535
 
 
 def whole(name: str, value: object, most: int, least: int = 1, why: str = "") -> None:
-    """Refuse what is not a whole number from `least` to `most`; `name` is how it is asked for."""
+    """Refuse what is not a whole number from `least` to `most`; `name` is the option's."""
     if type(value) is not int or value < least:
         raise UsageError(f"{name} {_short(value)} makes no sense: it must be a whole number, {least} or more.")
     if value > most:
@@ -84,13 +83,13 @@ def seed(name: str, value: object) -> None:
 
 
 def port(name: str, value: object) -> None:
-    """Refuse what is not a port, or 0 for any that is free."""
+    """Refuse what is not a port, or 0 for any free one."""
     if type(value) is not int or not 0 <= value <= PORT:
-        raise UsageError(f"{name} {_short(value)} makes no sense: ports go up to {PORT}, and 0 takes one that is free.")
+        raise UsageError(f"{name} {_short(value)} makes no sense: ports go up to {PORT}, and 0 picks a free one.")
 
 
 def _short(value: object) -> str:
-    """A value in a few words: whole numbers that Python refuses to print by their size, others cut."""
+    """A value for a message: huge whole numbers by their size in bits, other values truncated."""
     if isinstance(value, int) and abs(value) >= 10**30:
         return f"of {value.bit_length()} bits"
     shown = repr(value)

@@ -1,4 +1,4 @@
-"""How fields of settings types are given on a command line.
+"""How fields of settings types appear on a command line and in a config file.
 
 A settings type is a frozen dataclass. A field annotated with an `Option` is an option of every command that is made
 from the type (`cli.from_settings`): its name, type, default and help are written once, where the field is.
@@ -14,22 +14,24 @@ class Option:
     """A field that is an option: `--` and its name, with `-` for `_`."""
 
     help: str
-    """What it does, in a sentence or two; `[bold]` marks examples."""
+    """What it does, in a sentence or two; examples in backticks are shown in bold."""
     short: str | None = None
-    """A second name of one letter, such as `-w`."""
+    """One-letter name, such as `-w`."""
     metavar: str | None = None
-    """What its value is called in the help."""
+    """Placeholder for its value in the help; None: by its type."""
     name: str | None = None
-    """Its name on the command line, where it differs from the field's."""
+    """Name on the command line, where it differs from the field's."""
     panel: str | None = None
-    """The group of options that it stands among in the help."""
+    """Group of options that it belongs to in the help."""
+    command_line_only: bool = False
+    """Whether a config file may not set it."""
 
 
 @dataclass(frozen=True)
 class Argument:
-    """A field that is given by its place, without a name."""
+    """A field that is given by position, without a name."""
 
     help: str
     """What it is."""
     metavar: str
-    """What it is called in the help."""
+    """Its placeholder in the help."""

@@ -1,4 +1,4 @@
-"""Schedules and machines of people's own, by where they are defined: `mine.py:my_ring`, `mine.py:MyContract`."""
+"""User-defined schedules and machines, by where they are defined: `mine.py:my_ring`, `mine.py:MyContract`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offbeat.task import load_module
 
 _REFERENCE: Final = re.compile(r"(?P<source>.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
 _CONTRACT: Final = ("machines", "invariant", "done")
-"""What makes a contract of a class that is not a `MachineContract`."""
+"""Methods that make a class a contract, even if it is not a `MachineContract`."""
 WHAT: Final = (
     "A schedule is a function `my_ring(view, layout)` that yields rounds; a contract of machines is a class with "
     "machines(size, seed), invariant(machines) and done(machines). See docs/strategies.md."
@@ -25,12 +25,12 @@ WHAT: Final = (
 
 
 class OwnSchedule(NamedTuple):
-    """A schedule, where it comes from, and what it is to achieve."""
+    """A user-defined schedule, its source and its collective."""
 
     schedule: Schedule
     collective: Collective
     source: str
-    """The file or module, so that other processes find it, too."""
+    """File or module, from which other processes load it, too."""
     name: str
 
     def __str__(self) -> str:
@@ -38,9 +38,9 @@ class OwnSchedule(NamedTuple):
 
 
 def find_own(text: str, collective: str | None = None) -> OwnSchedule | MachineContract | None:
-    """The schedule or contract that a text names; None if it is a strategy, built in or somebody's own.
+    """The schedule or contract that a text names; None if it names a strategy.
 
-    A function is taken for an all-reduce unless `collective` says otherwise; an `Algorithm` says so itself.
+    A function is an all-reduce unless `collective` names another; an `Algorithm` has its own.
     """
     match = _REFERENCE.fullmatch(text.strip())
     if match is None:
@@ -63,8 +63,8 @@ def find_own(text: str, collective: str | None = None) -> OwnSchedule | MachineC
 
 
 def collective_named(name: str | None) -> Collective:
-    """A collective by its name; none given is an all-reduce."""
-    valid = [one.value for one in Collective]
+    """A collective by its name; None is an all-reduce."""
+    valid = [member.value for member in Collective]
     if name is not None and name not in valid:
         raise UsageError(f"--collective {name!r} is not known.{did_you_mean(name, valid)}")
     return Collective.ALL_REDUCE if name is None else Collective(name)
@@ -76,10 +76,10 @@ def _contract(value: Any) -> MachineContract | None:
     if inspect.isclass(value) and issubclass(value, MachineContract):
         return value()
     if inspect.isclass(value) and all(callable(getattr(value, part, None)) for part in _CONTRACT):
-        # A machine that says itself what must hold of it, by static methods.
-        given = {part: staticmethod(getattr(value, part)) for part in _CONTRACT}
+        # A machine that carries its own contract, as static methods.
+        methods = {part: staticmethod(getattr(value, part)) for part in _CONTRACT}
         settings = {key: getattr(value, key) for key in MachineContract.__annotations__ if hasattr(value, key)}
-        return type(value.__name__, (MachineContract,), {**given, **settings})()
+        return type(value.__name__, (MachineContract,), {**methods, **settings})()
     return None
 
 
@@ -90,8 +90,8 @@ def _is_schedule(value: Any) -> bool:
         parameters = inspect.signature(cast("Callable[..., Any]", value)).parameters.values()
     except (TypeError, ValueError):
         return False
-    needed = [one for one in parameters if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
-    return len(needed) <= 2 <= len(parameters)
+    required = [each for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
+    return len(required) <= 2 <= len(parameters)
 
 
 def _form(value: Any) -> str:
@@ -102,7 +102,7 @@ def _form(value: Any) -> str:
 
 
 def _offered(module: ModuleType) -> list[str]:
-    """What of a module can be meant: what it defines itself."""
+    """Names in a module that may be meant: those that it defines itself."""
     public: Mapping[str, Any] = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     return [
         name

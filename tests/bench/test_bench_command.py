@@ -97,7 +97,7 @@ def test_the_command_prints_a_table_with_the_best_marked_and_where_it_changes(sa
     assert table["ring"].rstrip().endswith("15.8 ms*")
     assert sum(line.count("*") for line in table.values()) == 5 + 1
     assert "naive below 41.7 kB, recursive_doubling below 150 kB, halving_doubling below 457 kB, ring from" in out
-    assert "Left out: one_shot, two_shot, zero_copy. Why: the 12 ranks live on 12 hosts" in out
+    assert "Omitted: one_shot, two_shot, zero_copy. Why: the 12 ranks live on 12 hosts" in out
 
 
 def test_the_json_of_a_simulation_is_one_object(said: Say) -> None:
@@ -118,7 +118,7 @@ def test_the_json_of_a_simulation_is_one_object(said: Say) -> None:
 
 def test_hosts_share_the_ranks_evenly(said: Say) -> None:
     found = json.loads(
-        said("--simulate", "--ranks", "7", "--hosts", "3", "--network", "1Gbit,1us", "--format", "json")[1]
+        said("--simulate", "--ranks", "7", "--host-count", "3", "--network", "1Gbit,1us", "--format", "json")[1]
     )
     assert found["hosts"] == 3
 
@@ -130,9 +130,9 @@ def test_hosts_share_the_ranks_evenly(said: Say) -> None:
         ("--simulate --ranks 0 --network 10Gbit,50us", "--ranks 0 makes no sense"),
         ("--simulate --network 10Gbit", "is not a network"),
         ("--simulate --network 10Gbit,50us --size 1parsec", "no unit 'parsec'"),
-        ("--simulate --network 10Gbit,50us --size 1MB --sizes 1kB", "use one of them"),
-        ("--simulate --network 10Gbit,50us --hosts 1 --per-host 1", "give one of them"),
-        ("--simulate --network 10Gbit,50us --hosts 3", "--hosts 3 makes no sense for 2 ranks"),
+        ("--simulate --network 10Gbit,50us --size 1MB --sizes 1kB", "give one of them"),
+        ("--simulate --network 10Gbit,50us --host-count 1 --per-host 1", "give one of them"),
+        ("--simulate --network 10Gbit,50us --host-count 3", "--host-count 3 makes no sense for 2 ranks"),
         ("--simulate --network 10Gbit,50us --per-host 0", "--per-host 0 makes no sense"),
         ("--simulate --network 10Gbit,50us --collective allreduce", "Did you mean 'all_reduce'?"),
         ("--simulate --network 10Gbit,50us --ports card", "Valid: host, rank"),
@@ -176,6 +176,6 @@ def test_without_simulating_the_options_go_to_the_measurement(said: Say, monkeyp
         return {"rows": []}
 
     monkeypatch.setattr("offbeat.bench.collectives", collectives)
-    words = ("--ranks", "3", "--size", "1MB", "--peers", "gloo, offbeat", "--blocks", "7", "--out", "found.json")
+    words = ("--ranks", "3", "--size", "1MB", "--peers", "gloo, offbeat", "--blocks", "7", "--report", "found.json")
     assert said(*words, "--format", "json") == (0, '{"rows": []}\n', "")
     assert asked == [3, [4000, 32_000, 256_000, 10**6], ["gloo", "offbeat"], 7, Path("found.json"), None]

@@ -26,27 +26,27 @@ from offbeat.strategies import available
 from offbeat.tasks.digits import Digits
 
 COMMANDS = [
-    "run", "compare", "explain", "doctor", "watch", "strategies", "draw", "check", "ps", "stop", "logs", "scale",
-    "batch-size", "bench", "keys",
+    "run", "compare", "explain", "doctor", "watch", "strategies", "config", "draw", "check", "ps", "stop", "logs",
+    "scale", "batch-size", "bench", "keys",
 ]  # fmt: skip
 BENCH_OPTIONS = {
-    "--ranks", "-r", "--size", "--sizes", "--simulate", "--network", "--inside", "--hosts", "--per-host", "--ports",
-    "--collective", "--peers", "--blocks", "--out", "-o", "--picture", "--format",
+    "--ranks", "-r", "--size", "--sizes", "--simulate", "--network", "--inside", "--host-count", "--per-host",
+    "--ports", "--collective", "--peers", "--blocks", "--report", "-o", "--picture", "--format",
 }  # fmt: skip
 RUN_OPTIONS = {
     "--strategy", "-s", "--workers", "-w", "--target", "-t", "--epochs", "--steps", "--seed", "--device",
     "--backend", "--threads", "--hosts",
     "--parts", "--out", "-o", "--resume", "--checkpoint-every", "--timeout", "--port", "--tensorboard", "--disturb",
-    "--replace", "--watch", "--rate-factor",
+    "--replace", "--monitor", "--rate-factor",
     "--format",
 }  # fmt: skip
 COMPARE_OPTIONS = {
     "--strategy", "-s", "--workers", "-w", "--hosts", "--target", "-t", "--seeds", "--seed", "--tune", "--single",
     "--budget", "--epochs", "--steps", "--disturb", "--parts", "--device", "--threads", "--timeout", "--out", "-o",
-    "--resume", "--format", "--output",
+    "--resume", "--format", "--report",
 }  # fmt: skip
 EXPLAIN_OPTIONS = {
-    "--draw",
+    "--picture",
     "--window",
     "--cut",
     "--export",
@@ -58,7 +58,7 @@ EXPLAIN_OPTIONS = {
     "--possibly",
     "--definitely",
     "--execution",
-    "--check",
+    "--verify-checkpoint",
     "--format",
 }
 EXPORTS = [
@@ -123,7 +123,8 @@ def options_of(*path: str) -> set[str]:
     found = typer.main.get_command(app)
     for name in path:
         found = found.commands[name]  # pyright: ignore[reportAttributeAccessIssue]
-    return {name for option in found.params for name in option.opts if name.startswith("-")}
+    shown = {name for option in found.params if not getattr(option, "hidden", False) for name in option.opts}
+    return {name for name in shown if name.startswith("-")} - {"--config"}
 
 
 def test_the_commands_and_their_options_are_these() -> None:
@@ -136,21 +137,21 @@ def test_the_commands_and_their_options_are_these() -> None:
     assert options_of("logs") == {"--rank", "-r", "--server", "--follow", "-f", "--out", "-o"}
     assert options_of("doctor") == {"--format"}
     assert options_of("watch") == {"--port", "--open", "--export"}
-    assert options_of("strategies") == {"--format"}
+    assert options_of("strategies") == options_of("config") == {"--format"}
     own = {"--collective", "--runs", "--seed"}
     assert options_of("check") == {"--workers", "-w", "--hosts", "--format"} | own
-    world = {"--workers", "-w", "--network", "--inside", "--size", "--hosts", "--steps", "--step", "--stragglers"}
-    assert options_of("draw") == world | {"--collective", "--seed", "--out", "-o", "--format"}
+    world = {"--workers", "-w", "--network", "--inside", "--size", "--per-host", "--steps", "--step", "--stragglers"}
+    assert options_of("draw") == world | {"--collective", "--seed", "--picture", "-o", "--format"}
     assert list(typer.main.get_command(app).commands["bench"].commands) == ["collectives", "server"]  # pyright: ignore[reportAttributeAccessIssue]
     assert options_of("bench", "collectives") == BENCH_OPTIONS
     measuring = {"--workers", "-w", "--steps", "--seconds", "--threads", "--seed", "--out", "-o", "--format"}
     assert options_of("scale") == measuring | {"--strategy", "-s", "--weak", "--repeats"}
-    assert options_of("batch-size") == measuring | {"--times", "--delta", "--check"}
+    assert options_of("batch-size") == measuring | {"--times", "--delta", "--per-example"}
 
 
 def test_every_entry_of_a_goal_is_an_option_or_for_commands_that_measure() -> None:
     names = {"--" + field.name.replace("_", "-") for field in fields(Goal)}
-    assert names - RUN_OPTIONS == {"--check-finite", "--merge", "--gauge"}
+    assert names - RUN_OPTIONS == {"--monitor", "--check-finite", "--merge", "--gauge"}  # `watch` is --monitor.
 
 
 def test_the_exports_are_these_and_all_can_be_had() -> None:
@@ -211,7 +212,7 @@ def test_an_unknown_command_proposes_the_nearest(offbeat_: Offbeat) -> None:
 def test_an_option_of_the_scripts_own_is_told_its_place(offbeat_: Offbeat) -> None:
     said = offbeat_("run", "train.py", "--lr", "0.1")
     assert said.code == 2
-    assert "A script's own arguments stand after `--`" in said.err
+    assert "A script's own arguments go after `--`" in said.err
 
 
 # --- strategies and doctor

@@ -44,7 +44,7 @@ def offbeat_(
         ("bench collectives --simulate --ranks 0", "UsageError", 2),
         ("bench server", "UsageError", 2),
         ("explain nowhere", "CheckpointError", 1),
-        ("explain --check nowhere", "CheckpointError", 1),
+        ("explain --verify-checkpoint nowhere", "CheckpointError", 1),
         ("check nope", "StrategyError", 2),
         ("strategies nope", "StrategyError", 2),
         ("ps nowhere", "UsageError", 2),

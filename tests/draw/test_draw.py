@@ -257,7 +257,9 @@ def test_an_own_schedule_is_drawn_and_told_round_by_round(offbeat: Offbeat) -> N
 
 
 def test_the_picture_is_one_svg_with_a_lane_for_everybody_and_a_legend(offbeat: Offbeat, tmp_path: Path) -> None:
-    said = offbeat("draw", "allreduce(hierarchical)", "--hosts", "2x4", "-o", "hosts.svg", "--format", "json")
+    said = offbeat(
+        "draw", "allreduce(hierarchical)", "-w", "8", "--per-host", "4", "-o", "hosts.svg", "--format", "json"
+    )
     told = json.loads(said.out)
     assert told["hosts"] == [0, 0, 0, 0, 1, 1, 1, 1]
     root = ElementTree.parse(tmp_path / "hosts.svg").getroot()  # noqa: S314 - our own file
@@ -300,14 +302,14 @@ def test_thirty_two_ranks_can_be_drawn_and_more_are_told_in_a_table_only(offbeat
         (["server + accumulate(2)"], "only the exchange itself is played"),
         (["allreduce(rng)"], "ring"),
         (["mine.py:my_sta"], "Did you mean 'my_star'?"),
-        (["allreduce", "--hosts", "2by4"], "write it like 2x4"),
-        (["allreduce", "--hosts", "2x4", "-w", "3"], "--hosts 2x4 has 8 workers"),
+        (["allreduce", "--per-host", "0"], "--per-host 0 makes no sense"),
+        (["allreduce", "--workers", "0"], "--workers 0 makes no sense"),
         (["allreduce", "-o", "ring.pdf"], "ring.pdf is not a name for a picture"),
         (["allreduce", "--network", "fast"], "is not a network"),
         (["allreduce", "--size", "big"], "is not a size"),
         (["allreduce", "-w", "0"], "--workers 0 makes no sense"),
         (["allreduce", "--steps", "0"], "--steps 0 makes no sense"),
-        (["allreduce(one_shot)", "--hosts", "2x2"], "To draw it on one host, add --hosts 1x4."),
+        (["allreduce(one_shot)", "--per-host", "2"], "To draw it on one host, add --per-host 4."),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_with_the_reason(offbeat: Offbeat, words: list[str], told: str) -> None:

@@ -191,7 +191,7 @@ def test_a_finished_league_is_told_again_without_a_run(
     told = command("compare", "--resume", leagues.task.folder, "--format", "json")
     assert (told.code, told.err) == (0, "")
     assert json.loads(told.out)["winner"] == leagues.task.winner
-    page = command("compare", "--resume", leagues.task.folder, "--format", "html", "--output", "page.html")
+    page = command("compare", "--resume", leagues.task.folder, "--format", "html", "--report", "page.html")
     assert (page.code, page.out) == (0, "")
     assert "<svg" in (tmp_path / "page.html").read_text()
     assert (leagues.task.folder / "league.html").read_text() == (tmp_path / "page.html").read_text()

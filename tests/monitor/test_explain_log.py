@@ -62,7 +62,7 @@ def test_cuts_of_a_log_are_judged_drawn_and_exported(offbeat_: Offbeat, tmp_path
     assert good.code == 0
     assert "Cut client:2, server:2 (client:2, server:2): consistent." in good.out
     assert "Cut past server:2 (client:1, server:2): consistent." in good.out
-    wrong = offbeat_("explain", log, "--cut", "client:3,server:2", "--draw", "a.svg", "--format", "json")
+    wrong = offbeat_("explain", log, "--cut", "client:3,server:2", "--picture", "a.svg", "--format", "json")
     assert wrong.code == 20
     told = json.loads(wrong.out)
     assert (told["events"], told["messages"], told["chain_events"], told["drawn"]) == (6, 2, 4, "a.svg")
@@ -133,7 +133,7 @@ def test_of_several_executions_in_a_log_one_is_named(offbeat_: Offbeat, tmp_path
     ]
     told = json.loads(offbeat_("explain", log, "--format", "json").out)["executions"]
     assert [(one["execution"], one["events"]) for one in told] == [("first", 1), ("second", 2)]
-    assert "pictures, cuts and exports are of one: name it" in offbeat_("explain", log, "--draw", "a.svg").err
+    assert "pictures, cuts and exports are of one: name it" in offbeat_("explain", log, "--picture", "a.svg").err
     assert "has no execution 'third'" in offbeat_("explain", log, "--execution", "third").err
     assert offbeat_("explain", log, "--execution", "second").out.startswith("2 processes, 2 events, 1 messages.")
     with pytest.raises(UsageError, match=r"the clock in line 9 of the log knows of event 4 of 'a'"):
@@ -143,7 +143,7 @@ def test_of_several_executions_in_a_log_one_is_named(offbeat_: Offbeat, tmp_path
 def test_a_pattern_that_would_never_end_is_given_up(
     offbeat_: Offbeat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offbeat.cli.commands.explain_diagram.MATCHING", 0.2)
+    monkeypatch.setattr("offbeat.cli.commands.explain.MATCHING", 0.2)
     pattern = r"(?<host>(a+)+) (?<clock>{.*}) (?<event>.*)"
     said = offbeat_("explain", write(tmp_path / "a.log", f"{pattern}\n\n{'a' * 200}\n"))
     assert said.code == 2
@@ -153,14 +153,14 @@ def test_a_pattern_that_would_never_end_is_given_up(
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--window", "1..2"], "--window '1..2' is for a picture or a predicate: add --draw"),
+        (["--window", "1..2"], "--window '1..2' is for a picture or a predicate: add --picture"),
         (["--as", "jsonl"], "--as jsonl is for an export: add --export"),
-        (["--draw", "a.gif"], "a.gif is not a name for a picture"),
+        (["--picture", "a.gif"], "a.gif is not a name for a picture"),
         (["--export", "a.doc"], "does not say as what to export"),
         (["--export", "a.doc", "--as", "perfeto"], "Did you mean 'perfetto'?"),
-        (["--draw", "nowhere/a.svg"], "nowhere/a.svg cannot be written"),
+        (["--picture", "nowhere/a.svg"], "nowhere/a.svg cannot be written"),
         (["--cut", "client:1"], "leaves out server"),
-        (["--draw", "a.svg", "--window", "50..60"], "window '50..60' holds nothing"),
+        (["--picture", "a.svg", "--window", "50..60"], "window '50..60' holds nothing"),
     ],
 )
 def test_wrong_wishes_are_refused(offbeat_: Offbeat, tmp_path: Path, words: list[str], why: str) -> None:

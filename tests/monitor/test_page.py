@@ -242,7 +242,7 @@ def test_a_straggler_is_named_and_so_is_a_run_that_was_not_watched(client: Clien
     assert "worker-seconds" in slow[0]["message"]
     third = client.get("/api/run?run=league/20260103-third").json()
     assert [one["kind"] for one in third["verdicts"]] == ["unwatched"]
-    assert "offbeat run --watch" in third["verdicts"][0]["message"]
+    assert "offbeat run --monitor" in third["verdicts"][0]["message"]
     assert client.get("/api/lanes?run=league/20260103-third").status == 200
 
 

@@ -79,7 +79,7 @@ class Going:
 def going(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Going]:
     folder = tmp_path_factory.mktemp("going")
     write(folder / "train.py", PROGRAM)
-    command = [sys.executable, "-m", "offbeat", "run", "train.py", "--workers", "2", "--watch", "--target", "done=1"]
+    command = [sys.executable, "-m", "offbeat", "run", "train.py", "--workers", "2", "--monitor", "--target", "done=1"]
     process = subprocess.Popen(command, cwd=folder, env=clean_environment(), stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None

@@ -179,7 +179,7 @@ def offbeat_(
 def test_a_run_is_replayed_and_asked_about_by_the_command(offbeat_: Offbeat, tmp_path: Path) -> None:
     strategy = "server(consistency=ssp(2))"
     goal = ("--workers", "2", "--steps", "40", "--target", "2")
-    ran = offbeat_("run", "offbeat.tasks.digits", "--strategy", strategy, *goal, "--watch")
+    ran = offbeat_("run", "offbeat.tasks.digits", "--strategy", strategy, *goal, "--monitor")
     assert ran.code == 0, ran.err
     told = {}
     for rule in RULES:
@@ -202,7 +202,7 @@ def test_a_run_is_replayed_and_asked_about_by_the_command(offbeat_: Offbeat, tmp
         (("--delivery", "fifo", "--delay", "0"), "give more than 0"),
         (("--delay", "5ms"), "add --delivery RULE"),
         (("--possibly", "in-fligt>2"), "Did you mean 'in-flight>N'"),
-        (("--window", "1s..2s"), "add --draw picture.svg or --possibly"),
+        (("--window", "1s..2s"), "add --picture FILE or --possibly"),
     ):
         refused = offbeat_("explain", "runs/latest", *words)
         assert refused.code == 2

@@ -1,4 +1,4 @@
-"""`offbeat run --watch` and `offbeat explain` on sick and healthy programs, with real processes."""
+"""`offbeat run --monitor` and `offbeat explain` on sick and healthy programs, with real processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_sick_run_is_named_at_once_and_after_the_fact(name: str, offbeat_: Off
     case, code = SICK[name], EXIT_CODES[SICK[name].kind]
     strategy = ("--strategy", case.strategy) if case.strategy else ()
     faults = [word for sentence in case.disturb for word in ("--disturb", sentence)]
-    said = offbeat_("run", script_of(name), "--workers", str(case.workers), "--watch", *strategy, *faults)
+    said = offbeat_("run", script_of(name), "--workers", str(case.workers), "--monitor", *strategy, *faults)
     survives = case.kind in LASTING
     assert said.code == (0 if survives else code), said.err
     explained = offbeat_("explain", "runs/latest")
@@ -60,7 +60,7 @@ def test_a_sick_run_is_named_at_once_and_after_the_fact(name: str, offbeat_: Off
 
 def test_a_wait_inside_ddp_is_part_of_a_deadlock(offbeat_: Offbeat) -> None:
     script = paths.ROOT / "examples" / "hanging_ddp.py"
-    said = offbeat_("run", script, "--workers", "2", "--watch")
+    said = offbeat_("run", script, "--workers", "2", "--monitor")
     assert said.code == EXIT_CODES["deadlock"], said.err
     assert "deadlock: worker 0 waits for worker 1 in receive from worker 1 #1 of group world, called at" in said.err
     assert "worker 1 waits for worker 0 in all_reduce" in said.err
@@ -79,7 +79,7 @@ if rank == 1:
     nap()
 dist.barrier()
 """
-    said = offbeat_("run", write(tmp_path / "asleep.py", BEGIN + nap), "--workers", "2", "--watch")
+    said = offbeat_("run", write(tmp_path / "asleep.py", BEGIN + nap), "--workers", "2", "--monitor")
     assert said.code == 0, said.err
     assert "silent: worker 0 has waited" in said.err
     assert "for worker 1 in barrier #1 of group world, called at asleep.py:11" in said.err
@@ -91,7 +91,7 @@ def test_a_worker_that_is_paused_now_and_then_is_named_by_the_time_it_costs(offb
     sentences = ("worker 1: pause 300ms every 600ms", "worker *: pace 25ms")
     disturbed = [word for sentence in sentences for word in ("--disturb", sentence)]
     goal = ("--workers", "2", "--steps", "170", "--target", "2")
-    said = offbeat_("run", "offbeat.tasks.digits", "--strategy", "allreduce", *goal, "--watch", *disturbed)
+    said = offbeat_("run", "offbeat.tasks.digits", "--strategy", "allreduce", *goal, "--monitor", *disturbed)
     assert said.code == 0, said.err
     told = json.loads(offbeat_("explain", "runs/latest", "--format", "json").out)
     assert (told["verdict"]["kind"], told["stragglers"]) == ("straggler", ["worker 1"]), told["blame"]
@@ -102,7 +102,7 @@ def test_a_worker_that_is_paused_now_and_then_is_named_by_the_time_it_costs(offb
 
 
 def test_a_worker_whose_input_is_slow_is_the_straggler_and_said_to_be(offbeat_: Offbeat, tmp_path: Path) -> None:
-    said = offbeat_("run", script_of("slow_input"), "--workers", "2", "--watch")
+    said = offbeat_("run", script_of("slow_input"), "--workers", "2", "--monitor")
     assert said.code == 0
     assert "straggler: worker 1 was last in" in said.err
     explained = offbeat_("explain", "runs/latest", "--format", "json")
@@ -111,7 +111,7 @@ def test_a_worker_whose_input_is_slow_is_the_straggler_and_said_to_be(offbeat_: 
     worst = told["blame"][0]
     assert (worst["worker"], worst["cause"]) == ("worker 1", "input")
     assert worst["without"] < 0.8 * worst["seconds"]
-    drawn = offbeat_("explain", "runs/latest", "--draw", "slow.svg", "--cut", "latest", "--export", "slow.shiviz")
+    drawn = offbeat_("explain", "runs/latest", "--picture", "slow.svg", "--cut", "latest", "--export", "slow.shiviz")
     assert "straggler: worker 1 was last in" in drawn.out
     assert drawn.out.count("): consistent.") == 1
     assert "called at helping.py" in (tmp_path / "slow.svg").read_text()
@@ -129,7 +129,7 @@ if rank == 1:
 Path("there").touch()
 dist.barrier()
 """
-    said = offbeat_("run", write(tmp_path / "wrong.py", BEGIN + wrong), "--workers", "2", "--watch")
+    said = offbeat_("run", write(tmp_path / "wrong.py", BEGIN + wrong), "--workers", "2", "--monitor")
     assert said.code == 1
     assert "worker 1 failed with ValueError: out of range" in said.err
     explained = offbeat_("explain", "runs/latest")
@@ -139,7 +139,7 @@ dist.barrier()
 
 @pytest.mark.parametrize("strategy", ["ddp", "allreduce", "server(shards=2)", "gossip(asynchronous=True)"])
 def test_healthy_runs_get_no_verdict(strategy: str, offbeat_: Offbeat) -> None:
-    options = ("--strategy", strategy, "--workers", "2", "--steps", "12", "--watch")
+    options = ("--strategy", strategy, "--workers", "2", "--steps", "12", "--monitor")
     said = offbeat_("run", "offbeat.tasks.digits", *options)
     assert said.code == 0, said.err
     explained = offbeat_("explain", "runs/latest", "--format", "json")
@@ -150,7 +150,7 @@ def test_healthy_runs_get_no_verdict(strategy: str, offbeat_: Offbeat) -> None:
 
 
 def test_gloo_under_the_backend_of_ours_is_watched_too(offbeat_: Offbeat) -> None:
-    said = offbeat_("run", script_of("groups"), "--workers", "2", "--watch", "--backend", "offbeat")
+    said = offbeat_("run", script_of("groups"), "--workers", "2", "--monitor", "--backend", "offbeat")
     assert said.code == EXIT_CODES["deadlock"], said.err
 
 
@@ -167,7 +167,7 @@ for module in (features, groups):
 
 
 def test_what_torch_builds_on_gloo_runs_unchanged_under_watch(offbeat_: Offbeat, tmp_path: Path) -> None:
-    said = offbeat_("run", write(tmp_path / "cases.py", CASES), "--workers", "2", "--watch")
+    said = offbeat_("run", write(tmp_path / "cases.py", CASES), "--workers", "2", "--monitor")
     assert said.code == 0, said.err
     assert said.out.count("did case_") > 20
 
@@ -176,7 +176,7 @@ def test_a_group_may_be_destroyed_before_the_model_that_uses_it(offbeat_: Offbea
     program = BEGIN + DDP + "for _ in range(20):\n    step()\ndist.destroy_process_group()\n"
     script = write(tmp_path / "alive.py", program)
     for _ in range(3):
-        assert offbeat_("run", script, "--workers", "2", "--watch").code == 0
+        assert offbeat_("run", script, "--workers", "2", "--monitor").code == 0
 
 
 def test_a_run_without_events_says_how_to_get_them(offbeat_: Offbeat, tmp_path: Path) -> None:
@@ -184,4 +184,4 @@ def test_a_run_without_events_says_how_to_get_them(offbeat_: Offbeat, tmp_path: 
     said = offbeat_("explain", "runs/latest")
     assert said.code == 2
     assert "has no events" in said.err
-    assert "offbeat run --watch" in said.err
+    assert "offbeat run --monitor" in said.err

@@ -182,7 +182,7 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def with_run(earlier: Path) -> Path:
     """The same folder after a watched run with checkpoints."""
-    words = ["run", "offbeat.tasks.digits", "--workers", "2", "--watch", "--disturb", "worker *: pace 20ms"]
+    words = ["run", "offbeat.tasks.digits", "--workers", "2", "--monitor", "--disturb", "worker *: pace 20ms"]
     words += ["--strategy", "server(shards=2, consistency=asp)", "--checkpoint-every", "40", "--steps", "100"]
     result = ended(["offbeat", *words], earlier)
     assert result.returncode == 0, result.stderr

@@ -154,7 +154,7 @@ def test_a_loss_that_is_not_finite_is_placed_and_the_run_can_go_on(
     points(tmp_path / "mine.py", more)
     said = offbeat("run", "mine.py:Points", *TWO, "--checkpoint-every", "2")
     failed(said, f"worker 1 has a loss of {value} in step 6", "lower learning rate")
-    resume = re.search(r"Go on with: offbeat (run --resume \S+)", said.err)
+    resume = re.search(r"Resume with: offbeat (run --resume \S+)", said.err)
     assert resume is not None
     assert "step-000000004" in said.err
     (tmp_path / "mended").touch()
@@ -362,7 +362,7 @@ def test_a_full_disk_ends_the_run_and_keeps_the_checkpoint(offbeat: Offbeat, tmp
     assert kept is not None
     assert kept.name == "step-000000004"
     assert not list((run / "checkpoint").glob(".draft*"))
-    assert "The last checkpoint is whole (step-000000004)" in said.err
+    assert "The last checkpoint is complete (step-000000004)" in said.err
     (small_disk / "filler").unlink()
     points(tmp_path / "mine.py", WIDE.replace("DISK", repr(str(tmp_path))).replace("== 6", "== 600"))
     again = offbeat("run", "--resume", run, "--epochs", "2")
@@ -409,7 +409,7 @@ def test_an_interrupt_ends_everything_and_says_how_to_go_on(tmp_path: Path, numb
     assert (told["error"]["type"], told["error"]["exit_code"]) == ("KeyboardInterrupt", 130)
     assert (told["steps"] >= 2, set(told["seconds_by_kind"]) >= {"compute"}) == (True, True)
     assert "error: interrupted; all processes were ended." in err
-    assert "Go on with: python -m offbeat run --resume runs/" in err
+    assert "Resume with: python -m offbeat run --resume runs/" in err
     assert "Traceback" not in err
     assert state(str(tmp_path / "runs/latest")) == "interrupted"
     wait_until(lambda: not processes_of(tmp_path), "the end of all processes", 10)

@@ -42,7 +42,12 @@ def test_a_finished_run_is_said_to_be_and_nothing_is_started(
     monkeypatch.setattr("offbeat.run.drive.Launcher", nobody)
     said = offbeat_("run", "--resume", "runs/latest")
     assert (said.code, said.err) == (0, "")
-    for piece in ("runs/latest is finished: nothing was started", "Target missed", "8 steps", "To go on, give it more"):
+    for piece in (
+        "runs/latest is finished: nothing was started",
+        "Target missed",
+        "8 steps",
+        "To continue, raise its limit",
+    ):
         assert piece in said.out
     assert "run --resume runs/latest --epochs 4" in said.out
     assert "TARGET" not in said.out

@@ -140,7 +140,7 @@ def test_what_cannot_be_scaled_is_refused(
         ({"times": 0}, "--times 0"),
         ({"delta": 0.0}, "--delta 0"),
         ({"target": "offbeat.tasks.mixture"}, "not gradient descent"),
-        ({"target": __file__, "check": True}, "Leave --check out"),
+        ({"target": __file__, "check": True}, "Omit --per-example"),
     ],
 )
 def test_what_has_no_noise_to_measure_is_refused(asked: dict[str, object], said: str, launcher: Launcher) -> None:

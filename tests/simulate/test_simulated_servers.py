@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import typer
 from fit_tasks import Watched
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import offbeat
-from offbeat.cli.app import server
+from offbeat.cli.app import app
 from offbeat.cli.commands.bench import Played
 from offbeat.errors import OffbeatError, UsageError
 from offbeat.protocols.servers import pacing
@@ -342,13 +341,20 @@ def test_simulations_that_make_no_sense_are_refused() -> None:
 
 
 def run(*arguments: str) -> Any:
-    app = typer.Typer()
-    app.command()(server)
-    return CliRunner().invoke(app, ["--simulate", "--workers", "8", "--steps", "50", *arguments])
+    return CliRunner().invoke(app, ["bench", "server", "--simulate", "--workers", "8", "--steps", "50", *arguments])
 
 
 def test_the_command_prints_a_table() -> None:
-    result = run("--stragglers", "transient(0.2, 0.15)", "--rule", "bsp", "--rule", "drop_slowest(1)", "--rule", "asp")
+    result = run(
+        "--stragglers",
+        "transient(0.2, 0.15)",
+        "--consistency",
+        "bsp",
+        "--consistency",
+        "drop_slowest(1)",
+        "--consistency",
+        "asp",
+    )
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0].startswith("servers, 8 workers, 50 steps of 40ms, stragglers: transient(0.2, 0.15)")
@@ -379,7 +385,7 @@ def test_the_command_plays_whole_strategies() -> None:
 
 
 def test_without_bsp_there_is_no_speedup_over_it() -> None:
-    assert json.loads(run("--rule", "asp", "--format", "json").stdout)["rules"][0]["speedup_over_bsp"] is None
+    assert json.loads(run("--consistency", "asp", "--format", "json").stdout)["rules"][0]["speedup_over_bsp"] is None
 
 
 @pytest.mark.parametrize(
@@ -387,7 +393,7 @@ def test_without_bsp_there_is_no_speedup_over_it() -> None:
     [
         (["--size", "1MB"], "need --network"),
         (["--network", "10Gbit,50us"], "needs --size"),
-        (["--rule", "spp(3)"], "is not a rule"),
+        (["--consistency", "spp(3)"], "is not a rule"),
         (["--stragglers", "often"], "is unknown"),
         (["--step", "0s"], "more than 0 s"),
         (["--seed", "-1"], "--seed -1"),

@@ -1,40 +1,24 @@
-"""The commands, their options, and what they do when something is wrong.
-
-Nothing heavy is imported here: `offbeat --help` answers at once, and each command imports what it needs.
-"""
+"""The program: its commands as typer knows them, its entry point, and what it prints when something is wrong."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast
 
 import typer
+import typer.core
+import typer.main
 
 from offbeat._version import __version__
-from offbeat.cli.commands import runs as alive
-from offbeat.cli.commands.draw import EPILOG as DRAW_EXAMPLES
-from offbeat.cli.commands.draw import draw
-from offbeat.cli.commands.keys import keys
-from offbeat.cli.commands.watch import watch
-from offbeat.cli.from_settings import command_from
-from offbeat.cli.options import (
-    BatchSizeOptions,
-    CheckOptions,
-    CollectivesOptions,
-    CompareOptions,
-    ExplainOptions,
-    ExplainTarget,
-    OutputFormat,
-    RunOptions,
-    ScaleOptions,
-    ServerOptions,
-)
+from offbeat.cli.catalog import COMMANDS, GROUPS
+from offbeat.cli.config import layers, resolved, toml
+from offbeat.cli.from_settings import Invocation
+from offbeat.cli.old_spellings import respelled
 from offbeat.cli.output import LONG_COMMANDS, FailedError, print_failure, printable, tolerant_streams, wants_json
-from offbeat.errors import OffbeatError, OutputError, UsageError, VerdictError, WorkerError
-from offbeat.runtime.run.settings import Goal
+from offbeat.errors import OffbeatError, OutputError, TaskError, UsageError, VerdictError, WorkerError
 
 app = typer.Typer(
     name="offbeat",
@@ -47,271 +31,129 @@ app = typer.Typer(
     epilog="Your own script: offbeat run train.py --workers 4 -- --its own --arguments",
 )
 MORE = "More commands"
-LEADING = ("strategy", "workers", "target", "epochs", "steps", "seed")
-GOAL_OF_LEAGUES = ("target", "epochs", "steps", "disturb", "parts", "device", "timeout")
-"""What all runs of a league have in common."""
 INTERRUPTED = 130
 """The exit code after Ctrl-C, which typer makes of KeyboardInterrupt."""
-
-
-FormatOption = Annotated[
-    OutputFormat,
-    typer.Option("--format", help="[bold]json[/bold] prints the result object on stdout and nothing else."),
-]
 
 
 @app.callback(invoke_without_command=True)
 def root(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
 ) -> None:
-    """Say the version, or go on to a command."""
+    """Print the version, or go on to a command."""
     if version:
         typer.echo(f"offbeat {__version__}")
         raise typer.Exit
 
 
-@app.command(
-    no_args_is_help=True,
-    epilog="Examples: offbeat run train.py --workers 2 -- --lr 0.1 [dim]|[/dim] "
-    "offbeat run offbeat.tasks.digits --workers 2 --strategy 'allreduce + accumulate(2)' --target 0.97 [dim]|[/dim] "
-    "offbeat run --resume runs/latest --epochs 40",
-)
-@command_from(RunOptions, Goal, leading=(*LEADING, "watch", "tensorboard", "disturb"))
-def run(given: dict[str, Any]) -> None:
-    """Train a script or a task, and report the result."""
-    from offbeat.cli.commands.run import run_job
-
-    run_job(RunOptions(**{field.name: given.pop(field.name) for field in fields(RunOptions)}), given)
+def _configured(file: Path | None, command: str) -> dict[str, tuple[Any, str]]:
+    """What config files set for a command: each field's value, and in words what it is and where it is from."""
+    (options,) = (entry.configurable() for entry in COMMANDS if entry.name == command)
+    names = {option.field: name for name, option in options.items()}
+    values = resolved(layers(file), COMMANDS)[command]
+    return {
+        field: (entry.value, f"{names[field]} = {toml(entry.value)} ({entry.layer.place(entry.section)})")
+        for field, entry in values.items()
+    }
 
 
-@app.command(
-    no_args_is_help=True,
-    epilog="Examples: offbeat compare offbeat.tasks.digits --workers 2 [dim]|[/dim] "
-    "offbeat compare train.py --target accuracy=0.97 --workers 2 --strategy allreduce --strategy 'local({4,16})' "
-    "--budget 10m -- --its own --arguments [dim]|[/dim] offbeat compare --resume runs/latest-league",
-)
-@command_from(
-    CompareOptions, Goal, only=GOAL_OF_LEAGUES, leading=("strategies", "workers", "hosts", "target", "seeds", "seed")
-)
-def compare(given: dict[str, Any]) -> None:
-    """Compare strategies: which one reaches the target first, on this machine and your script or task."""
-    from offbeat.cli.commands.compare import compare_strategies
-
-    compare_strategies(CompareOptions(**{field.name: given.pop(field.name) for field in fields(CompareOptions)}), given)
-
-
-@app.command(
-    no_args_is_help=True,
-    epilog="Examples: offbeat run train.py --workers 2 --watch, then offbeat explain runs/latest [dim]|[/dim] "
-    "offbeat explain runs/latest --draw run.svg --window 3s..4s --cut latest [dim]|[/dim] "
-    "offbeat explain runs/latest --export run.perfetto [dim]|[/dim] offbeat explain other.log --cut 'a:3, b:4' "
-    "[dim]|[/dim] offbeat explain runs/latest --delivery vector --possibly 'steps-apart>3' "
-    "[dim]|[/dim] offbeat explain --check runs/latest",
-)
-@command_from(ExplainTarget, ExplainOptions, leading=("path",))
-def explain(given: dict[str, Any]) -> None:
-    """Show who waited for whom in a recorded run, find stragglers and deadlocks, and draw a space-time diagram.
-
-    Exit codes: 0 healthy, 10 deadlock, 11 mismatched calls, 12 a wait for a worker that had ended, 13 a worker missing
-    for a long time, 14 a dead process, 15 NaN or infinite numbers.
-
-    With --cut: 20 if the cut is inconsistent and nothing else is wrong. With --check: 20 if the checkpoint is refused.
-    """
-    asked = ExplainTarget(**{field.name: given.pop(field.name) for field in fields(ExplainTarget)})
-    as_json = asked.output is OutputFormat.json
-    if asked.check:
-        from offbeat.cli.commands.explain import check_checkpoint
-
-        check_checkpoint(asked.path, as_json)
-    from offbeat.cli.commands.explain_diagram import explain
-    from offbeat.cli.commands.explain_options import ActionOptions
-
-    explain(asked.path, ActionOptions(**given), as_json)
+def _add_commands() -> None:
+    groups = {
+        name: typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help=text, epilog=example)
+        for name, (text, example) in GROUPS.items()
+    }
+    for command in COMMANDS:
+        *group, name = command.name.split()
+        needs_words = any(entry.default is MISSING for entry in command.entries()) or command.more is not None
+        (groups[group[0]] if group else app).command(
+            name,
+            epilog=command.epilog,
+            no_args_is_help=needs_words or bool(group),
+            rich_help_panel=None if command.first_page or group else MORE,
+        )(command.function(_configured))
+    for name, group in groups.items():
+        group.callback()(lambda: None)
+        app.add_typer(group, name=name, rich_help_panel=MORE)
 
 
-@app.command(epilog="Example: offbeat doctor --format json > report.json")
-def doctor(output: FormatOption = OutputFormat.text) -> None:
-    """Print what a bug report needs, and test that two processes can communicate."""
-    from offbeat.cli.commands.doctor import examine
-
-    examine(as_json=output is OutputFormat.json)
+_add_commands()
 
 
-app.command(
-    rich_help_panel=MORE,
-    epilog="Examples: offbeat watch [dim]|[/dim] offbeat watch runs/latest --open [dim]|[/dim] "
-    "offbeat watch runs/latest --export page.html",
-)(watch)
+class PlainArgument(typer.core.TyperArgument):
+    """An argument whose Python type is not shown in the help."""
+
+    def display_type_rich(self, ctx: Any) -> str | None:
+        """Nothing: its placeholder says enough."""
+        del ctx
+        return None
 
 
-@app.command(rich_help_panel=MORE, epilog="Examples: offbeat strategies [dim]|[/dim] offbeat strategies accumulate")
-def strategies(
-    name: Annotated[str | None, typer.Argument(help="The strategy to describe.")] = None,
-    output: FormatOption = OutputFormat.text,
-) -> None:
-    """List the strategies, or describe one."""
-    from offbeat.cli.commands.strategies import show
-
-    show(name, as_json=output is OutputFormat.json)
+def program() -> Any:
+    """The program as a click command whose help shows flags as flags and no Python types."""
+    command = typer.main.get_command(app)
+    _simplify_help(command, None)
+    return command
 
 
-app.command(rich_help_panel=MORE, no_args_is_help=True, epilog=DRAW_EXAMPLES)(draw)
-
-
-@app.command(
-    rich_help_panel=MORE,
-    no_args_is_help=True,
-    epilog="Examples: offbeat check allreduce --workers 3 [dim]|[/dim] offbeat check 'mine.py:Push(0.5)' [dim]|[/dim] "
-    "offbeat check mine.py:my_ring [dim]|[/dim] offbeat check mine.py:my_gather --collective all_gather [dim]|[/dim] "
-    "offbeat check mine.py:MyContract --runs 2000 [dim]|[/dim] offbeat check mine.py:MyContract --seed 17",
-)
-@command_from(CheckOptions)
-def check(given: dict[str, Any]) -> None:
-    """Run the contract suite on a strategy, a schedule or a set of machines, built in or your own.
-
-    Schedules are proved for 1 to 33 ranks, played with numbers in virtual time, and run on real processes. Machines
-    meet delays, reorderings, losses, doubles, stops, partitions and kills. Exit code 1: it does not hold.
-    """
-    from offbeat.cli.commands.check import check_any
-
-    check_any(CheckOptions(**given))
-
-
-bench = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    help="Benchmark collectives on this machine, or simulate networks and clusters.",
-    epilog="Example: offbeat bench collectives --simulate --ranks 64 --network 10Gbit,50us",
-)
-app.add_typer(bench, name="bench", rich_help_panel=MORE)
-
-
-@bench.callback()
-def bench_root() -> None:
-    """Benchmark collectives on this machine, or simulate networks and clusters."""
-
-
-@bench.command(
-    no_args_is_help=True,
-    epilog="Examples: offbeat bench collectives --ranks 2 [dim]|[/dim] "
-    "offbeat bench collectives --simulate --ranks 4096 --size 100MB --network 10Gbit,50us [dim]|[/dim] "
-    "offbeat bench collectives --simulate --ranks 64 --per-host 8 --network 25Gbit,20us --inside 200Gbit,1us",
-)
-@command_from(CollectivesOptions)
-def collectives(given: dict[str, Any]) -> None:
-    """Time all-reduce and other collectives: every algorithm at every size, measured or simulated."""
-    asked = CollectivesOptions(**given)
-    from offbeat.cli.commands.bench import measured, simulated
-
-    (simulated if asked.simulate else measured)(asked)
-
-
-@bench.command(
-    no_args_is_help=True,
-    epilog='Examples: offbeat bench server --simulate --workers 100 --stragglers "transient(0.2, 0.15)" [dim]|[/dim] '
-    'offbeat bench server --simulate --workers 64 --stragglers "permanent(4)" --rule bsp --rule "drop_slowest(1)" '
-    "[dim]|[/dim] offbeat bench server --simulate --workers 64 --size 100MB --servers 8 --network 10Gbit,50us "
-    '[dim]|[/dim] offbeat bench server --simulate --workers 8 --strategy "downpour(push=4, fetch=4)" '
-    "--strategy elastic",
-)
-@command_from(ServerOptions)
-def server(given: dict[str, Any]) -> None:
-    """Simulate parameter servers: step time, waiting and staleness under stragglers."""
-    asked = ServerOptions(**given)
-    from offbeat.cli.commands.bench import simulated_servers
-
-    simulated_servers(asked)
-
-
-app.add_typer(keys, name="keys", rich_help_panel=MORE)
-app.command(rich_help_panel=MORE, epilog="Examples: offbeat ps [dim]|[/dim] offbeat ps --all --format json")(alive.ps)
-app.command(
-    rich_help_panel=MORE,
-    no_args_is_help=True,
-    epilog="Examples: offbeat stop runs/latest [dim]|[/dim] offbeat stop runs/latest --kill",
-)(alive.stop)
-app.command(
-    rich_help_panel=MORE,
-    no_args_is_help=True,
-    epilog="Examples: offbeat logs runs/latest --rank 3 [dim]|[/dim] offbeat logs runs/latest --server 0.1 --follow",
-)(alive.logs)
-
-
-@app.command(
-    rich_help_panel=MORE,
-    no_args_is_help=True,
-    epilog="Examples: offbeat scale offbeat.tasks.digits --workers 1,2 [dim]|[/dim] "
-    "offbeat scale train.py --strategy 'local(8)' --workers 1,2,4 --weak -- --lr 0.1",
-)
-@command_from(ScaleOptions, leading=("strategy", "workers", "weak", "repeats"))
-def scale(given: dict[str, Any]) -> None:
-    """Measure the speed-up at several worker counts, and fit Amdahl's and Gunther's laws."""
-    from offbeat.cli.commands.scale import scale_target
-
-    scale_target(ScaleOptions(**given))
-
-
-@app.command(
-    "batch-size",
-    rich_help_panel=MORE,
-    no_args_is_help=True,
-    epilog="Examples: offbeat batch-size offbeat.tasks.digits --check [dim]|[/dim] "
-    "offbeat batch-size train.py --seconds 30 -- --lr 0.1",
-)
-@command_from(BatchSizeOptions, leading=("workers",))
-def batch_size(given: dict[str, Any]) -> None:
-    """Measure the gradient noise scale in a short run, and suggest a batch size and a number of workers."""
-    from offbeat.cli.commands.batch_size import measure_batch_size
-
-    measure_batch_size(BatchSizeOptions(**given))
+def _simplify_help(command: Any, parent: Any) -> None:
+    context = typer.Context(command, parent=parent, **({} if parent else command.context_settings))
+    for place, parameter in enumerate([*command.params, command.get_help_option(context)]):
+        if isinstance(parameter, typer.core.TyperArgument):
+            command.params[place] = PlainArgument.__new__(PlainArgument)
+            vars(command.params[place]).update(vars(parameter))
+        elif parameter.is_flag:
+            parameter.metavar = ""
+    for below in getattr(command, "commands", {}).values():
+        _simplify_help(below, context)
 
 
 def main() -> NoReturn:
-    """The entry point: run a command; errors of ours are printed, not dumped."""
+    """The entry point: run a command; errors of ours are printed without a traceback."""
     here = str(Path.cwd())
     if "" not in sys.path and here not in sys.path:
         sys.path.insert(0, here)  # As `python -m` does, so that a task beside the user can be imported.
     words = sys.argv[1:]
     with tolerant_streams(goes_on=words[:1] != [] and words[0] in LONG_COMMANDS):
-        code = _code_of_command(wants_json(words))
+        code = _run_command(respelled(words), Invocation(wants_json(words)))
     sys.exit(code)
 
 
-def _code_of_command(as_json: bool) -> int:
-    """Run the command that was asked for; answers its exit code. A failure is told in JSON, too, where that is read."""
+def _run_command(words: list[str], invocation: Invocation) -> int:
+    """Run a command and return its exit code. With `--format json`, a failure is printed as JSON, too."""
     try:
-        code = app(standalone_mode=False)
+        code = program()(words, obj=invocation, standalone_mode=False)
     except FailedError as failed:
-        return _report(failed.cause, as_json, failed.known)
+        return _report(failed.cause, invocation, failed.known)
     except OffbeatError as error:
-        return _report(error, as_json)
+        return _report(error, invocation)
     except OSError as error:
         if error.filename is None:  # Not about a file that the user could do something about.
             raise
-        return _report(OutputError(f"{error.filename}: {error.strerror}."), as_json)
+        return _report(OutputError(f"{error.filename}: {error.strerror}."), invocation)
     except Exception as error:
         if not hasattr(error, "show"):  # Not click's: a mistake of ours, whose traceback is needed.
-            if as_json:
+            if invocation.as_json:
                 print_failure(error, 1, str(error), {})
             raise
         _show_usage(error)
-        if as_json:
+        if invocation.as_json:
             print_failure(error, 2, cast("Any", error).format_message(), {})
         return 2
     if code == INTERRUPTED:
-        return _report(KeyboardInterrupt(), as_json)
+        return _report(KeyboardInterrupt(), invocation)
     return code if isinstance(code, int) else 0
 
 
-def _report(error: BaseException, as_json: bool, known: Mapping[str, Any] | None = None) -> int:
-    """Say what was wrong; answers the exit code."""
+def _report(error: BaseException, invocation: Invocation, known: Mapping[str, Any] | None = None) -> int:
+    """Print what was wrong, with the settings of config files if it is about usage; returns the exit code."""
     if isinstance(error, WorkerError) and error.remote_traceback:
         typer.echo(f"In {error.name}:\n{error.remote_traceback.rstrip()}", err=True)
     interrupted = isinstance(error, KeyboardInterrupt)
     message = "interrupted; all processes were ended." if interrupted else str(error)
+    if isinstance(error, UsageError) and not isinstance(error, TaskError) and invocation.configured:
+        message += f" From config files: {', '.join(invocation.configured)}."
     typer.echo(typer.style("error: ", fg="red", bold=True) + printable(message), err=True)
     code = _exit_code(error) if isinstance(error, OffbeatError) else INTERRUPTED if interrupted else 1
-    if as_json:
+    if invocation.as_json:
         print_failure(error, code, message, known or {})
     return code
 
@@ -327,10 +169,10 @@ def _exit_code(error: OffbeatError) -> int:
 
 
 def _show_usage(error: Exception) -> None:
-    """What click says of wrong options, with a hint where a script's own option was probably meant."""
+    """Print click's words on wrong options, with a hint where an option of the script was probably meant."""
     cast("Any", error).show()
-    # Click's error for an option that the command does not have; typer brings a copy of click of its own.
+    # Click's error for an unknown option; typer may bring its own copy of click.
     if hasattr(error, "possibilities") and any(word.partition(":")[0].endswith(".py") for word in sys.argv):
         typer.echo(
-            "A script's own arguments stand after `--`: offbeat run train.py --workers 2 -- --its-option 1", err=True
+            "A script's own arguments go after `--`: offbeat run train.py --workers 2 -- --its-option 1", err=True
         )

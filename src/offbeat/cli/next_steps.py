@@ -1,4 +1,4 @@
-"""Commands that may follow a run, such that they work when they are pasted into the same shell."""
+"""Commands to try after a run, ready to paste into the same shell."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from offbeat.strategies import combined, parse
 from offbeat.task import IterativeTask, TaskReference
 
 _REPEATED = ("target", "epochs", "steps", "seed", "device", "backend", "parts", "timeout", "rate_factor")
-"""What another run has to have in common with this one to be compared with it."""
+"""Options that another run must share with this one to be comparable."""
 
 
 def next_steps(result: Result, job: Job, target: str | None, hosts: Path | None) -> Iterator[str]:
-    """Commands: another number of workers or strategy, all strategies, and, if it can go on, how.
+    """Commands: other workers or another strategy, the list of strategies, and a longer run if the target was missed.
 
-    `job` is what was asked for, `target` what was run, if it was written, and `hosts` the file that was given.
+    `target` and `hosts` are as given on the command line.
     """
     known = resolve(job)
     job = job if job.resume is None else known
@@ -38,25 +38,18 @@ def next_steps(result: Result, job: Job, target: str | None, hosts: Path | None)
             yield _again(job, target, [*where, "--strategy", other])
     yield f"{this_command()} strategies"
     if result.reached_target is False:
-        yield from _longer(result, known)
-
-
-def go_on_steps(result: Result, job: Job) -> list[str]:
-    """Commands that make a run go on that is finished: with a larger budget, or towards another target."""
-    if not result.reached_target:
-        return list(_longer(result, job))
-    return []
+        yield from longer_steps(result, known)
 
 
 def this_command() -> str:
-    """How this program can be called again: by its name, if that is on the path."""
+    """How to call this program again: by its name, if that is on the path."""
     if shutil.which("offbeat"):
         return "offbeat"
     return shlex.quote(sys.argv[0]) if Path(sys.argv[0]).name == "offbeat" else "python -m offbeat"
 
 
-def _longer(result: Result, job: Job) -> Iterator[str]:
-    """Only what the command line has limited can be made longer by it."""
+def longer_steps(result: Result, job: Job) -> Iterator[str]:
+    """Commands that resume a run with twice the epochs or steps; none if the command line did not limit them."""
     resume = f"{this_command()} run --resume {shlex.quote(str(result.run))}"
     if job.goal.epochs is not None and result.epochs:
         yield f"{resume} --epochs {2 * result.epochs}"

@@ -1,6 +1,6 @@
 """Standard output and error of a command: streams that survive their reader, JSON that every parser takes, failures.
 
-`offbeat run ... | head -1` must not end the run: once nobody reads, what is printed is lost, and the command goes on.
+`offbeat run ... | head -1` must not end the run: once the reader is gone, output is dropped, and the command goes on.
 Short commands end instead, as other Unix tools do.
 """
 
@@ -15,21 +15,24 @@ import re
 import select
 import signal
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
-from typing import Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 LONG_COMMANDS = ("run", "compare", "scale", "batch-size", "bench", "check", "watch")
-"""Those that go on when nobody reads what they print."""
+"""Commands that go on when the reader of their output is gone."""
 NOBODY_READS = 128 + signal.SIGPIPE
-"""The exit code of short commands then, as shells show that of tools that SIGPIPE has ended."""
+"""Exit code of short commands then, as of tools ended by SIGPIPE."""
 
 _CONTROLS = re.compile(r"[^\n\t\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]")
 
 
 class FailedError(Exception):
-    """A command has failed after there was something to tell: what `--format json` prints beside the error."""
+    """A failure with a partial result, which `--format json` prints beside the error."""
 
     def __init__(self, cause: BaseException, known: Mapping[str, Any]) -> None:
         super().__init__(str(cause))
@@ -37,14 +40,14 @@ class FailedError(Exception):
 
 
 def print_failure(error: BaseException, code: int, message: str, known: Mapping[str, Any]) -> None:
-    """Print an error as JSON, with what else is known."""
+    """Print an error as JSON, with the partial result."""
     from offbeat.runtime.run.result import failure
 
     print_json({**known, "error": {**failure(error), "message": message, "exit_code": code}})
 
 
 def print_json(data: Any) -> None:
-    """Print one JSON value; numbers that JSON does not have, NaN and infinities, become null."""
+    """Print one JSON value; NaN and infinities, which JSON does not have, become null."""
     print(json.dumps(_finite(data)))
 
 
@@ -59,27 +62,34 @@ def _finite(data: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """A text from a file of somebody else's, in which control characters are written out: terminals obey them."""
-    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    """A text with control characters escaped, because terminals obey them."""
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-class PlainConsole:
-    """Prints texts that may come from elsewhere, line by line, without colours."""
+def print_plain(text: str) -> None:
+    """Print a text that may come from a stranger's file."""
+    print(printable(text))
 
-    def print(self, text: str) -> None:
-        """One text, with its lines."""
-        print(printable(text))
+
+def figures(columns: Iterable[str], names: int = 1, gap: int = 2) -> Table:
+    """A table without lines: columns of names to the left, then right-aligned columns of figures."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold")
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="left" if place < names else "right", no_wrap=True)
+    return table
 
 
 def wants_json(words: Sequence[str]) -> bool:
-    """Whether a command line asks for JSON, also one with mistakes in it that no parser gets through."""
+    """Whether a command line asks for JSON, even one that no parser accepts."""
     own = words[: words.index("--")] if "--" in words else words
     return "--format=json" in own or ("--format", "json") in pairwise(own)
 
 
 @contextmanager
 def tolerant_streams(goes_on: bool) -> Generator[None]:
-    """Stdout and stderr that may lose their reader; a command that does not go on without one is ended quietly."""
+    """Stdout and stderr that may lose their reader; unless it `goes_on`, the command then ends quietly."""
     _open_standard_descriptors()
     usual = sys.stdout, sys.stderr
     raw = [
@@ -102,19 +112,19 @@ def tolerant_streams(goes_on: bool) -> Generator[None]:
 
 
 class _Tolerant(io.FileIO):
-    """A descriptor that leads nowhere once it cannot be written."""
+    """A descriptor that leads to /dev/null once it cannot be written."""
 
     def __init__(self, number: int, goes_on: bool) -> None:
         super().__init__(number, "wb", closefd=False)
         self._goes_on = goes_on
         self.lost: OSError | None = None
-        """Why it could not."""
+        """Why it could not be written."""
 
     def write(self, data: Any, /) -> int:
-        """As usual, as long as that works."""
+        """Write, or drop the data once that fails."""
         try:
             while (count := super().write(data)) is None:  # pyright: ignore[reportUnnecessaryComparison]
-                select.select([], [self], [])  # Another program has made it not block.
+                select.select([], [self], [])  # Another program has made it non-blocking.
             return count
         except OSError as error:
             self.lost = error
@@ -127,7 +137,7 @@ class _Tolerant(io.FileIO):
 
 
 def _open_standard_descriptors() -> None:
-    """A caller may have closed some of 0, 1 and 2, and a file that is opened later must not take their place."""
+    """Open those of 0, 1 and 2 that the caller closed, so that no file opened later takes their place."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)
@@ -136,7 +146,7 @@ def _open_standard_descriptors() -> None:
 
 
 def _is_standard(stream: TextIO, number: int) -> bool:
-    """Whether this is the process's own stream; tests put others there."""
+    """Whether this is the process's own stream; tests replace it."""
     try:
         return isinstance(stream, io.TextIOWrapper) and stream.fileno() == number
     except (OSError, ValueError):

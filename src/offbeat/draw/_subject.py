@@ -156,7 +156,7 @@ def _check_hosts(strategy: Combined, setting: Scenario) -> None:
     try:
         strategy.check_hosts(len(set(setting.hosts)))
     except StrategyError as error:
-        raise StrategyError(f"{error} To draw it on one host, add --hosts 1x{len(setting.hosts)}.") from error
+        raise StrategyError(f"{error} To draw it on one host, add --per-host {len(setting.hosts)}.") from error
 
 
 def _forms(strategy: Combined) -> list[RowFormat]:

@@ -34,7 +34,7 @@ def recorded(folder: Path) -> RecordedRun:
     if not files:
         raise UsageError(
             f"{folder} has no events, so nothing can be said about who waited for whom. Run it again with "
-            f"`offbeat run --watch`, which writes them down."
+            f"`offbeat run --monitor`, which writes them down."
         )
     readers = [Reader(file, kept=True) for file in files]
     for file, reader in zip(files, readers, strict=True):

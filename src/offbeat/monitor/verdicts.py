@@ -34,7 +34,7 @@ EXIT_CODES: Final[Mapping[str, int]] = {
     NAN: 15,
     STRAGGLER: 0,
 }
-"""What `offbeat run --watch` and `offbeat explain` end with."""
+"""What `offbeat run --monitor` and `offbeat explain` end with."""
 
 
 class Verdict(Struct, frozen=True):

@@ -154,8 +154,8 @@ def batch_size(
             raise TaskError(f"{runs.what} is not gradient descent: it has no gradients, and no batch to choose.")
         if check and isinstance(runs.what, Script):
             raise UsageError(
-                "--check goes over gradients of single examples, for which it must know the loss of one; a script's "
-                "loop does not say it. Leave --check out, or write the loop as a task."
+                "--per-example needs the loss of a single example, which a script's loop does not reveal. Omit "
+                "--per-example, or write the loop as a task."
             )
         if steps is None:
             tell(f"a first run of {runs.what}, to see how long a step takes")

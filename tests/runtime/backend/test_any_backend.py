@@ -357,7 +357,7 @@ def test_sick_and_healthy_programs_get_the_same_verdicts_on_other_backends(
 ) -> None:
     def run(name: str, body: str) -> Any:
         return offbeat_(
-            "run", write(tmp_path / name, OTHER.format(backend=backend) + body), "--workers", "2", "--watch"
+            "run", write(tmp_path / name, OTHER.format(backend=backend) + body), "--workers", "2", "--monitor"
         )
 
     said = run("cycle.py", CYCLE)

@@ -179,7 +179,7 @@ def test_a_run_goes_on_while_a_stranger_holds_all_its_ports(tmp_path: Path) -> N
     if most < 8 * HELD:
         pytest.skip(f"this process may have {most} descriptors at most")
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "offbeat", "run", "train.py", "--strategy", "ddp", "--workers", "2", "--watch"]
+    command = [sys.executable, "-m", "offbeat", "run", "train.py", "--strategy", "ddp", "--workers", "2", "--monitor"]
     held: dict[int, list[socket.socket]] = {}
     with subprocess.Popen(
         command,

@@ -21,8 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from league_support import league
 
-from offbeat.cli.commands.explain import explain_run
-from offbeat.cli.commands.explain_diagram import _scene
+from offbeat.cli.commands.explain import _scene, explain_run
 from offbeat.cli.commands.runs import _lines, _named
 from offbeat.errors import CheckpointError, OffbeatError, UsageError
 from offbeat.league import League, report

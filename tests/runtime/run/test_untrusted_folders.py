@@ -13,6 +13,7 @@ import pytest
 
 from offbeat.cli.commands import runs as alive
 from offbeat.cli.commands.explain import _verdict
+from offbeat.cli.options import PsOptions
 from offbeat.cli.output import printable
 from offbeat.errors import CheckpointError, TaskError, UsageError
 from offbeat.monitor import Judge
@@ -100,7 +101,7 @@ def test_what_is_no_file_is_refused_in_words_and_keeps_no_descriptor(kind: str, 
 def test_a_terminal_obeys_nothing_that_stands_in_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     what = {"script": "\x1b[2J\x9b31mtrain.py\nfake: running"}
     run_folder(tmp_path / "a\udcffb\nc", config={"what": what, "goal": {"strategy": "\x1b]0;x\x07"}})
-    alive.ps(tmp_path, everything=True)
+    alive.ps(PsOptions(tmp_path, everything=True))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == r"a\udcffb\nc: finished"
     assert lines[1].startswith(r"  \x1b[2J\x9b31mtrain.py\nfake: running on ")

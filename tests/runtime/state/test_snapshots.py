@@ -73,11 +73,11 @@ def test_snapshots_at_random_moments_lose_and_double_nothing(
 
 @pytest.mark.slow
 def test_a_snapshot_is_certified_in_words(snapshot: Path, offbeat_: Offbeat) -> None:
-    said = offbeat_("explain", "--check", snapshot)
+    said = offbeat_("explain", "--verify-checkpoint", snapshot)
     assert said.code == 0
     assert "is a consistent cut of" in said.out
     assert "each once" in said.out
-    told = json.loads(offbeat_("explain", snapshot, "--check", "--format", "json").out)
+    told = json.loads(offbeat_("explain", snapshot, "--verify-checkpoint", "--format", "json").out)
     assert (told["good"], told["snapshot"], told["faults"]) == (True, True, [])
 
 
@@ -137,7 +137,7 @@ def test_what_is_not_as_it_was_written_is_refused(
     spoil: Callable[[Path], Any], reason: str, snapshot: Path, offbeat_: Offbeat
 ) -> None:
     spoil(snapshot)
-    said = offbeat_("explain", "--check", snapshot)
+    said = offbeat_("explain", "--verify-checkpoint", snapshot)
     assert (said.code, said.out.startswith("refused: ")) == (REFUSED, True)
     assert reason in said.out
 
@@ -165,10 +165,10 @@ def test_of_an_ordinary_checkpoint_it_is_said_that_all_had_met(
     taken: dict[str, tuple[Path, list[Path]]], offbeat_: Offbeat
 ) -> None:
     (run,) = (taken["served"][0] / "runs").glob("2*")
-    said = offbeat_("explain", "--check", run)
+    said = offbeat_("explain", "--verify-checkpoint", run)
     assert said.code == 0
     assert "an ordinary checkpoint of step 24: all workers had met for it" in said.out
-    assert offbeat_("explain", "--check", run / "nothing").code not in (0, REFUSED)
+    assert offbeat_("explain", "--verify-checkpoint", run / "nothing").code not in (0, REFUSED)
 
 
 @pytest.mark.slow

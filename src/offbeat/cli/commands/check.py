@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -13,7 +12,7 @@ from rich.progress import Progress
 
 from offbeat import limits
 from offbeat.cli.options import CheckOptions
-from offbeat.cli.output import print_json
+from offbeat.cli.output import figures, print_json
 from offbeat.errors import MachineError, ScheduleError, UsageError
 from offbeat.run.drive import WARM
 from offbeat.run.job import agreed_workers
@@ -27,69 +26,62 @@ from offbeat.user_protocols import OwnSchedule, find_own
 SHOWN = (2, 4, 7, 8, 32, 33)
 """Numbers of ranks whose cost is printed: powers of two, and others."""
 RUNS = 200
-"""Seeds that machines are put through, unless said."""
+"""Default number of fault-injection seeds for machines."""
 
 
-def check_any(asked: CheckOptions) -> None:
-    """Check what was named; the exit code is 1 if it does not hold."""
-    own = find_own(asked.subject, asked.collective)
-    console = Console(stderr=asked.as_json, highlight=False, soft_wrap=True)
+def check_any(options: CheckOptions) -> None:
+    """Check the subject; the exit code is 1 if a promise does not hold."""
+    own = find_own(options.subject, options.collective)
+    console = Console(stderr=options.as_json, highlight=False, soft_wrap=True)
     if isinstance(own, OwnSchedule):
-        _refuse(asked, ("workers", "hosts", "runs", "seed"), "a schedule, which is proved for 1 to 33 ranks")
-        _check_own_schedule(own, asked.subject, console, asked.as_json)
+        _refuse(options, ("workers", "hosts", "runs", "seed"), "a schedule, which is proved for 1 to 33 ranks")
+        _check_own_schedule(own, options, console)
     elif isinstance(own, MachineContract):
-        _refuse(asked, ("workers", "hosts", "collective"), "machines, whose contract says how many there are")
-        _check_own_machines(own, console, asked)
+        _refuse(options, ("workers", "hosts", "collective"), "machines, whose contract says how many there are")
+        _check_own_machines(own, console, options)
     else:
-        _refuse(asked, ("collective", "runs", "seed"), "a strategy")
-        check_strategy(asked.subject, asked.workers, asked.hosts, asked.as_json)
+        _refuse(options, ("collective", "runs", "seed"), "a strategy")
+        _check_strategy(options, console)
 
 
-def _refuse(asked: CheckOptions, names: tuple[str, ...], what: str) -> None:
-    """Refuse options that mean nothing for what is checked."""
+def _refuse(options: CheckOptions, names: tuple[str, ...], what: str) -> None:
+    """Refuse options that do not apply to the subject."""
     for name in names:
-        if getattr(asked, name) is not None:
+        if getattr(options, name) is not None:
             raise UsageError(f"--{name} does not apply to {what}: omit it.")
 
 
-# -- schedules --------------------------------------------------------------------------------------------------------
-
-
-def _check_own_schedule(own: OwnSchedule, text: str, console: Console, as_json: bool) -> None:
+def _check_own_schedule(own: OwnSchedule, options: CheckOptions, console: Console) -> None:
+    text = options.subject
     console.print(f"[bold]{escape(text)}[/bold] as {own.collective.value}: every contribution exactly once")
     start = time.monotonic()
+    subject = {"schedule": text, "collective": own.collective.value}
     try:
         with Launcher(WARM) as launcher:
             report = check_schedule(own, launcher=launcher, say=lambda words: console.print(f"  {words} …"))
     except ScheduleError as error:
-        _failed(console, str(error))
-        if as_json:
-            print_json({"schedule": text, "collective": own.collective.value, "holds": False, "wrong": str(error)})
-        raise typer.Exit(1) from error
-    if as_json:
-        print_json({"schedule": text, "collective": own.collective.value, "holds": True, **_plain(report)})
+        _fail(console, options, subject, error)
+    if options.as_json:
+        print_json({**subject, "holds": True, **_plain(report)})
         return
     _print_costs(console, report)
     ran = f"ran on {', '.join(map(str, report.real))} processes" if report.real else f"not run: {report.unrun}"
     console.print(
-        f"  [green]holds[/green]  proved for 1 to 33 ranks, {report.simulated} plays in virtual time, "
+        f"  [green]holds[/green]  proved for 1 to 33 ranks, {report.simulated} simulations in virtual time, "
         f"{escape(ran)} ({time.monotonic() - start:.1f} s)"
     )
 
 
 def _print_costs(console: Console, report: ScheduleReport) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("ranks", "rounds", "hops", "fewest*", "busiest port", "least", "times the least"):
-        table.add_column(column, justify="right")
+    columns = ("ranks", "rounds", "hops", "fewest*", "busiest port", "least", "times the least")
+    table = figures(columns, names=0)
     for size in SHOWN:
-        found, least = report.sizes[size], report.bounds[size]
+        cost, least = report.sizes[size], report.bounds[size]
         layout = report.layout(size)
         whole = layout.count * layout.itemsize
-        ratio = f"{found.port_bytes / least.port_bytes:.2f}" if least.port_bytes else ""
-        shares = (f"{found.port_bytes / whole:.2f} n", f"{least.port_bytes / whole:.2f} n")
-        table.add_row(str(size), str(found.rounds), str(found.hops), str(least.hops), *shares, ratio)
+        ratio = f"{cost.port_bytes / least.port_bytes:.2f}" if least.port_bytes else ""
+        shares = (f"{cost.port_bytes / whole:.2f} n", f"{least.port_bytes / whole:.2f} n")
+        table.add_row(str(size), str(cost.rounds), str(cost.hops), str(least.hops), *shares, ratio)
     console.print(table)
     console.print("n: bytes of the buffer. *: if a port carries one message at a time.", style="dim")
 
@@ -98,13 +90,13 @@ def _plain(report: ScheduleReport) -> dict[str, Any]:
     return {
         "ranks": {
             size: {
-                "rounds": found.rounds,
-                "hops": found.hops,
+                "rounds": cost.rounds,
+                "hops": cost.hops,
                 "least_hops": report.bounds[size].hops,
-                "port_bytes": found.port_bytes,
+                "port_bytes": cost.port_bytes,
                 "least_port_bytes": report.bounds[size].port_bytes,
             }
-            for size, found in report.sizes.items()
+            for size, cost in report.sizes.items()
         },
         "simulated": report.simulated,
         "real": list(report.real),
@@ -112,30 +104,24 @@ def _plain(report: ScheduleReport) -> dict[str, Any]:
     }
 
 
-# -- machines ---------------------------------------------------------------------------------------------------------
-
-
-def _check_own_machines(contract: MachineContract, console: Console, asked: CheckOptions) -> None:
-    text = asked.subject
-    runs = RUNS if asked.runs is None else asked.runs
+def _check_own_machines(contract: MachineContract, console: Console, options: CheckOptions) -> None:
+    text = options.subject
+    runs = RUNS if options.runs is None else options.runs
     limits.whole("--runs", runs, 1_000_000)
-    if asked.seed is not None:
-        limits.whole("--seed", asked.seed, 2**63 - 1, least=0)
-    times = f"{runs} runs" if asked.seed is None else f"seed {asked.seed}"
+    if options.seed is not None:
+        limits.whole("--seed", options.seed, 2**63 - 1, least=0)
+    times = f"{runs} runs" if options.seed is None else f"seed {options.seed}"
     console.print(f"[bold]{escape(text)}[/bold] under random faults, {times}: {', '.join(contract.survives)}")
     errors = Console(stderr=True)
     try:
         with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
             bar = progress.add_task("runs", total=1.0)
             report = check_machine(
-                contract, runs, asked.seed, name=text, progress=lambda share: progress.update(bar, completed=share)
+                contract, runs, options.seed, name=text, progress=lambda share: progress.update(bar, completed=share)
             )
     except MachineError as error:
-        _failed(console, str(error))
-        if asked.as_json:
-            print_json({"machines": text, "holds": False, "seed": error.seed, "wrong": str(error)})
-        raise typer.Exit(1) from error
-    if asked.as_json:
+        _fail(console, options, {"machines": text}, error, seed=error.seed)
+    if options.as_json:
         print_json({"machines": text, "holds": True, **vars(report)})
         return
     faults = ", ".join(f"{kind} in {count}" for kind, count in sorted(report.faults.items())) or "no faults"
@@ -143,22 +129,21 @@ def _check_own_machines(contract: MachineContract, console: Console, asked: Chec
     console.print(f"  [green]holds[/green]  {counts}; {faults}")
 
 
-def _failed(console: Console, words: str) -> None:
+def _fail(console: Console, options: CheckOptions, subject: dict[str, Any], error: Exception, **more: Any) -> NoReturn:
     console.print("  [red]FAILS[/red]")
-    console.print(words, markup=False)
+    console.print(str(error), markup=False)
+    if options.as_json:
+        print_json({**subject, "holds": False, **more, "wrong": str(error)})
+    raise typer.Exit(1) from error
 
 
-# -- strategies -------------------------------------------------------------------------------------------------------
-
-
-def check_strategy(text: str, wanted: int | None, file: Path | None, as_json: bool) -> None:
-    """Run every check that its traits demand; the exit code is 1 if one fails."""
-    strategy = combined(parse(text))
-    hosts = None if file is None else Hosts.read(file)
-    workers = agreed_workers(hosts, wanted, 2)
+def _check_strategy(options: CheckOptions, console: Console) -> None:
+    """Run every check that the strategy's traits demand."""
+    strategy = combined(parse(options.subject))
+    hosts = None if options.hosts is None else Hosts.read(options.hosts)
+    workers = agreed_workers(hosts, options.workers, 2)
     limits.whole("--workers", workers, limits.WORKERS, why="each is a process")
     strategy.check(workers)
-    console = Console(stderr=as_json, highlight=False, soft_wrap=True)
     console.print(
         f"[bold]{escape(str(strategy))}[/bold] on {workers} workers: what its traits promise, on real processes"
     )
@@ -172,7 +157,7 @@ def check_strategy(text: str, wanted: int | None, file: Path | None, as_json: bo
             if failure is not None:
                 console.print(f"         {failure}", markup=False)
     failed = [name for name, failure in outcomes.items() if failure is not None]
-    if as_json:
+    if options.as_json:
         print_json({"strategy": str(strategy), "workers": workers, "failed": failed, "checks": outcomes})
     else:
         console.print(f"{len(outcomes) - len(failed)} of {len(outcomes)} hold.")

@@ -1,4 +1,4 @@
-"""What `offbeat compare` does: from options to a league, and from the league to a table, a page or plain data."""
+"""`offbeat compare`: from options to a comparison, and from its result to a table, a page or plain data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import io
 import re
 import sys
 import time
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,40 +26,36 @@ from offbeat.runtime.run.folder import write_whole
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
-def compare_strategies(asked: CompareOptions, goal: dict[str, Any]) -> None:
-    """Play a league and print it."""
-    options: dict[str, Any] = vars(asked) | goal | {"tune": _factors(asked.tune), "budget": _seconds(asked.budget)}
-    form, output = options.pop("form"), options.pop("output")
-    if output is not None and not output.parent.is_dir():
-        raise UsageError(f"--output {output}: there is no folder {output.parent}. Make it first.")
+def compare_strategies(options: CompareOptions, goal: dict[str, Any]) -> None:
+    """Run a comparison and print it."""
+    chosen: dict[str, Any] = vars(options) | goal
+    chosen |= {"tune": _factors(options.tune), "budget": _seconds(options.budget)}
+    form, file = chosen.pop("output"), chosen.pop("report")
+    if file is not None and not file.parent.is_dir():
+        raise UsageError(f"--report {file}: there is no folder {file.parent}. Make it first.")
     display = LeagueDisplay(quiet=form != "table")
     try:
         with display:
-            league = compare(**options, spectator=display)
+            league = compare(**chosen, spectator=display)
     except (OffbeatError, KeyboardInterrupt) as error:
-        display.say_how_to_go_on()
-        raise FailedError(error, display.so_far()) from error
-    kept = [("league.html", report.page(league)), ("league.md", report.markdown(league))]
-    for name, text in kept:
-        write_whole(league.folder / name, text)
-    _print(league, form, output)
-
-
-def _print(league: League, form: str, output: Path | None) -> None:
-    if form == "table":
-        if output is None:
-            _print_table(league, Console(highlight=False, width=None if sys.stdout.isatty() else report.WIDTH))
-            return
-        text = io.StringIO()
-        _print_table(league, Console(file=text, highlight=False, width=report.WIDTH))
-        write_whole(output, text.getvalue())
+        display.say_how_to_resume()
+        raise FailedError(error, display.progress()) from error
+    write_whole(league.folder / "league.html", report.page(league))
+    write_whole(league.folder / "league.md", report.markdown(league))
+    formats = {"json": report.json_of, "markdown": report.markdown, "csv": report.csv_of, "html": report.page}
+    if form == "table" and file is None:
+        _print_table(league, Console(highlight=False, width=None if sys.stdout.isatty() else report.WIDTH))
         return
-    made = {"json": report.json_of, "markdown": report.markdown, "csv": report.csv_of, "html": report.page}
-    text = made[form](league)
-    if output is None:
+    if form == "table":
+        stream = io.StringIO()
+        _print_table(league, Console(file=stream, highlight=False, width=report.WIDTH))
+        text = stream.getvalue()
+    else:
+        text = formats[form](league)
+    if file is None:
         sys.stdout.write(text)
     else:
-        write_whole(output, text)
+        write_whole(file, text)
 
 
 def _print_table(league: League, console: Console) -> None:
@@ -87,16 +82,16 @@ def _factors(text: str) -> tuple[float, ...] | None:
 def _seconds(text: str | None) -> float | None:
     if text is None:
         return None
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(s|m|min|h|)\s*", text)
-    if found is None:
-        raise UsageError(f"--budget {text!r} is not a time. Say e.g. 90s, 10m or 1h.")
-    spent = float(found[1]) * _UNITS[found[2]]
-    limits.seconds("--budget", spent)
-    return spent
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(s|m|min|h|)\s*", text)
+    if match is None:
+        raise UsageError(f"--budget {text!r} is not a time. Write it like 90s, 10m or 1h.")
+    seconds = float(match[1]) * _UNITS[match[2]]
+    limits.seconds("--budget", seconds)
+    return seconds
 
 
 class LeagueDisplay:
-    """Shows a league while it goes, on stderr: a line for each run, and on a terminal a live panel below them."""
+    """Shows a comparison in progress on stderr: a line for each run, and on a terminal a live panel below them."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
@@ -119,12 +114,12 @@ class LeagueDisplay:
             self._live = None
 
     def begin(self, league: League, left: int, seconds: float) -> None:
-        """Say what is to come; on a terminal, open the live panel."""
+        """Print what will be compared; on a terminal, open the live panel."""
         self._league, self._left, self._seconds = league, left, seconds
         if self._quiet:
             return
-        names = ", ".join(one.name for one in league.contestants)
-        self._console.print(escape(f"A league of {names}: {left} runs to do, in {league.folder}"), soft_wrap=True)
+        names = ", ".join(contestant.name for contestant in league.contestants)
+        self._console.print(escape(f"Comparing {names}: {left} runs to do, in {league.folder}"), soft_wrap=True)
         for words in [*problems(league), *([league.facts["crowded"]] if league.facts.get("crowded") else [])]:
             self._console.print(escape(words), style="yellow", soft_wrap=True)
         if self._console.is_terminal:
@@ -132,32 +127,32 @@ class LeagueDisplay:
             self._live.start()
 
     def starting(self, planned: Planned) -> Display | None:
-        """The next run; what it says of itself is shown in the panel."""
+        """The display of the next run, which feeds the panel."""
         self._current, self._since = planned, time.monotonic()
         self._run = _Run(self._refresh)
         return self._run
 
     def ended(self, entry: Entry, league: League, left: int, seconds: float) -> None:
-        """One more is done."""
+        """Print the result of a run."""
         self._done, self._left, self._seconds, self._league = self._done + 1, left, seconds, league
         if self._quiet:
             return
-        remaining = _remaining(left, seconds) if self._live is None else ""  # The panel says it, too.
-        told = f"[{self._done}/{self._done + left}] {_name(entry)}: {_came_to(entry)}{remaining}"
-        (self._console if self._live is None else self._live.console).print(escape(told), soft_wrap=True)
+        remaining = _remaining(left, seconds) if self._live is None else ""  # The panel shows it, too.
+        line = f"[{self._done}/{self._done + left}] {_name(entry)}: {_outcome(entry)}{remaining}"
+        (self._console if self._live is None else self._live.console).print(escape(line), soft_wrap=True)
         self._refresh()
 
-    def say_how_to_go_on(self) -> None:
-        """After an interruption or a failure: what is kept, and how to go on from it."""
+    def say_how_to_resume(self) -> None:
+        """Print, after an interruption or a failure, what is kept and the command that resumes it."""
         if self._league is not None:
             count = len(self._league.entries)
             self._console.print(
-                escape(f"{count} runs are kept. Go on with: offbeat compare --resume {self._league.folder}"),
+                escape(f"{count} runs are kept. Resume with: offbeat compare --resume {self._league.folder}"),
                 soft_wrap=True,
             )
 
-    def so_far(self) -> dict[str, Any]:
-        """After an interruption or a failure, for JSON: where the league is kept, and how many runs it has."""
+    def progress(self) -> dict[str, Any]:
+        """For JSON after a failure: the comparison's folder, and how many runs it has."""
         return {} if self._league is None else {"folder": str(self._league.folder), "runs": len(self._league.entries)}
 
     def _refresh(self) -> None:
@@ -170,31 +165,31 @@ class LeagueDisplay:
         line = f"{self._done} of {of} runs{_remaining(self._left, max(0.0, self._seconds - spent))}"
         rows = [progress_bar(self._done / max(of, 1), width), Text(line)]
         if self._current is not None:
-            said = [] if self._run is None else self._run.parts()
-            rows += folded([Text(part) for part in (f"now: {_name(self._current)}", *said)], width)
+            parts = [] if self._run is None else self._run.parts()
+            rows += folded([Text(part) for part in (f"now: {_name(self._current)}", *parts)], width)
         return panel(rows, width)
 
 
 class _Run(Display):
-    """What the run under way says of itself, for the league's panel."""
+    """Progress of the current run, for the comparison's panel."""
 
     def __init__(self, refresh: Any) -> None:
         super().__init__(quiet=True)
         self._refresh = refresh
 
     def begin(self, job: Any, folder: Any) -> None:
-        """A league keeps what scripts print in the logs."""
+        """Print nothing: the output of scripts is in the logs."""
         del job, folder
 
     def tick(self) -> None:
-        """About ten times a second."""
+        """Refresh the panel."""
         self._refresh()
 
     def parts(self) -> list[str]:
         """`step 57`, `score 0.94`."""
-        if not self._far:
+        if not self._progress:
             return [self._stage]
-        return [f"step {self._far['step']}", *(f"{name} {value:.4g}" for name, value in self._metrics.items())]
+        return [f"step {self._progress['step']}", *(f"{name} {value:.4g}" for name, value in self._metrics.items())]
 
 
 def _name(run: Planned | Entry) -> str:
@@ -203,7 +198,7 @@ def _name(run: Planned | Entry) -> str:
     return f"{run.name}, seed {run.seed}"
 
 
-def _came_to(entry: Entry) -> str:
+def _outcome(entry: Entry) -> str:
     if entry.reason is not None:
         return f"failed: {entry.reason.strip().splitlines()[0][:200]}"
     score = "" if entry.best_score is None else f", score {entry.best_score:.4g}"

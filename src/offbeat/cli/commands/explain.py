@@ -1,15 +1,22 @@
-"""`offbeat explain`: what the events of a run say."""
+"""`offbeat explain`: the verdict on a recorded run or on any program's log with vector clocks, in words or as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final, NamedTuple
 
 import msgspec
 import typer
 
-from offbeat.cli.output import PlainConsole, print_json
+from offbeat.cli.commands.explain_options import ActionOptions, ActionsDone
+from offbeat.cli.options import ExplainTarget
+from offbeat.cli.output import print_json, print_plain
+from offbeat.errors import UsageError
 from offbeat.monitor import (
     EXIT_CODES,
     NAN,
@@ -27,11 +34,118 @@ from offbeat.monitor import (
     staleness,
     unfit,
 )
+from offbeat.monitor.diagram.build import Scene
+from offbeat.monitor.foreign_log import account
+from offbeat.protocols.causality.shiviz import parse_all
 from offbeat.runtime.run.folder import FINISHED, RunFolder, strategy_of
+from offbeat.runtime.run.untrusted_files import is_file
 from offbeat.runtime.state.certificates import REFUSED, check
 
 MOST: Final = 10
-"""Of numbers that were not finite so many are told one by one."""
+"""How many NaN or infinite numbers are listed."""
+LARGEST: Final = 256 * 2**20
+"""Largest log, in bytes."""
+MATCHING: Final = 20.0
+"""CPU seconds for finding the events in a log."""
+
+
+def explain(target: ExplainTarget, options: dict[str, Any]) -> None:
+    """Explain a run by its folder, or a log of any program by its file; or verify a checkpoint."""
+    path, actions = target.path, ActionOptions(**options)
+    if target.check:
+        _verify_checkpoint(path, target.as_json)
+    elif is_file(path):
+        if actions.of_runs is not None:
+            raise UsageError(
+                f"{actions.of_runs} is for runs recorded with `offbeat run --monitor`, and {path} is a log: give a run "
+                f"folder, or omit it."
+            )
+        _explain_log(path, actions, target.as_json)
+    elif actions.of_logs is not None:
+        raise UsageError(
+            f"{actions.of_logs} is for logs of other programs, and {path} is not a file: give one, or omit it."
+        )
+    else:
+        _explain_run(path, actions, target.as_json)
+
+
+def _explain_run(path: Path, actions: ActionOptions, as_json: bool) -> None:
+    done = actions.done(_scene(path)) if actions.anything else ActionsDone()
+    if actions.of_runs is not None:
+        answers = actions.answers(recorded(RunFolder.open(path).path))
+        done.lines += answers.lines
+        done.plain |= answers.plain
+    try:
+        explain_run(path, as_json, done.plain)
+    except typer.Exit as end:
+        if not as_json:
+            for line in done.lines:
+                typer.echo(line)
+        raise typer.Exit(end.exit_code or done.code) from None
+
+
+def _scene(path: Path) -> Scene:
+    folder = RunFolder.open(path)
+    events = recorded(folder.path)
+    return Scene.of(events.stamps, folder.path.name, events.dropped, events.servers)
+
+
+def _explain_log(path: Path, actions: ActionOptions, as_json: bool) -> None:
+    """Print what a log shows of each of its executions, with pictures, cuts and exports."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(LARGEST + 1)
+        text = raw.decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read as a log: {error}. Give a text file with vector clocks.") from error
+    if len(raw) > LARGEST:
+        raise UsageError(f"{path} has more than {LARGEST:,} bytes: cut it to the part that matters.")
+    with _computing_at_most(MATCHING, f"finding the events of {path}"):
+        logs = parse_all(text, actions.pattern, actions.delimiter, actions.execution)
+    if len(logs) > 1 and actions.anything:
+        raise UsageError(
+            f"{path} holds several executions, and pictures, cuts and exports are of one: name it, e.g. --execution "
+            f"'{next(iter(logs))}'. There are: {', '.join(logs)}."
+        )
+    code = 0
+    results: list[dict[str, Any]] = []
+    for name, log in logs.items():
+        summary = account(log)
+        title = " ".join([path.name, *([actions.execution] if actions.execution else [])])
+        done = actions.done(Scene(log.computation, title)) if len(logs) == 1 else ActionsDone()
+        results.append({**summary.plain(), **done.plain})
+        for line in (
+            () if as_json else (*([f"Execution {name}:"] if len(logs) > 1 else []), *summary.lines(), *done.lines)
+        ):
+            print_plain(line)
+        code = code or done.code
+    if as_json:
+        several = {"executions": [{"execution": name, **result} for name, result in zip(logs, results, strict=True)]}
+        print_json({"log": str(path), **(results[0] if len(results) == 1 else several)})
+    raise typer.Exit(code)
+
+
+@contextmanager
+def _computing_at_most(seconds: float, what: str) -> Generator[None]:
+    """Give up after these CPU seconds: a pattern from a stranger may backtrack forever."""
+
+    def give_up(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        raise UsageError(
+            f"{what} was given up after {seconds:g} s of computing: the pattern can match in too many ways. Let each "
+            f"of its parts exclude what follows it: [^{{]* instead of .* before a clock."
+        )
+
+    if threading.current_thread() is not threading.main_thread():  # Only the main thread gets signals.
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, give_up)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def explain_run(path: Path, as_json: bool, more: Mapping[str, Any] | None = None) -> None:
@@ -41,61 +155,52 @@ def explain_run(path: Path, as_json: bool, more: Mapping[str, Any] | None = None
     """
     folder = RunFolder.open(path)
     events = recorded(folder.path)
-    known = folder.read()
+    record = folder.read()
     judge = Judge()
     for stamps in events.servers.values():
         judge.feed_server(stamps)
     for rank, stamps in events.stamps.items():
         judge.feed(rank, stamps)
-    sick = unfit(events.stamps, events.servers)
+    nonfinite = unfit(events.stamps, events.servers)
     blamed = blame(events.stamps, events.servers, events.queues)
-    verdict = _verdict(known, judge, sick) or _slowed(blamed)
-    waiting = [] if known.get("state") in FINISHED else judge.waiting()
-    found = _Found(
-        verdict,
-        waiting,
-        blamed,
-        staleness(events.stamps),
-        held_up(events.stamps),
-        sick,
-    )
+    verdict = _verdict(record, judge, nonfinite) or _slowed(blamed)
+    waiting = [] if record.get("state") in FINISHED else judge.waiting()
+    findings = _Findings(verdict, waiting, blamed, staleness(events.stamps), held_up(events.stamps), nonfinite)
     if as_json:
-        print_json(_plain(folder, known, found, events) | dict(more or {}))
+        print_json(_plain(folder, record, findings, events) | dict(more or {}))
     else:
-        _print(found, events)
+        _print(findings, events)
     raise typer.Exit(0 if verdict is None else EXIT_CODES.get(verdict.kind, 1))
 
 
-def check_checkpoint(path: Path, as_json: bool) -> None:
-    """Print whether a checkpoint is whole and true; ends with `REFUSED` if it is not."""
-    found = check(path)
+def _verify_checkpoint(path: Path, as_json: bool) -> None:
+    """Print whether a checkpoint is complete and consistent; the exit code is `REFUSED` if it is not."""
+    result = check(path)
     if as_json:
-        print_json({**msgspec.to_builtins(found), "good": not found.faults})
+        print_json({**msgspec.to_builtins(result), "good": not result.faults})
     else:
-        console = PlainConsole()
-        for fault in found.faults:
-            console.print(f"refused: {fault}")
-        if not found.faults:
-            console.print(found.words)
-    raise typer.Exit(REFUSED if found.faults else 0)
+        for line in [f"refused: {fault}" for fault in result.faults] or [result.words]:
+            print_plain(line)
+    raise typer.Exit(REFUSED if result.faults else 0)
 
 
-def _verdict(known: dict[str, Any], judge: Judge, sick: list[Unfit]) -> Verdict | None:
-    """What was found while the run went, which knew who had ended; otherwise what its events say by themselves."""
-    found = known.get("verdict")
-    if found is None:
-        told = Verdict(NAN, f"{sick[0]}.") if sick else None
-        return judge.final() or judge.served.deaths() or told
-    return Verdict(found["kind"], found["message"], stacks=found.get("stacks", {}))
+def _verdict(record: dict[str, Any], judge: Judge, nonfinite: list[Unfit]) -> Verdict | None:
+    """The verdict reached during the run, which knew which workers had ended; otherwise what the events alone show."""
+    verdict = record.get("verdict")
+    if verdict is None:
+        fallback = Verdict(NAN, f"{nonfinite[0]}.") if nonfinite else None
+        return judge.final() or judge.served.deaths() or fallback
+    return Verdict(verdict["kind"], verdict["message"], stacks=verdict.get("stacks", {}))
 
 
 def _slowed(blamed: list[Blame]) -> Verdict | None:
-    slow = [one for one in blamed if one.straggler]
-    return Verdict(STRAGGLER, f"{'; '.join(map(str, slow))}.", who=tuple(one.worker for one in slow)) if slow else None
+    slow = [entry for entry in blamed if entry.straggler]
+    who = tuple(entry.worker for entry in slow)
+    return Verdict(STRAGGLER, f"{'; '.join(map(str, slow))}.", who=who) if slow else None
 
 
-class _Found(NamedTuple):
-    """What the events of a run say."""
+class _Findings(NamedTuple):
+    """What the events of a run show."""
 
     verdict: Verdict | None
     waiting: list[str]
@@ -105,54 +210,55 @@ class _Found(NamedTuple):
     unfit: list[Unfit]
 
 
-def _plain(folder: RunFolder, known: dict[str, Any], found: _Found, events: RecordedRun) -> dict[str, Any]:
+def _plain(folder: RunFolder, record: dict[str, Any], findings: _Findings, events: RecordedRun) -> dict[str, Any]:
     return {
         "run": str(folder.path),
-        "state": known.get("state"),
-        "strategy": strategy_of(known),
-        "verdict": None if found.verdict is None else found.verdict.plain(),
-        "waiting": found.waiting,
-        "stragglers": [one.worker for one in found.blamed if one.straggler],
-        "blame": [one.plain() for one in found.blamed],
-        "staleness": {one.worker: {str(steps): count for steps, count in one.reads.items()} for one in found.staleness},
-        "held_up": msgspec.to_builtins(found.held),
-        "unfit": msgspec.to_builtins(found.unfit),
+        "state": record.get("state"),
+        "strategy": strategy_of(record),
+        "verdict": None if findings.verdict is None else findings.verdict.plain(),
+        "waiting": findings.waiting,
+        "stragglers": [entry.worker for entry in findings.blamed if entry.straggler],
+        "blame": [entry.plain() for entry in findings.blamed],
+        "staleness": {
+            entry.worker: {str(steps): count for steps, count in entry.reads.items()} for entry in findings.staleness
+        },
+        "held_up": msgspec.to_builtins(findings.held),
+        "unfit": msgspec.to_builtins(findings.unfit),
         "events": {f"worker {rank}": len(stamps) for rank, stamps in events.stamps.items()}
         | {name: len(stamps) for name, stamps in events.servers.items()},
         "dropped": events.dropped,
     }
 
 
-def _print(found: _Found, events: RecordedRun) -> None:
-    console = PlainConsole()
-    console.print("healthy: nobody waited in vain." if found.verdict is None else str(found.verdict))
-    if (found.verdict is None or found.verdict.kind == STRAGGLER) and found.waiting:
-        console.print("When it ended:")
-        for line in found.waiting:
-            console.print(f"  {line}")
-    for one in found.unfit[:MOST]:
-        console.print(f"not finite: {one}.")
-    if len(found.unfit) > MOST:
-        console.print(f"not finite: {len(found.unfit) - MOST:,} times more.")
-    _print_blame(found, console)
-    for one in found.held:
-        console.print(f"held up: {one}.")
-    if found.staleness:
-        console.print("Steps by which what was read was old:")
-        for one in found.staleness:
-            console.print(f"  {one}")
+def _print(findings: _Findings, events: RecordedRun) -> None:
+    print_plain("healthy: nobody waited in vain." if findings.verdict is None else str(findings.verdict))
+    if (findings.verdict is None or findings.verdict.kind == STRAGGLER) and findings.waiting:
+        print_plain("When it ended:")
+        for line in findings.waiting:
+            print_plain(f"  {line}")
+    for entry in findings.unfit[:MOST]:
+        print_plain(f"not finite: {entry}.")
+    if len(findings.unfit) > MOST:
+        print_plain(f"not finite: {len(findings.unfit) - MOST:,} times more.")
+    _print_blame(findings)
+    for entry in findings.held:
+        print_plain(f"held up: {entry}.")
+    if findings.staleness:
+        print_plain("Staleness of reads, in steps:")
+        for entry in findings.staleness:
+            print_plain(f"  {entry}")
     count = sum(map(len, (*events.stamps.values(), *events.servers.values())))
-    dropped = f"; {events.dropped:,} older ones were written over" if events.dropped else ""
+    dropped = f"; {events.dropped:,} older ones were overwritten" if events.dropped else ""
     of_servers = f" and {len(events.servers)} servers" if events.servers else ""
-    console.print(f"From {count:,} events of {len(events.stamps)} workers{of_servers}{dropped}.")
+    print_plain(f"From {count:,} events of {len(events.stamps)} workers{of_servers}{dropped}.")
 
 
-def _print_blame(found: _Found, console: PlainConsole) -> None:
-    stragglers = [one for one in found.blamed if one.straggler]
-    if found.verdict is not None and found.verdict.kind != STRAGGLER:
-        for one in stragglers:
-            console.print(f"straggler: {one}.")
-    if found.blamed and not stragglers:
-        console.print("No straggler. Last to arrive:")
-        for one in found.blamed:
-            console.print(f"  {one.worker}: in {one.last:,} of {one.steps:,}; {one.losses}")
+def _print_blame(findings: _Findings) -> None:
+    stragglers = [entry for entry in findings.blamed if entry.straggler]
+    if findings.verdict is not None and findings.verdict.kind != STRAGGLER:
+        for entry in stragglers:
+            print_plain(f"straggler: {entry}.")
+    if findings.blamed and not stragglers:
+        print_plain("No straggler. Last to arrive:")
+        for entry in findings.blamed:
+            print_plain(f"  {entry.worker}: in {entry.last:,} of {entry.steps:,}; {entry.losses}")

@@ -1,49 +1,28 @@
-"""`offbeat keys`: who may speak to servers from other machines. What is needed is imported when it is called."""
+"""`offbeat keys`: key files that let processes on other machines connect to servers."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
-keys = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    help="Create and show the keys that connections from other machines need.",
-    epilog="Example: offbeat keys new run.keys, then copy run.keys to all machines of the run",
-)
-KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="A file of keys; only its owner can read it.")]
+from offbeat.cli.options import AllowedKey, NewKeys, ShownKeys
+from offbeat.runtime.messages.keys import Keys
 
 
-@keys.command(no_args_is_help=True, epilog="Example: offbeat keys new run.keys")
-def new(file: KeyFile) -> None:
-    """Create a key pair. Every process that has this file may connect."""
-    from offbeat.runtime.messages.keys import Keys
-
-    made = Keys.generate()
-    made.save(file)
-    print(f"{file} has a new pair of keys. It is secret: copy it only to the machines of your own runs.")
-    print(f"Its public key, which may be shown: {made.public}")
+def new(options: NewKeys) -> None:
+    """Create a key pair."""
+    keys = Keys.generate()
+    keys.save(options.file)
+    print(f"{options.file} has a new pair of keys. It is secret: copy it only to the machines of your own runs.")
+    print(f"Its public key, which may be shown: {keys.public}")
 
 
-@keys.command(no_args_is_help=True, epilog="Example: offbeat keys show run.keys")
-def show(file: KeyFile) -> None:
-    """Print the public key and the allowed keys; never the secret key."""
-    from offbeat.runtime.messages.keys import Keys
-
-    known = Keys.load(file)
-    print(f"public   {known.public}")
-    for public in known.allowed:
+def show(options: ShownKeys) -> None:
+    """Print the public key and the allowed keys."""
+    keys = Keys.load(options.file)
+    print(f"public   {keys.public}")
+    for public in keys.allowed:
         print(f"allowed  {public}")
 
 
-@keys.command(no_args_is_help=True, epilog="Example: offbeat keys allow server.keys PUBLIC")
-def allow(
-    file: KeyFile, public: Annotated[str, typer.Argument(help="The public key of somebody who has another file.")]
-) -> None:
-    """Allow the holder of another key file to connect, by its public key."""
-    from offbeat.runtime.messages.keys import Keys
-
-    Keys.load(file).allow(public).save(file, overwrite=True)
-    print(f"{file} now lets in {public}")
+def allow(options: AllowedKey) -> None:
+    """Add another key file's public key to the allowed ones."""
+    Keys.load(options.file).allow(options.public).save(options.file, overwrite=True)
+    print(f"{options.file} now lets in {options.public}")

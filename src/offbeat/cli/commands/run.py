@@ -11,21 +11,12 @@ from rich.console import Console
 from rich.text import Text
 
 from offbeat.cli.display import Display
-from offbeat.cli.next_steps import go_on_steps, next_steps
+from offbeat.cli.next_steps import longer_steps, next_steps
 from offbeat.cli.options import RunOptions
 from offbeat.cli.output import FailedError, print_json
 from offbeat.errors import OffbeatError, TaskError
 from offbeat.run.drive import WARM, Result, drive
-from offbeat.run.job import (
-    Job,
-    Script,
-    agreed_workers,
-    earlier,
-    finished_result,
-    resolve,
-    target_from_plain,
-    target_of,
-)
+from offbeat.run.job import Job, Script, agreed_workers, earlier, finished_result, resolve, target_from_plain, target_of
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.report import headline, report_lines
@@ -36,32 +27,32 @@ from offbeat.task import TaskReference
 _STYLES = {"Target reached": "bold green", "Target missed": "bold yellow", "Done": "bold"}
 
 
-def run_job(asked: RunOptions, goal: dict[str, Any]) -> None:
-    """Run what was asked for and print its result."""
-    if asked.resume is not None and _told_as_finished(_job(asked, Goal(**goal)), asked.as_json):
+def run_job(options: RunOptions, goal: dict[str, Any]) -> None:
+    """Run the job and print its result."""
+    if options.resume is not None and _print_if_finished(_job(options, Goal(**goal)), options.as_json):
         return
-    display = Display(quiet=asked.as_json)
+    display = Display(quiet=options.as_json)
     try:
         with Launcher(WARM) as launcher:
             launcher.start()  # Imports torch there while it is imported here.
-            job = _job(asked, Goal(**goal))
+            job = _job(options, Goal(**goal))
             with display:
                 result = drive(job, launcher=launcher, watcher=display)
     except (OffbeatError, KeyboardInterrupt) as error:
         display.say_how_to_resume()
         raise FailedError(error, display.result_so_far()) from error
-    if not result.seconds_by_kind and (unheeded := Goal(**goal).without_effect()):
-        named = f"{', '.join(unheeded)} had no effect: only a script that calls offbeat.init() heeds "
-        warning = f"warning: {named}{'them' if len(unheeded) > 1 else 'it'}. See docs/own-loops.md for the four lines."
-        print(warning, file=sys.stderr)
-    if asked.as_json:
+    if not result.seconds_by_kind and (ignored := Goal(**goal).without_effect()):
+        pronoun = "them" if len(ignored) > 1 else "it"
+        warning = f"{', '.join(ignored)} had no effect: only a script that calls offbeat.init() heeds {pronoun}"
+        print(f"warning: {warning}. See docs/own-loops.md for the four lines.", file=sys.stderr)
+    if options.as_json:
         print_json(result.plain())
     else:
-        _print(result, job, asked)
+        _print(result, job, options)
 
 
-def _told_as_finished(job: Job, as_json: bool) -> bool:
-    """Whether a run that is to be resumed is finished; then its result is printed, and no process is started."""
+def _print_if_finished(job: Job, as_json: bool) -> bool:
+    """Whether the run to resume is finished; then its result is printed, and no process is started."""
     job = resolve(job)
     result = finished_result(job)
     if result is None:
@@ -73,17 +64,17 @@ def _told_as_finished(job: Job, as_json: bool) -> bool:
     return True
 
 
-def _job(asked: RunOptions, goal: Goal) -> Job:
-    if asked.what is None:
-        if asked.resume is None:
+def _job(options: RunOptions, goal: Goal) -> Job:
+    if options.what is None:
+        if options.resume is None:
             raise TaskError("nothing to run: give a script, a task, or --resume RUN.")
-        what: Script | TaskReference = target_from_plain(earlier(asked.resume)["what"])
+        what: Script | TaskReference = target_from_plain(earlier(options.resume)["what"])
     else:
-        what = target_of(asked.what, asked.arguments)
-    hosts = None if asked.hosts is None else Hosts.read(asked.hosts)
-    default = 1 if hosts is not None else _default_workers(goal.strategy, asked.resume)
-    workers = agreed_workers(hosts, asked.workers, default)
-    return Job(what, goal, workers, asked.threads, asked.out, asked.resume, asked.port, hosts)
+        what = target_of(options.what, options.arguments)
+    hosts = None if options.hosts is None else Hosts.read(options.hosts)
+    default = 1 if hosts is not None else _default_workers(goal.strategy, options.resume)
+    workers = agreed_workers(hosts, options.workers, default)
+    return Job(what, goal, workers, options.threads, options.out, options.resume, options.port, hosts)
 
 
 def _default_workers(strategy: str | None, resume: Path | None) -> int:
@@ -94,11 +85,11 @@ def _default_workers(strategy: str | None, resume: Path | None) -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _print(result: Result, job: Job, asked: RunOptions) -> None:
+def _print(result: Result, job: Job, options: RunOptions) -> None:
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     if not result.seconds_by_kind:
         console.print(
-            "The script ended well. It never called offbeat.init(), so there is nothing to report about its training."
+            "The script succeeded. It never called offbeat.init(), so there is nothing to report about its training."
         )
         if job.goal.strategy is not None:
             console.print(f"--strategy {job.goal.strategy} had no effect: the script distributes itself.", markup=False)
@@ -107,7 +98,7 @@ def _print(result: Result, job: Job, asked: RunOptions) -> None:
     _print_report(result, console)
     console.print()
     console.print("Try next:", style="dim")
-    for command in next_steps(result, job, asked.what, asked.hosts):
+    for command in next_steps(result, job, options.what, options.hosts):
         console.print(f"  {command}", style="dim", markup=False)
 
 
@@ -119,17 +110,17 @@ def _print_report(result: Result, console: Console) -> None:
 
 
 def _print_finished(result: Result, job: Job) -> None:
-    """Say that there is nothing left to do, what had come of it, and how to go on all the same."""
+    """Print that nothing is left to do, the result, and how to continue anyway."""
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     console.print(f"{result.run} is finished: nothing was started. Its result:", markup=False)
     if result.seconds_by_kind:
         _print_report(result, console)
     console.print()
     if result.reached_target:
-        console.print("Its target is reached. To go on, give it a better one with --target.")
-    elif commands := go_on_steps(result, job):
-        console.print("To go on, give it more to do:", style="dim")
+        console.print("Its target is reached. To continue, give it a better one with --target.")
+    elif commands := list(longer_steps(result, job)):
+        console.print("To continue, raise its limit:", style="dim")
         for command in commands:
             console.print(f"  {command}", style="dim", markup=False)
     else:
-        console.print("Its script has come to its end. To go on, change how long its loop goes, and resume it then.")
+        console.print("Its script has ended. To continue, make its loop longer, then resume it.")

@@ -9,25 +9,22 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from offbeat.cli.options import StrategiesOptions
 from offbeat.strategies import aliases, describe, overview
 
 
-def show(name: str | None, as_json: bool) -> None:
+def show(options: StrategiesOptions) -> None:
     """Print all strategies, or one with its arguments."""
-    if as_json:
-        found = overview() if name is None else describe(name)
-        print(
-            json.dumps(
-                [dataclasses.asdict(d) for d in found] if isinstance(found, list) else dataclasses.asdict(found),
-                default=str,
-            )
-        )
+    if options.as_json:
+        entries = overview() if options.name is None else [describe(options.name)]
+        plain = [dataclasses.asdict(entry) for entry in entries]
+        print(json.dumps(plain if options.name is None else plain[0], default=str))
         return
     console = Console(highlight=False)
-    if name is None:
+    if options.name is None:
         _list(console)
     else:
-        _explain(console, name)
+        _describe(console, options.name)
 
 
 def _list(console: Console) -> None:
@@ -44,7 +41,7 @@ def _list(console: Console) -> None:
     )
 
 
-def _explain(console: Console, name: str) -> None:
+def _describe(console: Console, name: str) -> None:
     entry = describe(name)
     console.print(f"[bold]{entry.name}[/bold] ({entry.axis}): {entry.summary}\n")
     if entry.docs:

@@ -89,7 +89,7 @@ def opened(path: Path) -> tuple[Folder, str | None]:
     if not is_folder(real):
         raise UsageError(
             f"{path} is not a folder. Give a run's folder, or the folder that runs are in (by default `runs`), or "
-            f"start a run first: offbeat run offbeat.tasks.digits --watch"
+            f"start a run first: offbeat run offbeat.tasks.digits --monitor"
         )
     return Folder(real), None
 

@@ -233,7 +233,7 @@ class RunView:
 
 
 _UNWATCHED: Final = (
-    "This run was not watched: its processes have written no events. Start it with `offbeat run --watch` to see who "
+    "This run was not watched: its processes have written no events. Start it with `offbeat run --monitor` to see who "
     "waits for whom."
 )
 

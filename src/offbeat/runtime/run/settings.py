@@ -125,6 +125,7 @@ class Goal:
             "Record who waits for whom, for `offbeat explain`, and serve a live page. A run that can never finish is "
             "stopped with the reason and its own exit code: 10 deadlock, 11 mismatched calls, 12 a wait for a worker "
             "that has ended.",
+            name="monitor",
             panel=OBSERVED,
         ),
     ] = False

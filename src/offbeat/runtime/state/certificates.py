@@ -32,7 +32,7 @@ from offbeat.runtime.state.checkpoint import (
 
 FORMAT = 1
 REFUSED = 20
-"""What `offbeat explain --check` ends with if a checkpoint is refused."""
+"""What `offbeat explain --verify-checkpoint` ends with if a checkpoint is refused."""
 Kind = Literal["servers", "gossip"]
 """What the run's workers exchange by."""
 

@@ -211,7 +211,7 @@
     if (listed.chosen) await choose(listed.chosen);
     else {
       byId("title").textContent = "No runs yet";
-      byId("about").textContent = `Start one: offbeat run offbeat.tasks.digits --workers 2 --watch (in ${listed.folder})`;
+      byId("about").textContent = `Start one: offbeat run offbeat.tasks.digits --workers 2 --monitor (in ${listed.folder})`;
       setTimeout(() => location.reload(), 3000);
     }
   }
