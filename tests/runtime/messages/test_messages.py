@@ -133,7 +133,7 @@ def test_a_restarted_server_is_greeted_anew(endpoints: Endpoints, tmp_path: Path
     server.close()
     server = endpoints("server 0.0", bind=address)
     deadline = time.monotonic() + DEADLINE
-    while not server.shares_memory_with("worker 1"):
+    while not ((peer := server.known.by_name.get("worker 1")) and peer.shares):
         assert time.monotonic() < deadline
         worker.send("server 0.0", Push("worker 1", 1))
         worker.receive(0.01)
@@ -142,10 +142,10 @@ def test_a_restarted_server_is_greeted_anew(endpoints: Endpoints, tmp_path: Path
 
 def test_a_forgotten_peer_is_not_reached_any_more(endpoints: Endpoints) -> None:
     server, worker = pair(endpoints)
-    assert worker.peers == ("server 0.0",)
+    assert tuple(worker.known.by_name) == ("server 0.0",)
     worker.forget("server 0.0")
     worker.forget("server 0.0")
-    assert worker.peers == ()
+    assert tuple(worker.known.by_name) == ()
     assert not worker.send("server 0.0", Push("worker 1", 1))
     worker.connect("server 0.0", server.address)
     worker.send("server 0.0", Push("worker 1", 2))
@@ -249,9 +249,9 @@ def test_peers_of_another_host_get_no_references(endpoints: Endpoints, monkeypat
         received(server)
         server.send("worker 1", Reply(number))
         received(worker)
-    assert server.peers == ("worker 1",)
+    assert tuple(server.known.by_name) == ("worker 1",)
     assert not worker.shares_memory_with("server 0.0")
-    assert not server.shares_memory_with("worker 1")
+    assert not server.known.by_name["worker 1"].shares
     assert worker.traffic["server 0.0"].bytes_lent == 0
     segment.seal()
 

@@ -1,4 +1,4 @@
-"""The processes of one run: ordered from the fork server, signalled, and listened to until they end."""
+"""The processes of one run: forked, signalled, and heard until they end."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ import selectors
 import signal
 import socket
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat.errors import OutputError, UsageError, WaitError
-from offbeat.runtime.launch import _groups
 from offbeat.runtime.launch._link import ForkServerLink
 from offbeat.runtime.launch._messages import Channel, Fork, FromChild, Signal, frame
 from offbeat.runtime.launch._roles import RemoteError, Role, RoleOutcome
+from offbeat.runtime.run.procfs import stat_fields
 
 
 @dataclass
 class Child:
-    """A role's process, as far as it has got."""
+    """The state of a role's process."""
 
     role: Role
-    order: Fork
+    id: int
     channel: Channel[FromChild]
     pid: int | None = None
     error: RemoteError | None = None
@@ -34,7 +35,7 @@ class Child:
 
     @property
     def standstill(self) -> RemoteError | None:
-        """Why a role was ended that stood still, if it was."""
+        """Why it was ended, if that was for being stopped too long."""
         if not self.overdue:
             return None
         text = (
@@ -45,76 +46,92 @@ class Child:
 
 
 class Children:
-    """All of them, and what is heard of them."""
+    """All children of a run, and their channels."""
 
     def __init__(self, link: ForkServerLink) -> None:
         self._link = link
         self._held = contextlib.ExitStack()
+        self.close = self._held.close
         self.selector = self._held.enter_context(contextlib.closing(selectors.DefaultSelector()))
-        """Ready when the fork server, or the child that is its data, has said something."""
+        """Ready when the fork server (data None) or a child (its data) has sent something."""
         self.selector.register(link.channel, selectors.EVENT_READ, None)
         self.all: dict[int, Child] = {}
-        """By the number of their order."""
-
-    def close(self) -> None:
-        """Free what is held for them."""
-        self._held.close()
+        """By the id of their fork order."""
 
     def order(self, order: Fork, role: Role, log: int) -> None:
-        """Have one role forked; that it was is heard later."""
+        """Ask the fork server for one role; it confirms later."""
         ours, theirs = socket.socketpair()
         with theirs:
-            child = Child(role, order, Channel(ours, FromChild, str(role)))
+            child = Child(role, order.id, Channel(ours, FromChild, str(role)))
             self._held.callback(child.channel.close)
             self.all[order.id] = child
             self.selector.register(child.channel, selectors.EVENT_READ, child)
             self._link.send(order, (theirs.fileno(), log))
 
     def living(self) -> list[Child]:
-        """Those that have not ended."""
+        """Children that have not ended."""
         return [child for child in self.all.values() if child.outcome is None]
 
     def unforked(self) -> list[Child]:
-        """Those of which the fork server has not said that they are there."""
+        """Children that the fork server has not confirmed yet."""
         return [child for child in self.all.values() if child.pid is None]
 
     def outcomes(self) -> list[RoleOutcome]:
-        """How those have ended that have."""
+        """Outcomes of the children that have ended."""
         return [child.outcome for child in self.all.values() if child.outcome is not None]
 
     def signal(self, number: signal.Signals, role: str | None = None) -> None:
-        """Send a signal to those that live, or to one of them by its name."""
+        """Send a signal to all living children, or to one by its name."""
         for child in self.living():
             if role is None or str(child.role) == role:
-                self._link.send(Signal(child.order.id, number))
+                self._link.send(Signal(child.id, number))
 
     def end_stopped(self, now: float) -> None:
-        """End who stands still for longer than it may: it cannot keep its own deadlines, and others may need nothing.
+        """Kill children that stay stopped for too long: they cannot keep their own deadlines, and peers may not notice.
 
-        Roles that serve are left to whoever needs them.
+        A process that a debugger holds does not count as stopped, and servers are left to whoever needs them.
         """
         for child in self.living():
-            if child.pid is None or child.role.serves or not _groups.is_stopped(child.pid):
+            if child.pid is None or child.role.serves or stat_fields(child.pid)[:1] != ["T"]:
                 child.stopped_since = None
             elif child.stopped_since is None:
                 child.stopped_since = now
             elif now - child.stopped_since > child.role.patience and not child.overdue:
                 child.overdue = True
-                self._link.send(Signal(child.order.id, signal.SIGKILL))
+                self._link.send(Signal(child.id, signal.SIGKILL))
 
     def stop_hearing(self, child: Child) -> None:
-        """Nothing more is heard of it."""
+        """Close a child's channel."""
         if child.channel.fileno() >= 0:
             self.selector.unregister(child.channel)
             child.channel.close()
 
-    def kill_groups(self, deadline: float) -> None:
-        """End them and all that they have started, without the fork server."""
-        _groups.kill([child.pid for child in self.all.values() if child.pid is not None], deadline)
+    def kill_groups(self, seconds: float) -> None:
+        """Kill all process groups without the fork server, and wait until nothing in them runs or time is up."""
+        groups = [child.pid for child in self.all.values() if child.pid is not None]
+        for group in groups:
+            with contextlib.suppress(OSError):
+                os.killpg(group, signal.SIGKILL)
+        deadline = time.monotonic() + seconds
+        while any(_group_runs(group) for group in groups) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def _group_runs(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except OSError:
+        return False
+    # A zombie still counts as a member; whoever inherited it has to reap it.
+    return any(
+        fields[2] == str(group) and fields[0] not in "ZX"
+        for fields in (stat_fields(entry.name) for entry in Path("/proc").glob("[0-9]*"))
+        if fields
+    )
 
 
 def open_log(role: Role, held: contextlib.ExitStack) -> int:
-    """The descriptor of a role's log, open as long as what holds it."""
+    """The descriptor of a role's log, open as long as `held`."""
     try:
         role.log.parent.mkdir(parents=True, exist_ok=True)
         return held.enter_context(role.log.open("ab")).fileno()
@@ -125,7 +142,7 @@ def open_log(role: Role, held: contextlib.ExitStack) -> int:
 
 
 def order_for(number: int, role: Role) -> Fork:
-    """What the fork server is told to start a role; refused here if it is not plain data."""
+    """The fork server's order for a role; a config that is not plain data is refused here."""
     order = Fork(
         id=number,
         label=str(role),

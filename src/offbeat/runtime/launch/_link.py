@@ -1,4 +1,4 @@
-"""The launcher's side of the fork server: spawning it, speaking to it, and its end."""
+"""The launcher's side of the fork server: spawning it, sending to it, ending it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from offbeat.runtime.launch._messages import Channel, FromServer, LauncherHello,
 SEND_DEADLINE = 30
 """Seconds that the fork server may leave a message unread."""
 CLOSE_DEADLINE = 10.0
-"""Seconds that the fork server has to end by itself; more than it gives its children."""
+"""Seconds that the fork server has to exit; more than it gives its children."""
 
 
 class ServerGoneError(Exception):
-    """The fork server has ended or does not listen; the run turns it into an error that says why."""
+    """The fork server has ended or does not listen; the run turns this into an error with the reason."""
 
 
 class ForkServerLink:
@@ -40,22 +40,18 @@ class ForkServerLink:
             raise
         finally:
             theirs.close()
+        self.pid = self._process.pid
         self.channel: Channel[FromServer] = Channel(ours, FromServer, "the fork server")
         self.preload = tuple(preload)
         self.is_ready = False
         """Whether its imports are done."""
         self.is_usable = True
-        """Whether a run can still be made with it."""
-        with contextlib.suppress(ServerGoneError):  # The first run will say what was wrong.
+        """Whether it can still be used for a run."""
+        with contextlib.suppress(ServerGoneError):  # The first run will report the reason.
             self.send(LauncherHello(list(preload), [entry or str(Path.cwd()) for entry in sys.path]))
 
-    @property
-    def pid(self) -> int:
-        """The fork server's process."""
-        return self._process.pid
-
     def send(self, message: ToServer, descriptors: Sequence[int] = ()) -> None:
-        """Tell the fork server something."""
+        """Send a message, and open files, to the fork server."""
         try:
             self.channel.send(message, descriptors)
         except OSError as error:
@@ -63,7 +59,7 @@ class ForkServerLink:
             raise ServerGoneError from error
 
     def obituary(self) -> str:
-        """How the fork server ended, and what it printed last."""
+        """How the fork server ended, and the end of its output."""
         self.kill()
         code = self._process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
@@ -72,16 +68,16 @@ class ForkServerLink:
         return f"The fork server, which starts all processes of a run, {how}." + (f" It said:\n{last}" if last else "")
 
     def kill(self) -> None:
-        """End the fork server at once, if it has not ended: the kernel then ends its children."""
+        """End the fork server now, if it has not ended; the kernel then ends its children."""
         self.is_usable = False
         with contextlib.suppress(subprocess.TimeoutExpired):
-            # One that is just ending may still say how: a process closes its sockets before it is gone.
+            # One that is just ending may still report how: a process closes its sockets before it is gone.
             self._process.wait(1 if self.channel.ended else 0)
         self._process.kill()
         self._process.wait(CLOSE_DEADLINE)
 
     def close(self) -> None:
-        """End the fork server and free all that was held for it."""
+        """End the fork server and free everything held for it."""
         self.channel.close()
         try:
             if not self.is_ready:
@@ -95,10 +91,12 @@ class ForkServerLink:
 
 
 def _spawn(descriptor: int, output: int) -> subprocess.Popen[bytes]:
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
-    # numpy's OpenBLAS starts its threads when imported, and a process with threads cannot fork safely.
-    environment["OPENBLAS_NUM_THREADS"] = "1"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+        # numpy's OpenBLAS starts its threads when imported, and a process with threads cannot fork safely.
+        "OPENBLAS_NUM_THREADS": "1",
+    }
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "offbeat.runtime.launch._server", str(descriptor)],
         stdin=subprocess.DEVNULL,

@@ -1,7 +1,7 @@
-"""The message plane: small structs between processes, and the numbers that go with them.
+"""The message plane: small structs between processes, with payloads of numbers.
 
-`Codec` says what a message is on the wire, `Endpoint` carries it, `Keys` keep strangers out, and `drive` runs a
-protocol's machine on an endpoint and a real clock. See docs/messages.md.
+`Codec` defines the wire format, `Endpoint` sends and receives, `Keys` keep strangers out, and `drive` runs a protocol's
+machine on an endpoint and a real clock. See docs/messages.md.
 """
 
 from offbeat.runtime.messages.addresses import address_in, private_directory

@@ -1,4 +1,4 @@
-"""Where endpoints may be: a private folder, this machine's loopback, or anywhere if there are keys."""
+"""Permitted addresses of endpoints: a private folder, loopback, or anywhere with keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from offbeat.errors import UsageError
 
 PRIVATE = "ipc://*"
-"""Bind to this for a socket in a folder of the endpoint's own, which is removed with it."""
+"""Bind to this for a socket in a new private folder, which is removed with the endpoint."""
 _PREFIX = "offbeat-sockets-"
 _LONGEST_PATH = 107
 _TCP = re.compile(r"tcp://(?P<host>[^;/]+):(?P<port>\d+|\*)")
@@ -23,30 +23,26 @@ _TCP = re.compile(r"tcp://(?P<host>[^;/]+):(?P<port>\d+|\*)")
 
 @contextmanager
 def private_directory() -> Generator[Path]:
-    """A folder that only this user can enter, for the sockets of one run; gone afterwards with all that is in it.
+    """A temporary folder that only this user can enter, for the sockets of one run.
 
-    What a process that was killed has left of this kind is removed on this occasion.
+    Folders that killed processes left behind are removed first.
     """
-    _sweep(Path(tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-") as made:
-        yield Path(made)
-
-
-def _sweep(folder: Path) -> None:
-    for left in folder.glob(f"{_PREFIX}*-*"):
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
         process = left.name.removeprefix(_PREFIX).partition("-")[0]
         with suppress(OSError):
             if process.isdigit() and left.stat().st_uid == os.getuid() and not Path(f"/proc/{process}").exists():
                 shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-") as folder:
+        yield Path(folder)
 
 
 def address_in(directory: Path, name: str) -> str:
-    """The address of the endpoint of this name in a private folder."""
+    """The address of an endpoint in a private folder."""
     return f"ipc://{directory / re.sub(r'[^A-Za-z0-9._-]', '-', name)}"
 
 
 def check_address(address: str, has_keys: bool) -> None:
-    """Refuse an address at which strangers could listen or speak, or that is none."""
+    """Refuse an invalid address, and one at which strangers could listen or connect."""
     if address.startswith("ipc://"):
         _check_path(Path(address.removeprefix("ipc://")))
         return
@@ -55,8 +51,8 @@ def check_address(address: str, has_keys: bool) -> None:
         raise UsageError(f"{address!r} is not an address: write ipc:///folder/socket or tcp://host:port.")
     if not has_keys and not _is_loopback(parts["host"]):
         raise UsageError(
-            f"{address} can be reached from other machines, and without keys whoever reaches it is believed. Give keys "
-            "(`offbeat keys new FILE`, the same file on all machines), or use tcp://127.0.0.1:port."
+            f"{address} can be reached from other machines, and without keys anyone who reaches it is trusted. Give "
+            "keys (`offbeat keys new FILE`, the same file on all machines), or use tcp://127.0.0.1:port."
         )
 
 
@@ -69,7 +65,7 @@ def _check_path(path: Path) -> None:
         raise UsageError(f"ipc://{path} cannot be used: {error}.") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise UsageError(
-            f"Other users can enter {path.parent}, and could speak to what listens there. "
+            f"Other users can enter {path.parent}, and could connect to what listens there. "
             "Use a private folder (chmod 700), such as `private_directory()` makes."
         )
 

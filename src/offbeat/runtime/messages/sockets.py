@@ -1,4 +1,4 @@
-"""The ZeroMQ sockets of one endpoint: a ROUTER where others find it, and a DEALER to each that it connects to."""
+"""The ZeroMQ sockets of one endpoint: a ROUTER that others connect to, and a DEALER to each peer it connects to."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
 
 TRIES = 30
-"""How often sockets are looked at, letting others run in between, before a wait sleeps: waking up takes longer."""
+"""Non-blocking polls, yielding the core in between, before a wait sleeps: waking up takes longer."""
 _ENCRYPTION = 1024
-"""Bytes, and some to spare, by which a frame is longer under CURVE."""
-_NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # Plain numbers: the enumeration is slow.
+"""Upper bound on the bytes that CURVE adds to a frame."""
+_NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # Plain numbers: enum flags are slow.
 
 Socket = zmq.Socket[bytes]
 
 
 @dataclass(slots=True)
 class _Wake:
-    """Lets another thread end a wait."""
+    """Ends a wait from another thread."""
 
     descriptor: int = field(default_factory=lambda: os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -50,7 +50,7 @@ class _Wake:
 
 
 class Sockets:
-    """All sockets of one name. Of one thread, but for `wake`."""
+    """All sockets of one endpoint. Single-threaded except for `wake`."""
 
     def __init__(self, name: str, identity: bytes, keys: Keys | None, high_water: int, most_frames: int) -> None:
         self._name, self._identity, self._keys, self._high_water = name, identity, keys, high_water
@@ -58,26 +58,25 @@ class Sockets:
         self._context: zmq.Context[Socket] = zmq.Context()
         self._wake = _Wake()
         self.wake = self._wake.ring
-        """End the wait of `poll`, or its next one; from any thread."""
+        """Ends the current or next wait of `poll`; from any thread."""
         self.ready: list[Socket] = []
-        """Those that have something."""
+        """Sockets with something to read."""
         self._polled: list[tuple[Any, int]] = [(self._wake.descriptor, zmq.POLLIN)]
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._door: ThreadAuthenticator | None = None
+        self._authenticator: ThreadAuthenticator | None = None
         self.router: Socket | None = None
-        """Where others connect to."""
 
     def bind(self, address: str) -> str:
-        """Let others connect here; answers where that is."""
+        """Listen at this address; returns the actual address."""
         if address == PRIVATE:
             self._folder = tempfile.TemporaryDirectory(prefix="offbeat-")
             address = address_in(Path(self._folder.name), self._name)
         check_address(address, self._keys is not None)
-        router = self.router = self._made(zmq.ROUTER)
+        router = self.router = self._new_socket(zmq.ROUTER)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if self._keys is not None:
-            self._door = guard(self._context, self._keys)
+            self._authenticator = guard(self._context, self._keys)
             router.curve_server = True
             router.zap_domain = DOMAIN.encode()
         try:
@@ -89,7 +88,7 @@ class Sockets:
 
     def connect(self, peer: str, address: str, public: str | None) -> Socket:
         """A socket to a peer at this address."""
-        dealer = self._made(zmq.DEALER)
+        dealer = self._new_socket(zmq.DEALER)
         dealer.setsockopt(zmq.ROUTING_ID, self._identity)
         if self._keys is not None:
             dealer.curve_serverkey = for_socket(public or self._keys.public)
@@ -101,7 +100,7 @@ class Sockets:
         self._polled.append((dealer, zmq.POLLIN))
         return dealer
 
-    def _made(self, kind: int) -> Socket:
+    def _new_socket(self, kind: int) -> Socket:
         socket = self._context.socket(kind)
         socket.linger = 0
         socket.setsockopt(zmq.SNDHWM, self._high_water)
@@ -113,20 +112,19 @@ class Sockets:
         return socket
 
     def disconnect(self, dealer: Socket) -> None:
-        """Close a socket to a peer, and drop what waits to be sent."""
+        """Close a socket to a peer and drop its queue."""
         self._polled = [entry for entry in self._polled if entry[0] is not dealer]
         self.ready = [socket for socket in self.ready if socket is not dealer]
         dealer.close(0)
 
     def put(self, dealer: Socket | None, identity: bytes, frames: list[Any]) -> bool:
-        """Queue frames for a peer, all or none; False if there is no room, or no way to it."""
-        socket = dealer
+        """Queue frames for a peer, all or none; False if the queue is full or there is no route to it."""
+        socket = dealer or self.router
+        if socket is None:
+            return False
         last = frames[-1]
         try:
-            if socket is None:
-                socket = self.router
-                if socket is None:
-                    return False
+            if dealer is None:
                 socket.send(identity, _MORE)
             for frame in frames[:-1]:
                 socket.send(frame, _MORE, len(frame) < BULK)
@@ -140,17 +138,17 @@ class Sockets:
         return True
 
     def poll(self, milliseconds: int) -> bool:
-        """Wait until a socket has something; True if another thread has rung."""
+        """Wait until a socket has something to read; True if another thread called `wake`."""
         rung = False
-        found: list[tuple[Any, int]] = []
+        events: list[tuple[Any, int]] = []
         for _ in range(TRIES if milliseconds else 0):
-            found = zmq.zmq_poll(self._polled, 0)  # pyright: ignore[reportAssignmentType]
-            if found:
+            events = zmq.zmq_poll(self._polled, 0)  # pyright: ignore[reportAssignmentType]
+            if events:
                 break
             os.sched_yield()
-        if not found:
-            found = zmq.zmq_poll(self._polled, milliseconds)  # pyright: ignore[reportAssignmentType]
-        for entry, _ in found:
+        if not events:
+            events = zmq.zmq_poll(self._polled, milliseconds)  # pyright: ignore[reportAssignmentType]
+        for entry, _ in events:
             if isinstance(entry, int):
                 os.eventfd_read(entry)
                 rung = True
@@ -159,9 +157,9 @@ class Sockets:
         return rung
 
     def take(self, socket: Socket) -> tuple[bytes | None, list[Any]]:
-        """One message of a socket, from whom if it is the router's; raises `zmq.Again` if there is none.
+        """One message of a socket, with its sender's identity if it is the router; raises `zmq.Again` if there is none.
 
-        Small frames are copied, which is quicker and aligns them. Of too many, only one more than may be is kept.
+        Small frames are copied, which is faster and aligns them. Of too many frames only one over the limit is kept.
         """
         identity = socket.recv(_NOBLOCK) if socket is self.router else None
         limit = self._most_frames + 2
@@ -174,12 +172,12 @@ class Sockets:
                 frames.append(frame.bytes if len(frame) < BULK else frame.buffer)
         return identity, frames
 
-    def close(self, linger: float) -> None:
-        """Close all of them; what still waits to be sent has so many seconds."""
-        if self._door is not None:
-            self._door.stop()
-            self._door = None
-        self._context.destroy(linger=int(linger * 1000))
+    def close(self) -> None:
+        """Close all sockets and drop their queues."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+        self._context.destroy(linger=0)
         self.ready.clear()
         self._wake.close()
         if self._folder is not None:
