@@ -236,7 +236,7 @@ def test_wrong_keys_are_refused(tmp_path: Path) -> None:
         keys.allow("abc")
     (tmp_path / "keys").write_text("{}")
     (tmp_path / "keys").chmod(0o600)
-    with pytest.raises(UsageError, match="not a file of keys"):
+    with pytest.raises(UsageError, match="not a key file"):
         Keys.load(tmp_path / "keys")
     with pytest.raises(UsageError, match="cannot be written"):
         keys.save(tmp_path / "nowhere" / "keys")

@@ -14,7 +14,7 @@ import numpy as np
 import paths
 import pytest
 from frame_support import CODEC, Push, Reply
-from message_support import PRIVATE, TCP, Endpoints, lent, pair, received
+from message_support import PRIVATE, TCP, Endpoints, lent, pair, received, shares
 from message_support import endpoints as endpoints
 from message_support import nothing_is_left as nothing_is_left
 
@@ -133,7 +133,7 @@ def test_a_restarted_server_is_greeted_anew(endpoints: Endpoints, tmp_path: Path
     server.close()
     server = endpoints("server 0.0", bind=address)
     deadline = time.monotonic() + DEADLINE
-    while not ((peer := server.known.by_name.get("worker 1")) and peer.shares):
+    while not shares(server, "worker 1"):
         assert time.monotonic() < deadline
         worker.send("server 0.0", Push("worker 1", 1))
         worker.receive(0.01)
@@ -232,7 +232,7 @@ def test_memory_that_cannot_be_opened_is_sent_the_next_time(endpoints: Endpoints
     segment.seal()
     worker.send("server 0.0", Push("worker 1", 1), payload)
     wait_until(lambda: server.receive(0.01) is None and server.refused == 1, "the refusal")
-    wait_until(lambda: worker.receive(0.01) is None and not worker.shares_memory_with("server 0.0"), "the news of it")
+    wait_until(lambda: worker.receive(0.01) is None and not shares(worker, "server 0.0"), "the news of it")
     worker.send("server 0.0", Push("worker 1", 1), payload)
     np.testing.assert_array_equal(received(server).payload, payload)  # pyright: ignore[reportArgumentType]
     assert worker.traffic["server 0.0"].bytes_lent == 10
@@ -250,7 +250,7 @@ def test_peers_of_another_host_get_no_references(endpoints: Endpoints, monkeypat
         server.send("worker 1", Reply(number))
         received(worker)
     assert tuple(server.known.by_name) == ("worker 1",)
-    assert not worker.shares_memory_with("server 0.0")
+    assert not shares(worker, "server 0.0")
     assert not server.known.by_name["worker 1"].shares
     assert worker.traffic["server 0.0"].bytes_lent == 0
     segment.seal()
@@ -269,7 +269,7 @@ def test_two_processes_share_memory(endpoints: Endpoints) -> None:
             worker.connect("server 0.0", sys.argv[1])
             segment = Segment.create(1_000_000)
             worker.lend(segment)
-            while not worker.shares_memory_with("server 0.0"):
+            while not worker.known.by_name["server 0.0"].shares:
                 worker.receive(0.1)
             segment.bytes[:] = 3
             worker.send("server 0.0", Push("worker 1", 1), segment.bytes[:1_000_000])

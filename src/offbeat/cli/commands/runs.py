@@ -16,7 +16,7 @@ from offbeat.limits import seconds
 
 if TYPE_CHECKING:
     from offbeat.runtime.run.folder import RunFolder
-    from offbeat.runtime.run.running import Status
+    from offbeat.runtime.run.status import Status
 
 _FOLLOW_EVERY = 0.2
 RunName = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or its name below --out, e.g. latest.")]
@@ -32,7 +32,7 @@ def ps(
 ) -> None:
     """List running runs, with their processes and progress."""
     from offbeat.cli.output import print_json, printable
-    from offbeat.runtime.run.running import statuses
+    from offbeat.runtime.run.status import statuses
 
     rows = [row for row in statuses(folder) if everything or row.alive]
     if output is OutputFormat.json:
@@ -81,11 +81,11 @@ def stop(
     out: Runs = Path("runs"),
 ) -> None:
     """Stop a run as Ctrl-C in its terminal would, and wait until all of its processes have ended."""
-    from offbeat.runtime.run.running import found
-    from offbeat.runtime.run.running import stop as end
+    from offbeat.runtime.run.status import find_run
+    from offbeat.runtime.run.status import stop as end
 
     seconds("--within", within)
-    folder = found(run, out)
+    folder = find_run(run, out)
     state = end(folder, within, kill)
     typer.echo(f"{folder.path.name} has ended: {state}.")
 
@@ -103,9 +103,9 @@ def logs(
 ) -> None:
     """Print the output of a run's workers and servers, each line with its process."""
     from offbeat.runtime.launch import LogFollower
-    from offbeat.runtime.run.running import found, status
+    from offbeat.runtime.run.status import find_run, status
 
-    folder = found(run, out)
+    folder = find_run(run, out)
     files = _files(folder, rank or [], server or [])
     followers = {name: LogFollower(file, whole=True) for name, file in files.items()}
     while follow and status(folder).alive:
@@ -141,7 +141,7 @@ def _is_plain(path: Path) -> bool:
 
 def _named(folder: RunFolder) -> dict[str, Path]:
     """All logs of a run, by whose they are."""
-    from offbeat.runtime.run.running import in_order
+    from offbeat.runtime.run.status import in_order
 
     found = {path.stem.replace("-", " "): path for path in (folder.path / "logs").glob("*-*.log") if _is_plain(path)}
     return {name: found[name] for name in sorted(found, key=in_order)}

@@ -1,8 +1,8 @@
-"""A worker's client of the servers: asks for what the training loop needs, and stays alive while it computes.
+"""A worker's client of the servers: requests from the training loop, and heartbeats while it computes.
 
-The loop calls `ask` with a request, and drives the machine itself while it waits for the answer: no thread stands
-between a request and its answer. While the loop computes, a thread looks in a few times a second (`connection`), so
-that signs of life and what must be sent again do not wait for a step to end.
+The loop calls `ask` with a request and drives the machine itself while it waits: no thread stands between a request and
+its reply. While the loop computes, a thread polls a few times a second (`connection`), so that heartbeats and resends
+do not wait for a step to end.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from offbeat.runtime.servers.plan import ServerPlan
 Bytes = NDArray[np.uint8]
 Takes = Callable[[int, PullReply | Fetched, Bytes], None]
 _SLICE = 0.5
-"""Seconds after which a wait looks whether there is still hope."""
+"""Seconds between checks, during a wait, that the connection is intact."""
 
 
 class DeclaredDeadError(SystemExit):
-    """Ends a worker that was silent for so long that the others have gone on without it, and have its part of the data.
+    """Ends a worker that was declared dead for its silence: the others continue without it, with its part of the data.
 
-    A request to end, and no failure: the run goes well without this process.
+    It exits with code 0, because the run can succeed without it.
     """
 
     def __init__(self) -> None:
@@ -66,49 +66,49 @@ class ClientSnapshots:
         self._machine, self._connection = machine, connection
 
     def want(self) -> None:
-        """Ask the coordinator for a snapshot of the run."""
+        """Request a snapshot of the run from the coordinator."""
         with self._connection as connection:
             connection.driver.perform(self._machine.snapshots.want())
 
     def due(self) -> bool:
-        """Whether the worker, which is between two steps, is to record its state."""
+        """Whether the worker, which is between two steps, must record its state."""
         with self._connection as connection:
             connection.catch_up()
             return connection.broken is None and self._machine.member and self._machine.colour.due
 
     def turn(self, clock: int, meetings: int) -> tuple[int, WorkerCut]:
-        """Be cut here; answers by which snapshot, and where."""
+        """Cut the worker here; returns the snapshot's number and the cut."""
         with self._connection as connection:
             cut, effects = self._machine.snapshots.turn(time.monotonic(), clock=clock, meetings=meetings)
             connection.driver.perform(effects)
             return self._machine.colour.own, cut
 
     def recorded(self, colour: int, cut: WorkerCut) -> None:
-        """The state of that cut is on the disk; may be called by any thread."""
+        """The state of that cut is on disk; from any thread."""
         with self._connection as connection:
             if connection.broken is None and not connection.over:
                 connection.driver.perform(self._machine.snapshots.recorded(colour, cut, time.monotonic()))
 
 
 class Client:
-    """What a worker asks of the servers and the coordinator of its run."""
+    """A worker's requests to the servers and the coordinator of its run."""
 
     def __init__(self, plan: ServerPlan, worker: int, seconds: float, joins: bool = False) -> None:
         self.plan = plan
-        _come_once(plan, f"{worker}-{os.getpid()}" if joins else str(worker))
+        _register_once(plan, f"{worker}-{os.getpid()}" if joins else str(worker))
         view = plan.view
         if joins:
             view = structs.replace(view, workers=tuple(other for other in view.workers if other != worker))
         timing = structs.replace(plan.timing, deadline=seconds)
         self.machine = ClientMachine(worker, view, process=os.getpid(), timing=timing)
         self.view: ClusterView = view
-        """Who takes part, as far as is known here."""
+        """The latest view known here."""
         self.takes: Callable[[int, Bytes], None] = lambda _shard, _values: None
-        """What is done with values that were asked for, when they come, unless `ask` says something else."""
+        """Receives requested values on arrival, unless `ask` names another receiver."""
         self.total: Bytes | None = None
-        """The sum of the rows that were brought to the last meeting, if any were."""
+        """The sum of the rows brought to the last meeting, if any."""
         self.presence: Any = SimpleNamespace(waiting=None)
-        """Where this worker says what it waits in."""
+        """Where this worker publishes what it waits for."""
         self.clock = 0
         """Steps whose pushes have been sent."""
         self.bytes_received = 0
@@ -122,58 +122,58 @@ class Client:
         self._notes = None if recorder is None else Requests(recorder, plan.rule, plan.shards, plan.workers)
         if self._notes is not None:
             self._notes.viewed(view)
-        self.connection = ServerConnection(self.machine, plan, self._told)
+        self.connection = ServerConnection(self.machine, plan, self._on_notice)
         self.snapshots = ClientSnapshots(self.machine, self.connection)
         self.connection.start()
 
     def expect(self, nbytes: int) -> None:
-        """Payloads of so many bytes are going to come: on a slow link, asking again too soon would double them."""
+        """Announce the payload size: on a slow link, resending too early would double the traffic."""
         with self.connection as connection:
             connection.driver.perform(self.machine.announce(nbytes))
 
     def ask(self, request: ClientRequest, takes: Takes | None = None) -> OpenRequest:
-        """Ask for something: the token under which `wait` has the answer. What comes is given to `takes`."""
+        """Send a request; `wait` has the replies under its token. Values go to `takes` on arrival."""
         with self.connection as connection:
             connection.check()
-            asked = self.machine.ask(request, time.monotonic())
+            opened = self.machine.ask(request, time.monotonic())
             if takes is not None:
-                self._takers[asked.token] = takes
-            connection.driver.perform(asked.effects)
+                self._takers[opened.token] = takes
+            connection.driver.perform(opened.effects)
         if isinstance(request, PushRequest):
             self.clock = request.clock + request.final
             self._reads_at = request.clock + 1 if request.then_pull else self._reads_at
         elif isinstance(request, PullRequest):
             self._reads_at = request.clock
         if self._notes is not None:
-            self._notes.asked(request, asked, self.machine)
-        return asked
+            self._notes.asked(request, opened, self.machine)
+        return opened
 
     def wait(self, token: int, what: str) -> tuple[Any, ...]:
-        """The answers to what was asked for under this token; `what` is for the message if they do not come."""
+        """The replies to the request with this token; `what` names it in the error if they do not come."""
         rule = self.plan.rule
-        # A read waits until all others, but for those that the rule can do without, have pushed so many steps.
+        # A read waits until enough others, all but the spare ones, have pushed the needed steps.
         spare = self.plan.workers if rule.deadline is not None else rule.drop + rule.coded
         return self._wait(token, Waiting(what, "clock", rule.needed(self._reads_at), spare))
 
     def answer(self, request: ClientRequest, what: str) -> tuple[Any, ...]:
-        """Ask for something and wait for it."""
+        """Send a request and wait for its replies."""
         return self.wait(self.ask(request).token, what)
 
     def meet(
         self, what: str, number: int, values: Sequence[float], admits: bool = False, row: NDArray[Any] | None = None
     ) -> Met:
-        """Wait until all live workers have come to this meeting: who came, what each brought, and who waits to join.
+        """Wait until all live workers have come to this meeting: who came, with what, and who waits to join.
 
-        It is the worker's meeting of this number. If it `admits`, those who wait are then let in. If any brings a
-        `row`, which must not change any more, `total` is then the sum of all rows.
+        If it `admits`, waiting workers are then admitted. If any worker brings a `row`, which must not change any more,
+        `total` is then the sum of all rows.
         """
-        named = f"{what} ({number})"
+        title = f"{what} ({number})"
         kind, brought = ("", NOTHING) if row is None else (row.dtype.name, Payload(row.nbytes, row))
         self.total = None
-        token = self.ask(MeetRequest(named, tuple(values), admits, kind, brought)).token
+        token = self.ask(MeetRequest(title, tuple(values), admits, kind, brought)).token
         if self._notes is not None:
             self._notes.meets(token, what, number)
-        ((_, met),) = self._wait(token, Waiting(named, "meeting", number))
+        ((_, met),) = self._wait(token, Waiting(title, "meeting", number))
         if not isinstance(met, Met):
             raise RunError(f"a meeting was answered with {met!r}")
         return met
@@ -200,7 +200,7 @@ class Client:
         return result
 
     def newest(self, shard: int) -> tuple[Fresh, Bytes] | None:
-        """Values of a shard that its server has sent unasked, if any have come since the last call."""
+        """Values of a shard that its server sent unrequested since the last call, if any."""
         with self.connection as connection:
             connection.catch_up()
             values = self._fresh.pop(shard, None)
@@ -209,14 +209,14 @@ class Client:
             return values
 
     def used_again(self, clock: int, staleness: int) -> None:
-        """A step starts from values that were read before: only for what is written down of the run."""
+        """Record that a step starts from values read before."""
         if self._notes is not None:
             self._notes.used_again(clock, staleness)
 
     # -- joining and leaving -----------------------------------------------------------------------------------------
 
     def join(self) -> Joined:
-        """Wait until the others let this worker in; if the run ends before they do, this process does too."""
+        """Wait until the others admit this worker; if the run ends first, so does this process."""
         with self.connection as connection:
             connection.driver.perform(self.machine.join(patient=True))
             while self._joined is None:
@@ -225,13 +225,13 @@ class Client:
         return self._joined
 
     def tell(self, heard: Callable[[ClusterView], None]) -> None:
-        """Have this called with the view of now, and with every later one; in any thread, and it must not wait."""
+        """Call this with the current view and every later one, from any thread; it must not block."""
         with self.connection:
             self._heard = heard
             heard(self.view)
 
     def close(self) -> None:
-        """Say goodbye, so that nobody waits for this worker, and close the connection."""
+        """Leave the run, so that nobody waits for this worker, and close the connection."""
         self.connection.stop()
         with self.connection as connection:
             if connection.broken is None:
@@ -243,9 +243,9 @@ class Client:
                     connection.driver.turn(0.05)
             connection.close()
 
-    # -- what the machine says ---------------------------------------------------------------------------------------
+    # -- notices from the machine ------------------------------------------------------------------------------------
 
-    def _told(self, notice: Any, _token: Any) -> None:
+    def _on_notice(self, notice: Any, _token: Any) -> None:
         match notice:
             case Arrived(_, -1, _, payload):
                 self.total = payload.handle
@@ -295,8 +295,8 @@ class Client:
         self.connection.break_off(DeclaredDeadError())
 
 
-def _come_once(plan: ServerPlan, worker: str) -> None:
-    """Refuse one who has left and comes again: nobody waits for it any more."""
+def _register_once(plan: ServerPlan, worker: str) -> None:
+    """Refuse a worker that has left and joins again: nobody waits for it any more."""
     try:
         (Path(plan.folder) / f"came-{worker}").touch(exist_ok=False)
     except FileExistsError:

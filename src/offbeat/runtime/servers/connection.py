@@ -1,6 +1,6 @@
-"""A worker's connection to the servers and the coordinator, driven by whoever waits.
+"""A worker's connection to the servers and the coordinator, driven by the thread that waits.
 
-It is entered as a context, by one thread at a time. While nobody is in it, a thread of its own looks in.
+One thread at a time enters it as a context. While none does, its own thread polls.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.messages import Driver, Endpoint
 from offbeat.runtime.servers.plan import ServerPlan
 
-_LOOK_IN = 0.05
-"""Seconds between two looks while nobody waits."""
+_POLL = 0.05
+"""Seconds between polls while nobody waits."""
 
 
 class Lines:
-    """Whom an endpoint is connected with, of those that views name."""
+    """The connections of an endpoint to the processes that views name."""
 
     def __init__(self, plan: ServerPlan, endpoint: Endpoint[Any]) -> None:
         self._plan, self._endpoint = plan, endpoint
         self._connected: set[Name] = {endpoint.name}
 
     def reach(self, names: Iterable[Name]) -> None:
-        """Connect to those who are new."""
+        """Connect to new names."""
         for name in names:
             if name not in self._connected:
                 self._connected.add(name)
@@ -36,21 +36,24 @@ class Lines:
 
 
 class ServerConnection:
-    """A machine, its endpoint, and why they are of no use any more, if so."""
+    """A machine and its endpoint, until an error breaks them."""
 
-    def __init__(self, machine: Machine, plan: ServerPlan, told: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, machine: Machine, plan: ServerPlan, notice: Callable[[Any, Any], Any]) -> None:
         self.broken: BaseException | None = None
-        """Why nothing more can be asked for."""
+        """Why no more requests can be made."""
+        self.over = False
+        """Whether it is being closed."""
         self._lock = threading.RLock()
         self._over = threading.Event()
         self._endpoint: Endpoint[Any] = Endpoint(machine.name, plan.codec(), keys=plan.keys)
         self._lines = Lines(plan, self._endpoint)
         self._lines.reach([COORDINATOR, *plan.view.servers])
-        self.driver = Driver(machine, self._endpoint, told)
-        self._thread = threading.Thread(target=self._look_in, name="offbeat client", daemon=True)
+        self.close = self._endpoint.close
+        self.driver = Driver(machine, self._endpoint, notice)
+        self._thread = threading.Thread(target=self._poll, name="offbeat client", daemon=True)
 
     def start(self) -> None:
-        """Let the machine begin, and look in from now on."""
+        """Start the machine and the polling."""
         self.driver.begin()
         self._thread.start()
 
@@ -62,60 +65,52 @@ class ServerConnection:
         self._lock.release()
 
     def reach(self, view: ClusterView) -> None:
-        """Reach all servers of a view: one that is new there may be the next to serve."""
+        """Connect to all servers of a view: a new one may be the next primary."""
         self._lines.reach(view.servers)
 
     @property
     def bytes_sent(self) -> int:
-        """Payload bytes that went to servers, lent ones too."""
+        """Payload bytes sent to servers, including lent memory."""
         return sum(traffic.bytes_sent for traffic in self._endpoint.traffic.values())
 
     def links(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Payload bytes that went to each server and came from it, lent ones too, by shard and replica."""
+        """Payload bytes sent to and received from each server, by shard and replica, including lent memory."""
         with self:
             known = {place_of(peer): traffic for peer, traffic in self._endpoint.traffic.items()}
-        return {place: (one.bytes_sent, one.bytes_received) for place, one in known.items() if place is not None}
+        return {place: (t.bytes_sent, t.bytes_received) for place, t in known.items() if place is not None}
 
     def lend(self, segment: Segment) -> None:
-        """Let servers of this host read this memory instead of sending them what lies there."""
+        """Let servers on this host read this memory instead of sending its contents."""
         with self:
             self._endpoint.lend(segment)
 
     def catch_up(self) -> None:
-        """Tell the machine of all that has happened."""
+        """Handle all pending events."""
         while self.driver.turn(0.0):
             pass
 
     def check(self) -> None:
-        """Raise if nothing more can be asked for."""
+        """Raise if no more requests can be made."""
         if self.broken is not None:
             raise self.broken
 
     def break_off(self, error: BaseException) -> None:
-        """End the wait that somebody is in, and all later ones, with an error."""
+        """End the current wait, and all later ones, with an error."""
         self.broken = self.broken or error
 
-    @property
-    def over(self) -> bool:
-        """Whether it is being closed."""
-        return self._over.is_set()
-
-    def _look_in(self) -> None:
-        while not self._over.wait(_LOOK_IN):
+    def _poll(self) -> None:
+        while not self._over.wait(_POLL):
             if self._lock.acquire(blocking=False):
                 try:
                     self.catch_up()
                 except Exception as error:
-                    self.break_off(RunError(f"the line to the servers broke: {error!r}"))
+                    self.break_off(RunError(f"the connection to the servers broke: {error!r}"))
                     return
                 finally:
                     self._lock.release()
 
     def stop(self) -> None:
-        """Look in no more."""
+        """Stop polling."""
+        self.over = True
         self._over.set()
         self._thread.join(timeout=5.0)
-
-    def close(self) -> None:
-        """Close the endpoint."""
-        self._endpoint.close()
