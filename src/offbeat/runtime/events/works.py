@@ -1,8 +1,8 @@
-"""Operations of process groups that are under way, and whose end is written down."""
+"""Operations of process groups in flight, whose end is recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,38 +11,34 @@ import torch.distributed as dist
 
 from offbeat.runtime.events.recorder import Mark, Recorder
 
-# A member of an enumeration is looked up and written more slowly than a number.
+# Plain numbers: enum members are slower to look up and write.
 WAIT, EXIT, FAIL = int(Mark.WAIT), int(Mark.EXIT), int(Mark.FAIL)
 BareWork: Any = dist._Work  # pyright: ignore[reportPrivateUsage]
-"""Torch's own, which torch's annotations do not know well."""
-CAPTURES = torch.backends.cuda.is_built()
-"""Whether there can be CUDA graphs here."""
+"""Torch's class, which is poorly annotated."""
+CAPTURES = torch.backends.cuda.is_built()  # Whether CUDA graphs are possible here.
 
 
 def may_ask() -> bool:
-    """Whether an operation may be asked if it has ended: not while a CUDA graph is captured, which that would spoil."""
+    """Whether an operation's completion may be queried: not during CUDA graph capture, which it would break."""
     return not (CAPTURES and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
-def _handed_on(method: str) -> Callable[..., Any]:
-    def call(self: Any, *args: Any, **more: Any) -> Any:
-        return getattr(self._work, method)(*args, **more)
-
-    call.__name__ = method
-    return call
-
-
 def handing_on(kind: type[Any]) -> type[Any]:
-    """Let a class of works ask the work it holds whatever it does not answer itself."""
+    """Make a class of works forward the methods that it does not define to the work it holds."""
     for method in vars(BareWork):
         if not method.startswith("__") and method not in vars(kind):
-            setattr(kind, method, _handed_on(method))
+
+            def call(self: Any, *args: Any, _method: str = method, **more: Any) -> Any:
+                return getattr(self._work, _method)(*args, **more)
+
+            call.__name__ = method
+            setattr(kind, method, call)
     return kind
 
 
 @handing_on
 class StampedWork(BareWork):
-    """An operation under way, whose end is written down."""
+    """An operation in flight, whose end is recorded."""
 
     def __init__(
         self, work: Any, recorder: Recorder, name: int, sequence: int, waiting: bool, trails: bool = False
@@ -51,8 +47,7 @@ class StampedWork(BareWork):
         self._work, self._recorder, self._name, self._sequence = work, recorder, name, sequence
         self._waiting, self._trails = waiting, trails
         self._future: Any = None
-        self.sources: Sequence[int] = ()
-        """Of a receipt from anybody: who may have sent it, by their ranks in the group."""
+        self.sources: Sequence[int] = ()  # Possible senders of a receive from any source, by rank in the group.
         recorder.open.append(self)
 
     def _note(self, mark: int) -> None:
@@ -65,22 +60,21 @@ class StampedWork(BareWork):
             self._note(mark)
 
     def _sender(self) -> int:
-        """1 + who has sent what was received from anybody; 0 if that is not known."""
+        """1 + the sender of a receive from any source; 0 if unknown."""
         try:
             return 1 + self.sources[self._work._source_rank()]
         except (RuntimeError, IndexError):
             return 0
 
     def look(self) -> None:
-        """Write its end down if it has ended."""
-        # Gloo tells those who wait for its future a moment before it says so itself. On a device a future only says
-        # that the work was handed over.
-        told = self._future is not None and not self._trails and self._future.done()
-        if told or (may_ask() and self._work.is_completed()):
+        """Record its end if it has ended."""
+        # Gloo completes the future a moment before the work. On a device a future only says that the work was queued.
+        done = self._future is not None and not self._trails and self._future.done()
+        if done or (may_ask() and self._work.is_completed()):
             self._over(EXIT)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for it, and say so."""
+        """Wait for it, and record the wait."""
         if not self._waiting:
             self._waiting = True
             self._note(WAIT)
@@ -90,7 +84,7 @@ class StampedWork(BareWork):
             self._over(FAIL)
             raise
         if self._trails:
-            self.look()  # A device's queue waits, this process goes on: it has ended only when it says so.
+            self.look()  # Only the device's queue waits: it has ended once it says so.
         else:
             self._over(EXIT)
         return answer
@@ -100,17 +94,17 @@ class StampedWork(BareWork):
         self.wait()
 
     def get_future(self) -> Any:
-        """Torch's own: what follows on it is not delayed."""
+        """Torch's own future, so that callbacks are not delayed."""
         self._future = self._work.get_future()
         return self._future
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else the work of this backend can say."""
+        """Other attributes of this backend's work."""
         return getattr(self._work, name)
 
 
 class Gathered(StampedWork):
-    """Several operations that were begun one by one, and are under way as one."""
+    """Several operations started one by one and in flight as one."""
 
     def __init__(self, work: Any, recorder: Recorder, parts: Sequence[tuple[int, int]], trails: bool) -> None:
         super().__init__(work, recorder, *parts[0], False, trails)

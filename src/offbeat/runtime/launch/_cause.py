@@ -16,8 +16,7 @@ from offbeat.runtime.launch._roles import RemoteError, Role, RoleOutcome
 HEAD_START = 0.1
 """Seconds by which a death is dated back: the kernel closes a dying process's sockets, which its peers notice,
 before it tells the parent."""
-SETTLE = 0.5
-"""Seconds to wait for a better explanation when the first failure only reports a lost peer."""
+SETTLE = 0.5  # Seconds to wait for a better explanation when the first failure only reports a lost peer.
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "killed by the system or by hand; out of memory?",
     signal.SIGSEGV: "it crashed in native code",
@@ -50,10 +49,8 @@ class Failures:
     def __init__(self) -> None:
         self._known: list[Failure] = []
         self._settled_at = 0.0
-        self.tolerated: list[Failure] = []
-        """Ends of expendable roles."""
-        self.announced: list[Failure] = []
-        """Roles that exit with a code of their own and may not have ended yet."""
+        self.tolerated: list[Failure] = []  # Ends of expendable roles.
+        self.announced: list[Failure] = []  # Roles that exit with a code of their own and may not have ended yet.
 
     def add(self, failure: Failure) -> None:
         """Add a failure that ends the run."""

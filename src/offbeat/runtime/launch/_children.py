@@ -55,8 +55,7 @@ class Children:
         self.selector = self._held.enter_context(contextlib.closing(selectors.DefaultSelector()))
         """Ready when the fork server (data None) or a child (its data) has sent something."""
         self.selector.register(link.channel, selectors.EVENT_READ, None)
-        self.all: dict[int, Child] = {}
-        """By the id of their fork order."""
+        self.all: dict[int, Child] = {}  # By the id of their fork order.
 
     def order(self, order: Fork, role: Role, log: int) -> None:
         """Ask the fork server for one role; it confirms later."""

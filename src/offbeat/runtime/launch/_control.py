@@ -18,8 +18,7 @@ from offbeat import errors
 from offbeat.runtime.launch._messages import Note, frame
 from offbeat.runtime.launch._roles import RemoteError
 
-LAUNCHER_GONE = 75
-"""Exit code of a child whose launcher is gone; nobody is left to read it."""
+LAUNCHER_GONE = 75  # Exit code of a child whose launcher is gone; nobody is left to read it.
 _LONGEST = 200_000
 
 # Gloo raises bare RuntimeErrors, recognizable only by their text. Examples:

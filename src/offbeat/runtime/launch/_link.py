@@ -15,10 +15,8 @@ from pathlib import Path
 
 from offbeat.runtime.launch._messages import Channel, FromServer, LauncherHello, ToServer
 
-SEND_DEADLINE = 30
-"""Seconds that the fork server may leave a message unread."""
-CLOSE_DEADLINE = 10.0
-"""Seconds that the fork server has to exit; more than it gives its children."""
+SEND_DEADLINE = 30  # Seconds that the fork server may leave a message unread.
+CLOSE_DEADLINE = 10.0  # Seconds that the fork server has to exit; more than it gives its children.
 
 
 class ServerGoneError(Exception):
@@ -43,10 +41,8 @@ class ForkServerLink:
         self.pid = self._process.pid
         self.channel: Channel[FromServer] = Channel(ours, FromServer, "the fork server")
         self.preload = tuple(preload)
-        self.is_ready = False
-        """Whether its imports are done."""
-        self.is_usable = True
-        """Whether it can still be used for a run."""
+        self.is_ready = False  # Whether its imports are done.
+        self.is_usable = True  # Whether it can still be used for a run.
         with contextlib.suppress(ServerGoneError):  # The first run will report the reason.
             self.send(LauncherHello(list(preload), [entry or str(Path.cwd()) for entry in sys.path]))
 

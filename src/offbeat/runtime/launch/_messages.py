@@ -18,8 +18,7 @@ import msgspec
 from offbeat.errors import RunError, UsageError
 from offbeat.runtime.launch._roles import RemoteError
 
-LIMIT = 64 * 1024 * 1024
-"""Bytes in one frame at most: more is a mistake, and would take memory twice."""
+LIMIT = 64 * 1024 * 1024  # Bytes in one frame at most: more is a mistake, and would take memory twice.
 PRELOAD_DEADLINE = 120.0
 """Seconds that the fork server's imports may take: a cold disk is slow, but a hung import never ends."""
 
@@ -152,10 +151,8 @@ class Channel(Generic[M]):
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(reads)  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
         self._buffer = bytearray()
         self._name = name
-        self.descriptors: list[int] = []
-        """Descriptors that arrived and were not taken yet, in order of arrival."""
-        self.ended = False
-        """Whether the other side has closed."""
+        self.descriptors: list[int] = []  # Descriptors that arrived and were not taken yet, in order of arrival.
+        self.ended = False  # Whether the other side has closed.
 
     def send(self, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
         """Send one whole message; raises OSError if the other side is gone."""

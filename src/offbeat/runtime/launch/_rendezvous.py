@@ -40,10 +40,8 @@ def free_port(host: str = "127.0.0.1") -> int:
 class PrivateStore:
     """A store for workers on this machine that other users cannot reach."""
 
-    path: str
-    """The file that `torch.distributed.FileStore` opens."""
-    port: int
-    """A reserved loopback port on which nobody listens: stock scripts expect MASTER_PORT to be set."""
+    path: str  # The file that `torch.distributed.FileStore` opens.
+    port: int  # A reserved loopback port on which nobody listens: stock scripts expect MASTER_PORT to be set.
 
 
 @contextmanager

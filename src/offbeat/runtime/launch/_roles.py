@@ -65,18 +65,12 @@ class Role:
 class RemoteError(msgspec.Struct, tag=True, frozen=True):
     """An exception that ended a child, as text; also the message in which the child reports it."""
 
-    type_name: str
-    """The exception's class, with its module unless it is a builtin."""
-    message: str
-    """Its `str()`."""
-    traceback: str
-    """Its traceback as Python would print it, from the entry function on."""
-    offbeat_class: str | None = None
-    """The nearest class of `offbeat.errors`, if it is one of ours."""
-    communication: bool = False
-    """Whether it reports a lost or silent peer: then the peer is the likelier cause."""
-    at: float = 0.0
-    """When it was raised, by the machine's monotonic clock."""
+    type_name: str  # The exception's class, with its module unless it is a builtin.
+    message: str  # Its `str()`.
+    traceback: str  # Its traceback as Python would print it, from the entry function on.
+    offbeat_class: str | None = None  # The nearest class of `offbeat.errors`, if it is one of ours.
+    communication: bool = False  # Whether it reports a lost or silent peer: then the peer is the likelier cause.
+    at: float = 0.0  # When it was raised, by the machine's monotonic clock.
 
 
 @dataclass(frozen=True)
@@ -84,8 +78,6 @@ class RoleOutcome:
     """How one role ended."""
 
     role: Role
-    exit_code: int | None
-    """None if a signal ended it."""
+    exit_code: int | None  # None if a signal ended it.
     signal: int | None
-    error: RemoteError | None
-    """The exception that ended it, if one did."""
+    error: RemoteError | None  # The exception that ended it, if one did.

@@ -34,12 +34,9 @@ from offbeat.runtime.launch._messages import (
 )
 from offbeat.runtime.launch._roles import RemoteError, Role, RoleOutcome
 
-TICK = 0.1
-"""Seconds between calls of `on_tick`."""
-FORK_DEADLINE = 30.0
-"""Seconds for the fork server to fork all roles."""
-KILL_DEADLINE = 10.0
-"""Seconds for the kernel to end processes after SIGKILL."""
+TICK = 0.1  # Seconds between calls of `on_tick`.
+FORK_DEADLINE = 30.0  # Seconds for the fork server to fork all roles.
+KILL_DEADLINE = 10.0  # Seconds for the kernel to end processes after SIGKILL.
 
 OnMessage = Callable[[Role, dict[str, Any]], None]
 OnTick = Callable[[], None]
@@ -54,8 +51,7 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
-        self.count = 0
-        """How many have come."""
+        self.count = 0  # How many have come.
         self._may_raise = False
         self._previous: dict[signal.Signals, Any] = {}
 

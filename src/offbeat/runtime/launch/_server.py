@@ -37,10 +37,8 @@ from offbeat.runtime.launch._messages import (
     ToServer,
 )
 
-TURN = 0.5
-"""Seconds between checks that the launcher is alive, in case its socket does not tell."""
-FAREWELL = 5.0
-"""Seconds to wait for killed children before exiting anyway."""
+TURN = 0.5  # Seconds between checks that the launcher is alive, in case its socket does not tell.
+FAREWELL = 5.0  # Seconds to wait for killed children before exiting anyway.
 
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -24,10 +24,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-NOTICE_SECONDS = 5.0
-"""How long a successful role may take to exit before a warning names what it waits for."""
-FAILED_SECONDS = 1.0
-"""How long a failed role may take to exit: it may well be waiting for peers that are gone."""
+NOTICE_SECONDS = 5.0  # How long a successful role may take to exit before a warning names what it waits for.
+FAILED_SECONDS = 1.0  # How long a failed role may take to exit: it may well be waiting for peers that are gone.
 _ARCHIVES = (("gzip", "GzipFile"), ("bz2", "BZ2File"), ("lzma", "LZMAFile"))
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _LIBC = ctypes.CDLL(None)

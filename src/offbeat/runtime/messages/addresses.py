@@ -14,8 +14,7 @@ from pathlib import Path
 
 from offbeat.errors import UsageError
 
-PRIVATE = "ipc://*"
-"""Bind to this for a socket in a new private folder, which is removed with the endpoint."""
+PRIVATE = "ipc://*"  # Bind to this for a socket in a new private folder, which is removed with the endpoint.
 _PREFIX = "offbeat-sockets-"
 _LONGEST_PATH = 107
 _TCP = re.compile(r"tcp://(?P<host>[^;/]+):(?P<port>\d+|\*)")

@@ -11,12 +11,10 @@ from typing import Any
 from offbeat.protocols.machine import NOTHING, Done, Effect, Event, Machine, Payload, Received, Send, Start, Timer
 from offbeat.runtime.messages.endpoint import Endpoint
 
-Work = Callable[[Any, Any], Any]
-"""Does the work of a `Start` effect, given the work and its token; returns the result."""
+Work = Callable[[Any, Any], Any]  # Does the work of a `Start` effect, given the work and its token; returns the result.
 After = Callable[[Event, Sequence[Effect]], None]
 """Called with each event and the machine's effects, before those are performed."""
-LONGEST_SLEEP = 0.5
-"""Seconds after which `until` is asked again even if nothing has happened."""
+LONGEST_SLEEP = 0.5  # Seconds after which `until` is asked again even if nothing has happened.
 
 
 class Inbox:

@@ -27,8 +27,7 @@ from offbeat.runtime.messages.sockets import Socket, Sockets
 if TYPE_CHECKING:
     from offbeat.runtime.collectives.one_sided.segment import Segment
 
-HIGH_WATER = 1_000
-"""Messages queued for a peer before further ones are dropped."""
+HIGH_WATER = 1_000  # Messages queued for a peer before further ones are dropped.
 
 M = TypeVar("M")
 
@@ -67,15 +66,12 @@ class Endpoint(Generic[M]):
         self._incarnation = secrets.randbits(63)
         self._loans = Loans()
         self.known = Peers()
-        self.traffic: dict[str, PeerTraffic] = self.known.traffic
-        """By peer; kept when a peer is forgotten."""
+        self.traffic: dict[str, PeerTraffic] = self.known.traffic  # By peer; kept when a peer is forgotten.
         self.refused = 0
         """Messages that were malformed, from an impossible sender, or named memory that is not the sender's."""
         self._sockets = Sockets(name, identity_of(name), keys, high_water, codec.most_frames)
-        self.wake = self._sockets.wake
-        """Ends the current or next wait of `receive`; the only method for other threads."""
-        self.address: str | None = None
-        """Where others connect, if this endpoint binds."""
+        self.wake = self._sockets.wake  # Ends the current or next wait of `receive`; the only method for other threads.
+        self.address: str | None = None  # Where others connect, if this endpoint binds.
         try:
             if bind is not None:
                 self.address = self._sockets.bind(bind)

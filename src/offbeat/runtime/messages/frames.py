@@ -21,14 +21,10 @@ from offbeat.errors import OffbeatError, UsageError
 
 MAGIC = b"offb"
 VERSION = 1
-HEADER_LIMIT = 64 * 1024
-"""Largest header frame, in bytes."""
-PAYLOAD_LIMIT = 1024**3
-"""Largest payload in bytes, unless the codec sets another limit."""
-CHUNK = 4 * 1024 * 1024
-"""Payload bytes per frame; the last has the rest."""
-BULK = 64 * 1024
-"""Frames of at least this many bytes are not copied to and from the socket."""
+HEADER_LIMIT = 64 * 1024  # Largest header frame, in bytes.
+PAYLOAD_LIMIT = 1024**3  # Largest payload in bytes, unless the codec sets another limit.
+CHUNK = 4 * 1024 * 1024  # Payload bytes per frame; the last has the rest.
+BULK = 64 * 1024  # Frames of at least this many bytes are not copied to and from the socket.
 
 Buffer = NDArray[Any] | memoryview | bytes | bytearray
 Bytes = NDArray[np.uint8]
@@ -36,8 +32,7 @@ Frame = bytes | memoryview
 
 # magic, checksum, version, kind, bytes of the note, frames of the payload, bytes of the payload
 _FIXED = struct.Struct("<4sIBBHIQ")
-_UNCHECKED = 8
-"""Leading bytes that the checksum does not cover: the magic word and itself."""
+_UNCHECKED = 8  # Leading bytes that the checksum does not cover: the magic word and itself.
 _PLAIN, _FRAMES, _SHARED, _HELLO = range(4)
 _SMALLEST_CHUNK = 1024 * 1024
 _ROW = 4096
@@ -52,10 +47,8 @@ class FrameError(OffbeatError):
 class MemoryReference(msgspec.Struct, frozen=True, array_like=True):
     """The location of a payload in memory lent by the sender, sent instead of the payload."""
 
-    ticket: str
-    """Opens the memory (`Segment.ticket`)."""
-    serial: int
-    """Number of the loan: tickets may be reused for other memory."""
+    ticket: str  # Opens the memory (`Segment.ticket`).
+    serial: int  # Number of the loan: tickets may be reused for other memory.
     offset: int
     nbytes: int
 
@@ -65,12 +58,9 @@ class EndpointHello(msgspec.Struct, frozen=True, array_like=True):
 
     host: str
     """A hash of the sender's `host_identity()` and incarnation; empty if it cannot read the receiver's memory."""
-    process: int
-    """The sender's process; it may lend only its own memory."""
-    incarnation: int
-    """Changes with a restart: state about the old process is then discarded."""
-    answer: bool
-    """Whether the sender requests a greeting back."""
+    process: int  # The sender's process; it may lend only its own memory.
+    incarnation: int  # Changes with a restart: state about the old process is then discarded.
+    answer: bool  # Whether the sender requests a greeting back.
 
 
 class Codec(Generic[M]):
@@ -78,8 +68,7 @@ class Codec(Generic[M]):
 
     def __init__(self, messages: type[M] | Any, payload_limit: int = PAYLOAD_LIMIT) -> None:
         self.payload_limit = payload_limit
-        self.most_frames = 1 + payload_limit // _SMALLEST_CHUNK
-        """Most frames in a payload."""
+        self.most_frames = 1 + payload_limit // _SMALLEST_CHUNK  # Most frames in a payload.
         is_union = get_origin(messages) in (Union, types.UnionType)
         self._types = frozenset(get_args(messages) if is_union else (messages,))
         self._encoder = msgspec.msgpack.Encoder()

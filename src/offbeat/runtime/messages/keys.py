@@ -22,10 +22,8 @@ from zmq.utils import z85
 
 from offbeat.errors import UsageError
 
-_LARGEST = 2**20
-"""Largest key file, in bytes."""
-DOMAIN = "offbeat"
-"""Our sockets' name for the authenticator."""
+_LARGEST = 2**20  # Largest key file, in bytes.
+DOMAIN = "offbeat"  # Our sockets' name for the authenticator.
 
 
 class _KeyFile(msgspec.Struct, forbid_unknown_fields=True):

@@ -78,8 +78,7 @@ def _address(array: NDArray[Any]) -> int:
 class Borrowed:
     """Memory of one peer, mapped by this process."""
 
-    MOST = 64
-    """Segments mapped per peer; one more unmaps the oldest."""
+    MOST = 64  # Segments mapped per peer; one more unmaps the oldest.
 
     def __init__(self, process: int) -> None:
         self._process = process

@@ -9,26 +9,20 @@ from offbeat.runtime.messages.frames import FrameError
 from offbeat.runtime.messages.lending import Borrowed
 from offbeat.runtime.messages.sockets import Socket
 
-MOST_PEERS = 16_384
-"""Peers that an endpoint remembers; messages from more are refused."""
-LONGEST_NAME = 200
-"""In bytes."""
+MOST_PEERS = 16_384  # Peers that an endpoint remembers; messages from more are refused.
+LONGEST_NAME = 200  # In bytes.
 
 
 @dataclass(slots=True)
 class PeerTraffic:
     """Traffic with one peer."""
 
-    sent: int = 0
-    """Messages."""
+    sent: int = 0  # Messages.
     received: int = 0
-    bytes_sent: int = 0
-    """Payload bytes, including lent memory."""
+    bytes_sent: int = 0  # Payload bytes, including lent memory.
     bytes_received: int = 0
-    bytes_lent: int = 0
-    """The part of `bytes_sent` that was lent instead of copied."""
-    dropped: int = 0
-    """Messages that could not be sent: full queue, or unknown peer."""
+    bytes_lent: int = 0  # The part of `bytes_sent` that was lent instead of copied.
+    dropped: int = 0  # Messages that could not be sent: full queue, or unknown peer.
 
 
 @dataclass(slots=True)
@@ -39,14 +33,10 @@ class Peer:
     identity: bytes
     traffic: PeerTraffic
     dealer: Socket | None = None
-    incarnation: int | None = None
-    """From its greeting; None before that came."""
-    asked: bool = False
-    """Whether a greeting was requested from it."""
-    shares: bool = False
-    """Whether it can read memory lent by us."""
-    borrowed: Borrowed | None = None
-    """Memory lent by it; None if it is on another host."""
+    incarnation: int | None = None  # From its greeting; None before that came.
+    asked: bool = False  # Whether a greeting was requested from it.
+    shares: bool = False  # Whether it can read memory lent by us.
+    borrowed: Borrowed | None = None  # Memory lent by it; None if it is on another host.
 
 
 class Peers:
@@ -56,8 +46,7 @@ class Peers:
         self.by_name: dict[str, Peer] = {}
         self.by_identity: dict[bytes, Peer] = {}
         self.by_dealer: dict[Socket, Peer] = {}
-        self.traffic: dict[str, PeerTraffic] = {}
-        """By name; kept when a peer is forgotten."""
+        self.traffic: dict[str, PeerTraffic] = {}  # By name; kept when a peer is forgotten.
 
     def find(self, name: str) -> Peer | None:
         """The peer of this name, new if need be; None if there are too many."""

@@ -20,10 +20,8 @@ from offbeat.runtime.messages.keys import DOMAIN, Keys, for_socket, guard
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
 
-TRIES = 30
-"""Non-blocking polls, yielding the core in between, before a wait sleeps: waking up takes longer."""
-_ENCRYPTION = 1024
-"""Upper bound on the bytes that CURVE adds to a frame."""
+TRIES = 30  # Non-blocking polls, yielding the core in between, before a wait sleeps: waking up takes longer.
+_ENCRYPTION = 1024  # Upper bound on the bytes that CURVE adds to a frame.
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # Plain numbers: enum flags are slow.
 
 Socket = zmq.Socket[bytes]
@@ -57,10 +55,8 @@ class Sockets:
         self._most_frames = most_frames
         self._context: zmq.Context[Socket] = zmq.Context()
         self._wake = _Wake()
-        self.wake = self._wake.ring
-        """Ends the current or next wait of `poll`; from any thread."""
-        self.ready: list[Socket] = []
-        """Sockets with something to read."""
+        self.wake = self._wake.ring  # Ends the current or next wait of `poll`; from any thread.
+        self.ready: list[Socket] = []  # Sockets with something to read.
         self._polled: list[tuple[Any, int]] = [(self._wake.descriptor, zmq.POLLIN)]
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._authenticator: ThreadAuthenticator | None = None

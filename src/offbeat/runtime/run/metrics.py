@@ -21,8 +21,7 @@ from offbeat.runtime.run.stopwatch import Stopwatch
 
 KEPT = "Training stops before it can spread; the last checkpoint is from before. A lower learning rate often helps."
 """The end of every error about NaN or infinity."""
-_PROGRESS_EVERY = 0.1
-"""Seconds between progress messages to the launcher."""
+_PROGRESS_EVERY = 0.1  # Seconds between progress messages to the launcher.
 
 
 class Reports:
@@ -35,20 +34,16 @@ class Reports:
         self._last_progress = 0.0
         self.evaluated = 0
         """Examples this worker has read without gradients since the last report: its weight in the next."""
-        self.last_loss: float | None = None
-        """The loss of the latest step here, if the loop reports it."""
+        self.last_loss: float | None = None  # The loss of the latest step here, if the loop reports it.
         self.figures: Callable[[], Mapping[str, Any]] = dict
         """The strategy's figures for this worker, for metrics and display."""
         self.accounts: Callable[[], Mapping[str, Any]] = dict
         """The strategy's figures for all workers, for metrics; a collective call."""
         self.evidence: Callable[[], Sequence[float]] = tuple
         """Numbers that expose workers with identical data or diverged models; the same count everywhere."""
-        self.compare: Callable[[Tensor], None] = lambda _rows: None
-        """Gets those numbers of all workers, a row each."""
-        self.payload: Callable[[], int] = int
-        """Bytes this worker has sent outside the group."""
-        self._earlier_payload = 0
-        """Bytes of earlier parts of a resumed run that `payload` does not count."""
+        self.compare: Callable[[Tensor], None] = lambda _rows: None  # Gets those numbers of all workers, a row each.
+        self.payload: Callable[[], int] = int  # Bytes this worker has sent outside the group.
+        self._earlier_payload = 0  # Bytes of earlier parts of a resumed run that `payload` does not count.
 
     def write_to(self, folder: Path | None, tensorboard: bool) -> None:
         """Let worker 0, or the leader after its death, also write metrics into the run folder."""

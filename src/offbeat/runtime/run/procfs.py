@@ -43,12 +43,9 @@ class Passport(msgspec.Struct, frozen=True):
     """Identifies one process, and never another."""
 
     pid: int
-    began: int
-    """Start time, in kernel ticks since boot."""
-    boot: str
-    """The boot of the machine."""
-    counted: str
-    """The PID namespace in which the PID counts."""
+    began: int  # Start time, in kernel ticks since boot.
+    boot: str  # The boot of the machine.
+    counted: str  # The PID namespace in which the PID counts.
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -56,8 +53,7 @@ class Seen(msgspec.Struct, frozen=True):
 
     pid: int
     parent: int
-    state: str
-    """`running`, `sleeping`, `stopped` …"""
+    state: str  # `running`, `sleeping`, `stopped` …
     began: int
     cpu_seconds: float
     memory_bytes: int

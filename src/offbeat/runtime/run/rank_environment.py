@@ -14,8 +14,7 @@ from typing import Literal
 from offbeat import limits
 from offbeat.errors import UsageError
 
-STORE = "OFFBEAT_STORE"
-"""The variable with the file of the launcher's private store."""
+STORE = "OFFBEAT_STORE"  # The variable with the file of the launcher's private store.
 _SLURM_FIRST_PORT, _SLURM_PORTS = 20000, 10000
 
 

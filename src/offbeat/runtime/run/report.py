@@ -14,12 +14,9 @@ from offbeat.protocols.servers.messages import worker_name
 from offbeat.runtime.run.folder import strategy_in_words
 from offbeat.runtime.run.result import Result
 
-SILENT = "OFFBEAT_REPORT"
-"""Set to 0, this variable keeps scripts outside `offbeat run` from printing a report."""
-MOST_LINKS = 4
-"""Busiest links shown."""
-MOST_AGES = 8
-"""Ages of reads counted separately."""
+SILENT = "OFFBEAT_REPORT"  # Set to 0, this variable keeps scripts outside `offbeat run` from printing a report.
+MOST_LINKS = 4  # Busiest links shown.
+MOST_AGES = 8  # Ages of reads counted separately.
 
 
 def reporter(folder: Path | None) -> Callable[[Mapping[str, Any]], None]:

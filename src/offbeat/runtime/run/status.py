@@ -18,11 +18,9 @@ from offbeat.runtime.run.procfs import Passport, held, ignores, lives, passport,
 from offbeat.runtime.run.untrusted_files import is_file, is_folder, is_there, parse_json, regular_file
 
 RUNNING: Final = "running"
-LOST: Final = "lost"
-"""A run recorded as running whose launching process is gone: it was killed, or the machine was."""
+LOST: Final = "lost"  # A run recorded as running whose launching process is gone: it was killed, or the machine was.
 KILLED: Final = "killed"
-UNREADABLE: Final = "not readable"
-"""A folder whose run.json is damaged; `what` says how."""
+UNREADABLE: Final = "not readable"  # A folder whose run.json is damaged; `what` says how.
 _TAIL: Final = 65536
 _POLL: Final = 0.05
 
@@ -36,8 +34,7 @@ class _Report(Struct, omit_defaults=True):
 class Process(Struct, frozen=True):
     """A live worker or server of a run."""
 
-    role: str
-    """`worker 3`, `server 0`."""
+    role: str  # `worker 3`, `server 0`.
     pid: int
     state: str
     cpu_seconds: float
@@ -47,22 +44,16 @@ class Process(Struct, frozen=True):
 class Status(Struct, frozen=True):
     """The status of a run."""
 
-    run: str
-    """Its folder."""
-    state: str
-    """As in run.json, or `lost`."""
+    run: str  # Its folder.
+    state: str  # As in run.json, or `lost`.
     what: str
-    strategy: str
-    """As in run.json; `script` if the script distributes itself."""
+    strategy: str  # As in run.json; `script` if the script distributes itself.
     workers: int | None = None
     started: str | None = None
-    launcher: int | None = None
-    """The process that started it, if that lives."""
-    step: int | None = None
-    """At the last report."""
+    launcher: int | None = None  # The process that started it, if that lives.
+    step: int | None = None  # At the last report.
     score: float | None = None
-    seconds: float | None = None
-    """Training time at the last report."""
+    seconds: float | None = None  # Training time at the last report.
     processes: tuple[Process, ...] = ()
 
     @property

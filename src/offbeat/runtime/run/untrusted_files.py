@@ -16,10 +16,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final, cast
 
-LARGEST: Final = 32 * 2**20
-"""Default limit on the bytes read from a file."""
-DEEPEST: Final = 100
-"""Nesting limit for JSON: our own files have fewer than ten levels."""
+LARGEST: Final = 32 * 2**20  # Default limit on the bytes read from a file.
+DEEPEST: Final = 100  # Nesting limit for JSON: our own files have fewer than ten levels.
 _BRACKETS: Final = re.compile(r'"(?:[^"\\]++|\\.)*+"|[^\[\]{}"]++', re.DOTALL)
 """Everything in JSON that is not a bracket."""
 

@@ -45,8 +45,7 @@ from offbeat.runtime.servers.plan import ServerPlan
 
 Bytes = NDArray[np.uint8]
 Takes = Callable[[int, PullReply | Fetched, Bytes], None]
-_SLICE = 0.5
-"""Seconds between checks, during a wait, that the connection is intact."""
+_SLICE = 0.5  # Seconds between checks, during a wait, that the connection is intact.
 
 
 class DeclaredDeadError(SystemExit):
@@ -101,16 +100,12 @@ class Client:
             view = structs.replace(view, workers=tuple(other for other in view.workers if other != worker))
         timing = structs.replace(plan.timing, deadline=seconds)
         self.machine = ClientMachine(worker, view, process=os.getpid(), timing=timing)
-        self.view: ClusterView = view
-        """The latest view known here."""
+        self.view: ClusterView = view  # The latest view known here.
         self.takes: Callable[[int, Bytes], None] = lambda _shard, _values: None
         """Receives requested values on arrival, unless `ask` names another receiver."""
-        self.total: Bytes | None = None
-        """The sum of the rows brought to the last meeting, if any."""
-        self.presence: Any = SimpleNamespace(waiting=None)
-        """Where this worker publishes what it waits for."""
-        self.clock = 0
-        """Steps whose pushes have been sent."""
+        self.total: Bytes | None = None  # The sum of the rows brought to the last meeting, if any.
+        self.presence: Any = SimpleNamespace(waiting=None)  # Where this worker publishes what it waits for.
+        self.clock = 0  # Steps whose pushes have been sent.
         self.bytes_received = 0
         self._fresh: dict[int, tuple[Fresh, Bytes]] = {}
         self._reads_at = 0

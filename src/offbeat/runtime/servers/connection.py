@@ -16,8 +16,7 @@ from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.messages import Driver, Endpoint
 from offbeat.runtime.servers.plan import ServerPlan
 
-_POLL = 0.05
-"""Seconds between polls while nobody waits."""
+_POLL = 0.05  # Seconds between polls while nobody waits.
 
 
 class Lines:
@@ -39,10 +38,8 @@ class ServerConnection:
     """A machine and its endpoint, until an error breaks them."""
 
     def __init__(self, machine: Machine, plan: ServerPlan, notice: Callable[[Any, Any], Any]) -> None:
-        self.broken: BaseException | None = None
-        """Why no more requests can be made."""
-        self.over = False
-        """Whether it is being closed."""
+        self.broken: BaseException | None = None  # Why no more requests can be made.
+        self.over = False  # Whether it is being closed.
         self._lock = threading.RLock()
         self._over = threading.Event()
         self._endpoint: Endpoint[Any] = Endpoint(machine.name, plan.codec(), keys=plan.keys)

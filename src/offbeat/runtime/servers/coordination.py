@@ -55,8 +55,7 @@ class Coordination:
         self._plan = plan
         self._publisher = Publisher(publish) if publish is not None else None
         self.machine = CoordinatorMachine(plan.view, timing=plan.timing)
-        self.changes: deque[Changed] = deque(maxlen=1000)
-        """The latest views."""
+        self.changes: deque[Changed] = deque(maxlen=1000)  # The latest views.
         self._lost: list[int] = []
         self._sums: dict[str, NDArray[Any]] = {}
         self._over = False

@@ -13,8 +13,7 @@ from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import ClusterView, Message, Timeouts
 from offbeat.runtime.messages import Codec, Keys, address_in
 
-PAYLOAD_LIMIT = 64 * 1024**3
-"""Largest payload in bytes; memory is allocated only for what arrives."""
+PAYLOAD_LIMIT = 64 * 1024**3  # Largest payload in bytes; memory is allocated only for what arrives.
 
 
 class ServerPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -44,8 +44,7 @@ from offbeat.runtime.servers.updater import GradientSum, Recipe, Updater
 from offbeat.runtime.state.snapshots import Kept, draft_of, write_shard
 from offbeat.runtime.state.tensor_tree import put_together, take_apart
 
-KINDS: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
-"""Data types that servers hold."""
+KINDS: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}  # Data types that servers hold.
 _KEPT = "kept at version "
 _Lending = Callable[[Segment], None]
 
@@ -91,11 +90,9 @@ class Numbers:
         self.version = 0
         self._values = np.empty(0, np.float32)
         self._sum = GradientSum(np.empty(0, np.float32))
-        self.updater: Updater | None = None
-        """None until a worker has put values here."""
+        self.updater: Updater | None = None  # None until a worker has put values here.
         self._segment: Segment | None = None
-        self._handover: Segment | None = None
-        """A state being handed over."""
+        self._handover: Segment | None = None  # A state being handed over.
 
     def do(self, work: Any, token: Any = None) -> Any:
         """Perform one piece of work; returns its result."""

@@ -26,12 +26,9 @@ from offbeat.runtime.compression import Coder
 from offbeat.runtime.gradients.sliceable_optimizers import ELEMENT_WISE
 
 Ranges = Sequence[tuple[int, int]]
-ADD = "add"
-"""Instead of an optimizer: pushes are added to the values."""
-_MOST_KEPT, _LEAST_KEPT = 1024, 64
-"""Most and fewest old versions kept for delay compensation of late gradients."""
-_KEPT_BYTES = 256 * 1024**2
-"""Memory for old versions, beyond the fewest."""
+ADD = "add"  # Instead of an optimizer: pushes are added to the values.
+_MOST_KEPT, _LEAST_KEPT = 1024, 64  # Most and fewest old versions kept for delay compensation of late gradients.
+_KEPT_BYTES = 256 * 1024**2  # Memory for old versions, beyond the fewest.
 
 
 class GradientSum:
@@ -41,10 +38,8 @@ class GradientSum:
         self.total = total
         self.covered: list[tuple[int, int]] | None = []
         """Ranges that have gradients in this step; None: the whole shard."""
-        self._empty = True
-        """Whether the sum counts as zero, whatever the buffer holds."""
-        self._coder = coder
-        """How pushes are compressed; None: not at all."""
+        self._empty = True  # Whether the sum counts as zero, whatever the buffer holds.
+        self._coder = coder  # How pushes are compressed; None: not at all.
 
     def decoded(self, payload: Payload) -> NDArray[Any]:
         """The pushed numbers."""
@@ -147,8 +142,7 @@ class Updater:
 
     def __init__(self, recipe: Recipe, values: NDArray[Any], gradients: GradientSum) -> None:
         self.recipe = recipe
-        self.kept: OrderedDict[int, NDArray[Any]] = OrderedDict()
-        """Old values by version, for late gradients."""
+        self.kept: OrderedDict[int, NDArray[Any]] = OrderedDict()  # Old values by version, for late gradients.
         self._values, self._sum = values, gradients
         self._optimizer: Optimizer | None = None
         self._members: list[tuple[Parameter, tuple[int, int]]] = []

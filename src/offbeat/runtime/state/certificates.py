@@ -23,10 +23,8 @@ from offbeat.runtime.state import checkpoint
 from offbeat.runtime.state.checkpoint import CERTIFICATE, fingerprint, metadata_of, read_manifest
 
 FORMAT = 1
-REFUSED = 20
-"""Exit code of `offbeat explain --check` for a refused checkpoint."""
-Kind = Literal["servers", "gossip"]
-"""How the run's workers exchange."""
+REFUSED = 20  # Exit code of `offbeat explain --check` for a refused checkpoint.
+Kind = Literal["servers", "gossip"]  # How the run's workers exchange.
 
 
 class FileSum(msgspec.Struct, frozen=True):
@@ -67,11 +65,9 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     """Result of checking a checkpoint."""
 
     path: str
-    snapshot: bool
-    """Whether it was taken while the run went on; otherwise all workers had met for it."""
+    snapshot: bool  # Whether it was taken while the run went on; otherwise all workers had met for it.
     words: str = ""
-    faults: tuple[str, ...] = ()
-    """Why it is refused; empty if it is good."""
+    faults: tuple[str, ...] = ()  # Why it is refused; empty if it is good.
 
 
 def shard_file(shard: int) -> str:

@@ -31,8 +31,7 @@ from offbeat.runtime.state.tensor_tree import put_together, take_apart
 FORMAT = 1
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 _MANIFEST = "manifest.json"
-CERTIFICATE = "certificate.json"
-"""An extra file that only snapshots have."""
+CERTIFICATE = "certificate.json"  # An extra file that only snapshots have.
 _SHARED = "shared.safetensors"
 _OWN = "worker-"
 _REMOVED = ".gone-"

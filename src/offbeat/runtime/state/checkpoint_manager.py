@@ -14,8 +14,7 @@ from offbeat.runtime.state.checkpoint import Checkpoints, newest_step
 from offbeat.runtime.state.prepared import Holdings, Stateful
 from offbeat.runtime.state.snapshots import CutWriter, SnapshotCut, discard
 
-_SHARE = 0.05
-"""Share of a run's time that checkpoints at reports may take."""
+_SHARE = 0.05  # Share of a run's time that checkpoints at reports may take.
 
 
 class Memory:
@@ -35,8 +34,7 @@ class Memory:
         self._asking: int | None = None
         self._cuts = CutWriter()
         self._wanted_at = -1
-        self.due = False
-        """Whether to write a checkpoint at the next boundary."""
+        self.due = False  # Whether to write a checkpoint at the next boundary.
 
     def keep(self, **things: Stateful) -> None:
         """Also save the states of these objects, per worker. They are restored in this order."""

@@ -213,5 +213,4 @@ class Lent:
             self._generators[number].set_state(self._state["own"][number])
 
 
-Draws = Own | Lent
-"""The random source of a loader in one epoch."""
+Draws = Own | Lent  # The random source of a loader in one epoch.

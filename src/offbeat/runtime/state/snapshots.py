@@ -40,13 +40,10 @@ class SnapshotCut(NamedTuple):
     """The cut of a worker: the state of its exchange, and what to do once it is written."""
 
     colour: int
-    place: msgspec.Struct | None
-    """Where it was cut; None: `more` writes it."""
+    place: msgspec.Struct | None  # Where it was cut; None: `more` writes it.
     state: dict[str, Any]
-    written: Callable[[], None] | None = None
-    """Called once it is on disk."""
-    more: Callable[[Path], None] | None = None
-    """Writes the messages in flight to it, once all have arrived."""
+    written: Callable[[], None] | None = None  # Called once it is on disk.
+    more: Callable[[Path], None] | None = None  # Writes the messages in flight to it, once all have arrived.
 
 
 def draft_of(checkpoints: Path, colour: int) -> Path:

@@ -26,8 +26,7 @@ _NUMBERS = frozenset(
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
         *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
     }
-)
-"""Data types of safetensors."""
+)  # Data types of safetensors.
 
 
 def take_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
