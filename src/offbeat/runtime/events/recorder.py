@@ -59,50 +59,31 @@ _FIELDS = np.dtype(list(_COLUMNS.items()))
 class Mark(IntEnum):
     """Kinds of events."""
 
-    ENTER = 1
-    """A collective or message starts, and is waited for at once."""
-    START = 2
-    """It starts, and is not waited for yet."""
-    WAIT = 3
-    """The wait for it starts."""
+    ENTER = 1  # A collective or message starts, and is waited for at once.
+    START = 2  # It starts, and is not waited for yet.
+    WAIT = 3  # The wait for it starts.
     EXIT = 4
-    FAIL = 5
-    """The wait ended with an error."""
-    STEP = 6
-    """An optimizer is about to step; `sequence` counts them."""
-    END = 7
-    """The program has returned."""
-    TURN = 8
-    """Time is spent on something else from here on: `sequence` is its number in `KINDS`."""
+    FAIL = 5  # The wait ended with an error.
+    STEP = 6  # An optimizer is about to step; `sequence` counts them.
+    END = 7  # The program has returned.
+    TURN = 8  # Time is spent on something else from here on: `sequence` is its number in `KINDS`.
     READ = 9
     """Values of a shard have reached a worker; `value` is their staleness in steps.
 
     For parameters in shared memory: a worker has updated what it had read, after `value` updates by others."""
     CHECKPOINT = 10
-    FAULT = 11
-    """An injected fault happens."""
-    NAN = 12
-    """This worker is about to send values that are not finite."""
-    LEAVE = 13
-    """A worker leaves; servers need not wait for it."""
-    VIEW = 14
-    """A server, or a worker where there are none, has a new view. `sequence` is its epoch."""
-    APPLIED = 15
-    """A server has applied a push; `sequence` is its number, `step` its step."""
-    REFUSED = 16
-    """The server refused the push as unfit."""
-    DUPLICATE = 17
-    """The server had the push already."""
-    LATE = 18
-    """The step of the push was complete without it."""
-    PARKED = 19
-    """A worker's pull must wait for slower workers."""
-    ANSWERED = 20
-    """Requested values were sent to a worker."""
-    SENT = 21
-    """A one-way message of our protocols was sent."""
-    RECEIVED = 22
-    """It has arrived and is used."""
+    FAULT = 11  # An injected fault happens.
+    NAN = 12  # This worker is about to send values that are not finite.
+    LEAVE = 13  # A worker leaves; servers need not wait for it.
+    VIEW = 14  # A server, or a worker where there are none, has a new view. `sequence` is its epoch.
+    APPLIED = 15  # A server has applied a push; `sequence` is its number, `step` its step.
+    REFUSED = 16  # The server refused the push as unfit.
+    DUPLICATE = 17  # The server had the push already.
+    LATE = 18  # The step of the push was complete without it.
+    PARKED = 19  # A worker's pull must wait for slower workers.
+    ANSWERED = 20  # Requested values were sent to a worker.
+    SENT = 21  # A one-way message of our protocols was sent.
+    RECEIVED = 22  # It has arrived and is used.
 
 
 _TURN, _STEP = int(Mark.TURN), int(Mark.STEP)
@@ -120,29 +101,20 @@ class About(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
     group: str
     operation: str
-    members: tuple[int, ...] | int = ()
-    """Ranks in the group; a number n means 0 to n - 1."""
-    elements: int | None = None
-    """Elements in this worker's input, where all must match."""
+    members: tuple[int, ...] | int = ()  # Ranks in the group; a number n means 0 to n - 1.
+    elements: int | None = None  # Elements in this worker's input, where all must match.
     dtype: str | None = None
     reduce: str | None = None
     root: int | None = None
-    peer: int | None = None
-    """The other end of a message; -1: any source. None for collectives."""
+    peer: int | None = None  # The other end of a message; -1: any source. None for collectives.
     tag: int = 0
     caller: str | None = None
-    backward: bool = False
-    """Whether DDP issues it during backward, which does not end before it."""
-    shard: int | None = None
-    """Which shard of the parameters; None: all."""
-    bound: int | None = None
-    """For a pull: how many steps the reader may be ahead of the slowest; None: unlimited."""
-    spare: int = 0
-    """For a pull: how many workers a step can do without."""
-    words: str | None = None
-    """Free text: a rule, a reason."""
-    servers: tuple[str, ...] = ()
-    """For a view: the primary of each shard."""
+    backward: bool = False  # Whether DDP issues it during backward, which does not end before it.
+    shard: int | None = None  # Which shard of the parameters; None: all.
+    bound: int | None = None  # For a pull: how many steps the reader may be ahead of the slowest; None: unlimited.
+    spare: int = 0  # For a pull: how many workers a step can do without.
+    words: str | None = None  # Free text: a rule, a reason.
+    servers: tuple[str, ...] = ()  # For a view: the primary of each shard.
 
 
 class Stamp(msgspec.Struct, frozen=True, gc=False):

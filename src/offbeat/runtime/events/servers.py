@@ -9,15 +9,8 @@ from offbeat.protocols.machine import Effect, Event, Received, Send
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import ClusterView, Pull, PullReply, Push, PushReply
 from offbeat.protocols.servers.replica.server import ServerMachine
+from offbeat.protocols.servers.worker import notices
 from offbeat.protocols.servers.worker.client import ClientMachine
-from offbeat.protocols.servers.worker.notices import (
-    ClientRequest,
-    LoadRequest,
-    OpenRequest,
-    PullRequest,
-    PushRequest,
-    RangeRequest,
-)
 from offbeat.runtime.events.recorder import About, Mark, Recorder
 
 GROUP: Final = "servers"  # The group of events about servers.
@@ -76,19 +69,19 @@ class Requests:
         self._recorder = recorder
         self._workers = workers
 
-    def asked(self, request: ClientRequest, opened: OpenRequest, machine: ClientMachine) -> None:
+    def asked(self, request: notices.ClientRequest, opened: notices.OpenRequest, machine: ClientMachine) -> None:
         """Record a request: the final push ends a step; after a load all continue from its clock."""
         match request:
-            case PushRequest(parts, clock, final=final):
+            case notices.PushRequest(parts, clock, final=final):
                 if final or parts[0].shard == 0:  # Pushes are identified by their number on the first shard.
                     number = message_number(machine.life, machine.composer.pushes[0] - 1)
                     self._open[opened.token] = _Request(self._push, number, clock)
                     self._stamp(_START, self._push, number, clock, int(final))
                 if opened.pull:
                     self._open[opened.pull] = _Request(self._pull, opened.pull, clock + 1)
-            case PullRequest(clock) | RangeRequest(_, clock):
+            case notices.PullRequest(clock) | notices.RangeRequest(_, clock):
                 self._open[opened.token] = _Request(self._pull, opened.token, clock)
-            case LoadRequest():
+            case notices.LoadRequest():
                 name = self._recorder.name("servers: load", lambda: About(GROUP, "load"))
                 self._stamp(_START, name, 0, request.clock)
             case _:

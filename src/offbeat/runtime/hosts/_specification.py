@@ -44,8 +44,8 @@ class Host:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(str(self.name)):
             raise UsageError(
-                f"{self.name!r} cannot be the name of a host: use at most 32 lower-case letters, digits and hyphens, such "
-                f"as a or node-1."
+                f"{self.name!r} cannot be the name of a host: use at most 32 lower-case letters, digits and "
+                f"hyphens, such as a or node-1."
             )
         if self.kind not in KINDS:
             raise UsageError(f"host {self.name} has unknown kind {self.kind!r}.{did_you_mean(str(self.kind), KINDS)}")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from offbeat.errors import UsageError
-from offbeat.runtime.launch._link import ForkServerLink
+from offbeat.runtime.launch._children import ForkServerLink
 from offbeat.runtime.launch._roles import Role, RoleOutcome
 from offbeat.runtime.launch._run import Interrupts, LaunchedRun, OnEnd, OnMessage, OnTick
 

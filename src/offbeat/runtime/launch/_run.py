@@ -14,24 +14,9 @@ from typing import Any, assert_never
 import msgspec
 
 from offbeat.errors import RunError, UsageError, WaitError
+from offbeat.runtime.launch import _messages as wire
 from offbeat.runtime.launch._cause import Failure, Failures, error_for
-from offbeat.runtime.launch._children import Child, Children, open_log, order_for
-from offbeat.runtime.launch._link import ForkServerLink, ServerGoneError
-from offbeat.runtime.launch._messages import (
-    PRELOAD_DEADLINE,
-    Broken,
-    Drain,
-    Drained,
-    Exiting,
-    Fork,
-    Forked,
-    ForkRefused,
-    FromChild,
-    FromServer,
-    Note,
-    RoleEnded,
-    ServerReady,
-)
+from offbeat.runtime.launch._children import Child, Children, ForkServerLink, ServerGoneError, open_log, order_for
 from offbeat.runtime.launch._roles import RemoteError, Role, RoleOutcome
 
 TICK = 0.1  # Seconds between calls of `on_tick`.
@@ -131,14 +116,14 @@ class LaunchedRun:
     # -- starting
 
     def _await_server(self) -> None:
-        self._turn_until(lambda: self._link.is_ready or self._interrupts.count > 0, PRELOAD_DEADLINE)
+        self._turn_until(lambda: self._link.is_ready or self._interrupts.count > 0, wire.PRELOAD_DEADLINE)
         if not self._link.is_ready and not self._interrupts.count:
             self._link.kill()
             raise WaitError(
-                f"The fork server did not import {', '.join(self._link.preload)} within {PRELOAD_DEADLINE:g} s."
+                f"The fork server did not import {', '.join(self._link.preload)} within {wire.PRELOAD_DEADLINE:g} s."
             )
 
-    def _fork(self, roles: Sequence[Role], orders: Sequence[Fork]) -> None:
+    def _fork(self, roles: Sequence[Role], orders: Sequence[wire.Fork]) -> None:
         with contextlib.ExitStack() as held:
             logs = [open_log(role, held) for role in roles]
             for role, order, log in zip(roles, orders, logs, strict=True):
@@ -207,7 +192,7 @@ class LaunchedRun:
             # A callback cannot stop the run from ending.
             self._problem = self._problem or error
 
-    def _hear(self, child: Child, receive: Callable[[], list[FromChild]]) -> None:
+    def _hear(self, child: Child, receive: Callable[[], list[wire.FromChild]]) -> None:
         try:
             messages = receive()
         except (RunError, msgspec.MsgspecError) as error:
@@ -216,9 +201,9 @@ class LaunchedRun:
                 raise RunError(f"{child.role} sent a message that cannot be read: {error}") from error
             return  # While ending, a message may have been cut short.
         for message in messages:
-            if isinstance(message, Note):
+            if isinstance(message, wire.Note):
                 self._call(self._on_message, child.role, message.content)
-            elif isinstance(message, Exiting):
+            elif isinstance(message, wire.Exiting):
                 if self._ending_since is None or message.at < self._ending_since:
                     self._failures.announced.append(Failure(child.role, message.at, exit_code=message.code))
             else:
@@ -226,25 +211,25 @@ class LaunchedRun:
         if child.channel.ended:
             self._children.stop_hearing(child)
 
-    def _heed(self, message: FromServer) -> None:
+    def _heed(self, message: wire.FromServer) -> None:
         match message:
-            case ServerReady():
+            case wire.ServerReady():
                 self._link.is_ready = True
-            case Broken():
+            case wire.Broken():
                 self._link.is_usable = False
                 error = RunError(f"The fork server, which starts all processes of a run, failed: {message.message}")
                 if message.traceback:
                     error.add_note(f"In the fork server:\n{message.traceback.rstrip()}")
                 raise error
-            case Forked():
+            case wire.Forked():
                 self._children.all[message.id].pid = message.pid
-            case ForkRefused():
+            case wire.ForkRefused():
                 child = self._children.all[message.id]
                 child.outcome = RoleOutcome(child.role, None, None, None)
                 raise RunError(f"The fork server could not start {child.role}: {message.message}")
-            case RoleEnded():
+            case wire.RoleEnded():
                 self._note_end(self._children.all[message.id], message)
-            case Drained():
+            case wire.Drained():
                 self._drained = True
             case _:
                 assert_never(message)
@@ -257,7 +242,7 @@ class LaunchedRun:
             else:
                 self._failures.add(Failure(child.role, error.at, error=error))
 
-    def _note_end(self, child: Child, message: RoleEnded) -> None:
+    def _note_end(self, child: Child, message: wire.RoleEnded) -> None:
         if child.channel.fileno() >= 0:
             self._hear(child, child.channel.receive_rest)
         self._children.stop_hearing(child)
@@ -306,7 +291,7 @@ class LaunchedRun:
             raise WaitError(f"{names} did not end within {KILL_DEADLINE:g} s of SIGKILL.")
         if not self._children.all:
             return  # The server may still be importing and not listen.
-        self._link.send(Drain())
+        self._link.send(wire.Drain())
         self._turn_until(lambda: self._drained, KILL_DEADLINE)
         if not self._drained:
             raise WaitError(f"Processes that the roles had started did not end within {KILL_DEADLINE:g} s of SIGKILL.")

@@ -21,21 +21,7 @@ from pathlib import Path
 from typing import Never, assert_never
 
 from offbeat.runtime.launch import _child
-from offbeat.runtime.launch._messages import (
-    PRELOAD_DEADLINE,
-    Broken,
-    Channel,
-    Drain,
-    Drained,
-    Fork,
-    Forked,
-    ForkRefused,
-    LauncherHello,
-    RoleEnded,
-    ServerReady,
-    Signal,
-    ToServer,
-)
+from offbeat.runtime.launch import _messages as wire
 
 TURN = 0.5  # Seconds between checks that the launcher is alive, in case its socket does not tell.
 FAREWELL = 5.0  # Seconds to wait for killed children before exiting anyway.
@@ -47,7 +33,7 @@ class ForkServer:
     """Forks, signals and reaps the roles of one launcher."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._channel: Channel[ToServer] = Channel(end, ToServer, "the launcher")
+        self._channel: wire.Channel[wire.ToServer] = wire.Channel(end, wire.ToServer, "the launcher")
         self._launcher = os.getppid()
         self._roles: dict[int, int] = {}  # process -> id of its role
         self._lingering: set[int] = set()  # process groups whose leader has ended
@@ -74,7 +60,7 @@ class ForkServer:
         finally:
             self._end_all()
 
-    def _next(self) -> list[ToServer]:
+    def _next(self) -> list[wire.ToServer]:
         # Members of a group whose parent is another process end without notice.
         ready = {key.fileobj for key, _ in self._selector.select(0.02 if self._lingering else TURN)}
         if self._wake in ready:
@@ -82,26 +68,26 @@ class ForkServer:
         self._reap()
         return self._channel.receive() if self._channel in ready else []
 
-    def _obey(self, message: ToServer) -> None:
+    def _obey(self, message: wire.ToServer) -> None:
         match message:
-            case LauncherHello():
+            case wire.LauncherHello():
                 self._preload(message)
-            case Fork():
+            case wire.Fork():
                 self._fork(message)
-            case Signal():
+            case wire.Signal():
                 self._signal(message)
-            case Drain():
+            case wire.Drain():
                 self._draining = True
                 self._answer_drain()
             case _:
                 assert_never(message)
 
-    def _preload(self, hello: LauncherHello) -> None:
+    def _preload(self, hello: wire.LauncherHello) -> None:
         started = time.monotonic()
         sys.path[:] = hello.path
         # A hung import would notice nothing, not even the end of its launcher.
         faulthandler.register(signal.SIGALRM, chain=True)
-        signal.alarm(int(PRELOAD_DEADLINE))
+        signal.alarm(int(wire.PRELOAD_DEADLINE))
         for name in hello.preload:
             try:
                 importlib.import_module(name)
@@ -114,18 +100,18 @@ class ForkServer:
         gc.collect()
         gc.disable()
         gc.freeze()
-        self._channel.send(ServerReady(time.monotonic() - started))
+        self._channel.send(wire.ServerReady(time.monotonic() - started))
 
     def _fail(self, message: str, trace: str) -> Never:
-        self._channel.send(Broken(message, trace))
+        self._channel.send(wire.Broken(message, trace))
         raise SystemExit(1)
 
-    def _fork(self, order: Fork) -> None:
+    def _fork(self, order: wire.Fork) -> None:
         control, log = self._channel.descriptors[:2]
         del self._channel.descriptors[:2]
         try:
             if (problem := several_threads()) is not None:
-                self._channel.send(ForkRefused(order.id, problem))
+                self._channel.send(wire.ForkRefused(order.id, problem))
                 return
             server = os.getpid()
             process = os.fork()
@@ -133,14 +119,14 @@ class ForkServer:
                 own = (self._channel.fileno(), self._wake.fileno(), self._bell.fileno(), *self._channel.descriptors)
                 _child.live(order, control, log, own, server)
             self._roles[process] = order.id
-            self._channel.send(Forked(order.id, process))
+            self._channel.send(wire.Forked(order.id, process))
         except OSError as error:
-            self._channel.send(ForkRefused(order.id, f"the system refused to fork: {error}"))
+            self._channel.send(wire.ForkRefused(order.id, f"the system refused to fork: {error}"))
         finally:
             os.close(control)
             os.close(log)
 
-    def _signal(self, order: Signal) -> None:
+    def _signal(self, order: wire.Signal) -> None:
         for process, role in self._roles.items():
             if role == order.id:
                 _signal_group(process, order.number)
@@ -171,12 +157,12 @@ class ForkServer:
         _, status = os.waitpid(process, 0)
         code = os.waitstatus_to_exitcode(status)
         role = self._roles.pop(process)
-        self._channel.send(RoleEnded(role, None, -code, at) if code < 0 else RoleEnded(role, code, None, at))
+        self._channel.send(wire.RoleEnded(role, None, -code, at) if code < 0 else wire.RoleEnded(role, code, None, at))
 
     def _answer_drain(self) -> None:
         if self._draining and not self._roles and not self._lingering:
             self._draining = False
-            self._channel.send(Drained())
+            self._channel.send(wire.Drained())
 
     def _end_all(self) -> None:
         deadline = time.monotonic() + FAREWELL

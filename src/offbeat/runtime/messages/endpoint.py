@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import zmq
 
 from offbeat.errors import UsageError
-from offbeat.runtime.messages.addresses import check_address
 from offbeat.runtime.messages.frames import Buffer, Bytes, Codec, EndpointHello, FrameError, MemoryReference, as_bytes
 from offbeat.runtime.messages.keys import Keys
 from offbeat.runtime.messages.lending import Borrowed, LendingError, Loans
 from offbeat.runtime.messages.peers import MOST_PEERS, Peer, Peers, PeerTraffic, identity_of
-from offbeat.runtime.messages.sockets import Socket, Sockets
+from offbeat.runtime.messages.sockets import Socket, Sockets, check_address
 
 if TYPE_CHECKING:
     from offbeat.runtime.collectives.one_sided.segment import Segment

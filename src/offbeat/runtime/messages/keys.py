@@ -36,12 +36,9 @@ class _KeyFile(msgspec.Struct, forbid_unknown_fields=True):
 class Keys:
     """A key pair, and the public keys of others who may connect."""
 
-    public: str
-    """Not secret: 64 hexadecimal digits, as all keys here."""
-    secret: str
-    """Whoever has it can act as us."""
-    allowed: tuple[str, ...] = ()
-    """Public keys that may connect; our own always may."""
+    public: str  # Not secret: 64 hexadecimal digits, as all keys here.
+    secret: str  # Whoever has it can act as us.
+    allowed: tuple[str, ...] = ()  # Public keys that may connect; our own always may.
 
     def __post_init__(self) -> None:
         if not all(re.fullmatch("[0-9a-f]{64}", key) for key in (self.public, self.secret, *self.allowed)):

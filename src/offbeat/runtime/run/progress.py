@@ -22,19 +22,15 @@ class Ledger:
 
     target: Target | None
     steps: int = 0
-    samples: int = 0
-    """Training examples over all workers, as far as every worker knows."""
-    own_samples: int = 0
-    """This worker's examples from batches whose total size no single worker knows."""
+    samples: int = 0  # Training examples over all workers, as far as every worker knows.
+    own_samples: int = 0  # This worker's examples from batches whose total size no single worker knows.
     score: float | None = None
     best_score: float | None = None
     reached: bool = False
     seconds_to_target: float | None = None
-    reports: int = 0
-    """Number of reports so far."""
+    reports: int = 0  # Number of reports so far.
     metrics: dict[str, float] = field(default_factory=dict)
-    earlier_cpu_seconds: float = 0.0
-    """Processor time of earlier parts of a resumed run."""
+    earlier_cpu_seconds: float = 0.0  # Processor time of earlier parts of a resumed run.
     _cpu_start: float = field(default_factory=cpu_seconds)
 
     def judge(self, metrics: Mapping[str, float], seconds: float) -> bool:

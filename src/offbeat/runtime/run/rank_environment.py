@@ -24,18 +24,12 @@ class Place:
 
     launcher: Literal["alone", "torchrun", "slurm"] = "alone"
     """Whose variables were set; offbeat's launcher sets torchrun's."""
-    rank: int = 0
-    """From 0."""
-    size: int = 1
-    """Number of workers."""
-    local_rank: int = 0
-    """Rank among the workers of its host."""
-    local_size: int = 1
-    """Number of workers on this host."""
-    address: str = "127.0.0.1"
-    """The host of the rendezvous store."""
-    port: int = 0
-    """Its port; 0 for a single worker."""
+    rank: int = 0  # From 0.
+    size: int = 1  # Number of workers.
+    local_rank: int = 0  # Rank among the workers of its host.
+    local_size: int = 1  # Number of workers on this host.
+    address: str = "127.0.0.1"  # The host of the rendezvous store.
+    port: int = 0  # Its port; 0 for a single worker.
     store: str | None = None
     """The file of the launcher's private store, used instead of that port; None: torch's own store."""
 

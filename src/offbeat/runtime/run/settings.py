@@ -21,10 +21,8 @@ class Target:
     """The score at which a run is done."""
 
     value: float
-    name: str | None = None
-    """The metric's name in `team.report`; None: the only one."""
-    lower: bool = False
-    """Whether lower is better."""
+    name: str | None = None  # The metric's name in `team.report`; None: the only one.
+    lower: bool = False  # Whether lower is better.
 
     @classmethod
     def parse(cls, text: str) -> Target:
@@ -71,8 +69,7 @@ class Goal:
     """The options of `offbeat run`, and those that measuring commands add to them."""
 
     strategy: Annotated[
-        str | None,
-        Option("Strategy, e.g. [bold]allreduce + accumulate(4)[/bold]; see `offbeat strategies`.", "-s"),
+        str | None, Option("Strategy, e.g. [bold]allreduce + accumulate(4)[/bold]; see `offbeat strategies`.", "-s")
     ] = None
     target: Annotated[
         str | None,

@@ -1,7 +1,7 @@
 """A worker's client of the servers: requests from the training loop, and heartbeats while it computes.
 
 The loop calls `ask` with a request and drives the machine itself while it waits: no thread stands between a request and
-its reply. While the loop computes, a thread polls a few times a second (`connection`), so that heartbeats and resends
+its reply. While the loop computes, a thread polls a few times a second, so that heartbeats and resends
 do not wait for a step to end.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,28 +21,109 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from offbeat.errors import RunError, StrategyError, WaitError
-from offbeat.protocols.machine import NOTHING, Payload
+from offbeat.protocols.machine import NOTHING, Machine, Payload
 from offbeat.protocols.servers.coordination.coordinator import Changed
-from offbeat.protocols.servers.messages import ClusterView, Fetched, Fresh, Lost, Met, PullReply, WorkerCut
-from offbeat.protocols.servers.worker.client import ClientMachine
-from offbeat.protocols.servers.worker.notices import (
-    Arrived,
-    ClientRequest,
-    Completed,
-    Departed,
-    Failed,
-    Joined,
-    MeetRequest,
-    OpenRequest,
-    PullRequest,
-    PushRequest,
-    Refreshed,
+from offbeat.protocols.servers.messages import (
+    COORDINATOR,
+    ClusterView,
+    Fetched,
+    Fresh,
+    Lost,
+    Met,
+    PullReply,
+    WorkerCut,
+    place_of,
 )
+from offbeat.protocols.servers.worker import notices
+from offbeat.protocols.servers.worker.client import ClientMachine
+from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.events.recorder import RECORDER
 from offbeat.runtime.events.servers import Requests
 from offbeat.runtime.groups.presence import Waiting
-from offbeat.runtime.servers.connection import ServerConnection
-from offbeat.runtime.servers.plan import ServerPlan
+from offbeat.runtime.messages import Driver, Endpoint
+from offbeat.runtime.servers.plan import Lines, ServerPlan
+
+_POLL = 0.05  # Seconds between polls while nobody waits.
+
+
+class ServerConnection:
+    """A machine and its endpoint, until an error breaks them."""
+
+    def __init__(self, machine: Machine, plan: ServerPlan, notice: Callable[[Any, Any], Any]) -> None:
+        self.broken: BaseException | None = None  # Why no more requests can be made.
+        self.over = False  # Whether it is being closed.
+        self._lock = threading.RLock()
+        self._over = threading.Event()
+        self._endpoint: Endpoint[Any] = Endpoint(machine.name, plan.codec(), keys=plan.keys)
+        self._lines = Lines(plan, self._endpoint)
+        self._lines.reach([COORDINATOR, *plan.view.servers])
+        self.close = self._endpoint.close
+        self.driver = Driver(machine, self._endpoint, notice)
+        self._thread = threading.Thread(target=self._poll, name="offbeat client", daemon=True)
+
+    def start(self) -> None:
+        """Start the machine and the polling."""
+        self.driver.begin()
+        self._thread.start()
+
+    def __enter__(self) -> ServerConnection:
+        self._lock.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def reach(self, view: ClusterView) -> None:
+        """Connect to all servers of a view: a new one may be the next primary."""
+        self._lines.reach(view.servers)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes sent to servers, including lent memory."""
+        return sum(traffic.bytes_sent for traffic in self._endpoint.traffic.values())
+
+    def links(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """Payload bytes sent to and received from each server, by shard and replica, including lent memory."""
+        with self:
+            known = {place_of(peer): traffic for peer, traffic in self._endpoint.traffic.items()}
+        return {place: (t.bytes_sent, t.bytes_received) for place, t in known.items() if place is not None}
+
+    def lend(self, segment: Segment) -> None:
+        """Let servers on this host read this memory instead of sending its contents."""
+        with self:
+            self._endpoint.lend(segment)
+
+    def catch_up(self) -> None:
+        """Handle all pending events."""
+        while self.driver.turn(0.0):
+            pass
+
+    def check(self) -> None:
+        """Raise if no more requests can be made."""
+        if self.broken is not None:
+            raise self.broken
+
+    def break_off(self, error: BaseException) -> None:
+        """End the current wait, and all later ones, with an error."""
+        self.broken = self.broken or error
+
+    def _poll(self) -> None:
+        while not self._over.wait(_POLL):
+            if self._lock.acquire(blocking=False):
+                try:
+                    self.catch_up()
+                except Exception as error:
+                    self.break_off(RunError(f"the connection to the servers broke: {error!r}"))
+                    return
+                finally:
+                    self._lock.release()
+
+    def stop(self) -> None:
+        """Stop polling."""
+        self.over = True
+        self._over.set()
+        self._thread.join(timeout=5.0)
+
 
 Bytes = NDArray[np.uint8]
 Takes = Callable[[int, PullReply | Fetched, Bytes], None]
@@ -111,7 +193,7 @@ class Client:
         self._reads_at = 0
         self._heard: Callable[[ClusterView], None] = lambda _view: None
         self._takers: dict[int, Takes] = {}
-        self._joined: Joined | None = None
+        self._joined: notices.Joined | None = None
         self._results: dict[int, tuple[Any, ...] | Exception] = {}
         recorder = RECORDER.get()
         self._notes = None if recorder is None else Requests(recorder, plan.rule, plan.shards, plan.workers)
@@ -126,7 +208,7 @@ class Client:
         with self.connection as connection:
             connection.driver.perform(self.machine.announce(nbytes))
 
-    def ask(self, request: ClientRequest, takes: Takes | None = None) -> OpenRequest:
+    def ask(self, request: notices.ClientRequest, takes: Takes | None = None) -> notices.OpenRequest:
         """Send a request; `wait` has the replies under its token. Values go to `takes` on arrival."""
         with self.connection as connection:
             connection.check()
@@ -134,10 +216,10 @@ class Client:
             if takes is not None:
                 self._takers[opened.token] = takes
             connection.driver.perform(opened.effects)
-        if isinstance(request, PushRequest):
+        if isinstance(request, notices.PushRequest):
             self.clock = request.clock + request.final
             self._reads_at = request.clock + 1 if request.then_pull else self._reads_at
-        elif isinstance(request, PullRequest):
+        elif isinstance(request, notices.PullRequest):
             self._reads_at = request.clock
         if self._notes is not None:
             self._notes.asked(request, opened, self.machine)
@@ -150,7 +232,7 @@ class Client:
         spare = self.plan.workers if rule.deadline is not None else rule.drop + rule.coded
         return self._wait(token, Waiting(what, "clock", rule.needed(self._reads_at), spare))
 
-    def answer(self, request: ClientRequest, what: str) -> tuple[Any, ...]:
+    def answer(self, request: notices.ClientRequest, what: str) -> tuple[Any, ...]:
         """Send a request and wait for its replies."""
         return self.wait(self.ask(request).token, what)
 
@@ -165,7 +247,7 @@ class Client:
         title = f"{what} ({number})"
         kind, brought = ("", NOTHING) if row is None else (row.dtype.name, Payload(row.nbytes, row))
         self.total = None
-        token = self.ask(MeetRequest(title, tuple(values), admits, kind, brought)).token
+        token = self.ask(notices.MeetRequest(title, tuple(values), admits, kind, brought)).token
         if self._notes is not None:
             self._notes.meets(token, what, number)
         ((_, met),) = self._wait(token, Waiting(title, "meeting", number))
@@ -210,7 +292,7 @@ class Client:
 
     # -- joining and leaving -----------------------------------------------------------------------------------------
 
-    def join(self) -> Joined:
+    def join(self) -> notices.Joined:
         """Wait until the others admit this worker; if the run ends first, so does this process."""
         with self.connection as connection:
             connection.driver.perform(self.machine.join(patient=True))
@@ -242,9 +324,9 @@ class Client:
 
     def _on_notice(self, notice: Any, _token: Any) -> None:
         match notice:
-            case Arrived(_, -1, _, payload):
+            case notices.Arrived(_, -1, _, payload):
                 self.total = payload.handle
-            case Arrived(token, shard, reply, payload):
+            case notices.Arrived(token, shard, reply, payload):
                 if payload.handle is not None:
                     self.bytes_received += payload.nbytes
                     takes = self._takers.get(token)
@@ -252,13 +334,13 @@ class Client:
                         takes(shard, reply, payload.handle)
                     else:
                         self.takes(shard, payload.handle)
-            case Completed(token, replies):
+            case notices.Completed(token, replies):
                 self._takers.pop(token, None)
                 self._results[token] = replies
-            case Failed(token, waited_for):
+            case notices.Failed(token, waited_for):
                 seconds = self.machine.timing.deadline
                 self._results[token] = WaitError(f"no answer from {', '.join(waited_for)} within {seconds:g} s")
-            case Refreshed(shard, fresh, payload):
+            case notices.Refreshed(shard, fresh, payload):
                 if payload.handle is not None:
                     self._fresh[shard] = (fresh, payload.handle)
             case Changed(view):
@@ -267,9 +349,9 @@ class Client:
                 self._heard(view)
                 if self._notes is not None:
                     self._notes.viewed(view)
-            case Joined():
+            case notices.Joined():
                 self._joined = notice
-            case Departed(epoch):
+            case notices.Departed(epoch):
                 self._depart(epoch)
             case Lost(shard):
                 self.connection.break_off(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import msgspec
 from offbeat.protocols.machine import Name
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import ClusterView, Message, Timeouts
-from offbeat.runtime.messages import Codec, Keys, address_in
+from offbeat.runtime.messages import Codec, Endpoint, Keys, address_in
 
 PAYLOAD_LIMIT = 64 * 1024**3  # Largest payload in bytes; memory is allocated only for what arrives.
 
@@ -23,11 +23,9 @@ class ServerPlan(msgspec.Struct, frozen=True, kw_only=True):
     shards: int
     replicas: int
     rule: Rule
-    folder: str
-    """A private folder with all sockets."""
+    folder: str  # A private folder with all sockets.
     timing: Timeouts = msgspec.field(default_factory=Timeouts)
-    addresses: dict[Name, str] = {}
-    """Addresses in a run over several hosts; by default in the folder."""
+    addresses: dict[Name, str] = {}  # Addresses in a run over several hosts; by default in the folder.
     pair: tuple[str, str] | None = None
     """The public and secret key shared by the processes of this run; not needed in a private folder."""
 
@@ -60,3 +58,18 @@ class ServerPlan(msgspec.Struct, frozen=True, kw_only=True):
     def from_plain(cls, data: Mapping[str, Any]) -> ServerPlan:
         """From JSON data."""
         return msgspec.convert(data, cls)
+
+
+class Lines:
+    """The connections of an endpoint to the processes that views name."""
+
+    def __init__(self, plan: ServerPlan, endpoint: Endpoint[Any]) -> None:
+        self._plan, self._endpoint = plan, endpoint
+        self._connected: set[Name] = {endpoint.name}
+
+    def reach(self, names: Iterable[Name]) -> None:
+        """Connect to new names."""
+        for name in names:
+            if name not in self._connected:
+                self._connected.add(name)
+                self._endpoint.connect(name, self._plan.address(name))

@@ -18,8 +18,7 @@ from offbeat.runtime.events.recorder import RECORDER, Mark, Recorder, server_eve
 from offbeat.runtime.events.servers import Serves
 from offbeat.runtime.launch import Control
 from offbeat.runtime.messages import Endpoint, Inbox, drive
-from offbeat.runtime.servers.connection import Lines
-from offbeat.runtime.servers.plan import ServerPlan
+from offbeat.runtime.servers.plan import Lines, ServerPlan
 from offbeat.runtime.servers.shard_state import Numbers, SnapshotWriter
 from offbeat.runtime.system.malloc import keep_freed_memory
 

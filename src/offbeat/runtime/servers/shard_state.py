@@ -27,16 +27,7 @@ from offbeat.errors import RunError
 from offbeat.protocols.colouring import Keep, Record, Write
 from offbeat.protocols.machine import Done, Payload
 from offbeat.protocols.servers.messages import Push, Settings
-from offbeat.protocols.servers.replica.works import (
-    AccumulateGradient,
-    Discard,
-    Inspect,
-    InspectPayload,
-    ReadShard,
-    Release,
-    Restore,
-    Update,
-)
+from offbeat.protocols.servers.replica import works
 from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.compression import Coder, build
 from offbeat.runtime.messages import Inbox
@@ -97,27 +88,27 @@ class Numbers:
     def do(self, work: Any, token: Any = None) -> Any:
         """Perform one piece of work; returns its result."""
         match work:
-            case Inspect(payload, _, start, stop, absent):
+            case works.Inspect(payload, _, start, stop, absent):
                 return self._sum.unfit(payload, start, stop, absent)
-            case Update():
+            case works.Update():
                 if self.updater is not None:
                     self.updater.update(work, self.version)
                 self._sum.restart()
                 self.version = work.version
-            case AccumulateGradient(payload, weight):
+            case works.AccumulateGradient(payload, weight):
                 self._sum.add(payload, weight, work)
-            case ReadShard(state, start, stop, kept):
+            case works.ReadShard(state, start, stop, kept):
                 if kept:
                     return self._hand_over()
                 values = self._whole() if state else self._values[max(0, start) : None if stop < 0 else stop]
                 return Payload(values.nbytes, values)
-            case InspectPayload(payload, compressed):
+            case works.InspectPayload(payload, compressed):
                 self._sum.inspect(payload, compressed)
-            case Release():
+            case works.Release():
                 self._release()
-            case Restore(payload, version):
+            case works.Restore(payload, version):
                 self._restore(payload.handle, version)
-            case Discard():
+            case works.Discard():
                 pass
             case Record() if self._writer is not None:
                 self._writer.record(self._whole(kept=True).tobytes())

@@ -120,11 +120,9 @@ class GradientSum:
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """How a shard is updated; set once, by the worker that puts the first values there."""
 
-    optimizer: str
-    """Name of a torch optimizer, or `add`."""
+    optimizer: str  # Name of a torch optimizer, or `add`.
     kind: str = "float32"
-    ranges: tuple[tuple[tuple[int, int], ...], ...] = ()
-    """Ranges of the shard in each parameter group."""
+    ranges: tuple[tuple[tuple[int, int], ...], ...] = ()  # Ranges of the shard in each parameter group.
     pieces: tuple[tuple[tuple[int, int], ...], ...] = ()
     """The same ranges split at parameter boundaries; empty: unknown."""
     settings: tuple[dict[str, Any], ...] = ()
@@ -133,8 +131,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     delay_compensation: float = 0.0
     coders: tuple[AnyFormat, ...] = ()
     """Compression of pushes, each applied to the output of the one before; empty: none."""
-    seed: int = 0
-    """Seed of the workers' randomized compression."""
+    seed: int = 0  # Seed of the workers' randomized compression.
 
 
 class Updater:

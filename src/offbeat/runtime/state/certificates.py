@@ -39,18 +39,13 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int = FORMAT
     kind: Kind
-    run: str
-    """The run folder."""
-    colour: int
-    """The number of the snapshot, in which all parts were cut."""
-    epoch: int
-    """The membership epoch, which did not change meanwhile."""
+    run: str  # The run folder.
+    colour: int  # The number of the snapshot, in which all parts were cut.
+    epoch: int  # The membership epoch, which did not change meanwhile.
     workers: tuple[WorkerCut, ...] = ()
     shards: tuple[ShardCut, ...] = ()
-    pairs: tuple[GossipCut, ...] = ()
-    """Workers of pairwise gossip."""
-    sums: dict[str, int]
-    """Messages sent, contained in the states, and in flight."""
+    pairs: tuple[GossipCut, ...] = ()  # Workers of pairwise gossip.
+    sums: dict[str, int]  # Messages sent, contained in the states, and in flight.
     files: dict[str, FileSum]
     checksum: str = ""
 
