@@ -24,7 +24,7 @@ from offbeat.errors import UsageError
 from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.messages import Endpoint, Keys, address_in, private_directory
-from offbeat.runtime.messages import peers as peers_module
+from offbeat.runtime.messages import endpoint as peers_module
 from offbeat.runtime.messages.frames import CHUNK, EndpointHello, MemoryReference
 from offbeat.runtime.messages.keys import for_socket
 

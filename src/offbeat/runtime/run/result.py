@@ -15,60 +15,37 @@ from offbeat.errors import WorkerError
 class Result:
     """The result of a run; `offbeat run --format json` prints exactly these fields."""
 
-    strategy: str
-    """The strategy."""
-    workers: int
-    """Number of workers."""
-    task: str
-    """The task, or the path of the script."""
-    run: Path
-    """The run folder."""
-    seed: int | None = None
-    """The random seed."""
-    steps: int = 0
-    """Updates done."""
-    epochs: int | None = None
-    """Passes over the training data; the last may be incomplete."""
-    samples: int = 0
-    """Training examples seen, over all workers."""
-    score: float | None = None
-    """The last reported score, on validation data for tasks."""
-    best_score: float | None = None
-    """The best reported score."""
-    test_score: float | None = None
-    """The score on test data, computed once at the end; tasks only."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Everything in the last report."""
-    target: str | None = None
-    """The score to reach."""
-    reached_target: bool | None = None
-    """Whether it was reached; None without a target."""
-    seconds_to_target: float | None = None
-    """Training time until the report that reached it."""
-    seconds: float = 0.0
-    """Training time including evaluations but not start-up; the mean over workers."""
-    startup_seconds: float = 0.0
-    """From the start of the launch until training began."""
-    samples_per_second: float = 0.0
-    """Examples per second of training time."""
-    core_seconds: float = 0.0
-    """Processor time of all workers together."""
-    bytes_sent: int = 0
-    """Payload bytes sent by the workers, according to the schedules that ran."""
+    strategy: str  # The strategy.
+    workers: int  # Number of workers.
+    task: str  # The task, or the path of the script.
+    run: Path  # The run folder.
+    seed: int | None = None  # The random seed.
+    steps: int = 0  # Updates done.
+    epochs: int | None = None  # Passes over the training data; the last may be incomplete.
+    samples: int = 0  # Training examples seen, over all workers.
+    score: float | None = None  # The last reported score, on validation data for tasks.
+    best_score: float | None = None  # The best reported score.
+    test_score: float | None = None  # The score on test data, computed once at the end; tasks only.
+    metrics: dict[str, float] = field(default_factory=dict)  # Everything in the last report.
+    target: str | None = None  # The score to reach.
+    reached_target: bool | None = None  # Whether it was reached; None without a target.
+    seconds_to_target: float | None = None  # Training time until the report that reached it.
+    seconds: float = 0.0  # Training time including evaluations but not start-up; the mean over workers.
+    startup_seconds: float = 0.0  # From the start of the launch until training began.
+    samples_per_second: float = 0.0  # Examples per second of training time.
+    core_seconds: float = 0.0  # Processor time of all workers together.
+    bytes_sent: int = 0  # Payload bytes sent by the workers, according to the schedules that ran.
     bytes_measuring: int = 0
     """The same for exchanges that only measured links or compared algorithms; not part of `bytes_sent`."""
     seconds_by_kind: dict[str, float] = field(default_factory=dict)
     """Where the time went; sums to `seconds`. `communicate` is only what backward did not hide."""
-    overlapped_seconds: float = 0.0
-    """Time during which an exchange overlapped with backward; not part of the sum."""
-    staleness: dict[str, int] = field(default_factory=dict)
-    """How often reads were how many steps old."""
+    overlapped_seconds: float = 0.0  # Time during which an exchange overlapped with backward; not part of the sum.
+    staleness: dict[str, int] = field(default_factory=dict)  # How often reads were how many steps old.
     disturbances: dict[str, int] = field(default_factory=dict)
     """Injected faults: requested and fired; run.json has the count of each."""
     choices: dict[str, Any] = field(default_factory=dict)
     """What the strategy chose by measuring, with the seconds of each alternative; see `allreduce(auto)`."""
-    optimizer_bytes: list[int] = field(default_factory=list)
-    """Optimizer state of each worker, where it is sharded."""
+    optimizer_bytes: list[int] = field(default_factory=list)  # Optimizer state of each worker, where it is sharded.
     gossip: dict[str, Any] = field(default_factory=dict[str, Any])
     """Convergence rate of the replicas, predicted by their graph and measured; see `gossip`."""
     compression: dict[str, float] = field(default_factory=dict)
@@ -85,10 +62,8 @@ class Result:
     """Each shard: pushes by outcome, staleness of reads, bytes by link."""
     hosts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """Each host: name, kind, address, rate, workers and server processes (`0.1`: shard 0, copy 1)."""
-    died: list[str] = field(default_factory=list[str])
-    """Workers and servers that died while the run went on."""
-    joined: list[str] = field(default_factory=list[str])
-    """Workers and servers that joined later to replace others."""
+    died: list[str] = field(default_factory=list[str])  # Workers and servers that died while the run went on.
+    joined: list[str] = field(default_factory=list[str])  # Workers and servers that joined later to replace others.
     first_batch: str | None = None
     """Fingerprint of the first training batch of the reporting worker: equal data gives equal fingerprints."""
     error: dict[str, Any] | None = None
