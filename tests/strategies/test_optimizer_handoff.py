@@ -90,8 +90,8 @@ def test_neighbours_with_the_same_count_of_steps_stay_joined() -> None:
     optimizer = optim.Adam(groups, lr=0.1)
     stepped(optimizer, parameters, 0)
     (first, *_) = served(optimizer, ParameterRow(parameters, SHARDS))
-    assert first.recipe is not None
-    assert first.recipe.ranges == (((0, 5),), ())
+    assert first.updater is not None
+    assert first.updater.recipe.ranges == (((0, 5),), ())
 
 
 class Meeting:

@@ -78,6 +78,11 @@ def received(endpoint: Endpoint[Push | Reply]) -> Incoming[Push | Reply]:
     return incoming
 
 
+def shares(endpoint: Endpoint[Any], peer: str) -> bool:
+    known = endpoint.known.by_name.get(peer)
+    return known is not None and known.shares
+
+
 def pair(endpoints: Endpoints, bind: str = PRIVATE, **more: Any) -> tuple[Endpoint[Any], Endpoint[Any]]:
     """A server and a worker that is connected to it; both have greeted."""
     server, worker = endpoints("server 0.0", bind=bind, **more), endpoints("worker 1", **more)
@@ -91,7 +96,7 @@ def met(server: Endpoint[Any], worker: Endpoint[Any]) -> None:
     def greeted() -> bool:
         for endpoint in (server, worker):
             assert endpoint.receive(0.01) is None
-        return server.shares_memory_with(worker.name) and worker.shares_memory_with(server.name)
+        return shares(server, worker.name) and shares(worker, server.name)
 
     wait_until(greeted, "the greetings")
 

@@ -298,7 +298,7 @@ def test_nothing_is_asked_of_a_device_while_a_graph_is_captured(
     recorded: Recorded, stamps: Stamps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     earlier = stamps.collective(CallShape("all_reduce"), lambda *_: Behind(), ([ON_DEVICE], AllreduceOptions()), {})
-    monkeypatch.setattr("offbeat.runtime.events.works.CAPTURES", True)
+    monkeypatch.setattr("offbeat.runtime.events.calls.CAPTURES", True)
     monkeypatch.setattr("offbeat.runtime.events.calls.CAPTURES", True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

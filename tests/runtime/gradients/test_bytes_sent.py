@@ -25,7 +25,7 @@ from offbeat.protocols.gossip.mixing import tell
 from offbeat.protocols.gossip.topology import GraphShape, mixing
 from offbeat.protocols.schedule import Layout, Op, Round, Schedule, View
 from offbeat.runtime.collectives.two_sided import compile_schedule, run
-from offbeat.runtime.hosts import Host, Hosts, namespaces
+from offbeat.runtime.hosts import Host, Hosts, placed
 from offbeat.runtime.launch import Launcher
 from offbeat.simulate import Network, finish_times, trace
 
@@ -61,7 +61,7 @@ def test_an_exchange_counts_what_its_algorithm_sends(
 
 @pytest.mark.slow
 def test_groups_count_by_the_algorithm_that_ran(networks: None, launcher: Launcher, tmp_path: Path) -> None:
-    with namespaces(Hosts.alike(3)) as apart:
+    with placed(Hosts.alike(3)) as apart:
         said = started(launcher, apart, tmp_path, "count_bytes", count=COUNT, names=["naive", "ring", "star", "gloo"])
     counted = [one["counted"] for one in said]
     ring = 2 * BYTES * 2 // 3
@@ -80,7 +80,7 @@ def test_groups_count_by_the_algorithm_that_ran(networks: None, launcher: Launch
 def test_a_group_on_several_hosts_counts_by_the_hierarchy_that_it_runs(
     networks: None, launcher: Launcher, tmp_path: Path
 ) -> None:
-    with namespaces(Hosts((Host("a", workers=2), Host("b")))) as made:
+    with placed(Hosts((Host("a", workers=2), Host("b")))) as made:
         said = started(launcher, made, tmp_path, "count_bytes", count=COUNT, names=[])
     schedule = algorithm(Collective.ALL_REDUCE, "hierarchical_shared").schedule
     view, layout = View.of(3, [0, 0, 1]), Layout(COUNT, 4)
@@ -244,6 +244,6 @@ def test_an_all_reduce_over_hosts_without_its_last_part_is_refused_and_costs_les
 def test_processes_on_several_hosts_do_what_the_parts_say(
     entry: str, right: list[bool], networks: None, launcher: Launcher, tmp_path: Path
 ) -> None:
-    with namespaces(Hosts((Host("a", workers=2), Host("b")))) as made:
+    with placed(Hosts((Host("a", workers=2), Host("b")))) as made:
         said = started(launcher, made, tmp_path, entry, count=3_000_000)
     assert [one["right"] for one in said] == right

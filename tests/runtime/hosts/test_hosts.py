@@ -22,7 +22,7 @@ from conftest import mine, wait_until
 from offbeat.errors import StrategyError, UsageError, WorkerError
 from offbeat.protocols.servers.messages import COORDINATOR, ClusterView, Timeouts, server_name
 from offbeat.run.drive import Result
-from offbeat.runtime.hosts import Host, Hosts, Placed, abandoned, existing, namespaces
+from offbeat.runtime.hosts import Host, Hosts, Placed, abandoned, existing, placed
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.folder import MODEL_FILE
 from offbeat.testing._tasks import CurveTask
@@ -82,15 +82,15 @@ def test_servers_take_turns_so_that_copies_are_on_different_hosts() -> None:
         ('[netwerk]\nmtu = 1\n[[host]]\nname = "a"', "Did you mean 'network'?"),
         ('[network]\nspeed = "1Gbit"\n[[host]]\nname = "a"', "Valid: mtu, rate, subnet"),
         ('[[host]]\nname = "a"\n[[host]]\nname = "a"', "more than one host"),
-        ('[[host]]\nname = "A/b"', "small letters"),
-        ('[[host]]\nname = "a"\nkind = "ssh"', "kind 'ssh', which there is not. Valid: namespace"),
+        ('[[host]]\nname = "A/b"', "lower-case letters"),
+        ('[[host]]\nname = "a"\nkind = "ssh"', "unknown kind 'ssh'. Valid: namespace"),
         ('[[host]]\nname = "a"\nworkers = 0', "nothing would run there"),
         ('[[host]]\nname = "a"\nworkers = 0\nservers = 1', "no host has a worker"),
         ('[[host]]\nname = "a"\nworkers = -1', "whole number"),
         ('[[host]]\nname = "a"\nworkers = true', "whole number"),
         ('[[host]]\nname = "a"\nrate = "fast"', "host a: 'fast' is not a rate"),
         ('[[host]]\nname = "a"\nrate = 100', "in quotes"),
-        ('[[host]]\nname = "a"\nrate = "1bit"', "signs of life"),
+        ('[[host]]\nname = "a"\nrate = "1bit"', "heartbeats"),
         ('[network]\nrate = "0Mbit"\n[[host]]\nname = "a"', "would move nothing"),
         ('[network]\nmtu = 20\n[[host]]\nname = "a"', "mtu = 20"),
         ('[network]\nsubnet = "10.0.0.1/24"\n[[host]]\nname = "a"', "host bits"),
@@ -134,9 +134,9 @@ def test_patience_grows_with_payloads_where_links_are_slow() -> None:
 # Namespaces.
 
 MAKER = """
-from offbeat.runtime.hosts import Hosts, namespaces
+from offbeat.runtime.hosts import Hosts, placed
 
-with namespaces(Hosts.alike(2)) as made:
+with placed(Hosts.alike(2)) as made:
     print(*(host.network.name for host in made.hosts), made.network.name, flush=True)
     input()
 """
@@ -144,7 +144,7 @@ with namespaces(Hosts.alike(2)) as made:
 
 @pytest.fixture
 def two(networks: None) -> Iterator[Placed]:
-    with namespaces(Hosts((Host("a", workers=2, rate="100Mbit"), Host("b")))) as made:
+    with placed(Hosts((Host("a", workers=2, rate="100Mbit"), Host("b")))) as made:
         yield made
 
 
@@ -168,7 +168,7 @@ def buckets(network: Path, interface: str) -> list[dict[str, Any]]:
 
 def test_namespaces_appear_with_their_rates_and_vanish(networks: None) -> None:
     before = mine()
-    with namespaces(Hosts.alike(2, "100Mbit")) as made, namespaces(Hosts.alike(2)) as others:
+    with placed(Hosts.alike(2, "100Mbit")) as made, placed(Hosts.alike(2)) as others:
         here = mine() - before
         assert {host.network.name for host in (*made.hosts, *others.hosts)} <= here
         assert [host.address for host in made.hosts] == ["10.77.0.2", "10.77.0.3"]
@@ -181,17 +181,17 @@ def test_namespaces_appear_with_their_rates_and_vanish(networks: None) -> None:
 
 def test_whoever_may_not_make_namespaces_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    with pytest.raises(UsageError, match="needs root, and this is user 1000"), namespaces(Hosts.alike(2)):
+    with pytest.raises(UsageError, match="needs root, and this is user 1000"), placed(Hosts.alike(2)):
         pass
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UsageError, match=r"no command ip or tc\. Install iproute2"), namespaces(Hosts.alike(2)):
+    with pytest.raises(UsageError, match=r"no command ip or tc\. Install iproute2"), placed(Hosts.alike(2)):
         pass
 
 
 def test_namespaces_vanish_when_the_body_fails(networks: None) -> None:
     before = mine()
-    with pytest.raises(KeyboardInterrupt), namespaces(Hosts.alike(2)):
+    with pytest.raises(KeyboardInterrupt), placed(Hosts.alike(2)):
         raise KeyboardInterrupt
     assert mine() == before
 
@@ -203,13 +203,13 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next(networks: None) -
         try:
             left = process.stdout.readline().split()
             assert len(left) == 3
-            with namespaces(Hosts.alike(1)):
+            with placed(Hosts.alike(1)):
                 assert set(left) <= set(existing())  # Its maker lives.
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait(20)
     assert all(abandoned(name) for name in left)
-    with namespaces(Hosts.alike(1)):
+    with placed(Hosts.alike(1)):
         assert not set(left) & set(existing())
 
 
@@ -236,14 +236,14 @@ def test_processes_live_on_their_hosts_and_those_of_one_host_share_memory(
 
 
 def test_workers_of_a_single_host_share_memory(networks: None, launcher: Launcher, tmp_path: Path) -> None:
-    with namespaces(Hosts((Host("a", workers=2),))) as made:
+    with placed(Hosts((Host("a", workers=2),))) as made:
         said = started(launcher, made, tmp_path, "look_around")
     assert all(one["one_host"] and one["shares"] for one in said)
 
 
 def test_sums_pass_through_the_limited_links(networks: None, launcher: Launcher, tmp_path: Path) -> None:
     count = 500_000
-    with namespaces(Hosts.alike(4, "400Mbit")) as made:
+    with placed(Hosts.alike(4, "400Mbit")) as made:
         before = [counted(host.network) for host in made.hosts]
         said = started(launcher, made, tmp_path, "sum_much", count=count)
         after = [counted(host.network) for host in made.hosts]

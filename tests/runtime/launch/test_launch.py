@@ -42,7 +42,7 @@ def role(tmp_path: Path) -> MakeRole:
 
 def test_the_public_names_are_these_and_documented() -> None:
     assert set(launch.__all__) == {
-        "EVERYWHERE", "GRACE", "PRELOAD", "Control", "Launcher", "LogFollower", "Outcome", "RemoteError", "Role",
+        "EVERYWHERE", "GRACE", "PRELOAD", "Control", "Launcher", "LogFollower", "RoleOutcome", "RemoteError", "Role",
         "PrivateStore", "free_port", "last_lines", "obituary", "private_store", "serve_store", "threads_for",
         "worker_environment",
     }  # fmt: skip

@@ -23,7 +23,7 @@ from launch_support import MakeRole, Pids, is_alive, role_maker, run, wait_until
 from offbeat.errors import CheckpointError, NonFiniteError, OffbeatError, RunError, WaitError, WorkerError
 from offbeat.runtime.launch import Launcher, RemoteError, Role, RoleOutcome, _run, serve_store, worker_environment
 from offbeat.runtime.launch._cause import Failure, cause_of
-from offbeat.runtime.launch._report import describe
+from offbeat.runtime.launch._control import describe
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from offbeat.errors import UsageError
 from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.messages import Endpoint, Keys, address_in, private_directory
-from offbeat.runtime.messages import peers as peers_module
+from offbeat.runtime.messages import endpoint as peers_module
 from offbeat.runtime.messages.frames import CHUNK, EndpointHello, MemoryReference
 from offbeat.runtime.messages.keys import for_socket
 
@@ -40,7 +40,7 @@ def test_senders_without_a_name_are_refused(endpoints: Endpoints, name: bytes | 
     with Stranger(server.address, name) as stranger:
         stranger.says(*on_the_wire(CODEC.encode(Push("worker 1", 1))))
         assert refuses(server, 1)
-    assert (server.peers, server.traffic) == ((), {})
+    assert (tuple(server.known.by_name), server.traffic) == ((), {})
 
 
 def test_there_are_not_more_senders_than_fit(endpoints: Endpoints, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_there_are_not_more_senders_than_fit(endpoints: Endpoints, monkeypatch: 
         assert refuses(server, 1)
     with pytest.raises(UsageError, match="cannot connect to 'worker 3'"):
         server.connect("worker 3", str(server.address))
-    assert server.peers == ("worker 0", "worker 1")
+    assert tuple(server.known.by_name) == ("worker 0", "worker 1")
 
 
 def test_more_frames_than_may_be_are_refused(endpoints: Endpoints) -> None:
@@ -72,7 +72,7 @@ def test_a_frame_over_the_limit_ends_its_connection(endpoints: Endpoints) -> Non
         assert monitor.poll(DEADLINE * 1000)
         assert server.receive(0.05) is None
         stranger.socket.disable_monitor()
-    assert server.peers == ()
+    assert tuple(server.known.by_name) == ()
 
 
 def spoofed(segment: Segment, pipe: int, plain: int) -> dict[str, MemoryReference]:
@@ -122,7 +122,7 @@ def test_a_greeting_cannot_be_echoed(endpoints: Endpoints) -> None:
         stranger.says(stranger.socket.recv())
         stranger.says(*on_the_wire(CODEC.encode(Push("worker 1", 1))))
         received(server)
-        assert not server.shares_memory_with("worker 1")
+        assert not server.known.by_name["worker 1"].shares
 
 
 def test_mutated_messages_at_the_door_have_no_effect(endpoints: Endpoints) -> None:
@@ -137,7 +137,7 @@ def test_resealed_messages_have_no_effect_either(endpoints: Endpoints) -> None:
         for number, body in enumerate([b"", b"\x80", plain[24:] + b"\x00", b"\x91" * 20_000], 1):
             stranger.says(resealed(plain[:24] + body))
             assert refuses(server, number)
-    assert server.peers == ()
+    assert tuple(server.known.by_name) == ()
 
 
 # --- addresses and keys
@@ -211,7 +211,7 @@ def test_strangers_are_not_let_in(endpoints: Endpoints, who: str) -> None:
             assert who != "an unknown key" or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
             stranger.socket.disable_monitor()
         assert server.receive(0.1) is None
-    assert (server.peers, server.refused) == ((), 0)
+    assert (tuple(server.known.by_name), server.refused) == ((), 0)
 
 
 def test_keys_are_kept_in_a_file_of_ones_own(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_wrong_keys_are_refused(tmp_path: Path) -> None:
         keys.allow("abc")
     (tmp_path / "keys").write_text("{}")
     (tmp_path / "keys").chmod(0o600)
-    with pytest.raises(UsageError, match="not a file of keys"):
+    with pytest.raises(UsageError, match="not a key file"):
         Keys.load(tmp_path / "keys")
     with pytest.raises(UsageError, match="cannot be written"):
         keys.save(tmp_path / "nowhere" / "keys")

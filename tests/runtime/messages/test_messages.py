@@ -14,7 +14,7 @@ import numpy as np
 import paths
 import pytest
 from frame_support import CODEC, Push, Reply
-from message_support import PRIVATE, TCP, Endpoints, lent, pair, received
+from message_support import PRIVATE, TCP, Endpoints, lent, pair, received, shares
 from message_support import endpoints as endpoints
 from message_support import nothing_is_left as nothing_is_left
 
@@ -133,7 +133,7 @@ def test_a_restarted_server_is_greeted_anew(endpoints: Endpoints, tmp_path: Path
     server.close()
     server = endpoints("server 0.0", bind=address)
     deadline = time.monotonic() + DEADLINE
-    while not server.shares_memory_with("worker 1"):
+    while not shares(server, "worker 1"):
         assert time.monotonic() < deadline
         worker.send("server 0.0", Push("worker 1", 1))
         worker.receive(0.01)
@@ -142,10 +142,10 @@ def test_a_restarted_server_is_greeted_anew(endpoints: Endpoints, tmp_path: Path
 
 def test_a_forgotten_peer_is_not_reached_any_more(endpoints: Endpoints) -> None:
     server, worker = pair(endpoints)
-    assert worker.peers == ("server 0.0",)
+    assert tuple(worker.known.by_name) == ("server 0.0",)
     worker.forget("server 0.0")
     worker.forget("server 0.0")
-    assert worker.peers == ()
+    assert tuple(worker.known.by_name) == ()
     assert not worker.send("server 0.0", Push("worker 1", 1))
     worker.connect("server 0.0", server.address)
     worker.send("server 0.0", Push("worker 1", 2))
@@ -232,7 +232,7 @@ def test_memory_that_cannot_be_opened_is_sent_the_next_time(endpoints: Endpoints
     segment.seal()
     worker.send("server 0.0", Push("worker 1", 1), payload)
     wait_until(lambda: server.receive(0.01) is None and server.refused == 1, "the refusal")
-    wait_until(lambda: worker.receive(0.01) is None and not worker.shares_memory_with("server 0.0"), "the news of it")
+    wait_until(lambda: worker.receive(0.01) is None and not shares(worker, "server 0.0"), "the news of it")
     worker.send("server 0.0", Push("worker 1", 1), payload)
     np.testing.assert_array_equal(received(server).payload, payload)  # pyright: ignore[reportArgumentType]
     assert worker.traffic["server 0.0"].bytes_lent == 10
@@ -249,9 +249,9 @@ def test_peers_of_another_host_get_no_references(endpoints: Endpoints, monkeypat
         received(server)
         server.send("worker 1", Reply(number))
         received(worker)
-    assert server.peers == ("worker 1",)
-    assert not worker.shares_memory_with("server 0.0")
-    assert not server.shares_memory_with("worker 1")
+    assert tuple(server.known.by_name) == ("worker 1",)
+    assert not shares(worker, "server 0.0")
+    assert not server.known.by_name["worker 1"].shares
     assert worker.traffic["server 0.0"].bytes_lent == 0
     segment.seal()
 
@@ -269,7 +269,7 @@ def test_two_processes_share_memory(endpoints: Endpoints) -> None:
             worker.connect("server 0.0", sys.argv[1])
             segment = Segment.create(1_000_000)
             worker.lend(segment)
-            while not worker.shares_memory_with("server 0.0"):
+            while not worker.known.by_name["server 0.0"].shares:
                 worker.receive(0.1)
             segment.bytes[:] = 3
             worker.send("server 0.0", Push("worker 1", 1), segment.bytes[:1_000_000])

@@ -36,8 +36,8 @@ from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.messages.keys import Keys
 from offbeat.runtime.run.folder import RunFolder
-from offbeat.runtime.run.running import statuses
 from offbeat.runtime.run.settings import Goal
+from offbeat.runtime.run.status import statuses
 from offbeat.runtime.run.untrusted_files import parse_json, read_bytes
 from offbeat.runtime.state.certificates import check
 from offbeat.runtime.state.checkpoint import _read_state, digest, newest, read_manifest

@@ -19,7 +19,7 @@ from offbeat.errors import UsageError, WaitError
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.folder import RunFolder
 from offbeat.runtime.run.procfs import held, ignores, lives, passport, seen
-from offbeat.runtime.run.running import found, status, statuses, stop
+from offbeat.runtime.run.status import find_run, status, statuses, stop
 
 ROUNDS = """\
 import os, time
@@ -180,6 +180,6 @@ def test_runs_are_found_by_name_and_odd_folders_do_no_harm(
     (folder.path / "metrics.jsonl").write_text('{"step": 8, "score": 0.6, "seconds": 3.0}\n{"step": 9, "sc')
     assert (status(folder).step, status(folder).score) == (8, 0.6)
     monkeypatch.chdir(tmp_path)
-    assert found(Path(folder.path.name)).path == found(Path("latest")).path == folder.path
+    assert find_run(Path(folder.path.name)).path == find_run(Path("latest")).path == folder.path
     with pytest.raises(UsageError, match="there is no folder"):
         statuses(tmp_path / "nowhere")

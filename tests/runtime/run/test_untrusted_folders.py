@@ -20,7 +20,7 @@ from offbeat.monitor import Judge
 from offbeat.monitor.page.run_folders import opened
 from offbeat.run.job import target_of
 from offbeat.runtime.launch import LogFollower
-from offbeat.runtime.run.running import found, statuses
+from offbeat.runtime.run.status import find_run, statuses
 from offbeat.runtime.run.untrusted_files import read_bytes
 from offbeat.runtime.state.certificates import check
 
@@ -62,7 +62,7 @@ def test_a_folder_that_nobody_may_enter_does_not_hide_the_other_runs(runs: Path)
         with an_ordinary_user():
             assert [Path(row.run).name for row in statuses(runs)] == ["mine"]
             with pytest.raises(CheckpointError, match=r"it has no run\.json"):
-                found(secret, runs)
+                find_run(secret, runs)
             with pytest.raises(UsageError, match="cannot be read: Permission denied"):
                 statuses(secret)
     finally:
@@ -71,7 +71,7 @@ def test_a_folder_that_nobody_may_enter_does_not_hide_the_other_runs(runs: Path)
 
 def test_a_name_that_is_too_long_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
-        found(LONG, tmp_path)
+        find_run(LONG, tmp_path)
     with pytest.raises(CheckpointError):
         check(LONG)
     with pytest.raises(UsageError, match="is not a folder"):

@@ -33,8 +33,8 @@ from offbeat.run.drive import Result, drive, fit
 from offbeat.run.job import Job, Script
 from offbeat.runtime.launch import Launcher, Role
 from offbeat.runtime.run.folder import RunFolder
-from offbeat.runtime.run.running import processes
 from offbeat.runtime.run.settings import Goal
+from offbeat.runtime.run.status import processes
 from offbeat.tasks.mixture import Mixture
 
 Fit = Callable[..., Result]

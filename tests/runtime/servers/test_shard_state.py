@@ -194,7 +194,7 @@ def test_a_state_is_handed_over_in_lent_memory_which_goes_when_it_is_held() -> N
 def test_a_shard_that_nothing_was_put_on_yet_can_be_copied() -> None:
     empty, novice = Numbers(lambda _segment: None), Numbers(lambda _segment: None)
     novice.do(Restore(empty.do(ReadShard(state=True, kept=True)), 0))
-    assert (novice.recipe, novice.version) == (None, 0)
+    assert (novice.updater, novice.version) == (None, 0)
 
 
 def test_values_are_kept_as_long_as_gradients_may_come_from_them_and_not_without_end(
@@ -224,9 +224,9 @@ def test_values_are_kept_as_long_as_gradients_may_come_from_them_and_not_without
         (payload(1, float("nan"), 3, 4), "1 of 4 numbers are NaN or inf"),
         (payload(1, float("inf"), float("-inf"), 4), "2 of 4"),
         (payload(3e38, 3e38, 3e38, 3e38), ""),
-        (payload(*[1.0] * 5), "20 bytes where 16 were to come"),
+        (payload(*[1.0] * 5), "20 bytes where 16 were expected"),
         (Payload(3, np.zeros(3, np.uint8)), "3 bytes"),
-        (payload(1, 2), "8 bytes where 16 were to come"),
+        (payload(1, 2), "8 bytes where 16 were expected"),
         (Payload(0), ""),
     ],
 )
@@ -240,7 +240,7 @@ def test_what_is_not_fit_is_found_at_the_door(brought: Payload, why: str) -> Non
     [
         (1, 3, 2, ""),
         (2, -1, 2, ""),
-        (1, 3, 3, "12 bytes where 8 were to come"),
+        (1, 3, 3, "12 bytes where 8 were expected"),
         (3, 1, 2, "the range 3:1 of a shard of 4 numbers"),
         (2, 6, 4, "the range 2:6"),
         (-2, 2, 4, "the range -2:2"),

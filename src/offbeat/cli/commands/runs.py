@@ -14,7 +14,7 @@ from offbeat.cli.output import print_json, printable
 from offbeat.errors import UsageError
 from offbeat.limits import seconds
 from offbeat.runtime.launch import LogFollower
-from offbeat.runtime.run import running
+from offbeat.runtime.run import status
 from offbeat.runtime.run.folder import RunFolder, strategy_in_words
 
 _FOLLOW_EVERY = 0.2
@@ -22,7 +22,7 @@ _FOLLOW_EVERY = 0.2
 
 def ps(options: PsOptions) -> None:
     """List running runs, with their processes and progress."""
-    rows = [row for row in running.statuses(options.folder) if options.everything or row.alive]
+    rows = [row for row in status.statuses(options.folder) if options.everything or row.alive]
     if options.as_json:
         print_json([row.plain() for row in rows])
         return
@@ -34,7 +34,7 @@ def ps(options: PsOptions) -> None:
             typer.echo(printable(line).replace("\n", "\\n"))
 
 
-def _lines(row: running.Status) -> Iterator[str]:
+def _lines(row: status.Status) -> Iterator[str]:
     since = "" if row.started is None else f" since {row.started[:19].replace('T', ' ')}{_for(row)}"
     yield f"{Path(row.run).name}: {row.state}{since if row.alive else ''}"
     if not row.strategy:  # Its folder cannot be read; `what` says why.
@@ -50,7 +50,7 @@ def _lines(row: running.Status) -> Iterator[str]:
         yield f"    {process.role:<10} pid {process.pid:<8} {process.state:<16} {used}"
 
 
-def _for(row: running.Status) -> str:
+def _for(row: status.Status) -> str:
     try:
         began = datetime.fromisoformat(row.started or "")
     except ValueError:
@@ -62,17 +62,17 @@ def _for(row: running.Status) -> str:
 def stop(options: StopOptions) -> None:
     """Stop a run, and wait until all of its processes have ended."""
     seconds("--within", options.within)
-    folder = running.found(options.run, options.out)
-    state = running.stop(folder, options.within, options.kill)
+    folder = status.find_run(options.run, options.out)
+    state = status.stop(folder, options.within, options.kill)
     typer.echo(f"{folder.path.name} has ended: {state}.")
 
 
 def logs(options: LogsOptions) -> None:
     """Print the output of a run's workers and servers, each line with its process."""
-    folder = running.found(options.run, options.out)
+    folder = status.find_run(options.run, options.out)
     files = _files(folder, options)
     followers = {name: LogFollower(file, whole=True) for name, file in files.items()}
-    while options.follow and running.status(folder).alive:
+    while options.follow and status.status(folder).alive:
         for name, follower in followers.items():
             _print(name, follower.new_text(), len(files) > 1)
         time.sleep(_FOLLOW_EVERY)
@@ -102,4 +102,4 @@ def _named(folder: RunFolder) -> dict[str, Path]:
     """All logs of a run, by process; only plain files of the folder itself, not links or pipes."""
     paths = (folder.path / "logs").glob("*-*.log")
     files = {path.stem.replace("-", " "): path for path in paths if path.is_file() and not path.is_symlink()}
-    return {name: files[name] for name in sorted(files, key=running.in_order)}
+    return {name: files[name] for name in sorted(files, key=status.in_order)}

@@ -14,7 +14,7 @@ from offbeat.runtime.backend._call_ids import CollectiveError, ranks_in_words, s
 from offbeat.runtime.backend._checks import alike
 from offbeat.runtime.backend._op_queue import may_be_waited_for_by_tensor
 from offbeat.runtime.collectives.one_sided.arena import Room
-from offbeat.runtime.events.works import BareWork, handing_on
+from offbeat.runtime.events.calls import BareWork, handing_on
 
 _LOOKS = 10
 _BETWEEN = 0.02

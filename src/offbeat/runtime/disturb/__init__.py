@@ -1,4 +1,4 @@
-"""Faults on real processes, as asked for by `--disturb`: see `offbeat.protocols.disturbances` for the sentences."""
+"""Fault injection into real processes for `--disturb`; `offbeat.protocols.disturbances` has the syntax."""
 
 from offbeat.runtime.disturb._disturber import Disturber
 

@@ -1,29 +1,34 @@
-"""What a process does to itself because it was asked to: be paused, keep a pace, be killed."""
+"""Faults that a process injects into itself: pauses, a slow pace, a kill."""
 
 from __future__ import annotations
 
 import os
+import select
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from offbeat.errors import RunError, WaitError
 from offbeat.protocols.disturbances import AtStep, Disturbance, FaultPlan, KillFault, Pause
-from offbeat.runtime.disturb._owner import GuardProcess
 from offbeat.runtime.events.recorder import RECORDER, About, Mark
 
+ANSWER_DEADLINE = 30.0  # Seconds that the guard has to start, and to report the end of a pause.
+END_DEADLINE = 5.0  # Seconds that the guard has to end.
 Tell = Callable[[Mapping[str, Any]], None]
 
 
 class Disturber:
-    """Lives in the process that is to be disturbed, and is told when its steps begin.
+    """Injects the faults of one process, which calls `step` at each step.
 
-    `tell` gets `{"kind": "disturbed", "number": sentence}` for each firing, before it where nothing could be said
-    afterwards. To be made on the main thread: the guard ends with the thread that started it. What is asked for once
-    happens once in a run, however many processes take each other's place: sentences that have `fired` for those before
-    this one are neither done nor counted again, though a pace is kept; to one who takes over `after` a step, what was
-    to happen up to that step has happened already.
+    `tell` gets `{"kind": "disturbed", "number": sentence}` for each fault, before a fatal one. Create it on the main
+    thread: the guard ends with the thread that started it. A one-time fault fires once per run, even if processes are
+    replaced: sentences that `fired` for predecessors are neither repeated nor counted again, except that a pace is
+    kept; for a process that takes over `after` a step, faults up to that step have fired already.
     """
 
     def __init__(
@@ -46,14 +51,14 @@ class Disturber:
 
     @property
     def active(self) -> bool:
-        """Whether anything will happen to this process; if not, nobody need call `step`."""
+        """Whether this process has any faults to inject; if not, `step` need not be called."""
         return bool(self._plan)
 
     def step(self, number: int) -> None:
-        """A step begins, `number` are finished: do what is to happen before it.
+        """A step begins after `number` finished ones: inject the faults due before it.
 
-        The same number again does nothing. Numbers may be skipped, as a server's minimum clock does: what was to
-        happen in between happens now.
+        The same number again does nothing. Numbers may be skipped, as a server's minimum clock does: faults in between
+        fire now.
         """
         first = number if self._next is None else self._next
         if not self._plan or number < first:
@@ -61,26 +66,23 @@ class Disturber:
         if self._pacer is not None:
             self._pacer.finish()
         if not self._begun:
-            self._begin()
+            self._begun = True
+            for sentence in self._plan.paces:
+                if sentence not in self._fired:
+                    self._count(sentence)
+            if self._guard is not None:
+                self._guard.begin()
         self._next = number + 1
-        self._paused_by_the_clock()
+        self._count_timed_pauses()
         for step in range(first, number + 1):
             for sentence, action in self._plan.at(step):
                 self._fire(sentence, action)
         if self._pacer is not None:
-            self._pacer.begin(self._paused_by_the_clock)
+            self._pacer.begin(self._count_timed_pauses)
 
     def go_on_from(self, number: int) -> None:
-        """So many steps were done in an earlier run: what was to happen before them does not happen in this one."""
+        """Skip the faults before this step, which an earlier part of the run has done."""
         self._next = max(number, self._next or 0)
-
-    def _begin(self) -> None:
-        self._begun = True
-        for sentence in self._plan.paces:
-            if sentence not in self._fired:
-                self._count(sentence)
-        if self._guard is not None:
-            self._guard.begin()
 
     def _fire(self, sentence: int, action: KillFault | Pause) -> None:
         if sentence in self._fired and isinstance(action.when, AtStep):
@@ -92,8 +94,8 @@ class Disturber:
         elif self._guard is not None:
             self._guard.pause(action.seconds)
 
-    def _paused_by_the_clock(self) -> float:
-        """Seconds of the pauses that the guard has made by itself since this was asked last; they are counted."""
+    def _count_timed_pauses(self) -> float:
+        """Count the timed pauses since the last call; returns their seconds."""
         fired = self._guard.fired() if self._guard is not None else []
         for sentence, _ in fired:
             self._count(sentence)
@@ -107,20 +109,20 @@ class Disturber:
         self._tell({"kind": "disturbed", "number": sentence})
 
     def close(self) -> None:
-        """From now on nothing happens to this process."""
+        """Inject no more faults."""
         if self._guard is not None:
             self._guard.end()
-            self._paused_by_the_clock()
+            self._count_timed_pauses()
             self._guard = None
         self._pacer = None
         self._plan = FaultPlan((), self._plan.role, self._plan.rank, self._plan.seed)
 
 
 class Pacer:
-    """Makes every step take at least so long.
+    """Makes every step take at least the given seconds.
 
-    It sleeps where the step begins, in place of computing that takes longer: what the others wait for is late by it. It
-    sleeps less by what the fastest step so far took, so that a step takes the asked time and not that much more.
+    It sleeps at the beginning of the step, so that others wait for this worker as for a slow one. It sleeps less by the
+    time of the fastest step so far, so that a step takes the requested time and not that much more.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -130,20 +132,102 @@ class Pacer:
         self._began = self._slept = 0.0
 
     def begin(self, paused: Callable[[], float]) -> None:
-        """A step begins; `paused` says for how long the process was stopped since it was asked last."""
+        """A step begins; `paused` returns for how long the process was stopped since the last call."""
         self._began = time.monotonic()
-        wanted = max(0.0, self._seconds - self._fastest)
-        while (left := self._began + wanted - time.monotonic()) > 0:
+        pause = max(0.0, self._seconds - self._fastest)
+        while (left := self._began + pause - time.monotonic()) > 0:
             time.sleep(left)
-            # A process that computes does not go on while it is stopped, but a sleep does.
-            wanted += paused()
+            # Unlike computing, a sleep goes on while the process is stopped.
+            pause += paused()
         self._slept = time.monotonic() - self._began
         self._steps += 1
 
     def finish(self) -> None:
-        """The step has ended; one that was faster than any before it is held up a little longer."""
+        """The step has ended; one faster than any before is delayed a little longer."""
         if self._steps:
             took = time.monotonic() - self._began
             work = took - self._slept
             self._fastest = work if self._steps == 1 else min(self._fastest, work)
             time.sleep(max(0.0, self._seconds - took))
+
+
+class GuardProcess:
+    """A guard process that stops and continues this process."""
+
+    def __init__(self, timed: Sequence[tuple[int, float, float]]) -> None:
+        self._timed = timed
+        self._buffer = b""
+        self._words: list[str] = []
+        self._fired: list[tuple[int, float]] = []
+        self._is_over = False
+        clock = [f"{seconds!r}/{period!r}" for _, seconds, period in timed]
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(__file__).with_name("_guard.py")), str(os.getpid()), *clock],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+
+    def begin(self) -> None:
+        """Start the timed pauses."""
+        self._await("ready", ANSWER_DEADLINE)
+        self._order("begin")
+
+    def pause(self, seconds: float) -> None:
+        """Stop this process for the given seconds."""
+        self._order(f"pause {seconds!r}")
+        self._await("done", seconds + ANSWER_DEADLINE)
+
+    def fired(self) -> list[tuple[int, float]]:
+        """Timed pauses since the last call: number of the sentence, and seconds."""
+        while not self._is_over and self._listen(0.0):
+            pass
+        fired, self._fired = self._fired, []
+        return fired
+
+    def end(self) -> None:
+        """End the guard; its messages can still be read."""
+        with suppress(BrokenPipeError):
+            self._order("end")
+        try:
+            self._process.wait(END_DEADLINE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        while not self._is_over:
+            self._listen(END_DEADLINE)
+        self._process.communicate()
+
+    def _order(self, line: str) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.write(f"{line}\n".encode())
+
+    def _await(self, word: str, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while word not in self._words:
+            left = deadline - time.monotonic()
+            if self._is_over:
+                raise RunError("the guard that pauses this process for --disturb ended unexpectedly; see its log.")
+            if left <= 0:
+                raise WaitError(f"the guard that pauses this process did not report {word!r} within {seconds:g} s.")
+            self._listen(left)
+        self._words.remove(word)
+
+    def _listen(self, seconds: float) -> bool:
+        """Read the guard's messages, waiting at most the given seconds; whether there were any."""
+        answers = self._process.stdout
+        if answers is None:
+            return False
+        poll = select.poll()
+        poll.register(answers, select.POLLIN)
+        if not poll.poll(seconds * 1000):
+            return False
+        data = os.read(answers.fileno(), 4096)
+        self._is_over = not data
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            word, _, number = line.decode().partition(" ")
+            if word == "fired":
+                self._fired.append(self._timed[int(number)][:2])
+            else:
+                self._words.append(word)
+        return bool(data)

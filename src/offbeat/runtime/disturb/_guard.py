@@ -1,12 +1,11 @@
-"""The guard: a tiny process that stops the process which started it, and continues it after a while.
+"""The guard: a tiny process that stops its parent process and continues it after a while.
 
-Run by a `Disturber` as `python -I -S _guard.py <owner's pid> <pause>/<period> ...`, so it imports nothing but Python's
-own modules, and holds none of its owner's sockets. It reads orders on its standard input, a line each, and answers on
-its standard output:
+A `Disturber` runs it as `python -I -S _guard.py <owner's pid> <pause>/<period> ...`, so it imports only the standard
+library and has none of its owner's sockets. It reads orders from stdin, one per line, and replies on stdout:
 
-    pause <seconds>   stop the owner for so long; `done` when it runs again
-    begin             from now on also pause it by the clock; `fired <number>` for each
-    end               nothing more
+    pause <seconds>   stop the owner for that long; `done` when it runs again
+    begin             start the timed pauses; `fired <number>` for each
+    end               exit
 """
 
 from __future__ import annotations
@@ -19,23 +18,22 @@ import sys
 import time
 from pathlib import Path
 
-STOP_DEADLINE = 1.0
-"""Seconds for the kernel to stop all threads of the owner."""
+STOP_DEADLINE = 1.0  # Seconds for the kernel to stop all threads of the owner.
 _PR_SET_PDEATHSIG = 1
 
 
 class Guard:
-    """Pauses its owner: on order, and by the clock."""
+    """Pauses its owner, on order and periodically."""
 
     def __init__(self, owner: int, timed: list[tuple[float, float]]) -> None:
         self._owner = owner
         self._timed = timed
         self._due: list[float] = []
         self._interrupted = False
-        self._heard = b""
+        self._buffer = b""
 
     def serve(self) -> None:
-        """Do what is ordered until the end."""
+        """Carry out orders until the end."""
         _say("ready")
         while True:
             wait = max(0.0, min(self._due) - time.monotonic()) if self._due else None
@@ -45,13 +43,13 @@ class Guard:
                         return
                     self._obey(order)
             else:
-                self._pause_by_the_clock()
+                self._timed_pause()
 
     def _orders(self) -> list[str]:
         data = os.read(0, 4096)
         if not data:
             return ["end"]
-        *lines, self._heard = (self._heard + data).split(b"\n")
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
         return [line.decode() for line in lines]
 
     def _obey(self, order: str) -> None:
@@ -62,28 +60,25 @@ class Guard:
             self._pause(float(order.removeprefix("pause ")))
             _say("done")
 
-    def _pause_by_the_clock(self) -> None:
+    def _timed_pause(self) -> None:
         number = self._due.index(min(self._due))
         seconds, period = self._timed[number]
         self._pause(seconds, f"fired {number}")
         self._due[number] = max(self._due[number] + period, time.monotonic())
 
-    def _pause(self, seconds: float, said: str | None = None) -> None:
-        """Stop the owner, wait, continue it; not any more once the run was interrupted, which also ends a pause."""
+    def _pause(self, seconds: float, report: str | None = None) -> None:
+        """Stop the owner, wait, continue it; not once the run was interrupted, which also ends a pause."""
         if self._interrupted or os.getppid() != self._owner:
             return
         os.kill(self._owner, signal.SIGSTOP)
-        self._await_stop()
-        if said is not None:
-            _say(said)  # While it is stopped: it finds this when it goes on.
-        self._interrupted = signal.sigtimedwait([signal.SIGINT], seconds) is not None
-        os.kill(self._owner, signal.SIGCONT)
-
-    def _await_stop(self) -> None:
         deadline = time.monotonic() + STOP_DEADLINE
         status = Path(f"/proc/{self._owner}/stat")
         while time.monotonic() < deadline and status.read_text().rpartition(")")[2].split()[0] not in "Tt":
             time.sleep(0.0002)
+        if report is not None:
+            _say(report)  # While it is stopped: it reads this when it continues.
+        self._interrupted = signal.sigtimedwait([signal.SIGINT], seconds) is not None
+        os.kill(self._owner, signal.SIGCONT)
 
 
 def _say(line: str) -> None:
@@ -92,10 +87,10 @@ def _say(line: str) -> None:
 
 def main(owner: int, timed: list[tuple[float, float]]) -> None:
     """Guard the process `owner`, and die with it."""
-    # Blocked, an interrupt of the run waits until a pause looks for it: it can neither end us nor be missed.
+    # Blocked, so that an interrupt of the run can neither end us nor be missed: pauses check for it.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The owner may have died before the request, which then never fires.
+    # The owner may have died before this request, which then never fires.
     if os.getppid() == owner:
         Guard(owner, timed).serve()
 

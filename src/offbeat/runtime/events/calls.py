@@ -1,4 +1,4 @@
-"""Writes down the calls on one process group: what is asked, where from, and when it is done."""
+"""Records the calls on one process group: what, from where, and when the operations complete."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -17,10 +18,113 @@ from torch import Tensor
 from torch._C import _distributed_c10d as _c10d  # pyright: ignore[reportPrivateUsage]
 
 from offbeat.runtime.events.recorder import About, Mark, Recorder
-from offbeat.runtime.events.works import CAPTURES, EXIT, FAIL, Gathered, StampedWork, may_ask
+
+# Plain numbers: enum members are slower to look up and write.
+WAIT, EXIT, FAIL = int(Mark.WAIT), int(Mark.EXIT), int(Mark.FAIL)
+BareWork: Any = dist._Work  # pyright: ignore[reportPrivateUsage]
+"""Torch's class, which is poorly annotated."""
+CAPTURES = torch.backends.cuda.is_built()  # Whether CUDA graphs are possible here.
+
+
+def may_ask() -> bool:
+    """Whether an operation's completion may be queried: not during CUDA graph capture, which it would break."""
+    return not (CAPTURES and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
+def handing_on(kind: type[Any]) -> type[Any]:
+    """Make a class of works forward the methods that it does not define to the work it holds."""
+    for method in vars(BareWork):
+        if not method.startswith("__") and method not in vars(kind):
+
+            def call(self: Any, *args: Any, _method: str = method, **more: Any) -> Any:
+                return getattr(self._work, _method)(*args, **more)
+
+            call.__name__ = method
+            setattr(kind, method, call)
+    return kind
+
+
+@handing_on
+class StampedWork(BareWork):
+    """An operation in flight, whose end is recorded."""
+
+    def __init__(
+        self, work: Any, recorder: Recorder, name: int, sequence: int, waiting: bool, trails: bool = False
+    ) -> None:
+        super().__init__()
+        self._work, self._recorder, self._name, self._sequence = work, recorder, name, sequence
+        self._waiting, self._trails = waiting, trails
+        self._future: Any = None
+        self.sources: Sequence[int] = ()  # Possible senders of a receive from any source, by rank in the group.
+        recorder.open.append(self)
+
+    def _note(self, mark: int) -> None:
+        value = self._sender() if self.sources and mark == EXIT else 0
+        self._recorder.stamp(mark, self._name, self._sequence, 0, value)
+
+    def _over(self, mark: int) -> None:
+        if self in self._recorder.open:
+            self._recorder.open.remove(self)
+            self._note(mark)
+
+    def _sender(self) -> int:
+        """1 + the sender of a receive from any source; 0 if unknown."""
+        try:
+            return 1 + self.sources[self._work._source_rank()]
+        except (RuntimeError, IndexError):
+            return 0
+
+    def look(self) -> None:
+        """Record its end if it has ended."""
+        # Gloo completes the future a moment before the work. On a device a future only says that the work was queued.
+        done = self._future is not None and not self._trails and self._future.done()
+        if done or (may_ask() and self._work.is_completed()):
+            self._over(EXIT)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for it, and record the wait."""
+        if not self._waiting:
+            self._waiting = True
+            self._note(WAIT)
+        try:
+            answer = self._work.wait() if timeout is None else self._work.wait(timeout)
+        except BaseException:
+            self._over(FAIL)
+            raise
+        if self._trails:
+            self.look()  # Only the device's queue waits: it has ended once it says so.
+        else:
+            self._over(EXIT)
+        return answer
+
+    def synchronize(self) -> None:
+        """The same as wait."""
+        self.wait()
+
+    def get_future(self) -> Any:
+        """Torch's own future, so that callbacks are not delayed."""
+        self._future = self._work.get_future()
+        return self._future
+
+    def __getattr__(self, name: str) -> Any:
+        """Other attributes of this backend's work."""
+        return getattr(self._work, name)
+
+
+class Gathered(StampedWork):
+    """Several operations started one by one and in flight as one."""
+
+    def __init__(self, work: Any, recorder: Recorder, parts: Sequence[tuple[int, int]], trails: bool) -> None:
+        super().__init__(work, recorder, *parts[0], False, trails)
+        self._parts = parts
+
+    def _note(self, mark: int) -> None:
+        for name, sequence in self._parts:
+            self._recorder.stamp(mark, name, sequence)
+
 
 _OPTIONS: Final = frozenset[Any](kind for kind in vars(_c10d).values() if hasattr(kind, "asyncOp"))
-# A member of an enumeration is looked up and written more slowly than a number.
+# Plain numbers: enum members are slower to look up and write.
 _ENTER, _START, _NAN = int(Mark.ENTER), int(Mark.START), int(Mark.NAN)
 _SINGLE = torch.float32
 _Key = tuple[str, int | None, torch.dtype | None, int | None, int | None, str, int]
@@ -29,40 +133,38 @@ _OURS = (str(Path(torch.__file__).parent) + os.sep, _OFFBEAT, "<frozen")
 
 
 class CallShape(NamedTuple):
-    """How a method is to be described."""
+    """How to describe a method of a group."""
 
     operation: str
     given: int | None = 0
-    """Which argument holds what this rank gives, if all ranks must give as much; None where they may differ."""
+    """The argument with this rank's input, if all ranks must give the same amount; None where they may differ."""
     rooted: bool = False
     reduces: bool = False
-    blocks: bool = False
-    """Whether the call itself waits, where no options say so."""
-    exchanged: int | None = None
-    """Which argument holds tensors that ranks may give different amounts of."""
+    blocks: bool = False  # Whether the call itself waits, if no options say otherwise.
+    exchanged: int | None = None  # The argument with tensors whose size may differ between ranks.
 
 
 class Stamps:
-    """Counts the calls on one backend of one group and writes them down."""
+    """Counts and records the calls on one backend of one group."""
 
     def __init__(self, recorder: Recorder, name: str, members: Callable[[], Sequence[int]]) -> None:
         self._recorder = recorder
         self._group = recorder.group(name)
-        self._asked = members  # Torch says who is in a group after it has made it.
+        self._ask_members = members  # Torch knows the members only after it has made the group.
         self._calls = 0
         self._gathered: list[tuple[int, int]] | None = None
-        # Where there are no devices, nobody need ask where tensors are.
+        # Without accelerators all tensors are on the CPU.
         self._devices = torch.accelerator.current_accelerator() is not None
         self._known: dict[_Key, int] = {}
         self._channels: Counter[tuple[str, int, int]] = Counter()
 
     def at(self, device: torch.device | None) -> Stamps:  # noqa: ARG002 - as a group with several backends has it
-        """Who counts the calls with tensors there: a single backend counts all of them."""
+        """The counter for calls on a device: a single backend counts all."""
         return self
 
     @cached_property
     def _members(self) -> tuple[int, ...]:
-        return tuple(self._asked())
+        return tuple(self._ask_members())
 
     @cached_property
     def _written(self) -> int | tuple[int, ...]:
@@ -70,14 +172,14 @@ class Stamps:
         return size if self._members == tuple(range(size)) else self._members
 
     def collective(self, shape: CallShape, act: Callable[..., Any], args: Sequence[Any], more: dict[str, Any]) -> Any:
-        """Do it, and say so before and after."""
+        """Do it, and record its start and end."""
         recorder = self._recorder
         options = args[-1] if args and type(args[-1]) in _OPTIONS else more.get("opts")
         elements = dtype = how = root = None
         tensors: Sequence[Tensor] = ()
         if shape.given is not None and len(args) > shape.given:
-            given = args[shape.given]
-            tensors = given if type(given) is list or type(given) is tuple else [given]
+            argument = args[shape.given]
+            tensors = argument if type(argument) is list or type(argument) is tuple else [argument]
             elements = tensors[0].numel() if len(tensors) == 1 else sum(tensor.numel() for tensor in tensors)
             dtype = tensors[0].dtype if tensors else None
         elif shape.exchanged is not None and len(args) > shape.exchanged:
@@ -103,12 +205,12 @@ class Stamps:
             recorder.stamp(FAIL, name, sequence)
             raise
         if not CAPTURES and self._gathered is None and work is not None and work.is_completed():
-            recorder.stamp(EXIT, name, sequence)  # What happens most, without further calls.
+            recorder.stamp(EXIT, name, sequence)  # The most frequent case, without further calls.
             return work
         return self._begun(work, name, sequence, waited, self._devices and trails(args))
 
     def _describe(self, key: _Key) -> int:
-        """Say what a call is about, once for all calls like it."""
+        """Describe a call, once for all calls like it."""
         operation, elements, dtype, how, root, file, line = key
         about = About(
             self._group,
@@ -125,12 +227,12 @@ class Stamps:
         return name
 
     def _inspect(self, tensor: Tensor, name: int) -> None:
-        """Note it, the first time, if what this worker gives is not finite; looked at once in a step."""
+        """Record the first time that this worker's input is not finite; checked once per step."""
         recorder = self._recorder
         sick = _is_sick(tensor)
         if sick is None:
             return
-        recorder.suspicious = not sick and not recorder.steps  # A program without steps is looked at always.
+        recorder.suspicious = not sick and not recorder.steps  # A program without steps is always checked.
         if sick:
             recorder.sick = True
             recorder.stamp(_NAN, name, self._calls, recorder.steps + 1)
@@ -139,18 +241,18 @@ class Stamps:
         if self._gathered is not None:
             self._gathered.append((name, sequence))
             return work
-        # While a graph is captured nothing happens yet.
+        # During graph capture nothing runs yet.
         if work is None or (CAPTURES and not may_ask()) or work.is_completed():
             self._recorder.stamp(EXIT, name, sequence)
             return work
         return StampedWork(work, self._recorder, name, sequence, waited, behind)
 
     def gather(self) -> None:
-        """What is begun from now on is done together, by `gathered`."""
+        """Start coalescing: operations from now on are issued together by `gathered`."""
         self._gathered = []
 
     def gathered(self, act: Callable[[], Any]) -> Any:
-        """Do all that was begun since; it is under way as one piece of work."""
+        """Issue the coalesced operations, in flight as one piece of work."""
         parts, self._gathered = self._gathered or (), None
         try:
             work = act()
@@ -167,7 +269,7 @@ class Stamps:
             self._recorder.stamp(mark, name, sequence)
 
     def message(self, what: str, act: Callable[[], Any], tensors: Any, peer: int, tag: int) -> Any:
-        """Send or receive, and say so before and after; nobody is -1."""
+        """Send or receive, and record its start and end; peer -1 means any source."""
         recorder = self._recorder
         other = self._members[peer] if 0 <= peer < len(self._members) else -1
         file, line = caller()
@@ -184,33 +286,33 @@ class Stamps:
         except BaseException:
             recorder.stamp(FAIL, name, sequence)
             raise
-        found = self._begun(work, name, sequence, False, self._devices and trails((tensors,)))
-        if other < 0 and isinstance(found, StampedWork):
-            found.sources = self._members
-        return found
+        begun = self._begun(work, name, sequence, False, self._devices and trails((tensors,)))
+        if other < 0 and isinstance(begun, StampedWork):
+            begun.sources = self._members
+        return begun
 
 
 def device_of(args: Sequence[Any]) -> torch.device | None:
-    """Where the first tensor of a call is; None if it has none."""
+    """The device of the first tensor of a call; None if it has none."""
     for arg in args:
-        found = arg
-        while isinstance(found, list | tuple) and found:
-            found: Any = found[0]
-        if isinstance(found, Tensor):
-            return found.device
+        first = arg
+        while isinstance(first, list | tuple) and first:
+            first: Any = first[0]
+        if isinstance(first, Tensor):
+            return first.device
     return None
 
 
 def trails(args: Sequence[Any]) -> bool:
-    """Whether waiting for a call returns before it is done: on a device its queue waits, this process goes on."""
+    """Whether waiting for a call returns before it is done: on an accelerator only its queue waits."""
     device = device_of(args)
     return device is not None and device.type != "cpu"
 
 
 def _is_sick(tensor: Tensor) -> bool | None:
-    """Whether the first number of a tensor is not finite: a loss that is not finite shows in all gradients.
+    """Whether the first number of a tensor is not finite: a NaN loss shows in all gradients.
 
-    None of other than single precision: counts and reports are exchanged in double.
+    None for other than single precision: counts and reports are exchanged in double.
     """
     if tensor.dtype is not _SINGLE or not tensor.is_cpu or not tensor.numel():
         return None
@@ -218,7 +320,7 @@ def _is_sick(tensor: Tensor) -> bool | None:
 
 
 def caller() -> tuple[str, int]:
-    """The file and line of the program, beneath torch and offbeat, that asks."""
+    """The file and line of the program, outside torch and offbeat, that made the call."""
     frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         file = frame.f_code.co_filename
@@ -229,7 +331,7 @@ def caller() -> tuple[str, int]:
 
 
 def _reducing() -> bool:
-    """Whether DDP's reducer asks. It is not Python: right beneath us lies the call of torch's engine."""
+    """Whether DDP's reducer made the call. It is C++: directly below our frames is torch's engine."""
     frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     while frame is not None and frame.f_code.co_filename.startswith(_OFFBEAT):
         frame = frame.f_back

@@ -1,8 +1,7 @@
-"""Process groups that write down what is asked of them, and when it is done, whatever their backend is.
+"""Process groups that record their calls, and when these complete, whatever their backend is.
 
-Torch's own code calls a group's methods, whether in Python or in C++ as DDP's reducer does; here they are overridden.
-Backends are left alone: whoever asks a group for its backend gets the very one that torch has made. Nothing is added to
-what is exchanged.
+Torch calls a group's methods, in Python or, as DDP's reducer, in C++; here they are overridden. Backends are left
+alone: a group still returns the very backend that torch made. Nothing is added to what is exchanged.
 """
 
 from __future__ import annotations
@@ -53,14 +52,11 @@ _OLDER = {
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
-}
-"""By which name torch calls groups in Python that do not know the newer one."""
+}  # The names by which torch calls Python groups that lack the newer ones.
 _EXCHANGES = {
     "at_once": CallShape("exchange", None, blocks=True, exchanged=2),
     "later": CallShape("exchange", None, exchanged=2),
-}
-"""What our own algorithms do in shared memory is an exchange, too: now, or on the group's thread."""
-
+}  # Exchanges of our own algorithms in shared memory: now, or on the group's thread.
 _Type = dist.ProcessGroup.BackendType
 _TYPES = (_Type.CUSTOM, _Type.GLOO, _Type.NCCL, _Type.MPI, _Type.UCC, _Type.XCCL)
 
@@ -68,12 +64,12 @@ Act = Callable[[Any], Callable[..., Any]]
 
 
 def _acting(base: type[Any], method: str, stock: Callable[[Any], Any]) -> Act:
-    """How a method does what it did before it was written down."""
+    """The implementation of a method without recording."""
     for name in (method, _OLDER.get(method, method)):
         own = getattr_static(base, name, None)
         if own is not None and own is not getattr_static(_ProcessGroup, name, None):
             return own.__get__
-    # Calling torch's own method of a group in Python would find the one that is written down, again and again.
+    # Torch's own method of a Python group would call the recording one again, forever.
     return lambda group: getattr(stock(group), method)
 
 
@@ -99,36 +95,35 @@ def _message(method: str, what: str, acting: Act) -> Callable[..., Any]:
 
 
 def _stamped(base: type[Any], stock: Callable[[Any], Any]) -> dict[str, Any]:
-    """The methods of a class of groups, written down; `stock`: a group that does what the class leaves to torch."""
+    """The recording methods for a group class; `stock`: the group that does what the class leaves to torch."""
     shapes = _COLLECTIVES | _EXCHANGES if issubclass(base, OffbeatGroup) else _COLLECTIVES
     calls = {name: _collective(name, shape, _acting(base, name, stock)) for name, shape in shapes.items()}
     return calls | {name: _message(name, what, _acting(base, name, stock)) for name, what in _MESSAGES.items()}
 
 
 class Several:
-    """The calls on a group with several backends, as "cpu:gloo,cuda:nccl" has: each backend counts its own.
+    """The calls on a group with several backends, such as "cpu:gloo,cuda:nccl": each backend counts its own.
 
-    An operation on the CPU and one on a device may be called in another order on another rank.
+    Operations on the CPU and on a device may be called in a different order on another rank.
     """
 
     def __init__(self, usual: Stamps, by: Mapping[str, Stamps]) -> None:
-        self._usual, self._by = usual, by
+        self._default, self._by = usual, by
 
     def at(self, device: torch.device | None) -> Stamps:
-        """Who counts the calls with tensors there, or without any."""
-        return self._usual if device is None else self._by.get(device.type, self._usual)
+        """The counter for calls with tensors on this device, or without any."""
+        return self._default if device is None else self._by.get(device.type, self._default)
 
     def collective(self, shape: CallShape, act: Callable[..., Any], args: Sequence[Any], more: dict[str, Any]) -> Any:
-        """Do it, and say so before and after."""
+        """Do it, and record its start and end."""
         return self.at(device_of(args)).collective(shape, act, args, more)
 
     def message(self, what: str, act: Callable[[], Any], tensors: Any, peer: int, tag: int) -> Any:
-        """Send or receive, and say so before and after."""
+        """Send or receive, and record its start and end."""
         return self.at(device_of((tensors,))).message(what, act, tensors, peer, tag)
 
 
-def _counting(recorder: Recorder, group: Any, name: str, members: Callable[[], Sequence[int]]) -> Stamps | Several:
-    """Who writes down what is asked of a group."""
+def _stamps_for(recorder: Recorder, group: Any, name: str, members: Callable[[], Sequence[int]]) -> Stamps | Several:
     name = "world" if name in ("", "0", "default_pg") else name
     usual = Stamps(recorder, name, members)
     backends = {device.type: group._get_backend(device) for device in group._device_types}
@@ -137,33 +132,33 @@ def _counting(recorder: Recorder, group: Any, name: str, members: Callable[[], S
     return Several(usual, {kind: Stamps(recorder, f"{name} on {kind}", members) for kind in sorted(backends)})
 
 
-def _known(group: Any) -> Callable[[], Sequence[int]]:
-    """Who is in a group, once torch says so: not before it is used for the first time."""
-    # Not the group itself: it should go, with its threads and sockets, as soon as it is let go.
-    kept = weakref.ref(group)
+def _members_of(group: Any) -> Callable[[], Sequence[int]]:
+    """The members of a group, which torch knows only once it is used."""
+    # Weak: the group should be freed, with its threads and sockets, as soon as it is dropped.
+    reference = weakref.ref(group)
 
     def members() -> Sequence[int]:
-        found: Any = kept()
-        ranks: dict[int, int] = c10d._world.pg_group_ranks.get(found, {})  # pyright: ignore
-        return sorted(ranks, key=ranks.__getitem__) or range(found.size())
+        owner: Any = reference()
+        ranks: dict[int, int] = c10d._world.pg_group_ranks.get(owner, {})  # pyright: ignore
+        return sorted(ranks, key=ranks.__getitem__) or range(owner.size())
 
     return members
 
 
 def stamp_group(recorder: Recorder, group: Any, name: str, members: Sequence[int] | None = None) -> None:
-    """From now on, a group that is written in Python is written down. It stays what it is, of a class below its own.
+    """Record a Python group from now on, by giving it a subclass of its own class.
 
-    Others have made it, and handed it out: nothing can be put in its place any more.
+    It has already been handed out, so nothing can be put in its place.
     """
     base = type(group)
-    group.stamps = _counting(recorder, group, name, _known(group) if members is None else lambda: members)
+    group.stamps = _stamps_for(recorder, group, name, _members_of(group) if members is None else lambda: members)
     group.__class__ = type(f"Stamped{base.__name__}", (base,), _stamped(base, _plain))
 
 
 def _plain(group: Any) -> Any:
-    """A group of torch's own around the same backends, for what a group in Python leaves to torch."""
+    """A stock torch group around the same backends, for what a Python group leaves to torch."""
     plain = _ProcessGroup(group.rank(), group.size())
-    # Torch would take backends of one type for the same.
+    # Distinct types, because torch takes backends of one type for the same.
     for device, kind in zip(group._device_types, _TYPES, strict=False):
         plain._register_backend(device, kind, group._get_backend(device))
     plain._set_default_backend(_TYPES[0])
@@ -171,22 +166,21 @@ def _plain(group: Any) -> Any:
 
 
 class TorchGroup(_ProcessGroup):
-    """A group of torch's own, written down: everything is handed on to one that has the same backends."""
+    """A recording torch group, which forwards everything to a stock one with the same backends."""
 
     recorder: Recorder
-    """Where it is written down."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         super().__init__(rank, size)
         ALIVE.add(self)
         self._store, self.stock = store, _ProcessGroup(store, rank, size)
         self._kinds: dict[str, Any] = {}
-        self._usual: Any = None
+        self._default: Any = None
         self.named("unnamed")
 
     def named(self, name: str) -> None:
-        """Torch has said who this is."""
-        self.stamps = _counting(self.recorder, self, name, _known(self))
+        """Set the name given by torch."""
+        self.stamps = _stamps_for(self.recorder, self, name, _members_of(self))
 
     def _register_backend(self, device: torch.device, kind: Any, backend: Any) -> None:
         self._kinds[device.type] = kind
@@ -194,7 +188,7 @@ class TorchGroup(_ProcessGroup):
         self.stock._register_backend(device, kind, backend)
 
     def _set_default_backend(self, kind: Any) -> None:
-        self._usual = kind
+        self._default = kind
         super()._set_default_backend(kind)
         self.stock._set_default_backend(kind)
 
@@ -208,7 +202,7 @@ class TorchGroup(_ProcessGroup):
 
     @property
     def bound_device_id(self) -> torch.device | None:
-        """The only device that its ranks use, if that is known."""
+        """The only device of its ranks, if known."""
         return self.stock.bound_device_id
 
     @bound_device_id.setter
@@ -217,7 +211,7 @@ class TorchGroup(_ProcessGroup):
         self.stock.bound_device_id = device
 
     def get_group_store(self) -> dist.Store:
-        """Where its ranks met."""
+        """The rendezvous store."""
         return self._store
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -228,23 +222,23 @@ class TorchGroup(_ProcessGroup):
         return self.stamps.at(device).gathered(lambda: self.stock._end_coalescing(device))
 
     def split_group(self, *args: Any, **more: Any) -> Any:
-        """A group of some of its ranks, written down, too."""
-        return self._followed(self.stock.split_group(*args, **more))
+        """A recording group of some of its ranks."""
+        return self._recording(self.stock.split_group(*args, **more))
 
     def merge_remote_group(self, *args: Any, **more: Any) -> Any:
-        """A group of its ranks and others, written down, too."""
-        return self._followed(self.stock.merge_remote_group(*args, **more))
+        """A recording group of its ranks and others."""
+        return self._recording(self.stock.merge_remote_group(*args, **more))
 
-    def _followed(self, made: Any) -> Any:
-        if made is None:
+    def _recording(self, stock: Any) -> Any:
+        if stock is None:
             return None
-        group = type(self)(made.get_group_store(), made.rank(), made.size())
-        group.stock = made
-        for device in made._device_types:
-            group._register_backend(device, self._kinds[device.type], made._get_backend(device))
-        group._set_default_backend(self._usual)
-        group._set_group_name(made.group_name)
-        group._set_group_desc(made.group_desc)
+        group = type(self)(stock.get_group_store(), stock.rank(), stock.size())
+        group.stock = stock
+        for device in stock._device_types:
+            group._register_backend(device, self._kinds[device.type], stock._get_backend(device))
+        group._set_default_backend(self._default)
+        group._set_group_name(stock.group_name)
+        group._set_group_desc(stock.group_desc)
         return group
 
     def shutdown(self) -> None:
@@ -258,7 +252,7 @@ for _name, _call in _stamped(_ProcessGroup, attrgetter("stock")).items():
 
 
 class _AnyGroup(_Meta):
-    """What is a group for torch stays one, whether it is written down or not."""
+    """Keeps isinstance checks true for every torch group, recording or not."""
 
     def __instancecheck__(self, instance: object) -> bool:
         return isinstance(instance, _ProcessGroup)
@@ -268,15 +262,15 @@ class _AnyGroup(_Meta):
 
 
 def stamp_groups(recorder: Recorder) -> None:
-    """From now on, all groups of this process that torch makes are written down, whatever their backends are."""
+    """Record all groups that torch makes in this process from now on, whatever their backends are."""
 
     class Watched(TorchGroup, metaclass=_AnyGroup):
-        """What torch takes for its class of groups."""
+        """Replaces torch's group class."""
 
     Watched.recorder = recorder
     register = c10d._register_pg_in_world  # pyright: ignore
 
-    def registered(pg: Any, *args: Any, **more: Any) -> None:
+    def register_group(pg: Any, *args: Any, **more: Any) -> None:
         register(pg, *args, **more)
         recorder.kept.clear()
         name = c10d._world.pg_names[pg]  # pyright: ignore
@@ -286,4 +280,4 @@ def stamp_groups(recorder: Recorder) -> None:
             stamp_group(recorder, pg, name)
 
     c10d.ProcessGroup = Watched  # pyright: ignore[reportAttributeAccessIssue]
-    c10d._register_pg_in_world = registered  # pyright: ignore
+    c10d._register_pg_in_world = register_group  # pyright: ignore

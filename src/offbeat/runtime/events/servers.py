@@ -1,4 +1,4 @@
-"""What workers ask of servers and what servers make of it, written down in a run that is watched."""
+"""Recorded events of workers' requests to servers, and of the servers' handling of them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,14 @@ from offbeat.protocols.machine import Effect, Event, Received, Send
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import ClusterView, Pull, PullReply, Push, PushReply
 from offbeat.protocols.servers.replica.server import ServerMachine
+from offbeat.protocols.servers.worker import notices
 from offbeat.protocols.servers.worker.client import ClientMachine
-from offbeat.protocols.servers.worker.notices import (
-    ClientRequest,
-    LoadRequest,
-    OpenRequest,
-    PullRequest,
-    PushRequest,
-    RangeRequest,
-)
 from offbeat.runtime.events.recorder import About, Mark, Recorder
 
-GROUP: Final = "servers"
-"""The group of events that are about servers."""
-MEETINGS: Final = "meetings"
-"""The group of meetings of the live workers."""
+GROUP: Final = "servers"  # The group of events about servers.
+MEETINGS: Final = "meetings"  # The group of the live workers' meetings.
 WARM_START: Final = "a step of the warm start"
-"""What a meeting is for at which the others wait, by design, for the one worker that trains."""
+"""A meeting at which the others wait, by design, for the one worker that trains."""
 PUSH, PULL = "push", "pull"
 
 _ENTER, _START, _WAIT, _EXIT, _FAIL = (int(m) for m in (Mark.ENTER, Mark.START, Mark.WAIT, Mark.EXIT, Mark.FAIL))
@@ -39,17 +30,17 @@ _STATUS: Final = {
 
 
 def message_number(life: int, number: int) -> int:
-    """A number of a push or a pull that no other life of the same worker has used."""
+    """The number of a push or pull, unique over all lives of a worker."""
     return (life << 32) + number
 
 
 def meeting(what: str) -> str:
-    """How the events call a meeting for this."""
+    """The name of a meeting in events."""
     return f"meeting for {what}"
 
 
 class _Request(NamedTuple):
-    """Something that was asked for and is not settled."""
+    """A pending request."""
 
     name: int
     sequence: int
@@ -57,7 +48,7 @@ class _Request(NamedTuple):
 
 
 class Requests:
-    """A worker's side: what it asks of servers and of the others, when it waits for it, and what it reads."""
+    """A worker's side: its requests to servers and peers, its waits, and its reads."""
 
     def __init__(self, recorder: Recorder, rule: Rule, shards: int, workers: int) -> None:
         self._stamp = recorder.stamp
@@ -78,67 +69,67 @@ class Requests:
         self._recorder = recorder
         self._workers = workers
 
-    def asked(self, request: ClientRequest, asked: OpenRequest, machine: ClientMachine) -> None:
-        """Something was asked for: with the final push a step is finished, with a load all go on from its clock."""
+    def asked(self, request: notices.ClientRequest, opened: notices.OpenRequest, machine: ClientMachine) -> None:
+        """Record a request: the final push ends a step; after a load all continue from its clock."""
         match request:
-            case PushRequest(parts, clock, final=final):
-                if final or parts[0].shard == 0:  # Pushes go by the numbers that they have on the first shard.
+            case notices.PushRequest(parts, clock, final=final):
+                if final or parts[0].shard == 0:  # Pushes are identified by their number on the first shard.
                     number = message_number(machine.life, machine.composer.pushes[0] - 1)
-                    self._open[asked.token] = _Request(self._push, number, clock)
+                    self._open[opened.token] = _Request(self._push, number, clock)
                     self._stamp(_START, self._push, number, clock, int(final))
-                if asked.pull:
-                    self._open[asked.pull] = _Request(self._pull, asked.pull, clock + 1)
-            case PullRequest(clock) | RangeRequest(_, clock):
-                self._open[asked.token] = _Request(self._pull, asked.token, clock)
-            case LoadRequest():
+                if opened.pull:
+                    self._open[opened.pull] = _Request(self._pull, opened.pull, clock + 1)
+            case notices.PullRequest(clock) | notices.RangeRequest(_, clock):
+                self._open[opened.token] = _Request(self._pull, opened.token, clock)
+            case notices.LoadRequest():
                 name = self._recorder.name("servers: load", lambda: About(GROUP, "load"))
                 self._stamp(_START, name, 0, request.clock)
             case _:
                 pass
 
     def meets(self, token: int, what: str, number: int) -> None:
-        """All live workers are to come."""
+        """Record a meeting of all live workers."""
         name = self._recorder.name((MEETINGS, what), lambda: About(MEETINGS, meeting(what), self._workers))
         self._open[token] = _Request(name, number, 0)
         self._stamp(_START, name, number)
 
     def waits(self, token: int) -> None:
-        """Nothing else is done until it is answered."""
-        if (one := self._open.get(token)) is not None:
-            self._stamp(_WAIT, one.name, one.sequence, one.step)
+        """The worker waits for the reply."""
+        if (request := self._open.get(token)) is not None:
+            self._stamp(_WAIT, request.name, request.sequence, request.step)
 
     def answered(self, token: int, replies: Sequence[tuple[int, Any]], life: int) -> None:
-        """It is answered: with values, or with what became of a push."""
-        one = self._open.pop(token, None)
-        if one is None:
+        """The replies have come: values, or the outcome of a push."""
+        request = self._open.pop(token, None)
+        if request is None:
             return
         for shard, reply in replies:
             if isinstance(reply, PullReply):
                 number = message_number(life, reply.number)
-                self._stamp(_READ, self._reads[shard], number, one.step, max(0, one.step - reply.clock))
-        self._stamp(_EXIT, one.name, one.sequence, one.step)
+                self._stamp(_READ, self._reads[shard], number, request.step, max(0, request.step - reply.clock))
+        self._stamp(_EXIT, request.name, request.sequence, request.step)
 
     def used_again(self, step: int, staleness: int) -> None:
-        """Values that were read before are used for another step, without asking."""
+        """Values read before are reused for another step."""
         self._stamp(_READ, self._reads[0], 0, step, staleness)
 
     def failed(self, token: int) -> None:
-        """No answer has come."""
-        if (one := self._open.pop(token, None)) is not None:
-            self._stamp(_FAIL, one.name, one.sequence, one.step)
+        """No reply came."""
+        if (request := self._open.pop(token, None)) is not None:
+            self._stamp(_FAIL, request.name, request.sequence, request.step)
 
     def viewed(self, view: ClusterView) -> None:
-        """Others take part than before; where there are servers, they say it."""
+        """Record a new view; where there are servers, they do."""
         if not view.primaries:
             _note_view(self._recorder, view)
 
     def leaves(self) -> None:
-        """The worker takes no further part."""
+        """The worker leaves the run."""
         self._stamp(int(Mark.LEAVE))
 
 
 class Serves:
-    """A server's side: what it did with pushes, whose pulls had to wait, and which views it has known."""
+    """A server's side: the outcome of pushes, pulls that had to wait, and views."""
 
     def __init__(self, recorder: Recorder, machine: ServerMachine) -> None:
         self._recorder, self._machine = recorder, machine
@@ -147,18 +138,18 @@ class Serves:
         _note_view(recorder, machine.view)
 
     def after(self, event: Event, effects: Sequence[Effect]) -> None:
-        """Something has happened, and this was done about it."""
+        """Record an event and its effects."""
         if isinstance(event, Received) and isinstance(event.message, Push | Pull):
             self._asked(event.message)
         if self._machine.view is not self._view:
             self._view = self._machine.view
             _note_view(self._recorder, self._view)
-        told = [(one.to, one.message) for one in effects if isinstance(one, Send)]
-        for to, message in told:  # Pushes first: whoever is answered along with them has them in what it reads.
+        sent = [(effect.to, effect.message) for effect in effects if isinstance(effect, Send)]
+        for to, message in sent:  # Pushes first: reads answered along with them contain them.
             pushed = message.pushed if isinstance(message, PullReply) else message
             if isinstance(pushed, PushReply):
                 self._settled(_number_of(to), pushed)
-        for to, message in told:
+        for to, message in sent:
             if isinstance(message, PullReply):
                 number = message_number(message.life, message.number)
                 self._recorder.stamp(_ANSWERED, self._name("answered", _number_of(to)), number, message.clock)

@@ -1,4 +1,4 @@
-"""A worker of a run that is watched: its events are written down, and it answers when asked what it is doing."""
+"""A worker of a watched run: its events are recorded, and it dumps its stack on request."""
 
 from __future__ import annotations
 
@@ -17,59 +17,50 @@ from offbeat.runtime.backend import stand_in_for_gloo
 from offbeat.runtime.events.groups import stamp_groups
 from offbeat.runtime.events.recorder import COMPUTING, INPUT, RECORDER, Mark, Recorder, events_file, stack_file
 
-ASK: Final = signal.SIGRTMIN + 7
-"""The signal on which a worker writes down its stack; one that no program uses by habit."""
+DUMP_STACK: Final = signal.SIGRTMIN + 7  # The signal on which a worker dumps its stack; few programs use it.
 
 
 @contextmanager
 def written_down(folder: Path, rank: int, ours: bool) -> Generator[None]:
-    """Write down what happens in here; `ours`: whether Gloo's place is taken by our own backend."""
+    """Record the events of the body; `ours`: whether our backend stands in for Gloo."""
     stack_file(folder, rank).parent.mkdir(exist_ok=True)
     with stack_file(folder, rank).open("w") as stack:
-        # Before there are events by which this process can be found: unanswered, the signal would end it.
-        faulthandler.register(ASK, stack, all_threads=False)
+        # Before events make this process known: an unhandled signal would end it.
+        faulthandler.register(DUMP_STACK, stack, all_threads=False)
         try:
-            recorder = _recording(folder, rank, ours)
+            recorder = _start_recording(folder, rank, ours)
             yield
         finally:
-            faulthandler.unregister(ASK)
-            signal.signal(ASK, signal.SIG_IGN)
+            faulthandler.unregister(DUMP_STACK)
+            signal.signal(DUMP_STACK, signal.SIG_IGN)
     recorder.look()
     recorder.stamp(Mark.END)
 
 
-def _recording(folder: Path, rank: int, ours: bool) -> Recorder:
+def _start_recording(folder: Path, rank: int, ours: bool) -> Recorder:
     path = events_file(folder, rank)
-    path.unlink(missing_ok=True)  # A file that somebody reads must not shrink.
+    path.unlink(missing_ok=True)  # A file being read must not shrink.
     recorder = Recorder(path, rank)
     RECORDER.set(recorder)
     if ours:
         stand_in_for_gloo()
     stamp_groups(recorder)
-
-    def stepping(*_: Any) -> None:
-        recorder.step()
-
-    register_optimizer_step_pre_hook(stepping)
-    _see_input(recorder)
-    return recorder
-
-
-def _see_input(recorder: Recorder) -> None:
-    """Write down when a DataLoader is waited for: what is not input is computing, unless somebody knows better."""
+    register_optimizer_step_pre_hook(lambda _optimizer, _args, _kwargs: recorder.step())
     stock = _BaseDataLoaderIter.__next__
 
-    def following(self: Any) -> Any:
+    def next_batch(self: Any) -> Any:
+        """Record waits for a DataLoader; time outside them counts as computing unless known better."""
         before = recorder.turn(INPUT)
         try:
             return stock(self)
         finally:
             recorder.turn(before or COMPUTING)
 
-    _BaseDataLoaderIter.__next__ = following
+    _BaseDataLoaderIter.__next__ = next_batch
+    return recorder
 
 
 def ask(process: int) -> None:
-    """Have a worker write down its stack."""
+    """Make a worker dump its stack."""
     with suppress(ProcessLookupError, PermissionError):
-        os.kill(process, ASK)
+        os.kill(process, DUMP_STACK)

@@ -1,4 +1,4 @@
-"""Entering another network of this machine: what a process or a thread opens from then on is there."""
+"""Entering a network namespace: sockets opened from then on are in it."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def enter(network: Path) -> None:
-    """Let this thread, and what it starts, be in a network namespace, given by its file, from now on."""
+    """Move this thread, and what it starts, into the network namespace of this file."""
     with network.open("rb") as opened:
         _set(opened.fileno(), str(network))
 
 
 @contextmanager
 def inside(network: Path) -> Generator[None]:
-    """Let this thread be there in the body, and then again where it was."""
+    """Move this thread there for the body, and then back."""
     with Path("/proc/thread-self/ns/net").open("rb") as before:
         enter(network)
         try:
             yield
         finally:
-            _set(before.fileno(), "that this came from")
+            _set(before.fileno(), "of this thread before")
 
 
 def _set(descriptor: int, name: str) -> None:
-    # Python has os.setns from 3.12 on only.
+    # os.setns exists only from Python 3.12 on.
     if _LIBC.setns(descriptor, _CLONE_NEWNET):
         problem = os.strerror(ctypes.get_errno())
         raise RunError(f"the network {name} could not be entered: {problem}. That needs root.")

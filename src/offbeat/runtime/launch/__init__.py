@@ -1,4 +1,4 @@
-"""The local launcher: roles as real processes, forked from a server that has torch imported already."""
+"""The local launcher: roles as real processes, forked from a server that has already imported torch."""
 
 from offbeat.runtime.launch._cause import obituary
 from offbeat.runtime.launch._control import Control

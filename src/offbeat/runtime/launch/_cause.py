@@ -1,4 +1,4 @@
-"""Which of several failures is the cause, and the error that tells of it."""
+"""Root-cause analysis: which of several failures came first, and the error that reports it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from offbeat.runtime.launch._roles import RemoteError, Role, RoleOutcome
 HEAD_START = 0.1
 """Seconds by which a death is dated back: the kernel closes a dying process's sockets, which its peers notice,
 before it tells the parent."""
-
-SETTLE = 0.5
-"""Seconds to wait for a better explanation when the first failure only complains of a peer."""
-
+SETTLE = 0.5  # Seconds to wait for a better explanation when the first failure only reports a lost peer.
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "killed by the system or by hand; out of memory?",
     signal.SIGSEGV: "it crashed in native code",
@@ -32,7 +29,7 @@ _HINTS: dict[int, str] = {
 
 @dataclass(frozen=True)
 class Failure:
-    """A role that ended otherwise than well."""
+    """A role that did not end well."""
 
     role: Role
     at: float
@@ -42,50 +39,48 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it only says that a peer is gone."""
+        """Whether it only reports that a peer is gone."""
         return self.error is not None and self.error.communication
 
 
 class Failures:
-    """What has gone wrong in a run so far."""
+    """The failures of a run so far."""
 
     def __init__(self) -> None:
         self._known: list[Failure] = []
         self._settled_at = 0.0
-        self.borne: list[Failure] = []
-        """Ends of expendable roles."""
-        self.announced: list[Failure] = []
-        """Of those who end themselves with an exit code, and may not have ended yet."""
+        self.tolerated: list[Failure] = []  # Ends of expendable roles.
+        self.announced: list[Failure] = []  # Roles that exit with a code of their own and may not have ended yet.
 
     def add(self, failure: Failure) -> None:
-        """Something that ends the run."""
+        """Add a failure that ends the run."""
         if not self._known:
             self._settled_at = time.monotonic() + SETTLE
         self._known.append(failure)
 
     def decide(self) -> bool:
-        """Whether the run is to be ended now."""
+        """Whether to end the run now."""
         certain = any(not failure.is_consequence for failure in self._known)
         return certain or (bool(self._known) and time.monotonic() >= self._settled_at)
 
     def cause(self, done: bool) -> Failure | None:
-        """What it all comes from, if anything; `done` says whether somebody has done the work of the run."""
-        # Nobody is left who could have done it. What others went on after is not why one has failed by itself.
-        if self.borne and not done and all(failure.is_consequence for failure in self._known):
-            self._known += [failure for failure in self.borne if failure.error is not None] or self.borne
-        # Others may notice that somebody leaves, and fail of it, before its process has ended.
+        """The root cause, if anything failed; `done` says whether any role did the work of the run."""
+        # If nobody is left to do the work, the tolerated deaths are to blame; otherwise the run survived them.
+        if self.tolerated and not done and all(failure.is_consequence for failure in self._known):
+            self._known += [failure for failure in self.tolerated if failure.error is not None] or self.tolerated
+        # Peers may notice a role leaving, and fail because of it, before its process has ended.
         if self._known and all(failure.is_consequence for failure in self._known):
             self._known += self.announced
         return cause_of(self._known) if self._known else None
 
 
 def cause_of(failures: Sequence[Failure]) -> Failure:
-    """The first in time, but one that only complains of a peer after all others."""
+    """The earliest failure; ones that only report a lost peer come after all others."""
     return min(failures, key=lambda f: (f.is_consequence, f.at - (HEAD_START if f.signal is not None else 0.0)))
 
 
 def obituary(outcome: RoleOutcome) -> str:
-    """How a process that did not end well has ended, with the end of its log."""
+    """How a process that failed has ended, with the end of its log."""
     return str(error_for(Failure(outcome.role, 0.0, outcome.error, outcome.exit_code, outcome.signal)))
 
 
@@ -93,25 +88,19 @@ def error_for(failure: Failure) -> OffbeatError:
     """The error that the launcher raises for a failure."""
     if failure.error is not None:
         return _from_exception(failure.role, failure.error)
-    role, log = failure.role, failure.role.log
-    if failure.signal is not None:
-        hint = f" ({_HINTS[number]})" if (number := failure.signal) in _HINTS else ""
-        what = f"was ended by {_signal_name(failure.signal)}{hint}."
-        code = 128 + failure.signal  # As shells tell of it.
+    role, log, number = failure.role, failure.role.log, failure.signal
+    if number is not None:
+        # Real-time signals have no names.
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        what = f"was ended by {name}{f' ({_HINTS[number]})' if number in _HINTS else ''}."
+        code = 128 + number  # As shells report it.
     else:
         what = f"ended with exit code {failure.exit_code}."
         code = failure.exit_code or 1
-    # A crash leaves a dump of the stack, which begins with what matters.
-    lines = last_lines(log, 20 if failure.signal is not None else 10)
+    # A crash leaves a dump of the stack, whose first lines matter most.
+    lines = last_lines(log, 20 if number is not None else 10)
     tail = f" Its log {log} ends with:\n{lines}" if lines else f" Its log {log} is empty."
     return WorkerError(f"{role} {what}{tail}", role=role.kind, rank=role.rank, exit_code=code, name=str(role))
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"  # Real-time signals have no names.
 
 
 def _from_exception(role: Role, remote: RemoteError) -> OffbeatError:
@@ -120,7 +109,7 @@ def _from_exception(role: Role, remote: RemoteError) -> OffbeatError:
         message = f"{role} failed with {remote.type_name}: {remote.message} (its log: {role.log})"
         error = WorkerError(message, role=role.kind, rank=role.rank, name=str(role))
     vars(error)["remote_traceback"] = remote.traceback
-    # So that a traceback nobody catches shows both sides.
+    # So that an uncaught traceback shows both sides.
     error.add_note(f"In {role}:\n{remote.traceback.rstrip()}")
     return error
 
@@ -129,8 +118,8 @@ def _same_class(role: Role, remote: RemoteError) -> OffbeatError | None:
     kind = getattr(errors, remote.offbeat_class or "", None)
     if not (isinstance(kind, type) and issubclass(kind, OffbeatError)):
         return None
-    named = re.search(rf"\b{re.escape(str(role))}\b", remote.message)
+    is_named = re.search(rf"\b{re.escape(str(role))}\b", remote.message)
     try:
-        return kind(remote.message if named else f"{role}: {remote.message}")
+        return kind(remote.message if is_named else f"{role}: {remote.message}")
     except TypeError:
-        return None  # Its constructor wants more than a message.
+        return None  # Its constructor needs more than a message.

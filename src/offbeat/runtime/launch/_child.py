@@ -1,8 +1,8 @@
-"""What a forked child does, from its first instruction to its last.
+"""A forked child, from its first instruction to its last.
 
-Random state is left as the fork made it: Python re-seeds `random` in every forked child by itself, while
-numpy's legacy global generator and torch's default generator start alike in all children. A role that draws
-from those seeds them, as it would have to for a repeatable run anyway.
+Random state is left as the fork made it: Python re-seeds `random` in every forked child, while numpy's legacy global
+generator and torch's default generator start alike in all children. A role that draws from those must seed them, as it
+would for a repeatable run anyway.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from typing import NoReturn
 
 from offbeat.errors import WaitError
 from offbeat.runtime.hosts.network_namespace import enter
-from offbeat.runtime.launch._control import Control
-from offbeat.runtime.launch._ending import FAILED_SECONDS, Ending, flush
+from offbeat.runtime.launch._control import Control, describe
 from offbeat.runtime.launch._messages import Exiting, Fork
 from offbeat.runtime.launch._rendezvous import use_private_store
-from offbeat.runtime.launch._report import describe
+from offbeat.runtime.launch._shutdown import FAILED_SECONDS, Shutdown, flush
 from offbeat.runtime.run.rank_environment import STORE
 
 _PR_SET_PDEATHSIG = 1
@@ -39,29 +38,25 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def live(order: Fork, control: int, log: int, unneeded: Iterable[int], parent: int) -> NoReturn:
-    """Be the role that was ordered, then end; never returns into the fork server's code."""
+    """Run the ordered role, then exit; never returns into the fork server's code."""
     code = 1
     try:
-        _die_with(parent)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        # The parent may have died between the fork and this request, which then never fires.
+        if os.getppid() != parent:
+            os._exit(1)
         os.setsid()
         for descriptor in unneeded:
             os.close(descriptor)
         _redirect(log)
         code = _run(order, Control(socket.socket(fileno=control)))
     except BaseException:
-        # The last resort: whatever could not be reported to the launcher stands in the log.
+        # Last resort: what could not be reported to the launcher goes to the log.
         traceback.print_exc()
     finally:
         with contextlib.suppress(BaseException):
             flush()
         os._exit(code)
-
-
-def _die_with(parent: int) -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The parent may have died between the fork and the request, which then never fires.
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _redirect(log: int) -> None:
@@ -74,7 +69,7 @@ def _redirect(log: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
-    # C and C++ libraries print through stdio, which would hold lines back until exit since a file is not a terminal.
+    # C and C++ libraries print through stdio, which buffers until exit because a file is not a terminal.
     _LIBC.setvbuf(ctypes.c_void_p.in_dll(_LIBC, "stdout"), None, _IO_LINE_BUFFERED, 0)
     faulthandler.enable()
 
@@ -83,7 +78,7 @@ def _run(order: Fork, control: Control) -> int:
     failed = False
     try:
         _reset_signals()
-        _settle_in(order)
+        _set_up(order)
         module, _, name = order.entry.partition(":")
         getattr(importlib.import_module(module), name)(order.config, control)
         code = 0
@@ -109,7 +104,7 @@ def _report(error: BaseException, control: Control) -> None:
 def _end(order: Fork, control: Control, code: int, failed: bool) -> int:
     seconds = FAILED_SECONDS if failed else order.patience
 
-    def say(awaited: str) -> None:
+    def warn(awaited: str) -> None:
         text = f"{order.label} has done its work and waits for {awaited}."
         os.write(2, f"{text}\n".encode())
         control.send({"kind": "lingering", "text": text})
@@ -126,15 +121,15 @@ def _end(order: Fork, control: Control, code: int, failed: bool) -> int:
             )
         )
 
-    ending = Ending(seconds, say, give_up)
+    shutdown = Shutdown(seconds, warn, give_up)
     try:
-        ending.shut_down_threads()
+        shutdown.join_threads()
     except KeyboardInterrupt as error:
         _report(error, control)
         code = 1
     except Exception:
-        traceback.print_exc()  # As the interpreter does, which goes on to the exit handlers.
-    ending.run_handlers()
+        traceback.print_exc()  # As the interpreter does before it runs the exit handlers.
+    shutdown.run_handlers()
     return code
 
 
@@ -143,15 +138,19 @@ def _reset_signals() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # The server forks with SIGINT blocked, so that one sent early waits until here instead of being lost.
+    # The server forks with SIGINT blocked, so that an early one waits until here instead of being lost.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
-def _settle_in(order: Fork) -> None:
+def _set_up(order: Fork) -> None:
     if order.network is not None:
         enter(Path(order.network))
     gc.enable()
-    _allow_descriptors()
+    # Gloo listens on loopback and keeps every connection, so any local user takes descriptors from the process; when
+    # none is left, it is aborted. The soft limit is commonly 1,024, the hard one a thousand times as much.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     os.chdir(order.directory)
     for name in set(os.environ) - set(order.environment):
         del os.environ[name]
@@ -165,14 +164,6 @@ def _settle_in(order: Fork) -> None:
         import torch
 
         torch.set_num_threads(order.threads)
-
-
-def _allow_descriptors() -> None:
-    # Gloo listens on loopback and keeps whatever connects, so any local user takes descriptors from the process; when
-    # none is left, it is aborted. The soft limit is commonly 1,024, the hard one a thousand times as much.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _exit_code(request: SystemExit) -> int:

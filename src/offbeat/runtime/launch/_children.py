@@ -1,4 +1,4 @@
-"""The processes of one run: ordered from the fork server, signalled, and listened to until they end."""
+"""The launcher's side of the fork server, and the processes of one run: forked, signalled, and heard."""
 
 from __future__ import annotations
 
@@ -7,23 +7,124 @@ import os
 import selectors
 import signal
 import socket
+import struct
+import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat.errors import OutputError, UsageError, WaitError
-from offbeat.runtime.launch import _groups
-from offbeat.runtime.launch._link import ForkServerLink
-from offbeat.runtime.launch._messages import Channel, Fork, FromChild, Signal, frame
+from offbeat.runtime.launch._messages import (
+    Channel,
+    Fork,
+    FromChild,
+    FromServer,
+    LauncherHello,
+    Signal,
+    ToServer,
+    frame,
+)
 from offbeat.runtime.launch._roles import RemoteError, Role, RoleOutcome
+from offbeat.runtime.run.procfs import stat_fields
+
+SEND_DEADLINE = 30  # Seconds that the fork server may leave a message unread.
+CLOSE_DEADLINE = 10.0  # Seconds that the fork server has to exit; more than it gives its children.
+
+
+class ServerGoneError(Exception):
+    """The fork server has ended or does not listen; the run turns this into an error with the reason."""
+
+
+class ForkServerLink:
+    """One fork server, as its launcher sees it."""
+
+    def __init__(self, preload: Sequence[str]) -> None:
+        ours, theirs = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_DEADLINE, 0))
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
+        try:
+            self._process = _spawn(theirs.fileno(), self._output.fileno())
+        except BaseException:
+            ours.close()
+            self._output.close()
+            raise
+        finally:
+            theirs.close()
+        self.pid = self._process.pid
+        self.channel: Channel[FromServer] = Channel(ours, FromServer, "the fork server")
+        self.preload = tuple(preload)
+        self.is_ready = False  # Whether its imports are done.
+        self.is_usable = True  # Whether it can still be used for a run.
+        with contextlib.suppress(ServerGoneError):  # The first run will report the reason.
+            self.send(LauncherHello(list(preload), [entry or str(Path.cwd()) for entry in sys.path]))
+
+    def send(self, message: ToServer, descriptors: Sequence[int] = ()) -> None:
+        """Send a message, and open files, to the fork server."""
+        try:
+            self.channel.send(message, descriptors)
+        except OSError as error:
+            self.channel.ended = self.channel.ended or isinstance(error, ConnectionError)
+            raise ServerGoneError from error
+
+    def obituary(self) -> str:
+        """How the fork server ended, and the end of its output."""
+        self.kill()
+        code = self._process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        self._output.seek(0)
+        last = self._output.read()[-2000:].decode(errors="replace").strip()
+        return f"The fork server, which starts all processes of a run, {how}." + (f" It said:\n{last}" if last else "")
+
+    def kill(self) -> None:
+        """End the fork server now, if it has not ended; the kernel then ends its children."""
+        self.is_usable = False
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            # One that is just ending may still report how: a process closes its sockets before it is gone.
+            self._process.wait(1 if self.channel.ended else 0)
+        self._process.kill()
+        self._process.wait(CLOSE_DEADLINE)
+
+    def close(self) -> None:
+        """End the fork server and free everything held for it."""
+        self.channel.close()
+        try:
+            if not self.is_ready:
+                self._process.kill()  # It has no children yet, and does not listen while it imports.
+            self._process.wait(CLOSE_DEADLINE)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        finally:
+            self.is_usable = False
+            self._output.close()
+
+
+def _spawn(descriptor: int, output: int) -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+        # numpy's OpenBLAS starts its threads when imported, and a process with threads cannot fork safely.
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "offbeat.runtime.launch._server", str(descriptor)],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=environment,
+        pass_fds=(descriptor,),
+        start_new_session=True,  # The terminal's Ctrl-C is for the launcher alone.
+    )
 
 
 @dataclass
 class Child:
-    """A role's process, as far as it has got."""
+    """The state of a role's process."""
 
     role: Role
-    order: Fork
+    id: int
     channel: Channel[FromChild]
     pid: int | None = None
     error: RemoteError | None = None
@@ -34,7 +135,7 @@ class Child:
 
     @property
     def standstill(self) -> RemoteError | None:
-        """Why a role was ended that stood still, if it was."""
+        """Why it was ended, if that was for being stopped too long."""
         if not self.overdue:
             return None
         text = (
@@ -45,76 +146,91 @@ class Child:
 
 
 class Children:
-    """All of them, and what is heard of them."""
+    """All children of a run, and their channels."""
 
     def __init__(self, link: ForkServerLink) -> None:
         self._link = link
         self._held = contextlib.ExitStack()
+        self.close = self._held.close
         self.selector = self._held.enter_context(contextlib.closing(selectors.DefaultSelector()))
-        """Ready when the fork server, or the child that is its data, has said something."""
+        """Ready when the fork server (data None) or a child (its data) has sent something."""
         self.selector.register(link.channel, selectors.EVENT_READ, None)
-        self.all: dict[int, Child] = {}
-        """By the number of their order."""
-
-    def close(self) -> None:
-        """Free what is held for them."""
-        self._held.close()
+        self.all: dict[int, Child] = {}  # By the id of their fork order.
 
     def order(self, order: Fork, role: Role, log: int) -> None:
-        """Have one role forked; that it was is heard later."""
+        """Ask the fork server for one role; it confirms later."""
         ours, theirs = socket.socketpair()
         with theirs:
-            child = Child(role, order, Channel(ours, FromChild, str(role)))
+            child = Child(role, order.id, Channel(ours, FromChild, str(role)))
             self._held.callback(child.channel.close)
             self.all[order.id] = child
             self.selector.register(child.channel, selectors.EVENT_READ, child)
             self._link.send(order, (theirs.fileno(), log))
 
     def living(self) -> list[Child]:
-        """Those that have not ended."""
+        """Children that have not ended."""
         return [child for child in self.all.values() if child.outcome is None]
 
     def unforked(self) -> list[Child]:
-        """Those of which the fork server has not said that they are there."""
+        """Children that the fork server has not confirmed yet."""
         return [child for child in self.all.values() if child.pid is None]
 
     def outcomes(self) -> list[RoleOutcome]:
-        """How those have ended that have."""
+        """Outcomes of the children that have ended."""
         return [child.outcome for child in self.all.values() if child.outcome is not None]
 
     def signal(self, number: signal.Signals, role: str | None = None) -> None:
-        """Send a signal to those that live, or to one of them by its name."""
+        """Send a signal to all living children, or to one by its name."""
         for child in self.living():
             if role is None or str(child.role) == role:
-                self._link.send(Signal(child.order.id, number))
+                self._link.send(Signal(child.id, number))
 
     def end_stopped(self, now: float) -> None:
-        """End who stands still for longer than it may: it cannot keep its own deadlines, and others may need nothing.
+        """Kill children that stay stopped for too long: they cannot keep their own deadlines, and peers may not notice.
 
-        Roles that serve are left to whoever needs them.
+        A process that a debugger holds does not count as stopped, and servers are left to whoever needs them.
         """
         for child in self.living():
-            if child.pid is None or child.role.serves or not _groups.is_stopped(child.pid):
+            if child.pid is None or child.role.serves or stat_fields(child.pid)[:1] != ["T"]:
                 child.stopped_since = None
             elif child.stopped_since is None:
                 child.stopped_since = now
             elif now - child.stopped_since > child.role.patience and not child.overdue:
                 child.overdue = True
-                self._link.send(Signal(child.order.id, signal.SIGKILL))
+                self._link.send(Signal(child.id, signal.SIGKILL))
 
     def stop_hearing(self, child: Child) -> None:
-        """Nothing more is heard of it."""
+        """Close a child's channel."""
         if child.channel.fileno() >= 0:
             self.selector.unregister(child.channel)
             child.channel.close()
 
-    def kill_groups(self, deadline: float) -> None:
-        """End them and all that they have started, without the fork server."""
-        _groups.kill([child.pid for child in self.all.values() if child.pid is not None], deadline)
+    def kill_groups(self, seconds: float) -> None:
+        """Kill all process groups without the fork server, and wait until nothing in them runs or time is up."""
+        groups = [child.pid for child in self.all.values() if child.pid is not None]
+        for group in groups:
+            with contextlib.suppress(OSError):
+                os.killpg(group, signal.SIGKILL)
+        deadline = time.monotonic() + seconds
+        while any(_group_runs(group) for group in groups) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def _group_runs(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except OSError:
+        return False
+    # A zombie still counts as a member; whoever inherited it has to reap it.
+    return any(
+        fields[2] == str(group) and fields[0] not in "ZX"
+        for fields in (stat_fields(entry.name) for entry in Path("/proc").glob("[0-9]*"))
+        if fields
+    )
 
 
 def open_log(role: Role, held: contextlib.ExitStack) -> int:
-    """The descriptor of a role's log, open as long as what holds it."""
+    """The descriptor of a role's log, open as long as `held`."""
     try:
         role.log.parent.mkdir(parents=True, exist_ok=True)
         return held.enter_context(role.log.open("ab")).fileno()
@@ -125,7 +241,7 @@ def open_log(role: Role, held: contextlib.ExitStack) -> int:
 
 
 def order_for(number: int, role: Role) -> Fork:
-    """What the fork server is told to start a role; refused here if it is not plain data."""
+    """The fork server's order for a role; a config that is not plain data is refused here."""
     order = Fork(
         id=number,
         label=str(role),

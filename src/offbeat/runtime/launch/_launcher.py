@@ -1,28 +1,25 @@
-"""The launcher: roles as real processes, forked in milliseconds from a server that has torch imported."""
+"""The launcher: roles as real processes, forked in milliseconds from a server that has imported torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from types import TracebackType
 
 from offbeat.errors import UsageError
-from offbeat.runtime.launch._interrupts import Interrupts
-from offbeat.runtime.launch._link import ForkServerLink
+from offbeat.runtime.launch._children import ForkServerLink
 from offbeat.runtime.launch._roles import Role, RoleOutcome
-from offbeat.runtime.launch._run import LaunchedRun, OnEnd, OnMessage, OnTick
+from offbeat.runtime.launch._run import Interrupts, LaunchedRun, OnEnd, OnMessage, OnTick
 
 PRELOAD = ("numpy", "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "safetensors.torch")
-"""What nearly every role imports; each costs its import once per launcher, not once per process."""
-
+"""Imports of nearly every role, paid for once per launcher instead of once per process."""
 GRACE = timedelta(seconds=1.25)
 """From SIGINT to SIGKILL: with the settling time before it, a failure is raised within two seconds."""
 
 
 class Launcher:
-    """Starts roles as processes and ends them, all of them, whatever happens; a context manager.
+    """Starts roles as processes and ends them all, whatever happens; a context manager.
 
-    Several runs may follow each other, and several launchers may live in one process.
+    It can do several runs in sequence, and one process can have several launchers.
     """
 
     def __init__(self, preload: Sequence[str] = PRELOAD) -> None:
@@ -32,9 +29,8 @@ class Launcher:
         self._run: LaunchedRun | None = None
 
     def start(self) -> None:
-        """Spawn the fork server, if there is none; returns at once, while its imports go on."""
-        if self._link is not None and not self._link.is_usable:
-            self.close()
+        """Spawn the fork server if there is none; returns at once, while it imports."""
+        self._drop_broken_server()
         if self._link is None:
             self._link = ForkServerLink(self._preload)
 
@@ -52,16 +48,16 @@ class Launcher:
         on_end: OnEnd | None = None,
         grace: timedelta = GRACE,
     ) -> list[RoleOutcome]:
-        """Run roles until all but those that serve have ended well; the first failure ends the others and is raised.
+        """Run roles until all except servers have succeeded; the first failure ends the others and is raised.
 
-        `on_message(role, message)`, `on_end(outcome)` of each role, and `on_tick()`, about ten times a second, are
+        `on_message(role, message)`, `on_end(outcome)` for each role and `on_tick()`, about ten times a second, are
         called on this thread.
         """
         if self._running:
             raise UsageError("This launcher is already running roles: wait for its end, or make a second launcher.")
         names = [str(role) for role in roles]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise UsageError(f"Each role needs a rank of its own: {', '.join(twice)} was given more than once.")
+        if duplicates := sorted({name for name in names if names.count(name) > 1}):
+            raise UsageError(f"Each role needs a rank of its own: {', '.join(duplicates)} was given more than once.")
         self._running = True
         try:
             self.start()
@@ -71,19 +67,22 @@ class Launcher:
                 return self._run.go(roles)
         finally:
             self._running, self._run = False, None
-            if self._link is not None and not self._link.is_usable:
-                self.close()
+            self._drop_broken_server()
 
     def kill(self, role: str) -> None:
-        """End the process of a role of the run under way, such as `worker 2`; for its callbacks."""
+        """Kill the process of a role of the current run, such as `worker 2`; for callbacks."""
         if self._run is not None:
             self._run.kill(role)
 
     def add(self, role: Role) -> None:
-        """Start one more role in the run under way, in place of one that has ended; for its callbacks."""
+        """Start one more role in the current run, in place of one that has ended; for callbacks."""
         if self._run is None:
             raise UsageError(f"{role} cannot be added: this launcher is running nothing.")
         self._run.add(role)
+
+    def _drop_broken_server(self) -> None:
+        if self._link is not None and not self._link.is_usable:
+            self.close()
 
     def close(self) -> None:
         """End the fork server; the launcher can be started again."""
@@ -95,7 +94,5 @@ class Launcher:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

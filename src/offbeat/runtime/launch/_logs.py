@@ -1,4 +1,4 @@
-"""Reading the logs of roles: what is new, and what came last."""
+"""Reading the logs of roles: new lines, and the last ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _TAIL = 8192
 
 
 class LogFollower:
-    """Gives what is added to a log file, in whole lines; the file need not exist yet. `whole`: what is there, too."""
+    """Reads what is appended to a log file, in whole lines; the file need not exist yet. `whole`: from its start."""
 
     def __init__(self, path: Path, whole: bool = False) -> None:
         self._path = path
@@ -21,22 +21,22 @@ class LogFollower:
     def new_text(self) -> str:
         """The lines completed since the last call; a carriage return ends a line too, for progress bars.
 
-        Of much text it is a part, which is not empty: the next calls give the rest. A line of more than that is cut.
+        Long text comes in non-empty pieces over several calls. A line longer than a piece is cut.
         """
         data = self._read()
-        begun = len(self._unfinished)
+        before = len(self._unfinished)
         self._unfinished += self._decoder.decode(data)
-        end = max(self._unfinished.rfind("\n", begun), self._unfinished.rfind("\r", begun)) + 1
-        if not end and len(data) == _AT_MOST:  # A line without an end must not be gathered for ever.
+        end = max(self._unfinished.rfind("\n", before), self._unfinished.rfind("\r", before)) + 1
+        if not end and len(data) == _AT_MOST:  # A line that never ends must not grow without bound.
             end = len(self._unfinished)
         text, self._unfinished = self._unfinished[:end], self._unfinished[end:]
         return text
 
     def rest(self) -> str:
-        """Everything up to the file's end, a last line without an end included: for when the writer has ended."""
+        """Everything up to the end of the file, an unfinished last line included; for when the writer has ended."""
         text = ""
-        while more := self._read():
-            text += self._decoder.decode(more)
+        while data := self._read():
+            text += self._decoder.decode(data)
         text, self._unfinished = self._unfinished + text + self._decoder.decode(b"", final=True), ""
         return text
 
@@ -45,18 +45,17 @@ class LogFollower:
             with self._path.open("rb") as file:
                 file.seek(self._position)
                 data = file.read(_AT_MOST)
-        except OSError:  # Not there yet, or no descriptor is free: what follows it comes with the next call.
+        except OSError:  # Not there yet, or no descriptor is free: the next call reads it.
             return b""
         self._position += len(data)
         return data
 
 
 def last_lines(path: Path, count: int = 10) -> str:
-    """The last lines of a log, or nothing if it cannot be read."""
+    """The last lines of a log; empty if it cannot be read."""
     try:
         with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _TAIL))
+            file.seek(max(0, file.seek(0, 2) - _TAIL))
             text = file.read().decode(errors="replace")
     except OSError:
         return ""

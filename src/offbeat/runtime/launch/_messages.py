@@ -1,7 +1,7 @@
-"""What launcher, fork server and children say to each other, and how it is framed.
+"""Messages between launcher, fork server and children, and their framing.
 
-A frame is four bytes of length (big-endian, capped) and a msgspec struct as MessagePack. Not JSON, since
-JSON has no NaN: a diverged loss must arrive as one. Not pickle, since reading a message must run no code.
+A frame is four bytes of length (big-endian, capped) and a msgspec struct as MessagePack. Not JSON, which has no
+NaN: a diverged loss must arrive as one. Not pickle: reading a message must run no code.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ import msgspec
 from offbeat.errors import RunError, UsageError
 from offbeat.runtime.launch._roles import RemoteError
 
-LIMIT = 64 * 1024 * 1024
-"""Bytes that one frame may have: more is a mistake, and would be paid for twice in memory."""
-
+LIMIT = 64 * 1024 * 1024  # Bytes in one frame at most: more is a mistake, and would take memory twice.
 PRELOAD_DEADLINE = 120.0
-"""Seconds that the fork server's imports may take: a cold disk is slow, a hanging import is endless."""
+"""Seconds that the fork server's imports may take: a cold disk is slow, but a hung import never ends."""
 
 _LENGTH = struct.Struct(">I")
 _CHUNK = 1024 * 1024
@@ -30,14 +28,14 @@ _FDS_AT_ONCE = 8
 
 
 class LauncherHello(msgspec.Struct, tag=True, frozen=True):
-    """Launcher to server, once: what to import, and from where."""
+    """Launcher to server, once: modules to import, and the import path."""
 
     preload: list[str]
     path: list[str]
 
 
 class Fork(msgspec.Struct, tag=True, frozen=True):
-    """Launcher to server: fork a role. Two descriptors travel with it: control socket and log file."""
+    """Launcher to server: fork a role. Its control socket and log file travel along as descriptors."""
 
     id: int
     label: str
@@ -59,7 +57,7 @@ class Signal(msgspec.Struct, tag=True, frozen=True):
 
 
 class Drain(msgspec.Struct, tag=True, frozen=True):
-    """Launcher to server: answer when no process of any role is left."""
+    """Launcher to server: reply once no process of any role is left."""
 
 
 class ServerReady(msgspec.Struct, tag=True, frozen=True):
@@ -69,7 +67,7 @@ class ServerReady(msgspec.Struct, tag=True, frozen=True):
 
 
 class Broken(msgspec.Struct, tag=True, frozen=True):
-    """Server to launcher: it cannot serve, and why."""
+    """Server to launcher: why it cannot serve."""
 
     message: str
     traceback: str
@@ -103,13 +101,13 @@ class Drained(msgspec.Struct, tag=True, frozen=True):
 
 
 class Note(msgspec.Struct, tag=True, frozen=True):
-    """Child to launcher: a message of the role's own."""
+    """Child to launcher: a message for `on_message`."""
 
     content: dict[str, Any]
 
 
 class Exiting(msgspec.Struct, tag=True, frozen=True):
-    """Child to launcher: the role ends with this code, not 0, once its threads and exit handlers have."""
+    """Child to launcher: the role will exit with this non-zero code once its threads and exit handlers are done."""
 
     code: int
     at: float
@@ -122,14 +120,14 @@ FromChild = Note | RemoteError | Exiting
 M = TypeVar("M")
 
 
-def _plain(value: object) -> object:
-    if isinstance(value, Mapping):
-        return dict(value)  # pyright: ignore[reportUnknownVariableType]
-    raise TypeError(f"{type(value).__qualname__} is not plain data (None, bool, int, float, str, list, dict)")
-
-
 def frame(message: msgspec.Struct) -> bytes:
     """One message as it goes over the wire."""
+
+    def _plain(value: object) -> object:
+        if isinstance(value, Mapping):
+            return dict(value)  # pyright: ignore[reportUnknownVariableType]
+        raise TypeError(f"{type(value).__qualname__} is not plain data (None, bool, int, float, str, list, dict)")
+
     try:
         body = msgspec.msgpack.encode(message, enc_hook=_plain)
     except (TypeError, OverflowError, ValueError) as error:
@@ -145,32 +143,26 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 class Channel(Generic[M]):
-    """One end of a socketpair: blocking sends, reads that take what is there, descriptors alongside."""
+    """One end of a socketpair: blocking sends, non-blocking reads, file descriptors alongside."""
 
     def __init__(self, end: socket.socket, reads: object, name: str) -> None:
         self._socket = end
+        self.fileno = end.fileno
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(reads)  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
         self._buffer = bytearray()
         self._name = name
-        self.descriptors: list[int] = []
-        """Descriptors that arrived and were not taken yet, in the order of arrival."""
-        self.ended = False
-        """Whether the other side has closed."""
-
-    def fileno(self) -> int:
-        """For selectors."""
-        return self._socket.fileno()
+        self.descriptors: list[int] = []  # Descriptors that arrived and were not taken yet, in order of arrival.
+        self.ended = False  # Whether the other side has closed.
 
     def send(self, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
-        """Send one message, all of it; raises OSError if the other side is gone."""
+        """Send one whole message; raises OSError if the other side is gone."""
         data = frame(message)
         if descriptors:
-            sent = socket.send_fds(self._socket, [data], list(descriptors))
-            data = data[sent:]
+            data = data[socket.send_fds(self._socket, [data], list(descriptors)) :]
         self._socket.sendall(data)
 
     def receive(self) -> list[M]:
-        """The complete messages that one read brings; never waits."""
+        """The complete messages after one read; never waits."""
         flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         try:
             data, descriptors, _, _ = socket.recv_fds(self._socket, _CHUNK, _FDS_AT_ONCE, flags)
@@ -181,19 +173,6 @@ class Channel(Generic[M]):
         self.descriptors += descriptors
         self.ended = self.ended or not data
         self._buffer += data
-        return self._take()
-
-    def receive_rest(self) -> list[M]:
-        """All complete messages of a sender that has ended."""
-        messages: list[M] = []
-        while True:
-            before = len(self._buffer)
-            new = self.receive()
-            messages += new
-            if self.ended or (not new and len(self._buffer) == before):
-                return messages
-
-    def _take(self) -> list[M]:
         messages: list[M] = []
         position = 0
         while len(self._buffer) - position >= _LENGTH.size:
@@ -208,8 +187,18 @@ class Channel(Generic[M]):
         del self._buffer[:position]
         return messages
 
+    def receive_rest(self) -> list[M]:
+        """All complete messages from a sender that has ended."""
+        messages: list[M] = []
+        while True:
+            before = len(self._buffer)
+            new = self.receive()
+            messages += new
+            if self.ended or (not new and len(self._buffer) == before):
+                return messages
+
     def close(self) -> None:
-        """Close this end, and descriptors that nobody took."""
+        """Close this end, and any descriptors not taken."""
         self._socket.close()
         while self.descriptors:
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""How processes find each other: a store to meet at, and the variables that lead there."""
+"""Rendezvous: the store where processes meet, and the environment variables that lead to it."""
 
 from __future__ import annotations
 
@@ -22,37 +22,35 @@ if TYPE_CHECKING:
 
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104 (of a network that only this run is in)
-"""All addresses that this process has in the network where it listens."""
+"""Every address of this process in the network where it listens."""
 
 
 def threads_for(workers: int) -> int:
-    """How many threads each of some workers should compute with, so that together they fill the cores."""
+    """Compute threads per worker, so that together they fill the cores."""
     return max(1, len(os.sched_getaffinity(0)) // workers)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago; where possible bind port 0 instead, which cannot be taken meanwhile."""
+    """A port that was free a moment ago; where possible bind port 0 instead, which nobody else can take."""
     with socket.create_server((host, 0)) as listener:
         return listener.getsockname()[1]
 
 
 @dataclass(frozen=True)
 class PrivateStore:
-    """A store for workers on this machine, which other users cannot reach."""
+    """A store for workers on this machine that other users cannot reach."""
 
-    path: str
-    """The file that `torch.distributed.FileStore` opens."""
-    port: int
-    """A port on loopback that nobody listens on or can take: stock scripts expect MASTER_PORT to be set."""
+    path: str  # The file that `torch.distributed.FileStore` opens.
+    port: int  # A reserved loopback port on which nobody listens: stock scripts expect MASTER_PORT to be set.
 
 
 @contextmanager
 def private_store(port: int = 0) -> Generator[PrivateStore]:
-    """A store for workers on this machine to meet at; port 0 takes a free one.
+    """A rendezvous store for workers on this machine; port 0 picks a free one.
 
-    A TCPStore lets in every process that reaches its port: other users of the machine could read and change its keys,
-    fill its memory and take all its descriptors. This store is a file in memory, opened through this process, which
-    Linux allows to processes of the same user only; it needs no connections, and is gone when this process is.
+    A TCPStore accepts every process that reaches its port: other users of the machine could read and change its keys,
+    fill its memory and exhaust its descriptors. This store is a memory file opened through this process, which Linux
+    allows only to processes of the same user; it needs no connections and vanishes with this process.
     """
     with socket.socket() as reserved:
         try:
@@ -67,10 +65,10 @@ def private_store(port: int = 0) -> Generator[PrivateStore]:
 
 
 def use_private_store() -> None:
-    """Make this worker meet the others at its launcher's private store, also when a stock script says `env://`."""
+    """Make this worker use its launcher's private store, even when a stock script says `env://`."""
     from torch.distributed import FileStore
 
-    # By its full name: `torch.distributed.rendezvous` is a function that hides the module.
+    # By full name: the function `torch.distributed.rendezvous` hides the module.
     module: Any = importlib.import_module("torch.distributed.rendezvous")
     stock = module._create_c10d_store
 
@@ -93,10 +91,10 @@ def _taken(port: int, host: str, error: OSError) -> UsageError:
 
 
 def serve_store(port: int = 0, host: str = "127.0.0.1") -> TCPStore:
-    """Torch's store for workers to meet at, served by this process until it is dropped; port 0 takes a free one.
+    """A torch store for rendezvous, served by this process until it is dropped; port 0 picks a free one.
 
-    Whoever reaches it may use it: on one machine prefer `private_store`. It listens on `host` alone, while a TCPStore
-    left to itself listens on every interface. `EVERYWHERE` is for networks that have been made for one run.
+    Anyone who reaches it may use it: on one machine prefer `private_store`. It listens on `host` alone, while a plain
+    TCPStore listens on every interface. `EVERYWHERE` is for networks created for one run.
     """
     from torch.distributed import TCPStore
 
@@ -105,7 +103,7 @@ def serve_store(port: int = 0, host: str = "127.0.0.1") -> TCPStore:
     except OSError as error:
         raise _taken(port, host, error) from error
     own = host == EVERYWHERE
-    # Torch looks up a name for the address, and complains on standard error that there is nobody to ask.
+    # Torch looks up a name for the address, and complains on stderr that there is no name server.
     with _silenced() if own else nullcontext():
         return TCPStore(
             "127.0.0.1" if own else host,
@@ -131,9 +129,9 @@ def _silenced() -> Generator[None]:
 def worker_environment(
     rank: int, size: int, store: PrivateStore | int, host: str = "127.0.0.1", seat: Seat | None = None
 ) -> dict[str, str]:
-    """What torchrun would set for a worker, so that stock scripts join through `env://`; no seat: on this machine.
+    """The variables torchrun would set for a worker, so that stock scripts join through `env://`.
 
-    The store is a private one, or the port at which torch's own is served on `host`.
+    The store is private, or the port of torch's own on `host`. Without a seat the worker is on this machine.
     """
     environment = {
         "RANK": str(rank),

@@ -1,4 +1,4 @@
-"""What is launched, and what becomes of it."""
+"""Roles, the processes of a run, and how each one ended."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from offbeat.errors import UsageError
 
 @dataclass(frozen=True)
 class Role:
-    """One process to be started."""
+    """One process to start."""
 
     kind: str
-    """What it is: worker, server, monitor."""
+    """Worker, server or monitor."""
     rank: int
-    """Its position among those of its kind."""
+    """Position among the roles of its kind."""
     entry: str
     """`package.module:function`, called in the child as `function(config, control)`."""
     config: Mapping[str, Any]
@@ -27,20 +27,20 @@ class Role:
     environment: Mapping[str, str]
     """Variables added to the launcher's, set before the entry is imported."""
     log: Path
-    """Where the child's descriptors 1 and 2 go: appended, created if missing."""
+    """File that stdout and stderr are appended to; created if missing."""
     threads: int | None = None
-    """For `torch.set_num_threads`; None leaves torch's own choice."""
+    """For `torch.set_num_threads`; None keeps torch's default."""
     serves: bool = False
-    """Whether it is there for the others: when all others have ended, it is ended too."""
+    """Whether it only serves the others: it is ended once all of them have ended."""
     expendable: bool = False
-    """Whether the run goes on without it: if a signal ends it, or, where it only serves, an exit code other than 0."""
+    """Whether the run survives its death by a signal or, if it only serves, by a non-zero exit code."""
     network: Path | None = None
-    """The network of the host that it lives on, entered before anything else; None: the launcher's."""
+    """Network namespace of its host, entered before anything else; None: the launcher's."""
     patience: float = 600.0
-    """Seconds that its threads and exit handlers may take to end when its work is done, and that it may stand still
-    by SIGSTOP; who is waited for is named."""
+    """Seconds its threads and exit handlers may take after its work is done, and seconds it may stay stopped by
+    SIGSTOP; the error names what was waited for."""
     name: str = ""
-    """What it is called in messages, if that is not its kind and rank."""
+    """Name in messages; by default its kind and rank."""
 
     def __post_init__(self) -> None:
         module, colon, function = self.entry.partition(":")
@@ -54,29 +54,23 @@ class Role:
     def __str__(self) -> str:
         return self.name or f"{self.kind} {self.rank}"
 
-    def bears(self, exit_code: int | None) -> bool:
-        """Whether the run goes on after it has ended with this code (None: by a signal), having raised nothing.
+    def tolerates(self, exit_code: int | None) -> bool:
+        """Whether the run goes on after it ended with this code (None: by a signal) without an exception.
 
-        A worker that ends with a code of its own choice, as a script does by `sys.exit(3)`, wants the run to fail.
+        A worker that chooses its exit code, as a script does with `sys.exit(3)`, wants the run to fail.
         """
         return self.expendable and (exit_code is None or self.serves)
 
 
 class RemoteError(msgspec.Struct, tag=True, frozen=True):
-    """An exception that ended a child, as text; also what the child says of it to the launcher."""
+    """An exception that ended a child, as text; also the message in which the child reports it."""
 
-    type_name: str
-    """The exception's class, with its module unless it is a builtin."""
-    message: str
-    """What `str()` of it gave."""
-    traceback: str
-    """Its traceback as Python would print it, from the entry function on."""
-    offbeat_class: str | None = None
-    """The nearest class of `offbeat.errors`, if it is one of ours."""
-    communication: bool = False
-    """Whether it says that a peer is gone or silent: then the peer is the likelier cause."""
-    at: float = 0.0
-    """When it was raised, by the machine's monotonic clock."""
+    type_name: str  # The exception's class, with its module unless it is a builtin.
+    message: str  # Its `str()`.
+    traceback: str  # Its traceback as Python would print it, from the entry function on.
+    offbeat_class: str | None = None  # The nearest class of `offbeat.errors`, if it is one of ours.
+    communication: bool = False  # Whether it reports a lost or silent peer: then the peer is the likelier cause.
+    at: float = 0.0  # When it was raised, by the machine's monotonic clock.
 
 
 @dataclass(frozen=True)
@@ -84,10 +78,6 @@ class RoleOutcome:
     """How one role ended."""
 
     role: Role
-    """Which."""
-    exit_code: int | None
-    """Its exit code, or None if a signal ended it."""
+    exit_code: int | None  # None if a signal ended it.
     signal: int | None
-    """The signal that ended it, or None."""
-    error: RemoteError | None
-    """The exception that ended it, or None."""
+    error: RemoteError | None  # The exception that ended it, if one did.

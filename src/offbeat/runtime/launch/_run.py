@@ -4,49 +4,70 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Any, assert_never
 
 import msgspec
 
 from offbeat.errors import RunError, UsageError, WaitError
+from offbeat.runtime.launch import _messages as wire
 from offbeat.runtime.launch._cause import Failure, Failures, error_for
-from offbeat.runtime.launch._children import Child, Children, open_log, order_for
-from offbeat.runtime.launch._interrupts import Interrupts
-from offbeat.runtime.launch._link import ForkServerLink, ServerGoneError
-from offbeat.runtime.launch._messages import (
-    PRELOAD_DEADLINE,
-    Broken,
-    Drain,
-    Drained,
-    Exiting,
-    Fork,
-    Forked,
-    ForkRefused,
-    FromChild,
-    FromServer,
-    Note,
-    RoleEnded,
-    ServerReady,
-)
+from offbeat.runtime.launch._children import Child, Children, ForkServerLink, ServerGoneError, open_log, order_for
 from offbeat.runtime.launch._roles import RemoteError, Role, RoleOutcome
 
-TICK = 0.1
-"""Seconds between calls of `on_tick`."""
-FORK_DEADLINE = 30.0
-"""Seconds for the fork server to fork all roles."""
-KILL_DEADLINE = 10.0
-"""Seconds for the kernel to end what was sent SIGKILL."""
+TICK = 0.1  # Seconds between calls of `on_tick`.
+FORK_DEADLINE = 30.0  # Seconds for the fork server to fork all roles.
+KILL_DEADLINE = 10.0  # Seconds for the kernel to end processes after SIGKILL.
 
 OnMessage = Callable[[Role, dict[str, Any]], None]
 OnTick = Callable[[], None]
 OnEnd = Callable[[RoleOutcome], None]
 
 
+class Interrupts:
+    """Counts SIGINT and SIGTERM instead of letting them interrupt the launcher between two instructions.
+
+    Within `raising()`, where the caller's code runs, the first one raises KeyboardInterrupt as usual. An application's
+    own handlers are left alone, and so are threads other than the main one.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0  # How many have come.
+        self._may_raise = False
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+                if signal.getsignal(number) is default:
+                    self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def raising(self) -> Generator[None]:
+        """Let the first interrupt raise KeyboardInterrupt in the body."""
+        self._may_raise = True
+        try:
+            yield
+        finally:
+            self._may_raise = False
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        self.count += 1
+        if self._may_raise and self.count == 1:
+            raise KeyboardInterrupt
+
+
 class LaunchedRun:
-    """The state of one run; used once."""
+    """One run; used once."""
 
     def __init__(
         self,
@@ -57,20 +78,16 @@ class LaunchedRun:
         interrupts: Interrupts,
         on_end: OnEnd | None = None,
     ) -> None:
-        self._link = link
-        self._on_message = on_message
-        self._on_tick = on_tick
-        self._on_end = on_end
-        self._grace = grace.total_seconds()
-        self._interrupts = interrupts
+        self._link, self._grace, self._interrupts = link, grace.total_seconds(), interrupts
+        self._on_message, self._on_tick, self._on_end = on_message, on_tick, on_end
         self._children = Children(link)
         self._failures = Failures()
         self._next_tick = 0.0
         self._silenced = False
-        self._asked_at: float | None = None  # when the others were asked to end
+        self._ending_since: float | None = None
         self._killed = False
         self._drained = False
-        self._problem: BaseException | None = None  # what went wrong while ending
+        self._problem: BaseException | None = None  # raised while ending
 
     def go(self, roles: Sequence[Role]) -> list[RoleOutcome]:
         """Run the roles to their end."""
@@ -81,16 +98,13 @@ class LaunchedRun:
                 self._fork(roles, orders)
                 self._turn_until(self._is_decided)
             except ServerGoneError:
-                self._link.is_usable = False  # Ending says how that came.
+                self._link.is_usable = False  # _end reports why.
             except BaseException:
                 self._end()
                 raise
             self._end()
-        return self._verdict()
-
-    def _verdict(self) -> list[RoleOutcome]:
         outcomes = self._children.outcomes()
-        cause = self._failures.cause(done=any(one.exit_code == 0 for one in outcomes if not one.role.serves))
+        cause = self._failures.cause(done=any(o.exit_code == 0 for o in outcomes if not o.role.serves))
         if cause is not None and not (cause.is_consequence and self._problem is not None):
             raise error_for(cause)
         if self._interrupts.count:
@@ -99,19 +113,19 @@ class LaunchedRun:
             raise self._problem
         return outcomes
 
-    # Beginning.
+    # -- starting
 
     def _await_server(self) -> None:
-        self._turn_until(lambda: self._link.is_ready or self._interrupts.count > 0, PRELOAD_DEADLINE)
+        self._turn_until(lambda: self._link.is_ready or self._interrupts.count > 0, wire.PRELOAD_DEADLINE)
         if not self._link.is_ready and not self._interrupts.count:
             self._link.kill()
             raise WaitError(
-                f"The fork server did not import {', '.join(self._link.preload)} within {PRELOAD_DEADLINE:g} s."
+                f"The fork server did not import {', '.join(self._link.preload)} within {wire.PRELOAD_DEADLINE:g} s."
             )
 
-    def _fork(self, roles: Sequence[Role], orders: Sequence[Fork]) -> None:
-        with contextlib.ExitStack() as passed:
-            logs = [open_log(role, passed) for role in roles]
+    def _fork(self, roles: Sequence[Role], orders: Sequence[wire.Fork]) -> None:
+        with contextlib.ExitStack() as held:
+            logs = [open_log(role, held) for role in roles]
             for role, order, log in zip(roles, orders, logs, strict=True):
                 if self._interrupts.count:
                     return
@@ -123,18 +137,18 @@ class LaunchedRun:
 
     def add(self, role: Role) -> None:
         """Start one more role, unless the run is ending."""
-        if self._asked_at is None:
+        if self._ending_since is None:
             if any(str(child.role) == str(role) for child in self._children.living()):
                 raise UsageError(f"{role} is running: another can take its place only when it has ended.")
             order = order_for(len(self._children.all), role)
-            with contextlib.ExitStack() as passed:
-                self._children.order(order, role, open_log(role, passed))
+            with contextlib.ExitStack() as held:
+                self._children.order(order, role, open_log(role, held))
 
     def kill(self, role: str) -> None:
-        """End this role's process now, if it lives."""
+        """Kill this role's process, if it lives."""
         self._children.signal(signal.SIGKILL, role)
 
-    # Going on.
+    # -- running
 
     def _is_decided(self) -> bool:
         if self._interrupts.count or all(child.role.serves for child in self._children.living()):
@@ -152,7 +166,10 @@ class LaunchedRun:
         for key, _ in self._children.selector.select(max(0.0, until - now)):
             child: Child | None = key.data
             if child is None:
-                self._hear_server()
+                for message in self._link.channel.receive():
+                    self._heed(message)
+                if self._link.channel.ended:
+                    raise ServerGoneError
             elif child.outcome is None:
                 self._hear(child, child.channel.receive)
         if time.monotonic() >= self._next_tick:
@@ -164,74 +181,68 @@ class LaunchedRun:
     def _call(self, callback: Callable[..., None], *arguments: object) -> None:
         if self._silenced:
             return
-        self._silenced = True  # And stays so if the callback raises.
+        self._silenced = True  # Stays so if the callback raises.
         try:
-            with self._interrupts.raising() if self._asked_at is None else contextlib.nullcontext():
+            with self._interrupts.raising() if self._ending_since is None else contextlib.nullcontext():
                 callback(*arguments)
             self._silenced = False
         except Exception as error:
-            if self._asked_at is None:
+            if self._ending_since is None:
                 raise
-            # Ending goes on whatever a callback thinks of it.
+            # A callback cannot stop the run from ending.
             self._problem = self._problem or error
 
-    def _hear(self, child: Child, receive: Callable[[], list[FromChild]]) -> None:
+    def _hear(self, child: Child, receive: Callable[[], list[wire.FromChild]]) -> None:
         try:
             messages = receive()
         except (RunError, msgspec.MsgspecError) as error:
             self._children.stop_hearing(child)
-            if self._asked_at is None:
+            if self._ending_since is None:
                 raise RunError(f"{child.role} sent a message that cannot be read: {error}") from error
-            return  # Asked to end, it may have been cut off in the middle of a message.
+            return  # While ending, a message may have been cut short.
         for message in messages:
-            if isinstance(message, Note):
+            if isinstance(message, wire.Note):
                 self._call(self._on_message, child.role, message.content)
-            elif isinstance(message, Exiting):
-                if self._asked_at is None or message.at < self._asked_at:
+            elif isinstance(message, wire.Exiting):
+                if self._ending_since is None or message.at < self._ending_since:
                     self._failures.announced.append(Failure(child.role, message.at, exit_code=message.code))
             else:
                 self._note_error(child, message)
         if child.channel.ended:
             self._children.stop_hearing(child)
 
-    def _hear_server(self) -> None:
-        for message in self._link.channel.receive():
-            self._heed(message)
-        if self._link.channel.ended:
-            raise ServerGoneError
-
-    def _heed(self, message: FromServer) -> None:
+    def _heed(self, message: wire.FromServer) -> None:
         match message:
-            case ServerReady():
+            case wire.ServerReady():
                 self._link.is_ready = True
-            case Broken():
+            case wire.Broken():
                 self._link.is_usable = False
                 error = RunError(f"The fork server, which starts all processes of a run, failed: {message.message}")
                 if message.traceback:
                     error.add_note(f"In the fork server:\n{message.traceback.rstrip()}")
                 raise error
-            case Forked():
+            case wire.Forked():
                 self._children.all[message.id].pid = message.pid
-            case ForkRefused():
+            case wire.ForkRefused():
                 child = self._children.all[message.id]
                 child.outcome = RoleOutcome(child.role, None, None, None)
                 raise RunError(f"The fork server could not start {child.role}: {message.message}")
-            case RoleEnded():
+            case wire.RoleEnded():
                 self._note_end(self._children.all[message.id], message)
-            case Drained():
+            case wire.Drained():
                 self._drained = True
             case _:
                 assert_never(message)
 
     def _note_error(self, child: Child, error: RemoteError) -> None:
         child.error = error
-        if self._asked_at is None or error.at < self._asked_at:
+        if self._ending_since is None or error.at < self._ending_since:
             if error.type_name == KeyboardInterrupt.__name__:
-                child.interrupted = True  # By somebody else: what Python makes of SIGINT, whose end is still to come.
+                child.interrupted = True  # By SIGINT from outside; its process will end soon.
             else:
                 self._failures.add(Failure(child.role, error.at, error=error))
 
-    def _note_end(self, child: Child, message: RoleEnded) -> None:
+    def _note_end(self, child: Child, message: wire.RoleEnded) -> None:
         if child.channel.fileno() >= 0:
             self._hear(child, child.channel.receive_rest)
         self._children.stop_hearing(child)
@@ -244,28 +255,29 @@ class LaunchedRun:
         if code == 0 or error is not None:
             return
         failure = Failure(child.role, message.at, child.standstill, code, number)
-        if self._asked_at is None and child.role.bears(code):
-            self._failures.borne.append(failure)
-        # Once asked to end, only a SIGKILL that we did not send tells of a cause.
-        elif self._asked_at is None or (number == signal.SIGKILL and not self._killed):
+        if self._ending_since is None and child.role.tolerates(code):
+            self._failures.tolerated.append(failure)
+        # While ending, only a SIGKILL that we did not send is a cause.
+        elif self._ending_since is None or (number == signal.SIGKILL and not self._killed):
             self._failures.add(failure)
 
-    # Ending.
+    # -- ending
 
     def _end(self) -> None:
-        """End what lives and see that it is gone; never raises, but keeps what went wrong."""
-        self._asked_at = time.monotonic()
+        """End every living child and wait until it is gone; keeps errors instead of raising them."""
+        self._ending_since = time.monotonic()
         try:
             self._end_through_server()
         except BaseException as error:
-            self._kill_without_server()
+            self._link.kill()
+            self._children.kill_groups(KILL_DEADLINE)
             problem = RunError(self._link.obituary()) if isinstance(error, ServerGoneError) else error
             self._problem = self._problem or problem
 
     def _end_through_server(self) -> None:
         if not self._link.is_usable:
             raise ServerGoneError
-        # Callbacks cannot be interrupted any more: from here on, a further interrupt means "at once".
+        # Callbacks are no longer interruptible: from here on, another interrupt means "at once".
         before = self._interrupts.count
         if self._children.living():
             self._children.signal(signal.SIGINT)
@@ -278,12 +290,8 @@ class LaunchedRun:
             names = ", ".join(str(child.role) for child in living)
             raise WaitError(f"{names} did not end within {KILL_DEADLINE:g} s of SIGKILL.")
         if not self._children.all:
-            return  # And the server may still be importing, and not listen.
-        self._link.send(Drain())
+            return  # The server may still be importing and not listen.
+        self._link.send(wire.Drain())
         self._turn_until(lambda: self._drained, KILL_DEADLINE)
         if not self._drained:
             raise WaitError(f"Processes that the roles had started did not end within {KILL_DEADLINE:g} s of SIGKILL.")
-
-    def _kill_without_server(self) -> None:
-        self._link.kill()
-        self._children.kill_groups(KILL_DEADLINE)

@@ -1,7 +1,7 @@
-"""The fork server: imports what is slow once, then forks a role in milliseconds.
+"""The fork server: imports slow modules once, then forks a role in milliseconds.
 
-Run by the launcher as `python -m offbeat.runtime.launch._server <descriptor of its socket>`. It has one
-thread, holds no state but its children, and ends them all when its launcher is gone.
+The launcher runs it as `python -m offbeat.runtime.launch._server <descriptor of its socket>`. It has one thread, no
+state but its children, and ends them all when its launcher is gone.
 """
 
 from __future__ import annotations
@@ -21,27 +21,10 @@ from pathlib import Path
 from typing import Never, assert_never
 
 from offbeat.runtime.launch import _child
-from offbeat.runtime.launch._messages import (
-    PRELOAD_DEADLINE,
-    Broken,
-    Channel,
-    Drain,
-    Drained,
-    Fork,
-    Forked,
-    ForkRefused,
-    FromServer,
-    LauncherHello,
-    RoleEnded,
-    ServerReady,
-    Signal,
-    ToServer,
-)
+from offbeat.runtime.launch import _messages as wire
 
-TURN = 0.5
-"""Seconds between looks at whether the launcher still lives, should its socket not tell."""
-FAREWELL = 5.0
-"""Seconds to wait for killed children before ending all the same."""
+TURN = 0.5  # Seconds between checks that the launcher is alive, in case its socket does not tell.
+FAREWELL = 5.0  # Seconds to wait for killed children before exiting anyway.
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -50,7 +33,7 @@ class ForkServer:
     """Forks, signals and reaps the roles of one launcher."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._channel: Channel[ToServer] = Channel(end, ToServer, "the launcher")
+        self._channel: wire.Channel[wire.ToServer] = wire.Channel(end, wire.ToServer, "the launcher")
         self._launcher = os.getppid()
         self._roles: dict[int, int] = {}  # process -> id of its role
         self._lingering: set[int] = set()  # process groups whose leader has ended
@@ -59,8 +42,13 @@ class ForkServer:
         self._selector = selectors.PollSelector()
 
     def serve(self) -> None:
-        """Do what the launcher says until it is gone."""
-        self._listen_for_children()
+        """Do what the launcher orders until it is gone."""
+        self._wake.setblocking(False)
+        self._bell.setblocking(False)
+        signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        # Adopt a role's orphans, so that it is known when the last of a group is gone.
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._selector.register(self._channel, selectors.EVENT_READ)
         self._selector.register(self._wake, selectors.EVENT_READ)
         try:
@@ -68,46 +56,38 @@ class ForkServer:
                 for message in self._next():
                     self._obey(message)
         except BrokenPipeError:
-            pass  # The launcher went while it was being told something.
+            pass  # The launcher went away during a send.
         finally:
             self._end_all()
 
-    def _listen_for_children(self) -> None:
-        self._wake.setblocking(False)
-        self._bell.setblocking(False)
-        signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
-        # Orphans of a role come to us, not to init: so it can be known when the last of a group is gone.
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-    def _next(self) -> list[ToServer]:
-        # Members of a group whose parent is not us end without our being told.
+    def _next(self) -> list[wire.ToServer]:
+        # Members of a group whose parent is another process end without notice.
         ready = {key.fileobj for key, _ in self._selector.select(0.02 if self._lingering else TURN)}
         if self._wake in ready:
             self._wake.recv(4096)
         self._reap()
         return self._channel.receive() if self._channel in ready else []
 
-    def _obey(self, message: ToServer) -> None:
+    def _obey(self, message: wire.ToServer) -> None:
         match message:
-            case LauncherHello():
+            case wire.LauncherHello():
                 self._preload(message)
-            case Fork():
+            case wire.Fork():
                 self._fork(message)
-            case Signal():
+            case wire.Signal():
                 self._signal(message)
-            case Drain():
+            case wire.Drain():
                 self._draining = True
                 self._answer_drain()
             case _:
                 assert_never(message)
 
-    def _preload(self, hello: LauncherHello) -> None:
+    def _preload(self, hello: wire.LauncherHello) -> None:
         started = time.monotonic()
         sys.path[:] = hello.path
-        # An import that hangs would hear of nothing, not even of its launcher's end.
+        # A hung import would notice nothing, not even the end of its launcher.
         faulthandler.register(signal.SIGALRM, chain=True)
-        signal.alarm(int(PRELOAD_DEADLINE))
+        signal.alarm(int(wire.PRELOAD_DEADLINE))
         for name in hello.preload:
             try:
                 importlib.import_module(name)
@@ -120,36 +100,33 @@ class ForkServer:
         gc.collect()
         gc.disable()
         gc.freeze()
-        self._send(ServerReady(time.monotonic() - started))
+        self._channel.send(wire.ServerReady(time.monotonic() - started))
 
     def _fail(self, message: str, trace: str) -> Never:
-        self._send(Broken(message, trace))
+        self._channel.send(wire.Broken(message, trace))
         raise SystemExit(1)
 
-    def _fork(self, order: Fork) -> None:
+    def _fork(self, order: wire.Fork) -> None:
         control, log = self._channel.descriptors[:2]
         del self._channel.descriptors[:2]
         try:
             if (problem := several_threads()) is not None:
-                self._send(ForkRefused(order.id, problem))
+                self._channel.send(wire.ForkRefused(order.id, problem))
                 return
             server = os.getpid()
             process = os.fork()
             if process == 0:
-                _child.live(order, control, log, self._own_descriptors(), server)
+                own = (self._channel.fileno(), self._wake.fileno(), self._bell.fileno(), *self._channel.descriptors)
+                _child.live(order, control, log, own, server)
             self._roles[process] = order.id
-            self._send(Forked(order.id, process))
+            self._channel.send(wire.Forked(order.id, process))
         except OSError as error:
-            self._send(ForkRefused(order.id, f"the system refused to fork: {error}"))
+            self._channel.send(wire.ForkRefused(order.id, f"the system refused to fork: {error}"))
         finally:
             os.close(control)
             os.close(log)
 
-    def _own_descriptors(self) -> list[int]:
-        mine = [self._channel.fileno(), self._wake.fileno(), self._bell.fileno()]
-        return mine + self._channel.descriptors
-
-    def _signal(self, order: Signal) -> None:
+    def _signal(self, order: wire.Signal) -> None:
         for process, role in self._roles.items():
             if role == order.id:
                 _signal_group(process, order.number)
@@ -160,35 +137,32 @@ class ForkServer:
     def _reap(self) -> None:
         while True:
             try:
-                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 break
-            if found is None:
+            if ended is None:
                 break
-            if found.si_pid in self._roles:
-                self._bury(found.si_pid)
+            if ended.si_pid in self._roles:
+                self._bury(ended.si_pid)
             else:
-                os.waitpid(found.si_pid, 0)
+                os.waitpid(ended.si_pid, 0)
         self._lingering = {group for group in self._lingering if _group_exists(group)}
         self._answer_drain()
 
     def _bury(self, process: int) -> None:
         at = time.monotonic()
-        # Before the wait, while the number of the group cannot be given to anybody else.
+        # Before the wait, while the group's number cannot be reused.
         _signal_group(process, signal.SIGKILL)
         self._lingering.add(process)
         _, status = os.waitpid(process, 0)
         code = os.waitstatus_to_exitcode(status)
         role = self._roles.pop(process)
-        self._send(RoleEnded(role, None, -code, at) if code < 0 else RoleEnded(role, code, None, at))
+        self._channel.send(wire.RoleEnded(role, None, -code, at) if code < 0 else wire.RoleEnded(role, code, None, at))
 
     def _answer_drain(self) -> None:
         if self._draining and not self._roles and not self._lingering:
             self._draining = False
-            self._send(Drained())
-
-    def _send(self, message: FromServer) -> None:
-        self._channel.send(message)
+            self._channel.send(wire.Drained())
 
     def _end_all(self) -> None:
         deadline = time.monotonic() + FAREWELL
@@ -204,7 +178,7 @@ class ForkServer:
 
 
 def several_threads() -> str | None:
-    """What is wrong if this process has more than one thread: forking would copy their locks, held for ever."""
+    """Why this process must not fork, if it has several threads: a fork would copy their locks, held forever."""
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     if len(names) == 1:
         return None
@@ -218,7 +192,7 @@ def _signal_group(leader: int, number: int) -> None:
     try:
         os.killpg(leader, number)
     except ProcessLookupError:
-        # The child has not made its group yet; not reaped, its number is still its own.
+        # The child has not made its group yet; until it is reaped, its number is its own.
         os.kill(leader, number)
 
 
@@ -226,7 +200,7 @@ def _group_exists(leader: int) -> bool:
     try:
         os.killpg(leader, 0)
     except OSError:
-        # Gone, or somebody else's: a user that the role changed to, which we could not end anyway.
+        # Gone, or owned by a user that the role changed to, which we could not end anyway.
         return False
     return True
 

@@ -1,15 +1,14 @@
-"""The message plane: small structs between processes, and the numbers that go with them.
+"""The message plane: small structs between processes, with payloads of numbers.
 
-`Codec` says what a message is on the wire, `Endpoint` carries it, `Keys` keep strangers out, and `drive` runs a
-protocol's machine on an endpoint and a real clock. See docs/messages.md.
+`Codec` defines the wire format, `Endpoint` sends and receives, `Keys` keep strangers out, and `drive` runs a protocol's
+machine on an endpoint and a real clock. See docs/messages.md.
 """
 
-from offbeat.runtime.messages.addresses import address_in, private_directory
 from offbeat.runtime.messages.drive import Driver, Inbox, drive
-from offbeat.runtime.messages.endpoint import Endpoint, Incoming
+from offbeat.runtime.messages.endpoint import Endpoint, Incoming, PeerTraffic
 from offbeat.runtime.messages.frames import Codec, FrameError
 from offbeat.runtime.messages.keys import Keys
-from offbeat.runtime.messages.peers import PeerTraffic
+from offbeat.runtime.messages.sockets import address_in, private_directory
 
 __all__ = [
     "Codec",

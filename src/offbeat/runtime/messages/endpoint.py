@@ -1,8 +1,8 @@
 """One process's end of the message plane.
 
-A process that is to be found binds one ROUTER socket; whoever wants to speak to it connects a DEALER. Both may speak
-first then. Messages of one sender come in order, or not at all: a full queue, a broken line or a dead peer lose them,
-and machines ask again.
+A process that others connect to binds one ROUTER socket; each of them connects a DEALER, and then either side may send
+first. Messages of one sender arrive in order or not at all: a full queue, a broken connection or a dead peer loses
+them, and machines send again.
 """
 
 from __future__ import annotations
@@ -12,41 +12,127 @@ import math
 import os
 import secrets
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import zmq
 
 from offbeat.errors import UsageError
-from offbeat.runtime.messages.addresses import check_address
 from offbeat.runtime.messages.frames import Buffer, Bytes, Codec, EndpointHello, FrameError, MemoryReference, as_bytes
 from offbeat.runtime.messages.keys import Keys
 from offbeat.runtime.messages.lending import Borrowed, LendingError, Loans
-from offbeat.runtime.messages.peers import MOST_PEERS, Peer, Peers, PeerTraffic, identity_of
-from offbeat.runtime.messages.sockets import Socket, Sockets
+from offbeat.runtime.messages.sockets import Socket, Sockets, check_address
 
 if TYPE_CHECKING:
     from offbeat.runtime.collectives.one_sided.segment import Segment
 
-HIGH_WATER = 1_000
-"""Messages that wait for a peer before further ones are dropped."""
+MOST_PEERS = 16_384  # Peers that an endpoint remembers; messages from more are refused.
+LONGEST_NAME = 200  # In bytes.
+
+
+@dataclass(slots=True)
+class PeerTraffic:
+    """Traffic with one peer."""
+
+    sent: int = 0  # Messages.
+    received: int = 0
+    bytes_sent: int = 0  # Payload bytes, including lent memory.
+    bytes_received: int = 0
+    bytes_lent: int = 0  # The part of `bytes_sent` that was lent instead of copied.
+    dropped: int = 0  # Messages that could not be sent: full queue, or unknown peer.
+
+
+@dataclass(slots=True)
+class Peer:
+    """Another endpoint."""
+
+    name: str
+    identity: bytes
+    traffic: PeerTraffic
+    dealer: Socket | None = None
+    incarnation: int | None = None  # From its greeting; None before that came.
+    asked: bool = False  # Whether a greeting was requested from it.
+    shares: bool = False  # Whether it can read memory lent by us.
+    borrowed: Borrowed | None = None  # Memory lent by it; None if it is on another host.
+
+
+class Peers:
+    """All peers that an endpoint has connected to or heard from, and not forgotten."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Peer] = {}
+        self.by_identity: dict[bytes, Peer] = {}
+        self.by_dealer: dict[Socket, Peer] = {}
+        self.traffic: dict[str, PeerTraffic] = {}  # By name; kept when a peer is forgotten.
+
+    def find(self, name: str) -> Peer | None:
+        """The peer of this name, new if need be; None if there are too many."""
+        peer = self.by_name.get(name)
+        if peer is None:
+            identity, traffic = identity_of(name), self.traffic_of(name)
+            if traffic is not None:
+                peer = self.by_name[name] = self.by_identity[identity] = Peer(name, identity, traffic)
+        return peer
+
+    def traffic_of(self, name: str) -> PeerTraffic | None:
+        """The traffic with a peer; None if there are too many."""
+        if name not in self.traffic and len(self.traffic) >= MOST_PEERS:
+            return None
+        return self.traffic.setdefault(name, PeerTraffic())
+
+    def admit(self, identity: bytes) -> Peer:
+        """A new peer, whose first message was well-formed."""
+        try:
+            peer = self.find(identity.decode())
+        except (UnicodeDecodeError, UsageError) as error:
+            raise FrameError("a sender without a name") from error
+        if peer is None:
+            raise FrameError(f"more than {MOST_PEERS:,} senders")
+        return peer
+
+    def forget(self, name: str) -> Peer | None:
+        """Remove a peer and return it, if it was known."""
+        peer = self.by_name.pop(name, None)
+        if peer is not None:
+            del self.by_identity[peer.identity]
+            if peer.dealer is not None:
+                del self.by_dealer[peer.dealer]
+        return peer
+
+    def clear(self) -> None:
+        """Remove all peers."""
+        self.by_name.clear()
+        self.by_identity.clear()
+        self.by_dealer.clear()
+
+
+def identity_of(name: str) -> bytes:
+    """A name as a socket identity."""
+    identity = name.encode()
+    if not name.isprintable() or not 0 < len(identity) <= LONGEST_NAME:
+        raise UsageError(f"{name!r} cannot be a name: it must be printable, and have 1 to {LONGEST_NAME} bytes.")
+    return identity
+
+
+HIGH_WATER = 1_000  # Messages queued for a peer before further ones are dropped.
 
 M = TypeVar("M")
 
 
 class Incoming(NamedTuple, Generic[M]):
-    """A message that has come."""
+    """A received message."""
 
     sender: str
     message: M
     payload: Bytes | None
-    """Read-only. If the sender has lent the memory, this is that memory: valid until the protocol's answer."""
+    """Read-only. If the sender lent the memory, this is that memory: valid until the protocol's reply."""
 
 
 class Endpoint(Generic[M]):
-    """Sends and receives messages under one name. Of one thread, but for `wake`.
+    """Sends and receives messages under one name. Single-threaded except for `wake`.
 
-    The name is the identity of the socket, so a message carries no sender that could be wrong. Of two live endpoints
-    with one name, the one that connected last has it (a restarted process is not locked out by its former self).
+    The name is the socket's identity, so messages carry no sender that could be wrong. Of two live endpoints with the
+    same name, the last to connect wins (a restarted process is not locked out by its former self).
     """
 
     def __init__(
@@ -57,9 +143,8 @@ class Endpoint(Generic[M]):
         keys: Keys | None = None,
         high_water: int = HIGH_WATER,
     ) -> None:
-        from offbeat.runtime.collectives.one_sided.segment import (
-            host_identity,  # It imports torch, which keys do not need.
-        )
+        # Imports torch, which keys do not need.
+        from offbeat.runtime.collectives.one_sided.segment import host_identity
 
         self.name = name
         self._codec = codec
@@ -67,14 +152,13 @@ class Endpoint(Generic[M]):
         self._host = host_identity()
         self._incarnation = secrets.randbits(63)
         self._loans = Loans()
-        self._known = Peers()
-        self.traffic: dict[str, PeerTraffic] = self._known.traffic
-        """By peer; kept when a peer is forgotten."""
+        self.known = Peers()
+        self.traffic: dict[str, PeerTraffic] = self.known.traffic  # By peer; kept when a peer is forgotten.
         self.refused = 0
-        """Messages that were malformed, of an impossible sender, or named memory that is not the sender's."""
+        """Messages that were malformed, from an impossible sender, or named memory that is not the sender's."""
         self._sockets = Sockets(name, identity_of(name), keys, high_water, codec.most_frames)
-        self.address: str | None = None
-        """Where others connect to, if this one binds."""
+        self.wake = self._sockets.wake  # Ends the current or next wait of `receive`; the only method for other threads.
+        self.address: str | None = None  # Where others connect, if this endpoint binds.
         try:
             if bind is not None:
                 self.address = self._sockets.bind(bind)
@@ -82,68 +166,57 @@ class Endpoint(Generic[M]):
             self.close()
             raise
 
-    # --- who is there
+    # -- peers
 
     def connect(self, peer: str, address: str, public: str | None = None) -> None:
-        """Reach this peer at this address; with keys, `public` is its public key (unless it has the same file)."""
+        """Connect to a peer; with keys, `public` is its public key (unless it has the same key file)."""
         check_address(address, self._has_keys)
-        known = self._known.find(peer)
+        known = self.known.find(peer)
         if known is None:
             raise UsageError(f"{self.name} knows {MOST_PEERS:,} peers already, and cannot connect to {peer!r}.")
         if known.dealer is not None:
             raise UsageError(f"{self.name} is connected to {peer!r} already: forget it first.")
         known.dealer = self._sockets.connect(peer, address, public)
-        self._known.by_dealer[known.dealer] = known
+        self.known.by_dealer[known.dealer] = known
         self._greet(known, answer=True)
 
     def forget(self, peer: str) -> None:
-        """Let go of a peer: its connection, what waits to be sent to it, and its memory."""
-        known = self._known.forget(peer)
+        """Drop a peer: its connection, its queue and its memory."""
+        known = self.known.forget(peer)
         if known is not None and known.dealer is not None:
             self._sockets.disconnect(known.dealer)
 
-    @property
-    def peers(self) -> tuple[str, ...]:
-        """Those whom we have connected to or heard of, and not forgotten."""
-        return tuple(self._known.by_name)
-
     def has_met(self, peer: str) -> bool:
-        """Whether this peer has greeted us: each can hear the other."""
-        known = self._known.by_name.get(peer)
+        """Whether this peer has greeted us: the connection works both ways."""
+        known = self.known.by_name.get(peer)
         return known is not None and known.incarnation is not None
 
-    def shares_memory_with(self, peer: str) -> bool:
-        """Whether lent memory can be read by this peer: it has greeted us, and from this host."""
-        known = self._known.by_name.get(peer)
-        return known is not None and known.shares
-
     def lend(self, segment: Segment) -> None:
-        """Payloads that lie in this memory are from now on not sent to peers on this host, but referred to.
+        """From now on pass payloads in this memory to peers on this host by reference.
 
-        They must not change until the receiver has answered. The segment must not be sealed while it is lent.
+        They must not change until the receiver has replied. The segment must not be sealed while it is lent.
         """
         self._loans.add(segment)
 
     def reclaim(self, segment: Segment) -> None:
-        """Lend this memory no longer. Peers that have it mapped keep it until they forget us."""
+        """Stop lending this memory. Peers that have mapped it keep it until they forget us."""
         self._loans.remove(segment)
 
-    # --- messages
+    # -- messages
 
     def send(self, to: str, message: M, payload: Buffer | None = None) -> bool:
-        """Put a message into the queue to a peer; never waits. False if it was dropped, which is counted.
+        """Queue a message for a peer; never waits. False if it was dropped, which is counted.
 
         A payload of 64 KiB or more is not copied: like lent memory, it must not change until the receiver has
-        answered, or the receiver refuses it for its checksum.
+        replied, or the receiver refuses it for its checksum.
         """
-        peer = self._known.by_name.get(to)
+        peer = self.known.by_name.get(to)
         if peer is None:
-            counted = self._known.traffic_of(to)
+            counted = self.known.traffic_of(to)
             if counted is not None:
                 counted.dropped += 1
             return False
         reference = None if payload is None or not peer.shares else self._loans.reference(payload)
-        nbytes = 0
         if reference is None:
             flat = None if payload is None else as_bytes(payload)
             nbytes = 0 if flat is None else flat.nbytes
@@ -161,7 +234,7 @@ class Endpoint(Generic[M]):
         return True
 
     def receive(self, timeout: float | None) -> Incoming[M] | None:
-        """The next message; None if none came in so many seconds (None: any number), or if `wake` was called."""
+        """The next message; None after `timeout` seconds (None: never) or if `wake` was called."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         is_last, sockets = False, self._sockets
         while True:
@@ -176,14 +249,10 @@ class Endpoint(Generic[M]):
             if sockets.poll(-1 if rest == math.inf else max(0, math.ceil(rest * 1000))):
                 is_last = True
 
-    def wake(self) -> None:
-        """End the wait of `receive`, or its next one. The only method for other threads."""
-        self._sockets.wake()
-
-    def close(self, linger: float = 0.0) -> None:
-        """Close all sockets; what still waits to be sent has so many seconds."""
-        self._sockets.close(linger)
-        self._known.clear()
+    def close(self) -> None:
+        """Close all sockets."""
+        self._sockets.close()
+        self.known.clear()
         self._loans = Loans()
 
     def __enter__(self) -> Endpoint[M]:
@@ -192,15 +261,14 @@ class Endpoint(Generic[M]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- what messages mean
+    # -- handling what arrives
 
     def _take(self, socket: Socket) -> Incoming[M] | None:
-        """One message from a socket; None if there is none, or none for the caller."""
         try:
             identity, frames = self._sockets.take(socket)
         except zmq.Again:
             return None
-        known = self._known
+        known = self.known
         peer = known.by_dealer[socket] if identity is None else known.by_identity.get(identity, identity)
         try:
             return self._accept(peer, frames)
@@ -209,9 +277,9 @@ class Endpoint(Generic[M]):
             return None
 
     def _accept(self, peer: Peer | bytes, frames: list[Any]) -> Incoming[M] | None:
-        """A message from a peer, or from a newcomer of this identity; None if it was meant for the endpoint itself."""
+        """A message from a peer, or from a new one of this identity; None if it was for the endpoint itself."""
         message, payload = self._codec.decode(frames)
-        peer = self._known.admit(peer) if isinstance(peer, bytes) else peer
+        peer = self.known.admit(peer) if isinstance(peer, bytes) else peer
         if isinstance(message, EndpointHello):
             self._greeted(peer, message)
             return None
@@ -226,7 +294,7 @@ class Endpoint(Generic[M]):
         return Incoming(peer.name, message, payload)
 
     def _greet(self, peer: Peer, answer: bool, host: str | None = None) -> None:
-        """Say who we are; with an empty host, that we cannot read the peer's memory."""
+        """Introduce ourselves; an empty host says that we cannot read the peer's memory."""
         host = self._host_as(self._incarnation) if host is None else host
         frame = self._codec.encode_hello(EndpointHello(host, os.getpid(), self._incarnation, answer))
         peer.asked = peer.asked or answer
@@ -242,11 +310,11 @@ class Endpoint(Generic[M]):
             self._greet(peer, answer=False)
 
     def _host_as(self, incarnation: int) -> str:
-        """How an endpoint of this host proves that it is: others do not know the identity, nor can they echo this."""
+        """Proof of being on this host: others do not know the identity, and cannot echo this."""
         return hashlib.blake2b(f"{incarnation} {self._host}".encode(), digest_size=16).hexdigest()
 
     def _read(self, peer: Peer, reference: MemoryReference) -> Bytes:
-        """Memory that a peer refers to. If it cannot be had, the peer is told, and will send the numbers instead."""
+        """The memory that a peer refers to; if it cannot be mapped, the peer is told to send the numbers instead."""
         try:
             if peer.borrowed is None:
                 raise LendingError(f"{peer.name} is not known to be on this host")

@@ -1,8 +1,8 @@
-"""What a message is on the wire, and what is refused.
+"""The wire format of messages, and what is refused.
 
-A message is one header frame and the frames of its payload. The header frame is 24 bytes of fixed form, then an
-optional note, then the message itself as MessagePack (docs/messages.md has it byte by byte). Reading runs no code of
-the sender's, and never allocates by what a header claims: only by what has arrived.
+A message is one header frame and the frames of its payload. The header frame has 24 fixed bytes, an optional note, and
+the message as MessagePack (docs/messages.md has it byte by byte). Decoding runs no code of the sender's, and allocates
+only for bytes that have arrived, never for what a header claims.
 """
 
 from __future__ import annotations
@@ -21,15 +21,10 @@ from offbeat.errors import OffbeatError, UsageError
 
 MAGIC = b"offb"
 VERSION = 1
-HEADER_LIMIT = 64 * 1024
-"""Bytes that a header frame may have."""
-PAYLOAD_LIMIT = 1024**3
-"""Bytes that a payload may have, unless the codec is told otherwise."""
-CHUNK = 4 * 1024 * 1024
-"""Bytes of a payload in one frame; the last has the rest."""
-
-BULK = 64 * 1024
-"""Bytes from which on a frame is not copied on its way to and from the socket."""
+HEADER_LIMIT = 64 * 1024  # Largest header frame, in bytes.
+PAYLOAD_LIMIT = 1024**3  # Largest payload in bytes, unless the codec sets another limit.
+CHUNK = 4 * 1024 * 1024  # Payload bytes per frame; the last has the rest.
+BULK = 64 * 1024  # Frames of at least this many bytes are not copied to and from the socket.
 
 Buffer = NDArray[Any] | memoryview | bytes | bytearray
 Bytes = NDArray[np.uint8]
@@ -37,8 +32,7 @@ Frame = bytes | memoryview
 
 # magic, checksum, version, kind, bytes of the note, frames of the payload, bytes of the payload
 _FIXED = struct.Struct("<4sIBBHIQ")
-_UNCHECKED = 8
-"""Bytes at the start that the checksum does not cover: the magic word and itself."""
+_UNCHECKED = 8  # Leading bytes that the checksum does not cover: the magic word and itself.
 _PLAIN, _FRAMES, _SHARED, _HELLO = range(4)
 _SMALLEST_CHUNK = 1024 * 1024
 _ROW = 4096
@@ -47,40 +41,34 @@ M = TypeVar("M")
 
 
 class FrameError(OffbeatError):
-    """Frames that are not messages; whoever sent them is not one of us, or the line is broken."""
+    """Malformed frames: from a stranger, or damaged on the way."""
 
 
 class MemoryReference(msgspec.Struct, frozen=True, array_like=True):
-    """Where a payload lies in memory that the sender has lent: nothing but this is sent."""
+    """The location of a payload in memory lent by the sender, sent instead of the payload."""
 
-    ticket: str
-    """What opens the memory (`Segment.ticket`)."""
-    serial: int
-    """Which loan of the sender's this is: tickets may come back for other memory."""
+    ticket: str  # Opens the memory (`Segment.ticket`).
+    serial: int  # Number of the loan: tickets may be reused for other memory.
     offset: int
     nbytes: int
 
 
 class EndpointHello(msgspec.Struct, frozen=True, array_like=True):
-    """What endpoints say to each other before anything else, so that they know whether they share memory."""
+    """The first message between endpoints, which tells whether they can share memory."""
 
     host: str
     """A hash of the sender's `host_identity()` and incarnation; empty if it cannot read the receiver's memory."""
-    process: int
-    """The sender's process, whose memory alone it may lend."""
-    incarnation: int
-    """Another number after a restart: what was known of the old one is forgotten."""
-    answer: bool
-    """Whether the sender wants to be told the same."""
+    process: int  # The sender's process; it may lend only its own memory.
+    incarnation: int  # Changes with a restart: state about the old process is then discarded.
+    answer: bool  # Whether the sender requests a greeting back.
 
 
 class Codec(Generic[M]):
-    """Turns messages of one kind (a msgspec Struct, or a tagged union of them) into frames and back."""
+    """Encodes and decodes messages of one type (a msgspec Struct, or a tagged union of them)."""
 
     def __init__(self, messages: type[M] | Any, payload_limit: int = PAYLOAD_LIMIT) -> None:
         self.payload_limit = payload_limit
-        self.most_frames = 1 + payload_limit // _SMALLEST_CHUNK
-        """Frames that a payload may come in."""
+        self.most_frames = 1 + payload_limit // _SMALLEST_CHUNK  # Most frames in a payload.
         is_union = get_origin(messages) in (Union, types.UnionType)
         self._types = frozenset(get_args(messages) if is_union else (messages,))
         self._encoder = msgspec.msgpack.Encoder()
@@ -89,7 +77,7 @@ class Codec(Generic[M]):
         self._hellos = msgspec.msgpack.Decoder(EndpointHello)
 
     def encode(self, message: M, payload: Buffer | None = None) -> list[Any]:
-        """The frames of a message; those of the payload are views of it, in chunks of 4 MiB."""
+        """The frames of a message; payload frames are views, in chunks of 4 MiB."""
         body = self._body(message)
         if payload is None:
             return [_header(_PLAIN, body)]
@@ -103,19 +91,19 @@ class Codec(Generic[M]):
         return [_header(_FRAMES, body, nbytes=flat.nbytes, chunks=chunks), *chunks]
 
     def encode_reference(self, message: M, reference: MemoryReference) -> bytes:
-        """The one frame of a message whose payload stays where it is."""
+        """The single frame of a message whose payload is lent."""
         note = self._encoder.encode(reference)
         return _header(_SHARED, self._body(message), note, nbytes=reference.nbytes)
 
     def encode_hello(self, hello: EndpointHello) -> bytes:
-        """The one frame of a greeting."""
+        """The single frame of a greeting."""
         return _header(_HELLO, self._encoder.encode(hello))
 
     def decode(self, frames: Sequence[Frame]) -> tuple[M | EndpointHello, Bytes | MemoryReference | None]:
-        """The message and its payload, read-only; raises `FrameError`, and nothing else, if they are malformed."""
+        """The message and its read-only payload; raises `FrameError`, and nothing else, if malformed."""
         if not frames or len(frames) - 1 > self.most_frames:
             raise FrameError(f"{len(frames)} frames")
-        # Bytes are quicker to take apart than views, and all that is small comes as bytes.
+        # Bytes are faster to parse than views, and small frames come as bytes.
         header, *chunks = [frame if type(frame) is bytes else memoryview(frame) for frame in frames]
         kind, start, nbytes = self._checked(header, chunks)
         try:
@@ -138,7 +126,7 @@ class Codec(Generic[M]):
         return self._encoder.encode(message)
 
     def _checked(self, header: Frame, chunks: list[Frame]) -> tuple[int, int, int]:
-        """Kind, where the message starts, and the payload's size, if the header agrees with itself and the chunks."""
+        """Kind, offset of the message and payload size, once the header is known to match itself and the chunks."""
         size = len(header)
         if not _FIXED.size <= size <= HEADER_LIMIT:
             raise FrameError(f"a header of {size:,} bytes")
@@ -148,9 +136,7 @@ class Codec(Generic[M]):
         start = _FIXED.size + note
         if kind > _HELLO or start > size or nbytes > self.payload_limit:
             raise FrameError("a header that contradicts itself")
-        arrived = 0
-        for chunk in chunks:
-            arrived += len(chunk)
+        arrived = sum(map(len, chunks))
         if count != len(chunks) or arrived != (nbytes if kind == _FRAMES else 0):
             raise FrameError(f"{len(chunks)} frames of {arrived:,} bytes, not as the header says")
         if _checksum(header[_UNCHECKED:], chunks) != checksum:
@@ -159,7 +145,7 @@ class Codec(Generic[M]):
 
 
 def as_bytes(payload: Buffer) -> memoryview:
-    """A payload as one row of bytes, not copied; refused if it does not lie in one piece."""
+    """A payload as a flat view of bytes; refused if it is not contiguous."""
     try:
         view = memoryview(payload)  # pyright: ignore[reportArgumentType]
         return view.cast("B") if view.nbytes else memoryview(b"")
@@ -180,7 +166,7 @@ def _header(kind: int, body: bytes, note: bytes = b"", nbytes: int = 0, chunks: 
 
 
 def _checksum(rest: Frame, chunks: Sequence[Frame]) -> int:
-    """CRC-32 of the header and of each chunk, in order; of a large chunk it is that of its fold."""
+    """CRC-32 of the header and of each chunk, in order; large chunks are folded first."""
     checksum = zlib.crc32(rest)
     for chunk in chunks:
         checksum = zlib.crc32(chunk, checksum) if len(chunk) < BULK else _folded(chunk, checksum)
@@ -188,9 +174,9 @@ def _checksum(rest: Frame, chunks: Sequence[Frame]) -> int:
 
 
 def _folded(chunk: Frame, checksum: int) -> int:
-    """CRC-32 of the sum of a chunk's rows of 4 KiB, as words of 8 bytes, and of what is left: ten times as fast.
+    """CRC-32 of the sum of a chunk's 4 KiB rows, as 8-byte words, and of the remainder: ten times as fast.
 
-    A change within one row always changes the sum. What escapes are changes in several rows that cancel out.
+    A change within one row always changes the sum. Only changes in several rows that cancel out escape.
     """
     whole = len(chunk) // _ROW * _ROW
     rows = np.frombuffer(chunk, dtype="<u8", count=whole // 8).reshape(-1, _ROW // 8)
@@ -198,7 +184,7 @@ def _folded(chunk: Frame, checksum: int) -> int:
 
 
 def _joined(chunks: Sequence[Frame], nbytes: int) -> Bytes:
-    """The chunks as one array: a view if there is one only, else a copy."""
+    """The chunks as one array: a view of a single chunk, otherwise a copy."""
     if len(chunks) == 1:
         array = np.frombuffer(chunks[0], dtype=np.uint8)
         if type(chunks[0]) is bytes:

@@ -1,4 +1,4 @@
-"""What a run leaves behind: `run.json` (configuration, environment, result), `metrics.jsonl`, logs, checkpoints."""
+"""The run folder: `run.json` (configuration, environment, result), `metrics.jsonl`, logs, checkpoints."""
 
 from __future__ import annotations
 
@@ -24,11 +24,9 @@ RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 MODEL_FILE = "model.safetensors"
 BY_SCRIPT = "script"
-"""The strategy of a run whose script distributes itself, as one for torchrun does; offbeat has no part in it."""
-
-
+"""The strategy of a run whose script distributes itself, as one for torchrun does, without offbeat."""
 FINISHED = ("finished", "finished without a team")
-"""States of a run that has come to its end: with a result of a team, or of a script that distributes itself."""
+"""States of a completed run: with the result of a team, or of a script that distributes itself."""
 
 
 class _TaskRecord(msgspec.Struct):
@@ -73,7 +71,7 @@ class _Verdict(msgspec.Struct):
 
 
 class _RunFile(msgspec.Struct):
-    """What run.json must look like, as far as anybody here reads it. All of it may be missing."""
+    """The parts of run.json that are read here. All may be missing."""
 
     state: str = ""
     config: _Config = msgspec.field(default_factory=_Config)
@@ -83,7 +81,7 @@ class _RunFile(msgspec.Struct):
 
 
 class RunFolder:
-    """One run's folder. Every write is whole or not there."""
+    """One run's folder. Every write is atomic."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -96,7 +94,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """An earlier run's folder, to resume or to read it."""
+        """The folder of an earlier run, to resume or read."""
         if not is_file(path / RUN_FILE):
             raise CheckpointError(
                 f"{path} is not a run folder: it has no {RUN_FILE}. Give a folder that `offbeat run` has made."
@@ -111,29 +109,29 @@ class RunFolder:
         return self.path / "checkpoint"
 
     def log(self, kind: str, number: int | str) -> Path:
-        """The log file of one process; a server's number is its shard and its copy."""
+        """The log file of one process; a server's number is `shard.replica`."""
         return self.path / "logs" / f"{kind}-{number}.log"
 
     def read(self) -> dict[str, Any]:
-        """What run.json says."""
+        """The contents of run.json."""
         try:
             data = read_object(self.path / RUN_FILE)
             msgspec.convert(data, _RunFile)
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"{self.path / RUN_FILE} cannot be read: {error}. It may have been edited, or be of another program."
+                f"{self.path / RUN_FILE} cannot be read: {error}. It may have been edited, or be another program's."
             ) from error
         return data
 
     def write(self, **changes: Any) -> None:
-        """Replace entries of run.json, keeping the others."""
+        """Replace entries of run.json; others stay."""
         target = self.path / RUN_FILE
         known: dict[str, Any] = self.read() if target.exists() else {}
         write_whole(target, json.dumps(known | changes, indent=2, default=str) + "\n")
 
 
 def new_folder(parent: Path, name: str, latest: str, *inside: str) -> Path:
-    """A new folder `<parent>/<time>-<name>`, with folders inside, and a link beside it that leads to the newest."""
+    """A new folder `<parent>/<time>-<name>` with the given subfolders, and a link `latest` to it beside it."""
     stamped = f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -143,8 +141,8 @@ def new_folder(parent: Path, name: str, latest: str, *inside: str) -> Path:
                 path.mkdir()
             except FileExistsError:
                 continue
-            for one in inside:
-                (path / one).mkdir()
+            for subfolder in inside:
+                (path / subfolder).mkdir()
             _point_to(path, parent / latest)
             return path
     except OSError as error:
@@ -153,29 +151,35 @@ def new_folder(parent: Path, name: str, latest: str, *inside: str) -> Path:
 
 
 def strategy_of(known: Mapping[str, Any]) -> str:
-    """How a run is distributed, by what its run.json says; `script` as long as its script has joined no team."""
+    """The strategy in run.json; `script` if the script has not joined a team."""
     return str(part(known, "result").get("strategy") or part(known, "config", "goal").get("strategy") or BY_SCRIPT)
 
 
 def strategy_in_words(strategy: str) -> str:
-    """A strategy for people: `script` says little."""
+    """A strategy in words: `script` says little."""
     return "distributed by the script itself" if strategy == BY_SCRIPT else strategy
 
 
 def part(data: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """An entry within entries that is a table; an empty one where there is none."""
-    found: Any = data
+    """A nested table of JSON data; empty if there is none."""
+    table: Any = data
     for name in names:
-        found = cast("dict[str, Any]", found).get(name) if isinstance(found, dict) else None
-    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+        table = cast("dict[str, Any]", table).get(name) if isinstance(table, dict) else None
+    return cast("dict[str, Any]", table) if isinstance(table, dict) else {}
 
 
 class MetricsWriter:
-    """Appends one JSON line for each report to `metrics.jsonl`."""
+    """Appends one JSON line per report to `metrics.jsonl`."""
 
     def __init__(self, path: Path, tensorboard: Path | None = None) -> None:
         self._path = path
-        self._board = _open_tensorboard(tensorboard) if tensorboard else None
+        self._board: Any = None
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise UsageError("--tensorboard needs TensorBoard: pip install 'offbeat[tensorboard]'.") from error
+            self._board = SummaryWriter(str(tensorboard))
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one line."""
@@ -191,22 +195,14 @@ class MetricsWriter:
             raise OutputError(_cannot_write(self._path, error)) from error
 
     def keep_first(self, lines: int) -> None:
-        """Forget what was written after a checkpoint that the run goes back to, a line that a kill cut short too."""
+        """Drop lines written after the checkpoint that the run resumes from, and a line cut short by a kill."""
         if self._path.exists():
-            whole = self._path.read_text(errors="replace").splitlines(keepends=True)
-            write_whole(self._path, "".join(line for line in whole[:lines] if line.endswith("\n")))
-
-
-def _open_tensorboard(path: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise UsageError("--tensorboard needs TensorBoard: pip install 'offbeat[tensorboard]'.") from error
-    return SummaryWriter(str(path))
+            written = self._path.read_text(errors="replace").splitlines(keepends=True)
+            write_whole(self._path, "".join(line for line in written[:lines] if line.endswith("\n")))
 
 
 def environment() -> dict[str, Any]:
-    """The machine and versions a run was made with."""
+    """The machine and the versions of a run."""
     import numpy as np
     import torch
 
@@ -228,12 +224,12 @@ def _processor() -> str:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return platform.processor()
-    found = re.search(r"model name\s*:\s*(.+)", text)
-    return found[1] if found else platform.machine()
+    model = re.search(r"model name\s*:\s*(.+)", text)
+    return model[1] if model else platform.machine()
 
 
 def write_whole(target: Path, text: str) -> None:
-    """Put a text into a file, whole or not at all."""
+    """Write a text file atomically."""
     draft = target.with_name(f".{target.name}.draft")
     try:
         draft.write_text(text, encoding="utf-8")

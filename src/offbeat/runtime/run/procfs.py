@@ -1,7 +1,7 @@
-"""Processes as the kernel knows them: who somebody is, whether it still lives, and what it is at.
+"""Processes as /proc shows them: identity, liveness, state and resource use.
 
-A number alone does not name a process, for it is given to another one later. A `Passport` does: the number, when the
-process began, in which boot of the machine, and where numbers are counted.
+A PID alone does not identify a process, because PIDs are reused. A `Passport` does: the PID, the start time, the
+boot of the machine, and the PID namespace.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _STATES: Final = {
 
 
 def stat_fields(pid: int | str) -> list[str]:
-    """State, parent, group and so on of a process, or of a thread as `PID/task/TID`; nothing if there is none.
+    """State, parent, group and so on of a process, or of a thread as `PID/task/TID`; empty if there is none.
 
-    These follow its name, which is in brackets and may hold anything.
+    They follow the process name, which is in brackets and may contain anything.
     """
     try:
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
@@ -40,31 +40,27 @@ def stat_fields(pid: int | str) -> list[str]:
 
 
 class Passport(msgspec.Struct, frozen=True):
-    """Names one process, and never another."""
+    """Identifies one process, and never another."""
 
     pid: int
-    began: int
-    """When, in the kernel's ticks since the machine was started."""
-    boot: str
-    """Which start of the machine."""
-    counted: str
-    """Among which processes its number is its own: the PID namespace."""
+    began: int  # Start time, in kernel ticks since boot.
+    boot: str  # The boot of the machine.
+    counted: str  # The PID namespace in which the PID counts.
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """What a process is at."""
+    """The state of a process."""
 
     pid: int
     parent: int
-    state: str
-    """`running`, `sleeping`, `stopped` …"""
+    state: str  # `running`, `sleeping`, `stopped` …
     began: int
     cpu_seconds: float
     memory_bytes: int
 
 
 def seen(pid: int) -> Seen | None:
-    """What a process is at; None if there is none of that number."""
+    """The state of a process; None if there is none with this PID."""
     fields = stat_fields(pid)
     if not fields:
         return None
@@ -75,37 +71,37 @@ def seen(pid: int) -> Seen | None:
 
 
 def passport(pid: int | None = None) -> Passport:
-    """The passport of a process that lives; by default of this one."""
-    found = seen(os.getpid() if pid is None else pid)
-    if found is None:
+    """The passport of a live process; by default of this one."""
+    process = seen(os.getpid() if pid is None else pid)
+    if process is None:
         raise ProcessLookupError(f"there is no process {pid}")
-    return Passport(found.pid, found.began, _boot(), _counted(found.pid))
+    return Passport(process.pid, process.began, _boot(), _namespace(process.pid))
 
 
-def lives(one: Passport) -> bool:
-    """Whether it is this process that lives under its number."""
-    found = seen(one.pid)
-    if found is None or found.state == "ended" or found.began != one.began or _boot() != one.boot:
+def lives(owner: Passport) -> bool:
+    """Whether this very process is alive."""
+    process = seen(owner.pid)
+    if process is None or process.state == "ended" or process.began != owner.began or _boot() != owner.boot:
         return False
-    return _counted(os.getpid()) == one.counted
+    return _namespace(os.getpid()) == owner.counted
 
 
 @contextmanager
-def held(one: Passport) -> Generator[int | None]:
-    """A handle by which only this process can be signalled, whatever becomes of its number; None if it has ended."""
+def held(owner: Passport) -> Generator[int | None]:
+    """A handle that signals only this process, even if its PID is reused; None if it has ended."""
     try:
-        handle = os.pidfd_open(one.pid)
+        handle = os.pidfd_open(owner.pid)
     except OSError:
         yield None
         return
     try:
-        yield handle if lives(one) else None
+        yield handle if lives(owner) else None
     finally:
         os.close(handle)
 
 
 def ignores(pid: int, number: signal.Signals) -> bool:
-    """Whether a process takes no notice of a signal, as one that a script started in the background does of SIGINT."""
+    """Whether a process ignores a signal, as one started in the background by a script ignores SIGINT."""
     with suppress(OSError):
         for line in (_PROC / str(pid) / "status").read_text().splitlines():
             name, _, mask = line.partition(":")
@@ -115,30 +111,30 @@ def ignores(pid: int, number: signal.Signals) -> bool:
 
 
 def everybody() -> Iterator[Seen]:
-    """All processes that can be seen."""
+    """All visible processes."""
     for entry in _PROC.iterdir():
-        if entry.name.isdigit() and (found := seen(int(entry.name))) is not None:
-            yield found
+        if entry.name.isdigit() and (process := seen(int(entry.name))) is not None:
+            yield process
 
 
 def writing_to(folder: Path) -> dict[Path, Seen]:
-    """Which process prints into each file of a folder; of one and those that it has started, the first."""
-    found: dict[Path, list[Seen]] = {}
-    for one in everybody():
+    """The process whose stdout is each file of a folder; of a process and its descendants, the first."""
+    writers: dict[Path, list[Seen]] = {}
+    for process in everybody():
         with suppress(OSError):
-            target = Path((_PROC / str(one.pid) / "fd" / "1").readlink())
-            if target.parent == folder and one.state != "ended":
-                found.setdefault(target, []).append(one)
-    return {file: _eldest(some) for file, some in found.items()}
+            target = Path((_PROC / str(process.pid) / "fd" / "1").readlink())
+            if target.parent == folder and process.state != "ended":
+                writers.setdefault(target, []).append(process)
+    return {file: _eldest(processes) for file, processes in writers.items()}
 
 
-def _eldest(some: list[Seen]) -> Seen:
-    numbers = {one.pid for one in some}
-    return min((one for one in some if one.parent not in numbers), key=lambda one: one.began, default=some[0])
+def _eldest(processes: list[Seen]) -> Seen:
+    pids = {process.pid for process in processes}
+    return min((p for p in processes if p.parent not in pids), key=lambda p: p.began, default=processes[0])
 
 
 def passport_from(data: Any) -> Passport | None:
-    """A passport as it was written down, if it was."""
+    """A passport from its JSON data; None if it is not one."""
     try:
         return msgspec.convert(data, Passport)
     except msgspec.ValidationError:
@@ -149,7 +145,7 @@ def _boot() -> str:
     return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
 
 
-def _counted(pid: int) -> str:
+def _namespace(pid: int) -> str:
     try:
         return str((_PROC / str(pid) / "ns/pid").readlink())
     except OSError:

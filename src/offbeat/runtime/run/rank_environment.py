@@ -1,4 +1,4 @@
-"""Where this process stands among the others: the one place that reads what a launcher left in the environment.
+"""A worker's rank and rendezvous address: the only place that reads the launcher's environment variables.
 
 offbeat's own launcher sets the same variables as torchrun, so that any script for torchrun works under it.
 """
@@ -14,43 +14,36 @@ from typing import Literal
 from offbeat import limits
 from offbeat.errors import UsageError
 
-STORE = "OFFBEAT_STORE"
-"""The variable in which offbeat's launcher names the file of its private store."""
+STORE = "OFFBEAT_STORE"  # The variable with the file of the launcher's private store.
 _SLURM_FIRST_PORT, _SLURM_PORTS = 20000, 10000
 
 
 @dataclass(frozen=True)
 class Place:
-    """One worker's position, and how to reach the others."""
+    """One worker's position, and the rendezvous with the others."""
 
     launcher: Literal["alone", "torchrun", "slurm"] = "alone"
-    """Whose variables were found; offbeat's launcher sets torchrun's."""
-    rank: int = 0
-    """This worker's number, from 0."""
-    size: int = 1
-    """How many workers there are."""
-    local_rank: int = 0
-    """This worker's number on its host."""
-    local_size: int = 1
-    """How many workers are on this host."""
-    address: str = "127.0.0.1"
-    """The host of the rendezvous store."""
-    port: int = 0
-    """Its port; 0 if there is nobody to meet."""
+    """Whose variables were set; offbeat's launcher sets torchrun's."""
+    rank: int = 0  # From 0.
+    size: int = 1  # Number of workers.
+    local_rank: int = 0  # Rank among the workers of its host.
+    local_size: int = 1  # Number of workers on this host.
+    address: str = "127.0.0.1"  # The host of the rendezvous store.
+    port: int = 0  # Its port; 0 for a single worker.
     store: str | None = None
-    """The file of the launcher's private store, which then stands for that port; None: torch's own store."""
+    """The file of the launcher's private store, used instead of that port; None: torch's own store."""
 
 
 def where(environment: Mapping[str, str] | None = None) -> Place:
-    """Read the place from the environment: torchrun's variables, then Slurm's, else alone."""
+    """The place given by torchrun's variables, or Slurm's; otherwise a single worker."""
     env = os.environ if environment is None else environment
-    found = [name for name in ("RANK", "WORLD_SIZE") if env.get(name)]
-    if len(found) == 1:
+    present = [name for name in ("RANK", "WORLD_SIZE") if env.get(name)]
+    if len(present) == 1:
         raise UsageError(
-            f"The environment says {found[0]}={env[found[0]]!r}, but of RANK and WORLD_SIZE a worker needs both, so it "
-            f"is unclear who else takes part. Set the other too, or unset {found[0]}."
+            f"The environment says {present[0]}={env[present[0]]!r}, but of RANK and WORLD_SIZE a worker needs both, "
+            f"so it is unclear who else takes part. Set the other too, or unset {present[0]}."
         )
-    if found:
+    if present:
         return _checked(_from_torchrun(env))
     if (
         "SLURM_PROCID" in env
@@ -67,7 +60,7 @@ def _checked(place: Place) -> Place:
         raise UsageError(
             f"The environment describes no possible place: worker {place.rank} of {place.size}, number "
             f"{place.local_rank} of {place.local_size} on its host, meeting at port {place.port}. Numbers begin at 0 "
-            f"and stay below the count. Mend what the launcher ({place.launcher}) has set."
+            f"and stay below the count. Fix the variables of the launcher ({place.launcher})."
         )
     return place
 
@@ -107,7 +100,7 @@ def _from_slurm(env: Mapping[str, str]) -> Place:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list: `gpu[07-09,12],cpu1` begins with `gpu07`."""
+    """The first host of a Slurm node list: `gpu07` for `gpu[07-09,12],cpu1`."""
     first = re.match(r"(?:[^\[\],]|\[[^\[\]]+\])+(?=,|$)", nodes.strip())
     if first is None:
         raise UsageError(f"Slurm's node list {nodes!r} cannot be read. Set MASTER_ADDR to the first host's name.")
@@ -115,18 +108,18 @@ def first_host(nodes: str) -> str:
 
 
 def _tasks_here(env: Mapping[str, str], size: int) -> int:
-    """How many tasks are on this node; SLURM_TASKS_PER_NODE reads like `4(x2),3`."""
+    """Number of tasks on this node, from a list like `4(x2),3`."""
     text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(size)
     node = _number(env, "SLURM_NODEID", 0)
     counts: list[int] = []
     for entry in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
-        if found is None:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
+        if match is None:
             raise UsageError(f"The environment says SLURM_TASKS_PER_NODE={text!r}, which is not a list like 4(x2),3.")
-        repeated = found[2] or "1"
-        if len(repeated) > 6 or len(found[1]) > 6:
+        repeated = match[2] or "1"
+        if len(repeated) > 6 or len(match[1]) > 6:
             raise UsageError(f"The environment says SLURM_TASKS_PER_NODE={text!r}: more than a million makes no sense.")
-        counts += [int(found[1])] * int(repeated)
+        counts += [int(match[1])] * int(repeated)
     return counts[node] if 0 <= node < len(counts) else counts[0]
 
 
@@ -137,4 +130,4 @@ def _number(env: Mapping[str, str], name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise UsageError(f"The environment says {name}={text!r}, which is not a number. Unset or mend it.") from None
+        raise UsageError(f"The environment says {name}={text!r}, which is not a number. Unset or fix it.") from None

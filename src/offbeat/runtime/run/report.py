@@ -1,4 +1,4 @@
-"""A result in words: the report that `offbeat run` prints, and that a script prints which runs without it."""
+"""A result in words: the report printed by `offbeat run`, and by scripts that run without it."""
 
 from __future__ import annotations
 
@@ -14,44 +14,40 @@ from offbeat.protocols.servers.messages import worker_name
 from offbeat.runtime.run.folder import strategy_in_words
 from offbeat.runtime.run.result import Result
 
-SILENT = "OFFBEAT_REPORT"
-"""The variable that, set to 0, keeps a script that runs without `offbeat run` from printing a report."""
-MOST_LINKS = 4
-"""Links that have figures of their own, the busiest ones."""
-MOST_AGES = 8
-"""Ages of reads that have a count of their own."""
+SILENT = "OFFBEAT_REPORT"  # Set to 0, this variable keeps scripts outside `offbeat run` from printing a report.
+MOST_LINKS = 4  # Busiest links shown.
+MOST_AGES = 8  # Ages of reads counted separately.
 
 
 def reporter(folder: Path | None) -> Callable[[Mapping[str, Any]], None]:
-    """What prints a team's result on stderr, for teams that no launcher of ours listens to."""
+    """A listener that prints a team's result on stderr, for teams without a launcher of ours."""
 
     def hear(message: Mapping[str, Any]) -> None:
         if message.get("kind") != "result" or os.environ.get(SILENT) == "0":
             return
-        known = {name: value for name, value in message.items() if name != "kind"}
-        result = Result.from_plain({"task": sys.argv[0], "run": folder or "", **known})
+        result = Result.from_plain({"task": sys.argv[0], "run": folder or "", **message})
         mark, rest = headline(result)
-        with suppress(OSError, ValueError):  # Whoever has closed stderr does not want to read it.
+        with suppress(OSError, ValueError):  # stderr may be closed.
             print("\n".join([f"\noffbeat: {mark}{rest}", *report_lines(result)]), file=sys.stderr, flush=True)
 
     return hear
 
 
 def headline(result: Result) -> tuple[str, str]:
-    """What a run came to: the words that are worth a colour, and what follows them."""
+    """The result in a line: the words to highlight, and the rest."""
     who = f"{result.workers} worker{'s' if result.workers > 1 else ''}, {strategy_in_words(result.strategy)}"
     score = "no score reported" if result.score is None else f"score {result.score:.4g}"
-    wanted = (result.target or "").removeprefix("score=")
+    target = (result.target or "").removeprefix("score=")
     if result.reached_target:
-        return "Target reached", f": {score} (wanted {wanted}) after {result.seconds_to_target:.2f} s. {who}."
+        return "Target reached", f": {score} (wanted {target}) after {result.seconds_to_target:.2f} s. {who}."
     if result.reached_target is False:
         best = "" if result.best_score is None else f", best {result.best_score:.4g}"
-        return "Target missed", f": {score}{best} (wanted {wanted}) after {result.seconds:.2f} s. {who}."
+        return "Target missed", f": {score}{best} (wanted {target}) after {result.seconds:.2f} s. {who}."
     return "Done", f": {score} after {result.seconds:.2f} s. {who}."
 
 
 def report_lines(result: Result) -> list[str]:
-    """The lines under the headline, each with its name."""
+    """The labelled lines under the headline."""
     return [f"  {name:<19} {text}" for name, text in _entries(result)]
 
 
@@ -90,14 +86,14 @@ def _entries(result: Result) -> Iterator[tuple[str, str]]:
 
 
 def _hosts_in_words(hosts: Sequence[Mapping[str, Any]]) -> str:
-    """Who was where: `a (10.77.0.2, 100Mbit): workers 0 1, server 0.0`."""
-    said: list[str] = []
+    """`a (10.77.0.2, 100Mbit): workers 0 1, server 0.0`."""
+    entries: list[str] = []
     for host in hosts:
         rate = f", {host['rate']}" if host["rate"] else ""
         numbers = {what: " ".join(map(str, host[f"{what}s"])) for what in ("worker", "server")}
-        here = [f"{what}{'s' if ' ' in known else ''} {known}" for what, known in numbers.items() if known]
-        said.append(f"{host['name']} ({host['address']}{rate}): {', '.join(here) or 'nobody'}")
-    return "; ".join(said)
+        here = [f"{what}{'s' if ' ' in ids else ''} {ids}" for what, ids in numbers.items() if ids]
+        entries.append(f"{host['name']} ({host['address']}{rate}): {', '.join(here) or 'nobody'}")
+    return "; ".join(entries)
 
 
 # -- where time went, staleness, gossip ------------------------------------------------------------------------------
@@ -109,7 +105,7 @@ def kinds_in_words(seconds: Mapping[str, float]) -> str:
 
 
 def shares(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Kinds of time and the share of each, largest first, without those that round to nothing."""
+    """Share of each kind of time, largest first, omitting those that round to nothing."""
     total = sum(seconds.values()) or 1.0
     ranked = sorted(seconds.items(), key=lambda item: -item[1])
     return [(kind, spent / total) for kind, spent in ranked if spent / total >= 0.005]
@@ -123,11 +119,11 @@ def staleness_in_words(counts: Mapping[str, int]) -> str:
 
 
 def gossip_in_words(gossip: Mapping[str, Any]) -> str:
-    """What the graph promises of the replicas' coming together, and what was measured."""
-    said = f"spectral gap {gossip['spectral_gap']:.3g}: a step leaves at most {gossip['rate']:.3g} of the distance"
+    """Convergence of the replicas: predicted by the graph, and measured."""
+    text = f"spectral gap {gossip['spectral_gap']:.3g}: a step leaves at most {gossip['rate']:.3g} of the distance"
     if gossip.get("measured_rate") is not None:
-        said += f"; measured {gossip['measured_rate']:.3g}, expected of random ones {gossip['usual_rate']:.3g}"
-    return said
+        text += f"; measured {gossip['measured_rate']:.3g}, expected of random ones {gossip['usual_rate']:.3g}"
+    return text
 
 
 def pushes_in_words(counts: Mapping[str, int], trouble_only: bool = False) -> str:
@@ -137,18 +133,18 @@ def pushes_in_words(counts: Mapping[str, int], trouble_only: bool = False) -> st
 
 
 def ages_in_words(counts: Mapping[int, int]) -> str:
-    """`0: 53, 1: 135, 2: 12`: steps, and how many reads were so old; the oldest together."""
+    """`0: 53, 1: 135, 2: 12`: reads by age in steps; the oldest together."""
     ages = [age for age in sorted(counts) if counts[age]]
-    said = [f"{age}: {counts[age]:,}" for age in ages[:MOST_AGES]]
+    entries = [f"{age}: {counts[age]:,}" for age in ages[:MOST_AGES]]
     older = sum(counts[age] for age in ages[MOST_AGES:])
-    return ", ".join([*said, f"older: {older:,}"] if older else said)
+    return ", ".join([*entries, f"older: {older:,}"] if older else entries)
 
 
 # -- servers ---------------------------------------------------------------------------------------------------------
 
 
 def served_in_words(result: Result) -> Iterator[tuple[str, str]]:
-    """Names and texts of lines: pushes, refusals, how old reads were, who has waited, and what went over each link."""
+    """Labelled lines: pushes, refusals, staleness of reads, waits, and bytes per link."""
     pushes: Counter[str] = Counter()
     for shard in result.servers:
         pushes.update(shard["pushes"])
@@ -165,26 +161,26 @@ def served_in_words(result: Result) -> Iterator[tuple[str, str]]:
 
 
 def waits_in_words(result: Result) -> str:
-    """`worker 0 1.2 s, worker 2 0.3 s`: of those who were there at the end."""
+    """`worker 0 1.2 s, worker 2 0.3 s`: workers present at the end."""
     gone = Counter(name for name in result.died if name not in result.joined)
     names = [name for name in map(worker_name, range(result.workers)) if name not in gone]
     return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in zip(names, result.waits, strict=False))
 
 
 def links_in_words(result: Result) -> str:
-    """`worker 0 to server 1.0 27.8 kB, back 32.5 kB`, as the servers have counted; the busiest, and how many more."""
-    found = [
+    """`worker 0 to server 1.0 27.8 kB, back 32.5 kB`, as counted by the servers; the busiest, and how many more."""
+    links = [
         (peer, shard["served_by"], traffic["received"], traffic["sent"])
         for shard in result.servers
         for peer, traffic in shard["links"].items()
         if traffic["received"] + traffic["sent"]
     ]
-    found.sort(key=lambda link: -(link[2] + link[3]))
-    said = [f"{peer} to {server} {amount(to)}, back {amount(back)}" for peer, server, to, back in found[:MOST_LINKS]]
-    more = len(found) - MOST_LINKS
-    return "; ".join([*said, f"{more} more in run.json"] if more > 0 else said)
+    links.sort(key=lambda link: -(link[2] + link[3]))
+    entries = [f"{peer} to {server} {amount(to)}, back {amount(back)}" for peer, server, to, back in links[:MOST_LINKS]]
+    more = len(links) - MOST_LINKS
+    return "; ".join([*entries, f"{more} more in run.json"] if more > 0 else entries)
 
 
 def amount(count: int) -> str:
-    """Bytes in a unit that fits."""
+    """Bytes in a readable unit."""
     return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count / 1e3:,.1f} kB"

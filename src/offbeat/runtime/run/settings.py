@@ -1,4 +1,4 @@
-"""What a run is asked to do, resolved: it is written into run.json and read by every worker."""
+"""The settings of a run, resolved: written into run.json and read by every worker."""
 
 from __future__ import annotations
 
@@ -21,31 +21,29 @@ class Target:
     """The score at which a run is done."""
 
     value: float
-    name: str | None = None
-    """The metric's name in `team.report`; None: the only one."""
-    lower: bool = False
-    """Whether lower is better."""
+    name: str | None = None  # The metric's name in `team.report`; None: the only one.
+    lower: bool = False  # Whether lower is better.
 
     @classmethod
     def parse(cls, text: str) -> Target:
         """Read `0.97`, `accuracy=0.97`, `accuracy>=0.97` or `loss<=0.1`."""
-        found = re.fullmatch(r"\s*(?:([A-Za-z_]\w*)\s*(=|>=|<=|>|<)\s*)?([-+0-9.eE]+)\s*", text)
+        match = re.fullmatch(r"\s*(?:([A-Za-z_]\w*)\s*(=|>=|<=|>|<)\s*)?([-+0-9.eE]+)\s*", text)
         try:
-            value = float(found[3]) if found else math.nan
+            value = float(match[3]) if match else math.nan
         except ValueError:
             value = math.nan
-        if found is None or not math.isfinite(value):
+        if match is None or not math.isfinite(value):
             raise UsageError(
                 f"--target {text!r} is not a target. Say a number, or a metric and a number: accuracy=0.97, loss<=0.1."
             )
-        return cls(value, found[1], (found[2] or "=").startswith("<"))
+        return cls(value, match[1], (match[2] or "=").startswith("<"))
 
     def __str__(self) -> str:
         sign = "<=" if self.lower else "="
         return f"{self.name}{sign}{self.value:.15g}" if self.name else f"{self.value:.15g}"
 
     def pick(self, metrics: Mapping[str, float]) -> tuple[str, float] | None:
-        """The metric that is judged; None if it was not reported this time."""
+        """The metric to judge; None if it was not reported this time."""
         if self.name is not None:
             return (self.name, metrics[self.name]) if self.name in metrics else None
         if len(metrics) > 1:
@@ -68,11 +66,10 @@ ADVANCED = "Advanced"
 
 @dataclass(frozen=True)
 class Goal:
-    """How far a run goes, and with what: the options of `offbeat run`, and what commands that measure add to them."""
+    """The options of `offbeat run`, and those that measuring commands add to them."""
 
     strategy: Annotated[
-        str | None,
-        Option("Strategy, e.g. [bold]allreduce + accumulate(4)[/bold]; see `offbeat strategies`.", "-s"),
+        str | None, Option("Strategy, e.g. [bold]allreduce + accumulate(4)[/bold]; see `offbeat strategies`.", "-s")
     ] = None
     target: Annotated[
         str | None,
@@ -133,9 +130,9 @@ class Goal:
     check_finite: bool = True
     """Whether a NaN or infinite gradient stops the run."""
     merge: int = 1
-    """How many of the training loader's batches make one: weak scaling gives every worker a whole one."""
+    """Batches of the training loader merged into one: weak scaling gives every worker a whole batch."""
     gauge: int | None = None
-    """If the noise in gradients is measured: how many passes over single examples check it; None: it is not."""
+    """Passes over single examples that check the measured gradient noise; None: noise is not measured."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "steps", "checkpoint_every", "gauge"):
@@ -150,27 +147,29 @@ class Goal:
         limits.seconds("--timeout", self.timeout)
         if self.target is not None:
             Target.parse(self.target)
-        _check_parts(self.parts)
+        from offbeat.runtime.data.label_skew import Parts  # Needs torch.
+
+        Parts.parse(self.parts)
         if self.backend not in ("gloo", "offbeat"):
-            raise UsageError(f"--backend {self.backend!r} is none that is known here. Say gloo or offbeat.")
+            raise UsageError(f"--backend {self.backend!r} is not a backend. Say gloo or offbeat.")
         if self.backend == "offbeat" and self.device != "cpu":
-            raise UsageError(f"--backend offbeat is for tensors on the CPU, not on {self.device}. Leave it out.")
+            raise UsageError(f"--backend offbeat is for tensors on the CPU, not on {self.device}. Omit it.")
         _check_device(self.device)
-        object.__setattr__(self, "disturb", tuple(self.disturb))  # JSON knows only lists.
+        object.__setattr__(self, "disturb", tuple(self.disturb))  # JSON has only lists.
         _ = self.disturbances
 
     @property
     def disturbances(self) -> list[Disturbance]:
-        """The faults that are to happen, parsed."""
-        from offbeat.protocols.disturbances import parse  # Needs numpy, which `offbeat --help` does not wait for.
+        """The faults to inject, parsed."""
+        from offbeat.protocols.disturbances import parse  # Needs numpy, which would slow down `offbeat --help`.
 
         return [parse(sentence) for sentence in self.disturb]
 
     def without_effect(self) -> list[str]:
-        """The options among these that were given and have no effect on a script that never joins a team."""
+        """The options given that have no effect on a script that never joins a team."""
         names = ("strategy", "target", "epochs", "steps", "checkpoint_every", "parts", "replace", "disturb")
-        given = [name for name in (*names, "rate_factor") if getattr(self, name) != getattr(Goal, name)]
-        return [f"--{name.replace('_', '-')}" for name in given]
+        changed = [name for name in (*names, "rate_factor") if getattr(self, name) != getattr(Goal, name)]
+        return [f"--{name.replace('_', '-')}" for name in changed]
 
     def plain(self) -> dict[str, Any]:
         """As JSON data."""
@@ -178,19 +177,13 @@ class Goal:
 
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> Goal:
-        """From JSON data; unknown entries of other versions are ignored."""
+        """From JSON data; entries of other versions are ignored."""
         import msgspec
 
         try:
             return msgspec.convert(dict(data), cls)
         except msgspec.ValidationError as error:
-            raise UsageError(f"this is not how far a run goes: {error}. The file that says so was changed.") from error
-
-
-def _check_parts(text: str) -> None:
-    from offbeat.runtime.data.label_skew import Parts  # Needs torch.
-
-    Parts.parse(text)
+            raise UsageError(f"these are not the settings of a run: {error}. The file was changed.") from error
 
 
 def _check_device(text: str) -> None:
@@ -203,4 +196,4 @@ def _check_device(text: str) -> None:
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"--device {text} cannot be trained on: offbeat knows cpu, and cuda where there is a GPU.")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"--device {text} was asked for, but this machine's torch has no CUDA. Use --device cpu.")
+        raise UsageError(f"--device {text} was requested, but this machine's torch has no CUDA. Use --device cpu.")

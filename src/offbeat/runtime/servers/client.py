@@ -1,14 +1,15 @@
-"""A worker's client of the servers: asks for what the training loop needs, and stays alive while it computes.
+"""A worker's client of the servers: requests from the training loop, and heartbeats while it computes.
 
-The loop calls `ask` with a request, and drives the machine itself while it waits for the answer: no thread stands
-between a request and its answer. While the loop computes, a thread looks in a few times a second (`connection`), so
-that signs of life and what must be sent again do not wait for a step to end.
+The loop calls `ask` with a request and drives the machine itself while it waits: no thread stands between a request and
+its reply. While the loop computes, a thread polls a few times a second, so that heartbeats and resends
+do not wait for a step to end.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,39 +21,119 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from offbeat.errors import RunError, StrategyError, WaitError
-from offbeat.protocols.machine import NOTHING, Payload
+from offbeat.protocols.machine import NOTHING, Machine, Payload
 from offbeat.protocols.servers.coordination.coordinator import Changed
-from offbeat.protocols.servers.messages import ClusterView, Fetched, Fresh, Lost, Met, PullReply, WorkerCut
-from offbeat.protocols.servers.worker.client import ClientMachine
-from offbeat.protocols.servers.worker.notices import (
-    Arrived,
-    ClientRequest,
-    Completed,
-    Departed,
-    Failed,
-    Joined,
-    MeetRequest,
-    OpenRequest,
-    PullRequest,
-    PushRequest,
-    Refreshed,
+from offbeat.protocols.servers.messages import (
+    COORDINATOR,
+    ClusterView,
+    Fetched,
+    Fresh,
+    Lost,
+    Met,
+    PullReply,
+    WorkerCut,
+    place_of,
 )
+from offbeat.protocols.servers.worker import notices
+from offbeat.protocols.servers.worker.client import ClientMachine
+from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.events.recorder import RECORDER
 from offbeat.runtime.events.servers import Requests
 from offbeat.runtime.groups.presence import Waiting
-from offbeat.runtime.servers.connection import ServerConnection
-from offbeat.runtime.servers.plan import ServerPlan
+from offbeat.runtime.messages import Driver, Endpoint
+from offbeat.runtime.servers.plan import Lines, ServerPlan
+
+_POLL = 0.05  # Seconds between polls while nobody waits.
+
+
+class ServerConnection:
+    """A machine and its endpoint, until an error breaks them."""
+
+    def __init__(self, machine: Machine, plan: ServerPlan, notice: Callable[[Any, Any], Any]) -> None:
+        self.broken: BaseException | None = None  # Why no more requests can be made.
+        self.over = False  # Whether it is being closed.
+        self._lock = threading.RLock()
+        self._over = threading.Event()
+        self._endpoint: Endpoint[Any] = Endpoint(machine.name, plan.codec(), keys=plan.keys)
+        self._lines = Lines(plan, self._endpoint)
+        self._lines.reach([COORDINATOR, *plan.view.servers])
+        self.close = self._endpoint.close
+        self.driver = Driver(machine, self._endpoint, notice)
+        self._thread = threading.Thread(target=self._poll, name="offbeat client", daemon=True)
+
+    def start(self) -> None:
+        """Start the machine and the polling."""
+        self.driver.begin()
+        self._thread.start()
+
+    def __enter__(self) -> ServerConnection:
+        self._lock.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def reach(self, view: ClusterView) -> None:
+        """Connect to all servers of a view: a new one may be the next primary."""
+        self._lines.reach(view.servers)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes sent to servers, including lent memory."""
+        return sum(traffic.bytes_sent for traffic in self._endpoint.traffic.values())
+
+    def links(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """Payload bytes sent to and received from each server, by shard and replica, including lent memory."""
+        with self:
+            known = {place_of(peer): traffic for peer, traffic in self._endpoint.traffic.items()}
+        return {place: (t.bytes_sent, t.bytes_received) for place, t in known.items() if place is not None}
+
+    def lend(self, segment: Segment) -> None:
+        """Let servers on this host read this memory instead of sending its contents."""
+        with self:
+            self._endpoint.lend(segment)
+
+    def catch_up(self) -> None:
+        """Handle all pending events."""
+        while self.driver.turn(0.0):
+            pass
+
+    def check(self) -> None:
+        """Raise if no more requests can be made."""
+        if self.broken is not None:
+            raise self.broken
+
+    def break_off(self, error: BaseException) -> None:
+        """End the current wait, and all later ones, with an error."""
+        self.broken = self.broken or error
+
+    def _poll(self) -> None:
+        while not self._over.wait(_POLL):
+            if self._lock.acquire(blocking=False):
+                try:
+                    self.catch_up()
+                except Exception as error:
+                    self.break_off(RunError(f"the connection to the servers broke: {error!r}"))
+                    return
+                finally:
+                    self._lock.release()
+
+    def stop(self) -> None:
+        """Stop polling."""
+        self.over = True
+        self._over.set()
+        self._thread.join(timeout=5.0)
+
 
 Bytes = NDArray[np.uint8]
 Takes = Callable[[int, PullReply | Fetched, Bytes], None]
-_SLICE = 0.5
-"""Seconds after which a wait looks whether there is still hope."""
+_SLICE = 0.5  # Seconds between checks, during a wait, that the connection is intact.
 
 
 class DeclaredDeadError(SystemExit):
-    """Ends a worker that was silent for so long that the others have gone on without it, and have its part of the data.
+    """Ends a worker that was declared dead for its silence: the others continue without it, with its part of the data.
 
-    A request to end, and no failure: the run goes well without this process.
+    It exits with code 0, because the run can succeed without it.
     """
 
     def __init__(self) -> None:
@@ -66,114 +147,110 @@ class ClientSnapshots:
         self._machine, self._connection = machine, connection
 
     def want(self) -> None:
-        """Ask the coordinator for a snapshot of the run."""
+        """Request a snapshot of the run from the coordinator."""
         with self._connection as connection:
             connection.driver.perform(self._machine.snapshots.want())
 
     def due(self) -> bool:
-        """Whether the worker, which is between two steps, is to record its state."""
+        """Whether the worker, which is between two steps, must record its state."""
         with self._connection as connection:
             connection.catch_up()
             return connection.broken is None and self._machine.member and self._machine.colour.due
 
     def turn(self, clock: int, meetings: int) -> tuple[int, WorkerCut]:
-        """Be cut here; answers by which snapshot, and where."""
+        """Cut the worker here; returns the snapshot's number and the cut."""
         with self._connection as connection:
             cut, effects = self._machine.snapshots.turn(time.monotonic(), clock=clock, meetings=meetings)
             connection.driver.perform(effects)
             return self._machine.colour.own, cut
 
     def recorded(self, colour: int, cut: WorkerCut) -> None:
-        """The state of that cut is on the disk; may be called by any thread."""
+        """The state of that cut is on disk; from any thread."""
         with self._connection as connection:
             if connection.broken is None and not connection.over:
                 connection.driver.perform(self._machine.snapshots.recorded(colour, cut, time.monotonic()))
 
 
 class Client:
-    """What a worker asks of the servers and the coordinator of its run."""
+    """A worker's requests to the servers and the coordinator of its run."""
 
     def __init__(self, plan: ServerPlan, worker: int, seconds: float, joins: bool = False) -> None:
         self.plan = plan
-        _come_once(plan, f"{worker}-{os.getpid()}" if joins else str(worker))
+        _register_once(plan, f"{worker}-{os.getpid()}" if joins else str(worker))
         view = plan.view
         if joins:
             view = structs.replace(view, workers=tuple(other for other in view.workers if other != worker))
         timing = structs.replace(plan.timing, deadline=seconds)
         self.machine = ClientMachine(worker, view, process=os.getpid(), timing=timing)
-        self.view: ClusterView = view
-        """Who takes part, as far as is known here."""
+        self.view: ClusterView = view  # The latest view known here.
         self.takes: Callable[[int, Bytes], None] = lambda _shard, _values: None
-        """What is done with values that were asked for, when they come, unless `ask` says something else."""
-        self.total: Bytes | None = None
-        """The sum of the rows that were brought to the last meeting, if any were."""
-        self.presence: Any = SimpleNamespace(waiting=None)
-        """Where this worker says what it waits in."""
-        self.clock = 0
-        """Steps whose pushes have been sent."""
+        """Receives requested values on arrival, unless `ask` names another receiver."""
+        self.total: Bytes | None = None  # The sum of the rows brought to the last meeting, if any.
+        self.presence: Any = SimpleNamespace(waiting=None)  # Where this worker publishes what it waits for.
+        self.clock = 0  # Steps whose pushes have been sent.
         self.bytes_received = 0
         self._fresh: dict[int, tuple[Fresh, Bytes]] = {}
         self._reads_at = 0
         self._heard: Callable[[ClusterView], None] = lambda _view: None
         self._takers: dict[int, Takes] = {}
-        self._joined: Joined | None = None
+        self._joined: notices.Joined | None = None
         self._results: dict[int, tuple[Any, ...] | Exception] = {}
         recorder = RECORDER.get()
         self._notes = None if recorder is None else Requests(recorder, plan.rule, plan.shards, plan.workers)
         if self._notes is not None:
             self._notes.viewed(view)
-        self.connection = ServerConnection(self.machine, plan, self._told)
+        self.connection = ServerConnection(self.machine, plan, self._on_notice)
         self.snapshots = ClientSnapshots(self.machine, self.connection)
         self.connection.start()
 
     def expect(self, nbytes: int) -> None:
-        """Payloads of so many bytes are going to come: on a slow link, asking again too soon would double them."""
+        """Announce the payload size: on a slow link, resending too early would double the traffic."""
         with self.connection as connection:
             connection.driver.perform(self.machine.announce(nbytes))
 
-    def ask(self, request: ClientRequest, takes: Takes | None = None) -> OpenRequest:
-        """Ask for something: the token under which `wait` has the answer. What comes is given to `takes`."""
+    def ask(self, request: notices.ClientRequest, takes: Takes | None = None) -> notices.OpenRequest:
+        """Send a request; `wait` has the replies under its token. Values go to `takes` on arrival."""
         with self.connection as connection:
             connection.check()
-            asked = self.machine.ask(request, time.monotonic())
+            opened = self.machine.ask(request, time.monotonic())
             if takes is not None:
-                self._takers[asked.token] = takes
-            connection.driver.perform(asked.effects)
-        if isinstance(request, PushRequest):
+                self._takers[opened.token] = takes
+            connection.driver.perform(opened.effects)
+        if isinstance(request, notices.PushRequest):
             self.clock = request.clock + request.final
             self._reads_at = request.clock + 1 if request.then_pull else self._reads_at
-        elif isinstance(request, PullRequest):
+        elif isinstance(request, notices.PullRequest):
             self._reads_at = request.clock
         if self._notes is not None:
-            self._notes.asked(request, asked, self.machine)
-        return asked
+            self._notes.asked(request, opened, self.machine)
+        return opened
 
     def wait(self, token: int, what: str) -> tuple[Any, ...]:
-        """The answers to what was asked for under this token; `what` is for the message if they do not come."""
+        """The replies to the request with this token; `what` names it in the error if they do not come."""
         rule = self.plan.rule
-        # A read waits until all others, but for those that the rule can do without, have pushed so many steps.
+        # A read waits until enough others, all but the spare ones, have pushed the needed steps.
         spare = self.plan.workers if rule.deadline is not None else rule.drop + rule.coded
         return self._wait(token, Waiting(what, "clock", rule.needed(self._reads_at), spare))
 
-    def answer(self, request: ClientRequest, what: str) -> tuple[Any, ...]:
-        """Ask for something and wait for it."""
+    def answer(self, request: notices.ClientRequest, what: str) -> tuple[Any, ...]:
+        """Send a request and wait for its replies."""
         return self.wait(self.ask(request).token, what)
 
     def meet(
         self, what: str, number: int, values: Sequence[float], admits: bool = False, row: NDArray[Any] | None = None
     ) -> Met:
-        """Wait until all live workers have come to this meeting: who came, what each brought, and who waits to join.
+        """Wait until all live workers have come to this meeting: who came, with what, and who waits to join.
 
-        It is the worker's meeting of this number. If it `admits`, those who wait are then let in. If any brings a
-        `row`, which must not change any more, `total` is then the sum of all rows.
+        If it `admits`, waiting workers are then admitted. If any worker brings a `row`, which must not change any more,
+        `total` is then the sum of all rows.
         """
-        named = f"{what} ({number})"
+        title = f"{what} ({number})"
         kind, brought = ("", NOTHING) if row is None else (row.dtype.name, Payload(row.nbytes, row))
         self.total = None
-        token = self.ask(MeetRequest(named, tuple(values), admits, kind, brought)).token
+        token = self.ask(notices.MeetRequest(title, tuple(values), admits, kind, brought)).token
         if self._notes is not None:
             self._notes.meets(token, what, number)
-        ((_, met),) = self._wait(token, Waiting(named, "meeting", number))
+        ((_, met),) = self._wait(token, Waiting(title, "meeting", number))
         if not isinstance(met, Met):
             raise RunError(f"a meeting was answered with {met!r}")
         return met
@@ -200,7 +277,7 @@ class Client:
         return result
 
     def newest(self, shard: int) -> tuple[Fresh, Bytes] | None:
-        """Values of a shard that its server has sent unasked, if any have come since the last call."""
+        """Values of a shard that its server sent unrequested since the last call, if any."""
         with self.connection as connection:
             connection.catch_up()
             values = self._fresh.pop(shard, None)
@@ -209,14 +286,14 @@ class Client:
             return values
 
     def used_again(self, clock: int, staleness: int) -> None:
-        """A step starts from values that were read before: only for what is written down of the run."""
+        """Record that a step starts from values read before."""
         if self._notes is not None:
             self._notes.used_again(clock, staleness)
 
     # -- joining and leaving -----------------------------------------------------------------------------------------
 
-    def join(self) -> Joined:
-        """Wait until the others let this worker in; if the run ends before they do, this process does too."""
+    def join(self) -> notices.Joined:
+        """Wait until the others admit this worker; if the run ends first, so does this process."""
         with self.connection as connection:
             connection.driver.perform(self.machine.join(patient=True))
             while self._joined is None:
@@ -225,13 +302,13 @@ class Client:
         return self._joined
 
     def tell(self, heard: Callable[[ClusterView], None]) -> None:
-        """Have this called with the view of now, and with every later one; in any thread, and it must not wait."""
+        """Call this with the current view and every later one, from any thread; it must not block."""
         with self.connection:
             self._heard = heard
             heard(self.view)
 
     def close(self) -> None:
-        """Say goodbye, so that nobody waits for this worker, and close the connection."""
+        """Leave the run, so that nobody waits for this worker, and close the connection."""
         self.connection.stop()
         with self.connection as connection:
             if connection.broken is None:
@@ -243,13 +320,13 @@ class Client:
                     connection.driver.turn(0.05)
             connection.close()
 
-    # -- what the machine says ---------------------------------------------------------------------------------------
+    # -- notices from the machine ------------------------------------------------------------------------------------
 
-    def _told(self, notice: Any, _token: Any) -> None:
+    def _on_notice(self, notice: Any, _token: Any) -> None:
         match notice:
-            case Arrived(_, -1, _, payload):
+            case notices.Arrived(_, -1, _, payload):
                 self.total = payload.handle
-            case Arrived(token, shard, reply, payload):
+            case notices.Arrived(token, shard, reply, payload):
                 if payload.handle is not None:
                     self.bytes_received += payload.nbytes
                     takes = self._takers.get(token)
@@ -257,13 +334,13 @@ class Client:
                         takes(shard, reply, payload.handle)
                     else:
                         self.takes(shard, payload.handle)
-            case Completed(token, replies):
+            case notices.Completed(token, replies):
                 self._takers.pop(token, None)
                 self._results[token] = replies
-            case Failed(token, waited_for):
+            case notices.Failed(token, waited_for):
                 seconds = self.machine.timing.deadline
                 self._results[token] = WaitError(f"no answer from {', '.join(waited_for)} within {seconds:g} s")
-            case Refreshed(shard, fresh, payload):
+            case notices.Refreshed(shard, fresh, payload):
                 if payload.handle is not None:
                     self._fresh[shard] = (fresh, payload.handle)
             case Changed(view):
@@ -272,9 +349,9 @@ class Client:
                 self._heard(view)
                 if self._notes is not None:
                     self._notes.viewed(view)
-            case Joined():
+            case notices.Joined():
                 self._joined = notice
-            case Departed(epoch):
+            case notices.Departed(epoch):
                 self._depart(epoch)
             case Lost(shard):
                 self.connection.break_off(
@@ -295,8 +372,8 @@ class Client:
         self.connection.break_off(DeclaredDeadError())
 
 
-def _come_once(plan: ServerPlan, worker: str) -> None:
-    """Refuse one who has left and comes again: nobody waits for it any more."""
+def _register_once(plan: ServerPlan, worker: str) -> None:
+    """Refuse a worker that has left and joins again: nobody waits for it any more."""
     try:
         (Path(plan.folder) / f"came-{worker}").touch(exist_ok=False)
     except FileExistsError:

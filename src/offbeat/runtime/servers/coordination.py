@@ -1,4 +1,4 @@
-"""The coordinator of a run, in the process that has started all others."""
+"""The coordinator of a run, in the launching process."""
 
 from __future__ import annotations
 
@@ -22,21 +22,18 @@ from offbeat.runtime.messages import Endpoint, Inbox, drive
 from offbeat.runtime.servers.plan import ServerPlan
 
 Publish = Callable[[Snapshot | GivenUp], None]
-"""Publishes a snapshot whose parts are all there, or removes what was written of one that has not come about."""
+"""Publishes a complete snapshot, or removes the parts of one that failed."""
 
 
 class Publisher:
-    """Publishes snapshots in a thread, so that the coordinator goes on hearing signs of life."""
+    """Publishes snapshots in a thread, so that the coordinator keeps receiving heartbeats."""
 
     def __init__(self, act: Publish) -> None:
         self._act = act
         self._queue: SimpleQueue[Snapshot | GivenUp | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="offbeat snapshots", daemon=True)
         self._thread.start()
-
-    def put(self, news: Snapshot | GivenUp) -> None:
-        """Have it seen to."""
-        self._queue.put(news)
+        self.put = self._queue.put
 
     def _run(self) -> None:
         while (news := self._queue.get()) is not None:
@@ -46,20 +43,19 @@ class Publisher:
                 print(f"snapshot {news.colour} could not be published: {error}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Finish what is there."""
+        """Finish what is queued."""
         self._queue.put(None)
         self._thread.join(timeout=30.0)
 
 
 class Coordination:
-    """Drives the coordinator in a thread of its own; a context manager."""
+    """Drives the coordinator in its own thread; a context manager."""
 
     def __init__(self, plan: ServerPlan, publish: Publish | None = None) -> None:
         self._plan = plan
         self._publisher = Publisher(publish) if publish is not None else None
         self.machine = CoordinatorMachine(plan.view, timing=plan.timing)
-        self.changes: deque[Changed] = deque(maxlen=1000)
-        """Views that were made, the last ones."""
+        self.changes: deque[Changed] = deque(maxlen=1000)  # The latest views.
         self._lost: list[int] = []
         self._sums: dict[str, NDArray[Any]] = {}
         self._over = False
@@ -72,7 +68,7 @@ class Coordination:
 
     @property
     def address(self) -> str:
-        """Where it is found; the port that it was given, if any was wanted."""
+        """Its address, with the actual port."""
         return self._endpoint.address or self._plan.address(COORDINATOR)
 
     def __enter__(self) -> Coordination:
@@ -88,43 +84,43 @@ class Coordination:
             self._publisher.close()
 
     def ended(self, name: Name) -> None:
-        """A process has ended; whoever started it knows for certain."""
+        """Report that a process has ended."""
         self._inbox.put(Ended(name))
 
     def check(self) -> None:
-        """Raise if the run cannot go on: the parameters of a shard are lost, or the coordinator itself has failed."""
+        """Raise if the run cannot go on: a shard is lost, or the coordinator failed."""
         if self._failure is not None:
             raise RunError(f"the coordinator of the run failed: {self._failure!r}") from self._failure
         if (lost := self.loss()) is not None:
             raise lost
 
     def loss(self) -> RunError | None:
-        """What is to be said if the parameters of a shard are lost."""
+        """The error for a lost shard, if one is lost."""
         if not self._lost:
             return None
         return RunError(
-            f"shard {self._lost[0]} is lost: no server is left that holds this part of the parameters. Go on from the "
-            f"last checkpoint with --resume, or keep a copy on another server: server(..., replicas=1)."
+            f"shard {self._lost[0]} is lost: no server is left that holds this part of the parameters. Continue from "
+            f"the last checkpoint with --resume, or keep a copy on another server: server(..., replicas=1)."
         )
 
     def _drive(self) -> None:
         try:
-            drive(self.machine, self._endpoint, self._told, until=lambda: self._over, inbox=self._inbox)
+            drive(self.machine, self._endpoint, self._on_notice, until=lambda: self._over, inbox=self._inbox)
         except BaseException as error:
             self._failure = error
 
-    def _told(self, news: Any, _token: Any) -> Any:
-        if isinstance(news, Add):
-            self._add(news)
-        elif isinstance(news, Total):
-            total = self._sums.pop(news.what)
+    def _on_notice(self, notice: Any, _token: Any) -> Any:
+        if isinstance(notice, Add):
+            self._add(notice)
+        elif isinstance(notice, Total):
+            total = self._sums.pop(notice.what)
             return Payload(total.nbytes, total)
-        elif isinstance(news, Changed):
-            self.changes.append(news)
-        elif isinstance(news, Lost):
-            self._lost.append(news.shard)
-        elif isinstance(news, Snapshot | GivenUp) and self._publisher is not None:
-            self._publisher.put(news)
+        elif isinstance(notice, Changed):
+            self.changes.append(notice)
+        elif isinstance(notice, Lost):
+            self._lost.append(notice.shard)
+        elif isinstance(notice, Snapshot | GivenUp) and self._publisher is not None:
+            self._publisher.put(notice)
         return None
 
     def _add(self, brought: Add) -> None:

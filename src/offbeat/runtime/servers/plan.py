@@ -1,8 +1,8 @@
-"""Which processes serve the parameters of a run, by which rule, and where they are found."""
+"""The server processes of a run: shards, replicas, consistency rule and addresses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,46 +11,43 @@ import msgspec
 from offbeat.protocols.machine import Name
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import ClusterView, Message, Timeouts
-from offbeat.runtime.messages import Codec, Keys, address_in
+from offbeat.runtime.messages import Codec, Endpoint, Keys, address_in
 
-PAYLOAD_LIMIT = 64 * 1024**3
-"""Bytes of the largest payload: memory is taken for what arrives, not for what a header claims."""
+PAYLOAD_LIMIT = 64 * 1024**3  # Largest payload in bytes; memory is allocated only for what arrives.
 
 
 class ServerPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The servers of one run. All of it is plain data, so that every process can be told."""
+    """The servers of one run, as plain data that is sent to every process."""
 
     workers: int
     shards: int
     replicas: int
     rule: Rule
-    folder: str
-    """A private folder with everybody's sockets."""
+    folder: str  # A private folder with all sockets.
     timing: Timeouts = msgspec.field(default_factory=Timeouts)
-    addresses: dict[Name, str] = {}
-    """Where those who bind are found, in a run over several hosts; by default they are in the folder."""
+    addresses: dict[Name, str] = {}  # Addresses in a run over several hosts; by default in the folder.
     pair: tuple[str, str] | None = None
-    """The public and the secret key of this run, which everybody in it has; none is needed in a private folder."""
+    """The public and secret key shared by the processes of this run; not needed in a private folder."""
 
     def __repr__(self) -> str:
         return f"Plan({self.workers} workers, {self.shards} shards, {self.replicas} further copies, {self.rule})"
 
     @property
     def keys(self) -> Keys | None:
-        """What lets the processes of this run in, and nobody else."""
+        """Keys that admit only the processes of this run."""
         return None if self.pair is None else Keys(*self.pair)
 
     @property
     def view(self) -> ClusterView:
-        """Who takes part in the beginning."""
+        """The initial view."""
         return ClusterView.of(self.workers, self.shards, self.replicas)
 
     def address(self, name: Name) -> str:
-        """Where somebody is found."""
+        """The address of a process."""
         return self.addresses.get(name) or address_in(Path(self.folder), name)
 
     def codec(self) -> Codec[Any]:
-        """What is said on this run's lines; a payload may be all of a large shard, with its optimizer."""
+        """The codec of this run; a payload may be a whole large shard with its optimizer state."""
         return Codec(Message, payload_limit=PAYLOAD_LIMIT)
 
     def plain(self) -> dict[str, Any]:
@@ -61,3 +58,18 @@ class ServerPlan(msgspec.Struct, frozen=True, kw_only=True):
     def from_plain(cls, data: Mapping[str, Any]) -> ServerPlan:
         """From JSON data."""
         return msgspec.convert(data, cls)
+
+
+class Lines:
+    """The connections of an endpoint to the processes that views name."""
+
+    def __init__(self, plan: ServerPlan, endpoint: Endpoint[Any]) -> None:
+        self._plan, self._endpoint = plan, endpoint
+        self._connected: set[Name] = {endpoint.name}
+
+    def reach(self, names: Iterable[Name]) -> None:
+        """Connect to new names."""
+        for name in names:
+            if name not in self._connected:
+                self._connected.add(name)
+                self._endpoint.connect(name, self._plan.address(name))

@@ -1,4 +1,4 @@
-"""What a server process does: one replica of one shard, until it is told to end."""
+"""A server process: one replica of one shard."""
 
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ from offbeat.runtime.events.recorder import RECORDER, Mark, Recorder, server_eve
 from offbeat.runtime.events.servers import Serves
 from offbeat.runtime.launch import Control
 from offbeat.runtime.messages import Endpoint, Inbox, drive
-from offbeat.runtime.servers.connection import Lines
-from offbeat.runtime.servers.plan import ServerPlan
-from offbeat.runtime.servers.shard_state import Numbers
-from offbeat.runtime.servers.snapshot_part import Scribe
+from offbeat.runtime.servers.plan import Lines, ServerPlan
+from offbeat.runtime.servers.shard_state import Numbers, SnapshotWriter
 from offbeat.runtime.system.malloc import keep_freed_memory
 
 
 class _Watch:
-    """Follows what a server's machine does: connects it, writes it down, and disturbs it where that is asked for.
+    """Follows a server's machine: connects it to new peers, records its events, and injects faults.
 
-    A server's step, for what `--disturb` asks for, is its minimum clock.
+    A server's step, for `--disturb`, is its minimum clock.
     """
 
     def __init__(
@@ -44,7 +42,7 @@ class _Watch:
         self._notes = None if recorder is None else Serves(recorder, machine)
 
     def after(self, event: Event, effects: Sequence[Effect]) -> None:
-        """The machine was told something, and this is about to be done."""
+        """Called after each event, before its effects are performed."""
         machine = self._machine
         if self._view is not machine.view:
             self._view = machine.view
@@ -53,36 +51,36 @@ class _Watch:
             self._notes.after(event, effects)
         if (self._disturber is None or self._disturber.active) and machine.serving:
             step = machine.shard.minimum
-            # What was to happen up to here has happened to the one before, and may be why this one serves.
+            # Faults up to here hit the previous primary, and may be why this one serves.
             self._disturber = self._disturber or self._disturb(step)
             if any(isinstance(effect, Start) and isinstance(effect.work, Restore) for effect in effects):
                 self._disturber.go_on_from(step)
             self._disturber.step(step)
 
     def close(self) -> None:
-        """From now on nothing happens to this process."""
+        """Inject no more faults."""
         if self._disturber is not None:
             self._disturber.close()
 
 
 def serve(config: Mapping[str, Any], control: Control) -> None:
-    """The entry of a server: its configuration is plain data from the launcher."""
+    """The entry function of a server process."""
     keep_freed_memory()
     plan = ServerPlan.from_plain(config["plan"])
     shard, replica = int(config["shard"]), int(config["replica"])
     name = server_name(shard, replica)
     endpoint: Endpoint[Any] = Endpoint(name, plan.codec(), bind=plan.address(name), keys=plan.keys)
-    asked = [disturbances.parse(sentence) for sentence in config["disturb"]]
+    faults = [disturbances.parse(sentence) for sentence in config["disturb"]]
 
     def disturb(after: int | None) -> Disturber:
-        """What is asked of server k is asked of whoever serves shard k."""
-        return Disturber(asked, "server", shard, int(config["seed"]), control.send, after=after)
+        """Faults of server k apply to the current primary of shard k."""
+        return Disturber(faults, "server", shard, int(config["seed"]), control.send, after=after)
 
     joins = replica > plan.replicas
     machine = ServerMachine(name, shard, plan.rule, plan.view, timing=plan.timing, joins=joins)
     inbox = Inbox(endpoint)
-    scribe = Scribe(Path(config["checkpoints"]), inbox) if config.get("checkpoints") else None
-    numbers = Numbers(endpoint.lend, endpoint.reclaim, scribe)
+    writer = SnapshotWriter(Path(config["checkpoints"]), inbox) if config.get("checkpoints") else None
+    numbers = Numbers(endpoint.lend, endpoint.reclaim, writer)
     recorder = _recorder(config, shard, replica)
     lines = Lines(plan, endpoint)
     watch = _Watch(machine, lines, disturb, recorder)
@@ -106,18 +104,17 @@ def serve(config: Mapping[str, Any], control: Control) -> None:
 
 
 def _recorder(config: Mapping[str, Any], shard: int, replica: int) -> Recorder | None:
-    """Where this server's events go, if the run is watched."""
     if not config.get("events"):
         return None
     path = server_events_file(Path(config["events"]), shard, replica)
-    path.unlink(missing_ok=True)  # A file that somebody reads must not shrink.
+    path.unlink(missing_ok=True)  # A file being read must not shrink.
     recorder = Recorder(path, shard)
     RECORDER.set(recorder)
     return recorder
 
 
 def account(shard: int, machine: ServerMachine, endpoint: Endpoint[Any]) -> dict[str, Any]:
-    """What a shard has to say of its run, as plain data."""
+    """A shard's figures for the result, as plain data."""
     return {
         "shard": shard,
         "served_by": machine.name,

@@ -1,19 +1,23 @@
-"""The numbers of one shard: its values, the sum of the step under way, and the optimizer that updates them.
+"""The state of one shard: its values, the gradient sum of the current step, the optimizer, and its part of snapshots.
 
-Everything that is to be done to them is said by the shard's machine (`protocols.servers.replica.shard`); here it is
-done. The values lie in memory that is lent to readers of the same host. So a read costs the server nothing; under
-`ssp` and `asp`, where updates go on meanwhile, it may hold parts of newer updates, but never of older ones.
+The shard's machine (`protocols.servers.replica.shard`) decides what happens to it. Its values are in memory that is
+lent to readers on the same host, so a read costs the server nothing; under `ssp` and `asp`, where updates go on
+meanwhile, a read may contain parts of newer updates, but never of older ones.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import torch
+from msgspec import structs
 from numpy.typing import NDArray
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
@@ -21,134 +25,147 @@ from torch import Tensor
 
 from offbeat.errors import RunError
 from offbeat.protocols.colouring import Keep, Record, Write
-from offbeat.protocols.machine import Payload
-from offbeat.protocols.servers.replica.works import (
-    AccumulateGradient,
-    Discard,
-    Inspect,
-    InspectPayload,
-    ReadShard,
-    Release,
-    Restore,
-    Update,
-)
+from offbeat.protocols.machine import Done, Payload
+from offbeat.protocols.servers.messages import Push, Settings
+from offbeat.protocols.servers.replica import works
 from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.compression import Coder, build
-from offbeat.runtime.servers.gradient_sum import GradientSum
-from offbeat.runtime.servers.snapshot_part import Scribe
-from offbeat.runtime.servers.updater import Recipe, Updater
+from offbeat.runtime.messages import Inbox
+from offbeat.runtime.servers.updater import GradientSum, Recipe, Updater
+from offbeat.runtime.state.snapshots import Kept, draft_of, write_shard
 from offbeat.runtime.state.tensor_tree import put_together, take_apart
 
-KINDS: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
-"""Kinds of numbers that servers hold."""
+KINDS: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}  # Data types that servers hold.
 _KEPT = "kept at version "
 _Lending = Callable[[Segment], None]
 
 
-class Numbers:
-    """What a server holds. `do` is what its machine's `Start` effects are given to."""
+class SnapshotWriter:
+    """Keeps a server's part of a snapshot, its state at the cut and the pushes in flight, and writes it in a thread."""
 
-    def __init__(self, lend: _Lending, reclaim: _Lending | None = None, scribe: Scribe | None = None) -> None:
-        self._lend, self._reclaim, self._scribe = lend, reclaim, scribe
+    def __init__(self, checkpoints: Path, inbox: Inbox) -> None:
+        self._checkpoints, self._inbox = checkpoints, inbox
+        self._state = b""
+        self._kept: list[Kept] = []
+
+    def record(self, state: bytes) -> None:
+        """Keep the state at the cut."""
+        self._state, self._kept = state, []
+
+    def keep(self, push: Push, payload: Payload, settings: Settings) -> None:
+        """Keep a push in flight. It carries only changed settings, but stored alone it needs all of them."""
+        numbers = None if payload.handle is None else np.array(payload.handle)
+        self._kept.append((structs.replace(push, settings=push.settings or settings), numbers))
+
+    def write(self, work: Write, token: Any) -> Literal[False]:
+        """Write it all in a thread, which tells the machine when done."""
+        (state, self._state), (kept, self._kept) = (self._state, b""), (self._kept, [])
+
+        def act() -> None:
+            try:
+                write_shard(draft_of(self._checkpoints, work.colour), work.cut, state, kept)
+            except OSError as error:
+                print(f"a snapshot could not be written: {error}", file=sys.stderr, flush=True)
+                return
+            self._inbox.put(Done(token, True))
+
+        threading.Thread(target=act, daemon=True).start()
+        return False
+
+
+class Numbers:
+    """A server's data. Performs the work of its machine's `Start` effects."""
+
+    def __init__(self, lend: _Lending, reclaim: _Lending | None = None, writer: SnapshotWriter | None = None) -> None:
+        self._lend, self._reclaim, self._writer = lend, reclaim, writer
         self.version = 0
         self._values = np.empty(0, np.float32)
         self._sum = GradientSum(np.empty(0, np.float32))
-        self._updater: Updater | None = None
-        """None until somebody has put values here."""
+        self.updater: Updater | None = None  # None until a worker has put values here.
         self._segment: Segment | None = None
-        self._handed: Segment | None = None
-        """A state that is being handed over."""
-
-    @property
-    def recipe(self) -> Recipe | None:
-        """How the values are updated; None until there are any."""
-        return None if self._updater is None else self._updater.recipe
+        self._handover: Segment | None = None  # A state being handed over.
 
     def do(self, work: Any, token: Any = None) -> Any:
-        """Do what the machine says; answers what it asks for."""
+        """Perform one piece of work; returns its result."""
         match work:
-            case Inspect(payload, _, start, stop, absent):
+            case works.Inspect(payload, _, start, stop, absent):
                 return self._sum.unfit(payload, start, stop, absent)
-            case Update():
-                if self._updater is not None:
-                    self._updater.update(work, self.version)
+            case works.Update():
+                if self.updater is not None:
+                    self.updater.update(work, self.version)
                 self._sum.restart()
                 self.version = work.version
-            case AccumulateGradient(payload, weight):
+            case works.AccumulateGradient(payload, weight):
                 self._sum.add(payload, weight, work)
-            case ReadShard(state, start, stop, kept):
+            case works.ReadShard(state, start, stop, kept):
                 if kept:
-                    return self._handed_over()
+                    return self._hand_over()
                 values = self._whole() if state else self._values[max(0, start) : None if stop < 0 else stop]
                 return Payload(values.nbytes, values)
-            case InspectPayload(payload, letter):
-                self._sum.look(payload, letter)
-            case Release():
-                self._let_go()
-            case Restore(payload, version):
+            case works.InspectPayload(payload, compressed):
+                self._sum.inspect(payload, compressed)
+            case works.Release():
+                self._release()
+            case works.Restore(payload, version):
                 self._restore(payload.handle, version)
-            case Discard():
+            case works.Discard():
                 pass
+            case Record() if self._writer is not None:
+                self._writer.record(self._whole(kept=True).tobytes())
+            case Keep(message=push, payload=payload) if self._writer is not None:
+                self._writer.keep(push, payload, () if self.updater is None else self.updater.settings())
+            case Write() if self._writer is not None:
+                return self._writer.write(work, token)
             case Record() | Keep() | Write():
-                return None if self._scribe is None else self._record(work, token, self._scribe)
+                pass
             case _:
                 raise RunError(f"a server was told to do {work!r}, which it cannot")
-        return None
-
-    def _record(self, work: Record | Keep | Write, token: Any, scribe: Scribe) -> Any:
-        """Do what is to be done for a snapshot."""
-        match work:
-            case Record():
-                scribe.record(self._whole(kept=True).tobytes())
-            case Keep(message=push, payload=payload):
-                scribe.keep(push, payload, () if self._updater is None else self._updater.settings())
-            case Write():
-                return scribe.write(work, token)
         return None
 
     # -- states ------------------------------------------------------------------------------------------------------
 
     def _whole(self, kept: bool = False) -> NDArray[np.uint8]:
-        """The state, as a file has it."""
+        """The serialized state."""
         tensors: dict[str, Tensor] = {"values": torch.from_numpy(self._values)}
-        updater = self._updater
+        updater = self.updater
         if updater is None:
-            return _written(tensors, None, {})
+            return _serialized(tensors, None, {})
         if kept:
             tensors |= {f"{_KEPT}{version}": torch.from_numpy(then) for version, then in updater.kept.items()}
-        return _written(tensors, updater.now(), updater.state())
+        return _serialized(tensors, updater.now(), updater.state())
 
-    def _handed_over(self) -> Payload:
-        """All that another copy needs, in memory that it reads if it is on this host."""
-        self._let_go()
-        written = self._whole(kept=True)
-        self._handed = Segment.create(written.nbytes)
-        self._lend(self._handed)
-        lent = self._handed.bytes[: written.nbytes]
-        lent[:] = written
+    def _hand_over(self) -> Payload:
+        """The state for another replica, in memory that it reads directly if it is on this host."""
+        self._release()
+        state = self._whole(kept=True)
+        self._handover = Segment.create(state.nbytes)
+        self._lend(self._handover)
+        lent = self._handover.bytes[: state.nbytes]
+        lent[:] = state
         return Payload(lent.nbytes, lent)
 
-    def _let_go(self) -> None:
-        if self._handed is not None:
+    def _release(self) -> None:
+        if self._handover is not None:
             if self._reclaim is not None:
-                self._reclaim(self._handed)
-            self._handed.give_back()
-            self._handed = None
+                self._reclaim(self._handover)
+            self._handover.give_back()
+            self._handover = None
 
-    def _restore(self, written: NDArray[np.uint8], version: int) -> None:
-        raw = written.tobytes()
-        tensors, said = load_tensors(raw), json.loads(_metadata(raw)["said"])
+    def _restore(self, state: NDArray[np.uint8], version: int) -> None:
+        raw = state.tobytes()
+        header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])  # Of the safetensors format.
+        tensors, extra = load_tensors(raw), json.loads(header["__metadata__"]["said"])
         del raw  # It may be gigabytes.
-        if said["recipe"] is None:
-            return  # Of a shard on which nothing was put yet.
-        updater = self._updater = self._make(msgspec.convert(said["recipe"], Recipe), tensors.pop("values"))
-        if said["state"] is not None:
-            updater.load(put_together(said["state"], tensors))
+        if extra["recipe"] is None:
+            return  # The state of an empty shard.
+        updater = self.updater = self._make_updater(msgspec.convert(extra["recipe"], Recipe), tensors.pop("values"))
+        if extra["state"] is not None:
+            updater.load(put_together(extra["state"], tensors))
         self.version = version
         kept = {int(name.removeprefix(_KEPT)): then for name, then in tensors.items() if name.startswith(_KEPT)}
         updater.kept.update((then, kept[then].numpy()) for then in sorted(kept))
 
-    def _make(self, recipe: Recipe, values: Tensor) -> Updater:
+    def _make_updater(self, recipe: Recipe, values: Tensor) -> Updater:
         kind = KINDS[recipe.kind]
         self._segment = Segment.create(max(1, values.numel() * kind.itemsize))
         self._lend(self._segment)
@@ -164,22 +181,16 @@ class Numbers:
 def first_state(
     recipe: Recipe, values: Tensor, held: Mapping[int, Mapping[str, Any]] | None = None
 ) -> NDArray[np.uint8]:
-    """What a worker puts on a shard in the beginning, in the form in which states are fetched and put back.
+    """The initial state that a worker puts on a shard, in the form in which states are fetched and restored.
 
-    `held` is what the optimizer knows already, for each of the ranges of the recipe that it knows anything of.
+    `held` is existing optimizer state, by the number of the recipe's range.
     """
     state = {str(number): dict(known) for number, known in held.items()} if held else None
-    return _written({"values": values.detach().contiguous()}, recipe, state)
+    return _serialized({"values": values.detach().contiguous()}, recipe, state)
 
 
-def _written(tensors: dict[str, Tensor], recipe: Recipe | None, state: dict[str, Any] | None) -> NDArray[np.uint8]:
-    """A file of tensors, with everything else in its header."""
-    known = None if state is None else take_apart(state, "state", tensors)
-    said = {"recipe": msgspec.to_builtins(recipe), "state": known}
-    return np.frombuffer(save_tensors(tensors, {"said": json.dumps(said)}), dtype=np.uint8)
-
-
-def _metadata(raw: bytes) -> dict[str, str]:
-    """What stands in the header of a safetensors file beside the tensors."""
-    length = int.from_bytes(raw[:8], "little")
-    return json.loads(raw[8 : 8 + length])["__metadata__"]
+def _serialized(tensors: dict[str, Tensor], recipe: Recipe | None, state: dict[str, Any] | None) -> NDArray[np.uint8]:
+    """Tensors in safetensors format, with everything else in the header."""
+    plain = None if state is None else take_apart(state, "state", tensors)
+    extra = {"recipe": msgspec.to_builtins(recipe), "state": plain}
+    return np.frombuffer(save_tensors(tensors, {"said": json.dumps(extra)}), dtype=np.uint8)

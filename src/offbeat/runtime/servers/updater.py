@@ -1,9 +1,11 @@
-"""How a shard's values are updated: by an optimizer of torch's on a slice of the parameters, or by adding."""
+"""Updates of a shard: gradients are checked, decoded and summed, then a torch optimizer applies them to its slice."""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any, cast
 
@@ -15,51 +17,133 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from offbeat.errors import RunError
 from offbeat.protocols.compression import AnyFormat
+from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.messages import Settings
-from offbeat.protocols.servers.replica.works import Update
+from offbeat.protocols.servers.replica.works import AccumulateGradient, Update
+from offbeat.runtime.compression import Coder
 from offbeat.runtime.gradients.sliceable_optimizers import ELEMENT_WISE
-from offbeat.runtime.servers.gradient_sum import GradientSum, Ranges
 
-ADD = "add"
-"""In place of an optimizer: what is pushed is added to the values."""
-_MOST_KEPT, _LEAST_KEPT = 1024, 64
-"""Versions whose values are kept, for gradients that come late: so many, if they are small, or at least so many."""
-_KEPT_BYTES = 256 * 1024**2
-"""From which on they are not small."""
+Ranges = Sequence[tuple[int, int]]
+ADD = "add"  # Instead of an optimizer: pushes are added to the values.
+_MOST_KEPT, _LEAST_KEPT = 1024, 64  # Most and fewest old versions kept for delay compensation of late gradients.
+_KEPT_BYTES = 256 * 1024**2  # Memory for old versions, beyond the fewest.
+
+
+class GradientSum:
+    """The sum of the pushes to a shard since its last update."""
+
+    def __init__(self, total: NDArray[Any], coder: Coder | None = None) -> None:
+        self.total = total
+        self.covered: list[tuple[int, int]] | None = []
+        """Ranges that have gradients in this step; None: the whole shard."""
+        self._empty = True  # Whether the sum counts as zero, whatever the buffer holds.
+        self._coder = coder  # How pushes are compressed; None: not at all.
+
+    def decoded(self, payload: Payload) -> NDArray[Any]:
+        """The pushed numbers."""
+        if self._coder is None:
+            return cast("NDArray[Any]", payload.handle).view(self.total.dtype)
+        dense = torch.zeros(self.total.size, dtype=torch.from_numpy(self.total).dtype)
+        # A copy: memory lent by another process is read-only, which torch tensors cannot be.
+        self._coder.add(torch.from_numpy(np.array(payload.handle)), dense)
+        return dense.numpy()
+
+    def unfit(self, payload: Payload, start: int, stop: int, absent: Ranges) -> str:
+        """Why a payload cannot be used for [start, stop) of the shard; empty if it can."""
+        if payload.handle is None:
+            return ""
+        if misplaced := self._misplaced(payload, start, stop, absent):
+            return misplaced
+        try:
+            numbers = self.decoded(payload)
+        except RunError as error:
+            return str(error)
+        # The sum of squares is the fastest check. It may overflow: only then each number is checked.
+        with np.errstate(over="ignore", invalid="ignore"):
+            fit = math.isfinite(np.dot(numbers, numbers)) or np.isfinite(numbers).all()
+        return "" if fit else f"{np.count_nonzero(~np.isfinite(numbers)):,} of {numbers.size:,} numbers are NaN or inf"
+
+    def _misplaced(self, payload: Payload, start: int, stop: int, absent: Ranges) -> str:
+        """Why a payload does not fit that range; on an empty shard only its length is checked."""
+        size, itemsize = self.total.size, self.total.itemsize
+        end = size if stop < 0 else stop
+        if size and (not 0 <= start <= end <= size or any(not 0 <= low <= high <= size for low, high in absent)):
+            return f"the range {start}:{end} of a shard of {size:,} numbers"
+        if self._coder is not None:
+            whole = not size or (start, end) == (0, size)
+            return "" if whole else f"a compressed push for the range {start}:{end} of a shard: it must be for all"
+        nbytes = (end - start) * itemsize
+        if size and payload.nbytes != nbytes:
+            return f"{payload.nbytes:,} bytes where {nbytes:,} were expected"
+        return f"{payload.nbytes:,} bytes, which are not numbers of {itemsize}" if payload.nbytes % itemsize else ""
+
+    def inspect(self, payload: Payload, compressed: bool) -> None:
+        """Read it twice, as a push is: once to check it, once to add it."""
+        if payload.handle is None or (not compressed and payload.nbytes % self.total.itemsize):
+            return
+        with np.errstate(over="ignore", invalid="ignore"), suppress(RunError):
+            for _ in range(2):
+                numbers = self.decoded(payload) if compressed else payload.handle.view(self.total.dtype)
+                np.dot(numbers, numbers)
+
+    def add(self, payload: Payload, weight: float, work: AccumulateGradient | Update) -> None:
+        """Add `weight` times a gradient to its range."""
+        start, stop = work.start, self.total.size if work.stop < 0 else work.stop
+        if payload.handle is not None:
+            part, numbers = self.total[start:stop], self.decoded(payload)
+            if self._empty and part.size == self.total.size:
+                np.multiply(numbers, part.dtype.type(weight), part)
+            else:
+                self.clear()
+                np.add(part, numbers if weight == 1.0 else numbers * part.dtype.type(weight), part)
+            self._empty = False
+        if not work.absent and (start, stop) == (0, self.total.size):
+            self.covered = None
+        if self.covered is not None:
+            for low, high in sorted(work.absent):
+                self.covered.append((start, low))
+                start = high
+            self.covered.append((start, stop))
+
+    def clear(self) -> None:
+        """Zero the buffer if it still holds an old sum."""
+        if self._empty:
+            self.total.fill(0)
+
+    def restart(self) -> None:
+        """Start the next step."""
+        self._empty, self.covered = True, []
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """How a shard is updated; said once, by the worker that puts the first values there."""
+    """How a shard is updated; set once, by the worker that puts the first values there."""
 
-    optimizer: str
-    """Name of one of torch's, or `add`."""
+    optimizer: str  # Name of a torch optimizer, or `add`.
     kind: str = "float32"
-    ranges: tuple[tuple[tuple[int, int], ...], ...] = ()
-    """For each parameter group, which ranges of the shard belong to it."""
+    ranges: tuple[tuple[tuple[int, int], ...], ...] = ()  # Ranges of the shard in each parameter group.
     pieces: tuple[tuple[tuple[int, int], ...], ...] = ()
-    """The same ranges cut where one parameter ends and the next begins; none: they are not known."""
+    """The same ranges split at parameter boundaries; empty: unknown."""
     settings: tuple[dict[str, Any], ...] = ()
-    """For each parameter group, what its optimizer is given: learning rate, momentum and the like."""
+    """Optimizer settings of each parameter group: learning rate, momentum and so on."""
     staleness_scaling: bool = False
     delay_compensation: float = 0.0
     coders: tuple[AnyFormat, ...] = ()
-    """How pushes are compressed, each on what the one before has kept; none: they are the numbers themselves."""
-    seed: int = 0
-    """What the workers' chance comes from, where a coder uses it."""
+    """Compression of pushes, each applied to the output of the one before; empty: none."""
+    seed: int = 0  # Seed of the workers' randomized compression.
 
 
 class Updater:
-    """Updates values in place by the sum of a step."""
+    """Updates values in place by the gradient sum of a step."""
 
     def __init__(self, recipe: Recipe, values: NDArray[Any], gradients: GradientSum) -> None:
         self.recipe = recipe
-        self.kept: OrderedDict[int, NDArray[Any]] = OrderedDict()
-        """Values as they were, by version, for gradients that come late."""
+        self.kept: OrderedDict[int, NDArray[Any]] = OrderedDict()  # Old values by version, for late gradients.
         self._values, self._sum = values, gradients
         self._optimizer: Optimizer | None = None
         self._members: list[tuple[Parameter, tuple[int, int]]] = []
-        """What the optimizer updates, and which range of the shard each is."""
+        """The optimizer's parameters, and the range of each in the shard."""
         if recipe.optimizer != ADD:
             self._make_optimizer()
 
@@ -79,17 +163,19 @@ class Updater:
             self._optimizer = cast("Any", ELEMENT_WISE[self.recipe.optimizer])(groups)
 
     def update(self, work: Update, version: int) -> None:
-        """One step, from the values of this version."""
-        self._apply_settings(work.settings)
+        """Take one step from the values of this version."""
+        if self._optimizer is not None:
+            for group, changed in zip(self._optimizer.param_groups, work.settings, strict=False):
+                group.update({name: value for name, value in changed.items() if name in group})
         if self.recipe.optimizer == ADD:
             self._add(work)
             return
-        rate, covered = self._gathered(work, version), self._sum.covered
+        rate, covered = self._prepare_gradient(work, version), self._sum.covered
         optimizer = self._optimizer
         if optimizer is None:
-            return  # A shard without a trained parameter.
+            return  # No trained parameter in this shard.
         if covered is not None:
-            optimizer = self._leave_out(covered)
+            optimizer = self._skip_missing(covered)
         rates = [group["lr"] for group in optimizer.param_groups]
         for group, own in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = own * rate
@@ -108,8 +194,8 @@ class Updater:
             part = self._values[work.start : None if work.stop < 0 else work.stop]
             np.add(part, self._sum.decoded(work.payload), part)
 
-    def _gathered(self, work: Update, version: int) -> float:
-        """Put the gradient in its place; answers how much of its learning rate the step is to have."""
+    def _prepare_gradient(self, work: Update, version: int) -> float:
+        """Put the gradient in place; returns the factor for the learning rate of this step."""
         total = self._sum.total
         if work.payload is None:
             self._sum.clear()
@@ -122,78 +208,73 @@ class Updater:
             self._keep(version, work.oldest)
         then = self.kept.get(work.version - 1 - work.missed)
         if self.recipe.delay_compensation and then is not None:
-            # By how far the values have moved since it was computed (Zheng et al. 2017, DC-ASGD).
+            # For how far the values have moved since the gradient was computed (Zheng et al. 2017, DC-ASGD).
             total += self.recipe.delay_compensation * total * total * (self._values - then)
         return work.scale / (1.0 + work.missed * work.scale) if self.recipe.staleness_scaling else work.scale
 
-    def _leave_out(self, covered: Ranges) -> Optimizer:
-        """Let the optimizer pass over parameters without a gradient in this step, as torch does where it is None."""
+    def _skip_missing(self, covered: Ranges) -> Optimizer:
+        """Make the optimizer skip parameters without a gradient in this step, as torch does for None."""
         if self.recipe.pieces and self.recipe.pieces != self.recipe.ranges:
-            self._cut_apart()
+            self._split_states()
         for member, (low, high) in self._members:
             if not any(max(low, start) < min(high, stop) for start, stop in covered):
                 member.grad = None
         return cast("Optimizer", self._optimizer)
 
-    def _cut_apart(self) -> None:
-        """Give each parameter a state of its own, in place of that which it had together with its neighbours."""
+    def _split_states(self) -> None:
+        """Give each parameter its own optimizer state, split off from the state it shared with its neighbours."""
         state = cast("Optimizer", self._optimizer).state
         held = [(place, dict(state[member])) for member, place in self._members]
         self.recipe = msgspec.structs.replace(self.now(), ranges=self.recipe.pieces)
         self._make_optimizer()
         for member, (low, high) in self._members:
-            (start, _), known = next(one for one in held if one[0][0] <= low and high <= one[0][1])
+            (start, _), known = next(entry for entry in held if entry[0][0] <= low and high <= entry[0][1])
             for name, value in known.items():
                 rows = isinstance(value, Tensor) and value.dim() > 0
                 own = value[low - start : high - start].clone() if rows else deepcopy(value)
                 cast("Optimizer", self._optimizer).state[member][name] = own
 
     def _keep(self, version: int, oldest: int) -> None:
-        """Keep the values of this version; of those that were kept, let go of what nobody can come with any more."""
+        """Keep the values of this version, and drop versions that no push can refer to any more."""
         self.kept[version] = self._values.copy()
         most = min(_MOST_KEPT, max(_LEAST_KEPT, _KEPT_BYTES // max(1, self._values.nbytes)))
         while len(self.kept) > most or next(iter(self.kept)) < oldest:
             self.kept.popitem(last=False)
 
-    def _apply_settings(self, settings: Settings) -> None:
-        if self._optimizer is not None:
-            for group, changed in zip(self._optimizer.param_groups, settings, strict=False):
-                group.update({name: value for name, value in changed.items() if name in group})
-
-    # -- what it is --------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------------------------
 
     def now(self) -> Recipe:
-        """The recipe, with what schedulers have changed: whoever goes on from it is told of later changes only."""
+        """The recipe with the current settings: a replica that starts from it hears only of later changes."""
         if self._optimizer is None:
             return self.recipe
         return msgspec.structs.replace(self.recipe, settings=settings_of(self._optimizer))
 
     def settings(self) -> Settings:
-        """What the optimizer's groups are set to now."""
+        """The current numeric settings of the optimizer's groups."""
         groups = () if self._optimizer is None else settings_of(self._optimizer)
         return tuple({name: value for name, value in group.items() if is_number(value)} for group in groups)
 
     def state(self) -> dict[str, Any]:
-        """What the optimizer knows, by the number of each range."""
+        """The optimizer's state, by the number of each range."""
         known = {} if self._optimizer is None else self._optimizer.state_dict()["state"]
         return {str(number): value for number, value in known.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what an optimizer knew."""
+        """Restore the optimizer's state."""
         if self._optimizer is not None:
             known = {int(number): value for number, value in state.items()}
             self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": known})
 
 
 def is_number(value: Any) -> bool:
-    """Whether a scheduler may change this setting: a number, or a list of them."""
+    """Whether a scheduler can change this setting: a number or a list of numbers."""
     if isinstance(value, list):
         return all(is_number(item) for item in cast("list[Any]", value))
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def settings_of(optimizer: Optimizer) -> tuple[dict[str, Any], ...]:
-    """What an optimizer's groups are set to, as plain data: everything but the parameters."""
+    """The settings of an optimizer's groups as plain data: everything except the parameters."""
     return tuple(
         {name: _plain_value(value) for name, value in group.items() if name not in ("params", "initial_lr")}
         for group in optimizer.param_groups
@@ -204,5 +285,5 @@ def _plain_value(value: Any) -> Any:
     if isinstance(value, Tensor):
         return float(value)
     if isinstance(value, np.generic):
-        return value.item()  # A schedule that is computed with numpy: else it would count for no number.
+        return value.item()  # From a schedule computed with numpy; is_number would reject it.
     return list(cast("Sequence[Any]", value)) if isinstance(value, tuple | list) else value

@@ -1,9 +1,9 @@
-"""Checkpoints that are whole or not there.
+"""Atomic checkpoints.
 
-A checkpoint is a folder `step-<n>`: a safetensors file with what all workers share, one per worker with what is its
-own, and a manifest that lists every file with its size and checksum, and has a checksum itself. All of it is written
-beside its place and moved there by one rename after everything is on the disk, and the one before is removed only
-then, by one rename out of sight. So a kill at any moment leaves the last complete one, and no reader finds a part.
+A checkpoint is a folder `step-<n>`: a safetensors file with the state shared by all workers, one per worker with its
+own state, and a manifest that lists every file with its size and checksum, and has a checksum itself. It is written as
+a draft and renamed once everything is on disk; only then the previous one is removed, again by a rename. So a kill at
+any moment leaves the last complete one, and no reader finds a partial one.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ from offbeat.runtime.state.tensor_tree import put_together, take_apart
 FORMAT = 1
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 _MANIFEST = "manifest.json"
-CERTIFICATE = "certificate.json"
-"""What a snapshot has beside, and other checkpoints have not."""
+CERTIFICATE = "certificate.json"  # An extra file that only snapshots have.
 _SHARED = "shared.safetensors"
 _OWN = "worker-"
-_GONE = ".gone-"
+_REMOVED = ".gone-"
 
 
 class _ManifestFile(msgspec.Struct):
@@ -44,8 +43,6 @@ class _ManifestFile(msgspec.Struct):
 
 
 class _Manifest(msgspec.Struct):
-    """What a manifest must have."""
-
     format: int
     files: dict[str, _ManifestFile]
     step: int = 0
@@ -55,20 +52,16 @@ class _Manifest(msgspec.Struct):
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder; the newest two are kept while a new one is being written."""
+    """The checkpoints of one run, in one folder; the previous one is kept until a new one is complete."""
 
     def __init__(self, folder: Path, group: Group, identity: Mapping[str, Any]) -> None:
         self.folder = folder
         self._group = group
-        self._identity: dict[str, Any] = json.loads(json.dumps(dict(identity)))  # As it will be read: tuples are lists.
-
-    @property
-    def identity(self) -> Mapping[str, Any]:
-        """What must be the same for a run to go on from one of them."""
-        return self._identity
+        # What must match for a run to resume from one of them, as it will be read: tuples become lists.
+        self.identity: dict[str, Any] = json.loads(json.dumps(dict(identity)))
 
     def save(self, step: int, shared: Mapping[str, Any], own: Mapping[str, Any], summary: Mapping[str, Any]) -> Path:
-        """Write what worker 0 says is shared and what is each worker's own; all workers call this together."""
+        """Write the leader's shared state and each worker's own; a collective call."""
         leader = self._group.membership.leader()
         leads = leader == self._group.rank
         final = _place_of(self.folder, step)
@@ -87,7 +80,7 @@ class Checkpoints:
         def finish() -> None:
             nonlocal final
             if leads:
-                final = publish(draft, self.folder, step, self._group.size, self._identity, summary)
+                final = publish(draft, self.folder, step, self._group.size, self.identity, summary)
 
         for act in (begin, write, finish):
             failure = ""
@@ -97,28 +90,28 @@ class Checkpoints:
                 failure = f"{getattr(error, 'strerror', None) or error} ({draft})"
             self._agree(failure)
             if leader not in self._group.membership.present:
-                break  # It has died: this one is given up, and the one before is still the newest.
+                break  # The leader has died: this one is abandoned, and the previous one is still the newest.
         return final
 
     def _agree(self, failure: str) -> None:
-        """Go on only if no worker failed; all raise together, so that none is left waiting."""
+        """Continue only if no worker failed; all raise together, so that none is left waiting."""
         failed = self._group.gather([1.0 if failure else 0.0], "writing a checkpoint")
         if failed.sum() == 0:
             return
         if self._group.membership.leads:
             _sweep(self.folder)
         kept = newest(self.folder)
-        tail = f" The one before, {kept.name}, is intact: mend the cause and --resume." if kept else ""
+        tail = f" The one before, {kept.name}, is intact: fix the cause and --resume." if kept else ""
         who = ", ".join(str(rank) for rank, bad in zip(self._group.membership.members, failed, strict=False) if bad)
         raise CheckpointError(f"a checkpoint could not be written (worker {who}): {failure or 'see its log'}.{tail}")
 
     def load(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """The newest checkpoint's shared state, this worker's own, and the summary; refuses one of another run."""
+        """The newest checkpoint's shared state, this worker's own, and the summary; refuses another run's."""
         path = newest(self.folder)
         if path is None:
             raise CheckpointError(f"there is no checkpoint in {self.folder}, so there is nothing to resume from.")
         manifest = read_manifest(path)
-        for key, mine in self._identity.items():
+        for key, mine in self.identity.items():
             theirs = manifest["identity"].get(key)
             if theirs != mine:
                 raise CheckpointError(
@@ -134,7 +127,7 @@ class Checkpoints:
         return _read_state(path / _SHARED, manifest), own, manifest["summary"]
 
     def _own_state(self, path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-        """The state of this worker; one that had died before takes another's, but draws its own random numbers."""
+        """The state of this worker; one that had died takes another's state without its random generators."""
         name = file_of(self._group.rank)
         others = sorted(file for file in manifest["files"] if file.startswith(_OWN))
         if name in manifest["files"] or self._group.rank >= manifest["workers"] or not others:
@@ -145,7 +138,7 @@ class Checkpoints:
 
 
 def _place_of(folder: Path, step: int) -> Path:
-    """Where it goes: a step that is saved again comes beside the former, which stays until this one is there."""
+    """The final path: a step saved again goes beside the former, which stays until this one is complete."""
     taken = [attempt for known, attempt in map(_number, _all(folder)) if known == step]
     return folder / (f"step-{step:09d}" + (f".{max(taken) + 1}" if taken else ""))
 
@@ -153,7 +146,7 @@ def _place_of(folder: Path, step: int) -> Path:
 def publish(
     draft: Path, folder: Path, step: int, workers: int, identity: Mapping[str, Any], summary: Mapping[str, Any]
 ) -> Path:
-    """List what lies in a draft, move it to its place, and remove those before."""
+    """Write a draft's manifest, move it to its final path, and remove older checkpoints."""
     names = sorted(file.name for file in draft.iterdir())
     manifest = {
         "format": FORMAT,
@@ -169,24 +162,24 @@ def publish(
     _sync_folder(folder)
     for old in _all(folder)[:-1]:
         remove(old)
-    for left in folder.glob(f"{_GONE}*"):
+    for left in folder.glob(f"{_REMOVED}*"):
         shutil.rmtree(left, ignore_errors=True)
     return final
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint or a draft at once: it loses its name first, so that nobody finds a part of it there.
+    """Remove a checkpoint or draft atomically: it is renamed first, so that no reader finds a partial one.
 
-    Whoever still finds it under its name after having read it has read all of it. What a kill leaves is swept later.
+    A reader that still finds it under its name afterwards has read all of it. What a kill leaves is removed later.
     """
-    hidden = path.with_name(f"{_GONE}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
-    with suppress(OSError):  # Another may have been quicker.
+    hidden = path.with_name(f"{_REMOVED}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
+    with suppress(OSError):  # Another process may have removed it.
         path.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _move(draft: Path, folder: Path, step: int) -> Path:
-    """To its place; to the next one, if another process has just taken that for a snapshot of the same step."""
+    """Rename a draft to its final path, or to the next one if a snapshot of the same step has just taken that."""
     while True:
         final = _place_of(folder, step)
         try:
@@ -198,14 +191,13 @@ def _move(draft: Path, folder: Path, step: int) -> Path:
 
 def newest(folder: Path) -> Path | None:
     """The newest complete checkpoint in a folder."""
-    found = _all(folder)
-    return found[-1] if found else None
+    return next(reversed(_all(folder)), None)
 
 
 def newest_step(folder: Path) -> int:
     """The step of the newest complete checkpoint in a folder; 0 if there is none."""
-    found = newest(folder)
-    return 0 if found is None else _number(found)[0]
+    path = newest(folder)
+    return 0 if path is None else _number(path)[0]
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -243,7 +235,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def _refuse_gone(path: Path) -> None:
     if not path.exists():
         raise CheckpointError(
-            f"{path} is not there (any more): a run removes a checkpoint once the next one is written. Take the newest "
+            f"{path} is not there (any more): a run removes a checkpoint once the next one is written. Use the newest "
             f"of {path.parent}."
         )
 
@@ -251,36 +243,38 @@ def _refuse_gone(path: Path) -> None:
 def _all(folder: Path) -> list[Path]:
     if not is_folder(folder):
         return []
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and is_there(path / _MANIFEST)]
-    return sorted((path for path in found if not path.is_symlink()), key=_number)
+    complete = (path for path in folder.iterdir() if _NAME.fullmatch(path.name) and is_there(path / _MANIFEST))
+    return sorted((path for path in complete if not path.is_symlink()), key=_number)
 
 
 def _number(path: Path) -> tuple[int, int]:
-    """Which step a checkpoint is of, and which attempt at it."""
-    found = cast("re.Match[str]", _NAME.fullmatch(path.name))
-    return int(found[1]), int(found[2] or 0)
+    """The step of a checkpoint, and the attempt at it."""
+    match = cast("re.Match[str]", _NAME.fullmatch(path.name))
+    return int(match[1]), int(match[2] or 0)
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what a kill has left: drafts, and old checkpoints that were half removed."""
+    """Remove what a kill left behind: drafts and half-removed checkpoints."""
     for path in folder.iterdir() if folder.is_dir() else ():
-        if path.name.startswith((".draft-", _GONE)) or (_NAME.fullmatch(path.name) and not (path / _MANIFEST).exists()):
+        if path.name.startswith((".draft-", _REMOVED)) or (
+            _NAME.fullmatch(path.name) and not (path / _MANIFEST).exists()
+        ):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def file_of(rank: int) -> str:
-    """What a worker's own file is called."""
+    """The name of a worker's file."""
     return f"{_OWN}{rank}.safetensors"
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write nested plain data and tensors."""
+    """Write nested plain data and tensors to disk."""
     tensors: dict[str, Any] = {}
     write_tensors(path, tensors, {"data": json.dumps(take_apart(state, "state", tensors))})
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-    """Write tensors and text, onto the disk."""
+    """Write tensors and text to disk, synchronously."""
     save_file(dict(tensors), path, metadata=dict(metadata))
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -301,29 +295,29 @@ def _read_state(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def metadata_of(path: Path) -> dict[str, str]:
-    """The text that stands beside the tensors of a file."""
+    """The metadata of a safetensors file."""
     with regular_file(path), safe_open(path, framework="pt") as file:
         return dict(file.metadata() or {})
 
 
 def fingerprint(path: Path, kind: Literal["blake2b", "sha256"], size: int | None = None) -> dict[str, Any]:
-    """A file's bytes and checksum; one of another size than expected is not read, and its checksum is empty."""
+    """A file's size and checksum; with an unexpected size it is not read, and the checksum is empty."""
     with regular_file(path) as file:
-        found = os.fstat(file.fileno()).st_size
-        if size is not None and size != found:
-            return {"bytes": found, kind: ""}
-        made = hashlib.file_digest(file, "sha256" if kind == "sha256" else lambda: hashlib.blake2b(digest_size=16))
-    return {"bytes": found, kind: made.hexdigest()}
+        actual = os.fstat(file.fileno()).st_size
+        if size is not None and size != actual:
+            return {"bytes": actual, kind: ""}
+        hashed = hashlib.file_digest(file, "sha256" if kind == "sha256" else lambda: hashlib.blake2b(digest_size=16))
+    return {"bytes": actual, kind: hashed.hexdigest()}
 
 
 def digest(manifest: Mapping[str, Any]) -> str:
     """A checksum of plain data."""
-    as_read = json.loads(json.dumps(manifest))  # Where keys are text, whose order is not that of numbers.
+    as_read = json.loads(json.dumps(manifest))  # Keys become text, which sorts differently from numbers.
     return hashlib.blake2b(json.dumps(as_read, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write text, onto the disk."""
+    """Write text to disk, synchronously."""
     with path.open("w") as file:
         file.write(text)
         file.flush()

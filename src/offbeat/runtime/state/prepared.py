@@ -1,4 +1,4 @@
-"""The objects of a loop that a checkpoint must hold: models, optimizers, loaders, and others with a state."""
+"""The prepared objects of a loop that a checkpoint saves: models, optimizers, loaders, and other stateful ones."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from offbeat.runtime.state.tensor_tree import like
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything that can say its state and take it back."""
+    """Anything with a state that can be saved and restored."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Take it back."""
+        """Restore the state."""
         ...
 
 
 class Holdings:
-    """What was given to `team.prepare`, in the order it was given."""
+    """The objects given to `team.prepare`, in order."""
 
     def __init__(self) -> None:
         self.models: list[nn.Module] = []
@@ -40,24 +40,24 @@ class Holdings:
         self._searched = False
 
     def has(self, thing: object) -> bool:
-        """Whether this very object is held."""
+        """Whether this very object is one of them."""
         return any(thing is known for known in (*self.models, *self.optimizers, *self.loaders, *self.others))
 
     @property
     def trained_loader(self) -> Loader | None:
-        """The loader whose epochs are counted: the first that is trained from."""
+        """The loader whose epochs are counted: the first one used for training."""
         trained = (loader for loader in self.loaders if loader.epoch or loader.resume_at is not None)
         return next(trained, self.loaders[0] if self.loaders else None)
 
     @property
     def epoch(self) -> int | None:
-        """The number of the current epoch, from 1; None without a loader."""
+        """The current epoch, from 1; None without a loader."""
         loader = self.trained_loader
         return None if loader is None else loader.trained_epochs
 
     @property
     def examples(self) -> int | None:
-        """How many examples the training data has; None if only going through it would tell."""
+        """The number of training examples; None if it is unknown beforehand."""
         try:
             return len(cast("Any", self.trained_loader).dataset)
         except (AttributeError, TypeError):
@@ -71,7 +71,7 @@ class Holdings:
         }
 
     def load_replicas(self, state: Mapping[str, Any], models: Sequence[int], optimizers: Sequence[int]) -> None:
-        """Take back those of these numbers."""
+        """Restore the models and optimizers of these numbers."""
         for i in models:
             try:
                 self.models[i].load_state_dict(_entry(state, "models", i))
@@ -84,11 +84,11 @@ class Holdings:
                 raise CheckpointError(f"the checkpoint's optimizer does not fit this one: {error}") from error
 
     def buffers(self) -> list[dict[str, Any]]:
-        """Running statistics and the like, which may differ between replicas."""
+        """Running statistics and so on, which may differ between replicas."""
         return [dict(model.named_buffers()) for model in self.models]
 
     def load_buffers(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Take them back."""
+        """Restore them."""
         try:
             with torch.no_grad():
                 for model, saved in zip(self.models, state, strict=True):
@@ -98,37 +98,37 @@ class Holdings:
             raise CheckpointError(f"the checkpoint's buffers do not fit this run's models: {error}") from error
 
     def trainable(self) -> list[list[bool]]:
-        """Which parameters of each model are not frozen."""
+        """Which parameters of each model are trainable."""
         return [[p.requires_grad for p in model.parameters()] for model in self.models]
 
     def load_trainable(self, state: Sequence[Sequence[bool]]) -> None:
-        """Freeze and unfreeze as it was."""
+        """Restore which parameters are trainable."""
         for model, flags in zip(self.models, state, strict=True):
             for parameter, flag in zip(model.parameters(), flags, strict=True):
                 parameter.requires_grad_(flag)
 
     def find_schedulers(self) -> None:
-        """Hold the learning-rate schedulers of the optimizers too, even if nobody has handed them over.
+        """Add the learning-rate schedulers of the optimizers, even if they were not given to `prepare`.
 
-        A scheduler knows its optimizer, but not the other way round, so they are looked for among all live objects.
+        A scheduler knows its optimizer, but not vice versa, so all live objects are searched.
         """
         if self._searched:
             return
         self._searched = True
         known = [id(other) for other in self.others]
-        found = [thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler) and id(thing) not in known]
-        held = [id(inner) for outer in (*found, *self.others) for inner in getattr(outer, "_schedulers", ())]
+        live = [item for item in gc.get_objects() if issubclass(type(item), LRScheduler) and id(item) not in known]
+        nested = [id(inner) for outer in (*live, *self.others) for inner in getattr(outer, "_schedulers", ())]
         optimizers = [id(optimizer) for optimizer in self.optimizers]
-        ours = [s for s in found if id(getattr(s, "optimizer", None)) in optimizers and id(s) not in held]
-        # Live objects come in no order: what is saved must find its place again in another process.
+        ours = [s for s in live if id(getattr(s, "optimizer", None)) in optimizers and id(s) not in nested]
+        # Live objects come in no order, but saved states must match up in another process.
         self.others += sorted(ours, key=lambda s: (optimizers.index(id(s.optimizer)), type(s).__name__))
 
     def other_states(self) -> list[list[Any]]:
-        """State of schedulers and other things, each with its class's name."""
+        """States of schedulers and other objects, each with its class name."""
         return [[type(other).__name__, other.state_dict()] for other in self.others]
 
     def load_others(self, states: Sequence[Sequence[Any]]) -> None:
-        """Take it back."""
+        """Restore them."""
         waiting = [list(entry) for entry in states]
         for other in self.others:
             kind = type(other).__name__

@@ -1,9 +1,9 @@
-"""Random state of a process: saved, restored, shared, and lent to code that draws from the global generators."""
+"""Random state of a process: saved, restored, shared, and substituted for code that uses the global generators."""
 
 from __future__ import annotations
 
+import math
 import random
-import struct
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 State = dict[str, Any]
-"""The global generators of torch, NumPy and Python, and those a user gave to a loader, as tensors and numbers."""
-
+"""The global generators of torch, NumPy and Python, and a loader's own ones, as tensors and numbers."""
 _GLOBAL = ("torch", "numpy", "python")
 
 
 def capture(own: Sequence[torch.Generator] = ()) -> State:
-    """The state of all global generators of this process, and of these."""
+    """The state of all global generators of this process, and of the given ones."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, words, python_gauss = random.getstate()
     return {
@@ -39,7 +38,7 @@ def capture(own: Sequence[torch.Generator] = ()) -> State:
 
 
 def restore(state: State, own: Sequence[torch.Generator] = ()) -> None:
-    """Put all global generators, and these, back to a captured state."""
+    """Restore all global generators, and the given ones."""
     for name in _GLOBAL:
         _restore_one(name, state[name])
     if state["cuda"]:
@@ -59,14 +58,14 @@ def _restore_one(name: str, known: Any) -> None:
 
 
 class Generators:
-    """The global generators as something that a checkpoint can hold."""
+    """The global generators as a stateful object for checkpoints."""
 
     def state_dict(self) -> State:
         """Their state."""
         return capture()
 
     def load_state_dict(self, state: State) -> None:
-        """Take it back."""
+        """Restore it."""
         restore(state)
 
 
@@ -78,7 +77,7 @@ def seed_everything(seed: int) -> None:
 
 
 def seeded(seed: int) -> State:
-    """The state that all global generators have when they are seeded with this, leaving them as they are."""
+    """The state of all global generators after seeding, without changing them."""
     outside = capture()
     seed_everything(seed)
     state = capture()
@@ -87,49 +86,40 @@ def seeded(seed: int) -> State:
 
 
 def packed(state: State) -> Tensor:
-    """A state as a row of bytes, as long as that of any other state with as many generators; CUDA's are left out."""
-    raw = b"".join(_bytes(name, state[name]) for name in _GLOBAL)
-    row = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    return torch.cat([row, *(known.reshape(-1) for known in state["own"])])
+    """A state as a row of bytes, whose length depends only on the number of generators; omits CUDA's."""
+    return torch.cat([*(_flat(name, state[name]) for name in _GLOBAL), *(own.reshape(-1) for own in state["own"])])
 
 
 def unpacked(row: Tensor, like: State) -> State:
-    """The state that was packed; `like` is any state with as many generators, whose CUDA state is kept."""
-    numpy_like = like["numpy"]
-    sizes = [len(_bytes(name, like[name])) for name in _GLOBAL] + [known.numel() for known in like["own"]]
-    of_torch, of_numpy, of_python, *own = torch.split(row, sizes)
-    keys = 4 * numpy_like["keys"].numel()
-    position, has_gauss, gauss = _PLACE.unpack(of_numpy[keys:].numpy().tobytes())
-    words = 4 * like["python"]["words"].numel()
-    has_python, python_gauss = _GAUSS.unpack(of_python[words:].numpy().tobytes())
-    numpy_state = {"position": position, "has_gauss": has_gauss, "gauss": gauss}
-    python_state = {"words": _unsigned(of_python[:words]), "gauss": python_gauss if has_python else None}
+    """The inverse of `packed`; `like` is any state with as many generators, whose CUDA state is kept."""
+    sizes = [_flat(name, like[name]).numel() for name in _GLOBAL] + [own.numel() for own in like["own"]]
+    of_torch, of_numpy, of_python, *own = (part.clone() for part in torch.split(row, sizes))
+    of_numpy, of_python = of_numpy.view(torch.float64), of_python.view(torch.float64)
+    position, has_gauss, gauss = of_numpy[-3:].tolist()
+    numpy_state = {"keys": of_numpy[:-3].long(), "position": int(position), "has_gauss": int(has_gauss), "gauss": gauss}
+    python_gauss = of_python[-1].item()
+    python_state = {"words": of_python[:-1].long(), "gauss": None if math.isnan(python_gauss) else python_gauss}
     return like | {
-        "torch": of_torch.clone(),
-        "numpy": numpy_like | {"keys": _unsigned(of_numpy[:keys])} | numpy_state,
+        "torch": of_torch,
+        "numpy": like["numpy"] | numpy_state,
         "python": like["python"] | python_state,
-        "own": [known.clone() for known in own],
+        "own": own,
     }
 
 
-_PLACE, _GAUSS = struct.Struct("<qqd"), struct.Struct("<qd")
-
-
-def _bytes(name: str, known: Any) -> bytes:
+def _flat(name: str, state: Any) -> Tensor:
+    """The state of one global generator as a row of bytes; 32-bit words are exact as doubles."""
     if name == "torch":
-        return known.numpy().tobytes()
-    words = known["keys" if name == "numpy" else "words"].numpy().astype("<u4").tobytes()
+        return state
     if name == "numpy":
-        return words + _PLACE.pack(known["position"], known["has_gauss"], known["gauss"])
-    return words + _GAUSS.pack(known["gauss"] is not None, known["gauss"] or 0.0)
-
-
-def _unsigned(row: Tensor) -> Tensor:
-    return torch.from_numpy(np.frombuffer(row.numpy().tobytes(), "<u4").astype(np.int64))
+        words, rest = state["keys"], [state["position"], state["has_gauss"], state["gauss"]]
+    else:
+        words, rest = state["words"], [math.nan if state["gauss"] is None else state["gauss"]]
+    return torch.cat([words.double(), torch.tensor(rest, dtype=torch.float64)]).view(torch.uint8)
 
 
 class Own:
-    """A loader that draws from the generators of this process as they are, as it does in a script without a team."""
+    """Draws from the generators of this process as they are, as in a script without a team."""
 
     native = True
     follows = False
@@ -138,13 +128,13 @@ class Own:
         self.start, self._generators = start, generators
 
     def again(self) -> Own:
-        """Itself: what is drawn natively is drawn once."""
+        """Itself: native draws happen once."""
         return self
 
     def stream(self, make: Callable[[], Iterator[Any]], skip: int = 0, _ahead: int = 1) -> Iterator[Any]:
-        """What `make` answers, from number `skip` on, drawn when it is asked for.
+        """The items of `make()` from number `skip` on, drawn on demand.
 
-        What is skipped is drawn again from the state that all began with, so that the rest belongs to it.
+        Skipped items are drawn again from the initial state, so that the rest follows from them.
         """
         if skip:
             now = capture(self._generators)
@@ -159,11 +149,11 @@ class Own:
 
 
 class Lent:
-    """Random state of its own for a piece of code that draws from the global generators.
+    """A substitute random state for code that draws from the global generators.
 
-    A sampler that anybody may have written draws from whichever global generator it likes. Run inside `use()`, it
-    draws the same on every worker, and leaves the workers' own generators alone. Only those of the worker that
-    `follows` go on from what was drawn, as they would in a script without a team.
+    A user-defined sampler may draw from any global generator. Run inside `use()`, it draws the same on every worker and
+    leaves the workers' own generators alone. Only the generators of a worker that `follows` advance with the draws, as
+    they would in a script without a team.
     """
 
     native = False
@@ -174,12 +164,12 @@ class Lent:
         self._drawn: State | None = None
 
     def again(self) -> Lent:
-        """Another that draws the same, for who must draw it twice; no global generator follows it."""
+        """A copy that draws the same again; no global generator follows it."""
         return Lent(self.start, self._generators)
 
     @contextmanager
     def use(self) -> Generator[None]:
-        """Inside, the global generators are the lent ones."""
+        """Substitute the global generators in the body."""
         outside = capture(self._generators)
         restore(self._state, self._generators)
         try:
@@ -189,34 +179,32 @@ class Lent:
             restore(outside, self._generators)
 
     def stream(self, make: Callable[[], Iterator[Any]], skip: int = 0, ahead: int = 1) -> Iterator[Any]:
-        """What `make` answers, from number `skip` on, drawn `ahead` at a time, because lending takes time."""
+        """The items of `make()` from number `skip` on, drawn `ahead` at a time, because substitution takes time."""
         return islice(self._stream(make, skip, ahead), skip, None)
 
     def _stream(self, make: Callable[[], Iterator[Any]], skip: int, ahead: int) -> Iterator[Any]:
         with self.use():
             stream = make()
             block = list(islice(stream, 1))
-        self._begin(resumed=skip > 0)
+        # Generators that follow advance from here; those of a resumed run have done so already.
+        self._drawn = self._state
+        if not skip:
+            self._hand_over(_GLOBAL if self.follows else (), range(len(self._generators)))
         while block:
             yield from block
             with self.use():
                 block = list(islice(stream, ahead))
         self._end()
 
-    def _begin(self, resumed: bool) -> None:
-        """The first is drawn: where generators are followed they go on from here; a resumed run's have done so."""
-        self._drawn = self._state
-        if not resumed:
-            self._hand_over(_GLOBAL if self.follows else (), range(len(self._generators)))
-
     def _end(self) -> None:
-        """All is drawn: generators that nobody else has drawn from in the meantime stand where the lent ones do."""
+        """Everything is drawn: advance generators that nothing else has used in the meantime."""
         begun, now = self._drawn, capture(self._generators)
         if begun is None:
             return
-        same = [name for name in _GLOBAL if self.follows and _bytes(name, begun[name]) == _bytes(name, now[name])]
+        equal = (name for name in _GLOBAL if torch.equal(_flat(name, begun[name]), _flat(name, now[name])))
+        same = list(equal) if self.follows else []
         pairs = enumerate(zip(begun["own"], now["own"], strict=True))
-        self._hand_over(same, [i for i, (one, other) in pairs if torch.equal(one, other)])
+        self._hand_over(same, [i for i, (before, after) in pairs if torch.equal(before, after)])
 
     def _hand_over(self, names: Sequence[str], numbers: Sequence[int]) -> None:
         for name in names:
@@ -225,5 +213,4 @@ class Lent:
             self._generators[number].set_state(self._state["own"][number])
 
 
-Draws = Own | Lent
-"""Where a loader draws from in one epoch."""
+Draws = Own | Lent  # The random source of a loader in one epoch.

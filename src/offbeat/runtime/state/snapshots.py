@@ -1,9 +1,9 @@
-"""Snapshots on the disk: each part is written by whoever has it, while the run goes on; then all of it is published.
+"""Snapshots on disk: each process writes its part while the run goes on; then the whole is published.
 
 Workers and servers write their parts into a draft beside the checkpoints: `worker-<rank>.safetensors` and, for each
-shard, `shard-<n>.safetensors` (its whole state) and `channel-<n>.safetensors` (the pushes that were under way to it).
-Each file says where it was cut. When all parts are there they get a certificate and a manifest, and become a checkpoint
-by one rename, from which a run goes on like from any other.
+shard, `shard-<n>.safetensors` (its whole state) and `channel-<n>.safetensors` (the pushes in flight to it). Each file
+records where it was cut. When all parts are there they get a certificate and a manifest, and become a checkpoint by one
+rename, from which a run resumes like from any other.
 """
 
 from __future__ import annotations
@@ -33,24 +33,21 @@ from offbeat.runtime.state.tensor_tree import take_apart
 DRAFT = ".snapshot-"
 
 Kept = tuple[Push, NDArray[np.uint8] | None]
-"""A push that was under way, and a copy of its numbers; None: it only lets the clock tick."""
+"""A push in flight, and a copy of its numbers; None: it only advances the clock."""
 
 
 class SnapshotCut(NamedTuple):
-    """A worker is cut: what its exchange has to remember of it, and what is to be done once that is written."""
+    """The cut of a worker: the state of its exchange, and what to do once it is written."""
 
     colour: int
-    place: msgspec.Struct | None
-    """Where it was cut; None: what is written with `more` says it."""
+    place: msgspec.Struct | None  # Where it was cut; None: `more` writes it.
     state: dict[str, Any]
-    written: Callable[[], None] | None = None
-    """To be told once it is on the disk."""
-    more: Callable[[Path], None] | None = None
-    """Writes what else belongs to it, when all of it has come."""
+    written: Callable[[], None] | None = None  # Called once it is on disk.
+    more: Callable[[Path], None] | None = None  # Writes the messages in flight to it, once all have arrived.
 
 
 def draft_of(checkpoints: Path, colour: int) -> Path:
-    """Where the parts of a snapshot are written."""
+    """The folder for the parts of a snapshot."""
     return checkpoints / f"{DRAFT}{colour:06d}"
 
 
@@ -62,9 +59,9 @@ class CutWriter:
         self._publishing: threading.Thread | None = None
 
     def publish(self, checkpoints: Path, identity: Mapping[str, Any], ranks: Sequence[int], at_end: bool) -> None:
-        """Where workers mix in pairs: publish in a thread what has become complete, and remove what was before it.
+        """For pairwise gossip: publish the newest complete snapshot in a thread, and remove older drafts.
 
-        It is complete with the parts of these workers, who live.
+        It is complete with the parts of these live workers.
         """
         if self._publishing is not None and (at_end or not self._publishing.is_alive()):
             self._publishing.join()
@@ -73,14 +70,13 @@ class CutWriter:
             discard(checkpoints)
         elif self._publishing is None:
             files = [name(rank) for rank in ranks for name in (file_of, certificates.channel_file)]
-            found = complete_drafts(checkpoints, files)
-            if found:
-                arguments = (checkpoints, found[-1], identity, files)
+            if complete := complete_drafts(checkpoints, files):
+                arguments = (checkpoints, complete[-1], identity, files)
                 self._publishing = threading.Thread(target=_publish_pairs, args=arguments, name="offbeat publish")
                 self._publishing.start()
 
     def write(self, checkpoints: Path, rank: int, cut: SnapshotCut, state: Mapping[str, Any]) -> None:
-        """Copy the state now, and write it down while the worker goes on."""
+        """Copy the state now, and write it while the worker goes on."""
         tensors: dict[str, Any] = {}
         metadata = {
             "data": json.dumps(take_apart(state, "state", tensors)),
@@ -105,7 +101,7 @@ class CutWriter:
         self._thread.start()
 
     def close(self) -> None:
-        """Wait until what is being written is written."""
+        """Wait for the current write."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -122,7 +118,7 @@ def _publish_pairs(checkpoints: Path, colour: int, identity: Mapping[str, Any], 
 
 
 def write_part(folder: Path, name: str, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-    """A file of a draft, whole or not there."""
+    """Write a file of a draft atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     hidden = folder / f".{name}"
     write_tensors(hidden, tensors, metadata)
@@ -130,7 +126,7 @@ def write_part(folder: Path, name: str, tensors: Mapping[str, Any], metadata: Ma
 
 
 def write_shard(folder: Path, cut: ShardCut, state: bytes, kept: Sequence[Kept]) -> None:
-    """A shard's part: its state as it was when it was cut, and what was under way to it."""
+    """Write a shard's part: its state at the cut, and the pushes in flight to it."""
     folder.mkdir(parents=True, exist_ok=True)
     hidden = folder / f".shard-{cut.shard}"
     hidden.write_bytes(state)
@@ -144,14 +140,14 @@ def write_shard(folder: Path, cut: ShardCut, state: bytes, kept: Sequence[Kept])
 
 
 def write_moves(folder: Path, cut: GossipCut, moves: Sequence[NDArray[Any]]) -> None:
-    """What was under way to a worker that mixes in pairs."""
+    """Write the moves in flight to a worker of pairwise gossip."""
     tensors = {f"move.{i}": torch.from_numpy(move) for i, move in enumerate(moves)}
     name = certificates.channel_file(cut.worker)
     write_part(folder, name, tensors, {"cut": json.dumps(msgspec.to_builtins(cut))})
 
 
 def complete_drafts(checkpoints: Path, files: Sequence[str]) -> list[int]:
-    """Snapshots of which all these files are there."""
+    """Numbers of the snapshots that have all these files."""
     drafts = checkpoints.glob(f"{DRAFT}*") if checkpoints.is_dir() else ()
     return sorted(
         int(path.name.removeprefix(DRAFT)) for path in drafts if all((path / name).exists() for name in files)
@@ -166,7 +162,7 @@ def publish_snapshot(
     identity: Mapping[str, Any],
     files: Sequence[str],
 ) -> Path:
-    """All parts are there: certify them, and make them the newest checkpoint."""
+    """Certify a complete snapshot, and make it the newest checkpoint."""
     draft = draft_of(checkpoints, colour)
     for stray in (path for path in draft.iterdir() if path.name not in files):
         stray.unlink()
@@ -176,40 +172,40 @@ def publish_snapshot(
 
 
 def discard(checkpoints: Path, colour: int | None = None) -> None:
-    """Remove what was written of a snapshot that has not come about; of all, if none is named."""
-    found = checkpoints.glob(f"{DRAFT}*") if colour is None else [draft_of(checkpoints, colour)]
-    for path in found:
+    """Remove the draft of a failed snapshot; all drafts if none is named."""
+    drafts = checkpoints.glob(f"{DRAFT}*") if colour is None else [draft_of(checkpoints, colour)]
+    for path in drafts:
         remove(path)
 
 
-# -- going on ----------------------------------------------------------------------------------------------------------
+# -- resuming ----------------------------------------------------------------------------------------------------------
 
 
 def put_in_place(path: Path, own: dict[str, Any], group: Group) -> None:
-    """What a worker needs to go on from a snapshot, beside its own state: put where its exchange will find it."""
-    found = certificates.check(path)
-    if found.faults:
+    """Put the rest of what a worker needs to resume from a snapshot into its exchange's state."""
+    checked = certificates.check(path)
+    if checked.faults:
         raise CheckpointError(
-            f"{path} is refused: {'; '.join(found.faults)}. Remove that folder to go on from an older checkpoint."
+            f"{path} is refused: {'; '.join(checked.faults)}. Remove that folder to resume from an older checkpoint."
         )
     certificate = certificates.read(path)
     exchange = cast("dict[str, Any]", own["things"]["exchange"])
     if certificate.kind == "servers":
         exchange["resumed"] = _shards_of(path, certificate, group)
         if "accrued" in exchange and group.rank not in {cut.worker for cut in certificate.workers}:
-            exchange["accrued"] = None  # What another has not pushed yet it pushes itself.
+            exchange["accrued"] = None  # Another worker's unpushed gradients are its own to push.
         return
     ranks = [cut.worker for cut in certificate.pairs]
-    # One who had died before has another's row, and makes the moves that were under way to that one.
+    # A worker that had died has another's row, and applies the moves in flight to that one.
     whose = group.rank if group.rank in ranks else min(ranks)
     for move in load_file(path / certificates.channel_file(whose)).values():
         exchange["row"] = exchange["row"] - move
 
 
 def _shards_of(path: Path, certificate: certificates.Certificate, group: Group) -> dict[str, Any]:
-    """States of the shards for the one who leads; for each worker how many pushes it had sent, and its own under way.
+    """Shard states for the leader; for each worker its number of pushes sent, and its own pushes in flight.
 
-    A worker that had died before starts anew where the first of the others was.
+    A worker that had died starts where the first of the others was.
     """
     cuts = {cut.worker: cut for cut in certificate.workers}
     first = certificate.workers[0]

@@ -1,12 +1,13 @@
-"""State as tensors and text: nested plain data is taken apart into named tensors and JSON, and put together again.
+"""Nested state as named tensors and JSON, and back.
 
-Nothing is pickled, so a checkpoint from a stranger can damage a run but not run code.
+Nothing is pickled, so an untrusted checkpoint can damage a run but not run code.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
+from itertools import chain, count
 from typing import Any, cast
 
 import numpy as np
@@ -25,18 +26,18 @@ _NUMBERS = frozenset(
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
         *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
     }
-)
-"""What safetensors can write."""
+)  # Data types of safetensors.
 
 
 def take_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """JSON data that stands for `value`; its tensors are put into `tensors` under names that begin with `name`."""
+    """JSON data for `value`; its tensors are put into `tensors` under names that begin with `name`."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
         return take_apart(value.item(), name, tensors)
     if isinstance(value, Tensor | np.ndarray):
-        free = _free(name, tensors)
+        # Keys `a.b`, or 1 and "1", may give two tensors the same path.
+        free = next(text for text in chain([name], (f"{name}#{n}" for n in count(2))) if text not in tensors)
         tensors[free] = _stored(value if isinstance(value, Tensor) else _as_tensor(value, name), name)
         return {_TENSOR if isinstance(value, Tensor) else _ARRAY: free}
     if isinstance(value, Mapping):
@@ -56,7 +57,7 @@ def take_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def put_together(data: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The value that `take_apart` took apart."""
+    """The inverse of `take_apart`."""
     if isinstance(data, list):
         return [put_together(item, tensors) for item in cast("list[Any]", data)]
     if not isinstance(data, dict):
@@ -64,8 +65,10 @@ def put_together(data: Any, tensors: Mapping[str, Tensor]) -> Any:
     held = cast("dict[str, Any]", data)
     tag = next(iter(held))
     if tag in (_TENSOR, _ARRAY):
-        found = _found(held[tag], tensors)
-        return found if tag == _TENSOR else found.numpy()
+        tensor = tensors.get(held[tag])
+        if tensor is None:
+            raise CheckpointError(f"the checkpoint's tensor {held[tag]!r} is missing from its file")
+        return tensor if tag == _TENSOR else tensor.numpy()
     if tag in _PAIRS:
         return _PAIRS[tag]({put_together(k, tensors): put_together(v, tensors) for k, v in held[tag]})
     items = [put_together(item, tensors) for item in held[tag]]
@@ -83,25 +86,9 @@ def _tag(value: Any, tags: Mapping[str, Any], otherwise: str) -> str:
     return next((tag for tag, kind in tags.items() if type(value) is kind), otherwise)
 
 
-def _free(name: str, tensors: Mapping[str, Tensor]) -> str:
-    """A name that is not taken: keys `a.b`, or 1 and "1", may make two tensors' paths look the same."""
-    free, number = name, 1
-    while free in tensors:
-        number += 1
-        free = f"{name}#{number}"
-    return free
-
-
-def _found(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    try:
-        return tensors[name]
-    except KeyError:
-        raise CheckpointError(f"the checkpoint's tensor {name!r} is missing from its file") from None
-
-
 def _as_tensor(array: Any, name: str) -> Tensor:
     try:
-        return torch.from_numpy(np.array(array))  # A copy: torch warns of arrays that are read-only.
+        return torch.from_numpy(np.array(array))  # A copy: torch warns about read-only arrays.
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"{name} is an array of {array.dtype}, which a checkpoint cannot hold: {error}"
@@ -115,5 +102,5 @@ def _stored(tensor: Tensor, name: str) -> Tensor:
             f"{name} is a tensor of {kind} on {tensor.device}, which a checkpoint cannot hold: its files keep dense "
             f"tensors of common types. Keep it in another form, such as its values and indices."
         )
-    # A copy of its own: safetensors refuses tensors that share memory, and training goes on while it is written.
+    # A copy: safetensors refuses tensors that share memory, and training goes on while it is written.
     return tensor.detach().to("cpu", copy=True).contiguous()

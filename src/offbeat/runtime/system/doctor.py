@@ -1,4 +1,4 @@
-"""What a bug report needs: the machine, the versions, the limits, and whether two processes can really meet."""
+"""Facts for a bug report: the machine, versions, limits, and whether two processes can rendezvous."""
 
 from __future__ import annotations
 
@@ -28,19 +28,13 @@ from offbeat.runtime.run.rank_environment import where
 
 _PACKAGES = ("torch", "numpy", "msgspec", "safetensors", "typer", "rich", "tensorboard")
 _VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "GLOO_SOCKET_IFNAME",
-    "CUDA_VISIBLE_DEVICES",
-    "RANK",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "SLURM_JOB_ID",
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES"),
+    *("RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURM_JOB_ID"),
 )
 
 
 def facts() -> dict[str, Any]:
-    """Everything about this machine that has ever explained a failure."""
+    """Facts about this machine that have explained failures."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes = resource.getrlimit(resource.RLIMIT_NPROC)
     known = environment()
@@ -66,33 +60,23 @@ def facts() -> dict[str, Any]:
 
 
 def self_test(launcher: Launcher) -> dict[str, Any]:
-    """Two processes meet on loopback and add up numbers; answers what happened, and how long it took."""
+    """Let two processes rendezvous on loopback and all-reduce; returns the outcome and its time."""
     start = time.monotonic()
     heard: list[dict[str, Any]] = []
     try:
         with tempfile.TemporaryDirectory(prefix="offbeat-doctor-") as folder, private_store() as store:
-            roles = [
-                Role(
-                    "worker",
-                    rank,
-                    "offbeat.runtime.system.doctor:meet",
-                    {},
-                    worker_environment(rank, 2, store),
-                    Path(folder) / f"{rank}.log",
-                    1,
-                )
-                for rank in range(2)
-            ]
+            entry, places = "offbeat.runtime.system.doctor:meet", [worker_environment(r, 2, store) for r in range(2)]
+            roles = [Role("worker", r, entry, {}, places[r], Path(folder) / f"{r}.log", 1) for r in range(2)]
             launcher.run(roles, on_message=lambda _, message: heard.append(message))
     except OffbeatError as error:
         return {"ok": False, "error": str(error), "seconds": time.monotonic() - start}
-    right = sorted(message["sum"] for message in heard) == [3.0, 3.0]
+    correct = sorted(message["sum"] for message in heard) == [3.0, 3.0]
     times = [message["microseconds"] for message in heard]
-    return {"ok": right, "seconds": time.monotonic() - start, "small_sum_microseconds": min(times, default=None)}
+    return {"ok": correct, "seconds": time.monotonic() - start, "small_sum_microseconds": min(times, default=None)}
 
 
 def meet(config: Mapping[str, Any], control: Control) -> None:
-    """One of the two processes of the self-test."""
+    """The entry function of the self-test's processes."""
     del config
     group = DirectGroup(where(), timedelta(seconds=30), torch.device("cpu"))
     total = group.sum(torch.tensor([group.rank + 1.0]), "the self-test")

@@ -1,14 +1,15 @@
-"""Which hosts a run wants, as a file says it or as Python does; checked here, before anything is made."""
+"""The specification of hosts, from a file or from Python; checked before anything is created."""
 
 from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,17 +17,12 @@ from offbeat import limits
 from offbeat.errors import UsageError, did_you_mean
 from offbeat.simulate.units import parse_rate
 
-KINDS = ("namespace",)
-"""What a host can be."""
-SUBNET = "10.77.0.0/24"
-"""Where hosts get their addresses from: a network of their own, so that it cannot clash with this machine's."""
-MTU = 1500
-"""Bytes of a packet on the links, as on most Ethernets."""
-SLOWEST = 1000.0
-"""Bytes per second below which a link would not even carry the signs of life."""
+KINDS = ("namespace",)  # Kinds of hosts.
+SUBNET = "10.77.0.0/24"  # The addresses of hosts: an isolated network, which cannot clash with this machine's.
+MTU = 1500  # Bytes per packet on the links, as on most Ethernets.
+SLOWEST = 1000.0  # Bytes per second below which a link could not even carry heartbeats.
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
-_LARGEST = 2**20
-"""Bytes of a file of hosts."""
+_LARGEST = 2**20  # Largest file of hosts, in bytes.
 _EXAMPLE = '[[host]]\nname = "a"\nworkers = 1\nrate = "100Mbit"'
 
 
@@ -35,60 +31,56 @@ class Host:
     """One host of a run."""
 
     name: str
-    """Its name: small letters, digits and hyphens."""
+    """Lower-case letters, digits and hyphens."""
     workers: int = 1
-    """Workers on it."""
+    """Number of workers on it."""
     servers: int = 0
-    """Its share of the server processes; if no host says any, all take turns."""
+    """Its share of the server processes; if no host has any, all take turns."""
     rate: str | None = None
-    """What its link carries each way, such as `100Mbit`; None: as much as the machine can."""
+    """Rate of its link in each direction, such as `100Mbit`; None: unlimited."""
     kind: str = "namespace"
-    """What it is: a network namespace of this machine."""
+    """A network namespace of this machine."""
 
     def __post_init__(self) -> None:
-        """Refuse what no host can be."""
         if not _NAME.fullmatch(str(self.name)):
             raise UsageError(
-                f"{self.name!r} cannot be the name of a host: use small letters, digits and hyphens, at most 32, such "
-                f"as a or node-1."
+                f"{self.name!r} cannot be the name of a host: use at most 32 lower-case letters, digits and "
+                f"hyphens, such as a or node-1."
             )
         if self.kind not in KINDS:
-            raise UsageError(
-                f"host {self.name} has kind {self.kind!r}, which there is not.{_nearest(self.kind, KINDS)}"
-            )
+            raise UsageError(f"host {self.name} has unknown kind {self.kind!r}.{did_you_mean(str(self.kind), KINDS)}")
         for what in ("workers", "servers"):
             count = getattr(self, what)
             limits.whole(f"host {self.name}: {what} =", count, getattr(limits, what.upper()), least=0)
         if not self.workers and not self.servers:
             raise UsageError(
                 f"host {self.name} has workers = 0 and no servers, so nothing would run there. Give it workers or "
-                f"servers, or leave it out."
+                f"servers, or omit it."
             )
         if self.rate is not None:
-            _checked_rate(self.rate, f"host {self.name}")
+            _check_rate(self.rate, f"host {self.name}")
 
     @property
     def bytes_per_second(self) -> float | None:
-        """What its link carries each way; None if that is not limited."""
+        """The rate of its link in each direction; None if unlimited."""
         return None if self.rate is None else parse_rate(self.rate)
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a run, in order: the first has worker 0."""
+    """The hosts of a run, in order; the first has worker 0."""
 
     hosts: tuple[Host, ...]
     """All of one kind, with different names."""
     subnet: str = SUBNET
-    """Where their addresses are from."""
+    """Network of their addresses."""
     mtu: int = MTU
-    """Bytes of a packet on their links."""
+    """Bytes per packet on their links."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be a set of hosts."""
         names = [host.name for host in self.hosts]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise UsageError(f"{', '.join(twice)} is the name of more than one host: each needs one of its own.")
+        if duplicates := sorted({name for name in names if names.count(name) > 1}):
+            raise UsageError(f"{', '.join(duplicates)} is the name of more than one host: each needs its own.")
         limits.whole("the number of workers on all hosts,", self.workers, limits.WORKERS, least=0)
         if not self.workers:
             raise UsageError(f"no host has a worker, so nothing would be trained. Say where they are:\n{_EXAMPLE}")
@@ -103,7 +95,7 @@ class Hosts:
 
     @classmethod
     def alike(cls, count: int, rate: str | None = None, workers: int = 1) -> Hosts:
-        """So many hosts that are all the same, named a, b, c ..."""
+        """Identical hosts, named a, b, c ..."""
         limits.whole("the number of hosts,", count, limits.WORKERS)
         letters = "abcdefghijklmnopqrstuvwxyz"
         names = list(letters[:count]) if count <= len(letters) else [f"h{number}" for number in range(count)]
@@ -111,10 +103,10 @@ class Hosts:
 
     @classmethod
     def read(cls, path: Path) -> Hosts:
-        """From a file: TOML, with a `[[host]]` for each, and a `[network]` for what they have in common."""
+        """From a TOML file with a `[[host]]` table each, and a `[network]` table for common settings."""
         try:
             with path.open("rb") as file:
-                found = tomllib.loads(file.read(_LARGEST).decode())
+                data = tomllib.loads(file.read(_LARGEST).decode())
         except OSError as error:
             raise UsageError(
                 f"the hosts cannot be read from {path}: {error.strerror}. Such a file has:\n{_EXAMPLE}"
@@ -122,13 +114,13 @@ class Hosts:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UsageError(f"{path} is not TOML: {error}. A file of hosts has:\n{_EXAMPLE}") from error
         try:
-            return cls.from_plain(found)
+            return cls.from_plain(data)
         except UsageError as error:
             raise UsageError(f"{path}: {error}") from error
 
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> Hosts:
-        """From what a file says, or `plain` gave."""
+        """From the data of a file, or of `plain`."""
         _only(data, ("host", "network"), "the file")
         network, entries = data.get("network", {}), data.get("host", [])
         if not isinstance(network, dict) or not isinstance(entries, list):
@@ -137,57 +129,57 @@ class Hosts:
         common: dict[str, Any] = dict(cast("dict[str, Any]", network))
         rate = common.pop("rate", None)
         if rate is not None:
-            _checked_rate(rate, "[network]")
+            _check_rate(rate, "[network]")
         return cls(tuple(_host(entry, rate) for entry in cast("list[Any]", entries)), **common)
 
     def plain(self) -> dict[str, Any]:
-        """As JSON data, of the same form as a file."""
+        """As JSON data, in the form of a file."""
         hosts = [{k: v for k, v in dataclasses.asdict(host).items() if v is not None} for host in self.hosts]
         return {"network": {"subnet": self.subnet, "mtu": self.mtu}, "host": hosts}
 
     def text(self) -> str:
-        """As a file."""
+        """As the text of a file."""
         tables = [("[network]", self.plain()["network"]), *(("[[host]]", host) for host in self.plain()["host"])]
-        lines = (
-            [head, *(f"{name} = {_literal(value)}" for name, value in entries.items()), ""] for head, entries in tables
-        )
-        return "\n".join(chain.from_iterable(lines))
+        lines: list[str] = []
+        for head, entries in tables:
+            lines += [head, *(f"{name} = {json.dumps(value)}" for name, value in entries.items()), ""]
+        return "\n".join(lines)
 
     @property
     def kind(self) -> str:
-        """What all of them are."""
+        """The kind of all of them."""
         return self.hosts[0].kind
 
     @property
     def workers(self) -> int:
-        """Workers on all of them."""
+        """Number of workers on all of them."""
         return sum(host.workers for host in self.hosts)
 
     @property
     def network(self) -> ipaddress.IPv4Network:
-        """The subnet, to count addresses in."""
+        """The subnet, parsed."""
         try:
-            found = ipaddress.IPv4Network(str(self.subnet))
+            network = ipaddress.IPv4Network(str(self.subnet))
         except ValueError as error:
-            raise UsageError(f"subnet {self.subnet!r} is none: {error}. Write it like {SUBNET}.") from error
-        if not found.is_private:
-            raise UsageError(f"subnet {self.subnet} belongs to somebody: take a private one, such as {SUBNET}.")
-        return found
+            raise UsageError(f"{self.subnet!r} is not a subnet: {error}. Write it like {SUBNET}.") from error
+        if not network.is_private:
+            raise UsageError(f"subnet {self.subnet} is a public network: use a private one, such as {SUBNET}.")
+        return network
 
     @property
     def slowest(self) -> float | None:
-        """Bytes per second of the slowest link; None if none is limited."""
+        """Rate of the slowest link in bytes per second; None if none is limited."""
         return min((host.bytes_per_second for host in self.hosts if host.bytes_per_second is not None), default=None)
 
     def of_workers(self) -> tuple[int, ...]:
-        """Which host each worker lives on: host by host."""
+        """The host number of each worker, host by host."""
         return tuple(number for number, host in enumerate(self.hosts) for _ in range(host.workers))
 
     def of_servers(self, count: int) -> tuple[int, ...]:
-        """Which host each of so many server processes lives on.
+        """The host number of each server process.
 
-        Hosts take turns, each as often as it has shares of servers, so that the copies of a shard, which follow each
-        other, are on different hosts wherever there are enough.
+        Hosts take turns, each as often as its share of servers, so that the copies of a shard, which follow each other,
+        are on different hosts wherever there are enough.
         """
         shares = [host.servers for host in self.hosts]
         if not any(shares):
@@ -200,36 +192,25 @@ class Hosts:
 def _host(entry: Any, rate: str | None) -> Host:
     if not isinstance(entry, dict):
         raise UsageError(f"a host is a table, such as:\n{_EXAMPLE}")
-    told = cast("dict[str, Any]", entry)
-    known = [field.name for field in dataclasses.fields(Host)]
-    _only(told, known, f"host {told.get('name', '')}".rstrip())
-    if "name" not in told:
+    settings: dict[str, Any] = {"rate": rate} | cast("dict[str, Any]", entry)
+    _only(settings, [field.name for field in dataclasses.fields(Host)], f"host {settings.get('name', '')}".rstrip())
+    if "name" not in settings:
         raise UsageError(f"a host has no name. Each needs one:\n{_EXAMPLE}")
-    entries: dict[str, Any] = {"rate": rate} | told
-    return Host(**entries)
+    return Host(**settings)
 
 
-def _checked_rate(rate: Any, where: str) -> None:
+def _check_rate(rate: Any, where: str) -> None:
     if not isinstance(rate, str):
         raise UsageError(f'{where} has rate = {rate!r}: write it with its unit and in quotes, such as "100Mbit".')
     try:
-        found = parse_rate(rate)
+        slow = parse_rate(rate) < SLOWEST
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
-    if found < SLOWEST:
-        raise UsageError(f"{where} has rate {rate}, on which not even signs of life get through: give 8kbit or more.")
+    if slow:
+        raise UsageError(f"{where} has rate {rate}, too slow even for heartbeats: give 8kbit or more.")
 
 
-def _only(told: Mapping[str, Any], known: Iterable[str], where: str) -> None:
-    names = list(known)
-    for name in told:
-        if name not in names:
-            raise UsageError(f"{where} says {name!r}, which means nothing here.{_nearest(name, names)}")
-
-
-def _nearest(name: str, valid: Iterable[str]) -> str:
-    return did_you_mean(str(name), valid)
-
-
-def _literal(value: str | int) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
+def _only(table: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    for name in table:
+        if name not in known:
+            raise UsageError(f"{where} has an unknown entry {name!r}.{did_you_mean(name, known)}")

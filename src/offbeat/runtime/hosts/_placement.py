@@ -1,4 +1,4 @@
-"""Hosts that are there: where each is found, and how a process comes to be on it."""
+"""Existing hosts: their addresses, and how a process gets onto one."""
 
 from __future__ import annotations
 
@@ -9,72 +9,59 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.errors import RunError
-from offbeat.runtime.hosts._wanted import Host, Hosts
+from offbeat.runtime.hosts._specification import Host, Hosts
 from offbeat.runtime.hosts.network_namespace import inside
 
 
 @dataclass(frozen=True)
 class PlacedHost:
-    """A host that is there."""
+    """An existing host."""
 
     host: Host
-    """What was wanted."""
-    address: str
-    """Where its processes are reached by the others."""
-    interface: str
-    """The network interface that has this address there."""
-    network: Path
-    """What a process enters to be on it: the `network` of a role, or `runtime.hosts.network_namespace.enter`."""
+    address: str  # The address of its processes.
+    interface: str  # The network interface with this address.
+    network: Path  # The namespace that a process enters to be on it (`network` of a role).
     port: str | None = None
-    """The other end of its link, in the network that `Placed.inside` enters, where the kernel counts its bytes."""
+    """The other end of its link, in the network of `Placed.inside`, where the kernel counts its bytes."""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """A process's place on its host, as torchrun would count it."""
+    """A worker's place on its host, numbered as by torchrun."""
 
     host: PlacedHost
-    """The host."""
-    number: int
-    """The host's number."""
-    hosts: int
-    """How many hosts there are."""
+    number: int  # The host's number.
+    hosts: int  # Number of hosts.
     local_rank: int
-    """This worker's number on its host."""
     local_size: int
-    """Workers on its host."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """The hosts of a run, while they are there."""
+    """The hosts of a run, while they exist."""
 
-    wanted: Hosts
-    """What was asked for."""
-    hosts: tuple[PlacedHost, ...]
-    """The hosts, in the same order."""
-    address: str
-    """Where the process that made them is reached from them, by what it has opened `inside`."""
-    network: Path
-    """What `inside` enters."""
+    wanted: Hosts  # Their specification.
+    hosts: tuple[PlacedHost, ...]  # In the same order.
+    address: str  # Where they reach sockets that the launching process opened `inside`.
+    network: Path  # The namespace that `inside` enters.
 
     @contextmanager
     def inside(self) -> Generator[None]:
-        """What this thread opens in the body is reachable from the hosts, at `address`, and from nowhere else."""
+        """Sockets opened by this thread in the body are reachable from the hosts, at `address`, and nowhere else."""
         with inside(self.network):
             yield
 
     def seat(self, worker: int) -> Seat:
-        """Where a worker sits."""
+        """The place of a worker."""
         homes = self.wanted.of_workers()
         number = homes[worker]
         first = homes.index(number)
         return Seat(self.hosts[number], number, len(self.hosts), worker - first, homes.count(number))
 
     def plain(self, servers: Mapping[str, int] | None = None) -> list[dict[str, Any]]:
-        """The hosts with their addresses, and the workers and servers on each, as JSON data.
+        """The hosts with their addresses, workers and servers, as JSON data.
 
-        `servers` says which host each server process was on: `0.1` is copy 1 of shard 0.
+        `servers` maps server processes to hosts: `0.1` is copy 1 of shard 0.
         """
         workers = self.wanted.of_workers()
         sent = self._sent()
@@ -93,7 +80,7 @@ class Placed:
         ]
 
     def _sent(self) -> dict[str, tuple[int, int]]:
-        """Bytes, headers and all, and packets that the kernel has counted at the other end of each link."""
+        """Bytes, including headers, and packets counted by the kernel at the other end of each link."""
         try:
             with self.inside():
                 lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
