@@ -149,7 +149,7 @@ class Recorder:
                 file.truncate(_SIZE)
                 self._memory = mmap.mmap(file.fileno(), _SIZE)
         except OSError as error:
-            raise OutputError(f"{path} cannot be written: {error}. Free some space, or omit --watch.") from error
+            raise OutputError(f"{path} cannot be written: {error}. Free some space, or omit --monitor.") from error
         self.stamp = _writer(self._memory)  # Records an event: its kind, name, sequence number, step and value.
         _HEADER.pack_into(self._memory, 0, _MAGIC, os.getpid(), rank, RECORDS, NAMES)
 

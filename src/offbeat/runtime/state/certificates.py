@@ -23,7 +23,7 @@ from offbeat.runtime.state import checkpoint
 from offbeat.runtime.state.checkpoint import CERTIFICATE, fingerprint, metadata_of, read_manifest
 
 FORMAT = 1
-REFUSED = 20  # Exit code of `offbeat explain --check` for a refused checkpoint.
+REFUSED = 20  # Exit code of `offbeat explain --verify-checkpoint` for a refused checkpoint.
 Kind = Literal["servers", "gossip"]  # How the run's workers exchange.
 
 
