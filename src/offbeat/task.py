@@ -227,7 +227,7 @@ def reference_to(task: AnyTask) -> TaskReference:
                 f"(numbers, strings, lists), never as a pickle. Pass what {name!r} is made from, and make it inside."
             )
     source = kind.__module__
-    if source == "__main__" or (module is not None and source.startswith(_FILE_MODULE)):
+    if source == "__main__" or (module is not None and source.startswith(FILE_MODULE)):
         path = getattr(module, "__file__", None)
         if path is None:
             raise TaskError(
@@ -238,7 +238,7 @@ def reference_to(task: AnyTask) -> TaskReference:
     return TaskReference(source, kind.__name__, dict(arguments))
 
 
-_FILE_MODULE = "offbeat_file_"
+FILE_MODULE = "offbeat_file_"
 _WHAT_THERE_IS = (
     "Give a script (`file.py`), a task in a file (`file.py:Class`) or a module that can be imported, such as "
     f"{TaskReference.bundled}.digits."
@@ -269,7 +269,7 @@ def _load_file(path: Path) -> ModuleType:
     main = sys.modules.get("__main__")
     if main is not None and getattr(main, "__file__", None) and Path(str(main.__file__)).resolve() == resolved:
         return main
-    name = _FILE_MODULE + "".join(c if c.isalnum() else "_" for c in str(resolved.with_suffix("")))
+    name = FILE_MODULE + "".join(c if c.isalnum() else "_" for c in str(resolved.with_suffix("")))
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, resolved)

@@ -78,5 +78,5 @@ def test_old_reads_are_told_together() -> None:
 @pytest.mark.parametrize("tolerance", ["staleness_scaling=True", "delay_compensation=0.1"])
 @pytest.mark.parametrize("consistency", ["bsp", "drop_slowest(1)", "deadline(0.5)"])
 def test_tolerance_of_delays_is_refused_where_nothing_is_delayed(consistency: str, tolerance: str) -> None:
-    with pytest.raises(StrategyError, match="no old gradient is applied: take ssp or asp"):
+    with pytest.raises(StrategyError, match="no old gradient is applied: use ssp or asp"):
         parse(f"server(consistency={consistency}, {tolerance})")

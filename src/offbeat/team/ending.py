@@ -50,7 +50,7 @@ def _conclude(work: Workplace) -> None:
         "seed": work.seed,
         "epochs": work.holdings.epoch,
         "staleness": exchange.staleness(work.step) if isinstance(exchange, Stale) else {"0": work.step},
-        "foreseen": None if size == 1 else msgspec.to_builtins(work.pace.foreseen()),
+        "foreseen": None if size == 1 else msgspec.to_builtins(work.pace.predicted()),
         **(exchange.notes() if isinstance(exchange, HasNotes) else {}),
         **({"warnings": work.watch.warnings} if work.watch.warnings else {}),
         **work.notes,

@@ -57,7 +57,7 @@ class LoaderFeed:
         self._uncounted = not place.holdings.optimizers
         place.watch.examples = float(batch.examples)
         if batch.total is not None:
-            place.watch.first_gradients.told = True  # Each has its own part of the batch.
+            place.watch.first_gradients.settled = True  # Each has its own part of the batch.
         if place.gauge is not None:
             place.gauge.begin(batch.examples, place.step)
         place.pace.begin(batch.examples, batch.total, batch.last)

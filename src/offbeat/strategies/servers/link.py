@@ -1,4 +1,4 @@
-"""One worker's conversation with the servers: its clock, what it waits for, and what became of what it pushed."""
+"""One worker's link to the servers: its clock, its waits, and the record of its pushes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from offbeat.errors import StrategyError
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import PullReply, PushReply
-from offbeat.protocols.servers.worker.notices import FetchRequest, LoadRequest, PullRequest
+from offbeat.protocols.servers.worker.notices import FetchRequest, PullRequest
 from offbeat.runtime.groups.coordinated import CoordinatedGroup
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.stopwatch import Stopwatch
@@ -22,7 +22,7 @@ from offbeat.strategies.servers.metrics import PushRecord
 
 
 def served(group: Group, strategy: object) -> CoordinatedGroup:
-    """The group of a run that has servers; refused where nobody has started any."""
+    """The group of a run that has servers; refused where there are none."""
     if not isinstance(group, CoordinatedGroup):
         raise StrategyError(
             f"{strategy} needs server processes beside the workers, which `offbeat run --strategy` and offbeat.fit "
@@ -38,7 +38,7 @@ class ServerLink:
         self.group, self.stopwatch, self.rule = group, stopwatch, rule
         self.client: Client = group.client
         self.clock = 0
-        """Steps that count as finished here."""
+        """Steps that this worker has finished."""
         self.within_step = False
         """Whether the coming batch is a microbatch of a step that goes on after it."""
         self.record = PushRecord()
@@ -46,38 +46,34 @@ class ServerLink:
 
     @property
     def shards(self) -> int:
-        """How many there are."""
+        """Number of shards."""
         return self.client.plan.shards
 
     def wait(self, token: int, what: str) -> Sequence[Any]:
-        """Wait for answers, and heed them."""
+        """Wait for answers, and record them: a push may have been refused, or its step was complete without it."""
         with self.stopwatch.spent_on("wait"):
             replies = self.client.wait(token, what)
-        self._heed(replies)
-        return replies
-
-    def _heed(self, replies: Sequence[Any]) -> None:
-        """What servers say of a push: it may have been refused, or its step was complete without it."""
         for shard, reply in replies:
             pushed = reply.pushed if isinstance(reply, PullReply) else reply
             if isinstance(reply, PullReply):
                 self.record.read(self.clock - reply.clock)
             if not isinstance(pushed, PushReply):
                 continue
-            # A pull's answer may say of a push what its own answer says, too: it is counted once.
+            # The answer to a pull may repeat the answer to a push, which is counted once.
             self.record.answered(shard, pushed, counts=pushed is reply)
             # A step that was closed without this worker is given up when its last microbatch is done.
             if pushed.status == "late" and pushed.clock > self.clock and not self.within_step:
                 self._missed += pushed.clock - self.clock
                 self.clock = pushed.clock
+        return replies
 
     def passed_over(self) -> int:
-        """Steps that were made without this worker since it was last asked."""
+        """Steps that completed without this worker since the last call."""
         missed, self._missed = self._missed, 0
         return missed
 
     def arrive(self, pull: int) -> None:
-        """Wait for values that were asked for; if a shard has gone on without this worker, for its newer ones."""
+        """Wait for requested values; if a shard has continued without this worker, for its newer ones."""
         self.wait(pull, "a pull")
         while self.rule.closes and any(clock < self.clock for _, clock in self.client.machine.known.values()):
             self.wait(self.client.ask(PullRequest(self.clock)).token, "a pull")
@@ -86,21 +82,17 @@ class ServerLink:
         """Take the newest values, whatever the clock."""
         self.client.answer(PullRequest(self.clock, anew=True), "reading the parameters")
 
-    def load(self, request: LoadRequest) -> None:
-        """Put states on the servers."""
-        self.client.answer(request, "putting the parameters on the servers")
-
     def states(self) -> list[Tensor]:
-        """The whole state of every shard."""
+        """The state of every shard."""
         states: dict[int, Tensor] = {}
 
-        def keep(shard: int, _reply: Any, written: NDArray[np.uint8]) -> None:
-            states[shard] = torch.from_numpy(written.copy())
+        def keep(shard: int, _reply: Any, state: NDArray[np.uint8]) -> None:
+            states[shard] = torch.from_numpy(state.copy())
 
         self.client.wait(self.client.ask(FetchRequest(), keep).token, "fetching the servers' state")
         return [states[shard] for shard in sorted(states)]
 
     def reused(self, age: int) -> None:
-        """Values so many steps old are used for the next step."""
+        """Values of this age, in steps, are used again for the next step."""
         self.record.read(age)
         self.client.used_again(self.clock, max(0, age))

@@ -1,4 +1,4 @@
-"""Sums of statistics that servers hold, for tasks without gradients."""
+"""Statistics summed on servers, for tasks without gradients."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ import torch
 from torch import Tensor
 
 from offbeat.protocols.servers.worker.rhythm import Action, EveryStep
+from offbeat.runtime.servers.shard_state import first_state
+from offbeat.runtime.servers.updater import ADD, Recipe
 from offbeat.strategies.servers.driver import ServerDriver
 from offbeat.strategies.servers.link import ServerLink
-from offbeat.strategies.servers.optimizer import Adding
-from offbeat.strategies.servers.optimizer_handoff import refuse_different_models
-from offbeat.strategies.servers.parameter_row import ParameterRow
+from offbeat.strategies.servers.parameter_row import ParameterRow, refuse_different_models
+from offbeat.strategies.servers.push_queue import PushQueue
 
 
 def added_up(link: ServerLink, row: ParameterRow) -> ServerDriver:
-    """A row that servers hold, and add to."""
+    """A row that servers hold, and to which they add what is pushed, without an optimizer."""
     refuse_different_models(link.group, row, None)
-    adding = Adding()
-    driver = ServerDriver(link, row, EveryStep(), adding)
-    driver.put(adding.first_states(row, link.shards))
+    driver = ServerDriver(link, row, EveryStep(), PushQueue(link, row), row.values)
+    recipe = Recipe(optimizer=ADD, kind=row.kind)
+    driver.put([first_state(recipe, shard) for shard in row.shards(row.values)])
     return driver
 
 
 class ServerTotals:
     """Statistics of all workers, summed on servers.
 
-    A worker pushes the difference of its statistics to those that it pushed last, so that the sum on the servers always
-    has every worker's latest, however often each of them pushes (incremental EM: Neal and Hinton 1998).
+    A worker pushes the difference to the statistics that it pushed last, so that the sum on the servers always has
+    every worker's latest, however often each of them pushes (incremental EM: Neal and Hinton 1998).
     """
 
     def __init__(
@@ -45,21 +46,21 @@ class ServerTotals:
         return torch.cat([statistics[name].detach().double().reshape(-1) for name in self._names])
 
     def take_over(self) -> None:
-        """Have the first of those who live answer for what the dead have told: the rest of what servers hold."""
+        """Make the first live worker responsible for the dead workers' share of the sums on servers."""
         self.driver.together()
         group = self.driver.link.group
-        living = group.sum(self._last.clone(), "what the living have told")
+        living = group.sum(self._last.clone(), "the live workers' statistics")
         if group.rank == min(group.membership.present):
             self._last += self._row.values - living
 
     def total(self, statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Push what has changed, and read the sums."""
+        """Push the changes, and read the sums."""
         flat, link, queue = self._flat(statistics), self.driver.link, self.driver.queue
         self._row.parameters[0].grad = flat - self._last
         slot = queue.gradient()
         link.record.unused.clear()
         self.driver.perform((Action.PUSH_AND_PULL, Action.AWAIT, Action.SETTLE), lambda: slot)
-        # What a shard has not used is a part of the next difference: else it would be missing for ever.
+        # What a shard has discarded is part of the next difference; otherwise it would be lost.
         for shard in set(range(link.shards)) - link.record.unused:
             self._row.shard(self._last, shard).copy_(self._row.shard(flat, shard))
         pieces = self._row.values.clone().split([statistics[name].numel() for name in self._names])
