@@ -308,7 +308,7 @@ def test_a_folder_that_is_no_run_cannot_be_resumed(offbeat: Offbeat, tmp_path: P
     said = offbeat("run", "--resume", "other")
     assert (said.code, said.out) == (1, "")
     expected = {None: "is not a run folder: it has no run.json", "not json": "cannot be read"}
-    assert expected.get(content, "says not what was run") in said.err
+    assert expected.get(content, "does not say what was run") in said.err
     assert "Traceback" not in said.err
 
 

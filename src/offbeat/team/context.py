@@ -24,8 +24,8 @@ from offbeat.runtime.state import random_state
 from offbeat.runtime.state.checkpoint_manager import Memory, open_memory
 from offbeat.runtime.state.prepared import Holdings
 from offbeat.strategies import Combined, combined, parse
-from offbeat.strategies.worker.capabilities import Accounted, Metered, Observed, Starter, refuse_halves
 from offbeat.strategies.compressors import Compressing
+from offbeat.strategies.worker.capabilities import Accounted, Metered, Observed, Starter, refuse_halves
 from offbeat.strategies.worker.exchange import Exchange, Exchanging, Pace, Timing, pace_of
 from offbeat.strategies.worker.loop_hooks import LoopHooks
 

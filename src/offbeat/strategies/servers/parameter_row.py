@@ -24,9 +24,9 @@ class ParameterRow:
         kinds = {p.dtype for p in parameters}
         names = {kind: name for name, kind in KINDS.items()}
         if len(kinds) != 1 or not kinds <= names.keys():
-            present = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds)) or "none"
+            actual = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds)) or "none"
             raise StrategyError(
-                f"servers hold parameters of one kind, {' or '.join(KINDS)}; these models have {present}. Use allreduce."
+                f"servers hold parameters of one kind, {' or '.join(KINDS)}; these models have {actual}. Use allreduce."
             )
         (dtype,) = kinds
         self.kind = names[dtype]

@@ -67,7 +67,7 @@ class CompressedPushes:
         return raw[: message.size]
 
     def compare(self, link: ServerLink, dense: Sequence[Bytes]) -> dict[str, float]:
-        """Send the last messages once more, then dense rows, and return the costs and savings of all pushes. Collective.
+        """Send the last messages once more, then dense rows; returns costs and savings of all pushes. Collective.
 
         Transfers that overlap with computation cost nothing: of both kinds, only those that were waited for count.
         """

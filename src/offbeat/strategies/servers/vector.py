@@ -22,8 +22,8 @@ from offbeat.errors import UsageError
 from offbeat.protocols.servers.messages import Fetched, PullReply
 from offbeat.protocols.servers.worker.notices import PulledRange, RangeRequest
 from offbeat.protocols.servers.worker.rhythm import Action
-from offbeat.strategies.servers.driver import ServerDriver
 from offbeat.strategies.compressors import Compressing
+from offbeat.strategies.servers.driver import ServerDriver
 
 _NOTHING_IS_NEWER = 2**62
 

@@ -45,7 +45,7 @@ class Sliced(Protocol):
     """Decides which slices of a batch a worker computes; by default the live workers have one each."""
 
     def slices(self) -> tuple[Sequence[int], int]:
-        """This worker's slices, and their total number.
+        """The slices of this worker, and their total number.
 
         If it has several, the loop gets each as a batch, and the step ends with the last.
         """
@@ -140,7 +140,7 @@ class Snapshotting(Protocol):
         """Request a snapshot, taken as each worker reaches a boundary."""
 
     def cut(self, clock: int) -> SnapshotCut | None:
-        """This worker's part of a snapshot at a boundary after `clock` steps, if one is due."""
+        """The part of this worker in a snapshot at a boundary after `clock` steps, if one is due."""
         ...
 
 
@@ -158,7 +158,7 @@ class Observed(Protocol):
     """Has figures to show during a run."""
 
     def figures(self) -> dict[str, Any]:
-        """This worker's figures so far, for each line of the metrics and for the display; plain data."""
+        """The figures of this worker so far, for each line of the metrics and for the display; plain data."""
         ...
 
 

@@ -30,7 +30,7 @@ from offbeat.strategies.worker.capabilities import Costed, Microbatched, Sliced
 from offbeat.strategies.worker.flat_rows import Rows
 
 
-class WorkerSide(ABC):
+class WorkerSide:
     """One worker's side of a strategy: hooks that come off at the end, and a state for checkpoints."""
 
     replicated: bool = True
@@ -59,7 +59,7 @@ class WorkerSide(ABC):
         self.handles += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
 
-class Exchange(WorkerSide):
+class Exchange(WorkerSide, ABC):
     """One worker's side of an exchange: the core that all of them have.
 
     What only some can do is in `strategies.worker.capabilities`; an exchange has a capability by having its methods.
@@ -114,7 +114,7 @@ class Exchange(WorkerSide):
             yield
 
 
-class Pace(WorkerSide):
+class Pace(WorkerSide, ABC):
     """One worker's side of a `when`: decides for each batch whether its gradients are exchanged and applied now.
 
     It may take part in backward passes (`ModelHooks`) and in optimizer steps (`StepHooks`), too.

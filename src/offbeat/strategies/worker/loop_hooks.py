@@ -91,8 +91,8 @@ class LoopHooks:
             )
         if self.first_gradients.same(rows[:, 0].tolist()) and self._group.membership.leads:
             self.warn(
-                f"all {self._group.size} workers had the same gradients in their first backward passes, so they compute the same "
-                f"batches, and do the work of one. Give the training loader to team.prepare(...), which divides each "
+                f"all {self._group.size} workers had the same gradients in their first backward passes, so they compute "
+                f"the same batches, and do the work of one. Give the training loader to team.prepare(...), which divides each "
                 f"batch over the workers; or have each worker draw its own batches, by team.rank and team.size."
             )
 
@@ -181,8 +181,8 @@ class LoopHooks:
         if known and self._group.size > 1 and theirs - ours:
             raise UsageError(
                 f"{type(optimizer).__name__} updates {len(theirs - ours)} parameters that belong to no prepared model: "
-                f"nobody would exchange their gradients, and the workers would drift apart. Give that model to prepare() "
-                f"too."
+                f"nobody would exchange their gradients, and the workers would drift apart. Give that model to "
+                f"prepare() too."
             )
         if known:
             self._checked[id(optimizer)] = len(optimizer.param_groups)

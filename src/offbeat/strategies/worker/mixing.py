@@ -1,4 +1,4 @@
-"""Workers that step on models of their own and mix them afterwards: in lockstep, compressed, or in asynchronous pairs."""
+"""Workers that step on their own models and mix them afterwards: in lockstep, compressed, or in asynchronous pairs."""
 
 from __future__ import annotations
 
@@ -328,7 +328,7 @@ class AsyncGossipWorker(MixingWorker):
         self._chat = Chat(self.group, self._neighbours, rows[0], seed, self._plan)
 
     def _neighbours(self, members: Sequence[int]) -> list[int]:
-        """This worker's neighbours among the members; all of them, if the graph does not exist for their number."""
+        """The worker's neighbours among the members; all of them, if the graph does not exist for their number."""
         among = sorted({self.group.rank, *members})
         try:
             places = self._mixings(len(among)).neighbours(among.index(self.group.rank)).tolist()

@@ -82,7 +82,7 @@ class OptimizerShards:
             own.grad = None if gradient is None or low == high else gradient.reshape(-1)[low:high]
 
     def publish(self) -> None:
-        """This worker's slices are updated: return when every worker has every slice."""
+        """The worker's slices are updated: return when every worker has every slice."""
         for own in self.slices:
             own.grad = None
         self._group.sent.record()
