@@ -100,7 +100,7 @@ def test_an_exception_is_told_with_its_worker_and_its_traceback(
 @pytest.mark.parametrize(
     ("more", "piece"),
     [
-        ("def data(self):\n    return 1, 2, 3\n", "Points.data() gave a tuple. Return offbeat.Data"),
+        ("def data(self):\n    return 1, 2, 3\n", "Points.data() is a tuple. Return offbeat.Data"),
         ("def disturbed(self, loss):\n    return loss.expand(3)\n", "the loss is a tensor of shape (3,)"),
         ("def disturbed(self, loss):\n    return loss.item()\n", "the loss is a float, not a tensor of one number"),
         ("global_batch = 0\n", "global_batch is 0, but"),

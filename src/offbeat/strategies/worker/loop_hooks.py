@@ -91,9 +91,10 @@ class LoopHooks:
             )
         if self.first_gradients.same(rows[:, 0].tolist()) and self._group.membership.leads:
             self.warn(
-                f"all {self._group.size} workers had the same gradients in their first backward passes, so they compute "
-                f"the same batches, and do the work of one. Give the training loader to team.prepare(...), which divides each "
-                f"batch over the workers; or have each worker draw its own batches, by team.rank and team.size."
+                f"all {self._group.size} workers had the same gradients in their first backward passes, so they "
+                f"compute the same batches, and do the work of one. Give the training loader to team.prepare(...), "
+                f"which divides each batch over the workers; or have each worker draw its own batches, by "
+                f"team.rank and team.size."
             )
 
     def check_steps(self, steps: Sequence[float]) -> None:
