@@ -11,7 +11,7 @@ from offbeat.protocols.servers.messages import place_of, server_name
 from offbeat.run.drive import Result
 from offbeat.runtime.run.report import ages_in_words, served_in_words
 from offbeat.strategies import parse
-from offbeat.strategies.servers.metrics import OLDEST, WorkerStatistics, together
+from offbeat.strategies.servers.link import OLDEST, WorkerStatistics, together
 
 ONE = WorkerStatistics(0, 1.5, {"applied": 3, "refused": 1}, {0: 2, 2: 1}, {(0, 0): (80, 160), (1, 2): (8, 16)})
 OTHER = WorkerStatistics(2, 0.25, {"applied": 4, "late": 2}, {1: 5})

@@ -139,7 +139,9 @@ def drive(job: Job, *, launcher: Launcher | None = None, watcher: Watcher | None
         sentences, job = job.goal.disturb, resolve(job)
         job = dataclasses.replace(job, goal=dataclasses.replace(job.goal, disturb=sentences))
         check(job.goal.disturbances, _role_counts(job))
-        check_room(_processes(job), job.threads or threads_for(job.workers))
+        needs = servers_of(job)
+        processes = job.workers + (needs[0] * (1 + needs[1]) if needs else 0)
+        check_room(processes, job.threads or threads_for(job.workers))
         with nullcontext() if job.hosts is None else placed(job.hosts) as there, _store(job, there) as store:
             # After the store, so that a port that is taken leaves no folder behind.
             folder = _folder_for(job)
@@ -236,12 +238,6 @@ def _conclude(watch: LiveWatch, folder: RunFolder, error: BaseException) -> None
         folder.write(verdict=verdict.plain())
         if explains and isinstance(error, RunError):
             raise VerdictError(verdict.headline, kind=verdict.kind, verdict=verdict.plain()) from error
-
-
-def _processes(job: Job) -> int:
-    """Number of processes of the run: its workers, and a server for every copy of every shard."""
-    needs = servers_of(job)
-    return job.workers + (needs[0] * (1 + needs[1]) if needs else 0)
 
 
 def _role_counts(job: Job) -> dict[str, int]:

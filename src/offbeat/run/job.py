@@ -74,7 +74,7 @@ def target_of(text: str, arguments: tuple[str, ...]) -> Script | TaskReference:
         if not name:
             return Script(str(Path(source).resolve()), arguments)
         source = str(Path(source).resolve())
-    elif "/" in source or not source or _is_no_module(Path(source)):
+    elif "/" in source or not source or is_file(Path(source)) or not _importable(Path(source)):
         raise TaskError(
             f"{text!r} is neither a Python file nor a module. Give `file.py`, `file.py:Class` or e.g. "
             f"offbeat.tasks.digits."
@@ -83,9 +83,8 @@ def target_of(text: str, arguments: tuple[str, ...]) -> Script | TaskReference:
     return dataclasses.replace(reference, arguments=_constructor_arguments(reference, arguments))
 
 
-def _is_no_module(path: Path) -> bool:
-    """Whether this is a file or folder that Python cannot import."""
-    return is_file(path) or (is_folder(path) and not is_there(path / "__init__.py"))
+def _importable(folder: Path) -> bool:
+    return not is_folder(folder) or is_there(folder / "__init__.py")
 
 
 def _constructor_arguments(reference: TaskReference, arguments: tuple[str, ...]) -> dict[str, Any]:

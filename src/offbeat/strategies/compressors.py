@@ -16,7 +16,10 @@ from offbeat.protocols import compression as formats
 from offbeat.protocols.compression import RowFormat, Shapes
 from offbeat.protocols.partition import mixed
 from offbeat.runtime.compression import Coder, Feedback, build
-from offbeat.strategies._base import Axis, Strategy, Traits, require
+from offbeat.strategies._base import Axis, Strategy, Traits
+from offbeat.strategies.language.fields import Ranges
+
+_FRACTION: Ranges = (("fraction", lambda share: 0 < share <= 1, "a fraction is above 0 and at most 1"),)
 
 
 @dataclass(frozen=True)
@@ -166,11 +169,7 @@ class TopK(Compressing):
     selects = True
     form = formats.TopKFormat
     examples = ("topk", "topk(0.05) + quantize", "topk(0.001, feedback=False)")
-
-    def __post_init__(self) -> None:
-        """Refuse to send nothing."""
-        super().__post_init__()
-        require(0 < self.fraction <= 1, self, "fraction", self.fraction, "a fraction is above 0 and at most 1")
+    _ranges = _FRACTION
 
 
 @dataclass(frozen=True)
@@ -188,11 +187,7 @@ class Threshold(Compressing):
     selects = True
     form = formats.ThresholdFormat
     examples = ("threshold", "threshold(0.01) + sign")
-
-    def __post_init__(self) -> None:
-        """Refuse a magnitude that everything exceeds."""
-        super().__post_init__()
-        require(self.above > 0, self, "above", self.above, "a magnitude is above 0")
+    _ranges = (("above", lambda magnitude: magnitude > 0, "a magnitude is above 0"),)
 
 
 @dataclass(frozen=True)
@@ -209,11 +204,7 @@ class RandomK(Compressing):
     selects = True
     form = formats.RandomKFormat
     examples = ("randomk", "randomk(0.1) + half")
-
-    def __post_init__(self) -> None:
-        """Refuse to send nothing."""
-        super().__post_init__()
-        require(0 < self.fraction <= 1, self, "fraction", self.fraction, "a fraction is above 0 and at most 1")
+    _ranges = _FRACTION
 
 
 @dataclass(frozen=True)
@@ -231,11 +222,7 @@ class LowRank(Compressing):
     aliases = MappingProxyType({"powersgd": "lowrank"})
     form = formats.LowRankFormat
     examples = ("lowrank", "lowrank(2)")
-
-    def __post_init__(self) -> None:
-        """Refuse a rank below 1."""
-        super().__post_init__()
-        require(self.rank >= 1, self, "rank", self.rank, "a rank is 1 or more")
+    _ranges = (("rank", lambda rank: rank >= 1, "a rank is 1 or more"),)
 
     def refuses(self, other: Strategy) -> str | None:
         """Exchanges whose messages have a single receiver."""

@@ -216,10 +216,11 @@ class DDPWorker(Exchange):
         self._scalers = []
         if self.weight_in_backward != 1.0:
             trainable = [p for wrapped in self._wrapped for p in wrapped.module.parameters() if p.requires_grad]
-            self._scalers = [p.register_hook(_OwnHook(self._scaled)) for p in trainable]
 
-    def _scaled(self, gradient: Tensor) -> Tensor | None:
-        return None if self._held else gradient * self.weight_in_backward
+            def scale(gradient: Tensor) -> Tensor | None:
+                return None if self._held else gradient * self.weight_in_backward
+
+            self._scalers = [p.register_hook(_OwnHook(scale)) for p in trainable]
 
     def suspend(self, held: bool) -> None:
         """Switch DDP's `no_sync` on or off."""

@@ -100,7 +100,8 @@ class Lasso(IterativeTask):
         for j in range(len(block)):
             before = block[j].clone()
             if gram[j, j] > 0:
-                block[j] = _soft(correlation[j] + gram[j, j] * before, threshold) / gram[j, j]
+                value = correlation[j] + gram[j, j] * before
+                block[j] = value.sign() * (value.abs() - threshold).clamp(min=0) / gram[j, j]
             correlation -= gram[:, j] * (block[j] - before)
         return {"weight": weight, "step": params["step"] + 1}
 
@@ -113,7 +114,3 @@ class Lasso(IterativeTask):
         blocks = -(-self.features // self.block)
         first = int(params["step"]) % blocks * self.block
         return slice(first, min(first + self.block, self.features))
-
-
-def _soft(value: Tensor, threshold: Tensor) -> Tensor:
-    return value.sign() * (value.abs() - threshold).clamp(min=0)

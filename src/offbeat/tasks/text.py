@@ -82,7 +82,8 @@ class Text(Task):
     @once
     def data(self) -> Data:
         """Windows of `context` characters, and the same moved on by one."""
-        symbols = _encoded(_standard_library())
+        number = {character: place for place, character in enumerate(_ALPHABET)}
+        symbols = torch.tensor([number.get(character, len(number)) for character in _standard_library()])
         windows = symbols[: len(symbols) // (self.context + 1) * (self.context + 1)].view(-1, self.context + 1)
         held_out = max(1, _HELD_OUT_CHARACTERS // self.context)
         return divide(windows[:, :-1], windows[:, 1:], validation=held_out, test=held_out)
@@ -149,8 +150,3 @@ def _standard_library() -> str:
             f"environment made from python.org's or your distribution's full package."
         )
     return "".join(file.read_text(encoding="utf-8") for file in files)[:_MOST_CHARACTERS]
-
-
-def _encoded(text: str) -> Tensor:
-    number = {character: place for place, character in enumerate(_ALPHABET)}
-    return torch.tensor([number.get(character, len(number)) for character in text])

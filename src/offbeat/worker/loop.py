@@ -248,7 +248,8 @@ def iterate(task: IterativeTask, team: Team) -> None:
             team.begin_step()
             mine = _summed(task, params.values, part, team)
         with team.stopwatch.spent_on("communicate"):
-            total = _total(team, mine)
+            keeper = team.exchange if isinstance(team.exchange, StatisticsKeeper) else None
+            total = team.group.sums(mine, "the sum of statistics") if keeper is None else keeper.total(mine)
         with team.stopwatch.spent_on("compute"):
             params.values = {name: value.clone() for name, value in task.update(params.values, total).items()}
         team.ledger.steps += 1
@@ -267,13 +268,6 @@ def iterate(task: IterativeTask, team: Team) -> None:
     team.notes["test_score"] = team.mean(score=float(task.score(params.values, test)))["score"]
     team.notes["epochs"] = team.step
     _write_model(params.values, team)
-
-
-def _total(team: Team, statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Statistics summed over the workers."""
-    if isinstance(team.exchange, StatisticsKeeper):
-        return team.exchange.total(statistics)
-    return team.group.sums(statistics, "the sum of statistics")
 
 
 def _part_of(train: Dataset[Any], task: IterativeTask, team: Team, members: Sequence[int]) -> Iterable[Any]:

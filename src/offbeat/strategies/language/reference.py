@@ -77,6 +77,11 @@ def overview() -> list[Description]:
 def _description(cls: type[Strategy]) -> Description:
     summary = cls.summary()
     text = inspect.cleandoc(cls.__doc__ or "")
+    traits = inspect.getattr_static(cls, "traits")
+    if traits is Strategy.traits:
+        traits = cls.promises
+    elif not isinstance(traits, Traits):  # A property that depends on arguments, not a value that hides it.
+        traits = Traits() if any(field.required for field in fields_of(cls)) else cls().traits
     settings = [setting for field in fields_of(cls) for setting in field.settings.values()]
     return Description(
         name=cls.name,
@@ -86,20 +91,10 @@ def _description(cls: type[Strategy]) -> Description:
         signature=signature(cls),
         fields=_fields(cls),
         settings={setting.name: _fields(setting) for setting in settings},
-        traits=_traits(cls),
+        traits=traits,
         aliases=dict(cls.aliases),
         examples=cls.examples,
     )
-
-
-def _traits(cls: type[Strategy]) -> Traits:
-    """Its traits with default arguments; none if they depend on its arguments and one of those is required."""
-    traits = inspect.getattr_static(cls, "traits")
-    if isinstance(traits, Traits):  # Set on the class, which hides the property.
-        return traits
-    if traits is Strategy.traits:
-        return cls.promises
-    return Traits() if any(field.required for field in fields_of(cls)) else cls().traits
 
 
 def _fields(cls: type[TextValue]) -> tuple[FieldDescription, ...]:
