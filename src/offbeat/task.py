@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from offbeat.errors import OffbeatError, TaskError, did_you_mean
 
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import Dataset
-
-Plain = None | bool | int | float | str | list[Any] | dict[str, Any]
-"""Types of a task's arguments, which are saved in the run folder and sent to workers."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +162,6 @@ class TaskReference:
     arguments: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class: numbers, strings, lists and dictionaries of them."""
 
-    bundled: ClassVar[str] = "offbeat.tasks"
-
     def __str__(self) -> str:
         return f"{self.source}:{self.name}" if self.name else self.source
 
@@ -248,7 +243,7 @@ def reference_to(task: AnyTask) -> TaskReference:
 FILE_MODULE = "offbeat_file_"
 _WHAT_THERE_IS = (
     "Give a script (`file.py`), a task in a file (`file.py:Class`) or a module that can be imported, such as "
-    f"{TaskReference.bundled}.digits."
+    "offbeat.tasks.digits."
 )
 
 

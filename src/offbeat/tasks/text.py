@@ -27,7 +27,7 @@ _SOURCES = (
 """Modules that are single files in every Python since 3.11."""
 _MOST_CHARACTERS = 1_500_000
 _ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
-"""What is told apart; any other character (tabs, letters beyond ASCII) counts as one more."""
+"""Known characters; any other (tabs, non-ASCII) is one more symbol."""
 _HELD_OUT_CHARACTERS = 16_384
 """In validation, and again in the test, so that scoring takes a fraction of a second."""
 
