@@ -122,7 +122,7 @@ class UnpreparedOptimizers:
             return
         kind, shapes = type(optimizer).__name__, [str(tuple(p.shape)) for p in trained]
         message = (
-            f"{kind} updates {len(trained)} parameters that no prepared model has, of shapes {_some(shapes)}. No worker "
+            f"{kind} updates {len(trained)} parameters that no prepared model has, of shapes {_some(shapes)}. Nobody "
             f"exchanges their gradients, so each worker trains a copy of its own, and the copies drift apart. Give "
             f"that model and this {kind} to team.prepare(...) too. If the copies are meant to differ, ignore this."
         )
