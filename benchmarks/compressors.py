@@ -36,7 +36,7 @@ from offbeat.protocols.compression import kept_of
 from offbeat.runtime.compression import Coder, Feedback
 from offbeat.runtime.system.malloc import keep_freed_memory
 from offbeat.strategies import combined, parse
-from offbeat.strategies.worker.compression import Compressing, compressor
+from offbeat.strategies.compressors import Compressing, compressor
 
 RESULTS = Path(__file__).parent / "results"
 NUMBERS = 10_000_000

@@ -47,7 +47,7 @@ from offbeat.simulate import Network, compressed_sum_time
 from offbeat.simulate.compressed import exchange_of
 from offbeat.strategies import Exchanging, Timing, combined, parse
 from offbeat.strategies.worker.capabilities import OptimizerHooks, StepHooks
-from offbeat.strategies.worker.compression import Compressing
+from offbeat.strategies.compressors import Compressing
 from offbeat.strategies.worker.exchange import EveryBatch, Exchange, Pace, adopt
 from offbeat.tasks.mnist import Mnist
 

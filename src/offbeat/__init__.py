@@ -22,49 +22,23 @@ if TYPE_CHECKING:
     from offbeat.team.team import Team, init
 
 _WHERE = {
-    "BatchSize": "offbeat.scaling",
-    "Data": "offbeat.task",
-    "Host": "offbeat.runtime.hosts",
-    "Hosts": "offbeat.runtime.hosts",
-    "IterativeTask": "offbeat.task",
-    "League": "offbeat.league",
-    "OffbeatError": "offbeat.errors",
-    "Result": "offbeat.run.drive",
-    "Scaling": "offbeat.scaling",
-    "Strategy": "offbeat.strategies",
-    "Task": "offbeat.task",
-    "Team": "offbeat.team.team",
-    "accuracy": "offbeat.task",
-    "batch_size": "offbeat.scaling",
-    "compare": "offbeat.league",
-    "fit": "offbeat.run.drive",
-    "init": "offbeat.team.team",
-    "parse": "offbeat.strategies",
-    "scale": "offbeat.scaling",
+    name: module
+    for module, names in {
+        "offbeat.errors": ("OffbeatError",),
+        "offbeat.league": ("League", "compare"),
+        "offbeat.run.drive": ("Result", "fit"),
+        "offbeat.runtime.hosts": ("Host", "Hosts"),
+        "offbeat.scaling": ("BatchSize", "Scaling", "batch_size", "scale"),
+        "offbeat.strategies": ("Strategy", "parse"),
+        "offbeat.task": ("Data", "IterativeTask", "Task", "accuracy"),
+        "offbeat.team.team": ("Team", "init"),
+    }.items()
+    for name in names
 }
 
-__all__ = [
-    "BatchSize",
-    "Data",
-    "Host",
-    "Hosts",
-    "IterativeTask",
-    "League",
-    "OffbeatError",
-    "Result",
-    "Scaling",
-    "Strategy",
-    "Task",
-    "Team",
-    "__version__",
-    "accuracy",
-    "batch_size",
-    "compare",
-    "fit",
-    "init",
-    "parse",
-    "scale",
-]
+__all__ = ["BatchSize", "Data", "Host", "Hosts", "IterativeTask", "League", "OffbeatError", "Result", "Scaling"]
+__all__ += ["Strategy", "Task", "Team", "__version__", "accuracy", "batch_size", "compare", "fit", "init", "parse"]
+__all__ += ["scale"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,10 +1,10 @@
-"""What is learned: a model, its data, its loss, its optimizer, its score and the score to reach.
+"""Tasks: a model, its data, loss, optimizer and score, and the score to reach.
 
-A learning problem is well posed by its experience (`data`), its task (`model`, `criterion`) and its performance
-measure (`score`, `target`). Everything else, above all how the work is distributed, is the system's business.
+A learning problem is defined by its experience (`data`), its task (`model`, `criterion`) and its performance measure
+(`score`, `target`). Everything else, above all how the work is distributed, is up to the system.
 
-Workers are other processes and nothing is pickled, so a task travels as a *reference*: where its class is
-defined, and the plain arguments it was made with.
+Workers are other processes and nothing is pickled, so a task is sent as a *reference*: where its class is defined, and
+its plain arguments.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from offbeat.errors import OffbeatError, TaskError, did_you_mean
 
@@ -30,36 +30,33 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import Dataset
 
-Plain = None | bool | int | float | str | list[Any] | dict[str, Any]
-"""What an argument of a task may be, so that it can be written into a run folder and sent to a worker."""
-
 
 @dataclass(frozen=True)
 class Data:
     """The three parts of a task's data; map-style or iterable datasets of examples."""
 
     train: Dataset[Any]
-    """What is learned from; divided over the workers."""
+    """Training examples; divided over the workers."""
     validation: Dataset[Any]
-    """What the target is judged on while training."""
+    """Examples on which the target is judged during training."""
     test: Dataset[Any]
-    """What is scored once, at the end."""
+    """Examples that are scored once, at the end."""
 
 
 class _Referable(ABC):
-    """Remembers the arguments an object was made with, so that a worker can make it again."""
+    """Remembers an object's arguments, so that a worker can create it again."""
 
     _arguments: dict[str, Any]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        made = super().__new__(cls)
+        task = super().__new__(cls)
         # Wrong arguments are for __init__ to refuse, with Python's own message.
         try:
             arguments = _by_name(inspect.signature(cls).bind(*args, **kwargs))
         except TypeError:
             arguments = {}
-        object.__setattr__(made, "_arguments", arguments)
-        return made
+        object.__setattr__(task, "_arguments", arguments)
+        return task
 
     @abstractmethod
     def data(self) -> Data:
@@ -67,22 +64,22 @@ class _Referable(ABC):
 
 
 class Task(_Referable):
-    """Something to learn by gradient descent. Subclass it, fill in the methods, and give it to `offbeat.fit`."""
+    """A task for gradient descent. Subclass it, fill in the methods, and pass it to `offbeat.fit`."""
 
     target: float | None = None
-    """The validation score at which training is done; None trains until the budget is spent."""
+    """The validation score at which training ends; None trains until the budget is spent."""
     global_batch: int = 64
     """Examples per step, split over the workers."""
     epochs: int = 20
-    """The budget: passes over the training data, if the target is not reached before."""
+    """The budget, in epochs, if the target is not reached before."""
     evaluate_every: int | None = None
     """Steps between two evaluations; None evaluates after every epoch."""
     evaluate_batch: int = 256
-    """Examples per batch when scoring; it changes the speed, not the score."""
+    """Examples per batch when scoring; affects the speed, not the score."""
     score_by_parts: bool = False
     """True if `score` is a mean over examples: then each worker scores a part and the parts are averaged."""
     collate: Callable[[list[Any]], Any] | None = None
-    """Makes a batch of a list of examples; None is PyTorch's default."""
+    """Collates a list of examples into a batch; None is PyTorch's default."""
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -116,23 +113,23 @@ class Task(_Referable):
 
 
 class IterativeTask(_Referable):
-    """Something to learn by iteration that is not gradient descent: `params = update(params, sum of statistics)`.
+    """A task for iterations other than gradient descent: `params = update(params, sum of statistics)`.
 
     Expectation-maximization and coordinate descent are of this kind. One step is one pass over the training data:
-    every worker sums `statistics` over its part, the sums are added over the workers, and `update` moves the
+    every worker sums `statistics` over its part, the sums are added over the workers, and `update` computes new
     parameters. So the result does not depend on the number of workers.
     """
 
     target: float | None = None
-    """The validation score at which learning is done; None iterates until the budget is spent."""
+    """The validation score at which training ends; None iterates until the budget is spent."""
     global_batch: int | None = None
-    """Examples handed to `statistics` at once, over all workers; None hands each worker its whole part."""
+    """Examples passed to `statistics` at once, over all workers; None passes each worker's whole part."""
     steps: int = 100
-    """The budget: updates, if the target is not reached before."""
+    """The budget, in updates, if the target is not reached before."""
     evaluate_every: int = 1
     """Steps between two evaluations."""
     collate: Callable[[list[Any]], Any] | None = None
-    """Makes a batch of a list of examples; None is PyTorch's default."""
+    """Collates a list of examples into a batch; None is PyTorch's default."""
 
     @abstractmethod
     def initial(self) -> Mapping[str, Tensor]:
@@ -140,7 +137,7 @@ class IterativeTask(_Referable):
 
     @abstractmethod
     def statistics(self, params: Mapping[str, Tensor], batch: Any) -> Mapping[str, Tensor]:
-        """What a batch says about the parameters, in tensors of any shapes that may be summed over batches."""
+        """Statistics of a batch, as tensors of any shapes that can be summed over batches."""
 
     @abstractmethod
     def update(self, params: Mapping[str, Tensor], total: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -156,7 +153,7 @@ AnyTask = Task | IterativeTask
 
 @dataclass(frozen=True)
 class TaskReference:
-    """Where a task is defined and what it was made with: all that a worker needs to make it again."""
+    """Where a task is defined, and its arguments: all that a worker needs to create it."""
 
     source: str
     """A dotted module, or the path of a Python file."""
@@ -165,39 +162,44 @@ class TaskReference:
     arguments: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class: numbers, strings, lists and dictionaries of them."""
 
-    bundled: ClassVar[str] = "offbeat.tasks"
-
     def __str__(self) -> str:
         return f"{self.source}:{self.name}" if self.name else self.source
 
     def build(self) -> AnyTask:
         """The task itself."""
-        found = self.find()
-        if inspect.isabstract(found):
-            raise TaskError(f"{found.__name__} is not a complete task: {_lacks(found)}.")
+        cls = self.find()
+        if inspect.isabstract(cls):
+            raise TaskError(f"{cls.__name__} is not a complete task: {_lacks(cls)}.")
+        spelled = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items()) or "no arguments"
         try:
-            inspect.signature(found).bind(**self.arguments)
+            inspect.signature(cls).bind(**self.arguments)
         except TypeError as error:
             raise TaskError(
-                f"{found.__name__} cannot be made with {_spelled(self.arguments)}: {error}. Its arguments are "
-                f"{inspect.signature(found)}; on the command line they stand after `--`, as `-- --name value`."
+                f"{cls.__name__} cannot be made with {spelled}: {error}. Its arguments are {inspect.signature(cls)}; "
+                f"on the command line they stand after `--`, as `-- --name value`."
             ) from error
         try:
-            return found(**self.arguments)
+            return cls(**self.arguments)
         except OffbeatError:
             raise
         except Exception as error:
-            what = f"{found.__name__} cannot be made with {_spelled(self.arguments)}"
-            raise TaskError(_with_traceback(what, error)) from error
+            raise TaskError(_with_traceback(f"{cls.__name__} cannot be made with {spelled}", error)) from error
 
     def find(self) -> type[AnyTask]:
         """The task's class, imported."""
         module = load_module(self.source)
-        tasks = _tasks_of(module)
+        own = {
+            name: value
+            for name, value in vars(module).items()
+            if inspect.isclass(value)
+            and issubclass(value, (Task, IterativeTask))
+            and value.__module__ == module.__name__  # Imported ones do not count.
+        }
+        tasks = {name: cls for name, cls in own.items() if not inspect.isabstract(cls) and not name.startswith("_")}
         if self.name is None:
             if len(tasks) == 1:
                 return next(iter(tasks.values()))
-            raise TaskError(_not_one_task(self.source, tasks, _incomplete(module)))
+            raise TaskError(_not_one_task(self.source, tasks, [cls for cls in own.values() if inspect.isabstract(cls)]))
         chosen = getattr(module, self.name, None)
         if not (inspect.isclass(chosen) and issubclass(chosen, (Task, IterativeTask))):
             what = "is not a subclass of offbeat.Task" if chosen is not None else "does not exist"
@@ -206,7 +208,7 @@ class TaskReference:
 
 
 def reference_to(task: AnyTask) -> TaskReference:
-    """The reference that makes this task again in another process."""
+    """The reference by which another process can create this task."""
     kind = type(task)
     module = sys.modules.get(kind.__module__)
     if "<locals>" in kind.__qualname__ or "." in kind.__qualname__:
@@ -218,16 +220,16 @@ def reference_to(task: AnyTask) -> TaskReference:
     for name, value in arguments.items():
         if value is _NAMELESS:
             raise TaskError(
-                f"{kind.__name__} takes {name!r} by position only, but its workers make it again by names. "
+                f"{kind.__name__} takes {name!r} by position only, but its workers create it by keywords. "
                 f"Give {kind.__name__}.__init__ plain named arguments."
             )
         if not _is_plain(value):
             raise TaskError(
-                f"{kind.__name__}({name}={type(value).__name__}…): a task travels to its workers as plain arguments "
-                f"(numbers, strings, lists), never as a pickle. Pass what {name!r} is made from, and make it inside."
+                f"{kind.__name__}({name}={type(value).__name__}…): a task is sent to its workers as plain arguments "
+                f"(numbers, strings, lists), never as a pickle. Pass what {name!r} is made from, and create it inside."
             )
     source = kind.__module__
-    if source == "__main__" or (module is not None and source.startswith(_FILE_MODULE)):
+    if source == "__main__" or (module is not None and source.startswith(FILE_MODULE)):
         path = getattr(module, "__file__", None)
         if path is None:
             raise TaskError(
@@ -238,19 +240,19 @@ def reference_to(task: AnyTask) -> TaskReference:
     return TaskReference(source, kind.__name__, dict(arguments))
 
 
-_FILE_MODULE = "offbeat_file_"
+FILE_MODULE = "offbeat_file_"
 _WHAT_THERE_IS = (
     "Give a script (`file.py`), a task in a file (`file.py:Class`) or a module that can be imported, such as "
-    f"{TaskReference.bundled}.digits."
+    "offbeat.tasks.digits."
 )
 
 
 def load_module(source: str) -> ModuleType:
-    """A dotted module, or a Python file by its path (which is imported once per process)."""
+    """Import a dotted module, or a Python file by its path (once per process)."""
     if source.endswith(".py"):
         return _load_file(Path(source))
     if not all(word.isidentifier() for word in source.split(".")):
-        raise TaskError(f"{source!r} is not a name of a module. {_WHAT_THERE_IS}")
+        raise TaskError(f"{source!r} is not the name of a module. {_WHAT_THERE_IS}")
     try:
         return importlib.import_module(source)
     except OffbeatError:
@@ -269,7 +271,7 @@ def _load_file(path: Path) -> ModuleType:
     main = sys.modules.get("__main__")
     if main is not None and getattr(main, "__file__", None) and Path(str(main.__file__)).resolve() == resolved:
         return main
-    name = _FILE_MODULE + "".join(c if c.isalnum() else "_" for c in str(resolved.with_suffix("")))
+    name = FILE_MODULE + "".join(c if c.isalnum() else "_" for c in str(resolved.with_suffix("")))
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, resolved)
@@ -291,40 +293,13 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def _with_traceback(what: str, error: BaseException) -> str:
-    """What failed in people's own code, with the traceback from where that code begins."""
+    """A message about a failure in the user's code, with the traceback from where that code begins."""
     frames = error.__traceback__
-    ours = (__file__, importlib.__file__)
-    while frames is not None and (frames.tb_frame.f_code.co_filename in ours or _is_import(frames.tb_frame.f_code)):
+    ours = (__file__, importlib.__file__, "<frozen importlib")
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(ours):
         frames = frames.tb_next
     lines = traceback.format_exception(type(error), error, frames)
     return f"{what}: {type(error).__name__}: {error}.\n{''.join(lines).rstrip()}"
-
-
-def _is_import(code: CodeType) -> bool:
-    return code.co_filename.startswith("<frozen importlib")
-
-
-def _tasks_of(module: ModuleType) -> dict[str, type[AnyTask]]:
-    """The tasks that a module defines itself, by name; what it merely imports does not count."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if inspect.isclass(value)
-        and issubclass(value, (Task, IterativeTask))
-        and value.__module__ == module.__name__
-        and not inspect.isabstract(value)
-        and not name.startswith("_")
-    }
-
-
-def _incomplete(module: ModuleType) -> list[str]:
-    """What the module's classes lack that would be tasks if they had all methods."""
-    own = [value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == module.__name__]
-    return [
-        f"{cls.__name__} is not a complete task: {_lacks(cls)}"
-        for cls in own
-        if issubclass(cls, (Task, IterativeTask)) and inspect.isabstract(cls)
-    ]
 
 
 def _lacks(cls: type) -> str:
@@ -332,11 +307,11 @@ def _lacks(cls: type) -> str:
     return f"it lacks {' and '.join(f'{name}()' for name in names)}"
 
 
-def _not_one_task(source: str, tasks: Mapping[str, object], incomplete: list[str]) -> str:
+def _not_one_task(source: str, tasks: Mapping[str, object], incomplete: Iterable[type]) -> str:
     if not tasks:
-        why = "".join(f" {reason}." for reason in incomplete)
+        why = "".join(f" {cls.__name__} is not a complete task: {_lacks(cls)}." for cls in incomplete)
         return (
-            f"{source} defines no task, so there is nothing to learn.{why} Define a class that derives from "
+            f"{source} defines no task, so there is nothing to train.{why} Define a class that derives from "
             f"offbeat.Task and has all of its methods; to run a script of your own, give its file alone (`file.py`)."
         )
     first = sorted(tasks)[0]
@@ -344,21 +319,21 @@ def _not_one_task(source: str, tasks: Mapping[str, object], incomplete: list[str
 
 
 def _by_name(call: inspect.BoundArguments) -> dict[str, Any]:
-    """The arguments of a call as keyword arguments; what `**options` gathered is spread out again."""
-    found: dict[str, Any] = {}
+    """The arguments of a call as keyword arguments, including those in `**options`."""
+    keywords: dict[str, Any] = {}
     for name, value in call.arguments.items():
         kind = call.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_KEYWORD:
-            found |= value
+            keywords |= value
         elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
-            found[name] = _NAMELESS
+            keywords[name] = _NAMELESS
         else:
-            found[name] = value
-    return found
+            keywords[name] = value
+    return keywords
 
 
 _NAMELESS = object()
-"""Stands for an argument that cannot be given by name, so that a worker could not be told."""
+"""Stands for an argument that cannot be passed by keyword, so that a worker could not be created."""
 
 
 def _is_plain(value: object) -> bool:
@@ -372,12 +347,8 @@ def _is_plain(value: object) -> bool:
     return False
 
 
-def _spelled(arguments: Mapping[str, object]) -> str:
-    return ", ".join(f"{k}={v!r}" for k, v in arguments.items()) or "no arguments"
-
-
 def accuracy(model: nn.Module, data: Iterable[Any]) -> float:
-    """The share of examples whose largest output is their label: a ready-made `score` for classifiers."""
+    """The share of correctly classified examples: a ready-made `score` for classifiers."""
     right = seen = 0
     for inputs, labels in data:
         right += int((model(inputs).argmax(dim=-1) == labels).sum())

@@ -19,7 +19,7 @@ QUESTIONS = [
     ("Where is one run driven from settings to result?", "run/drive.py", "run"),
     ("Where are strategies written as text parsed?", "strategies/language/parser.py", "text"),
     ("Where is all-reduce as a strategy?", "strategies/allreduce.py", "gradients"),
-    ("Where is the top-k compressor a user asks for?", "strategies/compressors/topk.py", "largest"),
+    ("Where is the top-k compressor a user asks for?", "strategies/compressors.py", "top-k"),
     ("Who decides whether a worker may start its next step?", "protocols/servers/pacing.py", "who may start a step"),
     ("When does a worker push, pull and wait?", "protocols/servers/worker/rhythm.py", "worker"),
     ("Where are the messages between workers and servers?", "protocols/servers/messages.py", "say to each other"),

@@ -100,7 +100,7 @@ def test_an_exception_is_told_with_its_worker_and_its_traceback(
 @pytest.mark.parametrize(
     ("more", "piece"),
     [
-        ("def data(self):\n    return 1, 2, 3\n", "Points.data() gave a tuple. Return offbeat.Data"),
+        ("def data(self):\n    return 1, 2, 3\n", "Points.data() is a tuple. Return offbeat.Data"),
         ("def disturbed(self, loss):\n    return loss.expand(3)\n", "the loss is a tensor of shape (3,)"),
         ("def disturbed(self, loss):\n    return loss.item()\n", "the loss is a float, not a tensor of one number"),
         ("global_batch = 0\n", "global_batch is 0, but"),
@@ -308,7 +308,7 @@ def test_a_folder_that_is_no_run_cannot_be_resumed(offbeat: Offbeat, tmp_path: P
     said = offbeat("run", "--resume", "other")
     assert (said.code, said.out) == (1, "")
     expected = {None: "is not a run folder: it has no run.json", "not json": "cannot be read"}
-    assert expected.get(content, "says not what was run") in said.err
+    assert expected.get(content, "does not say what was run") in said.err
     assert "Traceback" not in said.err
 
 

@@ -303,7 +303,7 @@ def test_digits_are_learned_by_letters_to_neighbours(launcher: Launcher, tmp_pat
     ("strategy", "words"),
     [
         ("gossip(exponential) + topk", "neighbours change in every step"),
-        ("gossip(asynchronous=True) + half", "pairs that meet by chance"),
+        ("gossip(asynchronous=True) + half", "random pairs keep no estimates"),
         ("gossip + lowrank", "lowrank"),
         ("gossip(gamma=0.0) + half", "gamma"),
     ],

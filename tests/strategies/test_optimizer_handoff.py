@@ -17,8 +17,8 @@ from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.replica.works import ReadShard, Restore, Update
 from offbeat.runtime.servers.shard_state import Numbers
 from offbeat.runtime.servers.updater import Recipe, settings_of
-from offbeat.strategies.servers.optimizer_handoff import first_of, refuse_different_models
-from offbeat.strategies.servers.parameter_row import ParameterRow
+from offbeat.strategies.servers.optimizer import first_of
+from offbeat.strategies.servers.parameter_row import ParameterRow, refuse_different_models
 
 SHARDS = 2
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -11,7 +11,7 @@ from offbeat.protocols.servers.messages import place_of, server_name
 from offbeat.run.drive import Result
 from offbeat.runtime.run.report import ages_in_words, served_in_words
 from offbeat.strategies import parse
-from offbeat.strategies.servers.metrics import OLDEST, WorkerStatistics, together
+from offbeat.strategies.servers.link import OLDEST, WorkerStatistics, together
 
 ONE = WorkerStatistics(0, 1.5, {"applied": 3, "refused": 1}, {0: 2, 2: 1}, {(0, 0): (80, 160), (1, 2): (8, 16)})
 OTHER = WorkerStatistics(2, 0.25, {"applied": 4, "late": 2}, {1: 5})
@@ -78,5 +78,5 @@ def test_old_reads_are_told_together() -> None:
 @pytest.mark.parametrize("tolerance", ["staleness_scaling=True", "delay_compensation=0.1"])
 @pytest.mark.parametrize("consistency", ["bsp", "drop_slowest(1)", "deadline(0.5)"])
 def test_tolerance_of_delays_is_refused_where_nothing_is_delayed(consistency: str, tolerance: str) -> None:
-    with pytest.raises(StrategyError, match="no old gradient is applied: take ssp or asp"):
+    with pytest.raises(StrategyError, match="no old gradient is applied: use ssp or asp"):
         parse(f"server(consistency={consistency}, {tolerance})")

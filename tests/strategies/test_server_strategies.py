@@ -537,7 +537,7 @@ def test_numbers_that_make_no_sense_are_refused(text: str, words: str) -> None:
             "a_group_that_comes_later",
             r"had 1 parameter groups when it was given to prepare\(\), and has 2 now",
         ),
-        ("coded", "a_loader_of_its_own", "coded decides which workers compute the same slice .* Leave out split=False"),
+        ("coded", "a_loader_of_its_own", "coded decides which workers compute the same slice .* Omit split=False"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_the_loop(

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from offbeat.protocols.servers.worker.rhythm import Action
+from offbeat.strategies.server import ServerTotals
 from offbeat.strategies.servers.parameter_row import ParameterRow
-from offbeat.strategies.servers.totals import ServerTotals
 
 SHARDS = 2
 

@@ -259,7 +259,7 @@ def _unfinished() -> dict[str, type[Strategy]]:
         ("Spaced", "'one bit'"),
         ("Taken", "a field 'parts'"),
         ("Unresolved", "cannot be resolved: name 'Nowhere'"),
-        ("Twice", "written alike"),
+        ("Twice", "have the same text"),
         ("Unnamable", "'not-a-word'"),
     ],
 )

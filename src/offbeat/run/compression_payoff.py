@@ -1,9 +1,9 @@
-"""Whether compression pays: time per step times steps to the target, against the same without it.
+"""Whether compression pays off: time per step times steps to the target, against the same without it.
 
-Compression makes a step cheaper on slow links and, as a rule, needs more of them. It pays only if
-`T_compressed * I_compressed < T_dense * I_dense`. The first side is measured by the run itself. What a dense step takes
-here is measured by it too: at times it also exchanges its numbers as they are. How many steps a dense run needs only a
-dense run can tell; if there is one beside it, of the same task, workers and target, it is asked.
+Compression makes a step cheaper on slow links and usually needs more of them. It pays off only if
+`T_compressed * I_compressed < T_dense * I_dense`. The run measures the first side itself, and the time of a dense step
+too: now and then it also exchanges its numbers uncompressed. The number of dense steps comes from a dense run of the
+same task, workers and target in the same folder, if there is one.
 """
 
 from __future__ import annotations
@@ -13,24 +13,22 @@ from pathlib import Path
 from typing import Any, cast
 
 from offbeat.runtime.run.untrusted_files import read_object
-from offbeat.strategies import Strategy, combined, parse
+from offbeat.strategies import combined, parse
 from offbeat.strategies._base import Combined
 
 _FINISHED = "finished"
 
 
 def without_compression(strategy: str) -> str | None:
-    """The same strategy sent as it is; None if nothing is compressed."""
-    found = combined(parse(strategy))
-    if not found.compressions:
-        return None
-    return str(Combined(found.exchange, found.when))
+    """The same strategy without its compressors; None if it has none."""
+    parts = combined(parse(strategy))
+    return str(Combined(parts.exchange, parts.when)) if parts.compressions else None
 
 
 def verdict(data: Mapping[str, Any], config: Mapping[str, Any], runs: Path) -> dict[str, Any]:
-    """What can be said of a result, for the result; nothing if nothing was compressed.
+    """The payoff for the result; empty if nothing was compressed.
 
-    `config` is what the run was asked for, as run.json has it; `runs` is where others lie.
+    `config` is the run's configuration as in run.json; `runs` is the folder of other runs.
     """
     strategy = str(data["strategy"])
     plain = without_compression(strategy)
@@ -42,7 +40,7 @@ def verdict(data: Mapping[str, Any], config: Mapping[str, Any], runs: Path) -> d
     steps = None
     if other is not None and other.get("reached_target") and data.get("reached_target"):
         steps = float(data["steps"]) / float(other["steps"])
-    found: dict[str, Any] = {
+    payoff: dict[str, Any] = {
         "step_seconds": step,
         "dense_step_seconds": dense,
         "dense_step_from": "dense exchanges in this run" if dense is not None else None,
@@ -51,15 +49,15 @@ def verdict(data: Mapping[str, Any], config: Mapping[str, Any], runs: Path) -> d
         "dense_run": None if other is None else str(other["run"]),
     }
     if dense is None and other is not None:
-        found["dense_step_seconds"] = dense = step_seconds(other)
-        found["dense_step_from"] = "the dense run"
+        payoff["dense_step_seconds"] = dense = step_seconds(other)
+        payoff["dense_step_from"] = "the dense run"
     ratio = None if dense is None else step / max(dense, 1e-12)
-    found["pays"] = None if ratio is None or steps is None else ratio * steps < 1
-    return found | {"words": _words(strategy, plain, ratio, steps, data)}
+    payoff["pays"] = None if ratio is None or steps is None else ratio * steps < 1
+    return payoff | {"words": _words(strategy, plain, ratio, steps, data)}
 
 
 def _words(strategy: str, plain: str, step: float | None, steps: float | None, data: Mapping[str, Any]) -> str:
-    name = " + ".join(str(part) for part in _compressions(strategy))
+    name = " + ".join(map(str, combined(parse(strategy)).compressions))
     if int(data.get("workers", 2)) == 1 and not data.get("compression"):
         return f"{name}: one worker sends nothing to others, so there is nothing that compression could save."
     if step is None:
@@ -73,20 +71,16 @@ def _words(strategy: str, plain: str, step: float | None, steps: float | None, d
     return f"{name} does not pay here: step {step:.2f}x, {but}{steps:.2f}x the steps."
 
 
-def _compressions(strategy: str) -> tuple[Strategy, ...]:
-    return combined(parse(strategy)).compressions
-
-
 def step_seconds(data: Mapping[str, Any]) -> float:
-    """Time of a step, without evaluations and without exchanges that were made only to be measured."""
-    kinds = data.get("seconds_by_kind", {})
-    probed = data.get("compression", {}).get("probing_seconds", 0.0)
-    spent = float(data["seconds"]) - float(kinds.get("evaluate", 0.0)) - float(probed)
+    """Time of a step, without evaluations and without exchanges that were made only to measure them."""
+    evaluating = data.get("seconds_by_kind", {}).get("evaluate", 0.0)
+    probing = data.get("compression", {}).get("probing_seconds", 0.0)
+    spent = float(data["seconds"]) - float(evaluating) - float(probing)
     return spent / max(int(data["steps"]), 1)
 
 
 def _dense_step(data: Mapping[str, Any], step: float) -> float | None:
-    """A step of this run with its compressed exchanges taken out and dense ones put in their place."""
+    """Time of a step of this run with dense exchanges in place of compressed ones."""
     account = data.get("compression", {})
     if "as_dense_seconds" not in account:
         return None
@@ -95,16 +89,16 @@ def _dense_step(data: Mapping[str, Any], step: float) -> float | None:
 
 
 def _dense_run(config: Mapping[str, Any], plain: str, runs: Path) -> dict[str, Any] | None:
-    """The newest finished run of the same, sent as it is: its result."""
+    """The result of the newest finished run of the same without compression."""
     for path in sorted(runs.glob("*/run.json"), reverse=True):
         try:
-            told = read_object(path)
-            theirs, result = told["config"], told["result"]
+            run = read_object(path)
+            theirs, result = run["config"], run["result"]
             same = all(theirs.get(name) == config.get(name) for name in ("what", "workers", "hosts"))
             goal, ours = theirs["goal"], config["goal"]
             same = same and all(goal.get(name) == ours.get(name) for name in ("target", "parts", "disturb"))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # Whatever else lies there is no run of ours.
-        if same and told.get("state") == _FINISHED and goal.get("strategy") == plain:
+            continue  # Not a run folder.
+        if same and run.get("state") == _FINISHED and goal.get("strategy") == plain:
             return cast("dict[str, Any]", result)
     return None

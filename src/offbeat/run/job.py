@@ -1,4 +1,4 @@
-"""What is to be run: a script or a task, and how; filled in and checked before anything starts."""
+"""Jobs: the script or task to run, and how; completed and checked before anything starts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from offbeat.task import AnyTask, IterativeTask, Task, TaskReference
 
 @dataclass(frozen=True)
 class Script:
-    """A user's own program: its file and its arguments."""
+    """A user's script and its arguments."""
 
     path: str
     arguments: tuple[str, ...] = ()
@@ -37,27 +37,27 @@ class Script:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be run, how, and where it leaves its traces."""
+    """What to run, how, and where to put the run folder."""
 
     what: Script | TaskReference
     """A script or a task."""
     goal: Goal
-    """How far, and with what."""
+    """Strategy, target, budget and other settings."""
     workers: int = 1
-    """How many processes train."""
+    """Number of workers."""
     threads: int | None = None
-    """Threads in each; None: the cores divided by the workers."""
+    """Threads of each worker; None divides the cores by the workers."""
     out: Path = Path("runs")
-    """Where run folders are made."""
+    """Parent of the run folder."""
     resume: Path | None = None
-    """The folder of an earlier run to go on with."""
+    """Folder of the run to resume."""
     port: int = 0
-    """The port to meet at; 0 is any that is free."""
+    """Rendezvous port; 0 picks a free one."""
     hosts: Hosts | None = None
-    """Where the processes live; None: all on this machine."""
+    """Hosts of the processes; None is this machine alone."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers that make no sense, or that no machine has room for."""
+        """Refuse numbers that make no sense, or that no machine has capacity for."""
         limits.whole("--workers", self.workers, limits.WORKERS, why="each is a process")
         if self.threads is not None:
             limits.whole("--threads", self.threads, limits.THREADS)
@@ -66,7 +66,7 @@ class Job:
 
 
 def target_of(text: str, arguments: tuple[str, ...]) -> Script | TaskReference:
-    """What a command-line target means: a script (`file.py`), or a task (`file.py:Class`, or a module)."""
+    """The script (`file.py`) or task (`file.py:Class`, or a module) that a command-line target denotes."""
     source, _, name = text.partition(":")
     if source.endswith(".py"):
         if not is_file(Path(source)):
@@ -74,44 +74,39 @@ def target_of(text: str, arguments: tuple[str, ...]) -> Script | TaskReference:
         if not name:
             return Script(str(Path(source).resolve()), arguments)
         source = str(Path(source).resolve())
-    elif "/" in source or not source or _is_no_module(Path(source)):
+    elif "/" in source or not source or is_file(Path(source)) or not _importable(Path(source)):
         raise TaskError(
             f"{text!r} is neither a Python file nor a module. Give `file.py`, `file.py:Class` or e.g. "
             f"offbeat.tasks.digits."
         )
-    plain = TaskReference(source, name or None)
-    return dataclasses.replace(plain, arguments=_constructor_arguments(plain, arguments))
+    reference = TaskReference(source, name or None)
+    return dataclasses.replace(reference, arguments=_constructor_arguments(reference, arguments))
 
 
-def _is_no_module(path: Path) -> bool:
-    """Whether a file or folder of this name is here that Python could not import."""
-    return is_file(path) or (is_folder(path) and not is_there(path / "__init__.py"))
+def _importable(folder: Path) -> bool:
+    return not is_folder(folder) or is_there(folder / "__init__.py")
 
 
 def _constructor_arguments(reference: TaskReference, arguments: tuple[str, ...]) -> dict[str, Any]:
-    """`--name value --flag` after `--`, as keyword arguments of the task's class; values that are JSON are read so."""
-    found: dict[str, Any] = {}
-    waiting = list(arguments)
-    while waiting:
-        word = waiting.pop(0)
+    """`--name value --flag` after `--`, as keyword arguments of the task's class; values may be JSON."""
+    keywords: dict[str, Any] = {}
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
         if not word.startswith("--") or word == "--":
             raise TaskError(f"{word!r} after `--` is not an argument of {reference}: write `--name value`.")
         name, equals, value = word[2:].partition("=")
         if not equals:
-            value = waiting.pop(0) if waiting and not waiting[0].startswith("--") else "true"
-        found[name.replace("-", "_")] = _read(value)
-    return found
-
-
-def _read(text: str) -> Any:
-    try:
-        return json.loads(text.lower() if text in ("True", "False") else text)
-    except ValueError:
-        return text
+            value = words.pop(0) if words and not words[0].startswith("--") else "true"
+        try:
+            keywords[name.replace("-", "_")] = json.loads(value.lower() if value in ("True", "False") else value)
+        except ValueError:
+            keywords[name.replace("-", "_")] = value
+    return keywords
 
 
 def resolve(job: Job) -> Job:
-    """Fill in what was left open, and refuse what cannot be run."""
+    """Fill in defaults, and refuse what cannot be run."""
     if job.resume is not None:
         job = _as_before(job)
     goal = job.goal
@@ -121,12 +116,12 @@ def resolve(job: Job) -> Job:
     strategy.check(job.workers)
     if goal.replace and not strategy.traits.elastic:
         raise StrategyError(
-            f"--replace {goal.replace}: under {strategy.exchange} no worker can join a run that has begun. Leave it "
-            f"out, or use a strategy with servers, such as server."
+            f"--replace {goal.replace}: under {strategy.exchange} no worker can join a run that has begun. Omit it, "
+            f"or use a strategy with servers, such as server."
         )
     if job.hosts is not None:
         strategy.check_hosts(len(set(job.hosts.of_workers())))
-    # A script may say its own to offbeat.init(), or know nothing of offbeat: what it does is heard when it does it.
+    # A script may name a strategy to offbeat.init(), or not use offbeat at all: that is known only when it runs.
     own = isinstance(job.what, Script) and goal.strategy is None
     changes: dict[str, Any] = {} if own else {"strategy": str(strategy)}
     if isinstance(job.what, TaskReference):
@@ -134,26 +129,25 @@ def resolve(job: Job) -> Job:
         changes |= _from_task(task, goal)
         if isinstance(task, IterativeTask) and goal.replace:
             raise StrategyError(
-                f"--replace {goal.replace}: a worker of {type(task).__name__} keeps its part of the data and what it "
-                f"has last told of it, so another cannot take its place. Leave it out."
+                f"--replace {goal.replace}: a worker of {type(task).__name__} keeps its part of the data and its "
+                f"last statistics, so another cannot take its place. Omit it."
             )
         if isinstance(task, IterativeTask) and strategy.when is not None:
             raise StrategyError(
                 f"{strategy.when} cannot be used with {type(task).__name__}: it has no gradients to accumulate, "
-                f"every step already "
-                f"sums over all data. Use {strategy.exchange} alone."
+                f"every step already sums over all data. Use {strategy.exchange} alone."
             )
     return dataclasses.replace(job, goal=dataclasses.replace(goal, **changes))
 
 
-def agreed_workers(hosts: Hosts | None, wanted: int | None, default: int) -> int:
-    """How many workers there are: as many as the hosts have, who else was asked must say the same."""
+def agreed_workers(hosts: Hosts | None, requested: int | None, default: int) -> int:
+    """Number of workers: that of the hosts, with which a requested number must agree."""
     if hosts is None:
-        return default if wanted is None else wanted
-    if wanted not in (None, hosts.workers):
+        return default if requested is None else requested
+    if requested not in (None, hosts.workers):
         raise UsageError(
-            f"the hosts have {hosts.workers} workers together, but --workers says {wanted}. Leave --workers out, or "
-            f"say how many each host has."
+            f"the hosts have {hosts.workers} workers together, but --workers says {requested}. Omit --workers, or say "
+            f"how many each host has."
         )
     return hosts.workers
 
@@ -163,7 +157,7 @@ def _from_task(task: AnyTask, goal: Goal) -> dict[str, Any]:
     if goal.target is None and task.target is not None:
         changes["target"] = f"score={task.target!r}"
     elif goal.target is not None and Target.parse(goal.target).name not in (None, "score"):
-        raise UsageError(f"--target {goal.target}: a task has one score, so say just the number, or score=NUMBER.")
+        raise UsageError(f"--target {goal.target}: a task has one score, so give just the number, or score=NUMBER.")
     if goal.steps is None and goal.epochs is None:
         changes |= {"epochs": task.epochs} if isinstance(task, Task) else {"steps": task.steps}
     elif isinstance(task, IterativeTask) and goal.steps is None:
@@ -172,32 +166,35 @@ def _from_task(task: AnyTask, goal: Goal) -> dict[str, Any]:
 
 
 def _as_before(job: Job) -> Job:
-    """The earlier run's job, with what is asked for differently now; what it may not differ in is refused."""
+    """The earlier run's job with the settings requested now; those that must not change are refused."""
     folder = RunFolder.open(job.resume or Path())
     before = earlier(folder.path)
     if newest(folder.checkpoints) is None:
         raise CheckpointError(f"{folder.path} has no checkpoint, so there is nothing to resume from. Start a new run.")
-    told = {name: value for name, value in job.goal.plain().items() if value != getattr(Goal(), name)}
+    requested = {name: value for name, value in job.goal.plain().items() if value != getattr(Goal(), name)}
+    if "strategy" in requested:
+        requested["strategy"] = str(combined(parse(requested["strategy"])))
     was = dict(before["goal"])
     for name in ("strategy", "seed", "parts"):
-        if name in told and name == "strategy":
-            told[name] = str(combined(parse(told[name])))
-        if name in told and told[name] != was.get(name):
+        if name in requested and requested[name] != was.get(name):
             raise CheckpointError(
-                f"{folder.path} was run with {name} {was.get(name)}, not {told[name]}: it cannot go on differently."
+                f"{folder.path} was run with {name} {was.get(name)}, not {requested[name]}: it cannot be changed now."
             )
     if job.workers != before["workers"]:
         raise CheckpointError(
             f"{folder.path} was run with {before['workers']} workers, not {job.workers}. Resume with as many."
         )
-    goal = Goal.from_plain(was | told | _budget(told))
+    # A new budget of one kind replaces the old budget of the other kind.
+    budgets = {"steps", "epochs"}
+    replaced = budgets - requested.keys() if budgets & requested.keys() else set[str]()
+    goal = Goal.from_plain(was | requested | dict.fromkeys(replaced))
     hosts = Hosts.from_plain(before["hosts"]) if job.hosts is None and before.get("hosts") else job.hosts
     threads = before["threads"] if job.threads is None else job.threads
     return dataclasses.replace(job, goal=goal, threads=threads, hosts=hosts)
 
 
 def finished_result(job: Job) -> Result | None:
-    """The result of the run that a resolved job goes on with, if nothing is left to do; None if something is."""
+    """The result of the run that a resolved job resumes, if nothing is left to do; else None."""
     if job.resume is None:
         return None
     folder = RunFolder.open(job.resume)
@@ -206,7 +203,7 @@ def finished_result(job: Job) -> Result | None:
     if known.get("state") != "finished" or not {"strategy", "workers", "task"} <= set(result):
         return None
     if 0 < newest_step(folder.checkpoints) < (result.get("steps") or 0):
-        return None  # Later checkpoints were removed: it is to go on from an earlier one.
+        return None  # Later checkpoints were removed: it is to resume from an earlier one.
     if isinstance(job.what, Script) and _modified(Path(job.what.path)) > _modified(folder.path / RUN_FILE):
         return None  # Its loop may be longer now.
     before = Goal.from_plain(part(known, "config", "goal"))
@@ -215,7 +212,7 @@ def finished_result(job: Job) -> Result | None:
         over = goal.target == before.target
     else:
         steps, epochs = result.get("steps") or 0, result.get("epochs") or 0
-        # Of the last epoch nobody knows whether it is complete.
+        # The last epoch may be incomplete.
         spent = (goal.steps is not None and steps >= goal.steps) or (goal.epochs is not None and epochs > goal.epochs)
         over = same or spent
     return Result.from_plain(result | {"run": str(job.resume)}) if over else None
@@ -229,22 +226,17 @@ def _modified(path: Path) -> float:
 
 
 def earlier(run: Path) -> dict[str, Any]:
-    """The configuration of an earlier run: what was run, its goal, its workers and their threads."""
+    """The configuration of an earlier run: its script or task, settings, workers and threads."""
     config = RunFolder.open(run).read().get("config")
     if not (isinstance(config, dict) and {"what", "goal", "workers", "threads"} <= set(cast("dict[str, Any]", config))):
-        raise CheckpointError(f"{run} cannot be resumed: its run.json says not what was run. It may have been edited.")
+        raise CheckpointError(
+            f"{run} cannot be resumed: its run.json does not say what was run. It may have been edited."
+        )
     return cast("dict[str, Any]", config)
 
 
-def _budget(told: Mapping[str, Any]) -> dict[str, Any]:
-    """A new budget of one kind replaces the old one of the other kind."""
-    if "steps" in told and "epochs" not in told:
-        return {"epochs": None}
-    return {"steps": None} if "epochs" in told and "steps" not in told else {}
-
-
 def short_name(what: Script | TaskReference) -> str:
-    """A name for the run's folder: a file's without where it is."""
+    """A name for the run's folder: a file's without its path."""
     if isinstance(what, Script):
         return Path(what.path).stem
     source = Path(what.source).stem if what.source.endswith(".py") else what.source
@@ -252,14 +244,14 @@ def short_name(what: Script | TaskReference) -> str:
 
 
 def plain_target(what: Script | TaskReference) -> dict[str, Any]:
-    """What is run, as JSON data."""
+    """The script or task as JSON data."""
     if isinstance(what, Script):
         return {"script": what.path, "arguments": list(what.arguments)}
     return {"task": dataclasses.asdict(what)}
 
 
 def target_from_plain(data: Mapping[str, Any]) -> Script | TaskReference:
-    """From JSON data, which a file has given."""
+    """The script or task of JSON data from a file."""
     try:
         if "script" in data:
             return Script(data["script"], msgspec.convert(data["arguments"], tuple[str, ...]))
@@ -269,12 +261,12 @@ def target_from_plain(data: Mapping[str, Any]) -> Script | TaskReference:
 
 
 def identity_of(job: Job) -> dict[str, Any]:
-    """What must be the same for a run to go on from a checkpoint, beside strategy and number of workers."""
+    """What must be equal to resume from a checkpoint, beside strategy and number of workers."""
     return {"task": json.dumps(plain_target(job.what), sort_keys=True)}
 
 
 def named(what: Mapping[str, Any]) -> str:
-    """Such data in words."""
+    """The text of such data."""
     if "script" in what:
         return " ".join([what["script"], *what["arguments"]])
     return f"{TaskReference(**what['task'])} {what['task']['arguments'] or ''}".rstrip()

@@ -1,9 +1,9 @@
-"""What a step was predicted to take, beside what it took.
+"""Predicted and measured time of a run's steps.
 
-Workers say what a step exchanges and how long each of them computed; the rest is played in virtual time
-(`simulate.predicted_step`): the same schedules, with the bytes that they carried, on links as they were measured when
-the run began, or with the rate that the hosts were given. So a difference between the two figures is what exchanges
-took longer, or less, than their schedules say: other traffic, busy processors, workers that were late now and then.
+Workers report what a step exchanges and how long each of them computed; the rest is simulated in virtual time
+(`simulate.predicted_step`): the same schedules with the same bytes, on links as measured when the run began, or with
+the rate that the hosts were given. A difference between the two is time by which exchanges deviated from their
+schedules: other traffic, busy processors, occasional stragglers.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ GIVEN, MEASURED = "the hosts' rate, latency measured at the start", "measured at
 
 
 def predicted(data: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """What can be said of a result, for the result; nothing of a run that exchanged nothing.
+    """The prediction for the result; empty for a run that exchanged nothing.
 
-    `config` is what the run was asked for, as run.json has it.
+    `config` is the run's configuration as in run.json.
     """
-    told, steps = data.get("foreseen"), int(data.get("steps") or 0)
-    if not told or not steps:
+    reported, steps = data.get("foreseen"), int(data.get("steps") or 0)
+    if not reported or not steps:
         return {}
     took = step_seconds(data)
-    if isinstance(told, str):
-        words = f"step {seconds_in_words(took)} measured; not predicted: {told}"
+    if isinstance(reported, str):
+        words = f"step {seconds_in_words(took)} measured; not predicted: {reported}"
         return {"step_seconds": took, "predicted_seconds": None, "words": words}
-    step = msgspec.convert(told, Step)
+    step = msgspec.convert(reported, Step)
     if not step.trials:
         return {}
     hosts = config.get("hosts")
@@ -50,7 +50,7 @@ def predicted(data: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, A
         "computing_seconds": max(computing) - coding,
         "coding_seconds": coding,
         "exchanging_seconds": step_time(step, network, [0.0] * len(step.hosts)),
-        "exchanges": [msgspec.to_builtins(one) for one in step.exchanges],
+        "exchanges": msgspec.to_builtins(list(step.exchanges)),
         "period": step.period,
         "latency_seconds": link.alpha,
         "bytes_per_second": 1 / link.beta if link.beta else None,

@@ -1,4 +1,4 @@
-"""The parameter servers of a run, as whoever starts it sees them: which processes they are, and how they fare."""
+"""Supervises the parameter servers of a run from the launcher: their processes, failures and replacements."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 
 
 def servers_of(job: Job) -> tuple[int, int, Rule] | None:
-    """Shards, further copies of each and the rule, if the job's strategy has servers, or none but a coordinator."""
+    """Shards, further copies of each and the rule, if the job's strategy has servers or a coordinator."""
     if job.goal.strategy is None:
         return None
     return cast("Exchanging", combined(parse(job.goal.strategy)).exchange).servers(job.workers)
 
 
 SPARES = 16
-"""Servers of a shard that are replaced; if more die, something is wrong with what they do."""
+"""Servers of a shard that are replaced; if more die, something is fundamentally wrong."""
 STARTUP = 120.0
-"""Seconds until processes can be started at all: on a busy machine the fork server's imports take long."""
+"""Seconds until the first process can start: on a busy machine the fork server's imports take long."""
 PATIENCE = 15.0
-"""Seconds that one who was declared dead has to notice and end by itself."""
+"""Seconds that a process declared dead has to notice and end by itself."""
 
 
 class Serving:
-    """The servers of one run, and their coordinator; of most runs there are none."""
+    """The servers of one run, and their coordinator; most runs have none."""
 
     def __init__(
         self, plan: ServerPlan | None = None, coordination: Coordination | None = None, placed: Placed | None = None
@@ -53,13 +53,13 @@ class Serving:
         self._replaced = 0
         self._finished: set[str] = set()
         self._signalled: list[str] = []
-        """Workers that a signal has ended; one that could still say goodbye is not among the dead of any view."""
+        """Workers ended by a signal; one that could still leave in order is not among the dead of any view."""
         self._replicas = {} if plan is None else dict(enumerate(_replicas(plan)))
         """Shard and replica of every server process, by its rank."""
         self._make: Callable[[int, Path | None], Role] | None = None
         self._succeeded: set[str] = set()
         self._ended: dict[str, str] = {}
-        """Servers that have ended before the workers did, and how."""
+        """Servers that ended before the workers did, and how."""
 
     def roles(self, job: Job, folder: RunFolder) -> list[Role]:
         """A process for every replica of every shard."""
@@ -95,9 +95,9 @@ class Serving:
         return [role(rank, home) for rank, home in enumerate(self._homes(plan))]
 
     def renewals(self) -> list[Role]:
-        """New server processes, for shards that have lost a copy and have another to make it from.
+        """New server processes, for shards that have lost a copy and have another one left.
 
-        Nothing is started for those that were replaced before, nor without end for a shard whose servers keep dying.
+        Each dead server is replaced once, and each shard only `SPARES` times.
         """
         plan = self.plan
         if plan is None or not plan.replicas or self._make is None or not self._working:
@@ -105,7 +105,8 @@ class Serving:
         lost = set() if self._coordination is None else set(self._coordination.machine.lost)
         names = {server_name(*place): place for place in self._replicas.values()}
         new: list[Role] = []
-        for name in self._fallen:
+        # Servers that were declared dead, and those that ended before they were known.
+        for name in [name for name in (*self.died, *self._ended) if place_of(name) is not None]:
             shard, dead = names.get(name, (-1, 0))
             if name in self._succeeded or shard < 0 or shard in lost:
                 continue
@@ -118,45 +119,34 @@ class Serving:
         return new
 
     def _next_replica(self, shard: int, dead: int, plan: ServerPlan) -> int | None:
-        """The number of a new copy, or None if there were enough: one that puts it where the dead one was.
-
-        So copies of a shard stay on different hosts, as they were.
-        """
+        """The number of a new copy, on the host of the dead one, so that copies of a shard stay on different hosts."""
         taken = {replica for of, replica in self._replicas.values() if of == shard}
         free = [n for n in range(plan.replicas + 1, plan.replicas + 1 + SPARES) if n not in taken]
         return min(free, key=lambda n: ((n - dead) % (plan.replicas + 1) != 0, n), default=None)
 
     @property
     def places(self) -> dict[str, int]:
-        """Of each server process that there was, such as `0.1`, which host it was on; only where there are hosts."""
+        """The host of each server process that was started, such as `0.1`; only where there are hosts."""
         if self.plan is None or self._placed is None:
             return {}
         first = self._placed.wanted.of_servers(self.plan.shards * (self.plan.replicas + 1))
         return {f"{shard}.{copy}": first[home_of(shard, copy, self.plan)] for shard, copy in self._replicas.values()}
 
-    @property
-    def _fallen(self) -> list[str]:
-        """Servers that were declared dead, and such as have ended before anybody knew them."""
-        return [name for name in [*self.died, *self._ended] if place_of(name) is not None]
-
     def _homes(self, plan: ServerPlan) -> list[Path | None]:
-        """The network that each server is on."""
+        """The network of each server."""
         count = plan.shards * (plan.replicas + 1)
         if self._placed is None:
             return [None] * count
         return [self._placed.hosts[number].network for number in self._placed.wanted.of_servers(count)]
 
     def tick(self, watcher: Callable[[], None]) -> None:
-        """Ten times a second: tell the watcher, and see whether the run can go on."""
+        """Ten times a second: call the watcher, and check whether the run can continue."""
         watcher()
         if self._coordination is not None and self._working:
             self._coordination.check()
 
     def condemned(self, now: float) -> list[str]:
-        """Roles that were declared dead long ago and have not ended: whoever is stopped for good is not waited for."""
-        plan = self.plan
-        if plan is None:
-            return []
+        """Roles that were declared dead long ago and have not ended, such as stopped processes."""
         for name in self.died:
             self._declared.setdefault(name, now)
         overdue = [name for name, since in self._declared.items() if now - since > PATIENCE]
@@ -179,12 +169,12 @@ class Serving:
             if outcome.signal is not None:
                 self._signalled.append(name)
             self._coordination.ended(name)
-        elif self._working and not _was_asked_to_end(outcome):
+        elif self._working and not (outcome.error and outcome.error.type_name == KeyboardInterrupt.__name__):
             self._ended[str(role)] = obituary(outcome)
             self._coordination.ended(str(role))
 
     def replacement(self, outcome: RoleOutcome, most: int) -> Role | None:
-        """A new worker for one that has died, if there are to be so many and others work on, who can let it in."""
+        """A new worker for a dead one, if fewer than `most` were replaced and others are left to admit it."""
         role = outcome.role
         gone = outcome.signal is not None or (outcome.exit_code == 0 and str(role) in self.died)
         if self.plan is None or role.kind != "worker" or not gone or not self._working or self._replaced >= most:
@@ -195,13 +185,13 @@ class Serving:
 
     @property
     def joined(self) -> list[str]:
-        """Who has joined on the way, in order: workers, and servers that hold a copy in place of another."""
+        """Workers and replacement servers that joined during the run, in order."""
         changes = () if self._coordination is None else self._coordination.changes
         return [name for change in changes for name in (*map(worker_name, change.joined), *change.copied)]
 
     @property
     def died(self) -> list[str]:
-        """Who has died on the way, in order."""
+        """Processes that died during the run, in order."""
         if self._coordination is None:
             return []
         died = [name for change in self._coordination.changes for name in change.died]
@@ -210,30 +200,28 @@ class Serving:
         return [name for name in died if name not in self._finished]
 
     def conclude(self) -> None:
-        """All workers have ended, none of them in failure: see that any of them has done the work."""
+        """All workers have ended without a failure: check that at least one has finished the run."""
         if self.plan is not None and not self._finished:
             raise RunError(
-                f"all workers have died or were silent for longer than {self.plan.timing.silence:g} s, so nobody was "
-                f"left to finish the run. Go on from the last checkpoint with --resume; the workers' logs may say why."
+                f"all workers have died or were silent for longer than {self.plan.timing.silence:g} s, so none was "
+                f"left to finish the run. Resume from the last checkpoint with --resume; the workers' logs may say why."
             )
 
     def explained(self, error: OffbeatError) -> OffbeatError:
-        """The error of a run, or what it comes from if that is known here: parameters that are lost."""
+        """The error of a run, or its cause if that is lost parameters."""
         lost = None if self._coordination is None else self._coordination.loss()
         if lost is None:
             return error
         if isinstance(error, WorkerError):
-            # Unless it has failed by itself, and says why.
+            # Unless it failed by itself, with its own traceback.
             gone = error.role == "server" and not error.remote_traceback
             return RunError(f"{lost} {error}") if gone else error
-        # A worker that has heard of the loss raises just this; what is more special has other reasons.
-        return RunError(" ".join([str(lost), *self._how_lost()])) if type(error) is RunError else error
-
-    def _how_lost(self) -> list[str]:
-        """How the last server of a shard whose parameters are lost has ended, if it is known."""
-        lost = set() if self._coordination is None else set(self._coordination.machine.lost)
-        names = {server_name(*place) for place in self._replicas.values() if place[0] in lost}
-        return [how for name, how in self._ended.items() if name in names][-1:]
+        if type(error) is not RunError:
+            return error  # Workers raise exactly RunError for the loss; subclasses have other causes.
+        shards = set() if self._coordination is None else set(self._coordination.machine.lost)
+        names = {server_name(*place) for place in self._replicas.values() if place[0] in shards}
+        # How the last server of a lost shard has ended, if that is known.
+        return RunError(" ".join([str(lost), *[how for name, how in self._ended.items() if name in names][-1:]]))
 
 
 def _replicas(plan: ServerPlan) -> list[tuple[int, int]]:
@@ -241,12 +229,8 @@ def _replicas(plan: ServerPlan) -> list[tuple[int, int]]:
 
 
 def home_of(shard: int, replica: int, plan: ServerPlan) -> int:
-    """Which of the first server processes a later one is to be beside: that whose number it has, modulo the copies."""
+    """The index of the original server process on whose host a replacement runs."""
     return shard * (plan.replicas + 1) + replica % (plan.replicas + 1)
-
-
-def _was_asked_to_end(outcome: RoleOutcome) -> bool:
-    return outcome.error is not None and outcome.error.type_name == KeyboardInterrupt.__name__
 
 
 @contextmanager
@@ -269,28 +253,28 @@ def serving(job: Job, folder: RunFolder, placed: Placed | None = None) -> Genera
             replicas=replicas,
             rule=rule,
             folder=str(sockets),
-            # A process that ends is heard of at once; one that has much to read before it begins is not dead.
+            # Processes that end are noticed at once; one that reads much data before it begins is not dead.
             timing=Timeouts(startup=STARTUP + job.goal.timeout),
         )
         plan = plan if placed is None else spread(plan, placed)
         with nullcontext() if placed is None else placed.inside():
             coordination = Coordination(plan, _publisher(job, folder))
         plan = msgspec.structs.replace(plan, addresses=plan.addresses | {COORDINATOR: coordination.address})
-        with _swept(folder), coordination:
-            found = Serving(plan, coordination, placed)
+        with _without_drafts(folder), coordination:
+            supervisor = Serving(plan, coordination, placed)
             try:
-                yield found
+                yield supervisor
             except OffbeatError as error:
-                explained = found.explained(error)
+                explained = supervisor.explained(error)
                 if explained is error:
                     raise
                 raise explained from error
-            found.conclude()
+            supervisor.conclude()
 
 
 @contextmanager
-def _swept(folder: RunFolder) -> Generator[None]:
-    """Drafts of snapshots that have not come about do not stay behind."""
+def _without_drafts(folder: RunFolder) -> Generator[None]:
+    """Discard drafts of incomplete snapshots before and after."""
     from offbeat.runtime.state.snapshots import discard
 
     discard(folder.checkpoints)
@@ -301,7 +285,7 @@ def _swept(folder: RunFolder) -> Generator[None]:
 
 
 def _publisher(job: Job, folder: RunFolder) -> Callable[[Snapshot | GivenUp], None]:
-    """What is done with snapshots: they become checkpoints of this run."""
+    """Publishes complete snapshots as checkpoints of this run."""
     from offbeat.protocols.servers.snapshots import GivenUp
     from offbeat.runtime.state.certificates import channel_file, shard_file
     from offbeat.runtime.state.checkpoint import file_of
@@ -322,16 +306,16 @@ def _publisher(job: Job, folder: RunFolder) -> Callable[[Snapshot | GivenUp], No
 
 
 FIRST_PORT = 20_000
-"""Of the servers: below those that systems give out by themselves, so that none is taken on a host of our own."""
+"""First port of servers: below the ephemeral ports, so that none is taken on a host of our own."""
 SLACK = 2.0
-"""How much longer than by its rate alone a link may take."""
+"""Factor on the time that a link takes by its rate alone."""
 SILENCE = 3.0
-"""Seconds without a sign of life between hosts: it may stand in a queue behind numbers."""
+"""Seconds without a heartbeat between hosts: it may be queued behind payloads."""
 
 
 def spread(plan: ServerPlan, placed: Placed) -> ServerPlan:
-    """The plan for several hosts: addresses there, keys that were made for this run, and patience for slow links."""
-    from offbeat.protocols.servers.messages import COORDINATOR, worker_name
+    """The plan for several hosts: addresses, keys of this run, and timeouts for slow links."""
+    from offbeat.protocols.servers.messages import COORDINATOR
     from offbeat.runtime.messages import Keys
 
     replicas = _replicas(plan)
@@ -343,10 +327,10 @@ def spread(plan: ServerPlan, placed: Placed) -> ServerPlan:
     addresses = {COORDINATOR: f"tcp://{placed.address}:*"}
     for number, (replica, home) in enumerate(zip(replicas, homes, strict=True)):
         addresses[server_name(*replica)] = f"tcp://{placed.hosts[home].address}:{FIRST_PORT + number}"
-    for rank in range(plan.workers if not replicas else 0):  # Where there are no servers, workers talk to each other.
+    for rank in range(plan.workers if not replicas else 0):  # Without servers, workers talk to each other.
         addresses[worker_name(rank)] = f"tcp://{placed.seat(rank).host.address}:{FIRST_PORT + rank}"
     rate = placed.wanted.slowest
-    # A worker's link takes its part for every shard; a server's, everybody's part and what it sends to its copies.
+    # A worker's link carries its part for every shard; a server's, all workers' parts and those for its copies.
     shared = plan.shards + plan.workers * (plan.replicas + 1)
     timing = msgspec.structs.replace(
         plan.timing, silence=SILENCE, per_byte=0.0 if rate is None else SLACK * shared / rate

@@ -1,13 +1,15 @@
-"""What a strategy is: a value that says how a task is distributed, and sums of such values.
+"""Strategies: values that say how a task is distributed, and sums of them.
 
-A strategy lies on one of three axes: what is exchanged and by whom, when, and how it is compressed. `a + b`
-composes along them. Here are the values only; they know nothing of processes.
+A strategy is on one of three axes: what is exchanged between whom, when, and how it is compressed. `a + b` composes
+along them. These are the values only; they know nothing of processes.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
+import operator
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,28 +20,10 @@ from typing import ClassVar
 from urllib.parse import quote
 
 from offbeat.errors import StrategyError
-from offbeat.strategies.language.fields import (
-    Setting,
-    TextValue,
-    fields_of,
-    require,
-    require_bucket,
-    require_servers,
-    spell_call,
-)
-from offbeat.task import _FILE_MODULE as FILE_MODULE  # pyright: ignore[reportPrivateUsage]
+from offbeat.strategies.language.fields import BUCKET, Setting, TextValue, fields_of, require, spell_call
+from offbeat.task import FILE_MODULE
 
-__all__ = [
-    "Axis",
-    "Combined",
-    "Setting",
-    "Strategy",
-    "Traits",
-    "combined",
-    "require",
-    "require_bucket",
-    "require_servers",
-]
+__all__ = ["BUCKET", "Axis", "Combined", "Setting", "Strategy", "Traits", "combined", "require"]
 
 
 class Axis(StrEnum):
@@ -48,19 +32,19 @@ class Axis(StrEnum):
     EXCHANGE = "exchange"
     """Between whom gradients or parameters move, and by which protocol."""
     WHEN = "when"
-    """At which steps they move; every step if nothing is said."""
+    """In which steps they move; every step by default."""
     COMPRESSION = "compression"
-    """What is left of them on the way."""
+    """How they are encoded."""
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What a strategy promises; the contract suite demands exactly this of it."""
+    """What a strategy promises; the contract suite tests exactly this."""
 
     synchronous: bool = False
     """After an exchange all replicas are identical."""
     exact: bool = False
-    """Several workers compute what one process computes on the joined batch, to rounding."""
+    """Several workers compute what one process computes on the joined batch, up to rounding."""
     deterministic: bool = False
     """The same seed gives the same bits."""
     elastic: bool = False
@@ -69,10 +53,7 @@ class Traits:
     """No worker holds the whole model, so the task must say how to take it apart."""
 
     def __and__(self, other: Traits) -> Traits:
-        """The traits of a sum, the exchange first: a promise needs both sides; a model that one side splits is split.
-
-        Who may leave and join is the exchange's affair alone.
-        """
+        """The traits of a sum, the exchange first: promises need both sides, but only the exchange must be elastic."""
         return Traits(
             synchronous=self.synchronous and other.synchronous,
             exact=self.exact and other.exact,
@@ -84,16 +65,16 @@ class Traits:
 
 @dataclass(frozen=True)
 class Strategy(TextValue):
-    """The base of all strategies: a frozen dataclass whose fields are the arguments in its brackets."""
+    """Base of all strategies: a frozen dataclass whose fields are its arguments."""
 
     axis: ClassVar[Axis]
     """What it decides."""
     promises: ClassVar[Traits] = Traits()
-    """What it promises, whatever its arguments are; where they matter, `traits` says it."""
+    """What it promises whatever its arguments are; override `traits` where they matter."""
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Other names for it, each with the text it stands for."""
     examples: ClassVar[tuple[str, ...]] = ()
-    """Texts worth showing on its reference page."""
+    """Examples for its reference page."""
 
     def __add__(self, other: Strategy) -> Combined:
         if not isinstance(other, Strategy):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -105,65 +86,70 @@ class Strategy(TextValue):
 
     @property
     def traits(self) -> Traits:
-        """What it promises; a strategy whose promises depend on its arguments says here how."""
+        """What it promises with these arguments."""
         return self.promises
 
     @classmethod
     def summary(cls) -> str:
         """The first line of its docstring."""
         text = inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
-        # A dataclass without a docstring is given its signature as one.
+        # A dataclass without a docstring gets its signature as one.
         return "" if text.startswith(f"{cls.__name__}(") else text
 
     def parts(self) -> tuple[Strategy, ...]:
-        """The strategies that it is the sum of; itself if it is not a sum."""
+        """The terms of a sum; itself if it is not a sum."""
         return (self,)
 
     def check(self, workers: int) -> None:
-        """Refuse a number of workers that it cannot run with."""
+        """Refuse numbers of workers that it cannot run with."""
         if workers < 1:
             raise StrategyError(f"{self} cannot run with {workers} workers. Ask for one or more.")
 
     def check_hosts(self, hosts: int) -> None:
-        """Refuse to be spread over so many hosts, if it cannot be."""
+        """Refuse numbers of hosts that it cannot run on."""
 
     def refuses(self, other: Strategy) -> str | None:
-        """Why it cannot stand in a sum with this other part; None if it can. Both sides are asked."""
+        """Why it cannot be added to this other strategy, or None. Both sides are asked."""
         del other
         return None
 
     def follows(self, earlier: Sequence[Strategy]) -> str | None:
-        """Why it, a compression, cannot be applied to what earlier ones leave; None if it can."""
+        """Why it, a compressor, cannot be applied to the output of earlier ones, or None."""
         del earlier
         return None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Combined(Strategy):
-    """A sum in normal form: one exchange, at most one when, any number of compressions in order."""
+    """A sum in normal form: one exchange, at most one when, any number of compressors in order."""
 
     exchange: Strategy
     """Between whom, and by which protocol."""
     when: Strategy | None = None
-    """At which steps; None is every step."""
+    """In which steps; None is every step."""
     compressions: tuple[Strategy, ...] = ()
-    """What is done to what is sent, in this order."""
+    """Compressors, in the order in which they are applied."""
     implied: bool = False
-    """Whether nobody named the exchange: a later `+` may still name another. Plays no part in equality."""
+    """Whether the exchange is the default: a later `+` may still name another. Not part of equality."""
 
     axis = Axis.EXCHANGE
 
     def __post_init__(self) -> None:
         """Refuse parts on the wrong axis, and parts that refuse each other."""
-        _expect(self.exchange, Axis.EXCHANGE)
-        if self.when is not None:
-            _expect(self.when, Axis.WHEN)
-        for compression in self.compressions:
-            _expect(compression, Axis.COMPRESSION)
-        for one, other in itertools.combinations(self.parts(), 2):
-            reason = one.refuses(other) or other.refuses(one)
+        axes = [
+            Axis.EXCHANGE,
+            *([] if self.when is None else [Axis.WHEN]),
+            *[Axis.COMPRESSION] * len(self.compressions),
+        ]
+        for part, axis in zip(self.parts(), axes, strict=True):
+            if isinstance(part, Combined) or part.axis is not axis:
+                raise StrategyError(
+                    f"{part} does not decide the {axis}, so it cannot stand there. Write a sum with `+`."
+                )
+        for left, right in itertools.combinations(self.parts(), 2):
+            reason = left.refuses(right) or right.refuses(left)
             if reason:
-                raise StrategyError(f"{one} and {other} cannot go together: {reason.rstrip('.')}.")
+                raise StrategyError(f"{left} and {right} cannot go together: {reason.rstrip('.')}.")
         for number, compression in enumerate(self.compressions[1:], 1):
             reason = compression.follows(self.compressions[:number])
             if reason:
@@ -174,23 +160,20 @@ class Combined(Strategy):
     @property
     def traits(self) -> Traits:
         """What all of its parts promise together."""
-        traits, *others = (part.traits for part in self.parts())
-        for other in others:
-            traits &= other
-        return traits
+        return functools.reduce(operator.and_, (part.traits for part in self.parts()))
 
     def parts(self) -> tuple[Strategy, ...]:
-        """Exchange, when, compressions; an implied exchange too."""
+        """Exchange, when, compressors; an implied exchange too."""
         when = () if self.when is None else (self.when,)
         return (self.exchange, *when, *self.compressions)
 
     def check(self, workers: int) -> None:
-        """Refuse a number of workers that one of its parts cannot run with."""
+        """Refuse numbers of workers that one of its parts cannot run with."""
         for part in self.parts():
             part.check(workers)
 
     def check_hosts(self, hosts: int) -> None:
-        """Refuse hosts that one of its parts cannot be spread over."""
+        """Refuse numbers of hosts that one of its parts cannot run on."""
         for part in self.parts():
             part.check_hosts(hosts)
 
@@ -213,16 +196,18 @@ class Combined(Strategy):
 
 
 def combined(strategy: Strategy) -> Combined:
-    """The normal form of any strategy, with its exchange, when and compressions to get at."""
+    """The normal form of any strategy: its exchange, when and compressors."""
     return strategy if isinstance(strategy, Combined) else add((strategy,))
 
 
 def add(strategies: Iterable[Strategy]) -> Combined:
     """The normal form of a sum of any length; a second exchange or a second when is refused."""
     by_axis: dict[Axis, list[Strategy]] = {axis: [] for axis in Axis}
-    for part in itertools.chain.from_iterable(map(_written_parts, strategies)):
-        verify(type(part))
-        by_axis[part.axis].append(part)
+    for strategy in strategies:
+        # Without an exchange that nobody named, so that `+` is associative.
+        for part in strategy.parts()[isinstance(strategy, Combined) and strategy.implied :]:
+            verify(type(part))
+            by_axis[part.axis].append(part)
     for axis, why in ((Axis.EXCHANGE, "a step is exchanged in one way"), (Axis.WHEN, "there is one rhythm")):
         if len(by_axis[axis]) > 1:
             named = " and ".join(str(part) for part in by_axis[axis][:2])
@@ -236,14 +221,8 @@ def add(strategies: Iterable[Strategy]) -> Combined:
     )
 
 
-def _written_parts(strategy: Strategy) -> tuple[Strategy, ...]:
-    """The parts without an exchange that nobody named, so that `+` is associative."""
-    parts = strategy.parts()
-    return parts[1:] if isinstance(strategy, Combined) and strategy.implied else parts
-
-
 def verify(cls: type[Strategy]) -> None:
-    """Refuse a class that its author has not finished: no dataclass, no axis, or fields that cannot be written."""
+    """Refuse an unfinished class: not a dataclass, without an axis, or with fields that cannot be written as text."""
     fields_of(cls)
     if not isinstance(getattr(cls, "axis", None), Axis):
         raise StrategyError(
@@ -252,35 +231,28 @@ def verify(cls: type[Strategy]) -> None:
         )
 
 
-def _expect(part: Strategy, axis: Axis) -> None:
-    if isinstance(part, Combined) or part.axis is not axis:
-        raise StrategyError(f"{part} is no {axis}, so it cannot stand there in a sum. Write the sum with `+`.")
-
-
 def _default_exchange() -> Strategy:
-    # Imported when needed: the registry imports the strategies, which are made of what is defined here.
+    # Imported late: the registry imports the strategies, which import this module.
     from offbeat.strategies.language.registry import default_exchange
 
     return default_exchange()
 
 
 def _reference(cls: type[Strategy]) -> str:
-    """How a class is written: by its name if it is known by it, else by where it is defined."""
+    """How a class is written as text: by its name if that is registered, else by where it is defined."""
     from offbeat.strategies.language.registry import is_known
 
     if "." in cls.__qualname__ or is_known(cls):
-        # A class inside a function or class cannot be found by where it is defined; its name is all there is.
+        # A class inside a function or class cannot be imported by where it is defined.
         return cls.name
     module = cls.__module__
     if module != "__main__" and not module.startswith(FILE_MODULE):
         return f"{module}:{cls.__name__}"
     path = getattr(sys.modules.get(module), "__file__", None)
-    return f"{_escaped(str(Path(path).resolve()))}:{cls.__name__}" if path else cls.name
-
-
-def _escaped(path: str) -> str:
-    """A path without the characters that end it in a strategy's text, which become `%` and their code."""
-    ending = "%:+(){},='\""
-    return "".join(
-        quote(c, safe="", errors="surrogateescape") if c in ending or not c.isprintable() else c for c in path
+    if not path:
+        return cls.name
+    escaped = "".join(
+        quote(c, safe="", errors="surrogateescape") if c in "%:+(){},='\"" or not c.isprintable() else c
+        for c in str(Path(path).resolve())
     )
+    return f"{escaped}:{cls.__name__}"

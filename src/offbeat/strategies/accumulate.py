@@ -1,4 +1,4 @@
-"""Gradients of several batches are summed before they are exchanged and applied."""
+"""Gradient accumulation: gradients of several batches are summed before they are exchanged and applied."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import unserializable_hook
 
-from offbeat.errors import RunError, StrategyError
+from offbeat.errors import RunError
 from offbeat.protocols.compression import RowFormat
 from offbeat.protocols.schedule import View
 from offbeat.simulate.predicted_step import Step
-from offbeat.strategies._base import Traits, require
+from offbeat.strategies._base import Traits
 from offbeat.strategies.worker.capabilities import Microbatched
-from offbeat.strategies.worker.exchange import Exchange, Exchanging, Microbatches, Pace, Timing, closure_of
+from offbeat.strategies.worker.exchange import Exchange, Exchanging, Microbatches, Pace, Timing, refuse_closure
+from offbeat.strategies.worker.flat_rows import parameters_of
 
 
 @dataclass(frozen=True)
 class Accumulate(Timing):
     """Sum the gradients of several batches, then exchange and apply them once.
 
-    An update then stands for that many batches; optimizer steps in between change nothing. The last batch of an epoch
-    always updates, where it is known to be the last (it is not for streams).
+    An update covers that many batches; optimizer steps in between change nothing. The last batch of an epoch always
+    updates, where it is known to be the last (it is not for streams).
     """
 
     steps: int
@@ -38,35 +39,31 @@ class Accumulate(Timing):
     promises = Traits(synchronous=True, exact=True, deterministic=True)
     aliases: ClassVar = {"gradient_accumulation": "accumulate"}
     examples = ("accumulate(4)", "ddp + accumulate(4)")
-
-    def __post_init__(self) -> None:
-        """Refuse to wait for no batch at all."""
-        super().__post_init__()
-        require(self.steps >= 1, self, "steps", self.steps, "at least 1 batch is needed for an update")
+    _ranges = (("steps", lambda n: n >= 1, "at least 1 batch is needed for an update"),)
 
     def pace(self, exchange: Exchange) -> Pace:
-        """The worker's side: gradients are kept aside until enough are there, or are sent one by one."""
+        """The worker's side: gradients are accumulated, or sent one by one if the exchange takes microbatches."""
         if isinstance(exchange, Microbatched) and exchange.takes_microbatches:
             return Microbatches(exchange, exchange, self.steps)
-        return _Accumulating(exchange, self.steps)
+        return AccumulateWorker(exchange, self.steps)
 
     def planned(self, exchange: Exchanging, view: View, nbytes: int, forms: Sequence[RowFormat] = ()) -> Step | str:
-        """What the exchange says, after the last batch of each update."""
+        """What the exchange sends, after the last batch of each update."""
         step = exchange.planned(view, nbytes, forms)
         return step if isinstance(step, str) else structs.replace(step, period=self.steps, beside=False)
 
     def batches_per_update(self) -> int:
-        """As many as are accumulated."""
+        """The accumulated batches."""
         return self.steps
 
 
-class _Accumulating(Pace):
-    """Keeps a sum of gradients, weighted by examples, next to each parameter.
+class AccumulateWorker(Pace):
+    """Keeps a sum of gradients, weighted by examples, for each parameter.
 
-    In a batch that does not update, `optimizer.step()` finds no gradients, and they are put back just after, so that
-    `zero_grad` and code that looks at gradients behave as usual. What goes into the sum is what backward left, not
-    what was clipped since: clipping is for the gradient that an update uses. In the batch that does update, the sum
-    joins the new gradients inside backward, before the exchange sees them.
+    In a batch that does not update, `optimizer.step()` finds no gradients, and they are restored just after it, so that
+    `zero_grad` and code that inspects gradients behave as usual. The sum takes what backward left, before clipping:
+    clipping is for the gradient that an update uses. In the batch that updates, the sum is added to the new gradients
+    inside backward, before the exchange sees them.
     """
 
     acts_in_steps = True
@@ -89,7 +86,7 @@ class _Accumulating(Pace):
         self._hidden: list[tuple[Parameter, Tensor]] = []
 
     def adopt(self, model: nn.Module) -> None:
-        """Hooks that weigh new gradients and add the sum to them."""
+        """Hook the model to weigh new gradients and add the sum to them."""
         place = self._models[-1] + 1 if self._models else 0
         for parameter in model.parameters():
             if id(parameter) in self._numbers or not (parameter.is_floating_point() or parameter.is_complex()):
@@ -98,7 +95,7 @@ class _Accumulating(Pace):
             self._parameters.append(parameter)
             self._models.append(place)
             trainable = parameter.requires_grad
-            parameter.requires_grad_(True)  # Torch takes no hooks for what is frozen, but keeps them through it.
+            parameter.requires_grad_(True)  # Torch accepts no hooks on frozen parameters, but keeps existing ones.
             # Marked, so that torch does not warn of it when the user's loop saves the model.
             weighed = unserializable_hook(partial(self._weighed, number))
             self.handles.append(parameter.register_hook(weighed))
@@ -106,30 +103,33 @@ class _Accumulating(Pace):
             parameter.requires_grad_(trainable)
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Hooks that keep gradients from a step that does not update."""
+        """Hide gradients from steps that do not update."""
 
         def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if closure_of(args, kwargs) is not None:
-                raise StrategyError("accumulate cannot be used with optimizer.step(closure). Use an exchange alone.")
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            refuse_closure("accumulate", args, kwargs, "an exchange alone")
+            for parameter in parameters_of(optimizer):
                 number = self._numbers.get(id(parameter))
                 if number is None:
                     continue
                 if self._updating:
                     self._sums.pop(number, None)
-                else:
-                    self._take(parameter, number)
+                    continue
+                fresh = self._fresh.pop(number, None)
+                if parameter.grad is not None:
+                    if fresh is not None:
+                        self._sums[number] = self._sums[number] + fresh if number in self._sums else fresh
+                    self._hidden.append((parameter, parameter.grad))
+                    parameter.grad = None
 
         def after(*_: Any) -> None:
             for parameter, gradient in self._hidden:
                 parameter.grad = gradient
             self._hidden.clear()
 
-        self.handles.append(optimizer.register_step_pre_hook(before))
-        self.handles.append(optimizer.register_step_post_hook(after))
+        self._hook_steps(optimizer, before, after)
 
     def begin(self, examples: int, total: int | None, last: bool) -> None:
-        """Count the batch; the one that completes the sum is exchanged with the weight of all."""
+        """Count the batch; the last batch of an update is exchanged with the weight of all of them."""
         if self._updating:
             self._batches = self._held_examples = self._held_total = 0
             self._sums.clear()
@@ -148,24 +148,15 @@ class _Accumulating(Pace):
 
     @property
     def updating(self) -> bool:
-        """Whether this batch completes the sum."""
+        """Whether this batch completes the update."""
         return self._updating
 
-    def _take(self, parameter: Parameter, number: int) -> None:
-        gradient, fresh = parameter.grad, self._fresh.pop(number, None)
-        if gradient is None:
-            return
-        if fresh is not None:
-            self._sums[number] = self._sums[number] + fresh if number in self._sums else fresh
-        self._hidden.append((parameter, gradient))
-        parameter.grad = None
-
     def _weighed(self, number: int, gradient: Tensor) -> Tensor | None:
-        """A new gradient on its way to the parameter: in an update it counts by its share of all examples."""
+        """Weigh a new gradient by its share of all examples of the update."""
         if not self._updating or self._batches == 1:
             return None
         if number in self._joined and _is_zero(self._parameters[number].grad):
-            self._joined.discard(number)  # What was joined in an earlier pass was not used, as in a GAN.
+            self._joined.discard(number)  # The sum added in an earlier pass was not used, as in a GAN.
         examples = self._held_examples + self._examples
         return gradient * (self._examples / examples) if examples else None
 
@@ -180,7 +171,7 @@ class _Accumulating(Pace):
         self._reached.add(self._models[number])
         if not self._queued:
             self._queued = True
-            # Queued before the exchange's own, so that what backward did not reach is in place when that one looks.
+            # Queued before the exchange's callback, so that gradients backward did not reach are in place for it.
             Variable._execution_engine.queue_callback(self._join_unreached)  # pyright: ignore[reportPrivateUsage]
         if number not in self._joined:
             self._join(number)
@@ -198,7 +189,7 @@ class _Accumulating(Pace):
                 parameter.grad.add_(kept, alpha=weight)
 
     def _join_unreached(self) -> None:
-        """Parameters that had gradients in earlier batches, and none in this pass through their model."""
+        """Add the sums of parameters that had gradients in earlier batches, and none in this backward pass."""
         self._queued = False
         reached, self._reached = self._reached, set()
         for number in list(self._sums):
@@ -212,7 +203,7 @@ class _Accumulating(Pace):
                 self._join(number)
 
     def state_dict(self) -> dict[str, Any]:
-        """A sum may be half full at a checkpoint."""
+        """A checkpoint may fall within an update."""
         return {
             "sums": {} if self._updating else dict(self._sums),
             "batches": self._batches,
@@ -222,7 +213,7 @@ class _Accumulating(Pace):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on filling it."""
+        """Continue within the update."""
         self._sums = dict(state["sums"])
         self._batches, self._examples = state["batches"], state["examples"]
         self._held_examples, self._held_total = state["held"]

@@ -1,4 +1,4 @@
-"""Every worker sums its gradients with all others, each step."""
+"""All-reduce: every worker sums its gradients with all others in each step."""
 
 from __future__ import annotations
 
@@ -33,33 +33,24 @@ from offbeat.runtime.gradients.in_place import GradientSums
 from offbeat.runtime.groups.group import DirectGroup, Group
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.simulate.predicted_step import Step, Timed
-from offbeat.strategies._base import Axis, Strategy, Traits, require_bucket
-from offbeat.strategies.worker.compression import compressor
+from offbeat.strategies._base import BUCKET, Axis, Strategy, Traits
+from offbeat.strategies.compressors import compressor
+from offbeat.strategies.worker import step_cost
 from offbeat.strategies.worker.exchange import Exchange, Exchanging
 from offbeat.strategies.worker.optimizer_sharding import OptimizerShards, ShardedSteps
-from offbeat.strategies.worker.step_cost import (
-    CODED,
-    formats,
-    planned_by,
-    planned_letters,
-    planned_slices,
-    planned_sum,
-    trials,
-    why_not,
-)
 
 _MIB = 1 << 20
 
 
 class SumAlgorithm(StrEnum):
-    """How sums are made."""
+    """Algorithms of a sum."""
 
     NATIVE = "native"
     """Through shared memory inside a host, by Gloo between hosts."""
     AUTO = "auto"
-    """By whichever was fastest when tried, for each size."""
+    """The fastest in a trial, for each size."""
     GLOO = "gloo"
-    """As torch does it."""
+    """Torch's own."""
     NAIVE = "naive"
     STAR = "star"
     TREE = "tree"
@@ -76,101 +67,99 @@ class SumAlgorithm(StrEnum):
 class AllReduce(Exchanging):
     """Every worker averages its gradients with all others; the default exchange.
 
-    Workers of one host sum gradients through shared memory; between hosts, they fill flat buckets, and each full bucket
-    is summed while backward goes on. Gradients are weighted by examples, so uneven batches count rightly, and a
-    parameter that nobody used is left alone. With `shard=optimizer` each worker keeps the optimizer's state for, and
-    updates, only its slice of the parameters.
+    Workers of one host sum gradients through shared memory; between hosts they fill flat buckets, and each full bucket
+    is summed while backward goes on. Gradients are weighted by examples, so uneven batches are weighted correctly, and
+    a parameter that no worker used is not touched. With `shard=optimizer` each worker keeps the optimizer's state for,
+    and updates, only its slice of the parameters.
     """
 
     algorithm: SumAlgorithm = SumAlgorithm.NATIVE
-    """How sums are made: by what the backend does itself, by a named algorithm, or by the fastest of all (auto)."""
+    """Algorithm of sums: the backend's own (native), a named one, or the fastest of all in a trial (auto)."""
     bucket: float = 25.0
-    """MiB of gradients that are reduced at once, where they go through buckets."""
+    """MiB of gradients that are summed at once, where they go through buckets."""
     shard: Literal["nothing", "optimizer"] = "nothing"
-    """What is divided over the workers instead of being held by each: nothing, or the optimizer's state and work."""
+    """What is sharded over the workers instead of replicated: nothing, or the optimizer's state and work."""
     deterministic: bool = False
-    """Whether `auto` takes what it chose in earlier runs, so that runs add in the same order; it measures only once."""
+    """Whether `auto` reuses its choices of earlier runs, so that runs add in the same order; it measures only once."""
 
     @property
     def traits(self) -> Traits:
-        """Exact; and the same bits in every run, unless the algorithm may be another one in the next."""
+        """Exact; and the same bits in every run, unless the algorithm may differ between runs."""
         settled = self.algorithm is not SumAlgorithm.AUTO or self.deterministic
         return Traits(synchronous=True, exact=True, deterministic=settled)
 
     @property
     def parting(self) -> bool:
-        """Workers may step by themselves, if each has the whole optimizer."""
+        """Workers may step independently if each has the whole optimizer."""
         return self.shard == "nothing"
 
     carries = True
     aliases = MappingProxyType({"zero1": "allreduce(shard=optimizer)"})
     examples = (
-        "allreduce",
-        "allreduce(ring)",
-        "allreduce(auto)",
-        "allreduce(shard=optimizer)",
-        "allreduce + accumulate(4)",
+        *("allreduce", "allreduce(ring)", "allreduce(auto)"),
+        *("allreduce(shard=optimizer)", "allreduce + accumulate(4)"),
     )
+    _ranges = BUCKET
 
     def __post_init__(self) -> None:
-        """Refuse a bucket that holds nothing."""
+        """Refuse an algorithm where slices are summed in their own way."""
         super().__post_init__()
-        require_bucket(self, self.bucket)
         if self.shard != "nothing" and self.algorithm is not SumAlgorithm.NATIVE:
             raise StrategyError(
                 f"allreduce: shard={self.shard} reduces and gathers slices by itself, so algorithm={self.algorithm} "
-                f"has nothing to do. Leave one of them out."
+                f"has nothing to do. Omit one of them."
             )
 
     def check_hosts(self, hosts: int) -> None:
-        """Refuse algorithms that read others' memory."""
+        """Refuse algorithms that read other workers' memory."""
         if hosts > 1 and self.algorithm in (SumAlgorithm.ONE_SHOT, SumAlgorithm.TWO_SHOT):
             raise StrategyError(
-                f"{self} reads the other workers' memory, and {hosts} hosts share none. Leave the algorithm out, or "
+                f"{self} reads the other workers' memory, and {hosts} hosts share none. Omit the algorithm, or "
                 f"name one over messages, such as ring."
             )
 
     def refuses(self, other: Strategy) -> str | None:
-        """Compressions, where sums are made in a way of their own."""
+        """Compressors, with sharding or a named algorithm."""
         if other.axis is not Axis.COMPRESSION:
             return None
         if self.shard != "nothing":
             return f"shard={self.shard} sums slices of gradients, and a compressor sees them whole"
         if self.algorithm is not SumAlgorithm.NATIVE:
-            return f"a compressor decides how its letters are summed, so algorithm={self.algorithm} has nothing to do"
+            return f"a compressor decides how its messages are summed, so algorithm={self.algorithm} has nothing to do"
         return None
 
     def planned(self, view: View, nbytes: int, forms: Sequence[RowFormat] = (), models: bool = False) -> Step | str:
-        """One sum of all gradients; of compressed ones, what is left of them."""
+        """One sum of all gradients, compressed or not."""
         if self.algorithm is SumAlgorithm.AUTO and not models:
-            return "auto tries every algorithm when a run begins, and takes the fastest. Name one, such as ring"
+            return "auto tries every algorithm when a run begins, and uses the fastest. Name one, such as ring"
         names = {SumAlgorithm.NATIVE: None, SumAlgorithm.GLOO: GLOO[Collective.ALL_REDUCE]}
         by = names.get(self.algorithm, self.algorithm.value)
-        # Workers of one host sum gradients where they lie, when all are there; others bucket by bucket.
+        # Workers of one host sum gradients in place, when all are there; others bucket by bucket.
         in_memory = self.algorithm is SumAlgorithm.NATIVE and len(set(view.hosts.tolist())) == 1
-        behind: list[Exchanged] = []
         if forms:
-            exchanges = planned_letters(forms, nbytes, view)
+            exchanges = step_cost.planned_messages(forms, nbytes, view)
         elif models:
-            exchanges = [planned_sum(nbytes, view)]
+            exchanges = [step_cost.planned_sum(nbytes, view)]
         elif in_memory:
             gradients = [GradientShape("float32", nbytes // 4, 4)]
-            exchanges = sums_in_memory(gradients, partial(planned_by, view), self.shard == "optimizer").exchanges
+            exchanges = sums_in_memory(
+                gradients, partial(step_cost.planned_by, view), self.shard == "optimizer"
+            ).exchanges
         else:
-            exchanges = [planned_sum(nbytes, view, by)]
-        if self.shard == "optimizer":
-            behind = planned_slices(nbytes, view)
-        overlapped = not (forms or models or in_memory)
-        hosts = tuple(view.hosts.tolist())
+            exchanges = [step_cost.planned_sum(nbytes, view, by)]
+        behind = step_cost.planned_slices(nbytes, view) if self.shard == "optimizer" else []
+        overlapped, hosts = not (forms or models or in_memory), tuple(view.hosts.tolist())
         return Step(hosts=hosts, exchanges=(*exchanges, *behind), beside=overlapped, behind=len(behind))
 
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
         """The worker's side: sums on every model."""
-        kind = _Sharding if self.shard == "optimizer" else _AllReducing
-        return kind(group, stopwatch, self)
+        worker = ShardedAllReduceWorker if self.shard == "optimizer" else AllReduceWorker
+        return worker(group, stopwatch, self)
 
 
-class _AllReducing(Exchange):
+class AllReduceWorker(Exchange):
+    """Sums gradients in or after backward."""
+
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: AllReduce) -> None:
         super().__init__(group, stopwatch)
         self._settings = settings
@@ -180,25 +169,24 @@ class _AllReducing(Exchange):
         self._sums: list[GradientBuckets | GradientSums] = []
         self._sparse: list[_SparseSums] = []
         self._means: dict[str, tuple[Feedback, CompressionAccount]] = {}
-        self._states_of_means: dict[str, Any] = {}
+        self._saved_means: dict[str, Any] = {}
         self._lane: Group = group
         self._trials: tuple[Timed, ...] = ()
 
     def install(self, model: nn.Module) -> None:
-        """Sums of dense gradients; sparse ones are summed one by one after them, as sparse ones."""
+        """Sum dense gradients; sparse ones are summed after them, one by one."""
         sparse = _sparse_parameters(model)
         # A parameter that two models share is exchanged once.
         new = [p for p in model.parameters() if id(p) not in self._known]
         self._known.update(map(id, new))
-        # Models meet in one backward pass in an order that may differ between workers, and a worker that leaves out a
-        # backward pass comes to something else instead: each model has a lane, so that nothing is mistaken for another.
+        # The order of models within a backward pass may differ between workers, and a worker may skip a pass: each
+        # model has its own lane, so that no exchange is mistaken for another.
         lane = self._lane = self.group.direct.lane()
         sums = self._summed([p for p in new if id(p) not in sparse], lane)
         sums.suspended = self._held
         self._sums.append(sums)
         if sparse:
-            alike = [p for p in new if id(p) in sparse]
-            self._sparse.append(_SparseSums(alike, lane, self.stopwatch, sums))
+            self._sparse.append(_SparseSums([p for p in new if id(p) in sparse], lane, self.stopwatch, sums))
 
     def _summed(self, dense: Sequence[Parameter], lane: DirectGroup) -> GradientBuckets | GradientSums:
         settings = self._settings
@@ -211,22 +199,21 @@ class _AllReducing(Exchange):
         return GradientBuckets(dense, lane, self.stopwatch, int(settings.bucket * _MIB))
 
     def _compressor(self, model: int, shapes: Shapes, number: int) -> Feedback:
-        """For one row of a model's gradients, or (model -1) for one kind of mean."""
+        """The compressor of one row of a model's gradients, or (model -1) of one kind of mean."""
         return compressor(self.compressions, shapes, mixed(self.seed, model, number), self.group.rank)
 
     def mean(self, row: Tensor, what: str, shapes: Shapes = ()) -> None:
-        """The mean of what each worker's letter says; what it leaves out is owed to the next mean of the same name."""
-        if not self.compressions or self.group.size == 1:
+        """The mean of compressed rows; error feedback goes to the next mean of the same name."""
+        dense = not self.compressions or self.group.size == 1
+        # A row that is not finite is sent uncompressed: it would make the error feedback NaN for ever.
+        if dense or bool(self.group.gather([float(not finite(row))], what).any()):
             self.group.mean(row, what)
-            return
-        if bool(self.group.gather([float(not finite(row))], what).any()):
-            self.group.mean(row, what)  # As uncompressed; what is owed would stay NaN for ever.
             return
         name = f"{what}, {row.numel()} numbers"
         if name not in self._means:
             feedback = self._compressor(-1, shapes or [(row.numel(),)], len(self._means))
-            if name in self._states_of_means:
-                feedback.load_state_dict(self._states_of_means.pop(name))
+            if name in self._saved_means:
+                feedback.load_state_dict(self._saved_means.pop(name))
             self._means[name] = feedback, CompressionAccount()
         feedback, account = self._means[name]
         if account.due:
@@ -234,72 +221,68 @@ class _AllReducing(Exchange):
         narrow = row.dtype not in (torch.float32, torch.float64)
         with account.compared(self.group):
             link, start = GroupLink(self.group.direct, what), time.perf_counter()
-            held = row.float() if narrow else row
-            feedback.sum(held.div_(self.group.size), link)
-            took = time.perf_counter() - start
-        account.note(row.nbytes, link.nbytes, took - link.seconds, link.seconds)
+            wide = row.float() if narrow else row
+            feedback.sum(wide.div_(self.group.size), link)
+            seconds = time.perf_counter() - start
+        account.note(row.nbytes, link.nbytes, seconds - link.seconds, link.seconds)
         if narrow:
-            row.copy_(held)
+            row.copy_(wide)
 
     def begin(self) -> None:
-        """Learn what the links cost, so that the result can tell what a step should take."""
-        if self._sums and self._unforeseen() is None:
+        """Measure the links, so that the result can predict the time of a step."""
+        if self._sums and self._why_unpredicted() is None:
             most = sum(p.numel() * p.element_size() for sums in self._sums for p in sums.parameters)
-            self._trials = trials(self._lane.direct, most, formats(self.compressions) or ())
+            self._trials = step_cost.trials(self._lane.direct, most, step_cost.formats(self.compressions))
 
-    def _unforeseen(self) -> str | None:
+    def _why_unpredicted(self) -> str | None:
         if self._settings.algorithm is SumAlgorithm.AUTO:
             return "auto has measured every algorithm by itself; see choices"
         if self._sparse:
-            return "how long sparse gradients are is for the data to say"
-        if formats(self.compressions) is None:
-            return CODED
-        return why_not(self._lane)
+            return "the size of sparse gradients depends on the data"
+        return step_cost.why_not(self._lane, self.compressions)
 
-    def foreseen(self) -> Step | str:
-        """What the last step's gradients were exchanged by."""
+    def predicted(self) -> Step | str:
+        """The exchanges of the last step's gradients."""
         exchanges = [each for sums in self._sums for each in sums.exchanges]
         return self._step(exchanges, beside=any(isinstance(sums, GradientBuckets) for sums in self._sums))
 
-    def foreseen_means(self, exchanges: Sequence[Exchanged]) -> Step | str:
-        """What models were averaged by."""
+    def predicted_means(self, exchanges: Sequence[Exchanged]) -> Step | str:
+        """The exchanges that averaged models."""
         if self._settings.algorithm is not SumAlgorithm.NATIVE:
             return f"models are averaged by the backend itself, and links were measured by {self._settings.algorithm}"
         return self._step(exchanges)
 
     def _step(self, exchanges: Sequence[Exchanged], beside: bool = False) -> Step | str:
-        reason = self._unforeseen()
-        if reason is not None:
-            return reason
-        if not exchanges:
-            return "no gradients were exchanged"
+        reason = self._why_unpredicted()
+        if reason is not None or not exchanges:
+            return reason or "no gradients were exchanged"
         hosts = tuple(self.group.direct.view.hosts.tolist())
         return Step(hosts=hosts, exchanges=tuple(exchanges), beside=beside, trials=self._trials)
 
     def stepping(self, optimizer: Optimizer) -> None:
-        """Gradients are the workers' mean when backward is over, not before."""
+        """Refuse steps within backward: gradients are the workers' mean only when backward is over."""
         if any(sums.running for sums in self._sums):
             raise UsageError(
                 f"{type(optimizer).__name__} steps while backward still runs, as optimizers in hooks of parameters do. "
                 f"Gradients are exchanged when backward ends, so each worker would step on its own. Step after "
-                f"backward(), or use local or gossip, whose workers step on gradients of their own."
+                f"backward(), or use local or gossip, whose workers step on their own gradients."
             )
 
     def weigh(self, examples: int, total: int | None) -> None:
-        """Gradients count by the examples behind them."""
+        """Weigh gradients by their examples."""
         for sums in self._sums:
             sums.weigh(examples, total)
         for sums in self._sparse:
             sums.examples = float(examples)
 
     def suspend(self, held: bool) -> None:
-        """While held, hooks let gradients pass."""
+        """While held, hooks leave gradients alone."""
         self._held = held
         for sums in self._sums:
             sums.suspended = held
 
     def state_dict(self) -> dict[str, Any]:
-        """What fixes the order of additions, and so the last bits."""
+        """What determines the order of additions, and so the last bits."""
         return {
             "orders": [sums.state() for sums in self._sums],
             "choices": [choice.choices for choice in self._choices],
@@ -313,29 +296,25 @@ class _AllReducing(Exchange):
         for sums, order in zip(self._sums, state["orders"], strict=True):
             sums.load(order)
         self._means.clear()
-        self._states_of_means = dict(state["means"])
+        self._saved_means = dict(state["means"])
 
     def notes(self) -> dict[str, Any]:
-        """What was chosen, by size, against which others, with the slowest worker's seconds; what compression did."""
-        if self.compressions:
-            return {"compression": together(self._accounts(), self.group)} if self.group.size > 1 else {}
-        if self._settings.algorithm is not SumAlgorithm.AUTO:
+        """The algorithms chosen for each size, with the slowest worker's seconds; costs and savings of compression."""
+        if self.compressions and self.group.size > 1:
+            accounts = [a for sums in self._sums if isinstance(sums, CompressedSums) for a in sums.accounts]
+            return {"compression": together([*accounts, *(a for _, a in self._means.values())], self.group)}
+        if self.compressions or self._settings.algorithm is not SumAlgorithm.AUTO:
             return {}
         return {"choices": {"all_reduce": [choice.choices for choice in self._choices]}}
 
-    def _accounts(self) -> list[CompressionAccount]:
-        """Of all rows of gradients, and of all kinds of means."""
-        compressed = [sums for sums in self._sums if isinstance(sums, CompressedSums)]
-        return [account for sums in compressed for account in sums.accounts] + [one for _, one in self._means.values()]
-
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for hooked in (*self._sums, *self._sparse):
             hooked.close()
 
 
-class _Sharding(_AllReducing):
-    """Each worker has the sum of its own slices only, and updates those."""
+class ShardedAllReduceWorker(AllReduceWorker):
+    """Has the sums of its own slices only, and updates those."""
 
     replicated = False
     acts_in_steps = True
@@ -344,9 +323,9 @@ class _Sharding(_AllReducing):
         super().__init__(group, stopwatch, settings)
         self._steps = ShardedSteps()
 
-    def foreseen(self) -> Step | str:
-        """Sums of gradients, and then what brings everybody the slices that were updated."""
-        step = super().foreseen()
+    def predicted(self) -> Step | str:
+        """Sums of gradients, followed by the exchanges that distribute updated slices."""
+        step = super().predicted()
         if isinstance(step, str):
             return step
         behind = [each for shards in self._steps.shards for each in shards.exchanges]
@@ -355,39 +334,34 @@ class _Sharding(_AllReducing):
     def _summed(self, dense: Sequence[Parameter], lane: DirectGroup) -> GradientBuckets | GradientSums:
         shards = OptimizerShards(dense, lane)
         self._steps.shards.append(shards)
-        sums = (
-            GradientSums(dense, lane, self.stopwatch, own_blocks=True)
-            if lane.shares_memory
-            else super()._summed(dense, lane)
-        )
+        if lane.shares_memory:
+            sums = GradientSums(dense, lane, self.stopwatch, own_blocks=True)
+        else:
+            sums = super()._summed(dense, lane)
         sums.afterwards.append(shards.note_gradients)
         return sums
 
     def attend(self, optimizer: Optimizer) -> None:
-        """Let the optimizer step on slices."""
+        """Make the optimizer step on slices."""
         if self.group.size > 1:
             self._steps.attend(optimizer)
 
     def notes(self) -> dict[str, Any]:
-        """How much optimizer state each worker holds."""
-        held = self.group.gather([float(self._steps.state_bytes())], "the count of memory")
-        return {"optimizer_bytes": [int(count) for count in held[:, 0]]}
+        """Bytes of optimizer state on each worker."""
+        counts = self.group.gather([float(self._steps.state_bytes())], "the count of memory")
+        return {"optimizer_bytes": [int(count) for count in counts[:, 0]]}
 
     def close(self) -> None:
-        """Take the hooks off, and give every worker its own parameters again."""
+        """Remove the hooks, and give every worker a private copy of the parameters."""
         self._steps.close()
         super().close()
 
 
 class _SparseSums:
-    """Sparse gradients of one model, summed when backward is over; who used one decides for all that it was used."""
+    """Sparse gradients of one model, summed when backward is over, if any worker used them."""
 
     def __init__(
-        self,
-        parameters: Sequence[Parameter],
-        group: Group,
-        stopwatch: Stopwatch,
-        dense: GradientBuckets | GradientSums,
+        self, parameters: Sequence[Parameter], group: Group, stopwatch: Stopwatch, dense: GradientBuckets | GradientSums
     ) -> None:
         self.examples = 1.0
         self._parameters, self._group, self._stopwatch = parameters, group, stopwatch
@@ -401,26 +375,21 @@ class _SparseSums:
             total, *users = self._group.sum(counts, "the count of examples").tolist()
             for parameter, count in zip(self._parameters, users, strict=True):
                 if count:
-                    mine = _nothing_like(parameter) if parameter.grad is None else parameter.grad
-                    weighted = mine * (self.examples / max(total, 1.0))
+                    gradient = parameter.grad
+                    if gradient is None:
+                        nowhere = torch.zeros(1, 0, dtype=torch.long, device=parameter.device)
+                        gradient = torch.sparse_coo_tensor(nowhere, parameter.detach()[:0], parameter.shape)
+                    weighted = gradient * (self.examples / max(total, 1.0))
                     parameter.grad = self._group.sum_sparse(weighted, "the sum of a sparse gradient")
 
     def close(self) -> None:
-        """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
 
 
-def _nothing_like(parameter: Tensor) -> Tensor:
-    indices = torch.zeros(1, 0, dtype=torch.long, device=parameter.device)
-    return torch.sparse_coo_tensor(indices, parameter.detach()[:0], parameter.shape)
-
-
 def _sparse_parameters(model: nn.Module) -> set[int]:
-    """Weights whose gradients are sparse tensors: those of embeddings made with sparse=True."""
-    found: set[int] = set()
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if getattr(module, "sparse", False) is True and isinstance(weight, Parameter):
-            found.add(id(weight))
-    return found
+    """Weights whose gradients are sparse tensors: those of embeddings with sparse=True."""
+    weights = [
+        getattr(module, "weight", None) for module in model.modules() if getattr(module, "sparse", False) is True
+    ]
+    return {id(weight) for weight in weights if isinstance(weight, Parameter)}

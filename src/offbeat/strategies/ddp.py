@@ -1,11 +1,11 @@
-"""PyTorch's own `DistributedDataParallel` on Gloo, as it comes: the honest baseline."""
+"""PyTorch's own `DistributedDataParallel` on Gloo, unchanged: the honest baseline."""
 
 from __future__ import annotations
 
 import re
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,15 +26,15 @@ from offbeat.runtime.gradients.buckets import hook
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.groups.presence import Waiting
 from offbeat.runtime.run.stopwatch import Stopwatch
-from offbeat.strategies._base import Traits, require_bucket
+from offbeat.strategies._base import BUCKET, Traits
 from offbeat.strategies.worker.exchange import Exchange, Exchanging
 
 _SUM = "ddp's sum of gradients"
 _SECOND_BACKWARD = (
-    "a second backward pass came to a model that was not called since the first, as with retain_graph=True or two "
+    "a second backward pass reached a model that was not called since the first, as with retain_graph=True or two "
     "losses of one output. ddp exchanges the gradients of one backward pass after each call of the model; those of a "
-    "second stay each worker's own, and the workers drift apart. Add the losses up and call backward once, call the "
-    "model before each backward, or use allreduce, which exchanges every pass."
+    "second stay local, and the workers drift apart. Add the losses up and call backward once, call the model before "
+    "each backward, or use allreduce, which exchanges every pass."
 )
 _NOT_CALLED = (
     "ddp exchanges only gradients of what went through model(...), but there are gradients of a model that was not "
@@ -51,29 +51,25 @@ class DDP(Exchanging):
     """
 
     bucket: float = 25.0
-    """MiB of gradients that are reduced at once."""
+    """MiB of gradients that are summed at once."""
     find_unused: bool = False
-    """Look for parameters that took no part in the loss; costs a walk through the graph each step."""
+    """Look for parameters that took no part in the loss; costs a traversal of the graph in each step."""
 
     promises = Traits(synchronous=True, exact=True, deterministic=True)
     examples = ("ddp", "ddp(bucket=50.0)", "ddp(find_unused=True)")
-    unplanned = "torch's own DistributedDataParallel sums on Gloo, in buckets, at times and in ways of its own"
-
-    def __post_init__(self) -> None:
-        """Refuse a bucket that holds nothing."""
-        super().__post_init__()
-        require_bucket(self, self.bucket)
+    unplanned = "torch's own DistributedDataParallel decides when and how it sums its buckets on Gloo"
+    _ranges = BUCKET
 
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
         """The worker's side: a DistributedDataParallel beside each model."""
-        return _Stock(group, stopwatch, self)
+        return DDPWorker(group, stopwatch, self)
 
 
-class _Stock(Exchange):
+class DDPWorker(Exchange):
     """Runs DDP's forward hooks around the user's model instead of wrapping it, as torch's own `replicate` does."""
 
     joins_late = False
-    unforeseen = "torch's own DistributedDataParallel sums in buckets and at times of its own"
+    unpredicted = "torch's own DistributedDataParallel decides when and how it sums its buckets"
 
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: DDP) -> None:
         super().__init__(group, stopwatch)
@@ -96,14 +92,16 @@ class _Stock(Exchange):
         self._checked: dict[int, int] = {}
 
     def install(self, model: nn.Module) -> None:
-        """Make the DDP object and let it see each forward pass."""
+        """Create the DDP object and let it see each forward pass."""
         self._claim(model)
         if not any(p.requires_grad for p in model.parameters()):
             return
         settings, self._begun = self._settings, time.monotonic()
+        if self._stock_group is None:  # One for all models, as users of torch have it.
+            self._stock_group = self.group.direct.connection.stock()
         wrapped = DistributedDataParallel(
             model,
-            process_group=self._process_group(),
+            process_group=self._stock_group,
             bucket_cap_mb=settings.bucket,  # pyright: ignore[reportArgumentType]  # torch multiplies it, fractions work
             find_unused_parameters=settings.find_unused,
             gradient_as_bucket_view=True,
@@ -112,19 +110,18 @@ class _Stock(Exchange):
         buffers = sum(buffer.nbytes for buffer in model.buffers())
         self._note("broadcast", buffers + sum(p.nbytes for p in model.parameters()))
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        names = list(trained)
         if not settings.find_unused:
             self._expected[id(model)] = trained
-        # Backward comes to the first parameter last: from then on until the step, DDP's exchange is exposed.
+        # Backward reaches the first parameter last: from then until the step, DDP's exchange is exposed.
         first = next(iter(trained.values()))
         self.handles.append(first.register_post_accumulate_grad_hook(partial(self._computed, id(model))))
-        # Every parameter has a gradient in a pass that DDP completes, unless it looks for those that have none.
+        # Every parameter has a gradient in a pass that DDP completes, unless it looks for unused ones.
         counting = partial(self._exchanged, id(model), sum(p.numel() * p.element_size() for p in trained.values()))
         watched = trained.values() if settings.find_unused else (first,)
         self.handles += [p.register_post_accumulate_grad_hook(counting) for p in watched]
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-            # DDP would broadcast buffers in evaluations too, and wait for workers that have fewer batches to evaluate.
+            # In evaluations DDP would broadcast buffers too, and wait for workers that have fewer batches.
             if not torch.is_grad_enabled():
                 return None
             self._begun = time.monotonic()
@@ -133,7 +130,7 @@ class _Stock(Exchange):
             try:
                 return wrapped._pre_forward(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
             except RuntimeError as error:
-                if (absent := _unfinished(error, names)) is None:
+                if (absent := _unfinished(error, list(trained))) is None:
                     raise
                 raise _without_gradient(absent) from error
 
@@ -151,12 +148,6 @@ class _Stock(Exchange):
         self.handles.append(model.register_forward_hook(_OwnHook(after)))
         vars(model)["__getstate__"] = partial(_state_without_ours, model)
 
-    def _process_group(self) -> Any:
-        """Torch's own, one for all models, as its users have it."""
-        if self._stock_group is None:
-            self._stock_group = self.group.direct.connection.stock()
-        return self._stock_group
-
     def _claim(self, model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
             if id(parameter) in self._owner:
@@ -168,12 +159,12 @@ class _Stock(Exchange):
                 self.handles.append(hook(parameter, partial(_refuse_unfrozen, name)))
 
     def _note(self, what: Literal["all_reduce", "broadcast"], nbytes: int) -> None:
-        """Count what DDP has Gloo do."""
+        """Count the traffic that DDP causes on Gloo."""
         if nbytes and self.group.size > 1:
             self.group.direct.note(what, nbytes, by=GLOO[Collective(what)])
 
     def _exchanged(self, model: int, size: int, _: Tensor) -> None:
-        """Count what DDP sums: a model's gradients, once for each backward pass, however often it was called before."""
+        """Count a model's gradients once for each backward pass, however often the model was called before."""
         if model in self._due:
             self._due.discard(model)
             self._note("all_reduce", size)
@@ -185,11 +176,11 @@ class _Stock(Exchange):
             raise RunError(_SECOND_BACKWARD if self._calls.get(model, 0) > stepped else _NOT_CALLED)
         self._awaited.discard(model)
         if self.group.presence is not None and not self._held:
-            # From here on torch waits for the others, until the step or the next pass.
+            # From here until the step or the next pass, torch waits for the others.
             self.group.presence.waiting = Waiting(_SUM, "ddp", self._passes)
 
     def stepping(self, optimizer: Optimizer) -> None:
-        """DDP sees only what goes through a model's forward; all else it would leave different on every worker."""
+        """Refuse gradients that did not go through a model's forward: DDP leaves them different on every worker."""
         if self.group.presence is not None:
             self.group.presence.waiting = None
         if self._computed_at is not None:
@@ -204,57 +195,58 @@ class _Stock(Exchange):
         self._stepped |= calls
         for owner in owners if not self._held else ():
             if self._checked.get(owner) == self._calls.get(owner):
-                continue  # The model's other optimizer has stepped before, and may have cleared its gradients since.
+                continue  # The model's other optimizer stepped before, and may have cleared its gradients since.
             self._checked[owner] = self._calls.get(owner, 0)
             absent = [name for name, p in self._expected.get(owner, {}).items() if p.grad is None]
             if absent:
                 raise _without_gradient(absent)
 
     def weigh(self, examples: int, total: int | None) -> None:
-        """DDP gives every worker the same weight: what differs from that must be made up for."""
+        """Compensate for DDP's equal weights where workers have different numbers of examples."""
         if total is None and self.group.size > 1:
-            counts = self.group.gather([float(examples)], "the count of examples")
-            total = int(counts.sum())
+            total = int(self.group.gather([float(examples)], "the count of examples").sum())
         self.weight_in_backward = examples * self.group.size / total if total else 1.0
         if (self.weight_in_backward != 1.0) != bool(self._scalers):
             self._scale_gradients()
 
     def _scale_gradients(self) -> None:
-        """Put a hook on every parameter, or take them off: even batches pay nothing for uneven ones."""
+        """Hook every parameter, or remove the hooks: even batches pay nothing for uneven ones."""
         for handle in self._scalers:
             handle.remove()
         self._scalers = []
         if self.weight_in_backward != 1.0:
             trainable = [p for wrapped in self._wrapped for p in wrapped.module.parameters() if p.requires_grad]
-            self._scalers = [p.register_hook(_OwnHook(self._scaled)) for p in trainable]
 
-    def _scaled(self, gradient: Tensor) -> Tensor | None:
-        return None if self._held else gradient * self.weight_in_backward
+            def scale(gradient: Tensor) -> Tensor | None:
+                return None if self._held else gradient * self.weight_in_backward
+
+            self._scalers = [p.register_hook(_OwnHook(scale)) for p in trainable]
 
     def suspend(self, held: bool) -> None:
-        """What DDP calls no_sync."""
+        """Switch DDP's `no_sync` on or off."""
         self._held = held
         for wrapped in self._wrapped:
             wrapped.require_backward_grad_sync = not held
 
     def explained(self, error: BaseException | None) -> Exception | None:
-        """DDP passes on what Gloo says: that somebody did not come, but not who.
+        """Name the missing workers: DDP passes on Gloo's error, which does not.
 
-        It waits for Gloo when backward has come to its end, inside of torch's engine, or for what it broadcasts before.
+        It waits for Gloo inside torch's engine when backward ends, or before forward for its broadcasts.
         """
         if type(error) is not RuntimeError and not isinstance(error, DistError):
             return None
-        place = _raised_in(error)
+        # The code of the innermost Python function that raised it.
+        place = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
         if not (place in _BEFORE_FORWARD or (place is _BACKWARD and self._computed_at is not None)):
             return None
-        # Negative, so that it is not a number of the group's own exchanges.
+        # Negative, so as not to be taken for a number of the group's own exchanges.
         return self.group.direct.waits.explained(error, _SUM, -self._passes, self._begun)
 
     def close(self) -> None:
-        """Take the hooks off, and let go of DDP before its group is closed.
+        """Remove the hooks, and release DDP before its group is closed.
 
-        If a reducer is the last to let go of a Gloo group, it joins Gloo's threads with the GIL held, which those may
-        be waiting for (torch 2.13).
+        If a reducer holds the last reference to a Gloo group, it joins Gloo's threads with the GIL held, which those
+        may be waiting for (torch 2.13).
         """
         super().close()
         for handle in self._scalers:
@@ -271,54 +263,43 @@ _BEFORE_FORWARD = (
     DistributedDataParallel._distributed_broadcast_coalesced.__code__,  # pyright: ignore[reportPrivateUsage]
     DistributedDataParallel._default_broadcast_coalesced.__code__,  # pyright: ignore[reportPrivateUsage]
 )
-"""Functions of torch that wait for Gloo, which raises nothing but RuntimeError: where one arose says what it is about
+"""Functions of torch that wait for Gloo, which raises only RuntimeError: where it was raised says what it is about
 (torch 2.13)."""
 _UNFINISHED = re.compile(r"Expected to have finished reduction.*?(?:for rank \d+:(?P<indices>[ \d]+)|\Z)", re.DOTALL)
-"""What torch's reducer says before forward about parameters that had no gradient in the last pass; it waits for Gloo in
-the same function, so that only its words tell one from the other."""
-
-
-def _raised_in(error: BaseException) -> Any:
-    """The code of the innermost Python function that an error came out of."""
-    return [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+"""The reducer's message about parameters without a gradient in the last pass. It waits for Gloo in the same function,
+so only the message tells the two apart."""
 
 
 def _unfinished(error: RuntimeError, names: Sequence[str]) -> Sequence[str] | None:
-    """The parameters without a gradient, as far as torch names their numbers; None if it speaks of something else."""
-    if (said := _UNFINISHED.search(str(error))) is None:
+    """The parameters without a gradient, as far as torch names their indices; None if the error is another one."""
+    if (match := _UNFINISHED.search(str(error))) is None:
         return None
-    return [names[int(i)] for i in (said["indices"] or "").split()] or ["some parameters"]
+    return [names[int(i)] for i in (match["indices"] or "").split()] or ["some parameters"]
 
 
 def _without_gradient(names: Sequence[str]) -> StrategyError:
     named = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return StrategyError(
         f"ddp waits for a gradient of every parameter in every step, but {named} had no gradient in this one: frozen "
-        f"after prepare(), or not used by this batch's loss. The others' gradients were not all averaged either. Say "
+        f"after prepare(), or not used by this batch's loss. The others' gradients were not all averaged either. Use "
         f"ddp(find_unused=True), freeze before prepare(), or use allreduce, which needs neither."
     )
 
 
-class _OwnHook:
-    """A hook on a model of the user's that stays behind when the model is copied, saved or sent to a process.
+class _OwnHook(partial[Any]):
+    """A hook on the user's model that is dropped when the model is copied, saved or sent to a process.
 
-    In its place is then what does nothing and needs no offbeat to be loaded.
+    A no-op that does not need offbeat to be loaded takes its place.
     """
 
     __torch_unserializable__ = True  # So that torch does not warn of it.
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-
-    def __call__(self, *given: Any) -> Any:
-        return self._call(*given)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (nullcontext(), "__exit__")
 
 
 def _state_without_ours(model: nn.Module) -> Any:
-    """What is copied or saved of a model: without our hooks, which torch.load would take for code of a stranger."""
+    """The state to copy or save of a model: without our hooks, which torch.load would refuse as untrusted code."""
     state: Any = type(model).__getstate__(model)  # pyright: ignore[reportAttributeAccessIssue]  # every object has it
     if not isinstance(state, dict):
         return state

@@ -1,7 +1,7 @@
-"""Workers step by themselves, and average their models every few steps.
+"""Local SGD: workers step independently, and average their models every few steps.
 
-What is averaged is how far each has moved since all last agreed, in one flat row: so differences can be compressed, and
-an outer optimizer can take the averaged difference for a gradient.
+They average the differences to the last common point, in one flat row: so differences can be compressed, and an outer
+optimizer can use the averaged difference as a gradient.
 
 Stich, "Local SGD Converges Fast and Communicates Little" (2019); Lin et al., "Don't Use Large Mini-Batches, Use Local
 SGD" (2020), for `after` and for momentum; Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language
@@ -14,7 +14,6 @@ import copy
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -23,38 +22,30 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
-from offbeat.errors import RunError, StrategyError
+from offbeat.errors import RunError
 from offbeat.protocols.compression import RowFormat, Shapes
 from offbeat.protocols.exchanges import Exchanged
 from offbeat.protocols.schedule import View
 from offbeat.simulate.predicted_step import Step
-from offbeat.strategies._base import Axis, Setting, Strategy, Traits, require
+from offbeat.strategies._base import Axis, Setting, Strategy, Traits
+from offbeat.strategies.language.fields import Ranges
 from offbeat.strategies.worker.capabilities import CostedMeans, MeanMaker
-from offbeat.strategies.worker.exchange import Exchange, Exchanging, Pace, Timing, closure_of, foreseen_by
-from offbeat.strategies.worker.flat_rows import (
-    Idle,
-    Rows,
-    averaged_parameters,
-    parameters_of,
-    state_tensors,
-    still_fits,
-)
+from offbeat.strategies.worker.exchange import Exchange, Exchanging, Pace, Timing, predicted_by, refuse_closure
+from offbeat.strategies.worker.flat_rows import Idle, Rows, averaged_parameters, parameters_of, still_fits
+
+_RATE: Ranges = (("rate", lambda rate: rate > 0, "a step is longer than 0"),)
 
 
 @dataclass(frozen=True)
 class Nesterov(Setting):
-    """An outer optimizer with Nesterov's momentum, as DiLoCo has it."""
+    """An outer optimizer with Nesterov momentum, as in DiLoCo."""
 
     rate: float = 0.7
     """The learning rate on averaged differences; 1 without momentum is plain averaging."""
     momentum: float = 0.9
-    """How much of the last outer step is taken along."""
+    """Share of the last outer step that is added to the next."""
 
-    def __post_init__(self) -> None:
-        """Refuse numbers that make no sense."""
-        super().__post_init__()
-        require(self.rate > 0, self, "rate", self.rate, "a step is longer than 0")
-        require(0 < self.momentum < 1, self, "momentum", self.momentum, "it must lie between 0 and 1")
+    _ranges = (*_RATE, ("momentum", lambda momentum: 0 < momentum < 1, "it must lie between 0 and 1"))
 
     def on(self, rows: Sequence[Parameter]) -> Optimizer:
         """The optimizer of these rows."""
@@ -69,10 +60,7 @@ class OuterSGD(Setting):
     rate: float
     """The learning rate on averaged differences; 1 is plain averaging."""
 
-    def __post_init__(self) -> None:
-        """Refuse a rate that makes no sense."""
-        super().__post_init__()
-        require(self.rate > 0, self, "rate", self.rate, "a step is longer than 0")
+    _ranges = _RATE
 
     def on(self, rows: Sequence[Parameter]) -> Optimizer:
         """The optimizer of these rows."""
@@ -81,64 +69,61 @@ class OuterSGD(Setting):
 
 @dataclass(frozen=True)
 class Local(Timing):
-    """Workers step by themselves with their own optimizers, and average their models every few steps.
+    """Workers step independently with their own optimizers, and average their models every few steps.
 
-    Between two averagings nobody waits for anybody. A worker's difference counts by the examples behind it, so that
-    `local(1)` with plain SGD is what `allreduce` computes. Evaluations see the mean of all models, and that is the
-    model which a run leaves.
+    Between two averagings no worker waits. Differences are weighted by examples, so that `local(1)` with plain SGD
+    computes what `allreduce` computes. Evaluations use the mean of all models, and a run saves that mean.
     """
 
     period: int
     """Steps between two averagings."""
     after: int = 0
-    """Steps at the beginning in which gradients are exchanged as without it (post-local SGD)."""
+    """Steps at the beginning in which gradients are exchanged instead (post-local SGD)."""
     outer: Nesterov | OuterSGD | None = None
-    """An optimizer that takes the averaged difference for a gradient; None: the mean itself is taken."""
+    """An optimizer that uses the averaged difference as a gradient; None uses the mean itself."""
     momentum: Literal["kept", "averaged", "reset"] = "kept"
-    """What becomes of the optimizer's state at an averaging: it stays each worker's own, is averaged, or forgotten."""
+    """What happens to the optimizer's state at an averaging: each worker keeps its own, or it is averaged or reset."""
 
     promises = Traits(synchronous=True, deterministic=True)
     aliases: ClassVar = {"diloco": "local(500, outer=nesterov(0.7, 0.9))"}
     examples = ("local(8)", "local(8, after=1000)", "local(50, outer=nesterov)", "gossip + local(4)")
-
-    def __post_init__(self) -> None:
-        """Refuse numbers that make no sense."""
-        super().__post_init__()
-        require(self.period >= 1, self, "period", self.period, "averagings are at least 1 step apart")
-        require(self.after >= 0, self, "after", self.after, "it counts steps from the beginning")
+    _ranges = (
+        ("period", lambda steps: steps >= 1, "averagings are at least 1 step apart"),
+        ("after", lambda steps: steps >= 0, "it counts steps from the beginning"),
+    )
 
     def refuses(self, other: Strategy) -> str | None:
-        """Exchanges whose replicas cannot part for some steps."""
+        """Exchanges whose workers cannot step independently."""
         if other.axis is not Axis.EXCHANGE:
             return None
         if not getattr(other, "parting", False):
             return (
-                f"{self.name} lets workers step by themselves and averages their models, which {other} cannot do. "
+                f"{self.name} lets workers step independently and averages their models, which {other} cannot do. "
                 f"Use allreduce or gossip; on servers, downpour(push={self.period}, fetch={self.period}) and elastic "
-                f"do something alike"
+                f"are similar"
             )
         if getattr(other, "mixes", False) and (self.outer is not None or self.momentum != "kept"):
             return (
                 f"workers that mix with their neighbours never all agree, so there is no common point for an outer "
-                f"optimizer or for an averaged or forgotten momentum. Write {self.name}({self.period}) alone"
+                f"optimizer or for an averaged or reset momentum. Write {self.name}({self.period}) alone"
             )
         return None
 
     def pace(self, exchange: Exchange) -> Pace:
         """The worker's side: gradients stay local, and models are averaged every n-th step."""
-        return _Spacing(exchange, self) if exchange.mixes else _Averaging(exchange, self)
+        return LocalMixingWorker(exchange, self) if exchange.mixes else LocalAveragingWorker(exchange, self)
 
     def planned(self, exchange: Exchanging, view: View, nbytes: int, forms: Sequence[RowFormat] = ()) -> Step | str:
-        """The mean of models, or what mixes them, in every n-th step."""
+        """The mean of models, or their mixing, in every n-th step."""
         return _every(exchange.planned(view, nbytes, forms, models=True), self)
 
     def batches_per_update(self) -> int:
-        """All agree after so many."""
+        """The steps between two averagings."""
         return self.period
 
 
-class _Counting(Pace):
-    """Counts the steps of every optimizer, and lets a worker without examples make none."""
+class LocalWorker(Pace):
+    """Counts the steps of every optimizer."""
 
     replicated = False
     acts_in_steps = True
@@ -151,25 +136,25 @@ class _Counting(Pace):
 
     @property
     def meeting(self) -> bool:
-        """Workers meet at the beginning of a period; while gradients are exchanged, always."""
+        """Workers meet at the start of a period, and in all steps in which gradients are exchanged."""
         done = self._steps[0] if self._steps else 0
         return done < self._settings.after or done % self._settings.period == 0
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Hooks that count its steps."""
+        """Count its steps."""
         number = len(self._steps)
         self._steps.append(0)
-        self.handles.append(optimizer.register_step_pre_hook(partial(self._before, number)))
-        self.handles.append(optimizer.register_step_post_hook(partial(self._after, number)))
 
-    def _before(self, number: int, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if closure_of(args, kwargs) is not None and self.exchange.group.size > 1:
-            raise StrategyError("local cannot be used with optimizer.step(closure). Use an exchange alone.")
-        self._stepping(number, optimizer)
+        def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self.exchange.group.size > 1:
+                refuse_closure("local", args, kwargs, "an exchange alone")
+            self._stepping(number, optimizer)
 
-    def _after(self, number: int, optimizer: Optimizer, *_: Any) -> None:
-        self._steps[number] += 1
-        self._stepped(number, optimizer)
+        def after(optimizer: Optimizer, *_: Any) -> None:
+            self._steps[number] += 1
+            self._stepped(number, optimizer)
+
+        self._hook_steps(optimizer, before, after)
 
     def _due(self, number: int) -> bool:
         """Whether the step that was just made is the last of a period."""
@@ -183,25 +168,25 @@ class _Counting(Pace):
         """After an optimizer's step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """How far each optimizer is."""
+        """Steps of each optimizer."""
         return {"steps": list(self._steps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting."""
+        """Continue counting."""
         self._steps = [int(count) for count in state["steps"]]
 
 
-class _Spacing(_Counting):
+class LocalMixingWorker(LocalWorker):
     """For exchanges that mix models after a step: lets them do so only after every n-th step."""
 
     def begin(self, examples: int, total: int | None, last: bool) -> None:
-        """Tell the exchange what the batch weighs."""
+        """Tell the exchange the batch's weight."""
         del last
         self.exchange.weigh(examples, total)
 
-    def foreseen(self) -> Step | str:
-        """What the exchange says, in every n-th step."""
-        return _every(foreseen_by(self.exchange), self._settings)
+    def predicted(self) -> Step | str:
+        """The exchange's step, in every n-th step."""
+        return _every(predicted_by(self.exchange), self._settings)
 
     def _stepping(self, number: int, optimizer: Optimizer) -> None:
         del optimizer
@@ -209,23 +194,23 @@ class _Spacing(_Counting):
         self.exchange.suspend(done > settings.after and done % settings.period != 0)
 
 
-class _Averaging(_Counting):
-    """For exchanges of gradients: keeps them from it, and averages models itself."""
+class LocalAveragingWorker(LocalWorker):
+    """For exchanges of gradients: suspends them, and averages models itself."""
 
     def __init__(self, exchange: Exchange, settings: Local) -> None:
         super().__init__(exchange, settings)
-        self._ways: list[_Way] = []
+        self._replicas: list[_Replica] = []
         self._idle = Idle()
         self._alone = settings.after == 0
         exchange.suspend(self._alone)
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Also lay out its rows, when it first steps."""
+        """Also keep its replica's common point."""
         super().watch(optimizer)
-        self._ways.append(_Way(optimizer, self._settings))
+        self._replicas.append(_Replica(optimizer, self._settings))
 
     def begin(self, examples: int, total: int | None, last: bool) -> None:
-        """Count the examples; while gradients are exchanged, the exchange weighs them."""
+        """Note the batch's examples; while gradients are exchanged, the exchange weighs them."""
         del last
         self._batch = examples, total
         self.exchange.suspend(self._alone)
@@ -235,80 +220,84 @@ class _Averaging(_Counting):
     def _stepping(self, number: int, optimizer: Optimizer) -> None:
         if not self._alone:
             return
-        self._ways[number].start()
+        self._replicas[number].start()
         if self._batch is not None and not self._batch[0]:
             self._idle.hide(optimizer)
 
     def _stepped(self, number: int, optimizer: Optimizer) -> None:
         self._idle.restore()
         if self._alone:
-            way = self._ways[number]
-            way.examples += 1.0 if self._batch is None else self._batch[0]
+            replica = self._replicas[number]
+            replica.examples += 1.0 if self._batch is None else self._batch[0]
             if self._due(number):
-                still_fits(way.rows, optimizer, str(self._settings))
-                self._average(way)
+                still_fits(replica.rows, optimizer, str(self._settings))
+                self._average(replica)
         elif number == 0 and self._steps[0] >= self._settings.after:
             self._alone = True
             self.exchange.suspend(True)
 
-    def foreseen(self) -> Step | str:
-        """What the last mean of models was made by, every n-th step."""
+    def predicted(self) -> Step | str:
+        """The exchanges of the last mean of models, in every n-th step."""
         exchange = self.exchange
         if not isinstance(exchange, CostedMeans):
-            return exchange.unforeseen
-        made = [each for way in self._ways for each in way.exchanges]
-        return _every(exchange.foreseen_means(made), self._settings)
+            return exchange.unpredicted
+        sent = [each for replica in self._replicas for each in replica.exchanges]
+        return _every(exchange.predicted_means(sent), self._settings)
 
-    def _average(self, way: _Way) -> None:
+    def _average(self, replica: _Replica) -> None:
         group = self.exchange.group
         if group.size == 1 and self._settings.outer is None:
-            way.examples = 0.0
+            replica.examples = 0.0
             return
         with self.exchange.stopwatch.spent_on("communicate"):
             group.sent.record()
-            counts = group.gather([way.examples], "the count of examples")
+            counts = group.gather([replica.examples], "the count of examples")
             total = float(counts.sum())
-            weight = way.examples * group.size / total if total else 1.0
-            way.average(weight, self.exchange)
-            way.exchanges = group.sent.recorded()
-        way.examples = 0.0
+            weight = replica.examples * group.size / total if total else 1.0
+            replica.average(weight, self.exchange)
+            replica.exchanges = group.sent.recorded()
+        replica.examples = 0.0
 
     @contextmanager
     def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:
-        """Inside, all workers hold the mean of the replicas, as an averaging now would make it."""
-        examples = max((way.examples for way in self._ways), default=0.0)
+        """Inside, all workers hold the mean of the replicas."""
+        examples = max((replica.examples for replica in self._replicas), default=0.0)
         with self.exchange.averaged(models), averaged_parameters(models, self.exchange.group, examples):
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Where all last agreed, and how far each has come since."""
-        return {**super().state_dict(), "alone": self._alone, "ways": [way.state_dict() for way in self._ways]}
+        """The common points, and the examples since."""
+        return {
+            **super().state_dict(),
+            "alone": self._alone,
+            "ways": [replica.state_dict() for replica in self._replicas],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from them."""
         super().load_state_dict(state)
         self._alone = bool(state["alone"])
         self.exchange.suspend(self._alone)
-        for way, saved in zip(self._ways, state["ways"], strict=True):
-            way.load_state_dict(saved)
+        for replica, saved in zip(self._replicas, state["ways"], strict=True):
+            replica.load_state_dict(saved)
 
 
-class _Way:
-    """One optimizer's parameters: where all last agreed on them, and the way that this worker has gone since."""
+class _Replica:
+    """One optimizer's parameters, and the point at which all workers last agreed on them."""
 
     def __init__(self, optimizer: Optimizer, settings: Local) -> None:
         self._optimizer, self._settings = optimizer, settings
         self._fresh = {p: {k: _copied(v) for k, v in state.items()} for p, state in optimizer.state.items()}
         self.rows = Rows(())
         self.examples = 0.0
-        """Behind the steps since the last averaging."""
+        """Examples of the steps since the last averaging."""
         self.exchanges: tuple[Exchanged, ...] = ()
-        """What the last averaging exchanged."""
+        """The exchanges of the last averaging."""
         self._common: list[Parameter] = []
         self._outer: Optimizer | None = None
 
     def start(self) -> None:
-        """Before the first step alone: all still agree."""
+        """Before the first independent step: all workers still agree."""
         if not self._common:
             self._lay_out(None)
 
@@ -319,9 +308,8 @@ class _Way:
             self._outer = self._settings.outer.on(self._common)
 
     def average(self, weight: float, exchange: Exchange) -> None:
-        """Let all agree again: the common point moves by the mean of all ways, and everybody goes there."""
-        ways = self.rows.read()
-        for row, common, shapes in zip(ways, self._common, self.rows.shapes, strict=True):
+        """Move the common point by the mean of all differences to it, and every worker to the common point."""
+        for row, common, shapes in zip(self.rows.read(), self._common, self.rows.shapes, strict=True):
             row.sub_(common).mul_(weight)
             _mean(exchange, row, "the mean of models", shapes)
             if self._outer is None:
@@ -334,36 +322,32 @@ class _Way:
         if self._settings.momentum == "averaged":
             self._average_state(weight, exchange)
         elif self._settings.momentum == "reset":
-            self._forget()
+            for parameter in parameters_of(self._optimizer):
+                self._optimizer.state.pop(parameter, None)
+                if parameter in self._fresh:
+                    self._optimizer.state[parameter] = {k: _copied(v) for k, v in self._fresh[parameter].items()}
 
     def _average_state(self, weight: float, exchange: Exchange) -> None:
-        """Momentum and the like by the same weights; who has none yet for a parameter brings zeros, and takes none."""
-        held = [state_tensors(self._optimizer, p) for p in self.rows.tensors if isinstance(p, Parameter)]
-        counts = exchange.group.gather([float(len(one)) for one in held], "the count of optimizer states")
+        """Average momentum and the like with the same weights; a worker that has none contributes zeros."""
+        states = [_state_tensors(self._optimizer, p) for p in self.rows.tensors if isinstance(p, Parameter)]
+        counts = exchange.group.gather([float(len(tensors)) for tensors in states], "the count of optimizer states")
         most = counts.max(dim=0).values
         if bool(((counts != most) & (counts != 0)).any()):
             raise RunError(
                 f"the workers' {type(self._optimizer).__name__}s remember different things of a parameter, so their "
                 f"states cannot be averaged. Use local(..., momentum=kept)."
             )
-        brought: list[Tensor] = []
-        for parameter, one, count in zip(self.rows.tensors, held, most.tolist(), strict=True):
-            brought += [tensor for _, tensor in one] or [torch.zeros_like(parameter) for _ in range(int(count))]
-        states = Rows(brought)
-        rows = states.read()
-        for row, shapes in zip(rows, states.shapes, strict=True):
+        padded: list[Tensor] = []
+        for parameter, tensors, count in zip(self.rows.tensors, states, most.tolist(), strict=True):
+            padded += tensors or [torch.zeros_like(parameter) for _ in range(int(count))]
+        flat = Rows(padded)
+        rows = flat.read()
+        for row, shapes in zip(rows, flat.shapes, strict=True):
             row.mul_(weight)
             _mean(exchange, row, "the mean of optimizer states", shapes)
-        states.write(rows)
-
-    def _forget(self) -> None:
-        for parameter in parameters_of(self._optimizer):
-            self._optimizer.state.pop(parameter, None)
-            if parameter in self._fresh:
-                self._optimizer.state[parameter] = {k: _copied(v) for k, v in self._fresh[parameter].items()}
+        flat.write(rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """The common point, the outer optimizer, and the examples since."""
         outer = {} if self._outer is None else self._outer.state_dict()["state"]
         return {
             "common": [row.detach().clone() for row in self._common],
@@ -372,7 +356,6 @@ class _Way:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from such a state."""
         self.examples = float(state["examples"])
         if not state["common"]:
             return
@@ -390,11 +373,20 @@ def _mean(exchange: Exchange, row: Tensor, what: str, shapes: Shapes) -> None:
         exchange.group.mean(row, what)
 
 
+def _state_tensors(optimizer: Optimizer, parameter: Parameter) -> list[Tensor]:
+    """The elementwise state of a parameter, such as momentum and moments, in the order of its names."""
+    state: dict[str, Any] = optimizer.state.get(parameter, {})
+    tensors = [
+        value for _, value in sorted(state.items()) if isinstance(value, Tensor) and value.shape == parameter.shape
+    ]
+    return [value for value in tensors if value.is_floating_point() or value.is_complex()]
+
+
 def _every(step: Step | str, settings: Local) -> Step | str:
     if isinstance(step, str):
         return step
     if settings.after:
-        return "its first steps exchange something else than the later ones"
+        return "its first steps exchange something else than later ones"
     return structs.replace(step, period=settings.period, beside=False)
 
 

@@ -1,4 +1,4 @@
-"""One process, no exchange: the plain loop that everything else is measured against."""
+"""One worker without any exchange: the plain loop that everything else is measured against."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from offbeat.strategies.worker.exchange import Exchange, Exchanging
 
 @dataclass(frozen=True)
 class Single(Exchanging):
-    """One worker, the plain loop; the yardstick for all others."""
+    """One worker, the plain loop; the reference for all others."""
 
     promises = Traits(synchronous=True, exact=True, deterministic=True)
     aliases: ClassVar = {"sequential": "single"}
     examples = ("single", "single + accumulate(4)")
-    unplanned = "one worker has nobody to send anything to"
+    unplanned = "a single worker sends nothing"
 
     @property
     def parting(self) -> bool:
-        """One worker is always by itself."""
+        """A single worker always steps independently."""
         return True
 
     def check(self, workers: int) -> None:
@@ -33,21 +33,23 @@ class Single(Exchanging):
         super().check(workers)
         if workers != 1:
             raise StrategyError(
-                f"{self} is one worker, but {workers} were asked for. Ask for one, or take a strategy that "
-                f"exchanges, such as allreduce."
+                f"{self} is one worker, but {workers} were asked for. Ask for one, or use a strategy that exchanges, "
+                f"such as allreduce."
             )
 
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
-        """The worker's side: nobody to exchange with."""
-        return _Alone(group, stopwatch)
+        """The worker's side: no exchange."""
+        return SingleWorker(group, stopwatch)
 
 
-class _Alone(Exchange):
+class SingleWorker(Exchange):
+    """Leaves gradients as they are."""
+
     def install(self, model: nn.Module) -> None:
         """Nothing to install."""
 
     def weigh(self, examples: int, total: int | None) -> None:
-        """A batch alone is the whole batch."""
+        """The batch is the whole batch."""
 
     def suspend(self, held: bool) -> None:
         """Gradients are local anyway."""

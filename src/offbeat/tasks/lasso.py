@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -10,12 +11,13 @@ import torch
 from torch import Tensor
 
 from offbeat.task import Data, IterativeTask
-from offbeat.tasks._common import check_at_least, check_positive, divide, generator, once, tensors_of
+from offbeat.tasks._common import check_at_least, check_positive, divide, generator, mean_over, once, tensors_of
 
 _CORRELATION = 0.5
 """Between neighbouring features: without it one sweep would do, and there would be nothing to iterate."""
 
 
+@dataclass(eq=False)
 class Lasso(IterativeTask):
     """Minimize ‖y - X·w‖²/(2n) + penalty·‖w‖₁ by cyclic coordinate descent, some coordinates a step.
 
@@ -36,29 +38,21 @@ class Lasso(IterativeTask):
 
     steps = 200
 
-    def __init__(
-        self,
-        examples: int = 5000,
-        features: int = 64,
-        informative: int = 8,
-        noise: float = 0.5,
-        penalty: float = 0.02,
-        block: int = 8,
-        seed: int = 0,
-    ) -> None:
-        check_at_least(10, examples=examples)
-        check_at_least(1, features=features, block=block, informative=informative)
-        check_at_least(informative, features=features)
-        check_positive(noise=noise, penalty=penalty)
-        self.examples = examples
-        self.features = features
-        self.informative = informative
-        self.noise = noise
-        self.penalty = penalty
-        self.block = block
-        self.seed = seed
+    examples: int = 5000
+    features: int = 64
+    informative: int = 8
+    noise: float = 0.5
+    penalty: float = 0.02
+    block: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_at_least(10, examples=self.examples)
+        check_at_least(1, features=self.features, block=self.block, informative=self.informative)
+        check_at_least(self.informative, features=self.features)
+        check_positive(noise=self.noise, penalty=self.penalty)
         reachable = self.score({"weight": self._truth}, [tensors_of(self.data().validation)])
-        self.target = reachable - 8 * informative * penalty**2
+        self.target = reachable - 8 * self.informative * self.penalty**2
 
     @once
     def data(self) -> Data:
@@ -106,23 +100,17 @@ class Lasso(IterativeTask):
         for j in range(len(block)):
             before = block[j].clone()
             if gram[j, j] > 0:
-                block[j] = _soft(correlation[j] + gram[j, j] * before, threshold) / gram[j, j]
+                value = correlation[j] + gram[j, j] * before
+                block[j] = value.sign() * (value.abs() - threshold).clamp(min=0) / gram[j, j]
             correlation -= gram[:, j] * (block[j] - before)
         return {"weight": weight, "step": params["step"] + 1}
 
     def score(self, params: Mapping[str, Tensor], data: Iterable[Any]) -> float:
         """The mean squared error, negated."""
-        error, seen = 0.0, 0
-        for inputs, values in data:
-            error += float((values - inputs @ params["weight"]).square().sum())
-            seen += len(values)
-        return -error / max(seen, 1)
+        weight = params["weight"]
+        return -mean_over(data, lambda inputs, values: (values - inputs @ weight).square().sum())
 
     def _coordinates(self, params: Mapping[str, Tensor]) -> slice:
         blocks = -(-self.features // self.block)
         first = int(params["step"]) % blocks * self.block
         return slice(first, min(first + self.block, self.features))
-
-
-def _soft(value: Tensor, threshold: Tensor) -> Tensor:
-    return value.sign() * (value.abs() - threshold).clamp(min=0)

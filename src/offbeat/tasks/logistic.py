@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from offbeat.task import Data, Task
-from offbeat.tasks._common import check_at_least, check_positive, divide, generator, once, tensors_of
+from offbeat.tasks._common import check_at_least, check_positive, divide, generator, mean_over, once, tensors_of
 
 _NON_ZEROS = 8
 """Features of an example that are not zero, where the problem is sparse."""
@@ -20,12 +21,13 @@ _DECAY = 100
 """Steps after which the decay of the learning rate sets in."""
 
 
+@dataclass(eq=False)
 class Logistic(Task):
     """Minimize the mean of log(1 + exp(-y·w·x)) + penalty/2·‖w‖², where y is -1 for label 0 and 1 for label 1.
 
-    Dense examples are vectors. A sparse example has 8 categories, each with a value of its own range: it is
-    given as the 8 places at which its vector is one instead of zero. The model looks up these only, so a gradient
-    touches few coordinates; the penalty on a weight is shared out over the examples that use it, as in Hogwild!
+    Dense examples are vectors. A sparse example has 8 categories, each with its own range of values: it is given by
+    the 8 indices at which its vector is one instead of zero. The model looks up only these, so a gradient touches few
+    coordinates; the penalty on a weight is shared out over the examples that use it, as in Hogwild!
     (Niu et al. 2011, section 2), which leaves the mean over the training part as it was.
 
     Its arguments:
@@ -42,24 +44,17 @@ class Logistic(Task):
     epochs = 20
     score_by_parts = True
 
-    def __init__(
-        self,
-        examples: int = 5000,
-        features: int = 200,
-        seed: int = 0,
-        sparse: bool = False,
-        penalty: float = 0.01,
-        rate: float = 0.5,
-    ) -> None:
-        check_at_least(10, examples=examples)
-        check_at_least(_NON_ZEROS if sparse else 1, features=features)
-        check_positive(penalty=penalty, rate=rate)
-        self.examples = examples
-        self.features = features
-        self.seed = seed
-        self.sparse = sparse
-        self.penalty = penalty
-        self.rate = rate
+    examples: int = 5000
+    features: int = 200
+    seed: int = 0
+    sparse: bool = False
+    penalty: float = 0.01
+    rate: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_at_least(10, examples=self.examples)
+        check_at_least(_NON_ZEROS if self.sparse else 1, features=self.features)
+        check_positive(penalty=self.penalty, rate=self.rate)
 
     def model(self) -> nn.Module:
         """A weight vector; its output has two columns: an example's w·x, and its share of the penalty."""
@@ -105,14 +100,13 @@ class Logistic(Task):
         need not be the best, and a score a little above 0 can happen.
         """
         best = self.solution()
-        excess, seen = 0.0, 0
-        for inputs, labels in data:
-            ours = _losses(model(inputs)[:, 0].detach().double(), labels)
-            theirs = _losses(_margins(inputs, best.to(inputs.device)), labels)
-            excess += float((ours - theirs).sum())
-            seen += len(labels)
+
+        def excess(inputs: Tensor, labels: Tensor) -> Tensor:
+            optimal = _losses(_margins(inputs, best.to(inputs.device)), labels)
+            return (_losses(model(inputs)[:, 0].detach().double(), labels) - optimal).sum()
+
         norms = sum(float(weight.detach().double().square().sum()) for weight in model.parameters())
-        return -(excess / max(seen, 1) + self.penalty / 2 * (norms - float(best.square().sum())))
+        return -(mean_over(data, excess) + self.penalty / 2 * (norms - float(best.square().sum())))
 
     def optimum(self) -> float:
         """The smallest regularized loss on the training part, to about 1e-12."""
@@ -122,14 +116,8 @@ class Logistic(Task):
     def solution(self) -> Tensor:
         """The weights (float64) at which the optimum is taken."""
         weight = torch.zeros(self.features, dtype=torch.float64)
-        solver = LBFGS(
-            [weight],
-            max_iter=1000,
-            history_size=20,
-            tolerance_grad=1e-10,
-            tolerance_change=0,
-            line_search_fn="strong_wolfe",
-        )
+        limits = {"max_iter": 1000, "history_size": 20}
+        solver = LBFGS([weight], **limits, tolerance_grad=1e-10, tolerance_change=0, line_search_fn="strong_wolfe")
 
         def closure() -> float:
             loss, weight.grad = self._objective(weight)

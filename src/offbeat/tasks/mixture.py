@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +22,7 @@ _TRIES = 10
 """Sets of first means that are drawn, to begin from the best."""
 
 
+@dataclass(eq=False)
 class Mixture(IterativeTask):
     """Find the weights, means and variances (one per feature) of Gaussians from examples that they generated.
 
@@ -38,23 +40,17 @@ class Mixture(IterativeTask):
 
     steps = 200
 
-    def __init__(
-        self,
-        components: int = 5,
-        features: int = 4,
-        examples: int = 5000,
-        seed: int = 0,
-        separation: float = 2.5,
-    ) -> None:
-        check_at_least(1, components=components, features=features)
-        check_at_least(max(10, 2 * components), examples=examples)
-        check_at_least(0, separation=separation)
-        self.components = components
-        self.features = features
-        self.examples = examples
-        self.seed = seed
-        self.separation = separation
-        free = components - 1 + 2 * components * features
+    components: int = 5
+    features: int = 4
+    examples: int = 5000
+    seed: int = 0
+    separation: float = 2.5
+
+    def __post_init__(self) -> None:
+        check_at_least(1, components=self.components, features=self.features)
+        check_at_least(max(10, 2 * self.components), examples=self.examples)
+        check_at_least(0, separation=self.separation)
+        free = self.components - 1 + 2 * self.components * self.features
         reachable = self.score(self._truth, [tensors_of(self.data().validation)])
         self.target = reachable - 2 * free / len(tensors_of(self.data().train)[0])
 

@@ -1,32 +1,29 @@
-"""MNIST from files of one's own: the usual yardstick, read from a folder and never downloaded."""
+"""MNIST, the usual benchmark, read from a folder of the user's and never downloaded."""
 
 from __future__ import annotations
 
 import gzip
 import math
 import zlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter, functional
-from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 
 from offbeat.errors import TaskError
-from offbeat.task import Data, Task, accuracy
-from offbeat.tasks._common import check_at_least, check_positive, divide, once
+from offbeat.task import Data
+from offbeat.tasks._common import Classifier, check_at_least, divide, once
 
 _SIDE = 28
 _CLASSES = 10
 _MOST_EXAMPLES = 10_000_000
-"""A header that claims more than this is damaged: believing it would exhaust the memory."""
+"""A header that claims more than this is damaged: trusting it would exhaust the memory."""
 
 
-class Mnist(Task):
+class Mnist(Classifier):
     """Classify MNIST's digits, or any set in its format, with a small convolutional network.
 
     The folder holds the four usual files, packed or not: `train-images-idx3-ubyte[.gz]`,
@@ -34,7 +31,7 @@ class Mnist(Task):
 
     Its arguments:
     - `data`: the folder.
-    - `held_out`: training images that are kept for validation, the same ones always.
+    - `held_out`: training images that are used for validation, always the same ones.
     - `rate`: learning rate of SGD with momentum 0.9.
     """
 
@@ -45,11 +42,10 @@ class Mnist(Task):
     score_by_parts = True
 
     def __init__(self, data: str, held_out: int = 5000, rate: float = 0.03) -> None:
+        super().__init__(rate)
         check_at_least(1, held_out=held_out)
-        check_positive(rate=rate)
         self.folder = Path(data)
         self.held_out = held_out
-        self.rate = rate
 
     def model(self) -> nn.Module:
         """Two convolutions and a linear layer, after the grey levels are scaled."""
@@ -71,21 +67,9 @@ class Mnist(Task):
         learned = divide(*_labelled(self.folder, "train"), validation=self.held_out, test=0)
         return Data(learned.train, learned.validation, TensorDataset(*_labelled(self.folder, "t10k")))
 
-    def criterion(self, output: Tensor, target: Tensor) -> Tensor:
-        """Cross-entropy."""
-        return functional.cross_entropy(output, target)
-
-    def optimizer(self, params: Iterable[Parameter]) -> Optimizer:
-        """SGD with momentum."""
-        return SGD(params, lr=self.rate, momentum=0.9)
-
-    def score(self, model: nn.Module, data: Iterable[Any]) -> float:
-        """The share of digits that are recognized."""
-        return accuracy(model, data)
-
 
 class _Scale(nn.Module):
-    """Bytes to numbers of mean 0 and deviation 1, by MNIST's own mean and deviation."""
+    """Scales bytes to mean 0 and deviation 1, by MNIST's mean and deviation."""
 
     def forward(self, images: Tensor) -> Tensor:
         return (images.to(torch.float32) / 255 - 0.1307) / 0.3081
@@ -93,8 +77,7 @@ class _Scale(nn.Module):
 
 def _labelled(folder: Path, part: str) -> tuple[Tensor, Tensor]:
     """The images of one part, and their labels."""
-    image_file = _found(folder, f"{part}-images-idx3-ubyte")
-    label_file = _found(folder, f"{part}-labels-idx1-ubyte")
+    image_file, label_file = _find(folder, f"{part}-images-idx3-ubyte"), _find(folder, f"{part}-labels-idx1-ubyte")
     images, labels = read_idx(image_file, dimensions=3), read_idx(label_file, dimensions=1)
     if images.shape[1:] != (_SIDE, _SIDE):
         raise TaskError(f"{image_file} has images of {images.shape[1:]} pixels; MNIST's are {(_SIDE, _SIDE)}.")
@@ -108,7 +91,7 @@ def _labelled(folder: Path, part: str) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels).long()
 
 
-def _found(folder: Path, name: str) -> Path:
+def _find(folder: Path, name: str) -> Path:
     for file in (folder / name, folder / f"{name}.gz"):
         if file.is_file():
             return file
@@ -119,17 +102,17 @@ def _found(folder: Path, name: str) -> Path:
 
 
 def read_idx(file: Path, dimensions: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The array of bytes in an idx file, packed with gzip or not; its length is checked before it is believed."""
+    """The array of bytes in an idx file, compressed with gzip or not; its length is checked against its header."""
     try:
         with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
-            return _parsed(stream, file, dimensions)
+            return _parse(stream, file, dimensions)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise TaskError(f"{file} is damaged: {error}. Fetch it again, or unpack it with gunzip to see more.") from error
     except OSError as error:
         raise TaskError(f"{file} cannot be read: {error.strerror or error}.") from error
 
 
-def _parsed(stream: IO[bytes] | gzip.GzipFile, file: Path, dimensions: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _parse(stream: IO[bytes] | gzip.GzipFile, file: Path, dimensions: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     # The format: two zero bytes, 8 for "unsigned bytes", the number of dimensions; then each as 4 bytes, big first.
     expected = bytes([0, 0, 8, dimensions])
     magic = stream.read(4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from torch.nn import Parameter, functional
 from torch.optim import SGD, Optimizer
 
 from offbeat.task import Data, Task
-from offbeat.tasks._common import check_at_least, check_positive, divide, generator, once
+from offbeat.tasks._common import check_at_least, check_positive, divide, generator, mean_over, once
 
 
+@dataclass(eq=False)
 class Sparse(Task):
     """Minimize the mean of log(1 + exp(-y·Σw_i)), the sum over the features i that an example has; y is -1 or 1.
 
-    As in text, a few features are in many examples and most are in few. An example is given as the numbers of its
+    As in text, a few features are in many examples and most are in few. An example is given by the indices of its
     features. Gradients are sparse tensors, so a step costs the same however many weights there are, and two steps
     seldom touch the same weight: what Hogwild! is made for (Niu et al. 2011, section 2).
 
@@ -34,17 +36,16 @@ class Sparse(Task):
     epochs = 10
     score_by_parts = True
 
-    def __init__(
-        self, examples: int = 20000, features: int = 4000, active: int = 16, seed: int = 0, rate: float = 2.0
-    ) -> None:
-        check_at_least(10, examples=examples)
-        check_at_least(1, features=features, active=active)
-        check_positive(rate=rate)
-        self.examples = examples
-        self.features = features
-        self.active = active
-        self.seed = seed
-        self.rate = rate
+    examples: int = 20000
+    features: int = 4000
+    active: int = 16
+    seed: int = 0
+    rate: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_at_least(10, examples=self.examples)
+        check_at_least(1, features=self.features, active=self.active)
+        check_positive(rate=self.rate)
 
     def model(self) -> nn.Module:
         """One weight for each feature; the output is the sum of an example's weights."""
@@ -74,9 +75,5 @@ class Sparse(Task):
 
     def score(self, model: nn.Module, data: Iterable[Any]) -> float:
         """The negated mean log loss, in nats."""
-        loss, seen = 0.0, 0
-        for inputs, labels in data:
-            margins = model(inputs)[:, 0]
-            loss += float(functional.binary_cross_entropy_with_logits(margins, labels, reduction="sum"))
-            seen += len(labels)
-        return -loss / max(seen, 1)
+        entropy = functional.binary_cross_entropy_with_logits
+        return -mean_over(data, lambda inputs, labels: entropy(model(inputs)[:, 0], labels, reduction="sum"))

@@ -1,10 +1,11 @@
-"""Characters of the Python standard library's own source, by a small transformer: text that is on every machine."""
+"""A character-level transformer on the source of Python's standard library, a text that is on every machine."""
 
 from __future__ import annotations
 
 import math
 import sysconfig
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,12 @@ _SOURCES = (
 """Modules that are single files in every Python since 3.11."""
 _MOST_CHARACTERS = 1_500_000
 _ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
-"""What is told apart; any other character (tabs, letters beyond ASCII) counts as one more."""
+"""Known characters; any other (tabs, non-ASCII) is one more symbol."""
 _HELD_OUT_CHARACTERS = 16_384
 """In validation, and again in the test, so that scoring takes a fraction of a second."""
 
 
+@dataclass(eq=False)
 class Text(Task):
     """Predict the next character of Python code with a causal transformer, from up to `context` before it.
 
@@ -51,19 +53,21 @@ class Text(Task):
     evaluate_batch = 64
     score_by_parts = True
 
-    def __init__(self, context: int = 64, width: int = 64, layers: int = 2, heads: int = 4, rate: float = 3e-3) -> None:
-        check_at_least(1, context=context, width=width, layers=layers, heads=heads)
-        check_positive(rate=rate)
+    context: int = 64
+    width: int = 64
+    layers: int = 2
+    heads: int = 4
+    rate: float = 3e-3
+
+    def __post_init__(self) -> None:
+        width, heads = self.width, self.heads
+        check_at_least(1, context=self.context, width=width, layers=self.layers, heads=heads)
+        check_positive(rate=self.rate)
         if width % heads:
             raise TaskError(
                 f"width={width} cannot be divided over heads={heads}: each head has an equal share. Give a width that "
                 f"is a multiple, e.g. {heads * math.ceil(width / heads)}."
             )
-        self.context = context
-        self.width = width
-        self.layers = layers
-        self.heads = heads
-        self.rate = rate
 
     def model(self) -> nn.Module:
         """A sequence of embedding, attention blocks and read-out, which can be cut anywhere."""
@@ -78,7 +82,8 @@ class Text(Task):
     @once
     def data(self) -> Data:
         """Windows of `context` characters, and the same moved on by one."""
-        symbols = _encoded(_standard_library())
+        number = {character: place for place, character in enumerate(_ALPHABET)}
+        symbols = torch.tensor([number.get(character, len(number)) for character in _standard_library()])
         windows = symbols[: len(symbols) // (self.context + 1) * (self.context + 1)].view(-1, self.context + 1)
         held_out = max(1, _HELD_OUT_CHARACTERS // self.context)
         return divide(windows[:, :-1], windows[:, 1:], validation=held_out, test=held_out)
@@ -101,7 +106,7 @@ class Text(Task):
 
 
 class _Embedding(nn.Module):
-    """What a character is, and where it stands."""
+    """Embeds characters and their positions."""
 
     def __init__(self, symbols: int, context: int, width: int) -> None:
         super().__init__()
@@ -145,8 +150,3 @@ def _standard_library() -> str:
             f"environment made from python.org's or your distribution's full package."
         )
     return "".join(file.read_text(encoding="utf-8") for file in files)[:_MOST_CHARACTERS]
-
-
-def _encoded(text: str) -> Tensor:
-    number = {character: place for place, character in enumerate(_ALPHABET)}
-    return torch.tensor([number.get(character, len(number)) for character in text])

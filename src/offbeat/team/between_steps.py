@@ -1,4 +1,4 @@
-"""What happens between two steps: checkpoints and snapshots are written, workers admitted, resumed runs go on."""
+"""Between two steps: write checkpoints and snapshots, admit workers, resume runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offbeat.team.context import Workplace
 
 
 class Boundaries:
-    """One worker's side of checkpoints, of the budget, and of going on from a checkpoint."""
+    """One worker's side of checkpoints, of the budget, and of resuming."""
 
     def __init__(self, place: Workplace) -> None:
         self._place = place
@@ -35,13 +35,13 @@ class Boundaries:
         return steps is not None and self._place.step >= steps
 
     def cross(self, over: bool) -> bool:
-        """Between two steps: write a checkpoint if due, tell the launcher, and say whether to go on."""
+        """Between two steps: write a checkpoint if due, report progress, and return whether to continue."""
         place = self._place
         if place.stopping:
             return False
         place.redivide()
         if over or self._out_of_steps:
-            # Here, not at the end: what the loop does after being cut short is not part of the run that may go on.
+            # Here, not at the end: what the loop does after its budget is spent is not part of a resumable run.
             self.checkpoint()
             return False
         due = place.memory.due or (not self._record() and place.memory.every(place.goal.checkpoint_every, place.step))
@@ -56,7 +56,7 @@ class Boundaries:
         return True
 
     def at_report(self) -> None:
-        """All have met for a report: a checkpoint may be due, or be written here if no boundary will come."""
+        """All workers have met for a report: a checkpoint may be due; without loaders it is written here."""
         place = self._place
         if place.goal.checkpoint_every is None:
             place.memory.consider()
@@ -66,46 +66,41 @@ class Boundaries:
             self.checkpoint()
 
     def checkpoint(self, at_end: bool = False) -> None:
-        """Write a checkpoint now; all workers call this between two steps."""
+        """Write a checkpoint now, named after the furthest worker's step. Collective, between two steps."""
         place = self._place
         if (recorder := RECORDER.get()) is not None:
             recorder.stamp(int(Mark.CHECKPOINT), 0, 0, place.step)
         with place.stopwatch.spent_on("other"):
-            place.memory.save(self._agreed_step(), at_end, seed=place.seed)
-
-    def _agreed_step(self) -> int:
-        """The step that a checkpoint is named after: the furthest, where workers may have done different numbers."""
-        place = self._place
-        steps = place.group.gather([float(place.step)], "writing a checkpoint")[:, 0].tolist()
-        place.watch.check_steps(steps)
-        return int(max(steps))
+            steps = place.group.gather([float(place.step)], "writing a checkpoint")[:, 0].tolist()
+            place.watch.check_steps(steps)
+            place.memory.save(int(max(steps)), at_end, seed=place.seed)
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
     @property
     def _snapshotting(self) -> Snapshotting | None:
-        """The exchange, if the run can be recorded while it goes on."""
+        """The exchange, if it can be snapshotted now."""
         return self._records if self._records is not None and self._records.snapshots else None
 
     @property
     def publishes(self) -> bool:
-        """Whether this worker is to publish snapshots whose parts are all there."""
+        """Whether this worker publishes complete snapshots."""
         return self._records is not None and self._records.publishes
 
     def snapshot(self) -> None:
-        """Have the run recorded while it goes on."""
+        """Request a snapshot of the run."""
         exchange = self._snapshotting
         if exchange is None:
             raise UsageError(
-                "a run of this strategy cannot be recorded while it goes on: its workers exchange in step, or keep "
-                "what a snapshot does not cover (elastic, coded, hogwild). Use team.checkpoint(), for which all "
+                "a run of this strategy cannot be recorded while it goes on: its workers exchange in lockstep, or have "
+                "state that a snapshot does not cover (elastic, coded, hogwild). Use team.checkpoint(), for which all "
                 "workers meet. Snapshots are for server(consistency=ssp(s) or asp), downpour and "
                 "gossip(asynchronous=True)."
             )
         exchange.want_snapshot()
 
     def _record(self) -> bool:
-        """At a boundary: this worker's part of a snapshot, if one is due. False where checkpoints need a meeting."""
+        """Save this worker's part of a snapshot, if one is due. False where there are only checkpoints."""
         place, exchange = self._place, self._snapshotting
         if exchange is None:
             return False
@@ -119,15 +114,15 @@ class Boundaries:
                 place.memory.cut(cut, step=place.step, seed=place.seed)
         return True
 
-    # -- the way back ------------------------------------------------------------------------------------------------
+    # -- resuming ----------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Be let in by the others, who have begun, and go on from the checkpoint that they have written for this."""
+        """Join a run that has begun, and continue from the checkpoint that the others have written for this."""
         cast("CoordinatedMembership", self._place.group.membership).knock()
         self._place.seed = self._place.memory.recall()["seed"]
 
     def resume(self) -> None:
-        """Go back to the checkpoint that a resumed run goes on from, if it has not been done yet."""
+        """Load the checkpoint of a resumed run, if that is not done yet."""
         place = self._place
         if place.memory.resuming:
             place.memory.go_back()

@@ -1,4 +1,4 @@
-"""What the parts of one team have in common: the group, the strategy's worker side, and the run's account."""
+"""Shared context of a team's parts: the group, the strategy's worker side, and the run's progress."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from offbeat.runtime.state import random_state
 from offbeat.runtime.state.checkpoint_manager import Memory, open_memory
 from offbeat.runtime.state.prepared import Holdings
 from offbeat.strategies import Combined, combined, parse
+from offbeat.strategies.compressors import Compressing
 from offbeat.strategies.worker.capabilities import Accounted, Metered, Observed, Starter, refuse_halves
-from offbeat.strategies.worker.compression import Compressing
 from offbeat.strategies.worker.exchange import Exchange, Exchanging, Pace, Timing, pace_of
 from offbeat.strategies.worker.loop_hooks import LoopHooks
 
@@ -49,23 +49,23 @@ class Workplace:
     memory: Memory
     disturber: Disturber
     gauge: Gauge | None
-    """Measures the noise in gradients, where that is asked for."""
+    """Measures gradient noise, if requested."""
     seed: int
-    """What fixes the order of the data; the same on all workers."""
+    """Seed of the order of the data; the same on all workers."""
     shares: list[Share] = field(default_factory=list[Share])
-    """Which part of a loader's batches is this worker's, where that depends on who lives."""
+    """This worker's shares of loaders, where they depend on which workers are alive."""
     notes: dict[str, Any] = field(default_factory=dict[str, Any])
-    """More entries for the result."""
+    """Further entries for the result."""
     stopping: bool = False
     """Whether all workers have agreed that the run is done."""
     admitting: bool = False
-    """Whether somebody who wants to join is let in at the next boundary."""
+    """Whether a joining worker is admitted at the next boundary."""
     started: bool = False
     """Whether the first `prepare` is done."""
 
     @property
     def goal(self) -> Goal:
-        """What the run is asked to do."""
+        """The run's settings."""
         return self.assignment.goal
 
     @property
@@ -74,11 +74,11 @@ class Workplace:
         return self.ledger.steps
 
     def start(self) -> None:
-        """The first prepare is done: from here on time counts."""
+        """The first `prepare` is done: start the clock."""
         self.started = True
         rank = self.group.rank
         if rank:
-            # Random state of its own, so that dropout masks differ between workers; worker 0's stays untouched.
+            # Its own random state, so that dropout masks differ between workers; worker 0's is not touched.
             random_state.seed_everything(mixed(self.seed, rank))
         if isinstance(self.exchange, Starter):
             self.exchange.begin()
@@ -88,22 +88,22 @@ class Workplace:
         self.assignment.send({"kind": "ready", "rank": rank, "strategy": str(self.strategy)})
 
     def begin_step(self) -> None:
-        """A step begins: what `--disturb` asks to happen before it happens now. Again in the same step does nothing."""
+        """A step begins: inject the faults due before it. Repeated calls in a step do nothing."""
         self.disturber.step(self.step)
 
     def redivide(self) -> None:
-        """What the dead would have had is shared by the living."""
+        """Divide dead workers' shares over the live ones."""
         for share in self.shares:
             share.members = self.group.membership.members
 
     def learned(self) -> None:
-        """A step was made on what loaders have handed out."""
+        """A step was made on the batches of the loaders."""
         for loader in self.holdings.loaders:
             loader.stepped()
 
 
 def set_up(assignment: Assignment, place: Place) -> Workplace:
-    """Join the others: all workers call this together."""
+    """Join the other workers. Collective."""
     goal, device = assignment.goal, torch.device(assignment.goal.device)
     strategy = combined(parse(goal.strategy or ("single" if place.size == 1 else "allreduce")))
     strategy.check(place.size)
@@ -118,12 +118,13 @@ def set_up(assignment: Assignment, place: Place) -> Workplace:
     refuse_halves(strategy.exchange, exchange)
     exchange.compressions = cast("tuple[Compressing, ...]", strategy.compressions)
     pace, batches = pace_of(cast("Timing | None", strategy.when), exchange)
-    seed = _agreed_seed(goal, group)
+    chosen = torch.tensor([goal.seed if goal.seed is not None else torch.initial_seed() % 2**62])
+    seed = int(group.share(chosen, "the sharing of the seed"))
     holdings = Holdings()
     watch = LoopHooks(group, holdings, exchange, pace, ledger, str(strategy))
     reports = _reports(assignment, group, ledger, stopwatch, exchange, watch)
     kept = {"exchange": exchange, "pace": pace, "ledger": ledger}
-    # Random state comes last, so that nothing that is put back before it can draw from it.
+    # Random state comes last, so that nothing restored before it can draw from it.
     kept |= {"stopwatch": stopwatch, "group": group, "reports": reports, "random": random_state.Generators()}
     identity = dict(assignment.identity) | {"strategy": str(strategy), "workers": place.size}
     replicated = exchange.replicated and pace.replicated
@@ -143,7 +144,6 @@ def set_up(assignment: Assignment, place: Place) -> Workplace:
 def _reports(
     assignment: Assignment, group: Group, ledger: Ledger, stopwatch: Stopwatch, exchange: Exchange, watch: LoopHooks
 ) -> Reports:
-    """What is said of the run, with what the exchange has to say."""
     reports = Reports(group, ledger, stopwatch, assignment.send)
     if isinstance(exchange, Observed):
         reports.figures = exchange.figures
@@ -154,8 +154,3 @@ def _reports(
     reports.evidence, reports.compare = watch.evidence, watch.compare
     reports.write_to(assignment.folder, assignment.goal.tensorboard)
     return reports
-
-
-def _agreed_seed(goal: Goal, group: Group) -> int:
-    chosen = torch.tensor([goal.seed if goal.seed is not None else torch.initial_seed() % 2**62])
-    return int(group.share(chosen, "the sharing of the seed"))

@@ -1,28 +1,132 @@
-"""How a team takes part in training what `prepare` is given: models, optimizers, loaders, and others with a state."""
+"""Hooks of a team on prepared models, optimizers and loaders, and what loaders report to the team."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import StrategyError, UsageError
+from offbeat.runtime.data.fingerprint import fingerprint
 from offbeat.runtime.data.label_skew import Parts
-from offbeat.runtime.data.loaders import Loader, Share, divide
+from offbeat.runtime.data.loaders import Batch, Loader, Share, agreed_state, divide
 from offbeat.runtime.gradients.first_loss import FirstLoss
 from offbeat.runtime.gradients.learning_rate_factor import ScaledRate
+from offbeat.runtime.state import random_state
 from offbeat.runtime.state.prepared import Stateful
 from offbeat.strategies.worker.capabilities import ModelHooks, OptimizerHooks, Sliced, StepHooks
 from offbeat.strategies.worker.exchange import adopt
+from offbeat.team.between_steps import Boundaries
 from offbeat.team.context import Workplace
-from offbeat.team.loader_feed import LoaderFeed
+
+
+class LoaderFeed:
+    """Counts the loop's batches, and informs the strategy and the ledger (`runtime.data.loaders.Feed`)."""
+
+    def __init__(self, place: Workplace, boundaries: Boundaries) -> None:
+        self._place, self._boundaries = place, boundaries
+        self.batch: tuple[int, int | None] | None = None
+        """Examples of the latest training batch, on this worker and over all."""
+        self._uncounted = False
+
+    def asked(self, loader: Loader) -> bool:
+        """A boundary: resume here, write a checkpoint if due, and return whether to continue."""
+        place = self._place
+        here = place.memory.is_here(loader)
+        if place.memory.resuming and not here:
+            return True  # The checkpoint was written at another loader's boundary, which comes later.
+        if loader is place.holdings.trained_loader:
+            self._count_batch()
+        self._boundaries.resume()
+        epochs = place.goal.epochs
+        return self._boundaries.cross(over=epochs is not None and loader.trained_epochs > epochs)
+
+    def _count_batch(self) -> None:
+        """A batch is done; without a prepared optimizer (updates by hand, or Keras) that was a step."""
+        if self._uncounted:
+            self._uncounted = False
+            self._place.ledger.steps += 1
+            self._place.learned()
+
+    def evaluates(self, loader: Loader) -> bool:
+        """Whether a pass that begins now is an evaluation although gradients are on: many scripts only call eval()."""
+        loaders, models = self._place.holdings.loaders, self._place.holdings.models
+        training = not models or any(model.training for model in models)
+        return not training and not loader.learned and any(other.learned for other in loaders)
+
+    def given(self, batch: Batch, training: bool) -> None:
+        """A batch is passed to the loop."""
+        place = self._place
+        if not training:
+            place.reports.evaluated += batch.examples
+            return
+        self.batch = batch.examples, batch.total
+        self._uncounted = not place.holdings.optimizers
+        place.watch.examples = float(batch.examples)
+        if batch.total is not None:
+            place.watch.first_gradients.settled = True  # Each worker has its own part of the batch.
+        if place.gauge is not None:
+            place.gauge.begin(batch.examples, place.step)
+        place.pace.begin(batch.examples, batch.total, batch.last)
+        place.ledger.samples += batch.total or 0
+        place.ledger.own_samples += batch.examples if batch.total is None else 0
+        if "first_batch" not in place.notes:
+            place.notes["first_batch"] = fingerprint(batch.content)
+        place.stopwatch.switch("compute")
+        place.begin_step()
+
+    def took_back(self, batches: Sequence[Batch]) -> None:
+        """A pass over the data has ended without a step: its batches were evaluated, not trained on."""
+        ledger = self._place.ledger
+        ledger.samples -= sum(batch.total or 0 for batch in batches)
+        ledger.own_samples -= sum(batch.examples for batch in batches if batch.total is None)
+        self._place.reports.evaluated += sum(batch.examples for batch in batches)
+
+    def skipped(self, batch: Batch) -> None:
+        """A batch was trained on without this worker: it counts all the same."""
+        self._place.ledger.samples += batch.total or 0
+
+    def fetching(self, training: bool) -> None:
+        """The loop waits for input."""
+        if training:
+            self._place.stopwatch.switch("input")
+
+    def ended(self) -> None:
+        """The loop has ended its pass over the training data."""
+        self._count_batch()
+        self._place.stopwatch.switch("other")
+
+    def anyone(self, has: bool) -> bool:
+        """Whether any worker still has data; where workers do not wait for each other, whether this one has."""
+        place = self._place
+        if place.group.size == 1 or not place.exchange.lockstep:
+            return has
+        if not place.pace.meeting:
+            return True  # A worker without data takes part until all meet.
+        with place.stopwatch.spent_on("communicate"):
+            return bool(place.group.sum(torch.tensor([float(has)]), "the end of the data").item() > 0)
+
+    def agreed(self, state: random_state.State, seed: int) -> tuple[random_state.State, bool]:
+        """The random state from which an epoch's data is drawn, and whether this worker's own continues from it."""
+        place = self._place
+        # Exact strategies meet for it even if their workers do not wait for each other.
+        meeting = place.exchange.aligned or place.strategy.traits.exact
+        with place.stopwatch.spent_on("communicate" if place.group.size > 1 else "other"):
+            return agreed_state(place.group, meeting, state, seed)
+
+    def passed_over(self) -> int:
+        """Batches that were trained on without this worker since the last call."""
+        watch = self._place.watch
+        missed, watch.missed = watch.missed, 0
+        return missed * self._place.batches_per_step
 
 
 class Adoption:
-    """Puts the hooks of strategy and team on what a user prepares."""
+    """Installs the hooks of strategy and team on what a user prepares."""
 
     def __init__(self, place: Workplace, feed: LoaderFeed) -> None:
         self._place, self._feed = place, feed
@@ -32,7 +136,7 @@ class Adoption:
         self._first_loss = FirstLoss(group.size, lambda: feed.batch[0] if feed.batch else 0) if looks else None
 
     def take(self, thing: Any, split: bool) -> Any:
-        """Take part in training this; answers it, or, for a loader, the divided one."""
+        """Take part in training this; returns it, or, for a loader, the divided one."""
         held = self._place.holdings
         if held.has(thing):
             return thing
@@ -52,7 +156,7 @@ class Adoption:
         else:
             raise UsageError(
                 f"prepare() was given a {type(thing).__name__}, which is not a model, optimizer, loader or scheduler, "
-                f"and has no state_dict(). Leave it out."
+                f"and has no state_dict(). Omit it."
             )
         return thing
 
@@ -77,30 +181,27 @@ class Adoption:
         if isinstance(place.exchange, OptimizerHooks):
             place.exchange.attend(optimizer)
         self._step_hooks += rate.after_others(optimizer)
-        self._step_hooks.append(optimizer.register_step_post_hook(self._learned))
-        if place.disturber.active:
-            self._step_hooks.append(optimizer.register_step_post_hook(self._stepped))
+        self._step_hooks.append(optimizer.register_step_post_hook(self._after_step))
 
-    def _learned(self, *_: Any) -> None:
+    def _after_step(self, *_: Any) -> None:
         self._place.learned()
-
-    def _stepped(self, *_: Any) -> None:
-        self.stepped()
+        if self._place.disturber.active:
+            self.stepped()
 
     def stepped(self) -> None:
-        """A step was made: without loaders, that is where the next one begins."""
+        """A step was made: without loaders, the next one begins now."""
         if not self._place.holdings.loaders:
             self._place.begin_step()
 
     def divided(self, loader: Iterable[Any]) -> Loader:
-        """A loader for evaluation, divided over the workers; it plays no part in checkpoints."""
+        """A loader for evaluation, divided over the workers; it is not part of checkpoints."""
         place = self._place
         share = Share(place.group.rank, place.group.size, place.seed, -1)
         place.shares.append(share)
         return divide(loader, [share], self._feed, Parts())
 
     def _shares(self, split: bool) -> list[Share]:
-        """What of a training loader's batches falls to this worker."""
+        """The shares of this worker of a training loader's batches."""
         place = self._place
         exchange, number = place.exchange, len(place.holdings.loaders)
         if not isinstance(exchange, Sliced):
@@ -110,18 +211,18 @@ class Adoption:
         if not split:
             raise StrategyError(
                 f"{place.strategy} decides which workers compute the same slice of a batch, so it must divide the "
-                f"loader itself. Leave out split=False, or use allreduce."
+                f"loader itself. Omit split=False, or use allreduce."
             )
         mine, count = exchange.slices()
         return [self._share(slice_, count, number) for slice_ in mine]
 
     def _share(self, slice_: int, slices: int, number: int) -> Share:
         place = self._place
-        afresh = place.gauge is not None  # Noise would look smaller where a batch is what was not seen for longest.
+        afresh = place.gauge is not None  # Noise would look smaller if batches excluded recently seen examples.
         return Share(slice_, slices, place.seed, number, merge=place.goal.merge, afresh=afresh)
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for hook in self._step_hooks:
             hook.remove()
         if self._first_loss is not None:

@@ -1,9 +1,8 @@
 """The team inside a user's own loop: `offbeat.init()`, `team.prepare(...)`, `team.report(...)`, `team.averaged(...)`.
 
-The same objects come back from `prepare`: nothing is wrapped. Gradients are exchanged by hooks on the parameters, steps
-are counted by hooks on the optimizers, and loaders hand out this worker's slice of each batch. When the next training
-batch is asked for, everything before it is done: that is where checkpoints are written and where a resumed run goes on.
-The parts that do this are in `offbeat.team`.
+`prepare` returns the same objects: nothing is wrapped. Gradients are exchanged by hooks on the parameters, steps are
+counted by hooks on the optimizers, and loaders yield this worker's slice of each batch. When the next training batch is
+requested, everything before it is done: there checkpoints are written and runs resumed.
 """
 
 from __future__ import annotations
@@ -17,20 +16,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from offbeat.errors import StrategyError, UsageError
 from offbeat.runtime.data.batch_slicing import note_slice
 from offbeat.runtime.data.loaders import Loader
+from offbeat.runtime.groups.membership import StaticMembership
 from offbeat.runtime.run.assignment import ASSIGNED, Assignment
 from offbeat.runtime.run.rank_environment import Place, where
 from offbeat.runtime.run.report import reporter
 from offbeat.runtime.run.settings import Goal
 from offbeat.strategies import Strategy
 from offbeat.strategies.servers.vector import Vector
-from offbeat.strategies.worker.capabilities import Explaining, Ranged
-from offbeat.team import Adoption, Boundaries, LoaderFeed, leave, set_up
+from offbeat.strategies.worker.capabilities import Explaining, HasNotes, Ranged, Stale
+from offbeat.team.between_steps import Boundaries
+from offbeat.team.context import Workplace, set_up
+from offbeat.team.prepare import Adoption, LoaderFeed
 
 
 def init(
@@ -45,10 +48,10 @@ def init(
 ) -> Team:
     """Join the other workers, alone or under `offbeat run`, `torchrun` or Slurm; use the team as a context manager.
 
-    What the command line says goes before what is said here. `out` names a folder for metrics and checkpoints when
-    no launcher has made one.
+    The command line takes precedence over these arguments. `out` names a folder for metrics and checkpoints if there
+    is no launcher that has made one.
     """
-    said = Goal(
+    from_script = Goal(
         strategy=None if strategy is None else str(strategy),
         target=None if target is None else str(target),
         seed=seed,
@@ -59,19 +62,13 @@ def init(
     assigned = ASSIGNED.get()
     if assigned is None:
         folder = None if out is None else Path(out)
-        return Team(Assignment(said, folder=folder, send=reporter(folder)), where())
-    told = assigned.goal
-    merged = Goal.from_plain(
-        told.plain()
-        | {
-            "strategy": told.strategy or said.strategy,
-            "target": told.target or said.target,
-            "seed": told.seed if told.seed is not None else said.seed,
-            "check_finite": told.check_finite and said.check_finite,
-            "device": told.device if told.device != Goal.device else said.device,
-            "timeout": told.timeout if told.timeout != Goal.timeout else said.timeout,
-        }
-    )
+        return Team(Assignment(from_script, folder=folder, send=reporter(folder)), where())
+    requested = assigned.goal.plain()
+    for name in ("strategy", "target", "seed", "device", "timeout"):
+        if requested[name] == getattr(Goal, name):
+            requested[name] = getattr(from_script, name)
+    requested["check_finite"] = requested["check_finite"] and check_finite
+    merged = Goal.from_plain(requested)
     team = Team(dataclasses.replace(assigned, goal=merged), where())
     assigned.open_teams.append(team)
     return team
@@ -87,27 +84,27 @@ class Team:
         self._adoption = Adoption(work, self._feed)
         self._closed = False
         self.rank, self.size = place.rank, place.size
-        """This worker's number, from 0, and how many there are."""
+        """The worker's number, from 0, and the number of workers."""
         self.device = work.device
-        """Where this worker's tensors live."""
+        """The device of this worker's tensors."""
         self.goal, self.strategy = work.goal, work.strategy
-        """What the run is asked to do, and how it is distributed."""
+        """The run's settings and strategy."""
         self.group, self.exchange, self.pace = work.group, work.exchange, work.pace
         """The workers, and this one's side of the strategy."""
         self.ledger, self.stopwatch, self.reports, self.gauge = work.ledger, work.stopwatch, work.reports, work.gauge
-        """The run's account: what was done, what the time was spent on, what is said of it, how noisy gradients are."""
+        """The run's progress, times, reports and gradient noise."""
         self.notes = work.notes
-        """More entries for the result."""
+        """Further entries for the result."""
         self.folder = assignment.folder
-        """The run's folder; None if nothing is to be left behind."""
+        """The run folder; None if there is none."""
 
-    # -- what a loop calls -------------------------------------------------------------------------------------------
+    # -- in the loop -------------------------------------------------------------------------------------------------
 
     def prepare(self, *things: Any, split: bool = True) -> Any:
-        """Take part in training these: models, optimizers, loaders, schedulers and others with a state, in any order.
+        """Prepare models, optimizers, loaders, schedulers and other objects with a state for training, in any order.
 
-        Returns the same objects in the same order (a loader comes back divided over the workers; one thing comes back
-        alone, not as a tuple). `split=False` if each worker's loader reads its own part of the data already.
+        Returns the same objects in the same order (a loader is returned divided over the workers; a single object is
+        returned alone, not as a tuple). `split=False` if each worker's loader already reads its own part of the data.
         """
         if not things:
             raise UsageError("prepare() was given nothing. Give it the model, the optimizer and the training loader.")
@@ -119,7 +116,7 @@ class Team:
         work.memory.give_back(*before, *(() if work.started else ("ledger", "stopwatch")))
         if not work.started:
             work.start()
-        # Without a loader nobody says when a step begins: then all time that is not told apart is the loop's own.
+        # Without a loader the start of a step is unknown: then all other time is the loop's computation.
         own_batches = held.optimizers and not held.loaders
         work.stopwatch.switch("compute" if own_batches else "other")
         if own_batches:
@@ -127,7 +124,7 @@ class Team:
         return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
     def epochs(self, count: int | None = None) -> Iterator[int]:
-        """Numbers of the epochs that are still to do, up to `count`: a resumed run does not start over."""
+        """Numbers of the remaining epochs, up to `count`: a resumed run does not start over."""
         done = 0
         for loader in self._place.holdings.loaders:
             if loader.resume_at is not None:
@@ -138,7 +135,7 @@ class Team:
             done += 1
 
     def report(self, **metrics: float | Tensor) -> bool:
-        """Record how good the model is now; True when the run is done: target or budget reached, agreed by all workers.
+        """Record metrics of the model; True when the run is done: target or budget reached, agreed by all workers.
 
         Values are averaged over the workers, weighted by the examples that each has read from prepared loaders without
         gradients since the last report (equally if none).
@@ -172,23 +169,23 @@ class Team:
         return self.reports.mean(values)
 
     def divided(self, loader: Iterable[Any]) -> Loader:
-        """A loader for evaluation, divided over the workers; it plays no part in checkpoints."""
+        """A loader for evaluation, divided over the workers; it is not part of checkpoints."""
         return self._adoption.divided(loader)
 
     def checkpoint(self) -> None:
-        """Write a checkpoint now; all workers call this between two steps. Training loaders do it by themselves."""
+        """Write a checkpoint now; all workers call this between two steps. Training loaders do it automatically."""
         self._boundaries.checkpoint()
 
     def snapshot(self) -> None:
-        """Have the run recorded while it goes on, where workers do not wait for each other; anyone may ask.
+        """Request a snapshot of a run whose workers do not wait for each other; any worker may call this.
 
-        It becomes the newest checkpoint once every worker has come to its next batch. While one is being taken, that
-        is the one.
+        It becomes the newest checkpoint once every worker has reached its next batch. While a snapshot is being taken,
+        further requests are ignored.
         """
         self._boundaries.snapshot()
 
     def boundary(self) -> bool:
-        """Between two steps of a loop without loaders: write a checkpoint if due, and say whether to go on."""
+        """Between two steps of a loop without loaders: write a checkpoint if due; returns whether to continue."""
         return self._boundaries.cross(over=False)
 
     def begin_step(self) -> None:
@@ -196,12 +193,12 @@ class Team:
         self._place.begin_step()
 
     def resume(self) -> None:
-        """Go back to the checkpoint that a resumed run goes on from, if it has not been done yet."""
+        """Load the checkpoint of a resumed run, if that is not done yet."""
         self._boundaries.resume()
 
     @property
     def seed(self) -> int:
-        """What fixes the order of the data; the same on all workers."""
+        """Seed of the order of the data; the same on all workers."""
         return self._place.seed
 
     @property
@@ -221,7 +218,7 @@ class Team:
 
     @cached_property
     def vector(self) -> Vector:
-        """The parameters as servers hold them, for a loop that pushes and pulls ranges of them (docs/servers.md)."""
+        """The parameters on servers, for a loop that pushes and pulls ranges of them (docs/servers.md)."""
 
         def counted() -> None:
             self._place.watch.counted()
@@ -245,13 +242,59 @@ class Team:
         explained = self.exchange.explained(error) if isinstance(self.exchange, Explaining) else None
         if explained is None and self._feed.batch is not None:
             note_slice(error, *self._feed.batch)
-        # A script may end itself inside the team, and well.
+        # A script may exit inside the team without an error.
         self.close(failed=error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)))
         if explained is not None:
             raise explained from error
 
     def close(self, failed: bool = False) -> None:
-        """Leave the team: the last checkpoint, the result, the goodbye. After a failure only the goodbye."""
+        """Leave the team: write the last checkpoint and the result. After a failure only leave."""
         if not self._closed:
             self._closed = True
-            leave(self._place, self._adoption, self._boundaries, failed)
+            _leave(self._place, self._adoption, self._boundaries, failed)
+
+
+def _leave(work: Workplace, adoption: Adoption, boundaries: Boundaries, failed: bool) -> None:
+    done = False
+    try:
+        work.disturber.close()
+        if not failed:
+            work.watch.check(at_end=True)
+        if not failed and work.started:
+            work.group.membership.leave()
+            work.memory.give_back_account()
+            if not work.memory.catching_up():
+                boundaries.checkpoint(at_end=True)
+            _conclude(work)
+        done = not failed
+    finally:
+        if isinstance(membership := work.group.membership, StaticMembership):
+            membership.depart(failed=not done)
+        adoption.close()
+        if work.gauge is not None:
+            work.gauge.close()
+        publishes = boundaries.publishes
+        for part in (work.watch, work.pace, work.exchange, work.memory):
+            part.close()
+        if publishes:
+            work.memory.publish_complete(at_end=True)
+        work.group.close()
+
+
+def _conclude(work: Workplace) -> None:
+    exchange, size = work.exchange, work.group.size
+    work.reports.mean({})  # Compare the workers a last time, in case nothing was ever reported.
+    if work.gauge is not None:
+        work.gauge.conclude(work.assignment.folder, work.holdings.examples)
+    entries = {
+        "strategy": str(work.strategy),
+        "workers": size,
+        "seed": work.seed,
+        "epochs": work.holdings.epoch,
+        "staleness": exchange.staleness(work.step) if isinstance(exchange, Stale) else {"0": work.step},
+        "foreseen": None if size == 1 else msgspec.to_builtins(work.pace.predicted()),
+        **(exchange.notes() if isinstance(exchange, HasNotes) else {}),
+        **({"warnings": work.watch.warnings} if work.watch.warnings else {}),
+        **work.notes,
+    }
+    work.reports.conclude(entries)

@@ -1,6 +1,6 @@
 """What a worker process does: run a user's script, or the training loop of a task.
 
-The loop of a task is written with the same team that scripts use, so that both doors give the same result.
+The loop of a task uses the same team as scripts do, so that both give the same result.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import builtins
 import io
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -40,7 +40,7 @@ from offbeat.worker.per_example_gradients import Checks
 
 
 def work(config: Mapping[str, Any], control: Control) -> None:
-    """The entry of a worker: its configuration is plain data from the launcher."""
+    """Entry point of a worker process; its configuration is plain data from the launcher."""
     assignment = Assignment(
         goal=Goal.from_plain(config["goal"]),
         folder=Path(config["folder"]),
@@ -53,29 +53,24 @@ def work(config: Mapping[str, Any], control: Control) -> None:
         servers=ServerPlan.from_plain(config["servers"]) if config.get("servers") else None,
     )
     ASSIGNED.set(assignment)
-    if assignment.goal.watch:
-        with written_down(Path(config["folder"]), where().rank, assignment.goal.backend == "offbeat"):
-            _work(config, assignment)
-    else:
-        if assignment.goal.backend == "offbeat":
-            stand_in_for_gloo()
-        _work(config, assignment)
-
-
-def _work(config: Mapping[str, Any], assignment: Assignment) -> None:
-    if config.get("script"):
-        if assignment.goal.seed is not None:
-            seed_everything(assignment.goal.seed)  # A model may be made before the script calls init().
+    goal, in_place_of_gloo = assignment.goal, assignment.goal.backend == "offbeat"
+    if in_place_of_gloo and not goal.watch:
+        stand_in_for_gloo()
+    recording = written_down(Path(config["folder"]), where().rank, in_place_of_gloo) if goal.watch else nullcontext()
+    with recording:
+        if not config.get("script"):
+            learn(TaskReference(**config["task"]), assignment)
+            return
+        if goal.seed is not None:
+            seed_everything(goal.seed)  # A model may be created before the script calls init().
         assignment.send({"kind": "script", "script": config["script"]})
         _run_script(config["script"], config["arguments"])
         for team in assignment.open_teams:
             team.close()
-    else:
-        learn(TaskReference(**config["task"]), assignment)
 
 
 def _run_script(path: str, arguments: list[str]) -> None:
-    """Run a script as `python` does: its module is `__main__`, and stays so while the process ends."""
+    """Run a script as `python` does: its module is `__main__`, also while the process ends."""
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).resolve().parent))
     module = ModuleType("__main__")
@@ -92,7 +87,7 @@ def _run_script(path: str, arguments: list[str]) -> None:
 
 
 def learn(reference: TaskReference, assignment: Assignment) -> None:
-    """Learn a task as one of the workers."""
+    """Train a task as one of the workers."""
     with Team(assignment, where()) as team:
         task = reference.build()
         if isinstance(task, IterativeTask):
@@ -131,8 +126,7 @@ def train(task: Task, team: Team) -> None:
                 schedule.step()
             if checks is not None:
                 checks.stepped()
-            due = task.evaluate_every and team.pace.updating and team.step % task.evaluate_every == 0
-            if due:
+            if task.evaluate_every and team.pace.updating and team.step % task.evaluate_every == 0:
                 judged = team.step
                 if team.report(score=validate()):
                     break
@@ -146,11 +140,11 @@ def train(task: Task, team: Team) -> None:
 
 
 def _scorer(task: Task, model: nn.Module, team: Team) -> Callable[[Dataset[Any]], Callable[[], float]]:
-    """Makes, for a part of the data, the function that scores the model on it."""
+    """Returns, for a part of the data, the function that scores the model on it."""
 
     def score_on(data: Dataset[Any]) -> Callable[[], float]:
         whole = _loader(data, task.evaluate_batch, task.collate, shuffle=False)
-        # A worker without a single example could not score: then everybody scores all of them.
+        # A worker without examples could not score: then every worker scores all of them.
         parted = task.score_by_parts and team.size > 1 and _size(data) >= team.size * 2
         batches = team.divided(whole) if parted else whole
 
@@ -158,7 +152,7 @@ def _scorer(task: Task, model: nn.Module, team: Team) -> Callable[[Dataset[Any]]
             was_training = model.training
             with team.averaged(model), torch.no_grad():
                 model.eval()
-                value = float(task.score(model, _moved(batches, team.device)))
+                value = float(task.score(model, (on_device(batch, team.device) for batch in batches)))
                 model.train(was_training)
             return value
 
@@ -175,29 +169,25 @@ def _finite(loss: object, team: Team) -> float:
     if not math.isfinite(value):
         raise NonFiniteError(
             f"worker {team.rank} has a loss of {value} in step {team.step + 1}. Training stops before it can spread; "
-            f"the last "
-            f"checkpoint is from before. A lower learning rate often helps."
+            f"the last checkpoint is from before. A lower learning rate often helps."
         )
     return value
 
 
 def _keep_model(model: nn.Module, team: Team) -> None:
-    """Leave the trained model in the run folder, loadable by safetensors alone."""
-    folder = team.folder
-    if folder is None:
+    """Save the trained model in the run folder, loadable by safetensors alone."""
+    if team.folder is not None:
+        with team.averaged(model):
+            state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+            _write_model(state, team)
+
+
+def _write_model(state: dict[str, Tensor], team: Team) -> None:
+    """The leader writes the model atomically: an earlier model stays if there is no space for this one."""
+    if team.folder is None or not team.group.membership.leads:
         return
-    with team.averaged(model):
-        if team.group.membership.leads:
-            state = {
-                name: value.detach().cpu().clone()
-                for name, value in model.state_dict().items()
-                if isinstance(value, Tensor)
-            }
-            _write_model(state, folder / MODEL_FILE)
-
-
-def _write_model(state: dict[str, Tensor], path: Path) -> None:
-    """Whole or not at all: an earlier model stays if there is no room for this one."""
+    state = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
+    path = team.folder / MODEL_FILE
     draft = path.with_suffix(".draft")
     try:
         save_file(state, draft)
@@ -222,25 +212,19 @@ def on_device(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-def _moved(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    return (on_device(batch, device) for batch in batches)
-
-
 # -- iterations that are not gradient descent -------------------------------------------------------------------------
 
 
 class _Parameters:
-    """The parameters of an iterative task, as something a checkpoint can hold."""
+    """The parameters of an iterative task, for checkpoints."""
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         self.values = {name: value.clone() for name, value in values.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """All of them."""
         return dict(self.values)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them back."""
         self.values = dict(state)
 
 
@@ -250,7 +234,7 @@ def iterate(task: IterativeTask, team: Team) -> None:
     if task.global_batch is not None:
         _check_batch(task.global_batch)
     if isinstance(data.train, IterableDataset):
-        raise DataError("an iterative task passes over its training data in every step: a stream cannot be divided.")
+        raise DataError("an iterative task passes over its training data in every step: a stream cannot be split.")
     _check_enough(data, 1, team.size)
     params = team.prepare(_Parameters(task.initial()))
     for name in sorted(params.values):
@@ -264,7 +248,8 @@ def iterate(task: IterativeTask, team: Team) -> None:
             team.begin_step()
             mine = _summed(task, params.values, part, team)
         with team.stopwatch.spent_on("communicate"):
-            total = _total(team, mine)
+            keeper = team.exchange if isinstance(team.exchange, StatisticsKeeper) else None
+            total = team.group.sums(mine, "the sum of statistics") if keeper is None else keeper.total(mine)
         with team.stopwatch.spent_on("compute"):
             params.values = {name: value.clone() for name, value in task.update(params.values, total).items()}
         team.ledger.steps += 1
@@ -282,22 +267,14 @@ def iterate(task: IterativeTask, team: Team) -> None:
     test = list(_loader(data.test, _size(data.test), task.collate, shuffle=False))
     team.notes["test_score"] = team.mean(score=float(task.score(params.values, test)))["score"]
     team.notes["epochs"] = team.step
-    if team.folder is not None and team.group.membership.leads:
-        _write_model({name: value.contiguous() for name, value in params.values.items()}, team.folder / MODEL_FILE)
-
-
-def _total(team: Team, statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Statistics summed over the workers."""
-    if isinstance(team.exchange, StatisticsKeeper):
-        return team.exchange.total(statistics)
-    return team.group.sums(statistics, "the sum of statistics")
+    _write_model(params.values, team)
 
 
 def _part_of(train: Dataset[Any], task: IterativeTask, team: Team, members: Sequence[int]) -> Iterable[Any]:
     start, stop = share(_size(train), members.index(team.rank), len(members))
     size = stop - start if task.global_batch is None else max(1, task.global_batch // len(members))
     loader = _loader(Subset(train, range(start, stop)), size, task.collate, shuffle=False)
-    # A whole part in one batch is made once and kept: it is the same in every step.
+    # A whole part in one batch is loaded once: it is the same in every step.
     return list(loader) if task.global_batch is None else loader
 
 
@@ -314,8 +291,7 @@ def _all_finite(params: Mapping[str, Tensor], team: Team) -> None:
         if not bool(torch.isfinite(value).all()):
             raise NonFiniteError(
                 f"worker {team.rank}: parameter {name!r} became NaN or infinite in step {team.step}. The last "
-                f"checkpoint is "
-                f"from before."
+                f"checkpoint is from before."
             )
 
 
@@ -333,14 +309,14 @@ def _size(data: Dataset[Any]) -> int:
     try:
         return len(cast("Any", data))
     except TypeError:
-        return sys.maxsize  # A stream: as large as need be.
+        return sys.maxsize  # A stream is as large as needed.
 
 
 def _data_of(task: Task | IterativeTask) -> Data:
     data = task.data()
     if not isinstance(data, Data):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TaskError(
-            f"{type(task).__name__}.data() gave a {type(data).__name__}. Return offbeat.Data(train, validation, test)."
+            f"{type(task).__name__}.data() is a {type(data).__name__}. Return offbeat.Data(train, validation, test)."
         )
     return data
 
@@ -354,7 +330,7 @@ def _check_enough(data: Data, batch: int, workers: int) -> None:
     for name, part in (("training", data.train), ("validation", data.validation), ("test", data.test)):
         if _size(part) == 0:
             raise DataError(
-                f"the {name} data is empty: there is nothing to learn or to judge. Look at the task's data()."
+                f"the {name} data is empty: there is nothing to train on or to score. Look at the task's data()."
             )
     size = _size(data.train)
     if size < workers:
@@ -363,7 +339,6 @@ def _check_enough(data: Data, batch: int, workers: int) -> None:
         )
     if size < batch:
         raise DataError(
-            f"there are {size} training examples, fewer than one global batch of {batch}: no step could be made as "
-            f"asked. Lower "
-            f"the task's global_batch."
+            f"there are {size} training examples, fewer than one global batch of {batch}: no full step could "
+            f"be made. Lower the task's global_batch."
         )

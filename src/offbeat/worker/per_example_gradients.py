@@ -1,7 +1,7 @@
-"""Gradients of single examples, by `torch.func`: what noise is by its definition, to hold estimates against.
+"""Per-example gradients by `torch.func`: the exact gradient noise, to check estimates against.
 
-A pass over all training examples, divided over the workers. It costs far more than a step and takes the memory of a
-model for each example at hand, so it is for small models, now and then.
+A pass over all training examples, divided over the workers. It costs far more than a step and needs the memory of a
+model for each example at hand, so it is for small models and done rarely.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from offbeat.task import Task
 from offbeat.team.team import Team
 
 LARGEST = 5_000_000
-"""Parameters beyond which gradients of single examples are refused."""
+"""Largest number of parameters of a model."""
 _AT_ONCE = 64
 _KEPT = 0.1
-"""The share of a gradient that sparsification keeps."""
+"""Share of a gradient that sparsification keeps."""
 
 Sparsify = Callable[[Tensor], Tensor]
 Figures = dict[str, float]
 
 
 class Checks:
-    """Passes over single examples between the steps of a run that measures noise."""
+    """Passes over single examples between the steps of a run that measures gradient noise."""
 
     def __init__(self, task: Task, model: nn.Module, team: Team) -> None:
         self._team = team
@@ -45,15 +45,15 @@ class Checks:
         self._due = sorted({max(1, round((i + 0.5) * steps / passes)) for i in range(passes)})
 
     def stepped(self) -> None:
-        """A step has been made: measure, if it is time. The last time, ways to raise diversity are compared."""
+        """After a step: measure, if due. The last time, ways to raise gradient diversity are compared."""
         team = self._team
         if team.gauge is None or team.step not in self._due:
             return
         with team.stopwatch.spent_on("other"), torch.random.fork_rng():
-            found: dict[str, Any] = {"step": team.step, **self._passes.plain()}
+            figures: dict[str, Any] = {"step": team.step, **self._passes.plain()}
             if team.step == self._due[-1]:
-                found["ways"] = self._passes.ways()
-        team.gauge.checks.append(found)
+                figures["ways"] = self._passes.ways()
+        team.gauge.checks.append(figures)
 
 
 class PerSample:
@@ -65,28 +65,28 @@ class PerSample:
         self._loss = _Loss(task, model)
         train = cast("Any", task.data().train)
         if isinstance(train, IterableDataset):
-            raise DataError("the training data is a stream, which has no end to go over. Leave the check out.")
+            raise DataError("the training data is a stream, which has no end. Omit the check.")
         part = Subset(train, range(*share(len(train), group.rank, group.size)))
         self._part = DataLoader(part, batch_size=_AT_ONCE, collate_fn=task.collate)
 
     def plain(self) -> Figures:
-        """As the model is: the sum of squared norms, the squared norm of the sum, and how many examples."""
-        return self._figures(_unchanged)[0]
+        """For the model as it is: sum of squared norms, squared norm of the sum, and number of examples."""
+        return self._figures(lambda rows: rows)[0]
 
     def ways(self) -> dict[str, Figures]:
         """The same under ways to raise diversity, with the cosine between each one's mean gradient and the plain one.
 
         Dropout is put before every layer with weights but the first; where there is only one, before that one.
-        Sparsification leaves each example's gradient a tenth of its numbers: the largest, or any, scaled up.
+        Sparsification keeps a tenth of each example's gradient: the largest numbers, or random ones, scaled up.
         """
-        plain, direction = self._figures(_unchanged)
-        found = {"as it is": plain | {"cosine": 1.0}}
+        plain, direction = self._figures(lambda rows: rows)
+        figures = {"as it is": plain | {"cosine": 1.0}}
         for rate in (0.2, 0.5):
             with _dropout(self._model, rate):
-                found[f"dropout {rate:g}"] = self._compared(_unchanged, direction)
-        found[f"largest {100 * _KEPT:.0f} %"] = self._compared(_largest, direction)
-        found[f"random {100 * _KEPT:.0f} %"] = self._compared(_some, direction)
-        return found
+                figures[f"dropout {rate:g}"] = self._compared(lambda rows: rows, direction)
+        figures[f"largest {100 * _KEPT:.0f} %"] = self._compared(_largest, direction)
+        figures[f"random {100 * _KEPT:.0f} %"] = self._compared(_random, direction)
+        return figures
 
     def _compared(self, sparsify: Sparsify, direction: Tensor) -> Figures:
         figures, total = self._figures(sparsify)
@@ -101,21 +101,14 @@ class PerSample:
             summed = kept.double().sum(0)
             total = summed if total is None else total + summed
             count += len(rows)
-        mine = {
-            "squares": squares,
-            "total": cast("Tensor", total),
-            "count": torch.tensor(float(count), dtype=torch.float64),
-        }
-        joined = self._group.sums(mine, "the sum of gradients of single examples")
-        figures = {
-            "squares": float(joined["squares"]),
-            "joint": float(joined["total"].square().sum()),
-            "examples": float(joined["count"]),
-        }
-        return figures, joined["total"]
+        examples = torch.tensor(float(count), dtype=torch.float64)
+        mine = {"squares": squares, "total": cast("Tensor", total), "examples": examples}
+        sums = self._group.sums(mine, "the sum of gradients of single examples")
+        figures = {name: float(sums[name]) for name in ("squares", "examples")}
+        return figures | {"joint": float(sums["total"].square().sum())}, sums["total"]
 
     def _gradients(self) -> Iterator[Tensor]:
-        """Gradients of single examples, one a row, some at a time."""
+        """Per-example gradients, one in each row, `_AT_ONCE` at a time."""
         named = {
             name: p.detach() for name, p in self._loss.named_parameters() if p.requires_grad and p.is_floating_point()
         }
@@ -125,12 +118,12 @@ class PerSample:
 
         each = vmap(grad(loss), in_dims=(None, 0), randomness="different")
         for batch in self._part:
-            rows = each(named, tree_map(_alone, batch))
+            rows = each(named, tree_map(_as_batches, batch))
             yield torch.cat([rows[name].flatten(1) for name in named], dim=1)
 
 
 class _Loss(nn.Module):
-    """A task's loss as a module, so that its parameters can be replaced in one call."""
+    """A task's loss as a module, for `functional_call`."""
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         super().__init__()
@@ -142,23 +135,23 @@ class _Loss(nn.Module):
         return self._task.loss(self.model, batch)
 
 
-def _alone(rows: Tensor) -> Tensor:
+def _as_batches(rows: Tensor) -> Tensor:
     """Every example as a batch of one."""
     return rows.unsqueeze(1)
 
 
 def _refuse(model: nn.Module) -> None:
-    """Models whose examples have no gradients of their own, or too large ones."""
+    """Refuse models without per-example gradients, or with too large ones."""
     if any(isinstance(module, BatchNorm) for module in model.modules()):
         raise TaskError(
             "this model has batch normalization, by which an example's gradient depends on the others in its batch: "
-            "single examples have none of their own. Leave the check out."
+            "single examples have none of their own. Omit the check."
         )
     count = sum(p.numel() for p in model.parameters())
     if count > LARGEST:
         raise TaskError(
             f"this model has {count:,} parameters, and a gradient of each of {_AT_ONCE} examples at once is too much. "
-            f"Leave the check out: it is for models of up to {LARGEST:,}."
+            f"Omit the check: it is for models of up to {LARGEST:,}."
         )
 
 
@@ -168,20 +161,14 @@ def _dropout(model: nn.Module, rate: float) -> Generator[None]:
     chosen: Iterable[nn.Module] = layers[1:] or layers or [model]
 
     def drop(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(
-            functional.dropout(one, rate) if isinstance(one, Tensor) and one.is_floating_point() else one
-            for one in inputs
-        )
+        dropped = [isinstance(x, Tensor) and x.is_floating_point() for x in inputs]
+        return tuple(functional.dropout(x, rate) if drops else x for x, drops in zip(inputs, dropped, strict=True))
 
     with ExitStack() as stack:
         for module in chosen:
             handle: RemovableHandle = module.register_forward_pre_hook(drop)
             stack.callback(handle.remove)
         yield
-
-
-def _unchanged(rows: Tensor) -> Tensor:
-    return rows
 
 
 def _largest(rows: Tensor) -> Tensor:
@@ -191,6 +178,6 @@ def _largest(rows: Tensor) -> Tensor:
     return torch.zeros_like(rows).scatter_(1, chosen, rows.gather(1, chosen))
 
 
-def _some(rows: Tensor) -> Tensor:
-    """Some of each row, by chance, scaled so that the mean stays."""
+def _random(rows: Tensor) -> Tensor:
+    """Random numbers of each row, scaled so that the mean stays the same."""
     return rows * (torch.rand_like(rows) < _KEPT) / _KEPT

@@ -19,7 +19,7 @@ from offbeat.protocols.partition import mixed
 from offbeat.runtime.launch import Launcher, Role, serve_store, worker_environment
 from offbeat.runtime.run.folder import MODEL_FILE
 from offbeat.strategies import Axis, available, combined, parse
-from offbeat.strategies.worker.compression import Compressing, compressor
+from offbeat.strategies.compressors import Compressing, compressor
 from offbeat.tasks.digits import Digits
 
 NAMES = [name for name, cls in available().items() if cls.axis is Axis.COMPRESSION]
@@ -49,9 +49,9 @@ def compressions(text: str) -> Any:
         ("ddp + topk", "ddp cannot compress what it sends"),
         ("hogwild + half", "hogwild cannot compress what it sends"),
         ("downpour + half", "downpour cannot compress what it sends"),
-        ("allreduce(ring) + half", "a compressor decides how its letters are summed"),
+        ("allreduce(ring) + half", "a compressor decides how its messages are summed"),
         ("allreduce(shard=optimizer) + half", "a compressor sees them whole"),
-        ("server + lowrank", "server sends letters"),
+        ("server + lowrank", "server sends each message to one receiver"),
     ],
 )
 def test_what_cannot_go_together_is_refused_with_the_reason(text: str, reason: str) -> None:

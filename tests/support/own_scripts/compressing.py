@@ -15,7 +15,7 @@ from offbeat.runtime.launch import Control
 from offbeat.runtime.run.rank_environment import where
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.strategies import AllReduce, combined, parse
-from offbeat.strategies.worker.compression import Compressing
+from offbeat.strategies.compressors import Compressing
 from offbeat.strategies.worker.exchange import adopt
 
 SEED = 11

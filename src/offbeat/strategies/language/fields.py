@@ -1,8 +1,7 @@
-"""What is written as `name(arguments)`: the fields of a strategy or setting, their types, and its text.
+"""Fields of strategies and settings: values written as `name(arguments)`, their types, and their text.
 
-The types of the dataclass fields are the only description of the arguments. From them come the checks when a
-value is made in Python, the reading of text (`_grammar`), the spelling (`str`) and the reference pages
-(`_describe`).
+The types of the dataclass fields are the only description of the arguments. The checks of values made in Python, the
+parser, the spelling (`str`) and the reference pages all derive from them.
 """
 
 from __future__ import annotations
@@ -12,16 +11,24 @@ import functools
 import inspect
 import keyword
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Final, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from offbeat.errors import StrategyError
-from offbeat.limits import BYTES, SERVERS
+from offbeat.limits import BYTES
 
 LARGEST: Final = 2**63
-"""Whole numbers stay below it, as they do in the tensors and headers that carry them."""
+"""Integers stay below it, as they do in the tensors and headers that carry them."""
+
+Ranges = tuple[tuple[str, Callable[[Any], bool], str], ...]
+"""Allowed values of arguments: the argument's name, a test, and why a value that fails it is refused."""
+BUCKET: Final[Ranges] = (
+    ("bucket", lambda mebibytes: mebibytes > 0, "a bucket holds more than 0 MiB"),
+    ("bucket", lambda mebibytes: mebibytes <= BYTES / 2**20, "a bucket holds at most 1 PiB"),
+)
 
 
 @dataclass(frozen=True)
@@ -29,9 +36,10 @@ class TextValue:
     """A frozen dataclass that can be written as text: its name, and its arguments in brackets."""
 
     name: ClassVar[str]
-    """How it is called in text; the class's name in lower case if none is given."""
+    """Its name in text; by default the class's name in lower case."""
     first_alone: ClassVar[bool] = False
-    """Whether its first argument explains itself without its keyword, as in `topk(0.1)`."""
+    """Whether its first argument is written without its keyword, as in `topk(0.1)`."""
+    _ranges: ClassVar[Ranges] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -39,12 +47,14 @@ class TextValue:
             cls.name = cls.__name__.lower()
 
     def __post_init__(self) -> None:
-        """Refuse values of the wrong type; whoever overrides this to check ranges calls it first."""
+        """Refuse values of the wrong type or out of range; an override calls this first."""
         for field in fields_of(type(self)):
             value = getattr(self, field.name)
             converted = field.convert(value, self.name)
             if converted is not value:
                 object.__setattr__(self, field.name, converted)
+        for name, allowed, why in self._ranges:
+            require(allowed(getattr(self, name)), self, name, getattr(self, name), why)
 
     def __str__(self) -> str:
         return spell_call(self.name, self)
@@ -52,19 +62,19 @@ class TextValue:
 
 @dataclass(frozen=True)
 class Setting(TextValue):
-    """A value with arguments of its own, written inside a strategy's brackets, such as `ssp(3)`."""
+    """A value with its own arguments, written as an argument of a strategy, such as `ssp(3)`."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """One argument: its name, what it may be, and its default."""
+    """One argument: its name, types and default."""
 
     name: str
     """The keyword it is written with."""
     kinds: tuple[Any, ...]
-    """The alternatives: int, float, bool, NoneType, a word, a StrEnum or a Setting."""
+    """Its alternatives: int, float, bool, NoneType, a word, a StrEnum or a Setting."""
     default: Any
-    """What it is when left out; `dataclasses.MISSING` if it must be given."""
+    """Its default; `dataclasses.MISSING` if it is required."""
     keyword_only: bool
     """Whether it needs its keyword."""
 
@@ -75,16 +85,16 @@ class Field:
 
     @property
     def type_text(self) -> str:
-        """What it may be, for people."""
+        """Its types as shown to users."""
         return " | ".join(_spell_kind(kind) for kind in self.kinds)
 
     @property
     def settings(self) -> dict[str, type[Setting]]:
-        """The settings that it may be, by name."""
+        """The settings among its types, by name."""
         return {kind.name: kind for kind in self.kinds if _is_class(kind, Setting)}
 
     def convert(self, value: object, owner: str) -> object:
-        """The value as this field keeps it (25 as 25.0 for a float); others are refused with a StrategyError."""
+        """The value as this field stores it (25 as 25.0 for a float); other types are refused with a StrategyError."""
         for kind in self.kinds:
             matched, converted = _match(kind, value)
             if matched:
@@ -97,24 +107,9 @@ class Field:
 
 
 def require(condition: bool, strategy: TextValue, field: str, value: object, why: str) -> None:
-    """Refuse a value out of range, uniformly: `why` says what it must be, and the reason."""
+    """Refuse a value out of range; `why` says what it must be."""
     if not condition:
         raise StrategyError(f"{strategy.name}: {field} is {shown(value)}, but {why}.")
-
-
-def require_bucket(strategy: TextValue, mebibytes: float) -> None:
-    """Refuse a bucket that holds nothing, or more than any machine has."""
-    require(mebibytes > 0, strategy, "bucket", mebibytes, "a bucket holds more than 0 MiB")
-    require(mebibytes <= BYTES / 2**20, strategy, "bucket", mebibytes, "a bucket holds at most 1 PiB")
-
-
-def require_servers(strategy: TextValue, shards: int, replicas: int) -> None:
-    """Refuse numbers of servers that make no sense, or that would take a machine down."""
-    require(shards >= 1, strategy, "shards", shards, "there is at least one server")
-    require(replicas >= 0, strategy, "replicas", replicas, "a shard has 0 or more further copies")
-    field, value = ("shards", shards) if shards > replicas else ("replicas", replicas)
-    why = f"each of {shards * (1 + replicas):,} servers would be a process of its own: at most {SERVERS} are started"
-    require(shards * (1 + replicas) <= SERVERS, strategy, field, value, why)
 
 
 @functools.cache
@@ -132,35 +127,35 @@ def fields_of(cls: type[TextValue]) -> tuple[Field, ...]:
             f"The types of {where}'s fields cannot be resolved: {error}. Import what they name at the top level "
             f"of its file, not under TYPE_CHECKING."
         ) from error
-    # Those that need their keyword come last, as in the constructor, wherever a base has declared them.
+    # Keyword-only ones come last, as in the constructor, wherever a base declares them.
     fields = sorted((field for field in dataclasses.fields(cls) if field.init), key=lambda field: bool(field.kw_only))
     for field in fields:
         if field.name in _reserved(cls):
-            raise StrategyError(f"{where} has a field {field.name!r}, a name that all of its kind use. Rename it.")
+            raise StrategyError(f"{where} has a field {field.name!r}, a name that its base class uses. Rename it.")
     return tuple(_field(field, hints[field.name], where) for field in fields)
 
 
 def signature(cls: type[TextValue], head: str | None = None) -> str:
-    """How it is called, for people: `accumulate(steps: int)`."""
+    """Its signature as shown to users: `accumulate(steps: int)`."""
     inside = ", ".join(str(field) for field in fields_of(cls))
     return f"{head or cls.name}({inside})" if inside else head or cls.name
 
 
 def spell_call(head: str, value: TextValue) -> str:
-    """The shortest text that reads back as this value: arguments that differ from their defaults."""
-    written: list[str] = []
+    """The shortest text that parses to this value: arguments that differ from their defaults."""
+    arguments: list[str] = []
     positional = True
     for index, field in enumerate(fields_of(type(value))):
-        given = getattr(value, field.name)
-        if not field.required and given == field.default:
+        argument = getattr(value, field.name)
+        if not field.required and argument == field.default:
             positional = False
             continue
         # `allreduce(ring)` and `local(8)` explain themselves; `server(2)` does not.
-        clear = field.required or (index == 0 and (value.first_alone or isinstance(given, (str, Setting))))
+        clear = field.required or (index == 0 and (value.first_alone or isinstance(argument, (str, Setting))))
         positional = positional and clear and not field.keyword_only
-        text = spell_value(given)
-        written.append(text if positional else f"{field.name}={text}")
-    return f"{head}({', '.join(written)})" if written else head
+        text = spell_value(argument)
+        arguments.append(text if positional else f"{field.name}={text}")
+    return f"{head}({', '.join(arguments)})" if arguments else head
 
 
 def spell_value(value: object) -> str:
@@ -169,7 +164,7 @@ def spell_value(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as a message quotes it: never pages of it."""
+    """A value as quoted in messages, shortened."""
     if isinstance(value, int) and abs(value) >= LARGEST:
         return "a whole number beyond 64 bits"
     text = spell_value(value)
@@ -177,12 +172,12 @@ def shown(value: object) -> str:
 
 
 def is_word(text: str) -> bool:
-    """Whether it can stand for itself in text: a plain identifier that Python does not reserve."""
+    """Whether it can be written unquoted: a plain identifier that is not a Python keyword."""
     return text.isascii() and text.isidentifier() and not keyword.iskeyword(text)
 
 
 def _reserved(cls: type[TextValue]) -> set[str]:
-    """The names that its bases without arguments (Strategy, Setting) use themselves."""
+    """The attribute names of its bases that have no arguments (Strategy, Setting)."""
     bases = [base for base in cls.__mro__ if issubclass(base, TextValue) and not dataclasses.fields(base)]
     return {name for base in bases for name in (*vars(base), *inspect.get_annotations(base))}
 
@@ -193,7 +188,7 @@ def _field(field: dataclasses.Field[Any], hint: object, where: str) -> Field:
         _check_kind(kind, f"{where}.{field.name}")
     words = [word for kind in kinds for word in _words(kind)]
     if len(words) != len(set(words)):
-        raise StrategyError(f"{where}.{field.name}: two of its alternatives are written alike, among {words}.")
+        raise StrategyError(f"{where}.{field.name}: two of its alternatives have the same text, among {words}.")
     default = field.default
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
@@ -232,7 +227,7 @@ def _words(kind: Any) -> list[str]:
 
 
 def _match(kind: Any, value: object) -> tuple[bool, object]:
-    """Whether a value is of this kind, and how it is kept."""
+    """Whether a value is of this kind, and the value to store."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind is int:
         return number and isinstance(value, int) and -LARGEST <= value < LARGEST, value
@@ -242,9 +237,9 @@ def _match(kind: Any, value: object) -> tuple[bool, object]:
     if not isinstance(kind, type):
         return type(value) is type(kind) and value == kind, value
     if issubclass(kind, StrEnum):
-        found = isinstance(value, str) and value in _words(kind)
-        return found, kind(value) if found else value
-    # A setting's subclass is another setting, with a name that this field does not know.
+        matches = isinstance(value, str) and value in _words(kind)
+        return matches, kind(value) if matches else value
+    # A setting's subclass is another setting, with a name that is not among this field's types.
     return type(value) is kind, value
 
 
@@ -263,7 +258,7 @@ def _is_class(kind: Any, base: type) -> bool:
 
 
 def _why_not(field: Field, value: object) -> str:
-    """A further hint for the mistakes that are common."""
+    """A hint for common mistakes."""
     if isinstance(value, bool) and int in field.kinds:
         return " True and False are not numbers."
     if isinstance(value, float) and float in field.kinds:

@@ -1,7 +1,7 @@
-"""Strategies as text: `server(shards=2, consistency=ssp(3)) + topk(0.01)`.
+"""Parses strategies from text: `server(shards=2, consistency=ssp(3)) + topk(0.01)`.
 
-Text is parsed by Python's own parser and read off the tree, never evaluated. One rule: values are names, numbers
-and calls, never quoted. A call without arguments needs no brackets, `+` joins parts, and a set means a sweep.
+Text is parsed by Python's `ast` and never evaluated. One rule: values are names, numbers and calls, never quoted. A
+call without arguments needs no brackets, `+` joins parts, and a set means a sweep.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from offbeat.strategies.language.registry import BUILT_IN, resolve
 from offbeat.task import load_module
 
 Registry = Mapping[str, type[Strategy]]
-"""Strategies by name, in the place of all that are known."""
+"""Strategies by name, in place of all known ones."""
 
 _W = TypeVar("_W", bound=TextValue)
 
 
 def parse(text: str, registry: Registry | None = None) -> Strategy:
-    """The strategy that a text means; a set, which means several, is refused."""
+    """The strategy that a text denotes; sets, which denote several, are refused."""
     return _parse(text, registry, frozenset())
 
 
 def parse_built_in(text: str) -> Strategy:
-    """The strategy that a text means, where it names only ours; anything else is refused, and nothing is imported.
+    """The strategy that a text denotes, if it names only built-in ones; others are refused, and nothing is imported.
 
-    For text from a file that somebody else may have written: `parse` would run the code of the module it names.
+    For text from untrusted files: `parse` would run the code of the module that it names.
     """
     source = read(text)
     if source.references:
-        own = next(iter(source.references.values()))
-        raise StrategyError(f"{own.source}:{own.cls} is not a strategy of offbeat's own, and is not imported here.")
+        reference = next(iter(source.references.values()))
+        raise StrategyError(f"{reference.source}:{reference.cls} is not built into offbeat, and is not imported here.")
     return parse(text, {cls.name: cls for cls in BUILT_IN})
 
 
 def expand(text: str, registry: Registry | None = None) -> list[Strategy]:
-    """The strategies that a text means: one for each choice from its sets, the last set varying fastest."""
+    """The strategies that a text denotes: one for each choice from its sets, the last set varying fastest."""
     source = read(text)
     sets = _sets(source)
     count = math.prod(len(node.elts) for node in sets)
@@ -56,25 +56,22 @@ def expand(text: str, registry: Registry | None = None) -> list[Strategy]:
         raise StrategyError(
             f"This sweep means {count:,} strategies; {SWEEP:,} are allowed. Take values out of its sets."
         )
-    found: dict[Strategy, None] = {}
-    for chosen in itertools.product(*(node.elts for node in sets)):
-        choices = {node.col_offset: value for node, value in zip(sets, chosen, strict=True)}
-        found[_Reader(source, registry, choices=choices).sum()] = None
-    return list(found)
+    strategies: dict[Strategy, None] = {}
+    for values in itertools.product(*(node.elts for node in sets)):
+        choices = {node.col_offset: value for node, value in zip(sets, values, strict=True)}
+        strategies[_Reader(source, registry, choices=choices).sum()] = None
+    return list(strategies)
 
 
 def find_class(reference: ClassReference) -> type[Strategy]:
-    """The class that `mine.py:Push` or `package.module:Push` means."""
+    """The class that `mine.py:Push` or `package.module:Push` refers to."""
     module = _load(reference.source)
-    found = getattr(module, reference.cls, None)
-    if inspect.isclass(found) and issubclass(found, Strategy) and found is not Strategy:
-        verify(found)
-        return found
-    own = [
-        name
-        for name, value in vars(module).items()
-        if inspect.isclass(value) and issubclass(value, Strategy) and value.__module__ == module.__name__
-    ]
+    classes = {name: cls for name, cls in vars(module).items() if inspect.isclass(cls) and issubclass(cls, Strategy)}
+    cls = classes.get(reference.cls, Strategy)
+    if cls is not Strategy:
+        verify(cls)
+        return cls
+    own = [name for name, cls in classes.items() if cls.__module__ == module.__name__]
     what = "is not an offbeat Strategy" if hasattr(module, reference.cls) else "does not exist"
     raise StrategyError(f"{reference.cls!r} {what} in {reference.source}.{did_you_mean(reference.cls, own)}")
 
@@ -83,10 +80,10 @@ def _parse(text: str, registry: Registry | None, inside: frozenset[str]) -> Stra
     source = read(text)
     sets = _sets(source)
     if sets:
-        raise source.error(
-            sets[0],
-            f"{source.piece(sets[0])} is a set, and a set means a sweep. Sweeps belong to `compare`; give one value.",
+        wrong = (
+            f"{source.piece(sets[0])} is a set, and a set means a sweep. Sweeps belong to `compare`; give one value."
         )
+        raise source.error(sets[0], wrong)
     return _Reader(source, registry, inside).sum()
 
 
@@ -94,25 +91,23 @@ def _load(source: str) -> ModuleType:
     try:
         return load_module(source)
     except TaskError as error:
-        # `str` escapes what would end a path in a strategy's text; a file really called so comes first.
+        # `str` escapes characters that would end a path; a file whose name really contains `%` comes first.
         plain = unquote(source, errors="surrogateescape")
         if plain != source:
             return _load(plain)
         raise StrategyError(str(error)) from error
-    except Exception as error:  # whatever people's own module raises while it is imported
+    except Exception as error:  # whatever the user's module raises while it is imported
         raise StrategyError(f"{source} cannot be imported: {type(error).__name__}: {error}.") from error
 
 
 def _sets(source: ParsedText) -> list[ast.Set]:
     """The sets of a text, from left to right; a set inside a set is refused."""
-    found = [node for node in ast.walk(source.body) if isinstance(node, ast.Set)]
-    for node in found:
-        inner = [child for child in ast.walk(node) if isinstance(child, ast.Set) and child is not node]
-        if inner:
-            raise source.error(
-                inner[0], f"{source.piece(inner[0])} is a set inside a set. Write one set of all values."
-            )
-    return sorted(found, key=lambda node: node.col_offset)
+    sets = [node for node in ast.walk(source.body) if isinstance(node, ast.Set)]
+    for inner in (
+        child for node in sets for child in ast.walk(node) if isinstance(child, ast.Set) and child is not node
+    ):
+        raise source.error(inner, f"{source.piece(inner)} is a set inside a set. Write one set of all values.")
+    return sorted(sets, key=lambda node: node.col_offset)
 
 
 def _called(node: ast.expr) -> ast.expr:
@@ -122,14 +117,14 @@ def _called(node: ast.expr) -> ast.expr:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads a parsed text off its tree."""
+    """Builds strategies from a syntax tree."""
 
     source: ParsedText
     registry: Registry | None
     inside: frozenset[str] = frozenset()
-    """The aliases that are being read, so that one that means itself is found out."""
+    """The aliases that are being expanded, to detect one that refers to itself."""
     choices: Mapping[int, ast.expr] = field(default_factory=dict[int, ast.expr])
-    """The value that stands for each set, by the set's column."""
+    """The value chosen from each set, by the set's column."""
 
     def sum(self) -> Strategy:
         """A sum of parts, or a single one."""
@@ -143,29 +138,27 @@ class _Reader:
         reference = self.source.reference_at(named)
         if reference is not None:
             try:
-                own = find_class(reference)
+                cls = find_class(reference)
             except StrategyError as error:
                 raise self.source.error(named, str(error)) from error
-            return self._build(own, node, f"{reference.source}:{reference.cls}")
+            return self._build(cls, node, f"{reference.source}:{reference.cls}")
         return self._named(named.id, node)
 
     def _named(self, name: str, node: ast.expr, through: frozenset[str] = frozenset()) -> Strategy:
         try:
-            found = resolve(name, self.registry)
+            meaning = resolve(name, self.registry)
         except StrategyError as error:
             raise self.source.error(_called(node), str(error)) from error
-        if not isinstance(found, str):
-            return self._build(found, node, name)
+        if not isinstance(meaning, str):
+            return self._build(meaning, node, name)
         if name in self.inside | through:
             raise self.source.error(node, f"The alias {name!r} means itself, so it means nothing.")
-        if is_word(found):
-            return self._named(found, node, through | {name})
+        if is_word(meaning):
+            return self._named(meaning, node, through | {name})
         if isinstance(node, ast.Call) and (node.args or node.keywords):
-            raise self.source.error(
-                node,
-                f"{name!r} stands for `{found}` and takes no arguments. Write that out, and change it.",
-            )
-        return _parse(found, self.registry, self.inside | through | {name})
+            wrong = f"{name!r} stands for `{meaning}` and takes no arguments. Write that out, and change it."
+            raise self.source.error(node, wrong)
+        return _parse(meaning, self.registry, self.inside | through | {name})
 
     def _build(self, cls: type[_W], node: ast.expr, head: str) -> _W:
         arguments = self._arguments(cls, node, head)
@@ -173,12 +166,12 @@ class _Reader:
             return cls(**arguments)
         except StrategyError as error:
             raise self.source.error(node, str(error)) from error
-        except Exception as error:  # whatever people's own class raises
+        except Exception as error:  # whatever a user-defined class raises
             raise self.source.error(node, f"{head} refuses: {type(error).__name__}: {error}.") from error
 
     def _arguments(self, cls: type[TextValue], node: ast.expr, head: str) -> dict[str, Any]:
         fields = {f.name: f for f in fields_of(cls)}
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         positional = [f for f in fields.values() if not f.keyword_only]
         call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
         for index, value in enumerate(call.args):
@@ -186,22 +179,22 @@ class _Reader:
                 raise self.source.refused(value)
             if index >= len(positional):
                 raise self.source.error(value, f"Too many arguments: {signature(cls, head)}.")
-            given[positional[index].name] = self._value(value, positional[index], head)
-        for argument in call.keywords:
-            if argument.arg is None:
-                raise self.source.refused(argument)
-            if argument.arg not in fields:
-                names = did_you_mean(argument.arg, fields)
-                raise self.source.error(
-                    argument, f"{head} has no argument {shown(argument.arg)!r}.{names} It is {signature(cls, head)}."
-                )
-            if argument.arg in given:
-                raise self.source.error(argument, f"{argument.arg!r} is given twice: {signature(cls, head)}.")
-            given[argument.arg] = self._value(argument.value, fields[argument.arg], head)
-        missing = [f.name for f in fields.values() if f.required and f.name not in given]
+            arguments[positional[index].name] = self._value(value, positional[index], head)
+        for keyword in call.keywords:
+            name = keyword.arg
+            if name is None:
+                raise self.source.refused(keyword)
+            if name not in fields:
+                near = did_you_mean(name, fields)
+                wrong = f"{head} has no argument {shown(name)!r}.{near} It is {signature(cls, head)}."
+                raise self.source.error(keyword, wrong)
+            if name in arguments:
+                raise self.source.error(keyword, f"{name!r} is given twice: {signature(cls, head)}.")
+            arguments[name] = self._value(keyword.value, fields[name], head)
+        missing = [f.name for f in fields.values() if f.required and f.name not in arguments]
         if missing:
             raise self.source.error(node, f"{head} needs {', '.join(missing)}: {signature(cls, head)}.")
-        return given
+        return arguments
 
     def _value(self, node: ast.expr, field: Field, head: str) -> object:
         if isinstance(node, ast.Set):

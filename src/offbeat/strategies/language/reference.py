@@ -1,4 +1,4 @@
-"""Reference pages of strategies, read off their classes, so that no page can say what the code does not."""
+"""Reference pages of strategies, generated from their classes."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class FieldDescription:
     """One argument of a strategy or setting."""
 
     name: str
-    """The keyword it is written with."""
+    """Its keyword."""
     type: str
-    """What it may be, such as `int` or `ring | tree`."""
+    """Its types, such as `int` or `ring | tree`."""
     default: str | None
-    """How its default is written; None if it must be given."""
+    """Text of its default; None if it is required."""
     doc: str
-    """What it means: the string under the field, on one line."""
+    """The docstring under the field, on one line."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """All that there is to say about one strategy."""
+    """The reference page of one strategy."""
 
     name: str
-    """How it is called."""
+    """Its name in text."""
     axis: Axis
     """What it decides."""
     summary: str
@@ -43,22 +43,30 @@ class Description:
     docs: str
     """The rest of its docstring; often empty."""
     signature: str
-    """How it is written, with all arguments and their types."""
+    """Its name with all arguments and their types."""
     fields: tuple[FieldDescription, ...]
     """Its arguments, in order."""
     settings: Mapping[str, tuple[FieldDescription, ...]]
-    """The arguments of the settings that may stand in its brackets, by the setting's name."""
+    """The arguments of the settings that it takes, by the setting's name."""
     traits: Traits
-    """What it promises with the default arguments."""
+    """Its traits with default arguments."""
     aliases: Mapping[str, str]
-    """Other names for it, and what they stand for."""
+    """Other names for it, and the text they stand for."""
     examples: tuple[str, ...]
-    """Texts to start from."""
+    """Example texts."""
 
 
 def describe(name: str) -> Description:
     """The reference page of a strategy, by its name, one of its aliases, or where it is defined (`mine.py:Push`)."""
-    return _description(_find(name))
+    if ":" in name:
+        source = read(name)
+        reference = source.reference_at(source.body)
+        if reference is not None:
+            return _description(find_class(reference))
+    known = available()
+    # An alias may stand for a sum; its page is that of the strategy that declares it.
+    owners = (cls for cls in known.values() if name in cls.aliases and name not in known)
+    return _description(next(owners, None) or lookup(name))
 
 
 def overview() -> list[Description]:
@@ -66,21 +74,14 @@ def overview() -> list[Description]:
     return [_description(cls) for cls in available().values()]
 
 
-def _find(name: str) -> type[Strategy]:
-    if ":" in name:
-        source = read(name)
-        reference = source.reference_at(source.body)
-        if reference is not None:
-            return find_class(reference)
-    known = available()
-    # An alias may stand for a sum; its page is that of the strategy that declares it.
-    owners = (cls for cls in known.values() if name in cls.aliases and name not in known)
-    return next(owners, None) or lookup(name)
-
-
 def _description(cls: type[Strategy]) -> Description:
     summary = cls.summary()
     text = inspect.cleandoc(cls.__doc__ or "")
+    traits = inspect.getattr_static(cls, "traits")
+    if traits is Strategy.traits:
+        traits = cls.promises
+    elif not isinstance(traits, Traits):  # A property that depends on arguments, not a value that hides it.
+        traits = Traits() if any(field.required for field in fields_of(cls)) else cls().traits
     settings = [setting for field in fields_of(cls) for setting in field.settings.values()]
     return Description(
         name=cls.name,
@@ -90,20 +91,10 @@ def _description(cls: type[Strategy]) -> Description:
         signature=signature(cls),
         fields=_fields(cls),
         settings={setting.name: _fields(setting) for setting in settings},
-        traits=_traits(cls),
+        traits=traits,
         aliases=dict(cls.aliases),
         examples=cls.examples,
     )
-
-
-def _traits(cls: type[Strategy]) -> Traits:
-    """What it promises by default; where that hangs on its arguments and one must be given, nothing is promised."""
-    traits = inspect.getattr_static(cls, "traits")
-    if isinstance(traits, Traits):  # Set on the class, which hides the property.
-        return traits
-    if traits is Strategy.traits:
-        return cls.promises
-    return Traits() if any(field.required for field in fields_of(cls)) else cls().traits
 
 
 def _fields(cls: type[TextValue]) -> tuple[FieldDescription, ...]:
@@ -111,13 +102,8 @@ def _fields(cls: type[TextValue]) -> tuple[FieldDescription, ...]:
     for base in reversed(cls.__mro__):
         docs |= _field_docs(base)
     return tuple(
-        FieldDescription(
-            field.name,
-            field.type_text,
-            None if field.required else spell_value(field.default),
-            docs.get(field.name, ""),
-        )
-        for field in fields_of(cls)
+        FieldDescription(f.name, f.type_text, None if f.required else spell_value(f.default), docs.get(f.name, ""))
+        for f in fields_of(cls)
     )
 
 
@@ -126,17 +112,12 @@ def _field_docs(cls: type) -> dict[str, str]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     except (OSError, TypeError, SyntaxError):
-        # Built in, made by hand, or its file is gone: it works, and has no lines to show.
-        return {}
-    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-    found: dict[str, str] = {}
-    for one, below in itertools.pairwise(body):
-        match one, below:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(value=ast.Constant(value=str() as text)),
-            ):
-                found[name] = " ".join(text.split())
+        return {}  # Built in, generated, or its file is gone.
+    docs: dict[str, str] = {}
+    for pair in itertools.pairwise(tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []):
+        match pair:
+            case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str() as text))):
+                docs[name] = " ".join(text.split())
             case _:
                 pass
-    return found
+    return docs

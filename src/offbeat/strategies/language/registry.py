@@ -1,7 +1,7 @@
-"""From a name to its strategy: the built-in ones, and those of installed packages.
+"""Registry of strategies by name: the built-in ones, and those of installed packages.
 
-A package offers strategies as entry points of the group `offbeat.strategies`. One that cannot be loaded is
-reported when it is asked for by name, and disturbs nobody else. Built-in names cannot be taken over.
+A package registers strategies as entry points of the group `offbeat.strategies`. One that fails to load is reported
+when it is looked up by name, and affects nothing else. Built-in names cannot be overridden.
 """
 
 from __future__ import annotations
@@ -17,14 +17,7 @@ from offbeat.strategies._base import Strategy, verify
 from offbeat.strategies.accumulate import Accumulate
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.coded import Coded
-from offbeat.strategies.compressors.bfloat import BFloat
-from offbeat.strategies.compressors.half import Half
-from offbeat.strategies.compressors.lowrank import LowRank
-from offbeat.strategies.compressors.quantize import Quantize
-from offbeat.strategies.compressors.randomk import RandomK
-from offbeat.strategies.compressors.sign import Sign
-from offbeat.strategies.compressors.threshold import Threshold
-from offbeat.strategies.compressors.topk import TopK
+from offbeat.strategies.compressors import COMPRESSORS
 from offbeat.strategies.ddp import DDP
 from offbeat.strategies.downpour import Downpour
 from offbeat.strategies.elastic import Elastic
@@ -36,39 +29,22 @@ from offbeat.strategies.server import Server
 from offbeat.strategies.single import Single
 
 BUILT_IN: Final[tuple[type[Strategy], ...]] = (
-    Single,
-    DDP,
-    AllReduce,
-    Server,
-    Coded,
-    Downpour,
-    Elastic,
-    Hogwild,
-    Gossip,
-    Accumulate,
-    Local,
-    Half,
-    BFloat,
-    Quantize,
-    Sign,
-    TopK,
-    Threshold,
-    RandomK,
-    LowRank,
+    *(Single, DDP, AllReduce, Server, Coded, Downpour, Elastic, Hogwild, Gossip, Accumulate, Local),
+    *COMPRESSORS,
 )
-"""What comes with offbeat, in the order it is listed."""
+"""Built-in strategies, in the order in which they are listed."""
 
 GROUP: Final = "offbeat.strategies"
-"""The entry points that installed packages offer strategies by."""
+"""The entry point group of strategies in installed packages."""
 
 
 def available() -> dict[str, type[Strategy]]:
     """Every strategy that can be named: built-in ones first, then those of installed packages that load."""
-    found: dict[str, type[Strategy]] = {cls.name: cls for cls in BUILT_IN}
+    known: dict[str, type[Strategy]] = {cls.name: cls for cls in BUILT_IN}
     for name, points in sorted(_entry_points().items()):
         with contextlib.suppress(StrategyError):
-            found.setdefault(name, _load(name, points))
-    return found
+            known.setdefault(name, _load(name, points))
+    return known
 
 
 def aliases() -> dict[str, str]:
@@ -77,7 +53,7 @@ def aliases() -> dict[str, str]:
 
 
 def lookup(name: str) -> type[Strategy]:
-    """The strategy of this name; an alias is not one, see `resolve`."""
+    """The strategy of this name; not of an alias, see `resolve`."""
     for cls in BUILT_IN:
         if cls.name == name:
             return cls
@@ -88,9 +64,9 @@ def lookup(name: str) -> type[Strategy]:
 
 
 def resolve(name: str, registry: Mapping[str, type[Strategy]] | None = None) -> type[Strategy] | str:
-    """What a name stands for: a strategy, or an alias's text. `registry` replaces all that is known."""
+    """What a name stands for: a strategy, or an alias's text. `registry` replaces all known strategies."""
     if registry is None:
-        # Ours first, so that a name of ours never waits for, or fails with, an installed package.
+        # Built-in ones first, so that their names never wait for, or fail with, an installed package.
         registry = {cls.name: cls for cls in BUILT_IN}
         if name not in registry and name not in aliases_of(BUILT_IN):
             text = None if name in _entry_points() else aliases().get(name)
@@ -102,20 +78,17 @@ def resolve(name: str, registry: Mapping[str, type[Strategy]] | None = None) -> 
 
 
 def aliases_of(classes: Iterable[type[Strategy]]) -> dict[str, str]:
-    """The aliases that these declare; the first to declare one keeps it."""
-    found: dict[str, str] = {}
-    for cls in classes:
-        found = {**cls.aliases, **found}
-    return found
+    """The aliases of these classes; the first to declare an alias keeps it."""
+    return {alias: text for cls in reversed([*classes]) for alias, text in cls.aliases.items()}
 
 
 def default_exchange() -> Strategy:
-    """What a sum exchanges by when it does not say."""
+    """The exchange of a sum that names none."""
     return AllReduce()
 
 
 def is_known(cls: type[Strategy]) -> bool:
-    """Whether a class can be written by its name alone; a package's class is not loaded to find out."""
+    """Whether a class can be written by its name alone; entry points are not loaded to find out."""
     if cls in BUILT_IN:
         return True
     points = _entry_points().get(cls.name, [])
@@ -123,14 +96,14 @@ def is_known(cls: type[Strategy]) -> bool:
 
 
 def _entry_points() -> dict[str, list[metadata.EntryPoint]]:
-    """What installed packages offer, by name; one name may be offered twice."""
-    found: dict[str, list[metadata.EntryPoint]] = {}
+    """Entry points of installed packages, by name; several packages may use one name."""
+    by_name: dict[str, list[metadata.EntryPoint]] = {}
     for point in metadata.entry_points(group=GROUP):
-        same_name = found.setdefault(point.name, [])
-        # A package on the path twice (installed, and as its own source) offers the same class twice.
+        same_name = by_name.setdefault(point.name, [])
+        # A package that is on the path twice (installed, and as source) has the same entry point twice.
         if point.value not in [other.value for other in same_name]:
             same_name.append(point)
-    return found
+    return by_name
 
 
 def _load(name: str, points: list[metadata.EntryPoint]) -> type[Strategy]:
@@ -139,7 +112,7 @@ def _load(name: str, points: list[metadata.EntryPoint]) -> type[Strategy]:
         raise StrategyError(f"{name!r} is offered by {offered}, so it is not clear which is meant. Write one of them.")
     try:
         cls = points[0].load()
-    except Exception as error:  # whatever a stranger's module raises while it is imported
+    except Exception as error:  # whatever the module raises while it is imported
         raise StrategyError(
             f"The strategy {name!r} of an installed package ({offered}) cannot be loaded: "
             f"{type(error).__name__}: {error}. Repair or uninstall that package."

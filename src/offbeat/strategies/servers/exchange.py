@@ -1,10 +1,10 @@
-"""The worker's side of parameter servers: gradients go out when an optimizer steps, fresh values come in.
+"""The worker's side of parameter servers: gradients are pushed when an optimizer steps, fresh values are pulled.
 
-The parameters of all prepared models lie in one row of memory, cut into shards of equal length. When the optimizer is
-to step, its gradients are pushed instead, and the step itself is left to the servers' copies of that optimizer.
+The parameters of all prepared models are in one row of memory, cut into shards of equal length. When the optimizer is
+to step, its gradients are pushed instead, and the servers' copies of that optimizer make the step.
 
 A strategy is one small class that says what is done when a step is computed. The rest are parts: `ServerLink` (clock
-and answers), `PushQueue` (memory for pushes), `ServerDriver` (does what the rhythm says), `ServerOptimizer` (what
+and answers), `PushQueue` (memory for pushes), `ServerDriver` (performs the rhythm's actions), `ServerOptimizer` (what
 servers run), `PushRecord` (metrics).
 """
 
@@ -14,9 +14,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -24,74 +23,102 @@ from torch import nn
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
+from offbeat.limits import SERVERS
 from offbeat.protocols.machine import NOTHING, Payload
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import Push
 from offbeat.protocols.servers.worker.notices import LoadRequest, ReplayRequest, whole_shards
 from offbeat.protocols.servers.worker.rhythm import Rhythm
+from offbeat.runtime.gradients.sliceable_optimizers import ELEMENT_WISE, why_not
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.stopwatch import Stopwatch
+from offbeat.runtime.servers.updater import settings_of
 from offbeat.runtime.state.snapshots import SnapshotCut
-from offbeat.strategies.servers.compressed_push import Letters
+from offbeat.strategies._base import require
 from offbeat.strategies.servers.driver import ServerDriver
 from offbeat.strategies.servers.link import ServerLink, served
-from offbeat.strategies.servers.optimizer import ServerOptimizer, ServerUpdate, UsersOptimizer
-from offbeat.strategies.servers.optimizer_handoff import refuse_different_models
-from offbeat.strategies.servers.parameter_row import ParameterRow
-from offbeat.strategies.worker.exchange import Exchange, averaged_buffers, closure_of
+from offbeat.strategies.servers.optimizer import Groups, ServerOptimizer
+from offbeat.strategies.servers.parameter_row import ParameterRow, refuse_different_models
+from offbeat.strategies.servers.push_queue import CompressedPushes, PushQueue
+from offbeat.strategies.worker.exchange import Exchange, Exchanging, averaged_buffers, refuse_closure
+
+
+class ServerExchanging(Exchanging):
+    """A strategy with parameter servers: it has the fields `shards` and `replicas`, and a consistency rule."""
+
+    if TYPE_CHECKING:  # An annotation at run time would keep subclasses from having such fields.
+        shards: int
+        replicas: int
+
+    def __post_init__(self) -> None:
+        """Refuse numbers of servers that make no sense, or that would take a machine down."""
+        super().__post_init__()
+        shards, replicas = self.shards, self.replicas
+        require(shards >= 1, self, "shards", shards, "there is at least one server")
+        require(replicas >= 0, self, "replicas", replicas, "a shard has 0 or more further copies")
+        name, value = ("shards", shards) if shards > replicas else ("replicas", replicas)
+        count = shards * (1 + replicas)
+        why = f"each of {count:,} servers would be a process of its own: at most {SERVERS} are started"
+        require(count <= SERVERS, self, name, value, why)
+
+    @property
+    @abstractmethod
+    def rule(self) -> Rule:
+        """How far workers may be apart, and how servers combine their pushes."""
+
+    def servers(self, workers: int) -> tuple[int, int, Rule]:
+        """Shards, further copies of each, and the rule."""
+        del workers
+        return self.shards, self.replicas, self.rule
 
 
 class StepHere(NamedTuple):
-    """What is left to a worker when its gradient is dealt with."""
+    """What remains to be done on a worker after its gradient is handled."""
 
     own: bool = False
     """Whether its optimizer steps on its own copy of the parameters."""
     afterwards: Callable[[], None] | None = None
-    """To be done when the optimizer has stepped, or not."""
+    """Called after the optimizer has stepped, or not."""
 
 
-class ServedWorker(Exchange):
-    """One worker of a strategy on servers; what it does in a step is `computed`."""
+class PushWorker(Exchange):
+    """One worker of a strategy on servers; `computed` is what it does in a step."""
 
     starts_alike = False
     acts_in_steps = True
     keeps_apart: bool = False
-    """Whether what servers hold is kept beside the worker's own parameters, rather than in their place."""
-    unforeseen = "who waits for whom at servers is decided as it happens (offbeat bench server --simulate plays that)"
+    """Whether pulled values are kept beside the worker's own parameters, rather than in their place."""
+    unpredicted = "waits at servers are decided during the run (offbeat bench server --simulate plays them)"
 
     def __init__(
         self,
         group: Group,
         stopwatch: Stopwatch,
-        strategy: object,
-        rule: Rule,
+        strategy: ServerExchanging,
         rhythm: Rhythm,
-        update: ServerUpdate | None = None,
         tolerance: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Join the servers.
 
         Args:
             group: The workers, with servers beside them.
-            stopwatch: What the time is spent on.
-            strategy: For messages.
-            rule: How servers let workers go on.
+            stopwatch: Where the time goes.
+            strategy: Whose rule servers follow; also named in messages.
             rhythm: When this worker pushes and pulls.
-            update: What servers do with what is pushed; by default they run the user's own optimizer.
-            tolerance: How servers bear delays, as their recipe says it; by default they do nothing about them.
+            tolerance: How servers handle stale gradients, as fields of their recipe; by default they do nothing.
 
         """
         super().__init__(group, stopwatch)
         self.strategy, self._rhythm, self._tolerance = strategy, rhythm, tolerance
-        self.link = ServerLink(served(group, strategy), stopwatch, rule)
-        self._update: ServerUpdate = update or UsersOptimizer(rule)
+        self.link = ServerLink(served(group, strategy), stopwatch, strategy.rule)
+        self.passed_over, self.figures = self.link.passed_over, self.link.record.figures
         self.optimizer: Optimizer | None = None
         self.driver: ServerDriver | None = None
         """The parameters on the servers; None until training begins, or if nothing is trained by gradients."""
         self.examples = 1.0
-        """Behind the coming gradient, here."""
+        """Examples of the coming gradient on this worker."""
         self.total_examples: int | None = None
-        """The same over all workers, if it is known."""
+        """The same over all workers, if known."""
         self.held = False
         self._models: list[nn.Module] = []
         self._begun = False
@@ -100,13 +127,13 @@ class ServedWorker(Exchange):
 
     @property
     def lockstep(self) -> bool:
-        """Under `asp` nobody waits for anybody, and where the slow are given up on, they need not come."""
+        """Not under `asp`, nor where steps close without slow workers."""
         return self.link.rule.bound is not None and not self.link.rule.closes
 
     # -- taking part -------------------------------------------------------------------------------------------------
 
     def install(self, model: nn.Module) -> None:
-        """Remember the model; its parameters move when all are known."""
+        """Remember the model; its parameters move when training begins."""
         if self._begun:
             raise StrategyError(
                 f"{self.strategy} puts all parameters on servers when training begins: give every model to the first "
@@ -123,31 +150,47 @@ class ServedWorker(Exchange):
                 f"{self.strategy} can serve one optimizer, given to the first prepare(). Put all parameters into its "
                 f"groups, or use allreduce."
             )
-        self._update.check(optimizer)
+        self.check_optimizer(optimizer)
         self.optimizer = optimizer
-        self.handles.append(optimizer.register_step_pre_hook(self._before_step))
-        self.handles.append(optimizer.register_step_post_hook(self._after_step))
+        self._hook_steps(optimizer, self._before_step, self._after_step)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse optimizers that servers cannot run on a slice of the parameters."""
+        if why := why_not(type(optimizer), by_rate=not self.link.rule.aggregated):
+            raise StrategyError(
+                f"servers cannot run {type(optimizer).__name__}: each has only a slice of the parameters, and {why}. "
+                f"Use one that treats every number by itself ({', '.join(ELEMENT_WISE)}), or allreduce."
+            )
+
+    def server_optimizer(self, optimizer: Optimizer) -> tuple[str, Groups]:
+        """The name of the optimizer that servers run, and the settings of its groups: by default the user's own."""
+        return type(optimizer).__name__, settings_of(optimizer)
 
     def begin(self) -> None:
-        """Training is about to begin: put worker 0's parameters on the servers, and start from them everywhere."""
+        """Put worker 0's parameters on the servers, and start from them everywhere."""
         self._begun = True
         if self.optimizer is None:
             return  # Nothing is trained by gradients.
         parameters = [p for model in self._models for p in model.parameters() if p.is_floating_point()]
-        row = ParameterRow(list({id(p): p for p in parameters if p.numel()}.values()), self.link.shards)
+        link, row = (
+            self.link,
+            ParameterRow(list({id(p): p for p in parameters if p.numel()}.values()), self.link.shards),
+        )
         refuse_different_models(self.group, row, self.optimizer)
-        aggregated = self.link.rule.aggregated
-        told = ServerOptimizer(self.optimizer, self._update, self.strategy, aggregated, self._tolerance)
-        sizes = [high - low for low, high in pairwise(row.bounds)]
-        letters = Letters(self.compressions, sizes, self.seed, self.group.rank) if self.compressions else None
+        runs, aggregated = self.server_optimizer, link.rule.aggregated
+        optimizer = ServerOptimizer(self.optimizer, runs, self.strategy, aggregated, self._tolerance)
+        sizes = [shard.numel() for shard in row.shards(row.values)]
+        compressed = (
+            CompressedPushes(self.compressions, sizes, self.seed, self.group.rank) if self.compressions else None
+        )
         landing = torch.empty_like(row.values) if self.keeps_apart else row.values
-        self.driver = ServerDriver(self.link, row, self._rhythm, told, letters, landing)
-        self.driver.put(told.first_states(row, self.link.shards, self.compressions, self.seed))
+        self.driver = ServerDriver(link, row, self._rhythm, PushQueue(link, row, optimizer, compressed), landing)
+        self.driver.put(optimizer.first_states(row, link.shards, self.compressions, self.seed))
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def weigh(self, examples: int, total: int | None) -> None:
-        """The coming gradient is a mean over so many examples."""
+        """The coming gradient is a mean over `examples` examples."""
         self.examples, self.total_examples = float(examples), total
 
     def suspend(self, held: bool) -> None:
@@ -156,11 +199,10 @@ class ServedWorker(Exchange):
 
     @abstractmethod
     def computed(self, driver: ServerDriver) -> StepHere:
-        """A gradient is computed: push it, and read, as the strategy says."""
+        """A gradient is computed: push and pull, as the strategy says."""
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if closure_of(args, kwargs) is not None:
-            raise StrategyError(f"{self.strategy} cannot be used with optimizer.step(closure). Use allreduce.")
+        refuse_closure(self.strategy, args, kwargs)
         if self.held or self.driver is None:
             return
         with self.stopwatch.spent_on("communicate"), torch.no_grad():
@@ -179,15 +221,11 @@ class ServedWorker(Exchange):
             with self.stopwatch.spent_on("communicate"), torch.no_grad():
                 afterwards()
 
-    def passed_over(self) -> int:
-        """Steps that were made without this worker since it was last asked."""
-        return self.link.passed_over()
-
     # -- between steps -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:
-        """Inside, every worker has what the servers have after all pushes."""
+        """Inside, every worker has the servers' values after all pushes."""
         if self.driver is not None:
             with self.stopwatch.spent_on("communicate"):
                 self.driver.together()
@@ -195,18 +233,19 @@ class ServedWorker(Exchange):
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all shards, kept by the one who leads; what this worker owes them is its own."""
+        """The state of all shards, on the leader; and this worker's own."""
         if self.driver is None:
             return {}
         states = self.driver.states()
         return {**self.own_state(self.driver), "shards": states}
 
     def own_state(self, driver: ServerDriver) -> dict[str, Any]:
-        """What this worker remembers by itself."""
-        return {"clock": self.link.clock, "letters": driver.queue.owed()}
+        """The state of this worker alone: its clock and error feedback."""
+        compressed = driver.queue.compressed
+        return {"clock": self.link.clock, "letters": [] if compressed is None else compressed.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put the shards' state back, and go on from that clock."""
+        """Restore the shards' state, and continue from that clock."""
         if self.driver is None:
             return
         if self.group.membership.outside:
@@ -214,49 +253,46 @@ class ServedWorker(Exchange):
             self.driver.refresh()
             return
         self.link.clock = int(state["clock"])
-        self.driver.queue.owe(state["letters"])
+        if self.driver.queue.compressed is not None:
+            self.driver.queue.compressed.load(state["letters"])
         if "resumed" in state:
-            _go_on(self.driver, state["resumed"])
+            _resume(self.driver, state["resumed"])
         else:
             self.driver.put([shard.numpy() for shard in state["shards"]], self.link.clock, self.link.clock)
 
-    # -- what is told of it ------------------------------------------------------------------------------------------
+    # -- metrics -----------------------------------------------------------------------------------------------------
 
     def payload(self) -> int:
-        """What went to the servers, and came from them."""
-        tried = 0 if self.driver is None else self.driver.queue.tried_bytes
-        return self.link.client.connection.bytes_sent + self.link.client.bytes_received - tried
-
-    def figures(self) -> dict[str, Any]:
-        """Pushes of this worker by what became of them, and how stale its reads were."""
-        return self.link.record.figures()
+        """Bytes sent to the servers and received from them."""
+        compressed = None if self.driver is None else self.driver.queue.compressed
+        trials = 0 if compressed is None else compressed.trial_bytes
+        return self.link.client.connection.bytes_sent + self.link.client.bytes_received - trials
 
     def accounts(self) -> dict[str, Any]:
-        """Pushes and reads of all workers, and what each has waited, sent to servers and got from them."""
+        """Pushes and reads of all workers, and each one's waits and traffic with servers. Collective."""
         self.stopwatch.total()
-        return self.link.record.accounts(
-            self.group, self.stopwatch.seconds["wait"], self.link.client.connection.links()
-        )
+        links = self.link.client.connection.links()
+        return self.link.record.accounts(self.group, self.stopwatch.seconds["wait"], links)
 
     def staleness(self, steps: int) -> dict[str, int]:
-        """Reads of all workers by how many steps old they were, values that were kept and used again too."""
+        """Reads of all workers by staleness, including values that were used again."""
         del steps
         return self.link.record.staleness(self.group)
 
     def notes(self) -> dict[str, Any]:
-        """Why pushes were refused, if any were; what compression has cost, and what dense pushes would have."""
+        """Why pushes were refused, if any were; costs of compression, compared with dense pushes. Collective."""
         if self.driver is not None:
             self.driver.queue.settle_all()
         refused = self.link.record.notes(self.group)
         return refused if self.driver is None else {**refused, **self.driver.queue.compared()}
 
 
-class RecordedWorker(ServedWorker):
-    """One whose run can be recorded while it goes on: what it has of the servers' values can be read anew."""
+class SnapshotPushWorker(PushWorker):
+    """One whose run can be snapshotted: what it holds of the servers' values can be pulled again."""
 
     @property
     def snapshots(self) -> bool:
-        """Where every push is applied as it comes: a shard then holds no half of a step."""
+        """Where every push is applied on its own: a shard then never holds half a step."""
         return not self.link.rule.aggregated and self.driver is not None and self.optimizer is not None
 
     @property
@@ -269,7 +305,7 @@ class RecordedWorker(ServedWorker):
         self.link.client.snapshots.want()
 
     def cut(self, clock: int) -> SnapshotCut | None:
-        """What this worker owes is its own; what the shards hold they record themselves."""
+        """The state of this worker; the shards record theirs."""
         del clock
         snapshots, driver = self.link.client.snapshots, self.driver
         if driver is None or not self.snapshots or not snapshots.due():
@@ -278,18 +314,16 @@ class RecordedWorker(ServedWorker):
         return SnapshotCut(colour, place, self.own_state(driver), partial(snapshots.recorded, colour, place))
 
 
-def _go_on(driver: ServerDriver, resumed: Mapping[str, Any]) -> None:
-    """From a snapshot: the one who leads puts the shards' states back, and each sends what it had under way."""
+def _resume(driver: ServerDriver, snapshot: Mapping[str, Any]) -> None:
+    """Resume from a snapshot: the leader restores the shards' states, and each worker sends what it had in flight."""
     link = driver.link
-    if link.group.membership.leads:
-        states = [state.numpy() for state in resumed["states"]]
-        took = [tuple((int(w), int(n), int(c)) for w, n, c in of_shard) for of_shard in resumed["took"]]
-        link.load(LoadRequest(whole_shards(states), resumed["versions"], 0, took))
-    link.group.barrier("the parameters being on the servers")
-    under_way = [
+    states = [state.numpy() for state in snapshot["states"]]
+    took = [tuple((int(w), int(n), int(c)) for w, n, c in of_shard) for of_shard in snapshot["took"]]
+    driver.load(LoadRequest(whole_shards(states), snapshot["versions"], 0, took))
+    in_flight = [
         (int(shard), msgspec.convert(push, Push), NOTHING if part is None else Payload(part.nbytes, part.numpy()))
-        for shard, push, part in resumed["under_way"]
+        for shard, push, part in snapshot["under_way"]
     ]
-    link.client.answer(ReplayRequest(resumed["sent"], under_way), "sending again what was under way")
-    link.group.barrier("all that was under way being there")
+    link.client.answer(ReplayRequest(snapshot["sent"], in_flight), "sending again what was in flight")
+    link.group.barrier("all that was in flight being there")
     driver.refresh()

@@ -1,9 +1,9 @@
-"""The parameters as servers hold them: one vector, of which a loop may push and pull any range.
+"""The parameters on servers as one vector, of which a loop may push and pull any range.
 
 For loops that need not, or cannot, exchange everything in every step: a table of embeddings of which a batch touches a
-few rows, a model of which one worker trains a part. What is asked of a range goes to the shards that it lies on. Each
-push has its number there, is sent until it is answered, and is applied once; a read is as fresh as the consistency
-says, and has this worker's own pushes in it.
+few rows, a model of which one worker trains a part. Requests go to the shards of the range. Each push is numbered, sent
+until it is answered, and applied once; a read is as fresh as the consistency requires, and contains this worker's own
+pushes.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ from offbeat.errors import UsageError
 from offbeat.protocols.servers.messages import Fetched, PullReply
 from offbeat.protocols.servers.worker.notices import PulledRange, RangeRequest
 from offbeat.protocols.servers.worker.rhythm import Action
+from offbeat.strategies.compressors import Compressing
 from offbeat.strategies.servers.driver import ServerDriver
-from offbeat.strategies.worker.compression import Compressing
 
 _NOTHING_IS_NEWER = 2**62
 
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """Values of a range, as servers had them when they were asked."""
+    """Values of a range, as servers had them at the time of the request."""
 
     where: range
-    """Which numbers of the vector."""
+    """The range in the vector."""
     values: Tensor
     versions: tuple[int, ...]
-    """Updates that each shard had made, of those that the range lies on."""
+    """Number of updates of each shard of the range."""
     clock: int
-    """All updates of steps before this one are in the values."""
+    """The values contain all updates of steps before this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What of a range lies on one shard."""
+    """The part of a range on one shard."""
 
     shard: int
     start: int
     stop: int
-    """Counted from the shard's beginning."""
+    """From the shard's beginning."""
     place: slice
-    """The same, counted from the range's beginning."""
+    """The same, from the range's beginning."""
 
 
 class Vector:
     """All trained parameters in one row, on the servers. A worker has one, from `team.vector`.
 
-    `push` gives gradients of ranges to the step that is open, `step` ends it. Under `bsp` the parts of a step count
-    together, once all workers have ended theirs; under `ssp` and `asp` each part is an update of its own.
+    `push` adds gradients of ranges to the open step, `step` ends it. Under `bsp` the parts of a step count together,
+    once all workers have ended theirs; under `ssp` and `asp` each part is an update of its own.
     """
 
     def __init__(self, driver: ServerDriver, compressions: Sequence[Compressing], counted: Callable[[], None]) -> None:
@@ -70,11 +70,11 @@ class Vector:
 
     @property
     def shards(self) -> tuple[range, ...]:
-        """Which range each server holds."""
+        """The range that each server holds."""
         return tuple(range(start, stop) for start, stop in pairwise(self._row.bounds))
 
     def range_of(self, parameter: Parameter) -> range:
-        """Where a parameter of a prepared model lies."""
+        """The range of a parameter of a prepared model."""
         for known, start in zip(self._row.parameters, self._row.offsets, strict=False):
             if known is parameter:
                 return range(start, start + parameter.numel())
@@ -84,9 +84,9 @@ class Vector:
         )
 
     def pull(self, where: range, newer_than: Pulled | None = None) -> Pulled | None:
-        """Values of a range, as fresh as the next step must have them; None if none are newer than those given.
+        """Values of a range, as fresh as the next step requires; None if none are newer than `newer_than`.
 
-        Of a range on several shards, those that have made no update since send nothing.
+        Shards without an update since then send nothing.
         """
         pieces = self._pieces(where)
         if newer_than is not None and newer_than.where != where:
@@ -95,9 +95,7 @@ class Vector:
             values, versions = torch.empty(len(where), dtype=self._row.values.dtype), [-1] * len(pieces)
         else:
             values, versions = newer_than.values.clone(), list(newer_than.versions)
-        wanted = [
-            PulledRange(piece.shard, piece.start, piece.stop, v) for piece, v in zip(pieces, versions, strict=True)
-        ]
+        ranges = [PulledRange(p.shard, p.start, p.stop, version) for p, version in zip(pieces, versions, strict=True)]
         by_shard = {piece.shard: number for number, piece in enumerate(pieces)}
 
         def take(shard: int, reply: PullReply | Fetched, numbers: NDArray[np.uint8]) -> None:
@@ -106,18 +104,18 @@ class Vector:
             np.copyto(place, numbers.view(place.dtype))
             versions[number] = reply.version
 
-        asked = self._link.client.ask(RangeRequest(wanted, self._link.clock), take)
-        replies = self._link.wait(asked.token, "a pull of a range")
+        request = self._link.client.ask(RangeRequest(ranges, self._link.clock), take)
+        replies = self._link.wait(request.token, "a pull of a range")
         clock = min(reply.clock for _, reply in replies)
         if newer_than is not None and tuple(versions) == newer_than.versions:
             return None
         return Pulled(where, values, tuple(versions), clock)
 
     def push(self, where: range, gradient: Tensor) -> None:
-        """Give the step that is open a gradient of this range. It is copied, and may be changed at once.
+        """Add a gradient of this range to the open step. It is copied, and may be changed at once.
 
-        A parameter of which no number was pushed is passed over by the optimizer in this step; of one that was pushed
-        in part, the rest on the same shard has a gradient of zeros.
+        The optimizer skips parameters of which nothing was pushed in this step; of one that was pushed in part, the
+        rest on the same shard has a gradient of zeros.
         """
         pieces = self._pieces(where)
         if gradient.numel() != len(where) or gradient.dtype != self._row.values.dtype:
@@ -128,16 +126,16 @@ class Vector:
         if self._compressions:
             raise UsageError(
                 f"{', '.join(map(str, self._compressions))} compresses gradients of whole shards, so a range "
-                f"cannot be pushed. Leave the compression out."
+                f"cannot be pushed. Omit the compression."
             )
         raw = gradient.detach().reshape(-1).clone().numpy()
         parts = [(piece.shard, piece.start, piece.stop, raw[piece.place].view(np.uint8)) for piece in pieces]
-        self._tokens.append(self._driver.queue.push_parts(parts))
+        self._tokens.append(self._driver.queue.push_ranges(parts))
 
     def step(self, weight: float = 1.0) -> None:
-        """End the step: wait until all that was pushed in it is answered, and until the next one may begin.
+        """End the step: wait until all of its pushes are answered, and until the next step may begin.
 
-        `weight`: how many examples the gradients are a mean over. It counts where steps are summed up (`bsp`).
+        `weight` is the number of examples that the gradients are a mean over; it matters under `bsp`.
         """
         if weight <= 0:
             raise UsageError(f"a step's gradient is a mean over {weight:g} examples: give step() a weight above 0.")
@@ -147,27 +145,27 @@ class Vector:
         for token in tokens:
             link.wait(token, "the answer to a push")
         if link.rule.bound is not None:
-            # A question that has no answer but "unchanged", which comes when the consistency allows the next step.
-            wanted = [PulledRange(shard, 0, 0, _NOTHING_IS_NEWER) for shard in range(len(self.shards))]
-            token = link.client.ask(RangeRequest(wanted, link.clock), _leave_alone).token
+            # A request whose only answer is "unchanged", which comes when the consistency allows the next step.
+            ranges = [PulledRange(shard, 0, 0, _NOTHING_IS_NEWER) for shard in range(len(self.shards))]
+            token = link.client.ask(RangeRequest(ranges, link.clock), _ignore).token
             link.wait(token, "the next step being allowed")
         self._counted()
 
     def _pieces(self, where: range) -> list[_Piece]:
-        """A range cut at the ends of shards; refused if it is none, or not of this vector."""
+        """A range cut at the bounds of shards; refused if it is empty, or not within this vector."""
         if where.step != 1 or not 0 <= where.start < where.stop <= len(self):
             raise UsageError(
-                f"{where} is not a range of this vector: it must have a number at least, none left out, and lie "
+                f"{where} is not a range of this vector: it must not be empty, must have step 1, and lie "
                 f"within range(0, {len(self)})."
             )
-        found: list[_Piece] = []
+        pieces: list[_Piece] = []
         for shard, held in enumerate(self.shards):
             low, high = max(where.start, held.start), min(where.stop, held.stop)
             if low < high:
                 place = slice(low - where.start, high - where.start)
-                found.append(_Piece(shard, low - held.start, high - held.start, place))
-        return found
+                pieces.append(_Piece(shard, low - held.start, high - held.start, place))
+        return pieces
 
 
-def _leave_alone(_shard: int, _reply: PullReply | Fetched, _numbers: NDArray[np.uint8]) -> None:
-    """Nothing is done with it."""
+def _ignore(_shard: int, _reply: PullReply | Fetched, _numbers: NDArray[np.uint8]) -> None:
+    pass

@@ -1,6 +1,6 @@
-"""What an exchange may be able to do beyond its core, each as a small protocol that the team asks for by type.
+"""Optional capabilities of an exchange or a pace, each a small protocol that the team checks for by type.
 
-An exchange has a capability by having its methods: nothing is to be declared, and nothing to be left empty.
+An exchange has a capability by having its methods: there is nothing to declare, and no method to leave empty.
 """
 
 from __future__ import annotations
@@ -21,36 +21,33 @@ from offbeat.simulate.predicted_step import Step
 if TYPE_CHECKING:
     from offbeat.strategies.servers.vector import Vector
 
-
 # -- while training is set up ------------------------------------------------------------------------------------------
 
 
 @runtime_checkable
 class Starter(Protocol):
-    """Has something to do when everything is prepared."""
+    """Has work to do when everything is prepared."""
 
     def begin(self) -> None:
-        """Everything in the first `prepare` is adopted, and a resumed model has its parameters: training begins."""
-        ...
+        """Training begins: the first `prepare` is done, and a resumed model has its parameters."""
 
 
 @runtime_checkable
 class OptimizerHooks(Protocol):
-    """Takes part in the steps of optimizers."""
+    """Takes part in optimizer steps."""
 
     def attend(self, optimizer: Optimizer) -> None:
-        """Take part in this optimizer's steps; called once for each."""
-        ...
+        """Take part in this optimizer's steps; called once for each optimizer."""
 
 
 @runtime_checkable
 class Sliced(Protocol):
-    """Decides which slices of every batch a worker computes; otherwise the live workers have one each."""
+    """Decides which slices of a batch a worker computes; by default the live workers have one each."""
 
     def slices(self) -> tuple[Sequence[int], int]:
-        """Which slices are this worker's, of how many.
+        """The slices of this worker, and their total number.
 
-        Of several, the loop gets each as a batch of its own, and the step ends with the last.
+        If it has several, the loop gets each as a batch, and the step ends with the last.
         """
         ...
 
@@ -60,7 +57,7 @@ class Sliced(Protocol):
 
 @runtime_checkable
 class Microbatched(Protocol):
-    """Can send the gradient of each of several batches of a step, rather than their sum with the last."""
+    """Can send the gradient of each microbatch, rather than their sum at the end of the step."""
 
     @property
     def takes_microbatches(self) -> bool:
@@ -68,8 +65,7 @@ class Microbatched(Protocol):
         ...
 
     def microbatch(self, within_step: bool) -> None:
-        """The coming batch is one of several of a step, which goes on after it or ends with it."""
-        ...
+        """The coming batch is a microbatch; whether the step goes on after it."""
 
 
 @runtime_checkable
@@ -77,40 +73,38 @@ class StepGuard(Protocol):
     """Refuses steps that would let workers drift apart."""
 
     def stepping(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step on its gradients: refuse if they are not what the strategy says."""
-        ...
+        """An optimizer is about to step: refuse if its gradients are not what the strategy promises."""
 
 
 @runtime_checkable
 class Overtaken(Protocol):
-    """Steps may be made without this worker."""
+    """Steps may complete without this worker."""
 
     def passed_over(self) -> int:
-        """Steps that were made without this worker since it was last asked."""
+        """Steps that completed without this worker since the last call."""
         ...
 
 
 @runtime_checkable
 class Ranged(Protocol):
-    """Ranges of the parameters can be pushed and pulled by the loop."""
+    """The loop can push and pull ranges of the parameters."""
 
     def vector(self, counted: Callable[[], None]) -> Vector:
-        """The parameters on servers; `counted` is told of each step."""
+        """The parameters on servers; `counted` is called after each step."""
         ...
 
 
 @runtime_checkable
 class MeanMaker(Protocol):
-    """Averages rows in a way of its own, for instance compressed."""
+    """Averages rows in its own way, for instance compressed."""
 
     def mean(self, row: Tensor, what: str, shapes: Shapes = ()) -> None:
         """Replace a row by its mean over the workers; `shapes` are those of the tensors in the row."""
-        ...
 
 
 @runtime_checkable
 class StatisticsKeeper(Protocol):
-    """Sums statistics in a way of its own, for tasks without gradients."""
+    """Sums statistics in its own way, for tasks without gradients."""
 
     def total(self, statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Statistics summed over the workers."""
@@ -122,33 +116,31 @@ class PartsKeeper(Protocol):
     """Remembers which worker reports which part of the data."""
 
     def take_over(self) -> None:
-        """Workers have died: others report their parts of the data from now on. All call this together."""
-        ...
+        """Workers have died: others report their parts from now on. Collective."""
 
 
-# -- while a run goes on -----------------------------------------------------------------------------------------------
+# -- during a run ------------------------------------------------------------------------------------------------------
 
 
 @runtime_checkable
 class Snapshotting(Protocol):
-    """The run can be recorded while it goes on, without a meeting of the workers."""
+    """Can be recorded during a run, without a meeting of the workers."""
 
     @property
     def snapshots(self) -> bool:
-        """Whether it can, with these settings and by now."""
+        """Whether it can, with these settings and at this point."""
         ...
 
     @property
     def publishes(self) -> bool:
-        """Whether this worker is to publish snapshots whose parts are all there; else somebody else does."""
+        """Whether this worker publishes complete snapshots; otherwise another process does."""
         ...
 
     def want_snapshot(self) -> None:
-        """Have the run recorded, as soon as everybody comes to a boundary."""
-        ...
+        """Request a snapshot, taken as each worker reaches a boundary."""
 
     def cut(self, clock: int) -> SnapshotCut | None:
-        """At a boundary, after so many steps: be cut by a snapshot here, if one is due."""
+        """The part of this worker in a snapshot at a boundary after `clock` steps, if one is due."""
         ...
 
 
@@ -163,19 +155,19 @@ class Metered(Protocol):
 
 @runtime_checkable
 class Observed(Protocol):
-    """Has something to show while it runs."""
+    """Has figures to show during a run."""
 
     def figures(self) -> dict[str, Any]:
-        """What this worker has seen so far, for each line of the metrics and for the display; plain data."""
+        """The figures of this worker so far, for each line of the metrics and for the display; plain data."""
         ...
 
 
 @runtime_checkable
 class Accounted(Protocol):
-    """Has something to show of all workers while it runs."""
+    """Has figures of all workers to show during a run."""
 
     def accounts(self) -> dict[str, Any]:
-        """What all workers have seen so far, for each line of the metrics; plain data. All call this together."""
+        """Figures of all workers so far, for each line of the metrics; plain data. Collective."""
         ...
 
 
@@ -184,19 +176,19 @@ class Accounted(Protocol):
 
 @runtime_checkable
 class Stale(Protocol):
-    """Workers read old values. In lockstep they never do."""
+    """Its workers may read old values. In lockstep they never do."""
 
     def staleness(self, steps: int) -> dict[str, int]:
-        """How many steps old what workers read was: how often each, in `steps` steps. All call this together."""
+        """Number of reads by their staleness, in `steps` steps of all workers. Collective."""
         ...
 
 
 @runtime_checkable
 class HasNotes(Protocol):
-    """Has entries of its own in the result."""
+    """Adds entries to the result."""
 
     def notes(self) -> dict[str, Any]:
-        """More entries for the result; all workers are asked together."""
+        """The entries. Collective."""
         ...
 
 
@@ -204,7 +196,7 @@ class HasNotes(Protocol):
 class Costed(Protocol):
     """Knows what a step exchanges, so that its time can be predicted."""
 
-    def foreseen(self) -> Step | str:
+    def predicted(self) -> Step | str:
         """What a step exchanges; or why its time cannot be predicted."""
         ...
 
@@ -213,17 +205,17 @@ class Costed(Protocol):
 class CostedMeans(Protocol):
     """Knows how long means of models take."""
 
-    def foreseen_means(self, exchanges: Sequence[Exchanged]) -> Step | str:
+    def predicted_means(self, exchanges: Sequence[Exchanged]) -> Step | str:
         """A step in which models are averaged by these exchanges; or why its time cannot be predicted."""
         ...
 
 
 @runtime_checkable
 class Explaining(Protocol):
-    """Has better words for errors that are of its own making."""
+    """Explains errors that its exchanges cause."""
 
     def explained(self, error: BaseException | None) -> Exception | None:
-        """A better error for one that came out of the loop, if it is of this exchange's making."""
+        """A better error for one that the loop raised, if this exchange caused it."""
         ...
 
 
@@ -236,30 +228,25 @@ class ModelHooks(Protocol):
 
     def adopt(self, model: nn.Module) -> None:
         """Take part in training this model; called before the exchange adopts it."""
-        ...
 
 
 @runtime_checkable
 class StepHooks(Protocol):
-    """A pace that takes part in the steps of optimizers."""
+    """A pace that takes part in optimizer steps."""
 
     def watch(self, optimizer: Optimizer) -> None:
         """Take part in this optimizer's steps."""
-        ...
-
-
-# -- of both -----------------------------------------------------------------------------------------------------------
 
 
 def refuse_halves(strategy: object, side: object) -> None:
-    """Refuse a worker's side that has some methods of a capability and not the others: it would never be asked."""
-    lacking = object()
+    """Refuse a worker's side that has only some methods of a capability: it would never be used."""
+    absent = object()
     for capability in (Microbatched, Snapshotting):
-        needed = [name for name in vars(capability) if not name.startswith("_")]
-        missing = [name for name in needed if inspect.getattr_static(side, name, lacking) is lacking]
-        if missing and len(missing) < len(needed):
+        names = [name for name in vars(capability) if not name.startswith("_")]
+        missing = [name for name in names if inspect.getattr_static(side, name, absent) is absent]
+        if missing and len(missing) < len(names):
             raise StrategyError(
                 f"{type(side).__name__}, the worker's side of {strategy}, has "
-                f"{', '.join(name for name in needed if name not in missing)} but not {', '.join(missing)}, and is "
+                f"{', '.join(name for name in names if name not in missing)} but not {', '.join(missing)}, and is "
                 f"{capability.__name__} only with all of them. Add what is missing, or rename what it has."
             )

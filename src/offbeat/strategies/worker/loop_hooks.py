@@ -1,10 +1,12 @@
-"""Hooks on models and optimizers of a loop that somebody else has written: steps are counted, mistakes found out."""
+"""Hooks on the models and optimizers of the user's loop: count steps, detect mistakes."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,14 +14,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from offbeat.errors import NonFiniteError, RunError, StrategyError, UsageError
+from offbeat.errors import NonFiniteError, OffbeatWarning, RunError, StrategyError, UsageError
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.metrics import KEPT
 from offbeat.runtime.run.progress import Ledger
 from offbeat.runtime.state.prepared import Holdings
 from offbeat.strategies.worker.capabilities import Overtaken, StepGuard
 from offbeat.strategies.worker.exchange import EveryBatch, Exchange, Pace, closure_of
-from offbeat.strategies.worker.replica_checks import FirstGradients, HandUpdates, Replicas, Strangers, say
+from offbeat.strategies.worker.flat_rows import parameters_of
+from offbeat.strategies.worker.replica_checks import FirstGradients, HandUpdates, Replicas, UnpreparedOptimizers
 
 
 class LoopHooks:
@@ -34,26 +37,26 @@ class LoopHooks:
         self._step_guard = exchange if isinstance(exchange, StepGuard) and group.size > 1 else None
         exchanged_in_steps = group.size > 1 and (exchange.acts_in_steps or pace.acts_in_steps)
         self._by_hand = HandUpdates(holdings, strategy, self.warn) if exchanged_in_steps else None
-        self._strangers = Strangers(self.warn)
+        self._unprepared = UnpreparedOptimizers(self.warn)
         self.warnings: list[str] = []
-        """What the user was warned of."""
+        """Warnings given to the user."""
         self.first_gradients = FirstGradients(exchange.lockstep)
         """Whether all workers compute the same batches."""
         equal = group.size > 1 and exchange.replicated and pace.replicated and not exchange.acts_in_steps
         self._replicas = Replicas(holdings) if equal else None
         self.averaging = False
-        """Whether parameters are the mean of the replicas just now, which differs from each of them by rounding."""
-        self._handles: list[Any] = [register_optimizer_step_pre_hook(self._refuse_strangers)]
+        """Whether parameters are the mean of the replicas at the moment, which differs from each by rounding."""
+        self._handles: list[Any] = [register_optimizer_step_pre_hook(self._refuse_unprepared)]
         self._checked: dict[int, int] = {}
         self.examples = 1.0
-        """How many examples the current batch has here: the weight of a closure's loss."""
+        """Examples of the current batch on this worker: the weight of a closure's loss."""
         self.missed = 0
-        """Steps that were made without this worker, and whose batches it has not left out yet."""
+        """Steps that completed without this worker, and whose batches it has not skipped yet."""
 
     def warn(self, message: str) -> None:
-        """Tell the user of something that the run goes on with."""
+        """Warn the user; the run continues."""
         self.warnings.append(message)
-        say(f"worker {self._group.rank}: {message}")
+        warnings.warn(f"worker {self._group.rank}: {message}", OffbeatWarning, stacklevel=2)
 
     def adopt(self, model: nn.Module, check_finite: bool) -> None:
         """Watch this model."""
@@ -65,54 +68,54 @@ class LoopHooks:
             self._by_hand.adopt(model)
 
     def check(self, at_end: bool = False) -> None:
-        """Refuse to go on if parameters were updated in a way that the strategy does not see."""
+        """Refuse parameters that were updated in a way that the strategy does not see."""
         if self._by_hand is not None and not self.averaging:
             self._by_hand.check()
         if at_end:
             if self._replicas is not None:
                 self._replicas.at_end = True
-            self._strangers.check(training=bool(self._holdings.models))
+            self._unprepared.check(training=bool(self._holdings.models))
 
     def evidence(self) -> tuple[float, float, float]:
-        """What this worker's first gradients were, and what its parameters are."""
+        """Fingerprint of this worker's first gradients, and checksums of its parameters."""
         return self.first_gradients.fingerprint, *(self._replicas.sums() if self._replicas is not None else (0.0, 0.0))
 
     def compare(self, rows: Tensor) -> None:
-        """All workers have told their evidence."""
+        """Compare the evidence of all workers, and warn of what is wrong."""
         if self._replicas is not None and self._replicas.differ(rows[:, 1:]) and self._group.membership.leads:
             self.warn(
                 f"the workers' models differ after step {self._ledger.steps}, although all have stepped on the same "
-                f"gradients. Each worker did something of its own to them: a learning rate that follows its own loss "
-                f"(give ReduceLROnPlateau what team.mean(...) answers), gradients of torch.autograd.grad or torch.func "
-                f"(only backward() exchanges them), or random numbers (use a generator that is seeded alike)."
+                f"gradients. Each worker did something different to them: a learning rate that follows its own loss "
+                f"(give ReduceLROnPlateau what team.mean(...) returns), gradients of torch.autograd.grad or torch.func "
+                f"(only backward() exchanges them), or random numbers (use a generator with the same seed)."
             )
         if self.first_gradients.same(rows[:, 0].tolist()) and self._group.membership.leads:
-            size = self._group.size
             self.warn(
-                f"all {size} workers had the same gradients in their first backward passes, so they compute the same "
-                f"batches, and do the work of one. Give the training loader to team.prepare(...), which divides each "
-                f"batch over the workers; or have each worker draw batches of its own, by team.rank and team.size."
+                f"all {self._group.size} workers had the same gradients in their first backward passes, so they "
+                f"compute the same batches, and do the work of one. Give the training loader to team.prepare(...), "
+                f"which divides each batch over the workers; or have each worker draw its own batches, by "
+                f"team.rank and team.size."
             )
 
     def check_steps(self, steps: Sequence[float]) -> None:
-        """Refuse to go on if some workers have left out steps that others have made."""
+        """Refuse to continue if workers have made different numbers of steps."""
         if self._replicas is not None and min(steps) < max(steps):
-            told = ", ".join(f"worker {rank} {count:.0f}" for rank, count in enumerate(steps))
+            counts = ", ".join(f"worker {rank} {count:.0f}" for rank, count in enumerate(steps))
             raise RunError(
-                f"the workers have made different numbers of steps ({told}), so their models differ. Every worker "
-                f"must call optimizer.step() for every batch, or all must leave the same ones out: decide by what is "
+                f"the workers have made different numbers of steps ({counts}), so their models differ. Every worker "
+                f"must call optimizer.step() for every batch, or all must skip the same ones: decide by what is "
                 f"the same everywhere, such as gradients after backward() or team.mean(...)."
             )
 
     def counted(self) -> None:
-        """A step was made without an optimizer's own, as by ranges of a vector."""
+        """A step was made without the optimizer, by ranges of a vector."""
         self._ledger.steps += 1
         if self._by_hand is not None:
             for optimizer in self._holdings.optimizers:
                 self._by_hand.stepping(optimizer)
 
     def _guard(self, model: nn.Module) -> None:
-        """Watch one small gradient of the model: a loss that is not finite shows in all of them."""
+        """Check one small gradient of the model: a loss that is not finite shows in all of them."""
         trainable = [p for p in model.parameters() if p.requires_grad]
         if not trainable:
             return
@@ -126,7 +129,7 @@ class LoopHooks:
                     f"worker {self._group.rank} has a gradient that is NaN or infinite in step {step}. {KEPT}"
                 )
 
-        # Put on before the exchange's hooks, so that it sees this worker's own gradient.
+        # Registered before the exchange's hooks, so that it sees this worker's own gradient.
         self._handles.append(small.register_post_accumulate_grad_hook(look))
 
     def attend(self, optimizer: Optimizer) -> None:
@@ -135,7 +138,7 @@ class LoopHooks:
 
         def after(*_: Any) -> None:
             if first and self._pace.updating:
-                # Counted at once, so that this worker knows where the others are before it does anything else.
+                # Counted at once, so that this worker is at the others' step before it does anything else.
                 missed = 0 if self._overtaken is None else self._overtaken.passed_over()
                 self._ledger.steps += 1 + missed
                 self.missed += missed
@@ -153,40 +156,40 @@ class LoopHooks:
                     "a strategy that exchanges only now and then cannot be used with optimizer.step(closure). "
                     "Use an exchange alone."
                 )
-            # A closure's loss steers line searches: every worker must see the same one, or they part ways.
+            # A closure's loss steers line searches: every worker must see the same loss, or they drift apart.
             return (optimizer, self._shared(closure)), {}
 
         self._handles.append(optimizer.register_step_pre_hook(_TeamHook(before)))
         self._handles.append(optimizer.register_step_post_hook(after))
 
-    def _refuse_strangers(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Called before any optimizer steps: one that was not prepared steps on gradients that are not for it."""
+    def _refuse_unprepared(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Called before any optimizer of the process steps."""
         del args, kwargs
         known = self._holdings.has(optimizer)
-        if not known and self._strangers.knows(optimizer):
+        if not known and self._unprepared.knows(optimizer):
             return
         if known and self._checked.get(id(optimizer)) == len(optimizer.param_groups):
             return
         ours = {id(p) for model in self._holdings.models for p in model.parameters()}
-        theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        theirs = set(map(id, parameters_of(optimizer)))
         if not known and theirs & ours:
             raise UsageError(
                 f"{type(optimizer).__name__} updates a prepared model but was not prepared itself, so its steps would "
                 f"not be counted, kept in checkpoints or paced. Give it to team.prepare(...) too."
             )
         if not known and self._group.size > 1 and not _prepared_elsewhere(optimizer):
-            self._strangers.meet(optimizer, training=bool(self._holdings.models))
+            self._unprepared.meet(optimizer, training=bool(self._holdings.models))
         if known and self._group.size > 1 and theirs - ours:
             raise UsageError(
                 f"{type(optimizer).__name__} updates {len(theirs - ours)} parameters that belong to no prepared model: "
-                f"nobody would exchange their gradients, and the workers would part ways. Give that model to prepare() "
-                f"too."
+                f"nobody would exchange their gradients, and the workers would drift apart. Give that model to "
+                f"prepare() too."
             )
         if known:
             self._checked[id(optimizer)] = len(optimizer.param_groups)
 
     def _shared(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure of one step, with the loss of all workers."""
+        """The closure of one step, returning the mean loss of all workers."""
         calls = 0
 
         def called() -> Any:
@@ -195,9 +198,9 @@ class LoopHooks:
             if calls > 1 and self._exchange.compressions:
                 raise StrategyError(
                     "an optimizer that evaluates its closure several times in a step, such as LBFGS, cannot be used "
-                    "with a compressor: each gradient would have in it what the compressor left out of those at other "
-                    "points, and line searches and curvature would be wrong. Leave the compressor out, or use an "
-                    "optimizer without closures."
+                    "with a compressor: each gradient would contain the error feedback of those at other points, and "
+                    "line searches and curvature would be wrong. Omit the compressor, or use an optimizer without "
+                    "closures."
                 )
             return self._mean_loss(closure())
 
@@ -223,7 +226,7 @@ class LoopHooks:
         return mean.to(value.dtype).reshape(value.shape) if isinstance(loss, Tensor) else float(mean)
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self.first_gradients.close()
         if self._by_hand is not None:
             self._by_hand.close()
@@ -231,17 +234,10 @@ class LoopHooks:
             handle.remove()
 
 
-class _TeamHook:
+class _TeamHook(partial[Any]):
     """A hook by which other teams of this process know that one of them counts an optimizer's steps."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-
-    def __call__(self, *given: Any) -> Any:
-        return self._call(*given)
 
 
 def _prepared_elsewhere(optimizer: Optimizer) -> bool:
-    """Whether another team of this process counts its steps."""
     hooks = optimizer._optimizer_step_pre_hooks.values()  # pyright: ignore[reportPrivateUsage]
     return any(isinstance(hook, _TeamHook) for hook in hooks)

@@ -1,11 +1,10 @@
-"""Optimizer state and updates, divided over the workers: each updates its slice of every parameter (ZeRO, stage 1).
+"""Optimizer state and updates sharded over the workers: each updates its slice of every parameter (ZeRO, stage 1).
 
-The optimizer stays the user's own. While it steps, and while it says or takes back its state, it sees this worker's
-slices in place of the parameters; afterwards it has the parameters again. That is right for optimizers that treat
-every number by itself, which most do.
+The optimizer stays the user's object. While it steps, and while it saves or loads its state, it sees this worker's
+slices in place of the parameters. That is right for optimizers that treat every number by itself, which most do.
 
-Where the workers share memory the parameters lie there once for all of them: a slice that its owner has updated is
-there for everybody, and nothing needs to be gathered. Elsewhere slices are gathered after each step.
+Workers that share memory hold the parameters there once for all of them: a slice that its owner has updated is visible
+to everyone, and nothing needs to be gathered. Elsewhere slices are gathered after each step.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 5.1.
 """
@@ -26,7 +25,7 @@ from offbeat.protocols.exchanges import SMALL_GRADIENT, Exchanged
 from offbeat.protocols.schedule import Layout
 from offbeat.runtime.gradients.sliceable_optimizers import ELEMENT_WISE, why_not
 from offbeat.runtime.groups.group import DirectGroup
-from offbeat.strategies.worker.exchange import closure_of
+from offbeat.strategies.worker.exchange import refuse_closure
 from offbeat.strategies.worker.flat_rows import share_parameters
 
 
@@ -61,24 +60,20 @@ class OptimizerShards:
         self.slices = [p.data.view(-1)[low:high] for p, (low, high) in zip(self.parameters, mine, strict=True)]
         """This worker's part of each parameter, in the parameter's own memory; empty where it has none."""
         self.seen: dict[int, tuple[int, int]] = {}
-        """Each gradient as the exchange left it: which tensor, and how often it had been written."""
+        """Identity and version of each gradient as the exchange left it."""
         self.exchanges: tuple[Exchanged, ...] = ()
-        """What the last step's slices were brought to everybody by."""
+        """The exchanges that distributed the last step's slices."""
 
     def note_gradients(self) -> None:
-        """The exchange is over: what is done to gradients from here on would be done to slices only."""
+        """The exchange is over: later changes to gradients would change slices only."""
         self.seen = {id(p): (id(p.grad), p.grad._version) for p in self.parameters if p.grad is not None}
 
     def hand_gradients(self) -> None:
         """Give each slice its part of the gradient; refuse gradients that were changed since the exchange."""
-        for parameter, own, (low, high) in zip(
-            self.parameters, self.slices, self._owned[self._group.rank], strict=True
-        ):
+        owned = self._owned[self._group.rank]
+        for parameter, own, (low, high) in zip(self.parameters, self.slices, owned, strict=True):
             gradient = parameter.grad
-            if gradient is not None and self.seen.get(id(parameter), (id(gradient), -1)) != (
-                id(gradient),
-                gradient._version,
-            ):
+            if gradient is not None and self.seen.get(id(parameter)) != (id(gradient), gradient._version):
                 raise RunError(
                     f"the gradient of a parameter of shape {tuple(parameter.shape)} was changed between backward and "
                     f"step, by clipping perhaps. Under shard=optimizer a worker has only its own slices of the summed "
@@ -87,7 +82,7 @@ class OptimizerShards:
             own.grad = None if gradient is None or low == high else gradient.reshape(-1)[low:high]
 
     def publish(self) -> None:
-        """The slices here are updated: return when every worker has every slice."""
+        """The worker's slices are updated: return when every worker has every slice."""
         for own in self.slices:
             own.grad = None
         self._group.sent.record()
@@ -101,7 +96,7 @@ class OptimizerShards:
     def _gather(self, members: Sequence[int]) -> None:
         lengths = [sum(ranges[i][1] - ranges[i][0] for i in members) for ranges in self._owned]
         mine = torch.cat([self.slices[i].detach() for i in members])
-        # Slices are padded to one length, which the shorter of them lack by little.
+        # Slices are padded to one length; they differ by little.
         padded = torch.nn.functional.pad(mine, (0, max(lengths) - len(mine)))
         gathered = self._group.letters(padded.view(torch.uint8), True, "the gathering of parameters")
         for row, ranges in zip(gathered, self._owned, strict=True):
@@ -112,7 +107,7 @@ class OptimizerShards:
                 at += high - low
 
     def close(self) -> None:
-        """Give every worker its own parameters again."""
+        """Give every worker a private copy of the parameters."""
         if self._shared:
             for parameter in self.parameters:
                 parameter.data = parameter.data.clone()
@@ -127,7 +122,7 @@ class ShardedSteps:
         self._optimizers: list[Optimizer] = []
 
     def attend(self, optimizer: Optimizer) -> None:
-        """From now on this optimizer updates, and keeps state for, slices only."""
+        """Make this optimizer update, and keep state for, slices only."""
         if why := why_not(type(optimizer)):
             raise StrategyError(
                 f"shard=optimizer cannot divide {type(optimizer).__name__}: each worker updates slices only, and "
@@ -135,21 +130,17 @@ class ShardedSteps:
                 f"allreduce without shard."
             )
         self._optimizers.append(optimizer)
-        register: tuple[tuple[Any, Any], ...] = (
-            (optimizer.register_step_pre_hook, self._before_step),
-            (optimizer.register_step_post_hook, self._after_step),
-            (optimizer.register_state_dict_pre_hook, self._to_slices),
-            (optimizer.register_state_dict_post_hook, self._to_parameters),
-            (optimizer.register_load_state_dict_pre_hook, self._to_slices),
-            (optimizer.register_load_state_dict_post_hook, self._to_parameters),
-        )
-        put: Any
-        for put, called in register:
-            self._handles.append(put(called))
+        self._handles += [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_pre_hook(self._to_slices),
+            optimizer.register_state_dict_post_hook(self._to_parameters),
+            optimizer.register_load_state_dict_pre_hook(self._to_slices),
+            optimizer.register_load_state_dict_post_hook(self._to_parameters),
+        ]
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if closure_of(args, kwargs) is not None:
-            raise StrategyError("shard=optimizer cannot be used with optimizer.step(closure). Use allreduce alone.")
+        refuse_closure("shard=optimizer", args, kwargs, "allreduce alone")
         for shards in self.shards:
             shards.hand_gradients()
         self._to_slices(optimizer)
@@ -173,7 +164,7 @@ class ShardedSteps:
         return sum(v.numel() * v.element_size() for state in states for v in state.values() if isinstance(v, Tensor))
 
     def close(self) -> None:
-        """Take the hooks off, and give every worker its own parameters again."""
+        """Remove the hooks, and give every worker a private copy of the parameters."""
         for handle in self._handles:
             handle.remove()
         for shards in self.shards:

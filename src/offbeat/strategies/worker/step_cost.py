@@ -1,4 +1,4 @@
-"""What links take, so that the time of a step can be predicted, and why it cannot be."""
+"""Exchanges of a step as planned or measured, so that its time can be predicted, or the reason why it cannot."""
 
 from __future__ import annotations
 
@@ -15,43 +15,42 @@ from offbeat.runtime.backend import OffbeatGroup, planned_algorithm
 from offbeat.runtime.groups.group import DirectGroup, Group
 from offbeat.runtime.hosts.link_probe import measured
 from offbeat.simulate.predicted_step import Timed
-from offbeat.strategies.worker.compression import Compressing
-
-CODED = "what its letters are only its coder knows"
+from offbeat.strategies.compressors import Compressing
 
 
-def why_not(group: Group) -> str | None:
-    """Why nothing that this group exchanges can be predicted; None if it can."""
+def why_not(group: Group, compressions: Sequence[Compressing] = ()) -> str | None:
+    """Why no exchange of this group, or none with these compressors, can be predicted; None if it can."""
     if not isinstance(group, DirectGroup) or not isinstance(group.process_group, OffbeatGroup):
-        return "on this device torch's own backend exchanges, by ways of its own"
+        return "on this device torch's own backend exchanges, in its own way"
+    if any(compressor.format() is None for compressor in compressions):
+        return "only its coder knows how large its messages are"
     return None
 
 
-def formats(compressions: Sequence[Compressing]) -> list[RowFormat] | None:
-    """What the letters are; None if one of the compressors does not say."""
-    found = [one.format() for one in compressions]
-    return None if None in found else [one for one in found if one is not None]
+def formats(compressions: Sequence[Compressing]) -> list[RowFormat]:
+    """The formats of compressors, as far as they are known."""
+    return [form for compressor in compressions if (form := compressor.format()) is not None]
 
 
 def as_matrix(nbytes: int) -> Shapes:
-    """A model of so many bytes of float32 as one matrix, as square as can be."""
+    """A model of `nbytes` bytes of float32 as one matrix, as square as possible."""
     count = max(1, nbytes // 4)
     rows = next(rows for rows in range(math.isqrt(count), 0, -1) if count % rows == 0)
     return [(rows, count // rows)]
 
 
 def planned_sum(nbytes: int, view: View, by: str | None = None) -> Exchanged:
-    """A sum of so many bytes of float32, by a named algorithm or by the backend's own."""
+    """A sum of `nbytes` bytes of float32, by a named algorithm or by the backend's choice."""
     return Exchanged(what="all_reduce", by=by or planned_by(view, nbytes), nbytes=nbytes, itemsize=4)
 
 
 def planned_by(view: View, nbytes: int) -> str:
-    """The algorithm by which the backend will sum a row of so many bytes."""
+    """The algorithm by which the backend will sum a row of `nbytes` bytes."""
     return planned_algorithm(Collective.ALL_REDUCE, nbytes, view)
 
 
-def planned_letters(forms: Sequence[RowFormat], nbytes: int, view: View) -> list[Exchanged]:
-    """How what is left of a model of so many bytes is brought together, by what each form says."""
+def planned_messages(forms: Sequence[RowFormat], nbytes: int, view: View) -> list[Exchanged]:
+    """How a compressed model of `nbytes` bytes is exchanged, as its formats say."""
     form, *inner = forms
     shapes = as_matrix(nbytes)
     if form.way(*inner) is SumMethod.REDUCE:
@@ -61,7 +60,7 @@ def planned_letters(forms: Sequence[RowFormat], nbytes: int, view: View) -> list
 
 
 def planned_slices(nbytes: int, view: View) -> list[Exchanged]:
-    """How everybody comes to have all slices that were updated: in shared memory it is enough that all have done so."""
+    """How all workers get all updated slices; in shared memory a barrier is enough."""
     if len(set(view.hosts.tolist())) == 1:
         return [planned_sum(4, view)]
     return [_gathered(4 * -(-nbytes // 4 // view.size), view)]
@@ -73,18 +72,18 @@ def _gathered(nbytes: int, view: View) -> Exchanged:
 
 
 def trials(group: DirectGroup, most: int, forms: Sequence[RowFormat]) -> tuple[Timed, ...]:
-    """What sums take here, and messages, if some are gathered; all workers call this together."""
+    """Measured times of sums, and of gathered messages if there are any. Collective."""
 
     def sum_of(size: int) -> Callable[[], object]:
         row = torch.zeros(max(1, size // 4))
         return lambda: group.sum(row, "measuring the links")
 
-    def letters_of(size: int) -> Callable[[], object]:
+    def messages_of(size: int) -> Callable[[], object]:
         row = torch.zeros(size, dtype=torch.uint8)
         return lambda: group.letters(row, True, "measuring the links")
 
-    found = measured(group, most, sum_of)
+    timed = measured(group, most, sum_of)
     if forms and forms[0].way(*forms[1:]) is SumMethod.GATHER:
         longest = forms[0].nbytes([(most // 4,)], 4, *forms[1:]) if forms[0].fixed else most
-        found += measured(group, longest, letters_of)
-    return found
+        timed += measured(group, longest, messages_of)
+    return timed

@@ -1,1 +1,0 @@
-"""Compressors, one file each: less is sent."""
