@@ -16,14 +16,7 @@ import numpy as np
 
 from offbeat.errors import UsageError
 from offbeat.protocols.collectives.moving import equal_blocks, token
-from offbeat.protocols.collectives.phases import (
-    At,
-    Phase,
-    block_reduced,
-    blocks_gathered,
-    exchange,
-    reduced_in_order,
-)
+from offbeat.protocols.collectives.phases import At, Phase, block_reduced, blocks_gathered, exchange, reduced_in_order
 from offbeat.protocols.collectives.reducing import from_root
 from offbeat.protocols.schedule import IntArray, Layout, Op, Round, Schedule, View, entries
 
