@@ -12,19 +12,7 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
-from offbeat.protocols.machine import (
-    Done,
-    Effect,
-    Ended,
-    Event,
-    Machine,
-    Name,
-    Received,
-    Send,
-    SetTimer,
-    Start,
-    Timer,
-)
+from offbeat.protocols.machine import Done, Effect, Ended, Event, Machine, Name, Received, Send, SetTimer, Start, Timer
 
 
 @dataclass(frozen=True)

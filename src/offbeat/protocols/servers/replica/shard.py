@@ -30,14 +30,7 @@ from offbeat.protocols.servers import messages as msg
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import Load, Pull, Push, ShardState
 from offbeat.protocols.servers.pacing import Pacing
-from offbeat.protocols.servers.replica.works import (
-    AccumulateGradient,
-    Ask,
-    EntryOutcome,
-    PushAnswer,
-    Restore,
-    Update,
-)
+from offbeat.protocols.servers.replica.works import AccumulateGradient, Ask, EntryOutcome, PushAnswer, Restore, Update
 
 
 class PushedGradient(NamedTuple):
