@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from offbeat.errors import UsageError
@@ -45,44 +46,38 @@ _DURATION = re.compile(r"([0-9]*\.?[0-9]+)(us|ms|s)")
 # -- what can be asked for -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class AtStep:
+class AtStep(Struct, frozen=True):
     """Once, when so many steps are finished and the next begins."""
 
     step: int
 
 
-@dataclass(frozen=True)
-class Every:
+class Every(Struct, frozen=True):
     """Again and again, by the clock; the period contains the pause."""
 
     seconds: float
 
 
-@dataclass(frozen=True)
-class Chance:
+class Chance(Struct, frozen=True):
     """In each step independently, with this probability."""
 
     probability: float
 
 
-@dataclass(frozen=True)
-class KillFault:
+class KillFault(Struct, frozen=True):
     """The process ends at once, by SIGKILL."""
 
     when: AtStep
 
 
-@dataclass(frozen=True)
-class Pause:
+class Pause(Struct, frozen=True):
     """The process does nothing for some seconds: SIGSTOP, then SIGCONT."""
 
     seconds: float
     when: AtStep | Every | Chance
 
 
-@dataclass(frozen=True)
-class PaceFault:
+class PaceFault(Struct, frozen=True):
     """Every step takes at least so many seconds, as if computing took longer."""
 
     seconds: float
@@ -91,8 +86,7 @@ class PaceFault:
 Action = KillFault | Pause | PaceFault
 
 
-@dataclass(frozen=True)
-class Disturbance:
+class Disturbance(Struct, frozen=True):
     """One sentence, understood."""
 
     text: str

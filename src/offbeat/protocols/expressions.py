@@ -14,8 +14,9 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 from offbeat.errors import StrategyError, UsageError
 
@@ -37,8 +38,7 @@ _REFERENCE: Final = re.compile(
 _FOREIGN: Final = re.compile(r"[^ -~]|[#\\]")
 
 
-@dataclass(frozen=True)
-class ClassReference:
+class ClassReference(Struct, frozen=True):
     """A class of people's own: where it is defined and what it is called."""
 
     source: str
@@ -47,8 +47,7 @@ class ClassReference:
     """The class's name."""
 
 
-@dataclass(frozen=True)
-class ParsedText:
+class ParsedText(Struct, frozen=True):
     """A text, parsed."""
 
     text: str

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from offbeat.protocols.machine import Machine, Name
 from offbeat.protocols.schedule import Layout, Op, Schedule, View
@@ -82,8 +83,7 @@ class RoundSummary(NamedTuple):
     """When the last rank had done it."""
 
 
-@dataclass(frozen=True)
-class Timeline:
+class Timeline(Struct, frozen=True):
     """The content of a picture or table."""
 
     title: str
@@ -148,8 +148,7 @@ def _summaries(played: Trace, layout: Layout) -> tuple[RoundSummary, ...]:
 # -- servers ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ServerTraining:
+class ServerTraining(Struct, frozen=True):
     """Training with parameter servers, as needed for a picture."""
 
     rule: Rule
@@ -258,8 +257,7 @@ def _between(computed: Sequence[Interval], ends: Sequence[float]) -> list[Interv
 # -- machines ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Ensemble:
+class Ensemble(Struct, frozen=True):
     """Machines that are run together."""
 
     machines: Sequence[Machine]

@@ -11,13 +11,13 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, cast
 
 import numpy as np
 import torch
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from offbeat.errors import RunError, ScheduleError, UsageError
@@ -48,8 +48,7 @@ Matrix = Callable[[int], FloatArray]
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Bound:
+class Bound(Struct, frozen=True):
     """The least that a collective can do with; what a schedule does is told beside it."""
 
     port_bytes: float
@@ -71,8 +70,7 @@ def bound(collective: Collective, size: int, nbytes: int) -> Bound:
     return Bound(least.get(collective, others), hops)
 
 
-@dataclass(frozen=True)
-class ScheduleReport:
+class ScheduleReport(Struct, frozen=True):
     """What was found out about a schedule that is right."""
 
     name: str
@@ -127,8 +125,7 @@ def check_schedule(
     return ScheduleReport(subject.name, reports, bounds, subject.layout, plays, real, unrun)
 
 
-@dataclass(frozen=True)
-class Subject:
+class Subject(Struct, frozen=True):
     """A schedule, and what it promises."""
 
     schedule: Schedule

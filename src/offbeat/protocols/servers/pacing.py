@@ -93,11 +93,16 @@ class Clocks:
         del self._counts[clock]
         if clock != self.minimum or not self._counts:
             return False
-        # Up to the next clock in use: step by step, which the steps made pay for, if there is no gap.
-        candidates = range(self.minimum + 1, self.minimum + 1 + len(self._counts))
-        following = next((candidate for candidate in candidates if candidate in self._counts), None)
-        self.minimum = min(self._counts) if following is None else following
+        self._advance()
         return True
+
+    def _advance(self) -> None:
+        # Up to the next clock in use: step by step, which the steps made pay for, if there is no gap.
+        for candidate in range(self.minimum + 1, self.minimum + 1 + len(self._counts)):
+            if candidate in self._counts:
+                self.minimum = candidate
+                return
+        self.minimum = min(self._counts)
 
 
 class Parked(Generic[Item]):
