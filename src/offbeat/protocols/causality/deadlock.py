@@ -5,9 +5,9 @@ the one sender, from any source one of n, under bounded staleness all workers be
 n. A process that waits in several ways at once needs all of them.
 
 **The release fixpoint.** A running process may release those that wait for it, which then run. What is left when none
-can be released any more is deadlocked: for ever, whatever the others do. A process that has ended releases nobody. The graph
-must be that of a consistent cut, and a wait that a message in flight will end does not count: otherwise deadlocks are
-found that never were. `waits` takes both into account.
+can be released any more is deadlocked: for ever, whatever the others do. A process that has ended releases nobody. The
+graph must be that of a consistent cut, and a wait that a message in flight will end does not count: otherwise deadlocks
+are found that never were. `waits` takes both into account.
 
 **The explanation** is a minimal set of processes that hold each other up: a cycle, or an orphan, which waits for a
 process that has ended. It is the smallest where every wait is for all of its processes. For others, such as any-source
