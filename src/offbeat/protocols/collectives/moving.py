@@ -46,7 +46,7 @@ def broadcast_ring(view: View, layout: Layout) -> Iterator[Round]:
 
 
 def all_gather_naive(view: View, layout: Layout) -> Iterator[Round]:
-    """All-gather: everybody sends its block to everybody."""
+    """All-gather: every rank sends its block to all others."""
     yield from phases.blocks_gathered(At(), Op.SEND, np.arange(view.size), layout.blocks(view.size))
 
 
@@ -114,7 +114,7 @@ def _ends(view: View, layout: Layout, child: IntArray, width: int) -> tuple[IntA
 
 
 def all_to_all_naive(view: View, layout: Layout) -> Iterator[Round]:
-    """All-to-all: everybody sends everybody its block, all at once."""
+    """All-to-all: every rank sends all others their blocks at once."""
     ranks, width = np.arange(view.size), equal_blocks(view, layout)
     for shift in range(1, view.size):
         yield _dealt(ranks, (ranks + shift) % view.size, width, ())
@@ -124,7 +124,7 @@ def all_to_all_naive(view: View, layout: Layout) -> Iterator[Round]:
 
 
 def all_to_all_pairwise(view: View, layout: Layout) -> Iterator[Round]:
-    """All-to-all: everybody swaps blocks with the two at distance 1, then 2 and so on, so that two blocks wait."""
+    """All-to-all: every rank swaps blocks with the two at distance 1, then 2 and so on, so that two blocks wait."""
     ranks, width, at = np.arange(view.size), equal_blocks(view, layout), At()
     for distance in range(1, view.size // 2 + 1):
         both = sorted({distance, view.size - distance})
@@ -141,7 +141,7 @@ def _dealt(source: IntArray, target: IntArray, width: int, after: tuple[int, ...
 
 
 def barrier_dissemination(view: View, layout: Layout) -> Iterator[Round]:
-    """Barrier: everybody tells the one at distance 1, then 2, 4 and so on (Hensgen, Finkel and Manber 1988)."""
+    """Barrier: every rank signals the one at distance 1, then 2, 4 and so on (Hensgen, Finkel and Manber 1988)."""
     ranks, at, distance = np.arange(view.size), At(), 1
     while distance < view.size:
         at = yield from exchange(at, Op.REDUCE, ranks, (ranks + distance) % view.size, 0, token(layout))

@@ -20,7 +20,7 @@ from offbeat.protocols.schedule import IntArray, Layout, Op, Round, View
 
 
 def naive(view: View, layout: Layout) -> Iterator[Round]:
-    """All-reduce: everybody sends everything to everybody."""
+    """All-reduce: every rank sends everything to all others."""
     yield from phases.reduced_in_order(At(), Op.SEND, np.arange(view.size), layout.count)
 
 
@@ -115,7 +115,7 @@ def reduce_tree(view: View, layout: Layout) -> Iterator[Round]:
 
 
 def reduce_scatter_naive(view: View, layout: Layout) -> Iterator[Round]:
-    """Reduce-scatter: everybody sends everybody its block."""
+    """Reduce-scatter: every rank sends all others their blocks."""
     yield from phases.block_reduced(At(), Op.SEND, np.arange(view.size), layout.blocks(view.size))
 
 

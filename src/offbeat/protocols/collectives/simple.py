@@ -41,7 +41,7 @@ class Algorithm:
 
 _C = Collective
 _TWO_SIDED = (
-    Algorithm("naive", _C.ALL_REDUCE, reducing.naive, "everybody sends everything to everybody"),
+    Algorithm("naive", _C.ALL_REDUCE, reducing.naive, "every rank sends everything to all others"),
     Algorithm("star", _C.ALL_REDUCE, reducing.star, "all send to the root, which adds up and answers"),
     Algorithm("tree", _C.ALL_REDUCE, reducing.tree, "up a binomial tree, and down again"),
     Algorithm("ring", _C.ALL_REDUCE, reducing.ring, "blocks travel round a ring twice"),
