@@ -44,7 +44,7 @@ from offbeat.runtime.launch import EVERYWHERE, Control, Launcher, Role, serve_st
 from offbeat.runtime.run.rank_environment import where
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.simulate import Network, compressed_sum_time
-from offbeat.simulate.compressed import exchange_of
+from offbeat.simulate.predicted_step import exchange_of
 from offbeat.strategies import Exchanging, Timing, combined, parse
 from offbeat.strategies.worker.capabilities import OptimizerHooks, StepHooks
 from offbeat.strategies.compressors import Compressing

@@ -24,8 +24,8 @@ from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.worker.rhythm import Action, EveryStep, PushAndFetch, Spring, StepActions
 from offbeat.runtime.launch import Launcher
 from offbeat.simulate.network import Link
-from offbeat.simulate.servers.stragglers import Stragglers
-from offbeat.simulate.servers.training import Paced, ShardTraffic, drive, parse_rule, predict, shortcut, simulate
+from offbeat.simulate.servers.stragglers import Stragglers, Transient
+from offbeat.simulate.servers.training import Paced, ShardTraffic, drive, parse_rule, shortcut, simulate
 
 BSP, ASP = Rule(0), Rule(None)
 TRANSIENT = Stragglers.parse("transient(0.2, 0.15)")
@@ -310,6 +310,29 @@ def test_a_worker_reads_when_the_simulator_says(strategy: str, launcher: Launche
 
 
 # --- a prediction
+
+
+def predict(
+    rule: Rule,
+    workers: int,
+    base: float,
+    pause: float,
+    probability: float,
+    exchange: float = 0.0,
+    *,
+    overlaps: bool = False,
+    compute: float = 0.0,
+) -> float:
+    """Seconds per step of workers paced to `base` seconds, any step of which is paused with some probability.
+
+    `exchange` seconds are added to every step. A pause that comes before the time of the step is taken adds its whole
+    length: the step takes `base + pause`. With `overlaps` it falls into a step that is already timed, whose sleep ends
+    when it would have ended anyway: `compute` seconds are worked and the rest is slept, so that the step takes
+    `max(base, compute + pause)`.
+    """
+    longer = max(0.0, compute + pause - base) if overlaps else pause
+    stragglers = Stragglers(base + exchange, (Transient(longer, probability),))
+    return simulate(rule, workers, 10_000, stragglers).seconds_per_step
 
 
 def test_a_paced_run_is_predicted() -> None:

@@ -10,9 +10,8 @@ from msgspec import structs
 from offbeat.protocols.machine import Effects, Name, Payload, Received
 from offbeat.protocols.servers.messages import Replicate, Replicated
 from offbeat.protocols.servers.pacing import Parked
-from offbeat.protocols.servers.replica.admission import Admission
-from offbeat.protocols.servers.replica.follower import Follower
-from offbeat.protocols.servers.replica.replication import BackupProgress, Replication
+from offbeat.protocols.servers.replica.answers import Admission
+from offbeat.protocols.servers.replica.replication import BackupProgress, Follower, Replication
 from offbeat.protocols.servers.replica.server import ServerMachine
 from offbeat.protocols.servers.replica.shard import Shard
 from offbeat.protocols.servers.replica.works import Inspect

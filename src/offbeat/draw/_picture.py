@@ -1,6 +1,6 @@
 """A timeline as shapes: a lane for each participant over virtual time, ports as bars, messages as arrows.
 
-Each lane has three strips: what leaves through the port out, what the participant does, what enters by the port in.
+Each lane has three strips: the outgoing port, what the participant does, and the incoming port.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from offbeat.simulate.units import seconds_in_words, size_in_words
 MOST_LANES: Final = 33
 """32 ranks, or 32 workers and their servers: more lanes cannot be told apart."""
 MOST_MESSAGES: Final = 20_000
-"""Arrows of one picture; a file with more opens in no browser."""
+"""Most arrows of one picture; browsers cannot open a file with more."""
 CROWDED: Final = 250
-"""Arrows beyond which they are drawn thin, so that bars stay visible."""
+"""Beyond this many, arrows are drawn thin, so that bars stay visible."""
 WIDTH: Final = 1280.0
 TOP, BOTTOM, RIGHT = 78.0, 44.0, 18.0
 LEGEND: Final = (
@@ -34,7 +34,7 @@ LEGEND: Final = (
 
 
 def picture(timeline: Timeline, subtitle: str) -> Drawing:
-    """The whole picture; refused where nobody could read it."""
+    """The whole picture; refused if it would be unreadable."""
     if len(timeline.lanes) > MOST_LANES:
         raise UsageError(
             f"a picture of {len(timeline.lanes)} lanes cannot be read: draw {MOST_LANES - 1} workers or fewer, or omit "
@@ -49,8 +49,6 @@ def picture(timeline: Timeline, subtitle: str) -> Drawing:
 
 
 class _Painter:
-    """Places of lanes and moments, and the shapes there."""
-
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         count = len(timeline.lanes)
@@ -61,7 +59,7 @@ class _Painter:
         self._x, self._moments = self._plot.x, ticks(0.0, seconds, 8)
 
     def drawing(self, subtitle: str) -> Drawing:
-        """All of it."""
+        """The whole picture."""
         grid, names = self._plot.grid(self._moments), self._plot.names(self._timeline.lanes)
         inside = [*self._lanes(), *grid, *self._intervals(), *self._ports(), *self._arrows()]
         around = [*names, *self._hosts(), *self._axis(), *_heading(self._timeline.title, subtitle)]
@@ -69,7 +67,7 @@ class _Painter:
         return Drawing(WIDTH, height, self._timeline.title, self._plot.area, inside, around)
 
     def _strip(self, lane: int, strip: int) -> tuple[float, float]:
-        """The top and the height of a strip of a lane: 0 the port out, 1 what it does, 2 the port in."""
+        """Top and height of a strip of a lane: 0 the outgoing port, 1 activity, 2 the incoming port."""
         starts, heights = (0.09, 0.36, 0.67), (0.24, 0.28, 0.24)
         return self._plot.top + self._lane * (lane + starts[strip]), self._lane * heights[strip]
 
@@ -85,57 +83,55 @@ class _Painter:
             yield self._plot.area._replace(y=top + 1, height=self._lane - 2, look="lane")
 
     def _intervals(self) -> Iterator[Drawn]:
-        for one in sorted(self._timeline.intervals, key=lambda one: one.activity is not Activity.WAIT):
-            title = f"{self._timeline.lanes[one.lane]}, {one.label}: {seconds_in_words(one.end - one.begin)}"
-            bar = self._bar(one.lane, 1, one.begin, one.end, one.activity.value, title)
+        for each in sorted(self._timeline.intervals, key=lambda each: each.activity is not Activity.WAIT):
+            title = f"{self._timeline.lanes[each.lane]}, {each.label}: {seconds_in_words(each.end - each.begin)}"
+            bar = self._bar(each.lane, 1, each.begin, each.end, each.activity.value, title)
             yield bar
-            if one.activity is Activity.COMPUTE:
-                yield from self._label(bar, one.label)
+            if each.activity is Activity.COMPUTE:
+                yield from self._label(bar, each.label)
 
     def _ports(self) -> Iterator[Drawn]:
-        for one in self._timeline.messages:
-            title = self._told(one)
-            if one.left > one.leaves:
-                bar = self._bar(one.source, 0, one.leaves, one.left, "out", title)
+        for each in self._timeline.messages:
+            title = self._caption(each)
+            if each.left > each.leaves:
+                bar = self._bar(each.source, 0, each.leaves, each.left, "out", title)
                 yield bar
-                yield from self._label(bar, size_in_words(one.nbytes))
-            if one.came > one.comes:
-                yield self._bar(one.target, 2, one.comes, one.came, "in", title)
+                yield from self._label(bar, size_in_words(each.nbytes))
+            if each.came > each.comes:
+                yield self._bar(each.target, 2, each.comes, each.came, "in", title)
 
-    def _told(self, one: Message) -> str:
+    def _caption(self, each: Message) -> str:
         lanes = self._timeline.lanes
-        arrival = "is lost" if math.isnan(one.arrives) else f"arrives at {seconds_in_words(one.arrives)}"
-        size = f", {size_in_words(one.nbytes)}" if one.nbytes else ""
-        times = f"leaves at {seconds_in_words(one.leaves)}, {arrival}"
-        return f"{lanes[one.source]} to {lanes[one.target]}: {one.label}{size}; {times}"
+        arrival = "is lost" if math.isnan(each.arrives) else f"arrives at {seconds_in_words(each.arrives)}"
+        size = f", {size_in_words(each.nbytes)}" if each.nbytes else ""
+        times = f"leaves at {seconds_in_words(each.leaves)}, {arrival}"
+        return f"{lanes[each.source]} to {lanes[each.target]}: {each.label}{size}; {times}"
 
     def _label(self, bar: Rect, words: str) -> Iterator[Drawn]:
-        """Words inside a bar, if they fit."""
         if self._lane > 35 and text_width(words, "inside") < bar.width - 4 and bar.x > self._plot.left - 1:
             yield TextShape(bar.x + bar.width / 2, bar.y + bar.height / 2 + 3.5, words, "inside", "middle")
 
     def _arrows(self) -> Iterator[Drawn]:
         crowded = len(self._timeline.messages) > CROWDED or self._lane < 35
         look = "thin arrow" if crowded else "arrow"
-        for one in self._timeline.messages:
-            (top, high), (low, deep) = self._strip(one.source, 0), self._strip(one.target, 2)
-            begin = self._x(one.leaves), top + high / 2
-            if math.isnan(one.arrives):
-                yield from self._lost(begin, one)
+        for each in self._timeline.messages:
+            (top, high), (low, deep) = self._strip(each.source, 0), self._strip(each.target, 2)
+            begin = self._x(each.leaves), top + high / 2
+            if math.isnan(each.arrives):
+                yield from self._lost(begin, each)
             else:
-                end = self._x(one.arrives), low + deep / 2
-                yield Polyline((begin, end), look, closed=False, head=True, title=self._told(one))
+                end = self._x(each.arrives), low + deep / 2
+                yield Polyline((begin, end), look, closed=False, head=True, title=self._caption(each))
 
-    def _lost(self, begin: tuple[float, float], one: Message) -> Iterator[Drawn]:
-        """A stub of an arrow that ends in a cross."""
+    def _lost(self, begin: tuple[float, float], each: Message) -> Iterator[Drawn]:
         x, y = begin
-        down = 1 if one.target > one.source else -1
+        down = 1 if each.target > each.source else -1
         end = x + 12, y + down * self._lane * 0.4
-        yield Polyline((begin, end), "missing", closed=False, title=self._told(one))
+        yield Polyline((begin, end), "missing", closed=False, title=self._caption(each))
         yield TextShape(end[0], end[1] + 4, "x", "wrong cut words", "middle")
 
     def _hosts(self) -> Iterator[Drawn]:
-        """A bracket around the lanes of each host, where some share one."""
+        """A bracket around the lanes of each host, where some share each."""
         if len(set(self._timeline.hosts)) == len(self._timeline.hosts):
             return
         lanes = range(len(self._timeline.lanes))

@@ -1,4 +1,4 @@
-"""What is to be drawn: from the text of a strategy, a collective's algorithm or somebody's own, to a timeline."""
+"""What to draw: from the text of a strategy, a collective's algorithm or user-defined code, to a timeline."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ from offbeat.user_protocols import OwnSchedule, find_own
 MOST_RANKS: Final = 1024
 """Of a table; a picture takes fewer."""
 SERVER_STEPS: Final = 3
-"""Steps of training with servers, unless said: enough to see who waits for whom."""
+"""Default number of steps with servers: enough to see which worker waits for which."""
 _BUNDLED: Final = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:\(\s*(\w*)\s*\))?\s*")
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """The world in which it is played."""
+    """The simulated cluster."""
 
     hosts: tuple[int, ...]
-    """The host of each worker; so many workers there are."""
+    """The host of each worker."""
     network: Network
     nbytes: int = 100_000_000
     """Bytes of the model, or of a collective's buffer."""
     steps: int | None = None
-    """Steps that are drawn; None: as many as show one turn of it."""
+    """Steps to draw; None: one turn of the strategy."""
     stragglers: Stragglers = field(default_factory=Stragglers)
     """How long steps take to compute."""
     seed: int = 0
     collective: str | None = None
-    """What an own schedule is to achieve."""
+    """The collective that a user-defined schedule implements."""
 
     def __post_init__(self) -> None:
-        """Refuse what nobody could look at."""
+        """Refuse what would be unreadable."""
         limits.whole("--workers", len(self.hosts), MOST_RANKS, why="more would fill screens")
         limits.whole("--size", self.nbytes, limits.BYTES)
         if self.steps is not None:
@@ -70,7 +70,7 @@ class Scenario:
 
     @property
     def view(self) -> View:
-        """Who takes part, and where."""
+        """The workers and their hosts."""
         return View.of(len(self.hosts), self.hosts)
 
     def seconds(self, steps: int, work: int = 1) -> Times:
@@ -79,7 +79,7 @@ class Scenario:
 
 
 def timeline_of(text: str, setting: Scenario) -> Timeline:
-    """Play what a text names; refused with the reason where there is nothing to play."""
+    """Simulate what a text names; refused, with the reason, if that is impossible."""
     own = find_own(text, setting.collective)
     if isinstance(own, OwnSchedule):
         return _collective(own, text, setting)
@@ -94,7 +94,7 @@ def timeline_of(text: str, setting: Scenario) -> Timeline:
 
 
 def _bundled(text: str) -> OwnSchedule | None:
-    """An algorithm of a collective, such as `all_gather(ring)`; None if the text is a strategy's."""
+    """A collective's algorithm, such as `all_gather(ring)`; None if the text is a strategy."""
     match = _BUNDLED.fullmatch(text)
     if match is None:
         return None
@@ -146,17 +146,13 @@ def _strategy(strategy: Combined, text: str, setting: Scenario) -> Timeline:
         step = exchange.planned(setting.view, setting.nbytes, forms)
     if isinstance(step, str):
         raise StrategyError(f"{text} cannot be drawn: {step}.")
-    _check_hosts(strategy, setting)
-    _, count = step_schedule(step, [[0.0] * len(setting.hosts)], setting.steps)
-    schedule, _ = step_schedule(step, setting.seconds(count).tolist(), count)
-    return schedule_timeline(schedule, setting.view, Layout(0, 1), setting.network, text, role="worker")
-
-
-def _check_hosts(strategy: Combined, setting: Scenario) -> None:
     try:
         strategy.check_hosts(len(set(setting.hosts)))
     except StrategyError as error:
         raise StrategyError(f"{error} To draw it on one host, add --per-host {len(setting.hosts)}.") from error
+    _, count = step_schedule(step, [[0.0] * len(setting.hosts)], setting.steps)
+    schedule, _ = step_schedule(step, setting.seconds(count).tolist(), count)
+    return schedule_timeline(schedule, setting.view, Layout(0, 1), setting.network, text, role="worker")
 
 
 def _forms(strategy: Combined) -> list[RowFormat]:
@@ -182,7 +178,7 @@ def _alone(strategy: Combined, text: str) -> None:
 
 
 def _contract(contract: MachineContract, text: str, setting: Scenario) -> Timeline:
-    """Machines of somebody's own, without faults, until they are done."""
+    """User-defined machines, without faults, until they are done."""
     machines = list(contract.machines(len(setting.hosts), setting.seed))
     named = {machine.name: machine for machine in machines}
     ensemble = Ensemble(machines, lambda name: lambda work: contract.perform(name, work))
@@ -197,7 +193,7 @@ def _delays(setting: Scenario) -> Delays:
 
 
 class _SteppingWorker:
-    """A worker of asynchronous gossip: it steps, and tells its machine so."""
+    """A worker of asynchronous gossip: it steps, and notifies its machine."""
 
     def __init__(self, machine: Gossiper, lane: int, seconds: Sequence[float]) -> None:
         self.name: Name = machine.name
@@ -205,11 +201,9 @@ class _SteppingWorker:
         self.computed: list[Interval] = []
 
     def begin(self, now: float) -> Sequence[Effect]:
-        """Compute the first step."""
         return [*self._machine.begin(now), *self._compute(now)]
 
     def on(self, event: Event, now: float) -> Sequence[Effect]:
-        """A step is computed, or the machine is told something."""
         if event != Timer("computed"):
             return self._machine.on(event, now)
         return [*self._machine.on(Done(STEPPED), now), *self._compute(now)]
@@ -225,12 +219,12 @@ class _SteppingWorker:
 
 def _gossip(gossip: Gossip, text: str, setting: Scenario) -> Timeline:
     size, row = len(setting.hosts), Payload(setting.nbytes)
-    made, durations = gossip.mixing(size), setting.seconds(setting.steps or SERVER_STEPS).T.tolist()
+    mixing, durations = gossip.mixing(size), setting.seconds(setting.steps or SERVER_STEPS).T.tolist()
     patience = 4 * (setting.network.between.alpha + setting.network.between.beta * setting.nbytes) + 0.1
     chance = Random(setting.seed)  # noqa: S311 - who meets whom, not a secret
     workers = [
         _SteppingWorker(
-            Gossiper(f"worker {k}", [f"worker {n}" for n in made.neighbours(k)], chance.getrandbits(32), patience),
+            Gossiper(f"worker {k}", [f"worker {n}" for n in mixing.neighbours(k)], chance.getrandbits(32), patience),
             k,
             durations[k],
         )

@@ -1,4 +1,4 @@
-"""A timeline as rows: the rounds or messages of it, and what passed each port."""
+"""A timeline as rows: its rounds or messages, and the traffic of each port."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PortRow(NamedTuple):
     sent: int
     received: int
     sending: float
-    """Seconds that its port out was held."""
+    """Seconds that its outgoing port was busy."""
     receiving: float
     computing: float
     waiting: float
@@ -27,21 +27,21 @@ def port_rows(timeline: Timeline) -> list[PortRow]:
     """A row for each participant."""
     rows: list[PortRow] = []
     for lane, name in enumerate(timeline.lanes):
-        out = [one for one in timeline.messages if one.source == lane]
-        into = [one for one in timeline.messages if one.target == lane and not math.isnan(one.arrives)]
+        out = [each for each in timeline.messages if each.source == lane]
+        into = [each for each in timeline.messages if each.target == lane and not math.isnan(each.arrives)]
         spent = {
             activity: sum(
-                one.end - one.begin for one in timeline.intervals if (one.lane, one.activity) == (lane, activity)
+                each.end - each.begin for each in timeline.intervals if (each.lane, each.activity) == (lane, activity)
             )
             for activity in Activity
         }
         rows.append(
             PortRow(
                 name,
-                sum(one.nbytes for one in out),
-                sum(one.nbytes for one in into),
-                sum(one.left - one.leaves for one in out),
-                sum(one.came - one.comes for one in into),
+                sum(each.nbytes for each in out),
+                sum(each.nbytes for each in into),
+                sum(each.left - each.leaves for each in out),
+                sum(each.came - each.comes for each in into),
                 spent[Activity.COMPUTE],
                 spent[Activity.WAIT],
             )
@@ -50,40 +50,40 @@ def port_rows(timeline: Timeline) -> list[PortRow]:
 
 
 def round_rows(timeline: Timeline) -> tuple[Sequence[str], list[tuple[str, ...]]]:
-    """Names of columns, and the rows below: rounds of a schedule, or messages where there are no rounds."""
+    """Column names and rows: rounds of a schedule, or messages if there are no rounds."""
     if timeline.rounds:
         rows = [
             (
-                str(one.number),
-                one.op.value,
-                _pairs(one),
-                _bytes(one),
-                seconds_in_words(one.begin),
-                seconds_in_words(one.end),
+                str(each.number),
+                each.op.value,
+                _pairs(each),
+                _bytes(each),
+                seconds_in_words(each.begin),
+                seconds_in_words(each.end),
             )
-            for one in timeline.rounds
+            for each in timeline.rounds
         ]
         return ("round", "op", "who", "bytes each", "begins", "ends"), rows
     lanes = timeline.lanes
     rows = [
         (
-            seconds_in_words(one.leaves),
-            f"{lanes[one.source]} → {lanes[one.target]}",
-            one.label,
-            size_in_words(one.nbytes) if one.nbytes else "",
-            "lost" if math.isnan(one.arrives) else seconds_in_words(one.arrives),
+            seconds_in_words(each.leaves),
+            f"{lanes[each.source]} → {lanes[each.target]}",
+            each.label,
+            size_in_words(each.nbytes) if each.nbytes else "",
+            "lost" if math.isnan(each.arrives) else seconds_in_words(each.arrives),
         )
-        for one in sorted(timeline.messages, key=lambda one: one.leaves)
+        for each in sorted(timeline.messages, key=lambda each: each.leaves)
     ]
     return ("leaves", "who", "what", "bytes", "arrives"), rows
 
 
-def _pairs(one: RoundSummary, shown: int = 4) -> str:
-    if all(source == target for source, target in one.pairs):
-        ranks = [source for source, _ in one.pairs]
+def _pairs(each: RoundSummary, shown: int = 4) -> str:
+    if all(source == target for source, target in each.pairs):
+        ranks = [source for source, _ in each.pairs]
         together = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
         return f"{ranks[0]} to {ranks[-1]}" if together else _listed([str(rank) for rank in ranks], 2 * shown)
-    return _listed([f"{source}→{target}" for source, target in one.pairs], shown)
+    return _listed([f"{source}→{target}" for source, target in each.pairs], shown)
 
 
 def _listed(words: list[str], shown: int) -> str:
@@ -91,26 +91,26 @@ def _listed(words: list[str], shown: int) -> str:
     return ", ".join(words[:shown]) + more
 
 
-def _bytes(one: RoundSummary) -> str:
-    if not one.largest:
+def _bytes(each: RoundSummary) -> str:
+    if not each.largest:
         return ""
-    if size_in_words(one.smallest) == size_in_words(one.largest):
-        return size_in_words(one.largest)
-    return f"{size_in_words(one.smallest)} to {size_in_words(one.largest)}"
+    if size_in_words(each.smallest) == size_in_words(each.largest):
+        return size_in_words(each.largest)
+    return f"{size_in_words(each.smallest)} to {size_in_words(each.largest)}"
 
 
 def plain(timeline: Timeline) -> dict[str, Any]:
-    """All of it, as plain data for JSON."""
+    """The whole timeline as plain data for JSON."""
     return {
         "title": timeline.title,
         "seconds": timeline.end,
         "lanes": list(timeline.lanes),
         "hosts": list(timeline.hosts),
         "rounds": [
-            {**one._asdict(), "op": one.op.value, "pairs": [list(pair) for pair in one.pairs]}
-            for one in timeline.rounds
+            {**each._asdict(), "op": each.op.value, "pairs": [list(pair) for pair in each.pairs]}
+            for each in timeline.rounds
         ],
-        "messages": [one._asdict() for one in timeline.messages],
-        "intervals": [{**one._asdict(), "activity": one.activity.value} for one in timeline.intervals],
+        "messages": [each._asdict() for each in timeline.messages],
+        "intervals": [{**each._asdict(), "activity": each.activity.value} for each in timeline.intervals],
         "ports": [row._asdict() for row in port_rows(timeline)],
     }

@@ -18,17 +18,19 @@ from msgspec import Struct
 
 from offbeat.errors import UsageError, did_you_mean
 from offbeat.monitor.history import FullHistory, trace_of
-from offbeat.protocols.causality.cuts import Cut, between, latest_consistent
-from offbeat.protocols.causality.histories import EventKind
-from offbeat.protocols.causality.lattice import (
+from offbeat.protocols.causality.cuts import (
     CAP,
     Answer,
+    Cut,
     Finding,
+    between,
     definitely,
+    latest_consistent,
     possibly,
     search_definitely,
     search_possibly,
 )
+from offbeat.protocols.causality.histories import EventKind
 from offbeat.runtime.events.recorder import COMPUTING, UNKNOWN, Mark, Stamp
 
 PREDICATES: Final = {

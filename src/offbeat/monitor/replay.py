@@ -17,7 +17,6 @@ from offbeat.errors import UsageError, did_you_mean
 from offbeat.monitor.deadlocks import Judge
 from offbeat.monitor.history import FullHistory, trace_of
 from offbeat.monitor.verdicts import Verdict
-from offbeat.protocols.causality.clocks import Vector, lamport, tick
 from offbeat.protocols.causality.cuts import Cut, latest_consistent
 from offbeat.protocols.causality.delivery import (
     MONITOR,
@@ -32,7 +31,7 @@ from offbeat.protocols.causality.delivery import (
     LateReport,
     Probe,
 )
-from offbeat.protocols.causality.histories import Computation, EventPosition
+from offbeat.protocols.causality.histories import Computation, EventPosition, Vector, lamport, tick
 from offbeat.protocols.machine import Effect, Event, Machine, Name, Received, Send, SetTimer
 from offbeat.runtime.events.recorder import Mark, Stamp
 from offbeat.simulate.machines import Kill, LossyNetwork, Simulation

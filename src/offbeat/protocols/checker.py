@@ -1,4 +1,4 @@
-"""Proof, without a process started, that a schedule does what its collective promises, and what it costs.
+"""Proof, without starting a process, that a schedule does what its collective promises, and what it costs.
 
 Buffers are followed as counts of contributions per rank, piece and contributor; pieces are the ranges between all
 boundaries that occur. Each access to a piece is compared with those before it: of two that are not ordered by `after`
@@ -48,14 +48,14 @@ class Cost:
 
 @dataclass(frozen=True)
 class CheckReport(Cost):
-    """What was found out about a schedule that is right."""
+    """Result of checking a correct schedule."""
 
     lingering: bool
     """Whether a rank can be done while its live buffer is still read, so that it must wait before it writes there."""
 
 
 def cost(rounds: Iterable[Round], view: View, layout: Layout) -> Cost:
-    """What rounds move, without any proof; fast for thousands of ranks."""
+    """What rounds move, without proof; fast for thousands of ranks."""
     sent, received, reduced = (np.zeros(view.size, dtype=np.int64) for _ in range(3))
     depth: list[int] = []
     for one in rounds:
@@ -170,7 +170,7 @@ def _carried(one: Round, cuts: IntArray) -> IntArray:
 
 
 class _Memory:
-    """One buffer per rank: what is in each piece, and who has read and written it."""
+    """One buffer per rank: what is in each piece, and which parts have read and written it."""
 
     def __init__(self, size: int, pieces: int, words: int, kind: type[np.int32 | np.float64]) -> None:
         self.counts: Counts = np.zeros((size, pieces, size + 1), dtype=kind)
@@ -215,7 +215,7 @@ class _Walk:
     # -- order -------------------------------------------------------------------------------------------------------
 
     def bit(self, number: int, ranks: IntArray) -> tuple[IntArray, Bits]:
-        """Where a rank's part of a round is noted: word and bit."""
+        """Word and bit of a rank's part of a round."""
         index = number * self.size + ranks
         return index // 64, np.uint64(1) << (index % 64).astype(np.uint64)
 

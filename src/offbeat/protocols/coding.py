@@ -1,9 +1,9 @@
-"""Gradient coding: every part of the data is computed by several workers, so that the sum needs not all of them.
+"""Gradient coding: several workers compute every part of the data, so that the sum does not need all workers.
 
 The data is cut into as many parts as there are workers, p. Worker k computes the gradients g_j of s + 1 parts and sends
-one vector, the combination of them in row k of the code's matrix B. From any p - s of these vectors the sum of all p
-gradients can be had, exactly: for every set of answers there are coefficients a with a·B = (1, …, 1). No code that
-tolerates s stragglers computes fewer than s + 1 parts per worker.
+one vector, their combination in row k of the code's matrix B. Any p - s of these vectors give the sum of all p
+gradients exactly: for every set of answers there are coefficients a with a·B = (1, …, 1). No code that tolerates s
+stragglers computes fewer than s + 1 parts per worker.
 
 - *Fractional repetition*: s + 1 copies of a plain division of the parts; needs s + 1 to divide p. All numbers are 0 or
   1, so nothing is lost to rounding.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
@@ -35,9 +35,9 @@ EXACT: Final = 1e-8
 SOUND: Final = 1e4
 """How much rounding errors may be amplified: with float32 gradients, three digits are then right."""
 _DRAWS: Final = 16
-"""Random matrices that are tried; the soundest is kept."""
+"""Random matrices to try; the soundest is kept."""
 _TRIED: Final = 200
-"""Sets of answers on which a matrix is judged: all, where there are no more."""
+"""Most sets of answers on which a matrix is judged."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class Code:
 
     @property
     def workers(self) -> int:
-        """How many there are; there are as many parts."""
+        """Number of workers, and of parts."""
         return len(self.matrix)
 
     def parts(self, worker: int) -> list[int]:
@@ -59,10 +59,9 @@ class Code:
         return np.flatnonzero(self.matrix[worker]).tolist()
 
     def decode(self, answered: Collection[int]) -> Matrix:
-        """The coefficient of each worker's answer in the sum of all parts; 0 for who has not answered.
+        """The coefficient of each worker's answer in the sum of all parts; 0 for those that have not answered.
 
-        Any p - s answers are enough. Fewer may be, by chance; if they are not, the error says how far off the best
-        combination of them is.
+        Any p - s answers suffice. Fewer may, by chance; if not, the error says how far off their best combination is.
         """
         given = sorted(set(answered))
         if not given or given[0] < 0 or given[-1] >= self.workers:
@@ -80,7 +79,7 @@ class Code:
         return coefficients
 
     def amplification(self, answered: Collection[int]) -> float:
-        """By how much rounding errors of these answers may grow in the decoded sum, in the worst part; 1 is none."""
+        """Factor by which rounding errors of these answers may grow in the worst part of the sum; 1 is none."""
         return float((np.abs(self.decode(answered))[:, None] * np.abs(self.matrix)).sum(axis=0).max())
 
 
@@ -101,8 +100,8 @@ def fractional_repetition(workers: int, tolerated: int) -> Code:
 def cyclic_repetition(workers: int, tolerated: int, seed: int = 0) -> Code:
     """The code in which worker k computes parts k to k + s: the soundest of some random draws, fixed by the seed.
 
-    A draw is judged by how much it amplifies rounding errors, over all sets of p - s answers where they are few, over
-    some of them otherwise. If even the soundest is not sound, that is said.
+    A draw is judged by how much it amplifies rounding errors, over all sets of p - s answers if they are few, else over
+    some. An error is raised if even the soundest is not sound.
     """
     _check(workers, tolerated)
     draws = (Code(_cyclic(workers, tolerated, mixed(seed, draw)), tolerated) for draw in range(_DRAWS))
@@ -153,17 +152,14 @@ def _combination(rows: Matrix) -> Matrix:
 
 
 def _worst(code: Code) -> float:
+    """The largest amplification over sets of p - s answers: all of them, or a random sample."""
+    workers, count = code.workers, code.workers - code.tolerated
+    random = np.random.default_rng(mixed(workers, code.tolerated))
+    if math.comb(workers, count) <= _TRIED:
+        answers = itertools.combinations(range(workers), count)
+    else:
+        answers = (random.permutation(workers)[:count].tolist() for _ in range(_TRIED))
     try:
-        return max(code.amplification(answers) for answers in _sets_of_answers(code.workers, code.tolerated))
+        return max(map(code.amplification, answers))
     except UsageError:
         return math.inf
-
-
-def _sets_of_answers(workers: int, tolerated: int) -> Iterator[list[int]]:
-    """Sets of p - s workers: all, or so many at random."""
-    if math.comb(workers, tolerated) <= _TRIED:
-        yield from map(list, itertools.combinations(range(workers), workers - tolerated))
-        return
-    random = np.random.default_rng(mixed(workers, tolerated))
-    for _ in range(_TRIED):
-        yield random.permutation(workers)[: workers - tolerated].tolist()

@@ -1,9 +1,9 @@
 """The colouring that cuts a run while it goes on, for snapshots of servers and of gossip alike.
 
-Every message has a *colour*: the newest snapshot that its sender has been cut by. Whoever hears a new colour is cut
-before it handles the message (Lai and Yang 1987; Mattern 1993), so that nothing in the snapshot follows from anything
-after it. What was sent before its sender's cut and comes after its receiver's was under way: it is kept beside the
-states. Messages are numbered, so a part is complete once all numbers from before the senders' cuts have come.
+Every message has a *colour*: the newest snapshot that its sender has been cut by. A process that hears a new colour is
+cut before it handles the message (Lai and Yang 1987; Mattern 1993), so that nothing in the snapshot follows from
+anything after it. A message sent before its sender's cut that comes after its receiver's was in flight: it is kept
+beside the states. Messages are numbered, so a part is complete once all from before the senders' cuts have come.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Record(Struct, frozen=True):
     """Work: keep a copy of the whole state, as it is after all work begun before."""
 
     colour: int
-    """0: it is too late for that; there is nothing to keep."""
+    """0: it is too late, and there is nothing to keep."""
 
 
 class Keep(Struct, frozen=True):
-    """Work: keep a copy of a message that was under way."""
+    """Work: keep a copy of a message that was in flight."""
 
     colour: int
     message: Any
@@ -33,7 +33,7 @@ class Keep(Struct, frozen=True):
 
 
 class Write(Struct, frozen=True):
-    """Work: everything under way has come; write down what was kept, and where this process was cut."""
+    """Work: everything in flight has come; write what was kept, and where this process was cut."""
 
     colour: int
     cut: Any
@@ -45,19 +45,19 @@ class Colour:
 
     own: int = 0
     heard: int = 0
-    """The newest colour of what has come from others."""
+    """The newest colour received from others."""
     announced: int = 0
-    """The newest snapshot that somebody has asked for, without being cut by it."""
+    """The newest snapshot announced, without being cut by it."""
     missed: int = 0
-    """The newest snapshot for which it is too late."""
+    """The newest snapshot that this process was too late for."""
 
     @property
     def due(self) -> bool:
-        """Whether the state is to be recorded at the boundary that has come."""
+        """Whether the state must be recorded at this boundary."""
         return max(self.announced, self.heard) > self.own
 
     def act(self) -> int:
-        """The colour of something that changes others, which is sent now."""
+        """The colour of a message, sent now, that changes the state of others."""
         if self.heard > self.own:
             self.own = self.missed = self.heard
         return self.own
@@ -65,20 +65,20 @@ class Colour:
 
 @dataclass(slots=True)
 class Recording:
-    """What was under way to a process when it was cut."""
+    """Messages in flight to a process when it was cut."""
 
     colour: int
     expected: dict[int, int] = field(default_factory=dict[int, int])
-    """How many of each sender's messages are from before its cut, as far as it has said."""
+    """Number of each sender's messages from before its cut, once reported."""
     kept: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """Sender and number of those that came after this process's cut."""
 
     def keep(self, sender: int, number: int, colour: int) -> bool:
-        """Whether a message that has come was under way."""
+        """Whether a message that has come was in flight."""
         if colour < self.colour:
             self.kept.append((sender, number))
         return colour < self.colour
 
     def is_complete(self, arrived: Mapping[int, int]) -> bool:
-        """Whether all senders have said how much to expect, and so much has come of each."""
+        """Whether all senders have reported how many to expect, and all of those have come."""
         return all(sender in self.expected and count >= self.expected[sender] for sender, count in arrived.items())

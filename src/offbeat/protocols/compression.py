@@ -1,7 +1,7 @@
-"""Compressors as pure data: what each leaves of a row of numbers, how many bytes that is, and how it is summed.
+"""Compressors as pure data: what each keeps of a row of numbers, how many bytes that is, and how it is summed.
 
-A row is the numbers of some tensors side by side. The coders that do it (`runtime.compression`) make letters of exactly
-the lengths that are computed here; so do predictions, without a row.
+A row is the numbers of some tensors side by side. The coders (`runtime.compression`) make payloads of exactly the
+lengths that are computed here; so do predictions, without a row.
 """
 
 from __future__ import annotations
@@ -18,65 +18,56 @@ BLOCK = 2048
 SCALE_BYTES = 4
 INDEX_BYTES = 4
 COUNT_BYTES = 8
-"""What stands before a letter whose reader cannot know how many numbers it holds, or which draw chose them."""
+"""Prefix of a payload whose reader cannot know how many numbers it holds, or which draw chose them."""
 SUMMED_AT_ONCE = 1 << 20
-"""Numbers that are summed at once: what is narrow then stays in the cache, and each exchange is long enough to pay."""
+"""Numbers that are summed at once: narrow ones then stay in the cache, and each exchange is long enough to pay."""
 LARGEST_ROW = 2**31 - 1
-"""Indices are whole numbers of 32 bits."""
+"""Indices are 32-bit integers."""
 
 Shapes = Sequence[tuple[int, ...]]
 """The tensors that lie side by side in a row."""
 
 
 class SumMethod(StrEnum):
-    """How what workers send is summed."""
+    """How compressed payloads are summed."""
 
     GATHER = "gather"
-    """Everybody reads everybody's letter."""
+    """Every worker reads every payload."""
     REDUCE = "reduce"
-    """Letters are summed on the way, as numbers of their own kind."""
+    """Payloads are summed on the way, as numbers of their own type."""
 
 
 class RowFormat(Struct, frozen=True, tag=True):
-    """What is left of a row; the fields say how much."""
+    """What is kept of a row; the fields say how much."""
 
     fixed: ClassVar[bool] = True
-    """Whether the number of bytes depends on nothing but the row's length; else the most there can be is told."""
+    """Whether the number of bytes depends only on the row's length; else `nbytes` is an upper bound."""
+    summed: ClassVar[SumMethod] = SumMethod.GATHER
 
-    def way(self, inner: RowFormat | None = None) -> SumMethod:
+    def way(self, inner: RowFormat | None = None) -> SumMethod:  # noqa: ARG002
         """How it is summed."""
-        del inner
-        return SumMethod.GATHER
+        return self.summed
 
     def nbytes(self, shapes: Shapes, width: int = 4, inner: RowFormat | None = None) -> int:
-        """Bytes that one worker brings to a sum, from numbers of `width` bytes; `inner` encodes those that are kept."""
-        raise NotImplementedError
+        """Bytes per worker of a sum, from numbers of `width` bytes; `inner` encodes those that are kept."""
+        return sum(self.sums(shapes, width, inner))
 
     def sums(self, shapes: Shapes, width: int = 4, inner: RowFormat | None = None) -> tuple[int, ...]:
         """Bytes of each exchange of one sum, where one must wait for the other."""
-        return (self.nbytes(shapes, width, inner),)
+        raise NotImplementedError
 
     def letter(self, shapes: Shapes, width: int = 4, inner: RowFormat | None = None) -> int:
-        """Bytes of a letter to one receiver, such as a server."""
+        """Bytes of a payload to one receiver, such as a server."""
         return self.nbytes(shapes, width, inner)
 
 
 class HalfFormat(RowFormat, frozen=True, tag="half"):
     """IEEE half precision: 11 bits of precision, up to 65,504."""
 
-    def way(self, inner: RowFormat | None = None) -> SumMethod:
-        """Sums of halves are halves."""
-        del inner
-        return SumMethod.REDUCE
+    summed: ClassVar[SumMethod] = SumMethod.REDUCE
 
-    def nbytes(self, shapes: Shapes, width: int = 4, inner: RowFormat | None = None) -> int:
-        """Two bytes for each number."""
-        del width, inner
-        return 2 * numbers_in(shapes)
-
-    def sums(self, shapes: Shapes, width: int = 4, inner: RowFormat | None = None) -> tuple[int, ...]:
-        """A long row piece by piece."""
-        del width, inner
+    def sums(self, shapes: Shapes, width: int = 4, inner: RowFormat | None = None) -> tuple[int, ...]:  # noqa: ARG002
+        """Two bytes for each number; a long row piece by piece."""
         count = numbers_in(shapes)
         return tuple(2 * min(SUMMED_AT_ONCE, count - start) for start in range(0, count, SUMMED_AT_ONCE))
 
@@ -86,31 +77,29 @@ class BFloatFormat(HalfFormat, frozen=True, tag="bfloat"):
 
 
 class QuantizeFormat(RowFormat, frozen=True, tag="quantize"):
-    """Whole numbers of 8, 4 or 2 bits times a scale for each block."""
+    """Integers of 8, 4 or 2 bits times a scale for each block."""
 
     bits: int = 8
     stochastic: bool = False
 
     @property
     def levels(self) -> int:
-        """The largest whole number; minus that is the smallest."""
+        """The largest integer; minus that is the smallest."""
         return 2 ** (self.bits - 1) - 1
 
-    def nbytes(self, shapes: Shapes, width: int = 4, inner: RowFormat | None = None) -> int:
+    def sums(self, shapes: Shapes, width: int = 4, inner: RowFormat | None = None) -> tuple[int, ...]:  # noqa: ARG002
         """A scale for each block, and the bits without a gap."""
-        del width, inner
         count = numbers_in(shapes)
-        return blocks_of(count) * SCALE_BYTES + math.ceil(count * self.bits / 8)
+        return (blocks_of(count) * SCALE_BYTES + math.ceil(count * self.bits / 8),)
 
 
 class SignFormat(RowFormat, frozen=True, tag="sign"):
     """One bit for each number, times the mean magnitude of its block."""
 
-    def nbytes(self, shapes: Shapes, width: int = 4, inner: RowFormat | None = None) -> int:
+    def sums(self, shapes: Shapes, width: int = 4, inner: RowFormat | None = None) -> tuple[int, ...]:  # noqa: ARG002
         """A scale for each block, and a bit for each number."""
-        del width, inner
         count = numbers_in(shapes)
-        return blocks_of(count) * SCALE_BYTES + math.ceil(count / 8)
+        return (blocks_of(count) * SCALE_BYTES + math.ceil(count / 8),)
 
 
 class TopKFormat(RowFormat, frozen=True, tag="topk"):
@@ -118,10 +107,10 @@ class TopKFormat(RowFormat, frozen=True, tag="topk"):
 
     fraction: float = 0.01
 
-    def nbytes(self, shapes: Shapes, width: int = 4, inner: RowFormat | None = None) -> int:
+    def sums(self, shapes: Shapes, width: int = 4, inner: RowFormat | None = None) -> tuple[int, ...]:
         """An index and a value for each number that is kept."""
         kept = kept_of(numbers_in(shapes), self.fraction)
-        return kept * INDEX_BYTES + _values(kept, width, inner)
+        return (kept * INDEX_BYTES + _values(kept, width, inner),)
 
 
 class ThresholdFormat(RowFormat, frozen=True, tag="threshold"):
@@ -130,12 +119,12 @@ class ThresholdFormat(RowFormat, frozen=True, tag="threshold"):
     above: float = 0.001
     fixed: ClassVar[bool] = False
 
-    def nbytes(self, shapes: Shapes, width: int = 4, inner: RowFormat | None = None) -> int:
-        """At most, if every number is kept."""
-        return self.holding(numbers_in(shapes), width, inner)
+    def sums(self, shapes: Shapes, width: int = 4, inner: RowFormat | None = None) -> tuple[int, ...]:
+        """An upper bound: every number is kept."""
+        return (self.holding(numbers_in(shapes), width, inner),)
 
     def holding(self, kept: int, width: int = 4, inner: RowFormat | None = None) -> int:
-        """With so many numbers kept: how many, and an index and a value for each."""
+        """Bytes with `kept` numbers: the count, and an index and a value for each."""
         return COUNT_BYTES + kept * INDEX_BYTES + _values(kept, width, inner)
 
 
@@ -145,20 +134,16 @@ class RandomKFormat(RowFormat, frozen=True, tag="randomk"):
     fraction: float = 0.25
 
     def way(self, inner: RowFormat | None = None) -> SumMethod:
-        """As their values are summed."""
+        """As the values are summed."""
         return SumMethod.REDUCE if inner is None else inner.way()
 
-    def nbytes(self, shapes: Shapes, width: int = 4, inner: RowFormat | None = None) -> int:
-        """A value for each number that is kept."""
-        return sum(self.sums(shapes, width, inner))
-
     def sums(self, shapes: Shapes, width: int = 4, inner: RowFormat | None = None) -> tuple[int, ...]:
-        """As the values are summed."""
+        """A value for each number that is kept, summed as values are."""
         kept = kept_of(numbers_in(shapes), self.fraction)
         return (kept * width,) if inner is None else inner.sums([(kept,)], width)
 
     def letter(self, shapes: Shapes, width: int = 4, inner: RowFormat | None = None) -> int:
-        """A receiver must be told which draw it was."""
+        """With a prefix that tells the receiver which draw it was."""
         return COUNT_BYTES + self.nbytes(shapes, width, inner)
 
 
@@ -166,19 +151,10 @@ class LowRankFormat(RowFormat, frozen=True, tag="lowrank"):
     """Matrices as the product of two thin ones; everything else, and what would not get smaller, as it is."""
 
     rank: int = 4
+    summed: ClassVar[SumMethod] = SumMethod.REDUCE
 
-    def way(self, inner: RowFormat | None = None) -> SumMethod:
-        """Thin matrices are summed like any numbers, one side after the other."""
-        del inner
-        return SumMethod.REDUCE
-
-    def nbytes(self, shapes: Shapes, width: int = 4, inner: RowFormat | None = None) -> int:
-        """Both thin matrices of each, and the rest."""
-        return sum(self.sums(shapes, width, inner))
-
-    def sums(self, shapes: Shapes, width: int = 4, inner: RowFormat | None = None) -> tuple[int, ...]:
+    def sums(self, shapes: Shapes, width: int = 4, inner: RowFormat | None = None) -> tuple[int, ...]:  # noqa: ARG002
         """Left sides with the rest, and then right sides."""
-        del inner
         matrices = matrices_in(shapes, self.rank)
         rest = numbers_in(shapes) - sum(m.rows * m.columns for m in matrices)
         lefts, rights = sum(m.rank * m.rows for m in matrices), sum(m.rank * m.columns for m in matrices)
@@ -195,11 +171,11 @@ AnyFormat = (
     | RandomKFormat
     | LowRankFormat
 )
-"""Every one there is: what a description off a wire may be."""
+"""Every format: what a description received from another process may be."""
 
 
 class Matrix(NamedTuple):
-    """Where a matrix lies in a row, and the rank that is left of it."""
+    """Where a matrix lies in a row, and its reduced rank."""
 
     start: int
     rows: int
@@ -208,32 +184,32 @@ class Matrix(NamedTuple):
 
 
 def numbers_in(shapes: Shapes) -> int:
-    """How many numbers these tensors have together."""
+    """Number of elements of these tensors together."""
     return sum(math.prod(shape) for shape in shapes)
 
 
 def blocks_of(count: int) -> int:
-    """How many blocks a row is cut into; the last may be shorter."""
+    """Number of blocks of a row; the last may be shorter."""
     return -(-count // BLOCK)
 
 
 def kept_of(count: int, fraction: float) -> int:
-    """How many numbers of a row are kept: this fraction, but at least one."""
+    """Numbers of a row that are kept: this fraction, but at least one."""
     return min(count, max(1, round(count * fraction)))
 
 
 def matrices_in(shapes: Shapes, rank: int) -> list[Matrix]:
     """The tensors that get smaller as products of thin matrices: their first dimension against all others."""
-    found: list[Matrix] = []
+    matrices: list[Matrix] = []
     start = 0
     for shape in shapes:
         count = math.prod(shape)
         rows = shape[0] if len(shape) > 1 else 0
         columns = count // rows if rows else 0
         if rows and rank * (rows + columns) < count:
-            found.append(Matrix(start, rows, columns, rank))
+            matrices.append(Matrix(start, rows, columns, rank))
         start += count
-    return found
+    return matrices
 
 
 def _values(kept: int, width: int, inner: RowFormat | None) -> int:

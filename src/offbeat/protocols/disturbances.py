@@ -1,4 +1,4 @@
-"""Faults that one can ask for, as sentences: who is to be disturbed, how, and when.
+"""Injected faults, written as sentences: which process is disturbed, how, and when.
 
     worker 1: pause 200ms every 1s
     any worker: pause 200ms with probability 0.15
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from offbeat.errors import UsageError
@@ -26,7 +27,7 @@ from offbeat.limits import SECONDS
 from offbeat.protocols.partition import mixed
 
 ROLES = ("worker", "server")
-"""Who can be disturbed."""
+"""Roles that can be disturbed."""
 FORMS = (
     "worker 1: pause 200ms every 1s",
     "any worker: pause 200ms with probability 0.15",
@@ -45,45 +46,39 @@ _DURATION = re.compile(r"([0-9]*\.?[0-9]+)(us|ms|s)")
 # -- what can be asked for -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class AtStep:
-    """Once, when so many steps are finished and the next begins."""
+class AtStep(Struct, frozen=True):
+    """Once, when `step` steps are finished and the next begins."""
 
     step: int
 
 
-@dataclass(frozen=True)
-class Every:
+class Every(Struct, frozen=True):
     """Again and again, by the clock; the period contains the pause."""
 
     seconds: float
 
 
-@dataclass(frozen=True)
-class Chance:
+class Chance(Struct, frozen=True):
     """In each step independently, with this probability."""
 
     probability: float
 
 
-@dataclass(frozen=True)
-class KillFault:
+class KillFault(Struct, frozen=True):
     """The process ends at once, by SIGKILL."""
 
     when: AtStep
 
 
-@dataclass(frozen=True)
-class Pause:
+class Pause(Struct, frozen=True):
     """The process does nothing for some seconds: SIGSTOP, then SIGCONT."""
 
     seconds: float
     when: AtStep | Every | Chance
 
 
-@dataclass(frozen=True)
-class PaceFault:
-    """Every step takes at least so many seconds, as if computing took longer."""
+class PaceFault(Struct, frozen=True):
+    """Every step takes at least `seconds`, as if computing took longer."""
 
     seconds: float
 
@@ -91,26 +86,25 @@ class PaceFault:
 Action = KillFault | Pause | PaceFault
 
 
-@dataclass(frozen=True)
-class Disturbance:
-    """One sentence, understood."""
+class Disturbance(Struct, frozen=True):
+    """One parsed sentence."""
 
     text: str
-    """As it was said."""
+    """The sentence as written."""
     role: str
-    """Whom it is about: worker or server."""
+    """worker or server."""
     rank: int | None
-    """Which of them; None: each."""
+    """Which of them; None: all."""
     action: Action
     """What happens to it."""
 
     def concerns(self, role: str, rank: int) -> bool:
-        """Whether it is about this process."""
+        """Whether it applies to this process."""
         return self.role == role and self.rank in (None, rank)
 
 
 def check(disturbances: Sequence[Disturbance], cast: Mapping[str, int]) -> None:
-    """Refuse what is about processes that the run will not have; `cast` says how many there are of each role."""
+    """Refuse faults of processes that the run will not have; `cast` has the number of each role."""
     for one in disturbances:
         count = cast.get(one.role, 0)
         if count == 0:
@@ -124,9 +118,9 @@ def check(disturbances: Sequence[Disturbance], cast: Mapping[str, int]) -> None:
 
 
 def asked(disturbances: Sequence[Disturbance], cast: Mapping[str, int]) -> int:
-    """How many orders these are: a sentence counts once for each process that it is about.
+    """Number of requested faults: a sentence counts once for each process that it applies to.
 
-    So all one-time faults have happened when as many have fired as were asked for.
+    So all one-time faults have happened when this many have fired.
     """
     return sum(1 if one.rank is not None else cast.get(one.role, 0) for one in disturbances)
 
@@ -136,7 +130,7 @@ def asked(disturbances: Sequence[Disturbance], cast: Mapping[str, int]) -> int:
 
 @dataclass
 class FaultPlan:
-    """All that is to happen to one process."""
+    """All faults of one process."""
 
     disturbances: Sequence[Disturbance]
     """All sentences of the run, in their order: a sentence is known by its number."""
@@ -152,7 +146,7 @@ class FaultPlan:
         self._mine = [(number, one.action) for number, one in numbered if one.concerns(self.role, self.rank)]
 
     def __bool__(self) -> bool:
-        """Whether anything will ever happen to it."""
+        """Whether it has any faults."""
         return bool(self._mine)
 
     def at(self, step: int) -> list[tuple[int, KillFault | Pause]]:
@@ -184,7 +178,7 @@ class FaultPlan:
 
     @property
     def pauses(self) -> bool:
-        """Whether the process will be paused, so that somebody must continue it."""
+        """Whether the process will be paused, so that another must continue it."""
         return any(isinstance(action, Pause) for _, action in self._mine)
 
     def _strikes(self, number: int, when: AtStep | Every | Chance, step: int) -> bool:
@@ -209,13 +203,11 @@ def chances(seed: int, role: str, rank: int, number: int, block: int) -> NDArray
 
 
 def parse(text: str) -> Disturbance:
-    """Understand one sentence; what is wrong is said with the word that is."""
+    """Parse one sentence; an error names the offending word."""
     return _Sentence(text).read()
 
 
 class _Sentence:
-    """Reads one sentence, word by word."""
-
     def __init__(self, text: str) -> None:
         self._text = text
         spaced = re.sub(r"([0-9])\s+(us|ms|s)\b", r"\1\2", text.lower().replace(":", " : "))

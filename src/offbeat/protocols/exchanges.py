@@ -1,8 +1,7 @@
 """What workers exchange, as the description by which it is executed, counted and predicted.
 
-Whoever executes a collective makes an `Exchanged` of it: what is achieved, by which algorithm, with how many bytes. Its
-schedule says what each rank sends, and how long it takes on a network. So `bytes_sent` and the predicted step cannot
-differ from what ran.
+An executed collective is described by an `Exchanged`: the operation, the algorithm, the bytes. Its schedule says what
+each rank sends, and how long it takes on a network. So `bytes_sent` and the predicted step cannot differ from what ran.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from offbeat.protocols.schedule import Layout, Schedule, View
 from offbeat.protocols.stepping import Part
 
 SMALL_GRADIENT = 1 << 14
-"""Elements up to which gradients are packed together."""
+"""Gradients of up to this many elements are packed together."""
 
 Row = tuple[float, ...]
 Matrix = tuple[Row, ...]
@@ -31,41 +30,40 @@ class Exchanged(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     what: Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "mix", "tell"]
     by: str
-    """The algorithm; between neighbours, which of the matrices."""
+    """The algorithm; between neighbours, the number of the matrix."""
     nbytes: int
-    """Bytes of each worker's row; of an all-gather, of what each worker brings."""
+    """Bytes of each worker's row; of an all-gather, of each worker's block."""
     itemsize: int = 1
-    """Bytes of an element: rows are cut between elements."""
+    """Bytes of an element: rows are split between elements."""
     root: int = 0
-    """Whose row a broadcast hands to the others."""
+    """The rank whose row is broadcast."""
 
     def part(self, size: int, matrices: Sequence[Matrix] = ()) -> Part:
-        """The schedule among so many workers, and its layout."""
-        # What each brings to an all-gather is a block of the whole.
+        """The schedule among `size` workers, and its layout."""
         whole = self.nbytes * size if self.what == "all_gather" else self.nbytes
         layout = Layout(whole // self.itemsize, self.itemsize, self.root)
         if self.what == "mix":
             return mix(np.asarray(matrices[int(self.by)])), layout
         if self.what == "tell":
             matrix = np.asarray(matrices[int(self.by)])
-            # A message of everybody, and one of each neighbour at whoever has most of them.
+            # The buffer of the rank with most neighbours: its own message, and one of each.
             longest = int((matrix != 0).sum(axis=1).max()) + 1
             return tell(matrix, np.full(size, self.nbytes)), Layout(longest * self.nbytes, 1)
         return algorithm(Collective(self.what), self.by).schedule, layout
 
 
 def sum_in_memory(nbytes: int, itemsize: int, own_blocks: bool = False) -> Exchanged:
-    """A sum of rows where they lie in shared memory; or only of each worker's own block of them."""
+    """An in-place sum of rows in shared memory; or only of each worker's own block of them."""
     if own_blocks:
         return Exchanged(what="reduce_scatter", by="one_shot", nbytes=nbytes, itemsize=itemsize)
     return Exchanged(what="all_reduce", by="two_shot", nbytes=nbytes, itemsize=itemsize)
 
 
 class GradientShape(NamedTuple):
-    """What is to be known of a gradient to say how it is summed."""
+    """The properties of a gradient that decide how it is summed."""
 
     kind: Hashable
-    """Gradients of one kind can lie in one row."""
+    """Gradients of one kind can share a row."""
     length: int
     itemsize: int
 
@@ -74,20 +72,20 @@ class SumsInMemory(NamedTuple):
     """How the gradients of a step are summed by workers that share memory."""
 
     packed: tuple[tuple[int, ...], ...]
-    """Small ones, by their numbers: side by side in a row for each kind."""
+    """Indices of small ones: side by side in a row for each kind."""
     in_place: tuple[tuple[int, ...], ...]
-    """Large ones: where they lie, those of a kind together."""
+    """Indices of large ones: summed in place, those of a kind together."""
     exchanges: tuple[Exchanged, ...]
-    """What that is, in the same order."""
+    """The exchanges, in the same order."""
 
 
 def sums_in_memory(gradients: Sequence[GradientShape], by: Callable[[int], str], own_blocks: bool) -> SumsInMemory:
-    """Plan the sums of these gradients; `by` says which algorithm sums a row of so many bytes."""
-    found: dict[tuple[bool, Hashable], list[int]] = {}
+    """Plan the sums of these gradients; `by` names the algorithm for a row of that many bytes."""
+    groups: dict[tuple[bool, Hashable], list[int]] = {}
     for number, gradient in enumerate(gradients):
-        found.setdefault((gradient.length > SMALL_GRADIENT, gradient.kind), []).append(number)
-    packed = [tuple(members) for (large, _), members in found.items() if not large]
-    in_place = [tuple(members) for (large, _), members in found.items() if large]
+        groups.setdefault((gradient.length > SMALL_GRADIENT, gradient.kind), []).append(number)
+    packed = [tuple(members) for (large, _), members in groups.items() if not large]
+    in_place = [tuple(members) for (large, _), members in groups.items() if large]
     exchanges: list[Exchanged] = []
     for members in (*packed, *in_place):
         itemsize = gradients[members[0]].itemsize

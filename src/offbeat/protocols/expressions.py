@@ -1,9 +1,8 @@
 """Text such as `server(shards=2) + topk(0.01)`: sums of calls, read off Python's own syntax tree, never evaluated.
 
-Strategies are written so, and so are stragglers, rules of consistency and ways to divide data. People's own classes are
-written by where they are defined (`mine.py:Push(0.5)`), which Python cannot parse. So each such reference is
-overwritten by underscores, as many as it has characters, before the text is parsed: positions stay true, and a
-reference is known again by where it stands.
+Strategies, stragglers, consistency rules and ways to divide data are written so. User-defined classes are written by
+where they are defined (`mine.py:Push(0.5)`), which Python cannot parse. So each such reference is overwritten by as
+many underscores before the text is parsed: positions stay true, and a reference is recognized by its position.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 from offbeat.errors import StrategyError, UsageError
 
@@ -37,9 +37,8 @@ _REFERENCE: Final = re.compile(
 _FOREIGN: Final = re.compile(r"[^ -~]|[#\\]")
 
 
-@dataclass(frozen=True)
-class ClassReference:
-    """A class of people's own: where it is defined and what it is called."""
+class ClassReference(Struct, frozen=True):
+    """A user-defined class: where it is defined, and its name."""
 
     source: str
     """A file, or a dotted module."""
@@ -47,34 +46,33 @@ class ClassReference:
     """The class's name."""
 
 
-@dataclass(frozen=True)
-class ParsedText:
+class ParsedText(Struct, frozen=True):
     """A text, parsed."""
 
     text: str
-    """As it was given, on one line."""
+    """As written, on one line."""
     body: ast.expr
     """What Python's parser made of it."""
     references: Mapping[int, ClassReference]
-    """People's own classes, by the column they start at."""
+    """User-defined classes, by the column they start at."""
     noun: str
-    """What it is the text of."""
+    """What the text describes."""
     failure: type[UsageError]
-    """What is raised where it is wrong."""
+    """The error to raise where it is wrong."""
 
     def reference_at(self, node: ast.expr) -> ClassReference | None:
-        """The class of people's own that stands here, if there is one."""
+        """The user-defined class at this node, if any."""
         return self.references.get(node.col_offset)
 
     def terms(self) -> list[ast.expr]:
-        """What it is the sum of, from left to right."""
-        found: list[ast.expr] = []
+        """The terms of the sum, from left to right."""
+        terms: list[ast.expr] = []
         node = self.body
         # A long sum is a deep tree, so it is not walked by recursion.
         while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            found.append(node.right)
+            terms.append(node.right)
             node = node.left
-        return [node, *reversed(found)]
+        return [node, *reversed(terms)]
 
     def constant(self, node: ast.expr) -> bool | float | None:
         """A number, True, False or None."""
@@ -101,7 +99,7 @@ class ParsedText:
         return self.failure(_pointed(self.text, *_span(node), self.noun, message))
 
     def refused(self, node: ast.AST, hint: str = "") -> UsageError:
-        """The error for a node that may not stand in such a text at all."""
+        """The error for a node that is not allowed in such a text."""
         return self.error(node, f"{self.piece(node)} cannot stand in a {self.noun}: {RULE}.{hint}")
 
 
@@ -111,7 +109,7 @@ def read(
     failure: type[UsageError] = StrategyError,
     example: str = "`allreduce` or `ddp + accumulate(4)`",
 ) -> ParsedText:
-    """Parse a text; whatever cannot be parsed is an error of the kind asked for."""
+    """Parse a text; raises `failure` if that is impossible."""
     if len(text) > LONGEST:
         raise failure(f"A {noun} of {len(text):,} characters is too long to be one; {LONGEST:,} are allowed.")
     text = re.sub(r"\s", " ", text).strip()
@@ -127,7 +125,7 @@ def read(
 
 
 Value = int | float | str
-"""What may stand in the brackets of a plain call: a number, or a name."""
+"""An argument of a plain call: a number, or a name."""
 
 
 def calls(text: str, noun: str, example: str) -> list[tuple[str, tuple[Value, ...]]]:
@@ -157,11 +155,11 @@ def _value(source: ParsedText, node: ast.expr) -> Value:
 
 
 Wrong = Callable[[int, int, str], UsageError]
-"""Makes the error that says what is wrong with a range of the text."""
+"""Makes the error about a range of the text."""
 
 
 def _pointed(text: str, start: int, stop: int, noun: str, message: str) -> str:
-    """A message with the text below it, and carets under the piece that is meant."""
+    """A message with the text below it, and carets under the offending piece."""
     left = max(0, start - 40)
     # Control characters would move the carets, and some cannot be printed at all.
     window = "".join(c if c.isprintable() else "?" for c in text[left : left + 100])

@@ -1,9 +1,9 @@
 """The second shape of a protocol: a machine, for what is decided as it happens.
 
-A machine does no I/O, reads no clock and draws no random numbers of its own. It is told what happened (`Event`) and
-when, and answers what is to be done (`Effect`), in order. Payloads are opaque to it: it passes handles on. So the same
-text is driven by real sockets and clocks (`runtime.messages.drive`) and in virtual time with delays, losses, kills,
-pauses and partitions (`simulate.machines`).
+A machine does no I/O, reads no clock and draws no unseeded random numbers. It is told what happened (`Event`) and when,
+and answers what to do (`Effect`), in order. Payloads are opaque handles. So the same text is driven by real sockets and
+clocks (`runtime.messages.drive`) and in virtual time with delays, losses, kills, pauses and partitions
+(`simulate.machines`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 Name = str
-"""Who takes part: `worker 3`, `server 1.0` (shard 1, replica 0), `coordinator`."""
+"""A participant: `worker 3`, `server 1.0` (shard 1, replica 0), `coordinator`."""
 
 
 class Payload(Struct, frozen=True):
-    """Numbers that travel with a message. Machines see how many bytes they are, and pass the handle on."""
+    """Numbers that travel with a message. Machines see only their size, and pass the handle on."""
 
     nbytes: int
     handle: Any = None
@@ -37,20 +37,20 @@ class Received(Struct, frozen=True):
 
 
 class Timer(Struct, frozen=True):
-    """A time that was asked for by `SetTimer` has come."""
+    """A timer set by `SetTimer` has expired."""
 
     token: Any
 
 
 class Done(Struct, frozen=True):
-    """Work that was begun by `Start` is finished."""
+    """Work begun by `Start` is finished."""
 
     token: Any
     result: Any = None
 
 
 class Ended(Struct, frozen=True):
-    """Whoever started this process has seen it end: no guess, unlike silence."""
+    """A process has ended, as its parent saw: not a guess, unlike silence."""
 
     name: Name
 
@@ -67,7 +67,7 @@ class Send(Struct, frozen=True):
 
 
 class SetTimer(Struct, frozen=True):
-    """Tell me after so many seconds. Setting the same token again replaces the earlier time."""
+    """Send a `Timer` after this many seconds. Setting the same token again replaces the earlier timer."""
 
     after: float
     token: Any
@@ -84,22 +84,22 @@ Effect = Send | SetTimer | Start
 
 
 class Machine(Protocol):
-    """A protocol as one of those who take part in it lives it."""
+    """A protocol from the view of one participant."""
 
     name: Name
 
     def begin(self, now: float) -> Sequence[Effect]:
-        """What is to be done before anything has happened."""
+        """Effects before anything has happened."""
         ...
 
     def on(self, event: Event, now: float) -> Sequence[Effect]:
-        """What is to be done about this."""
+        """Effects of an event."""
         ...
 
 
 @dataclass(slots=True)
 class Effects:
-    """Collects what is to be done; a convenience for machines."""
+    """Collects effects; a convenience for machines."""
 
     done: list[Effect] = field(default_factory=list[Effect])
 
@@ -112,5 +112,5 @@ class Effects:
         self.done.append(Start(work, token))
 
     def timer(self, after: float, token: Any) -> None:
-        """Ask for a time."""
+        """Set a timer."""
         self.done.append(SetTimer(after, token))

@@ -1,6 +1,6 @@
-"""Who gets which examples: the order of an epoch, and its division into parts.
+"""Which worker gets which examples: the order of an epoch, and its division into parts.
 
-All of it is arithmetic on indices, so that every worker computes the same division alone, without a message.
+All of it is arithmetic on indices, so that every worker computes the same division without a message.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Item = TypeVar("Item")
 
 
 def mixed(*numbers: int) -> int:
-    """One seed out of several numbers; nearby inputs give unrelated seeds."""
+    """One seed from several numbers; nearby inputs give unrelated seeds."""
     # Two words each, and how many: SeedSequence itself takes (1,), (1, 0) and (1, 0, 0) for the same.
     words = [word for n in numbers for word in divmod(n % 2**64, 2**32)]
     words = np.random.SeedSequence([len(numbers), *words]).generate_state(2, np.uint32)
@@ -26,18 +26,18 @@ def mixed(*numbers: int) -> int:
 
 
 def share(count: int, rank: int, size: int) -> tuple[int, int]:
-    """The range `[start, stop)` of `count` things that falls to `rank`; ranges differ in length by at most one."""
+    """The range `[start, stop)` of `count` things for `rank`; ranges differ in length by at most one."""
     return count * rank // size, count * (rank + 1) // size
 
 
 def mine(batch: Sequence[Item], rank: int, size: int) -> Sequence[Item]:
-    """The slice of a global batch that falls to `rank`; together the slices are the batch, in its order."""
+    """The slice of a global batch for `rank`; together the slices are the batch, in order."""
     start, stop = share(len(batch), rank, size)
     return batch[start:stop]
 
 
 def order(count: int, seed: int, epoch: int) -> Indices:
-    """The order in which the examples of an epoch are seen: a permutation fixed by seed and epoch alone."""
+    """The order of an epoch's examples: a permutation fixed by seed and epoch alone."""
     return np.random.default_rng(mixed(seed, epoch)).permutation(count).astype(np.int64)
 
 
@@ -59,22 +59,19 @@ def dirichlet(labels: Sequence[int] | NDArray[np.int64], size: int, alpha: float
         cuts = (np.cumsum(random.dirichlet(np.full(size, alpha)))[:-1] * len(members)).round().astype(int)
         for part, piece in zip(parts, np.split(members, cuts), strict=True):
             part.append(piece)
-    return _none_empty([np.sort(np.concatenate(part)) if part else np.empty(0, np.int64) for part in parts])
-
-
-def _none_empty(parts: list[Indices]) -> list[Indices]:
-    for empty in [i for i, part in enumerate(parts) if len(part) == 0]:
-        largest = max(range(len(parts)), key=lambda i: len(parts[i]))
-        if len(parts[largest]) > 1:
-            parts[empty], parts[largest] = parts[largest][-1:], parts[largest][:-1]
-    return parts
+    joined = [np.sort(np.concatenate(part)) if part else np.empty(0, np.int64) for part in parts]
+    for empty in [i for i, part in enumerate(joined) if len(part) == 0]:
+        largest = max(range(size), key=lambda i: len(joined[i]))
+        if len(joined[largest]) > 1:
+            joined[empty], joined[largest] = joined[largest][-1:], joined[largest][:-1]
+    return joined
 
 
 def batches_of_parts(parts: Sequence[Indices], global_batch: int, seed: int, epoch: int) -> Iterator[list[Indices]]:
     """Global batches drawn from uneven parts, each as one slice per worker.
 
-    Every worker goes through its own part, shuffled, in as many slices as there are global batches, so that all
-    end together and no example is lost; a slice may be empty where a part is small.
+    Every worker goes through its own shuffled part in as many slices as there are global batches, so that all end
+    together and no example is lost; a slice may be empty if a part is small.
     """
     total = sum(len(part) for part in parts)
     steps = -(-total // global_batch)

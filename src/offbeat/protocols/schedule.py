@@ -1,4 +1,4 @@
-"""What is known beforehand, as data: who takes part, what lies where, and rounds that describe all ranks at once.
+"""The first shape of a protocol: a schedule, for what is known beforehand, as rounds that describe all ranks at once.
 
 A schedule is a sequence of rounds. Every rank has one buffer of `layout.count` elements, which holds its contribution
 at first and the result in the end, and an inbox for what has reached it and is not yet used.
@@ -68,14 +68,14 @@ class Member:
     """One rank of a view."""
 
     name: int
-    """Who it is outside of this view, such as its global rank."""
+    """Its identity outside of this view, such as its global rank."""
     host: int = 0
     """Which host it lives on; ranks of one host share memory."""
 
 
 @dataclass(frozen=True)
 class View:
-    """Who takes part, in this epoch of membership, and where. A rank is a position in `members`."""
+    """The members in this membership epoch, and their hosts. A rank is a position in `members`."""
 
     members: tuple[Member, ...]
     epoch: int = 0
@@ -97,7 +97,7 @@ class View:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return len(self.members)
 
     @property
@@ -154,7 +154,7 @@ class Round:
 
 
 Schedule = Callable[[View, Layout], Iterator[Round]]
-"""The protocol itself: given who and what, the rounds."""
+"""The protocol itself: the rounds for a view and a layout."""
 
 
 def entries(
@@ -166,9 +166,9 @@ def entries(
     after: tuple[int, ...],
     place: ArrayLike | None = None,
 ) -> Round:
-    """A round from arrays or single numbers, which are stretched to the same length; empty ranges are left out."""
-    given: list[Any] = [source, target, start, stop, start if place is None else place]
-    arrays = np.broadcast_arrays(*(np.atleast_1d(np.asarray(value, dtype=np.int64)) for value in given))
+    """A round from arrays or single numbers, broadcast to the same length; empty ranges are omitted."""
+    columns: list[Any] = [source, target, start, stop, start if place is None else place]
+    arrays = np.broadcast_arrays(*(np.atleast_1d(np.asarray(value, dtype=np.int64)) for value in columns))
     kept = arrays[3] > arrays[2]
     if kept.all():
         return Round(op, *arrays, after=after)

@@ -1,10 +1,9 @@
-"""The same protocols in virtual time: when is each rank done, which algorithm is best where, and what a link costs."""
+"""The same protocols in virtual time: when each rank is done, which algorithm is best where, and what a link costs."""
 
 from offbeat.simulate.algorithm_ranking import Comparison, Crossover, compare_collectives
-from offbeat.simulate.compressed import compressed_sum_time
 from offbeat.simulate.fit import CostTerms, Regimes, cost_of, fit_link, fit_regimes
-from offbeat.simulate.local_steps import gossip_step_time, local_step_time
 from offbeat.simulate.network import Link, Network, Ports
+from offbeat.simulate.predicted_step import compressed_sum_time, gossip_step_time, local_step_time
 from offbeat.simulate.schedules import Trace, finish_times, trace
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Which algorithm of a collective is the fastest, at which size, on a network that need not exist."""
+"""Which algorithm of a collective is the fastest at which size, on a simulated network."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from offbeat.simulate.network import Network
 from offbeat.statistics import JsonData
 
 TIE = 1e-9
-"""Times that differ by less, relatively, are equal; the algorithm that is listed first then counts as the best."""
+"""Times that differ by less, relatively, are equal; the algorithm listed first is then the best."""
 STEPS = 400
-"""Sizes between the smallest and the largest at which the best is looked up before changes are narrowed down."""
+"""Sizes at which the best is looked up before crossovers are narrowed down."""
 ITEMSIZE = 4
 
 
@@ -35,19 +35,19 @@ class Crossover:
 
 @dataclass(frozen=True)
 class Comparison(JsonData):
-    """Times of all algorithms of a collective by size, and who wins where."""
+    """Times of all algorithms of a collective by size, and the fastest at each."""
 
     collective: Collective
     ranks: int
     hosts: int
     sizes: tuple[int, ...]
-    """Bytes of a rank's buffer: of the whole result, also where each rank brings a block of it."""
+    """Bytes of a rank's buffer: of the whole result, even if each rank contributes only a block."""
     seconds: Mapping[str, tuple[float, ...]]
-    """By algorithm, a time for each size: until the last rank is done, all having arrived together."""
+    """By algorithm, a time for each size: until the last rank is done, if all arrive together."""
     crossovers: tuple[Crossover, ...]
     """Between the smallest and the largest size, in order."""
     left_out: Mapping[str, str]
-    """Algorithms that cannot be used here, and why."""
+    """Algorithms that cannot be used here, with the reason."""
 
     def best(self, column: int) -> str:
         """The fastest algorithm at the size in a column."""
@@ -67,15 +67,15 @@ def compare_collectives(
     collective: Collective = Collective.ALL_REDUCE,
     say: Callable[[str], None] | None = None,
 ) -> Comparison:
-    """Simulate every algorithm of a collective; `hosts` gives each rank's host, by default one of its own.
+    """Simulate every algorithm of a collective; `hosts` gives each rank's host, by default its own.
 
-    `say` is told the name of each algorithm before it is simulated.
+    `say` is called with the name of each algorithm before it is simulated.
     """
     if ranks < 1 or not sizes or min(sizes) < 1:
         raise UsageError(f"{ranks} ranks and sizes {list(sizes)}: give at least one rank, and sizes of 1 byte or more.")
     view = View.of(ranks, range(ranks) if hosts is None else hosts)
     # A barrier moves one element however large the buffer is.
-    asked = (ITEMSIZE,) if collective is Collective.BARRIER else tuple(sorted(set(sizes)))
+    chosen = (ITEMSIZE,) if collective is Collective.BARRIER else tuple(sorted(set(sizes)))
     curves: dict[str, Curve] = {}
     left_out: dict[str, str] = {}
     for algorithm in ALGORITHMS[collective].values():
@@ -84,16 +84,16 @@ def compare_collectives(
         reason = _obstacle(algorithm, view)
         if reason is None:
             simulated = played if algorithm.pieced else curve
-            curves[algorithm.name] = simulated(algorithm.schedule, view, network, asked, ITEMSIZE)
+            curves[algorithm.name] = simulated(algorithm.schedule, view, network, chosen, ITEMSIZE)
         else:
             left_out[algorithm.name] = reason
-    seconds = {name: tuple(float(time) for time in one(asked)) for name, one in curves.items()}
+    seconds = {name: tuple(float(time) for time in times(chosen)) for name, times in curves.items()}
     count = len(set(view.hosts.tolist()))
-    return Comparison(collective, ranks, count, asked, seconds, _crossovers(curves, asked[0], asked[-1]), left_out)
+    return Comparison(collective, ranks, count, chosen, seconds, _crossovers(curves, chosen[0], chosen[-1]), left_out)
 
 
 def _obstacle(algorithm: Algorithm, view: View) -> str | None:
-    """Why an algorithm cannot be used in a view: what its schedule says when it is asked for the first round."""
+    """Why an algorithm cannot be used in a view: the error of its first round."""
     if algorithm.pieced and len(set(view.hosts.tolist())) == view.size > 1:
         return "every rank is alone on its host, so no memory is shared: it is a ring"
     try:
@@ -109,7 +109,7 @@ def _best(times: Mapping[str, float]) -> str:
 
 
 def _crossovers(curves: Mapping[str, Curve], low: int, high: int) -> tuple[Crossover, ...]:
-    """Where the best changes: looked up at many sizes, and narrowed down to the byte between two that differ."""
+    """Where the best changes: looked up at many sizes, and narrowed down to the byte."""
     names = list(curves)
     if not names:
         return ()
@@ -119,11 +119,11 @@ def _crossovers(curves: Mapping[str, Curve], low: int, high: int) -> tuple[Cross
         return [names[first] for first in np.argmax(table <= table.min(axis=0) * (1 + TIE), axis=0)]
 
     sizes = np.unique(np.geomspace(low, high, STEPS).round().astype(np.int64))
-    found: list[Crossover] = []
+    crossovers: list[Crossover] = []
     best = winners(sizes)
     for left, right, before, after in zip(sizes, sizes[1:], best, best[1:], strict=False):
-        found += _narrowed(winners, int(left), int(right), before, after)
-    return tuple(found)
+        crossovers += _narrowed(winners, int(left), int(right), before, after)
+    return tuple(crossovers)
 
 
 def _narrowed(

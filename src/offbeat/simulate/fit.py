@@ -1,10 +1,10 @@
 """What links cost, from measured times: alpha, beta, gamma and copy by least squares, none of them negative.
 
-A schedule's time, all ranks arriving together, is close to `alpha * hops + beta * moved + gamma * reduced + copy *
-copied`, and what stands beside the costs is read off the schedule itself. Errors count relative to the measured time,
-so that small sizes weigh as much as large ones. Of one schedule, everything but the hops grows in proportion to the
-size, and only the sum of its parts can be found: it is then all called beta, which predicts that schedule as well.
-Times of several schedules together tell the parts apart.
+A schedule's time, if all ranks arrive together, is close to `alpha * hops + beta * moved + gamma * reduced + copy *
+copied`, and these factors are read off the schedule itself. Errors count relative to the measured time, so that small
+sizes weigh as much as large ones. For one schedule, everything but the hops is proportional to the size, so only the
+sum of the costs is known: it is then all called beta, which predicts that schedule as well. Times of several schedules
+together tell the costs apart.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from offbeat.statistics import not_negative
 
 
 class CostTerms(NamedTuple):
-    """What stands beside alpha, beta, gamma and copy in a schedule's time."""
+    """The factors of alpha, beta, gamma and copy in a schedule's time."""
 
     hops: float
     """Transfers one after the other."""
@@ -37,7 +37,7 @@ class CostTerms(NamedTuple):
 
 
 def cost_of(schedule: Schedule, view: View, layout: Layout) -> CostTerms:
-    """What a schedule costs: its time where only latency, only moving, only reducing, or only copying takes any."""
+    """A schedule's time if only latency, only moving, only reducing, or only copying took time."""
     units = (Link(1, 0), Link(0, 1), Link(0, 0, 1), Link(0, 0, 0, 1))
     times = (finish_times(schedule(view, layout), view, layout, Network.uniform(unit)) for unit in units)
     return CostTerms(*(float(each.max()) for each in times))
@@ -45,7 +45,7 @@ def cost_of(schedule: Schedule, view: View, layout: Layout) -> CostTerms:
 
 @dataclass(frozen=True)
 class Regimes:
-    """A link whose bytes cost more or less beyond certain working sets, as where a cache ends."""
+    """A link whose cost per byte changes at certain working sets, such as the size of a cache."""
 
     alpha: float
     betas: tuple[float, ...]
@@ -55,15 +55,15 @@ class Regimes:
     knots: tuple[int, ...] = ()
     """Working sets, in bytes of a rank's buffer, at which the cost per byte changes."""
     call: float = 0.0
-    """Seconds that any call takes, however many hops there are: what the program does around it."""
+    """Seconds of any call, however many hops there are: overhead of the program around it."""
 
     def link(self, size: int) -> Link:
-        """The link as data of this size sees it: with the mean cost of its bytes."""
+        """The link for data of this size: with the mean cost of its bytes."""
         return Link(self.alpha, float(np.dot(_shares(size, self.knots), self.betas)), self.gamma, self.copy)
 
 
 def fit_link(sizes: Sequence[int], seconds: Sequence[float], costs: Sequence[CostTerms]) -> Link:
-    """The link under which schedules of these costs would take these times, as nearly as can be."""
+    """The link that best explains these times of schedules with these costs."""
     return fit_regimes(sizes, seconds, costs).link(max(sizes, default=1))
 
 
@@ -76,8 +76,8 @@ def fit_regimes(
 ) -> Regimes:
     """The same, with another cost per byte beyond each knot; with one knot, three sizes are met exactly.
 
-    With `calls`, what does not grow with the size is put down to the call rather than to its hops, if either would do:
-    inside a host a signal takes far less than what a program does around it.
+    With `calls`, constant time counts as the call's rather than its hops', if either would do: inside a host a signal
+    takes far less than the program around it.
     """
     if not len(sizes) == len(seconds) == len(costs) or not sizes:
         raise UsageError(
@@ -92,13 +92,13 @@ def fit_regimes(
     columns = np.column_stack([called, table[:, 0], shares * table[:, 1:2], table[:, 2:]])
     weights = 1 / np.asarray(seconds, dtype=np.float64)
     weighted = columns * weights[:, np.newaxis]
-    found = _hops_only_if_nearer(weighted) if calls else not_negative(weighted)
-    call, alpha, *betas, gamma, copy = (float(value) for value in found)
+    best = _hops_only_if_nearer(weighted) if calls else not_negative(weighted)
+    call, alpha, *betas, gamma, copy = (float(value) for value in best)
     return Regimes(alpha, tuple(betas), gamma, copy, knots, call)
 
 
 def _hops_only_if_nearer(columns: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The best fit; of equally good ones, one that puts nothing down to hops, the second column."""
+    """The best fit; of equally good ones, one with no cost of hops, the second column."""
     without = columns.copy()
     without[:, 1] = 0.0
     simpler, best = not_negative(without), not_negative(columns)
@@ -107,6 +107,6 @@ def _hops_only_if_nearer(columns: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _shares(size: int, knots: Sequence[int]) -> NDArray[np.float64]:
-    """Which share of a working set lies in each regime."""
+    """The share of a working set in each regime."""
     edges = np.clip([0, *knots, size], 0, size)
     return np.diff(edges) / size

@@ -1,13 +1,13 @@
-"""How far more workers carry: Amdahl's and Gunther's laws, and fits of both to measured rates, with intervals.
+"""Scaling laws: Amdahl's and Gunther's, and fits of both to measured rates, with intervals.
 
-Work per second on p workers is X(p) = X(1) S(p). Both laws are one line in another guise: p/S(p) = 1 + sigma (p - 1) +
-kappa p (p - 1), where Amdahl has kappa = 0 and sigma = 1 - f. So a fit is linear least squares over what cannot be
-negative, with errors relative to what was measured, and what one worker does is fitted along with the rest.
+Work per second on p workers is X(p) = X(1) S(p). Both laws are p/S(p) = 1 + sigma (p - 1) + kappa p (p - 1), where
+Amdahl has kappa = 0 and sigma = 1 - f. So a fit is non-negative linear least squares, with errors relative to the
+measured rates, and the rate of one worker is fitted along with the rest.
 
-An interval holds every value with which the law, its other parameters chosen as well as can be, misses the measured
-rates by not much more than it must: the sum of squares may grow by the factor 1 + t^2/(n - k), t from Student's
-distribution for n rates and k parameters. The values that a law allows together form a convex set, because what is
-asked of them is that a vector that is linear in them stays within an angle of another; so bounds can be bracketed.
+An interval holds every value with which the law, its other parameters chosen optimally, fits not much worse than the
+best: the sum of squares may grow by the factor 1 + t^2/(n - k), t from Student's distribution for n rates and k
+parameters. The allowed values form a convex set, because the condition is that a vector linear in them stays within an
+angle of another; so bounds can be bracketed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from offbeat.errors import UsageError
 from offbeat.statistics import CONFIDENCE, Estimate, Floats, JsonData, furthest, not_negative, student
 
 _GRID = 81
-"""Values of each parameter that are tried for what follows from both."""
+"""Values of each parameter on the grid of allowed pairs."""
 _FLAT = 1e-12
-"""A sum of squares that only rounding has left."""
+"""A sum of squares that is only rounding."""
 
 
 def amdahl(p: ArrayLike, f: float) -> Floats:
@@ -46,7 +46,7 @@ def amdahl_limit(f: float) -> float:
 
 
 def amdahl_half(f: float) -> float:
-    """How many workers give half of that: the half-performance point."""
+    """The half-performance point: how many workers give half of that."""
     return math.inf if f >= 1 else f / (1 - f)
 
 
@@ -62,7 +62,7 @@ class Amdahl(JsonData):
     f: Estimate
     """The share of the work that can be divided."""
     scatter: float
-    """How far measured rates lie from the law, relative to it: the root of the mean square."""
+    """Root mean square of the measured rates' relative distance from the law."""
 
     @property
     def limit(self) -> Estimate:
@@ -75,7 +75,7 @@ class Amdahl(JsonData):
         return self.f.mapped(amdahl_half)
 
     def speedup(self, p: float) -> Estimate:
-        """What the law says of p workers."""
+        """Predicted speed-up on p workers."""
         return self.f.mapped(lambda f: float(amdahl(p, f)))
 
     def plain(self) -> dict[str, Any]:
@@ -88,13 +88,13 @@ class Gunther:
     """Gunther's law, fitted."""
 
     sigma: Estimate
-    """Contention: what is queued for."""
+    """Contention for shared resources."""
     kappa: Estimate
-    """Coherency: what every pair of workers costs."""
+    """Coherency: cost of every pair of workers."""
     scatter: float
-    """How far measured rates lie from the law, relative to it: the root of the mean square."""
+    """Root mean square of the measured rates' relative distance from the law."""
     allowed: Floats
-    """Pairs of sigma and kappa that the measured rates allow together, one a row; the best of all first."""
+    """Pairs of sigma and kappa that the measured rates allow, one per row; the best first."""
 
     @property
     def peak(self) -> Estimate:
@@ -107,7 +107,7 @@ class Gunther:
         return self._over(_at_peak)
 
     def speedup(self, p: float) -> Estimate:
-        """What the law says of p workers."""
+        """Predicted speed-up on p workers."""
         return self._over(lambda sigma, kappa: float(gunther(p, sigma, kappa)))
 
     def _over(self, figure: Callable[[float, float], float]) -> Estimate:
@@ -126,7 +126,7 @@ class Gunther:
 
 
 def fit_amdahl(workers: Sequence[int], rates: Sequence[float], confidence: float = CONFIDENCE) -> Amdahl:
-    """Amdahl's law by these rates: work per second, one entry for each run on so many workers, in any order."""
+    """Fit Amdahl's law to rates: work per second, one for each run on `workers` workers, in any order."""
     p, y = _measured(workers, rates, 2, "Amdahl's")
     best = not_negative(np.column_stack([y, y * p]))
     serial = float(best[1] / max(best.sum(), 1e-300))
@@ -142,7 +142,7 @@ def fit_amdahl(workers: Sequence[int], rates: Sequence[float], confidence: float
 
 
 def fit_gunther(workers: Sequence[int], rates: Sequence[float], confidence: float = CONFIDENCE) -> Gunther:
-    """Gunther's law by these rates: work per second, one entry for each run on so many workers, in any order."""
+    """Fit Gunther's law to rates: work per second, one for each run on `workers` workers, in any order."""
     p, y = _measured(workers, rates, 3, "Gunther's")
     pairs = p * (p - 1)
     best = not_negative(np.column_stack([y, y * p, y * pairs]))
@@ -165,7 +165,7 @@ def fit_gunther(workers: Sequence[int], rates: Sequence[float], confidence: floa
 
 
 def _measured(workers: Sequence[int], rates: Sequence[float], kinds: int, whose: str) -> tuple[Floats, Floats]:
-    """Numbers of workers, and each one's rate per worker, scaled to about 1."""
+    """Numbers of workers, and rates per worker, scaled to about 1."""
     if len(workers) != len(rates):
         raise UsageError(f"{len(workers)} numbers of workers and {len(rates)} rates: a fit needs one rate for each.")
     if not all(count >= 1 for count in workers) or not all(0 < rate < math.inf for rate in rates):
@@ -181,27 +181,26 @@ def _measured(workers: Sequence[int], rates: Sequence[float], kinds: int, whose:
 
 
 def _misses(columns: Floats) -> float:
-    """How far ones stay from the nearest mixture of columns without negative parts: the sum of squares."""
+    """Sum of squares between ones and their nearest non-negative combination of columns."""
     return float(np.square(columns @ not_negative(columns) - 1).sum())
 
 
 def _slack(freedom: int, confidence: float) -> float:
-    """By which factor the sum of squares may grow; without any freedom, nothing is known."""
+    """Factor by which the sum of squares may grow; infinite without degrees of freedom."""
     return math.inf if freedom < 1 else 1 + student(confidence, freedom) ** 2 / freedom
 
 
 def _allowed(
     p: Floats, y: Floats, enough: float, best: tuple[float, float], sigmas: list[float], kappas: list[float]
 ) -> Floats:
-    """The best pair, and of a grid over both intervals those that miss by little enough."""
+    """The best pair, and those on a grid over both intervals that fit well enough."""
     top = min(kappas[1], 1.0)
     sigma = np.linspace(sigmas[0], sigmas[1], _GRID)[:, np.newaxis, np.newaxis]
     kappa = np.linspace(kappas[0], top, _GRID)[np.newaxis, :, np.newaxis]
     rows = y * (1 + sigma * (p - 1) + kappa * p * (p - 1))
     missed = len(p) - rows.sum(axis=2) ** 2 / np.square(rows).sum(axis=2)
     chosen = np.argwhere(missed <= enough)
-    found = np.column_stack([sigma[chosen[:, 0], 0, 0], kappa[0, chosen[:, 1], 0]])
-    return np.concatenate([[best], found])
+    return np.concatenate([[best], np.column_stack([sigma[chosen[:, 0], 0, 0], kappa[0, chosen[:, 1], 0]])])
 
 
 def _at_peak(sigma: float, kappa: float) -> float:

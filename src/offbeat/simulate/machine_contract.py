@@ -1,7 +1,7 @@
-"""Machines of anybody's, put through random faults: what must never be is never, and when faults cease they get done.
+"""User-defined machines under random faults: the invariant always holds, and once faults cease they get done.
 
-A contract says who takes part, what must never be (`invariant`) and what must come about (`done`). All that happens in
-one run, faults included, follows from one seed, so that a failure can be looked at again.
+A contract gives the machines, what must always hold (`invariant`) and what must come about (`done`). Everything in one
+run, faults included, follows from one seed, so that a failure can be reproduced.
 """
 
 from __future__ import annotations
@@ -13,53 +13,54 @@ from functools import partial
 from random import Random
 from typing import Any, ClassVar, Final
 
+from msgspec import Struct
+
 from offbeat.errors import MachineError, UsageError, did_you_mean
 from offbeat.protocols.machine import Done, Ended, Machine, Name, Received, Timer
 from offbeat.simulate.machines import Fault, Happening, Kill, LossyNetwork, Partition, Sent, Simulation, Stop
 
 FAULTS: Final = ("delay", "reorder", "loss", "duplicate", "stop", "partition", "kill")
-"""What may happen: messages are slow, overtake each other, are lost or doubled; processes stop, are cut off, die."""
+"""Messages are slow, reordered, lost or duplicated; processes stop, are partitioned, are killed."""
 SHOWN: Final = 25
-"""Happenings that an error tells of."""
+"""Events that an error lists."""
 
 
 class MachineContract:
-    """What must hold of machines that are run together; subclass it, and give it to `offbeat check`."""
+    """What must hold for machines that run together; subclass it, and give it to `offbeat check`."""
 
     survives: ClassVar[Sequence[str]] = FAULTS
     """The faults that it must hold under."""
     sizes: ClassVar[Sequence[int]] = (2, 3, 5)
-    """How many machines take part: one of these, by the seed."""
+    """Number of machines: one of these, by the seed."""
     calm: ClassVar[float] = 10.0
     """Virtual seconds after which no more faults happen."""
     patience: ClassVar[float] = 120.0
     """Virtual seconds by which it must be done."""
     observer: ClassVar[Name] = "coordinator"
-    """Who is told (`Ended`) that a process was killed, if there is such a machine."""
+    """The machine that gets `Ended` when a process was killed, if there is one."""
 
     def machines(self, size: int, seed: int) -> Sequence[Machine]:
-        """New machines, each with a name of its own; chance must come from the seed."""
+        """New machines, each with a unique name; randomness must come from the seed."""
         raise NotImplementedError
 
     def invariant(self, machines: Mapping[Name, Machine]) -> str | None:
-        """What is wrong now, in words; None if nothing is. Asked after every event, of all machines, dead ones too."""
+        """What is wrong, in words; None if nothing is. Called after every event with all machines, dead ones too."""
         raise NotImplementedError
 
     def done(self, machines: Mapping[Name, Machine]) -> bool:
-        """Whether what they are there for has come about; asked of those that live."""
+        """Whether they have achieved their purpose; called with the live machines."""
         raise NotImplementedError
 
     def kills(self, size: int) -> int:
-        """How many of so many machines may be killed: fewer than half of them."""
+        """How many of `size` machines may be killed: fewer than half."""
         return (size - 1) // 2
 
-    def perform(self, name: Name, work: Any) -> Any:
-        """Do the work of a machine's `Start`; what it returns is the result of the `Done`."""
-        del name, work
+    def perform(self, name: Name, work: Any) -> Any:  # noqa: ARG002
+        """Do the work of a machine's `Start`, and return the result of the `Done`."""
+        return None
 
 
-@dataclass(frozen=True)
-class Weather:
+class Weather(Struct, frozen=True):
     """The faults of one run."""
 
     network: LossyNetwork
@@ -67,7 +68,7 @@ class Weather:
 
     @classmethod
     def of(cls, contract: MachineContract, names: Sequence[Name], seed: int) -> Weather:
-        """What this seed brings: nothing with seed 0, and a random choice of faults with others."""
+        """The faults of a seed: none with seed 0, and a random choice with others."""
         chance = Random(seed * 2_654_435_761 + 1)  # noqa: S311 - faults to be repeated, not secrets
         kinds = {kind for kind in contract.survives if seed and chance.random() < 0.5}
         until = contract.calm
@@ -95,28 +96,24 @@ class Weather:
     def words(self) -> str:
         """All faults, for an error."""
         network = self.network
-        said = [f"messages take {network.delay:.3g} s"]
+        words = [f"messages take {network.delay:.3g} s"]
         if network.jitter:
-            said[0] += f" and {network.jitter:.3g} s more on average"
-        said += [
-            f"{share:.0%} of them {how}"
-            for share, how in ((network.loss, "are lost"), (network.duplicate, "come twice"))
-            if share
-        ]
-        return "; ".join([*said, *(_fault_in_words(fault) for fault in self.faults)])
+            words[0] += f" and {network.jitter:.3g} s more on average"
+        fates = ((network.loss, "are lost"), (network.duplicate, "come twice"))
+        words += [f"{share:.0%} of them {fate}" for share, fate in fates if share]
+        return "; ".join([*words, *(_fault_in_words(fault) for fault in self.faults)])
 
 
-@dataclass(frozen=True)
-class MachineReport:
-    """What was tried, and nothing broke."""
+class MachineReport(Struct, frozen=True):
+    """What was tried without a failure."""
 
     runs: int
     events: int
-    """That machines were told, in all runs."""
+    """Events handled in all runs."""
     lost: int
-    """Messages that never arrived."""
+    """Lost messages."""
     faults: Mapping[str, int]
-    """How many runs had each kind."""
+    """Number of runs with each kind."""
 
 
 @dataclass
@@ -146,9 +143,9 @@ class _FaultyRun:
         )
 
     def run(self) -> None:
-        """Until it is done and no more faults come; a MachineError if it breaks, or never gets done."""
+        """Run until it is done and all faults are over; a MachineError if it breaks, or never gets done."""
         try:
-            # With nothing left to happen, a fault that is still to come can do no harm.
+            # With no events left, a fault that is still to come can do no harm.
             done = self.simulation.run(self.contract.patience, self._holds_and_is_over) or self._is_done()
         except MachineError:
             raise
@@ -166,17 +163,14 @@ class _FaultyRun:
             wrong = str(error) or "an assertion in invariant() fails"
         if wrong:
             raise self._broken("breaks its invariant", str(wrong))
-        return self.simulation.now >= self._last_fault and self._is_done()
+        last_fault = max((fault.at for fault in self.weather.faults), default=0.0)
+        return self.simulation.now >= last_fault and self._is_done()
 
     def _is_done(self) -> bool:
         return bool(self.contract.done({n: m for n, m in self._machines().items() if self.simulation.alive(n)}))
 
     def _machines(self) -> dict[Name, Machine]:
         return {name: self.simulation.machine(name) for name in self.names}
-
-    @property
-    def _last_fault(self) -> float:
-        return max((fault.at for fault in self.weather.faults), default=0.0)
 
     def _broken(self, what: str, why: str) -> MachineError:
         lines = [
@@ -203,22 +197,22 @@ def check_machine(
     """Put machines through random faults: `runs` times, or once with one seed.
 
     Args:
-        contract: Who takes part, what must never be, and what must come about.
-        runs: How many seeds are tried, from 0 on.
-        seed: Only this one, to look at a failure again.
-        name: What errors call it.
-        progress: Told from time to time which share is done.
+        contract: The machines, what must always hold, and what must come about.
+        runs: Number of seeds to try, from 0 on.
+        seed: Only this one, to reproduce a failure.
+        name: Its name in errors.
+        progress: Called with the share that is done.
 
     Raises:
-        MachineError: the invariant broke, or nothing came of it; says by which seed and after which events.
+        MachineError: the invariant broke, or it never got done; names the seed and the last events.
 
     """
     _check_form(contract)
     seeds: Iterable[int] = range(runs) if seed is None else [seed]
     events = lost = 0
     counts: Counter[str] = Counter()
-    for number, one in enumerate(seeds):
-        played = _FaultyRun(contract, name or type(contract).__name__, one)
+    for number, each in enumerate(seeds):
+        played = _FaultyRun(contract, name or type(contract).__name__, each)
         played.run()
         events, lost = events + played.simulation.events, lost + played.simulation.lost
         counts.update(_kinds(played.weather))
@@ -246,7 +240,7 @@ def _made(contract: MachineContract, name: str, size: int, seed: int) -> list[Ma
             )
     names = [machine.name for machine in machines]
     if not machines or len(set(names)) < len(names):
-        raise UsageError(f"{name}: machines() made {names or 'none'}: give each machine a name of its own.")
+        raise UsageError(f"{name}: machines() made {names or 'none'}: give each machine a unique name.")
     return machines
 
 
@@ -270,7 +264,7 @@ def _fault_in_words(fault: Fault) -> str:
 
 
 def happening_in_words(happening: Happening) -> str:
-    """One line of what happened, with the time."""
+    """One line about an event, with its time."""
     if isinstance(happening, Sent):
         arrival = ", ".join(f"{at:.4f} s" for at in happening.arrivals)
         fate = f"arrives at {arrival}" if arrival else "is lost"

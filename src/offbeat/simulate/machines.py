@@ -1,34 +1,22 @@
-"""Machines in virtual time: the protocols that run on real processes, with every fault one can think of.
+"""Machines in virtual time: the protocols that run on real processes, under injected faults.
 
-Messages take a while, are lost, doubled and overtaken; processes are killed, stopped and continued, cut off from each
-other, and started anew. All of it follows from one seed, so a schedule that breaks something breaks it again.
+Messages are delayed, lost, duplicated and reordered; processes are killed, stopped and continued, partitioned, and
+restarted. All of it follows from one seed, so a failure can be reproduced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
-from offbeat.protocols.machine import (
-    Done,
-    Effect,
-    Ended,
-    Event,
-    Machine,
-    Name,
-    Received,
-    Send,
-    SetTimer,
-    Start,
-    Timer,
-)
+from msgspec import Struct
+
+from offbeat.protocols.machine import Done, Effect, Ended, Event, Machine, Name, Received, Send, SetTimer, Start, Timer
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(Struct, frozen=True):
     """A message has left."""
 
     at: float
@@ -37,12 +25,11 @@ class Sent:
     message: Any
     nbytes: int
     arrivals: tuple[float, ...]
-    """When it arrives: twice if it is doubled, never if it is lost."""
+    """Arrival times: two if it is duplicated, none if it is lost."""
 
 
-@dataclass(frozen=True)
-class Told:
-    """A process was told an event; with none, it has begun."""
+class Told(Struct, frozen=True):
+    """A process handles an event; None: it begins."""
 
     at: float
     name: Name
@@ -51,60 +38,55 @@ class Told:
 
 Happening = Sent | Told
 Perform = Callable[[Any], Any]
-"""Does the work of a `Start`; what it answers is the result of the `Done`."""
+"""Does the work of a `Start`, and returns the result of the `Done`."""
 
 
-@dataclass(frozen=True)
-class LossyNetwork:
-    """What happens to messages. Each takes its own time, so one may overtake another."""
+class LossyNetwork(Struct, frozen=True):
+    """What happens to messages. Each has its own delay, so one may overtake another."""
 
     delay: float = 0.001
-    """Seconds that a message takes at least."""
+    """Minimum delay, in seconds."""
     jitter: float = 0.0
-    """Mean of what is added to that: exponentially distributed, so that a few take very long."""
+    """Mean of an exponentially distributed extra delay, so that a few take very long."""
     loss: float = 0.0
-    """Share of messages that never arrive."""
+    """Share of messages that are lost."""
     duplicate: float = 0.0
-    """Share of messages that arrive twice."""
+    """Share of messages that are duplicated."""
     per_byte: float = 0.0
     """Seconds that each byte of a payload adds to the delay."""
     ordered: bool = False
-    """Messages from one to another arrive in the order they were sent, as on one connection."""
+    """Messages between two processes arrive in order, as on one connection."""
     until: float = float("inf")
-    """When messages cease to be lost and doubled."""
+    """When losses and duplicates cease."""
 
 
-@dataclass(frozen=True)
-class Kill:
-    """End a process for good; whoever started it sees that after a while, or never."""
+class Kill(Struct, frozen=True):
+    """Kill a process; its parent sees that after a while, or never."""
 
     name: Name
     at: float
     seen_after: float | None = None
-    """Seconds until `Ended` reaches the observer; none: only its silence tells."""
+    """Seconds until `Ended` reaches the observer; None: only its silence tells."""
 
 
-@dataclass(frozen=True)
-class Stop:
-    """Stop a process for some seconds. What comes meanwhile, timers too, it finds when it goes on."""
+class Stop(Struct, frozen=True):
+    """Stop a process for some seconds. Events meanwhile, including timers, are handled when it continues."""
 
     name: Name
     at: float
     seconds: float
 
 
-@dataclass(frozen=True)
-class Partition:
-    """Cut these off from all others for some seconds: what is sent across is lost."""
+class Partition(Struct, frozen=True):
+    """Cut these off from all others for some seconds: messages across are lost."""
 
     names: frozenset[Name]
     at: float
     seconds: float
 
 
-@dataclass(frozen=True)
-class Restart:
-    """Start a process under the name of one that was killed, or end that one first."""
+class Restart(Struct, frozen=True):
+    """Start a process under the name of another, which is killed first if it lives."""
 
     name: Name
     at: float
@@ -115,8 +97,7 @@ class Restart:
 Fault = Kill | Stop | Partition | Restart
 
 
-@dataclass(slots=True)
-class _Process:
+class _Process(Struct):
     machine: Machine
     birth: int
     """Which process of this name it is."""
@@ -140,9 +121,9 @@ class Simulation:
     ) -> None:
         self.now = 0.0
         self.events = 0
-        """How many events have happened."""
+        """Number of events so far."""
         self.lost = 0
-        """Messages that never arrived."""
+        """Number of lost messages."""
         self._random = Random(seed)  # noqa: S311 - faults to be repeated, not secrets
         self._network = network or LossyNetwork()
         self._perform = dict(perform or {})
@@ -159,7 +140,7 @@ class Simulation:
         self.add(faults)
 
     def add(self, faults: Iterable[Fault]) -> None:
-        """Let these happen, too."""
+        """Inject more faults."""
         for fault in faults:
             if isinstance(fault, Partition):
                 self._cuts.append(fault)
@@ -167,7 +148,7 @@ class Simulation:
                 self._at(fault.at, lambda fault=fault: self._strike(fault))
 
     def alive(self, name: Name) -> bool:
-        """Whether a process of this name lives, be it stopped."""
+        """Whether a process of this name lives, even if stopped."""
         return name in self._processes and self._processes[name].alive
 
     def machine(self, name: Name) -> Machine:
@@ -175,11 +156,11 @@ class Simulation:
         return self._processes[name].machine
 
     def performing(self, name: Name, perform: Perform) -> None:
-        """Say who does the work of a machine from now on."""
+        """Set what does the work of a machine from now on."""
         self._perform[name] = perform
 
     def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
-        """Let virtual time pass, up to so many seconds from the beginning. True if `until` became true before."""
+        """Let virtual time pass, up to `seconds` from the beginning. True if `until` became true before."""
         while self._queue and not until():
             at, _, act = self._queue[0]
             if at > seconds:
@@ -191,7 +172,7 @@ class Simulation:
         return until()
 
     def carry_out(self, name: Name, effects: Sequence[Effect]) -> None:
-        """Do what a machine wants done, as of now; for effects that did not come from an event."""
+        """Carry out a machine's effects now; for effects that did not come from an event."""
         process = self._processes[name]
         following: list[Event] = []
         for effect in effects:
@@ -224,7 +205,7 @@ class Simulation:
             self.carry_out(process.machine.name, process.machine.begin(self.now))
 
     def _happen(self, name: Name, process: _Process, event: Event) -> None:
-        """Something happens to a process: later, if it is stopped; never, if it is dead."""
+        """A process handles an event: later, if it is stopped; never, if it is dead."""
         if not process.alive:
             return
         if self.now < process.stopped_until:

@@ -20,7 +20,7 @@ EXAMPLE = "10Gbit,50us (rate, then latency); 10Gbit,50us,8GB/s also says how fas
 
 
 class Ports(StrEnum):
-    """Who has a network port of its own."""
+    """Whether each rank or each host has a network port."""
 
     RANK = "rank"
     HOST = "host"
@@ -40,7 +40,7 @@ class Link:
     """Seconds per byte that is copied: published, or put in its place when it was not received there."""
 
     def __post_init__(self) -> None:
-        """Refuse what is negative or no number."""
+        """Refuse negative values and NaN."""
         for field in fields(self):
             value = getattr(self, field.name)
             if not 0 <= value < math.inf:
@@ -57,7 +57,7 @@ class Link:
 
 
 SHARED_MEMORY = Link(1e-6, 1 / 12.5e9)
-"""What is assumed of ranks on one host unless it is said: 100 Gbit/s, 1 us."""
+"""Default for ranks on one host: 100 Gbit/s, 1 us."""
 
 
 @dataclass(frozen=True)

@@ -1,32 +1,36 @@
-"""What a step of a run will take, from what it exchanges: the schedules of its exchanges, their bytes, and the links.
+"""Predicted time of a step, from the schedules of its exchanges, their bytes, and the links.
 
-A strategy says what one step exchanges (`Step`), with times of a few exchanges that were made to learn what links cost.
-From those, or from a rate that is known, comes a network; on it the schedules are played.
+A strategy says what one step exchanges (`Step`), with measured times of a few trial exchanges. Those, or a known rate,
+give a network, on which the schedules that real processes run are played in virtual time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
+from offbeat.protocols.collectives import Collective, algorithm
+from offbeat.protocols.compression import SumMethod
 from offbeat.protocols.exchanges import Exchanged, Matrix
-from offbeat.protocols.gossip.mixing import steps
+from offbeat.protocols.gossip.mixing import mix
+from offbeat.protocols.gossip.topology import Mixing
 from offbeat.protocols.schedule import Layout, Schedule, View
-from offbeat.protocols.stepping import Part, beside, in_turn
+from offbeat.protocols.stepping import Part, beside, in_turn, steps
 from offbeat.simulate.fit import cost_of, fit_link
 from offbeat.simulate.network import Link, Network, Ports
 from offbeat.simulate.schedules import finish_times
 
 FORWARD = 1 / 3
-"""The share of computing that comes before the first gradient: backward takes about twice as long as forward."""
+"""Share of computing before the first gradient: backward takes about twice as long as forward."""
 MIXED = 4
-"""Steps of mixing that are played at least: ranks that differ drift apart until they wait for each other."""
+"""Least number of mixing steps to play: ranks that differ drift apart until they wait for each other."""
 
 
 class Timed(Struct, frozen=True):
-    """An exchange that was made once, and the slowest worker's seconds."""
+    """A trial exchange, and the slowest worker's seconds."""
 
     exchanged: Exchanged
     seconds: float
@@ -36,7 +40,7 @@ class Step(Struct, frozen=True, kw_only=True):
     """What workers exchange in a step, or in a period of them."""
 
     hosts: tuple[int, ...]
-    """Where each worker lives."""
+    """The host of each worker."""
     exchanges: tuple[Exchanged, ...]
     """One after the other."""
     period: int = 1
@@ -44,39 +48,39 @@ class Step(Struct, frozen=True, kw_only=True):
     beside: bool = False
     """Whether they begin while gradients are still computed, each when its share of the bytes is there."""
     behind: int = 0
-    """How many of the last of them begin only when all is computed, as where slices are handed round after a step."""
+    """How many of the last of them begin only when all is computed, such as an all-gather of slices after a step."""
     matrices: tuple[Matrix, ...] = ()
-    """By which workers mix, in turn."""
+    """Mixing matrices, in turn."""
     trials: tuple[Timed, ...] = ()
-    """What the links were measured by."""
+    """Measured exchanges that tell what the links cost."""
 
     @property
     def view(self) -> View:
-        """Who takes part."""
+        """The workers and their hosts."""
         return View.of(len(self.hosts), self.hosts)
 
 
 def network_of(step: Step, rate: float | None = None) -> Network:
-    """What the links cost: as trials say; where bytes per second between hosts are known, only latency is theirs."""
+    """What the links cost, fitted to the trials; with a known rate between hosts, only latency is fitted."""
     if rate is not None and len(set(step.hosts)) > 1:
-        first = min(step.trials, key=lambda one: one.exchanged.nbytes)
+        first = min(step.trials, key=lambda each: each.exchanged.nbytes)
         hops = cost_of(*_costed(step, first.exchanged)).hops
         return Network(Link(first.seconds / max(hops, 1.0), 1 / rate), ports=Ports.HOST)
-    costs = [cost_of(*_costed(step, one.exchanged)) for one in step.trials]
-    sizes, seconds = [one.exchanged.nbytes for one in step.trials], [one.seconds for one in step.trials]
+    costs = [cost_of(*_costed(step, each.exchanged)) for each in step.trials]
+    sizes, seconds = [each.exchanged.nbytes for each in step.trials], [each.seconds for each in step.trials]
     return Network.uniform(fit_link(sizes, seconds, costs))
 
 
 def step_time(step: Step, network: Network, computing: Sequence[float]) -> float:
-    """Seconds of one step, the mean over those that must be played; each worker computes for as long as is given."""
+    """Seconds of one step, the mean over those that must be played; `computing` has the seconds of each worker."""
     schedule, count = step_schedule(step, [computing])
-    return _played(step, network, schedule) / count
+    return _played(schedule, step.view, Layout(0, 1), network) / count
 
 
 def step_schedule(step: Step, computing: Sequence[Sequence[float]], count: int | None = None) -> tuple[Schedule, int]:
-    """So many steps as one schedule, and how many they are: by default one turn of what is exchanged.
+    """`count` steps as one schedule, and their number: by default one turn of what is exchanged.
 
-    `computing` has the seconds of each worker, a row for each step; rows are used again if there are too few.
+    `computing` has the seconds of each worker, a row for each step; rows are reused if there are too few.
     """
     turns = max(1, len(step.matrices))
     if count is None:
@@ -84,33 +88,81 @@ def step_schedule(step: Step, computing: Sequence[Sequence[float]], count: int |
     seconds = [list(computing[number % len(computing)]) for number in range(count)]
     if step.beside:
         early = step.exchanges[: len(step.exchanges) - step.behind]
-        total = max(sum(one.nbytes for one in early), 1)
-        parts = [(one.nbytes / total * (1 - FORWARD), _part(step, one)) for one in early]
+        total = max(sum(each.nbytes for each in early), 1)
+        parts = [(each.nbytes / total * (1 - FORWARD), _part(step, each)) for each in early]
         if parts:  # Forward comes before the first share of backward.
             parts[0] = (parts[0][0] + FORWARD, parts[0][1])
-        parts += [(0.0, _part(step, one)) for one in step.exchanges[len(early) :]]
+        parts += [(0.0, _part(step, each)) for each in step.exchanges[len(early) :]]
         return in_turn([(beside(own, parts), Layout(0, 1)) for own in seconds]), count
 
     def exchange(number: int) -> Schedule | None:
         turn, rest = divmod(number + 1, step.period)
         if rest:
             return None
-        chosen = [one for one in step.exchanges if one.what not in ("mix", "tell") or int(one.by) == (turn - 1) % turns]
-        return in_turn([_part(step, one) for one in chosen])
+        chosen = [
+            each for each in step.exchanges if each.what not in ("mix", "tell") or int(each.by) == (turn - 1) % turns
+        ]
+        return in_turn([_part(step, each) for each in chosen])
 
     return steps(seconds, exchange), count
 
 
-def _played(step: Step, network: Network, schedule: Schedule) -> float:
-    view, layout = step.view, Layout(0, 1)
+def _played(schedule: Schedule, view: View, layout: Layout, network: Network) -> float:
     return float(finish_times(schedule(view, layout), view, layout, network).max())
 
 
-def _part(step: Step, one: Exchanged) -> Part:
-    """The schedule of an exchange, and its layout in bytes, as a step's exchanges have elements of several sizes."""
-    return replace(one, itemsize=1).part(len(step.hosts), step.matrices)
+def _part(step: Step, each: Exchanged) -> Part:
+    """The schedule of an exchange, and its layout in bytes, as a step's exchanges differ in element size."""
+    return replace(each, itemsize=1).part(len(step.hosts), step.matrices)
 
 
-def _costed(step: Step, one: Exchanged) -> tuple[Schedule, View, Layout]:
-    schedule, layout = _part(step, one)
+def _costed(step: Step, each: Exchanged) -> tuple[Schedule, View, Layout]:
+    schedule, layout = _part(step, each)
     return schedule, step.view, layout
+
+
+# -- single exchanges --------------------------------------------------------------------------------------------------
+
+Compute = float | Sequence[float] | Sequence[Sequence[float]]
+"""Seconds of computing: of every step; of each rank's steps; or of each rank's, for each step."""
+
+
+def local_step_time(
+    view: View, layout: Layout, network: Network, compute: Compute, period: int, periods: int = 1, by: str = "ring"
+) -> float:
+    """Seconds per step of `local(period)` whose models are averaged by this algorithm: the last rank's."""
+    average, count = algorithm(Collective.ALL_REDUCE, by).schedule, period * periods
+    schedule = _stepped(view, compute, count, lambda step: average if (step + 1) % period == 0 else None)
+    return _played(schedule, view, layout, network) / count
+
+
+def gossip_step_time(
+    view: View, layout: Layout, network: Network, compute: Compute, mixing: Mixing, count: int = 1, period: int = 1
+) -> float:
+    """Seconds per step of gossip on this graph, over `count` steps; models mix in every `period`-th of them."""
+    schedules = [mix(matrix) for matrix in mixing.matrices]
+
+    def exchange(step: int) -> Schedule | None:
+        turn, rest = divmod(step + 1, period)
+        return None if rest else schedules[(turn - 1) % len(schedules)]
+
+    return _played(_stepped(view, compute, count, exchange), view, layout, network) / count
+
+
+def _stepped(view: View, compute: Compute, count: int, exchange: Callable[[int], Schedule | None]) -> Schedule:
+    seconds: list[list[float]] = np.broadcast_to(np.asarray(compute, dtype=np.float64), (count, view.size)).tolist()
+    return steps(seconds, exchange)
+
+
+def exchange_of(nbytes: int, way: SumMethod) -> Exchanged:
+    """The sum of `nbytes` compressed bytes per worker, between hosts: gathered by all, or summed on the way."""
+    return Exchanged(what="all_gather" if way is SumMethod.GATHER else "all_reduce", by="ring", nbytes=nbytes)
+
+
+def compressed_sum_time(nbytes: int, way: SumMethod, workers: int, network: Network) -> float:
+    """Seconds until all workers, each on its own host, have the sum of `nbytes` compressed bytes per worker.
+
+    Payloads that cannot be summed on the way travel round a ring to all; others are summed by the ring's all-reduce.
+    """
+    schedule, layout = exchange_of(nbytes, way).part(workers)
+    return _played(schedule, View.of(workers, range(workers)), layout, network)

@@ -101,7 +101,7 @@ def finish_by_scale(
 def trace(
     rounds: Iterable[Round], view: View, layout: Layout, network: Network, arrivals: ArrayLike | None = None
 ) -> Trace:
-    """What every rank does when, for worlds small enough to be looked at."""
+    """What every rank does when, for small numbers of ranks."""
     clockwork = Clockwork(view, layout, network, arrivals)
     clockwork.log = log = TraceLog(layout.itemsize)
     played = tuple(rounds)
@@ -128,7 +128,7 @@ def _waited(one: Round, begun: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 class TraceLog:
-    """Writes down what passes ports and what processors do, of the first case."""
+    """Logs what passes ports and what processors do, for the first case."""
 
     def __init__(self, itemsize: int) -> None:
         self.round = 0
@@ -164,7 +164,7 @@ class Clockwork:
         scales: ArrayLike = (1.0,),
     ) -> None:
         self.log: TraceLog | None = None
-        """Where to write down what happens, if anybody wants to know."""
+        """Log of what happens, if wanted."""
         self._size = view.size
         self._itemsize = layout.itemsize
         self._network = network

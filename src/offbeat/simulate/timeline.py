@@ -1,6 +1,6 @@
-"""Who sends what to whom when: a schedule, training with servers, or machines, played in virtual time and written down.
+"""Which messages are sent when: a schedule, training with servers, or machines, played in virtual time and logged.
 
-All three come to the same plain data, a `Timeline`, which `offbeat draw` shows. Nothing here decides who sends what:
+All three give the same plain data, a `Timeline`, which `offbeat draw` shows. Nothing here decides what is sent:
 schedules are played by `trace`, servers and workers by `Drive`, machines by `Simulation`.
 """
 
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from offbeat.protocols.machine import Machine, Name
 from offbeat.protocols.schedule import Layout, Op, Schedule, View
@@ -46,7 +47,7 @@ class Interval(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Bytes on their way from one participant to another."""
+    """Bytes from one participant to another."""
 
     source: int
     target: int
@@ -82,14 +83,13 @@ class RoundSummary(NamedTuple):
     """When the last rank had done it."""
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """What a picture or table shows."""
+class Timeline(Struct, frozen=True):
+    """The content of a picture or table."""
 
     title: str
     lanes: tuple[str, ...]
     hosts: tuple[int, ...]
-    """Where each lane lives; a server has a host of its own."""
+    """The host of each lane; a server has its own."""
     intervals: tuple[Interval, ...]
     messages: tuple[Message, ...]
     rounds: tuple[RoundSummary, ...] = ()
@@ -97,8 +97,8 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """When all is over."""
-        ends = [one.end for one in self.intervals] + [one.arrives for one in self.messages]
+        """When everything is over."""
+        ends = [interval.end for interval in self.intervals] + [message.arrives for message in self.messages]
         return max((end for end in ends if not math.isnan(end)), default=0.0)
 
 
@@ -107,7 +107,10 @@ def schedule_timeline(
 ) -> Timeline:
     """A schedule, round by round; `role` is what its ranks are called."""
     played = trace(schedule(view, layout), view, layout, network)
-    names = _round_labels(played)
+    names = [
+        "computes" if each.op is Op.COMPUTE else f"round {number} ({each.op})"
+        for number, each in enumerate(played.rounds)
+    ]
     waits = [
         Interval(rank, begin, begin + waited, Activity.WAIT, f"waits for {names[number]}")
         for number in range(len(played.rounds))
@@ -115,45 +118,38 @@ def schedule_timeline(
         if waited > 0
     ]
     work = [
-        Interval(one.rank, one.begin, one.end, Activity.COMPUTE if computes else Activity.REDUCE, names[one.round])
-        for one in played.work
-        for computes in [played.rounds[one.round].op is Op.COMPUTE]
+        Interval(work.rank, work.begin, work.end, Activity.COMPUTE if computes else Activity.REDUCE, names[work.round])
+        for work in played.work
+        for computes in [played.rounds[work.round].op is Op.COMPUTE]
     ]
     messages = [
-        Message(one.source, one.target, one.nbytes, *one[4:], one.arrives, names[one.round], one.round)
-        for one in played.transfers
+        Message(sent.source, sent.target, sent.nbytes, *sent[4:], sent.arrives, names[sent.round], sent.round)
+        for sent in played.transfers
     ]
     lanes = tuple(f"{role} {rank}" for rank in range(view.size))
     hosts = tuple(view.hosts.tolist())
     return Timeline(title, lanes, hosts, (*waits, *work), tuple(messages), _summaries(played, layout))
 
 
-def _round_labels(played: Trace) -> list[str]:
-    return [
-        "computes" if one.op is Op.COMPUTE else f"round {number} ({one.op})" for number, one in enumerate(played.rounds)
-    ]
-
-
 def _summaries(played: Trace, layout: Layout) -> tuple[RoundSummary, ...]:
-    made: list[RoundSummary] = []
-    for number, one in enumerate(played.rounds):
-        if not len(one.source):
+    summaries: list[RoundSummary] = []
+    for number, each in enumerate(played.rounds):
+        if not len(each.source):
             continue
-        sizes = one.lengths * layout.itemsize
-        pairs = tuple(dict.fromkeys(zip(one.source.tolist(), one.target.tolist(), strict=True)))
+        sizes = each.lengths * layout.itemsize
+        pairs = tuple(dict.fromkeys(zip(each.source.tolist(), each.target.tolist(), strict=True)))
         begins = [begin for begin in played.begin[number].tolist() if not math.isnan(begin)]
         ends = [end for end in played.end[number].tolist() if not math.isnan(end)]
         extent = min(begins, default=0.0), max(ends, default=0.0)
-        made.append(RoundSummary(number, one.op, pairs, int(sizes.min()), int(sizes.max()), *extent))
-    return tuple(made)
+        summaries.append(RoundSummary(number, each.op, pairs, int(sizes.min()), int(sizes.max()), *extent))
+    return tuple(summaries)
 
 
 # -- servers ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ServerTraining:
-    """Training with parameter servers, as far as a picture needs it."""
+class ServerTraining(Struct, frozen=True):
+    """Training with parameter servers, as needed for a picture."""
 
     rule: Rule
     rhythm: RhythmOf
@@ -174,47 +170,39 @@ def server_timeline(training: ServerTraining, durations: Times, title: str) -> T
     lanes = [f"worker {number}" for number in range(count)]
     lanes.append("server" if training.servers == 1 else f"each of {training.servers} servers")
     waits = _between(drive.computed, drive.ends)
-    end = max(drive.ends)  # Who is late in the last step may compute beyond it.
-    intervals = [one._replace(end=min(one.end, end)) for one in (*drive.computed, *waits) if one.begin < end]
+    end = max(drive.ends)  # A straggler of the last step may compute beyond it.
+    intervals = [each._replace(end=min(each.end, end)) for each in (*drive.computed, *waits) if each.begin < end]
     return Timeline(title, tuple(lanes), (*range(count), count), tuple(intervals), tuple(drive.messages))
 
 
-class _Passage(NamedTuple):
-    """When bytes hold a worker's port and a server's, and when all of them are through."""
-
-    begin: float
-    worker: float
-    server_begin: float
-    server_end: float
-    through: float
+_Times = tuple[float, float, float, float, float]
+"""When bytes begin and cease to hold the sender's port, then the receiver's, and when they arrive."""
 
 
 class _LoggedPorts(ServerPorts):
-    """Remembers when the last push or pull held which port."""
+    """Remembers when pushes and pulls held which port."""
 
     def __init__(self, link: Link, nbytes: int, servers: int, pushed: int) -> None:
         super().__init__(link, nbytes, servers, pushed)
-        self.pushed: list[_Passage] = []
-        self.pulled: list[_Passage] = []
+        self.pushed: list[_Times] = []
+        self.pulled: list[_Times] = []
 
     def push(self, now: float) -> float:
-        """As it is, and written down."""
+        """Log the push."""
         done = super().push(now)
-        arrived = max(self._inbound, now + self._pushed_whole) + self.alpha
-        start = self._inbound - self._pushed_part
-        self.pushed.append(_Passage(now, now + self._pushed_whole, start, self._inbound, arrived))
+        left, arrived = now + self._pushed_whole, self._inbound
+        self.pushed.append((now, left, arrived - self._pushed_part, arrived, max(arrived, left) + self.alpha))
         return done
 
     def pull(self, now: float) -> float:
-        """As it is, and written down."""
-        done = super().pull(now)
-        start = self._outbound - self._pulled_part
-        self.pulled.append(_Passage(done - self._pulled_whole, done, start, self._outbound, done))
+        """Log the pull."""
+        done, left = super().pull(now), self._outbound
+        self.pulled.append((left - self._pulled_part, left, done - self._pulled_whole, done, done))
         return done
 
 
 class _LoggedDrive(Drive):
-    """Writes down who computes when, and what each push and pull carries."""
+    """Logs who computes when, and what each push and pull carries."""
 
     def __init__(self, training: ServerTraining, durations: Times, ports: _LoggedPorts) -> None:
         super().__init__(training.rule, durations, training.rhythm, ports, None)
@@ -231,14 +219,8 @@ class _LoggedDrive(Drive):
 
     def _push(self, number: int, worker: Worker, pulls: bool, now: float) -> None:
         super()._push(number, worker, pulls, now)
-        passed = self._logged.pushed[-1]
         label = f"push of step {worker.clock}" + (", asks for values" if pulls else "")
-        self.messages.append(
-            Message(
-                number, self.count, self._training.pushed, passed.begin, passed.worker, passed.server_begin,
-                passed.server_end, passed.through, label,
-            )
-        )  # fmt: skip
+        self.messages.append(Message(number, self.count, self._training.pushed, *self._logged.pushed[-1], label))
 
     def _hand_out(self, now: float) -> None:
         admitted, before = list(self._admitted), len(self._logged.pulled)
@@ -254,25 +236,20 @@ class _LoggedDrive(Drive):
         self._pulls(unasked, before, f"{PULLED} of {self.pacing.minimum} complete steps, unasked")
 
     def _pulls(self, numbers: Sequence[int], before: int, label: str) -> None:
-        for number, passed in zip(numbers, self._logged.pulled[before:], strict=True):
-            self.messages.append(
-                Message(
-                    self.count, number, self._training.pulled, passed.server_begin, passed.server_end, passed.begin,
-                    passed.worker, passed.through, label,
-                )
-            )  # fmt: skip
+        for number, times in zip(numbers, self._logged.pulled[before:], strict=True):
+            self.messages.append(Message(self.count, number, self._training.pulled, *times, label))
 
 
 def _between(computed: Sequence[Interval], ends: Sequence[float]) -> list[Interval]:
-    """What lies between two steps of a worker, and between its last step and its end: waiting."""
+    """The waits between two steps of a worker, and between its last step and its end."""
     waits: list[Interval] = []
     for lane, end in enumerate(ends):
-        own = [one for one in computed if one.lane == lane]
-        following = [*(one.begin for one in own[1:]), end]
+        own = [interval for interval in computed if interval.lane == lane]
+        following = [*(interval.begin for interval in own[1:]), end]
         waits += [
-            Interval(lane, one.end, begin, Activity.WAIT, f"after {one.label}: pushes, pulls, waits its turn")
-            for one, begin in zip(own, following, strict=True)
-            if begin > one.end
+            Interval(lane, step.end, begin, Activity.WAIT, f"after {step.label}: pushes, pulls, waits its turn")
+            for step, begin in zip(own, following, strict=True)
+            if begin > step.end
         ]
     return waits
 
@@ -280,21 +257,20 @@ def _between(computed: Sequence[Interval], ends: Sequence[float]) -> list[Interv
 # -- machines ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Ensemble:
+class Ensemble(Struct, frozen=True):
     """Machines that are run together."""
 
     machines: Sequence[Machine]
     perform: Callable[[Name], Perform | None] = lambda _: None
-    """Who does the work that a machine starts."""
+    """Does the work that a machine starts."""
     computing: Callable[[], Iterable[Interval]] = lambda: ()
-    """What participants computed, asked for when the run is over."""
+    """Computing intervals, called when the run is over."""
 
 
 def machine_timeline(
     ensemble: Ensemble, seconds: float, delays: Delays, seed: int, title: str, done: Callable[[], bool] | None = None
 ) -> Timeline:
-    """Machines for so many seconds of virtual time, or until they are done: every message."""
+    """Every message of machines run for `seconds` of virtual time, or until they are done."""
     names = [machine.name for machine in ensemble.machines]
     work = {name: act for name in names if (act := ensemble.perform(name)) is not None}
     sent: list[Sent] = []
@@ -307,14 +283,12 @@ def machine_timeline(
     simulation.run(seconds, done or (lambda: False))
     places = {name: place for place, name in enumerate(names)}
     messages: list[Message] = []
-    for one in sent:
-        if one.to not in places:
+    for each in sent:
+        if each.to not in places:
             continue
-        took = delays.per_byte * one.nbytes
-        for arrival in one.arrivals or (math.nan,):
-            comes = one.at if math.isnan(arrival) else arrival - took
-            passage = one.at, one.at + took, comes, arrival, arrival
-            messages.append(
-                Message(places[one.sender], places[one.to], one.nbytes, *passage, type(one.message).__name__.lower())
-            )
+        ends, took = (places[each.sender], places[each.to]), delays.per_byte * each.nbytes
+        for arrival in each.arrivals or (math.nan,):
+            comes = each.at if math.isnan(arrival) else arrival - took
+            times = each.at, each.at + took, comes, arrival, arrival
+            messages.append(Message(*ends, each.nbytes, *times, type(each.message).__name__.lower()))
     return Timeline(title, tuple(names), tuple(range(len(names))), tuple(ensemble.computing()), tuple(messages))

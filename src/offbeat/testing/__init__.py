@@ -1,4 +1,4 @@
-"""Contract suites, for what is ours and for anybody's: `offbeat check mine.py:Mine`, or in a test of your own.
+"""Contract suites, for built-in and user-defined code: `offbeat check mine.py:Mine`, or in your own tests.
 
 A strategy:
 

@@ -43,17 +43,17 @@ STEPS = 20
 
 @dataclass(frozen=True)
 class Bench:
-    """What a check works with."""
+    """The strategy under check, and where to run it."""
 
     strategy: Combined
     workers: int
     launcher: Launcher
     folder: Path
     hosts: Hosts | None = None
-    """Where all of the workers live; None: on this machine."""
+    """Hosts of the workers; None: this machine."""
 
     def fit(self, where: str, **options: Any) -> Result:
-        """Learn the contract's curve; `CurveTask`'s own arguments are told apart by their names."""
+        """Train on the contract's curve; arguments of `CurveTask` are recognized by name."""
         task, folder = self.task(where, options)
         known: dict[str, Any] = {"workers": self.workers, "out": folder / "runs", "launcher": self.launcher}
         if options.get("workers", self.workers) == self.workers:
@@ -61,7 +61,7 @@ class Bench:
         return fit(task, options.pop("strategy", self.strategy), **(known | options))
 
     def task(self, where: str, options: dict[str, Any]) -> tuple[CurveTask, Path]:
-        """The curve, leaving its traces in a folder of that name."""
+        """The curve task, with its traces in a folder of that name."""
         folder = self.folder / where
         folder.mkdir(exist_ok=True)
         mine = {name: options.pop(name) for name in list(options) if name in CurveTask.__dataclass_fields__}
@@ -77,7 +77,20 @@ class Check:
     demanded: Callable[[Traits], bool]
     """Whether strategies with these traits must pass it."""
     run: Callable[[Bench], None]
-    """Raises AssertionError, with what was found, if it does not hold."""
+    """Raises AssertionError, with the reason, if it does not hold."""
+
+
+_CHECKS: list[Check] = []
+
+
+def _check(
+    name: str, demanded: Callable[[Traits], bool] = lambda _: True
+) -> Callable[[Callable[[Bench], None]], Callable[[Bench], None]]:
+    def add(run: Callable[[Bench], None]) -> Callable[[Bench], None]:
+        _CHECKS.append(Check(name, demanded, run))
+        return run
+
+    return add
 
 
 def checks_for(strategy: Strategy) -> list[Check]:
@@ -87,7 +100,7 @@ def checks_for(strategy: Strategy) -> list[Check]:
 
 @contextmanager
 def bench(strategy: Strategy, workers: int, launcher: Launcher, hosts: Hosts | None = None) -> Generator[Bench]:
-    """A place for one check, with nothing in it."""
+    """An empty folder for one check."""
     with tempfile.TemporaryDirectory(prefix="offbeat-check-") as folder:
         yield Bench(combined(strategy), workers, launcher, Path(folder), hosts)
 
@@ -95,6 +108,19 @@ def bench(strategy: Strategy, workers: int, launcher: Launcher, hosts: Hosts | N
 # -- demanded of all -------------------------------------------------------------------------------------------------
 
 
+@_check("wrong parameters are refused before any process starts")
+def wrong_parameters_are_refused_before_any_process_starts(bench: Bench) -> None:
+    """No workers, or an argument that does not exist: an error, and not even a run folder."""
+    for options in ({"workers": 0}, {"strategy": f"{bench.strategy.exchange.name}(no_such_argument=1)"}, {"steps": 0}):
+        try:
+            bench.fit("refused", **options)
+        except (UsageError, StrategyError):
+            _true(not (bench.folder / "refused" / "runs").exists(), "no run folder is made")
+            continue
+        raise AssertionError(f"{options} was accepted")
+
+
+@_check("uneven parts finish and lose no example")
 def uneven_parts_finish(bench: Bench) -> None:
     """37 examples in batches of 8 over the workers: nothing hangs, nothing is lost; skewed and empty parts too."""
     for parts in ("iid", "dirichlet(0.1)"):
@@ -105,6 +131,20 @@ def uneven_parts_finish(bench: Bench) -> None:
     _equal(result.samples, 5, "examples seen in batches of one, which leave the other workers without")
 
 
+@_check("bytes and times are accounted")
+def bytes_and_times_are_accounted(bench: Bench) -> None:
+    """Kinds of time sum to the whole, and what was sent is counted."""
+    result = bench.fit("accounted", epochs=3)
+    total = sum(result.seconds_by_kind.values())
+    _true(abs(total - result.seconds) <= 1e-6 * max(total, 1), f"kinds sum to {total}, seconds are {result.seconds}")
+    kinds = {"input", "compute", "communicate", "wait", "evaluate", "other"}
+    _true(set(result.seconds_by_kind) == kinds, "kinds of time")
+    _true(result.core_seconds > 0 and result.seconds > 0, "time was spent")
+    _true((result.bytes_sent > 0) == (bench.workers > 1), f"{result.bytes_sent} bytes sent by {bench.workers} workers")
+    _true(result.steps > 0 and result.score is not None, "steps and score are there")
+
+
+@_check("success leaves nothing behind")
 def success_leaves_nothing(bench: Bench) -> None:
     """After a run no process, listening port or shared-memory segment is left."""
     before = traces()
@@ -112,6 +152,7 @@ def success_leaves_nothing(bench: Bench) -> None:
     nothing_left(bench.folder / "success", before, bench.launcher)
 
 
+@_check("a crash is named and leaves nothing behind")
 def a_crash_is_named_and_leaves_nothing(bench: Bench) -> None:
     """An exception on the last worker ends the run with its role, rank and traceback."""
     before = traces()
@@ -127,6 +168,7 @@ def a_crash_is_named_and_leaves_nothing(bench: Bench) -> None:
     nothing_left(bench.folder / "crash", before, bench.launcher)
 
 
+@_check("a killed worker is named and leaves nothing behind", lambda t: not t.elastic)
 def a_killed_worker_is_named_and_leaves_nothing(bench: Bench) -> None:
     """A worker killed by the system ends the run of a strategy that is not elastic, and is named."""
     before = traces()
@@ -141,19 +183,13 @@ def a_killed_worker_is_named_and_leaves_nothing(bench: Bench) -> None:
     nothing_left(bench.folder / "killed", before, bench.launcher)
 
 
+@_check("Ctrl-C leaves nothing behind")
 def ctrl_c_leaves_nothing(bench: Bench) -> None:
     """SIGINT to `offbeat run` in mid-run ends everything within seconds."""
     before = traces()
     task, folder = bench.task("interrupted", {"pause": 0.05})
-    command = [
-        sys.executable,
-        "-m",
-        "offbeat",
-        "run",
-        "offbeat.testing._tasks:CurveTask",
-        "--workers",
-        str(bench.workers),
-    ]
+    command = [sys.executable, "-m", "offbeat", "run", "offbeat.testing._tasks:CurveTask"]
+    command += ["--workers", str(bench.workers)]
     if bench.hosts is not None:
         (folder / "hosts.toml").write_text(bench.hosts.text())
         command += ["--hosts", str(folder / "hosts.toml")]
@@ -169,30 +205,7 @@ def ctrl_c_leaves_nothing(bench: Bench) -> None:
     nothing_left(folder, before)
 
 
-def bytes_and_times_are_accounted(bench: Bench) -> None:
-    """Kinds of time sum to the whole, and what was sent is counted."""
-    result = bench.fit("accounted", epochs=3)
-    total = sum(result.seconds_by_kind.values())
-    _true(abs(total - result.seconds) <= 1e-6 * max(total, 1), f"kinds sum to {total}, seconds are {result.seconds}")
-    _true(
-        set(result.seconds_by_kind) == {"input", "compute", "communicate", "wait", "evaluate", "other"}, "kinds of time"
-    )
-    _true(result.core_seconds > 0 and result.seconds > 0, "time was spent")
-    _true((result.bytes_sent > 0) == (bench.workers > 1), f"{result.bytes_sent} bytes sent by {bench.workers} workers")
-    _true(result.steps > 0 and result.score is not None, "steps and score are there")
-
-
-def wrong_parameters_are_refused_before_any_process_starts(bench: Bench) -> None:
-    """No workers, or an argument that does not exist: an error, and not even a run folder."""
-    for options in ({"workers": 0}, {"strategy": f"{bench.strategy.exchange.name}(no_such_argument=1)"}, {"steps": 0}):
-        try:
-            bench.fit("refused", **options)
-        except (UsageError, StrategyError):
-            _true(not (bench.folder / "refused" / "runs").exists(), "no run folder is made")
-            continue
-        raise AssertionError(f"{options} was accepted")
-
-
+@_check("a loss that is not finite stops the run")
 def a_loss_that_is_not_finite_stops_the_run(bench: Bench) -> None:
     """NaN on one worker: the run stops and says where; the last checkpoint stays."""
     try:
@@ -206,6 +219,7 @@ def a_loss_that_is_not_finite_stops_the_run(bench: Bench) -> None:
     _true(newest(run / "checkpoint") is not None, "the checkpoint from before is kept")
 
 
+@_check("a watched run goes on from its checkpoints")
 def a_watched_run_goes_on_from_its_checkpoints(bench: Bench) -> None:
     """With events recorded and a checkpoint every third step, a run ends, and goes on when it is resumed."""
     cut = bench.fit("watched", steps=7, watch=True, checkpoint_every=3)
@@ -217,14 +231,17 @@ def a_watched_run_goes_on_from_its_checkpoints(bench: Bench) -> None:
 # -- demanded by traits ----------------------------------------------------------------------------------------------
 
 
+@_check("exact: workers equal one process on the joined batch", lambda t: t.exact)
 def workers_equal_one_process(bench: Bench) -> None:
     """20 updates of SGD on uneven parts equal a plain PyTorch loop on the joined batch."""
     expected = plain_loop(STEPS, 37)
+    batch = -(-37 // _batches_per_update(bench))  # One update sees all examples.
     for workers in sorted({1, bench.workers} if _allows(bench, 1) else {bench.workers}):
-        found = _trained(bench.fit(f"exact-{workers}", epochs=STEPS, batch=_full_batch(bench, 37), workers=workers))
-        _close(found, expected, f"{workers} workers against a plain loop")
+        trained = _trained(bench.fit(f"exact-{workers}", epochs=STEPS, batch=batch, workers=workers))
+        _close(trained, expected, f"{workers} workers against a plain loop")
 
 
+@_check("exact: the order of data is independent of workers", lambda t: t.exact)
 def the_order_of_data_is_independent_of_workers(bench: Bench) -> None:
     """Minibatches in shuffled order: any number of workers gives what one gives."""
     when = "" if bench.strategy.when is None else f" + {bench.strategy.when}"
@@ -233,6 +250,16 @@ def the_order_of_data_is_independent_of_workers(bench: Bench) -> None:
     _close(many, one, f"{bench.workers} workers against one")
 
 
+@_check("exact: statistics are summed over workers", lambda t: t.exact)
+def statistics_are_summed_over_workers(bench: Bench) -> None:
+    """Expectation-maximization on several workers equals one."""
+    options: dict[str, Any] = {"steps": 5, "launcher": bench.launcher, "out": bench.folder / "em", "target": 1e9}
+    one = _trained(fit(Mixture(), "single", workers=1, **options))
+    many = _trained(fit(Mixture(), bench.strategy.exchange, workers=bench.workers, hosts=bench.hosts, **options))
+    _close(many, one, "EM over workers against one")
+
+
+@_check("deterministic: the same seed gives the same bits", lambda t: t.deterministic)
 def the_same_seed_gives_the_same_bits(bench: Bench) -> None:
     """Two runs end with identical parameters; another seed does not."""
     first, second = (_trained(bench.fit(f"seed-{i}", epochs=2, seed=5)) for i in range(2))
@@ -241,17 +268,17 @@ def the_same_seed_gives_the_same_bits(bench: Bench) -> None:
     _true(any(not torch.equal(first[name], other[name]) for name in first), "another seed, another model")
 
 
+@_check("deterministic: a resumed run gives the same bits", lambda t: t.deterministic)
 def a_resumed_run_gives_the_same_bits(bench: Bench) -> None:
     """A run cut in the middle of an epoch and resumed ends like one that was never cut."""
     whole = _trained(bench.fit("whole", steps=11, seed=5))
     cut = bench.fit("cut", steps=7, seed=5)
     resumed = _trained(bench.fit("cut", steps=11, resume=cut.run))
-    _true(
-        all(torch.equal(whole[name], resumed[name]) for name in whole),
-        "resumed and uninterrupted runs are bit for bit equal",
-    )
+    same = all(torch.equal(whole[name], resumed[name]) for name in whole)
+    _true(same, "resumed and uninterrupted runs are bit for bit equal")
 
 
+@_check("synchronous: replicas are identical after an exchange", lambda t: t.synchronous)
 def replicas_are_identical_after_an_exchange(bench: Bench) -> None:
     """At the start of every step after an exchange all workers hold the same bits."""
     every = _batches_per_update(bench)
@@ -262,58 +289,14 @@ def replicas_are_identical_after_an_exchange(bench: Bench) -> None:
     _true(len(set(seen[0])) > 3, "the model moved")
 
 
-def statistics_are_summed_over_workers(bench: Bench) -> None:
-    """Expectation-maximization on several workers equals one."""
-    options: dict[str, Any] = {"steps": 5, "launcher": bench.launcher, "out": bench.folder / "em", "target": 1e9}
-    one = _trained(fit(Mixture(), "single", workers=1, **options))
-    many = _trained(fit(Mixture(), bench.strategy.exchange, workers=bench.workers, hosts=bench.hosts, **options))
-    _close(many, one, "EM over workers against one")
-
-
-CHECKS: tuple[Check, ...] = (
-    Check(
-        "wrong parameters are refused before any process starts",
-        lambda _: True,
-        wrong_parameters_are_refused_before_any_process_starts,
-    ),
-    Check("uneven parts finish and lose no example", lambda _: True, uneven_parts_finish),
-    Check("bytes and times are accounted", lambda _: True, bytes_and_times_are_accounted),
-    Check("success leaves nothing behind", lambda _: True, success_leaves_nothing),
-    Check("a crash is named and leaves nothing behind", lambda _: True, a_crash_is_named_and_leaves_nothing),
-    Check(
-        "a killed worker is named and leaves nothing behind",
-        lambda t: not t.elastic,
-        a_killed_worker_is_named_and_leaves_nothing,
-    ),
-    Check("Ctrl-C leaves nothing behind", lambda _: True, ctrl_c_leaves_nothing),
-    Check("a loss that is not finite stops the run", lambda _: True, a_loss_that_is_not_finite_stops_the_run),
-    Check("a watched run goes on from its checkpoints", lambda _: True, a_watched_run_goes_on_from_its_checkpoints),
-    Check("exact: workers equal one process on the joined batch", lambda t: t.exact, workers_equal_one_process),
-    Check(
-        "exact: the order of data is independent of workers",
-        lambda t: t.exact,
-        the_order_of_data_is_independent_of_workers,
-    ),
-    Check("exact: statistics are summed over workers", lambda t: t.exact, statistics_are_summed_over_workers),
-    Check(
-        "deterministic: the same seed gives the same bits", lambda t: t.deterministic, the_same_seed_gives_the_same_bits
-    ),
-    Check(
-        "deterministic: a resumed run gives the same bits", lambda t: t.deterministic, a_resumed_run_gives_the_same_bits
-    ),
-    Check(
-        "synchronous: replicas are identical after an exchange",
-        lambda t: t.synchronous,
-        replicas_are_identical_after_an_exchange,
-    ),
-)
+CHECKS: tuple[Check, ...] = tuple(_CHECKS)
 
 
 # -- the yardsticks --------------------------------------------------------------------------------------------------
 
 
 def plain_loop(steps: int, examples: int) -> dict[str, Tensor]:
-    """What plain PyTorch makes of the curve in so many steps on the whole batch; nothing of offbeat takes part."""
+    """The parameters after `steps` steps of plain PyTorch on the whole batch of the curve, without offbeat."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -326,9 +309,9 @@ def plain_loop(steps: int, examples: int) -> dict[str, Tensor]:
 
 
 def traces() -> set[str]:
-    """What a run could leave: shared memory of this user, ports that this process listens on, hosts of nobody else.
+    """What a run could leave: shared memory of this user, this process's listening ports, abandoned network namespaces.
 
-    A port of another process is left with that process; what else this machine does is none of a check's business.
+    A port of another process goes with that process; other activity on this machine does not matter.
     """
     shared = Path("/dev/shm")  # noqa: S108
     entries = [entry for entry in shared.iterdir() if _owned(entry)] if shared.exists() else []
@@ -337,24 +320,19 @@ def traces() -> set[str]:
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:] if Path(table).exists() else ():
             words = line.split()
-            if words[3] == _LISTENING and words[9] in mine:
+            if words[3] == "0A" and words[9] in mine:  # 0A: listening.
                 found.add(f"listening {words[1]}")
     return found | {f"network namespace {name}" for name in existing() if made_here(name) or abandoned(name)}
-
-
-_LISTENING = "0A"
-"""The state of a listening socket in the kernel's tables."""
 
 
 def _owned(path: Path) -> bool:
     try:
         return path.lstat().st_uid == os.getuid()
     except OSError:
-        return False  # Gone meanwhile.
+        return False  # It is gone by now.
 
 
 def _sockets() -> set[str]:
-    """The numbers of the sockets that this process has open."""
     found: set[str] = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
@@ -367,7 +345,7 @@ def _sockets() -> set[str]:
 
 
 def nothing_left(folder: Path, before: set[str], launcher: Launcher | None = None) -> None:
-    """Wait until no process of the run is alive and its segments and ports are gone; say what is left otherwise.
+    """Wait until no process of the run is alive and its segments and ports are gone; else report what is left.
 
     With the launcher, processes that have left their worker's group are found too: its fork server inherits them.
     """
@@ -403,11 +381,6 @@ def _trained(result: Result) -> dict[str, Tensor]:
 def _batches_per_update(bench: Bench) -> int:
     when = bench.strategy.when
     return when.batches_per_update() if isinstance(when, Timing) else 1
-
-
-def _full_batch(bench: Bench, examples: int) -> int:
-    """The global batch with which one update sees all examples."""
-    return -(-examples // _batches_per_update(bench))
 
 
 def _allows(bench: Bench, workers: int) -> bool:

@@ -1,7 +1,7 @@
 """The contract of schedules: proved symbolically, played with numbers in virtual time, run on real processes.
 
-A schedule of a collective must bring every contribution where it belongs, exactly once, for every number of ranks;
-a mixing schedule must leave every rank with the weighted sum that its matrix says.
+A schedule of a collective must bring every contribution where it belongs, exactly once, for every number of ranks; a
+mixing schedule must leave every rank with the weighted sum that its matrix gives.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, cast
 
 import numpy as np
 import torch
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from offbeat.errors import RunError, ScheduleError, UsageError
@@ -35,22 +35,21 @@ from offbeat.user_protocols import OwnSchedule
 PROVED: Final = tuple(range(1, 34))
 """Numbers of ranks that a schedule is proved for."""
 PLAYED: Final = (2, 3, 4, 6, 9)
-"""Those that it is played for with numbers, in virtual time."""
+"""Numbers of ranks for plays with numbers in virtual time."""
 ORDERS: Final = 5
-"""Seeds of such a play: each lets messages come in another order."""
+"""Seeds of such a play: each has another order of messages."""
 REAL: Final = (2, 3, 4)
-"""Those that it is run for on real processes."""
+"""Numbers of real processes that it is run on."""
 PATIENCE: Final = timedelta(seconds=20)
 """How long a process waits for another."""
 
 Matrix = Callable[[int], FloatArray]
-"""The mixing matrix of so many ranks."""
+"""The mixing matrix for a number of ranks."""
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Bound:
-    """The least that a collective can do with; what a schedule does is told beside it."""
+class Bound(Struct, frozen=True):
+    """Lower bounds of a collective's cost, reported beside a schedule's."""
 
     port_bytes: float
     """Bytes through the busiest port."""
@@ -59,7 +58,7 @@ class Bound:
 
 
 def bound(collective: Collective, size: int, nbytes: int) -> Bound:
-    """The known lower bound for a buffer of so many bytes on so many ranks."""
+    """The known lower bound for a buffer of `nbytes` on `size` ranks."""
     hops = math.ceil(math.log2(size)) if size > 1 else 0
     others = (size - 1) / size * nbytes
     least = {
@@ -71,9 +70,8 @@ def bound(collective: Collective, size: int, nbytes: int) -> Bound:
     return Bound(least.get(collective, others), hops)
 
 
-@dataclass(frozen=True)
-class ScheduleReport:
-    """What was found out about a schedule that is right."""
+class ScheduleReport(Struct, frozen=True):
+    """Result of checking a correct schedule."""
 
     name: str
     sizes: Mapping[int, CheckReport]
@@ -102,33 +100,32 @@ def check_schedule(
 
     Args:
         schedule: A function of view and layout that yields rounds, or an `Algorithm`.
-        collective: What it is to achieve; an `Algorithm` says so itself.
+        collective: What it implements, unless it is an `Algorithm`.
         matrix: Instead of a collective: the matrix by which it mixes, for each number of ranks.
-        launcher: Starts the processes; None: it is not run on any.
-        say: Told what is being done.
+        launcher: Starts the processes; None: run on none.
+        say: Called with what is being done.
 
     Raises:
-        ScheduleError: it is wrong; says for how many ranks, in which round, and what.
+        ScheduleError: it is wrong; names the number of ranks, the round, and the problem.
 
     """
     subject = Subject.of(schedule, collective, matrix)
-    told: Say = say or (lambda _: None)
-    told(f"proving it for {PROVED[0]} to {PROVED[-1]} ranks")
+    report: Say = say or (lambda _: None)
+    report(f"proving it for {PROVED[0]} to {PROVED[-1]} ranks")
     reports = prove_schedule(subject)
-    told(f"playing it with numbers in virtual time, {ORDERS} orders for each of {len(PLAYED)} sizes")
+    report(f"playing it with numbers in virtual time, {ORDERS} orders for each of {len(PLAYED)} sizes")
     plays = play_schedule(subject)
     unrun = subject.why_not_run() if launcher is not None else "no launcher was given"
     if launcher is not None and not unrun:
         for size in REAL:
-            told(f"running it on {size} processes")
+            report(f"running it on {size} processes")
             run_schedule(subject, size, launcher)
     real = () if unrun else REAL
     bounds = {} if matrix else {p: bound(subject.collective, p, subject.nbytes(p)) for p in reports}
     return ScheduleReport(subject.name, reports, bounds, subject.layout, plays, real, unrun)
 
 
-@dataclass(frozen=True)
-class Subject:
+class Subject(Struct, frozen=True):
     """A schedule, and what it promises."""
 
     schedule: Schedule
@@ -136,11 +133,11 @@ class Subject:
     matrix: Matrix | None
     name: str
     source: str | None
-    """The file or module that other processes find it in."""
+    """The file or module that other processes import it from."""
 
     @classmethod
     def of(cls, given: Schedule | Algorithm | OwnSchedule, collective: Collective, matrix: Matrix | None) -> Subject:
-        """From any of the forms that a schedule comes in."""
+        """From any form of a schedule."""
         if isinstance(given, OwnSchedule):
             return cls(given.schedule, given.collective, matrix, given.name, given.source)
         if isinstance(given, Algorithm):
@@ -148,7 +145,7 @@ class Subject:
         return cls(given, collective, matrix, getattr(given, "__name__", "schedule"), _source(given))
 
     def layout(self, size: int) -> Layout:
-        """Blocks that are not all as long, where they need not be; the root is not always the first."""
+        """Blocks of unequal length, where allowed; a root that is not always the first rank."""
         count = 2 * size if self.collective is Collective.ALL_TO_ALL else 2 * size + 1
         return Layout(count, root=size // 2)
 
@@ -158,7 +155,7 @@ class Subject:
         return layout.count * layout.itemsize
 
     def views(self, size: int) -> list[View]:
-        """All on one host, and, where memory is not read, spread over some."""
+        """All on one host, and, unless it reads memory, spread over two."""
         together = View.of(size)
         return [together] if self.one_sided(together) else [together, View.of(size, [r % 2 for r in range(size)])]
 
@@ -168,7 +165,7 @@ class Subject:
         return any(one.op is Op.FETCH for one in rounds)
 
     def why_not_run(self) -> str:
-        """Why it cannot be run on real processes; nothing if it can."""
+        """Why it cannot run on real processes; empty if it can."""
         if self.one_sided(View.of(2)):
             return "it reads other ranks' memory, which messages between processes cannot do"
         if self.source is None:
@@ -176,12 +173,12 @@ class Subject:
         return ""
 
     def wrong(self, size: int, how: str, what: object) -> ScheduleError:
-        """The error that says for how many ranks it is wrong, and by what that was found out."""
+        """The error for a number of ranks, with how it was detected."""
         return ScheduleError(f"{self.name} is wrong for {size} ranks, {how}: {what}.")
 
 
 def _source(schedule: Schedule) -> str | None:
-    """Where a function can be imported from by its name; None for closures and the like."""
+    """Where a function can be imported from by name; None for closures and the like."""
     module = inspect.getmodule(schedule)
     name = getattr(schedule, "__name__", "")
     if module is None or getattr(module, name, None) is not schedule:
@@ -190,25 +187,25 @@ def _source(schedule: Schedule) -> str | None:
 
 
 def prove_schedule(subject: Subject) -> dict[int, CheckReport]:
-    """The checker on every size; a ScheduleError says which one it fails for."""
-    found: dict[int, CheckReport] = {}
+    """Run the checker for every size; a ScheduleError names the one that fails."""
+    reports: dict[int, CheckReport] = {}
     for size in PROVED:
         layout = subject.layout(size)
         try:
             for view in subject.views(size):
                 if subject.matrix is None:
-                    found[size] = check((subject.schedule, subject.collective), view, layout)
+                    reports[size] = check((subject.schedule, subject.collective), view, layout)
                 else:
-                    found[size] = check_mixing(subject.schedule, subject.matrix(size), view, layout)
+                    reports[size] = check_mixing(subject.schedule, subject.matrix(size), view, layout)
         except ScheduleError as error:
             raise subject.wrong(size, "by the checker's proof", error) from error
         except Exception as error:
             raise subject.wrong(size, "as it fails itself", f"{type(error).__name__}: {error}") from error
-    return found
+    return reports
 
 
 def play_schedule(subject: Subject) -> int:
-    """Numbers in virtual time, in several orders; answers how many plays there were."""
+    """Play with numbers in virtual time, in several orders; returns the number of plays."""
     plays = 0
     for size in PLAYED:
         view, layout = subject.views(size)[-1], subject.layout(size)
@@ -227,7 +224,7 @@ def play_schedule(subject: Subject) -> int:
 
 
 def run_schedule(subject: Subject, size: int, launcher: Launcher) -> None:
-    """Real processes, over messages; a ScheduleError tells what they ended with."""
+    """Run on real processes, over messages; a ScheduleError says what they ended with."""
     source = subject.source
     if source is None:
         raise UsageError(f"{subject.name} cannot be imported by other processes: define it at the top of a module.")
@@ -263,7 +260,7 @@ def run_schedule(subject: Subject, size: int, launcher: Launcher) -> None:
 
 
 def worker(config: Mapping[str, Any], control: Control) -> None:
-    """One process: runs the schedule, and says what is wrong with the values."""
+    """One process: runs the schedule, and reports wrong values."""
     module, name = load_module(config["source"]), str(config["name"])
     value = getattr(module, name)
     schedule = value.schedule if isinstance(value, Algorithm) else value
@@ -281,19 +278,19 @@ def worker(config: Mapping[str, Any], control: Control) -> None:
     except Exception as error:
         wrong = f"rank {group.rank} fails with {type(error).__name__}: {error}"
     control.send({"rank": group.rank, "wrong": wrong})
-    with suppress(Exception):  # Somebody else may have failed, and has said so.
+    with suppress(Exception):  # Another process may have failed, and reports that itself.
         group.barrier()
     group.close()
 
 
 def brought(mixes: bool, count: int, rank: int) -> NDArray[Any]:
-    """What a rank begins with: whole numbers, which sum exactly; a mixture is of numbers with a fraction."""
+    """A rank's initial buffer: integers, which sum exactly; floats for mixing."""
     numbers = np.random.default_rng(1000 * count + rank).integers(0, 1000, count)
     return numbers.astype(np.float64) if mixes else numbers
 
 
 def verified(subject: Subject, given: Sequence[NDArray[Any]], end: NDArray[Any], layout: Layout, rank: int) -> str:
-    """What is wrong with the buffer that a rank ends with; nothing if it is right."""
+    """What is wrong with a rank's final buffer; empty if it is right."""
     if subject.matrix is not None:
         expected = subject.matrix(len(given))[rank] @ np.stack(given)
         off = np.flatnonzero(~np.isclose(end, expected, rtol=1e-9, atol=1e-9))
@@ -310,7 +307,7 @@ def verified(subject: Subject, given: Sequence[NDArray[Any]], end: NDArray[Any],
 def _expected(
     collective: Collective, given: Sequence[NDArray[Any]], layout: Layout, rank: int
 ) -> tuple[int, NDArray[Any]]:
-    """From where on the result matters at a rank, and what must be there."""
+    """Where the result at a rank begins, and what must be there."""
     size, root = len(given), layout.root
     cuts = cast("list[int]", layout.blocks(size).tolist())
     low, high = cuts[rank], cuts[rank + 1]

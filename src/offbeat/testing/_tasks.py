@@ -1,4 +1,4 @@
-"""Small tasks that the contract suites learn: exact, uneven, watched, and faulty on demand."""
+"""Small tasks for the contract suites: exact, uneven, observable, and faulty on demand."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SEED = 20260
 
 @dataclass
 class CurveTask(Task):
-    """Fit a small network to a curve: no dropout, no batch norm, so that strategies can be compared to the bit."""
+    """Fit a small network to a curve, without dropout or batch norm, so that strategies can be compared to the bit."""
 
     folder: str
-    """Where each worker leaves its process id and the fingerprints of its replica."""
+    """Where each worker writes its process id and the fingerprints of its replica."""
     examples: int = 37
     batch: int = 8
     fault: str = ""
@@ -35,7 +35,7 @@ class CurveTask(Task):
     fault_rank: int = 1
     fault_step: int = 3
     pause: float = 0.0
-    """Seconds that each step sleeps, for those who want to interrupt it."""
+    """Seconds that each step sleeps, so that it can be interrupted."""
 
     def __post_init__(self) -> None:
         self.global_batch = self.batch
@@ -43,12 +43,12 @@ class CurveTask(Task):
         self._rank = int(os.environ.get("RANK", "0"))
 
     def model(self) -> nn.Module:
-        """Two layers; all workers make it from the same seed."""
+        """Two layers; the same on all workers, by the seed."""
         note(Path(self.folder) / f"pid-{self._rank}", str(os.getpid()))
         return nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
 
     def data(self) -> Data:
-        """The same points for every part: what counts here is the arithmetic."""
+        """The same points for training, validation and test: only the arithmetic matters."""
         points = TensorDataset(*curve(self.examples))
         points.targets = torch.arange(self.examples) % 5  # pyright: ignore[reportAttributeAccessIssue]  # for parts by label
         return Data(points, points, points)
@@ -58,7 +58,7 @@ class CurveTask(Task):
         return SGD(params, lr=0.1, momentum=0.9)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The squared error; before it, leave a fingerprint of the replica, and fail if it is time to."""
+        """The squared error; writes a fingerprint of the replica first, and fails when due."""
         self._steps += 1
         note(Path(self.folder) / f"replica-{self._rank}", fingerprint(model))
         if self.pause:

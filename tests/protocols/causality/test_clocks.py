@@ -7,8 +7,16 @@ from causal_support import computations, lines, places, reaches
 from hypothesis import given
 
 from offbeat.errors import UsageError
-from offbeat.protocols.causality.clocks import lamport, tick
-from offbeat.protocols.causality.histories import Call, Computation, Event, EventKind, EventPosition, computation
+from offbeat.protocols.causality.histories import (
+    Call,
+    Computation,
+    Event,
+    EventKind,
+    EventPosition,
+    computation,
+    lamport,
+    tick,
+)
 
 WORLD = ("worker 0", "worker 1", "worker 2")
 

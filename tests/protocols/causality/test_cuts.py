@@ -13,25 +13,23 @@ from hypothesis import strategies as st
 
 from offbeat.errors import UsageError
 from offbeat.protocols.causality.cuts import (
+    Answer,
     Cut,
+    Finding,
     between,
     causal_past,
-    is_consistent,
-    latest_consistent,
-    union,
-    violation,
-)
-from offbeat.protocols.causality.histories import Computation
-from offbeat.protocols.causality.lattice import (
-    Answer,
-    Finding,
     consistent_cuts,
     definitely,
+    is_consistent,
+    latest_consistent,
     possibly,
     search_definitely,
     search_possibly,
     successors,
+    union,
+    violation,
 )
+from offbeat.protocols.causality.histories import Computation
 
 SMALL = computations(3, 14)
 

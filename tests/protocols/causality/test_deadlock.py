@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import UsageError
-from offbeat.protocols.causality.cuts import latest_consistent
+from offbeat.protocols.causality.cuts import consistent_cuts, latest_consistent
 from offbeat.protocols.causality.deadlock import Wait, deadlock, natural, waits
 from offbeat.protocols.causality.histories import Call, Computation, Event, EventKind, computation
-from offbeat.protocols.causality.lattice import consistent_cuts
 from offbeat.protocols.causality.matching import Matching
 
 NAMES = tuple(f"worker {i}" for i in range(5))

@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import UsageError
-from offbeat.protocols.causality.clocks import lamport
 from offbeat.protocols.causality.delivery import (
     Alive,
     ByLamport,
@@ -29,7 +28,7 @@ from offbeat.protocols.causality.delivery import (
     LateReport,
     Probe,
 )
-from offbeat.protocols.causality.histories import Computation, EventPosition
+from offbeat.protocols.causality.histories import Computation, EventPosition, lamport
 from offbeat.protocols.machine import Ended, Event, Machine, Received, Send, SetTimer, Start, Timer
 from offbeat.simulate.machines import Kill, LossyNetwork, Simulation
 

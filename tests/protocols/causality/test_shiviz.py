@@ -13,8 +13,15 @@ from offbeat.errors import UsageError
 from offbeat.monitor.diagram.build import Scene
 from offbeat.monitor.diagram.chrome_trace import chrome_trace
 from offbeat.protocols.causality.cuts import is_consistent
-from offbeat.protocols.causality.exports import json_lines
-from offbeat.protocols.causality.histories import Call, Computation, Event, EventKind, EventPosition, computation
+from offbeat.protocols.causality.histories import (
+    Call,
+    Computation,
+    Event,
+    EventKind,
+    EventPosition,
+    computation,
+    json_lines,
+)
 from offbeat.protocols.causality.shiviz import parse, parse_all, write
 
 LOG = """\

@@ -34,7 +34,7 @@ from offbeat.protocols.machine import Done, Effect, Ended, Event, Payload, Recei
 from offbeat.protocols.servers.coordination.coordinator import Changed, CoordinatorMachine
 from offbeat.protocols.servers.coordination.meetings import Add, Total
 from offbeat.protocols.servers.messages import COORDINATOR, Awaiting, Bring, ClusterView, Met, Timeouts
-from offbeat.protocols.servers.messages import MoveHalfway as Come
+from offbeat.protocols.servers.messages import MeetingArrival as Come
 from offbeat.protocols.servers.worker.client import ClientMachine
 from offbeat.protocols.servers.worker.notices import Arrived, Completed, Departed, Failed, MeetRequest
 from offbeat.simulate.machines import Fault, Kill, LossyNetwork, Partition, Simulation, Stop

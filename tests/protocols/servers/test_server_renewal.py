@@ -40,7 +40,7 @@ from offbeat.protocols.servers.messages import (
     Viewed,
     Volunteer,
 )
-from offbeat.protocols.servers.replica.follower import Follower
+from offbeat.protocols.servers.replica.replication import Follower
 from offbeat.protocols.servers.replica.server import ServerMachine
 from offbeat.protocols.servers.replica.shard import Shard
 from offbeat.protocols.servers.replica.works import ReadShard, Release

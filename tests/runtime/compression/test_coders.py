@@ -34,7 +34,7 @@ from offbeat.protocols.exchanges import sent_by
 from offbeat.protocols.schedule import View
 from offbeat.runtime.compression import Coder, Feedback, build
 from offbeat.runtime.compression.sparse import largest
-from offbeat.simulate.compressed import exchange_of
+from offbeat.simulate.predicted_step import exchange_of
 
 DENSE = [
     *(HalfFormat(), BFloatFormat(), SignFormat()),

@@ -201,12 +201,12 @@ def test_a_cut_that_balances_has_no_faults() -> None:
 @pytest.mark.parametrize(
     ("workers", "shard", "reason"),
     [
-        ([ONE, TWO], structs.replace(SHARD, in_flight=()), "#3 must have been under way, and none was kept"),
+        ([ONE, TWO], structs.replace(SHARD, in_flight=()), "#3 must have been in flight, and none was kept"),
         ([ONE, TWO], structs.replace(SHARD, in_flight=((0, 3), (0, 3))), "and #3, #3 was kept"),
         ([structs.replace(ONE, pushes=(2,)), TWO], SHARD, "had 3 pushes of worker 0, who had sent 2"),
         ([ONE, structs.replace(TWO, seen=(7,))], SHARD, "had seen version 7 of shard 0, which was at 6"),
         ([ONE, structs.replace(TWO, meetings=3)], SHARD, "different numbers of meetings: [2, 3]"),
-        ([ONE], structs.replace(SHARD, in_flight=((0, 3), (1, 2))), "a push of worker 1, who has no part"),
+        ([ONE], structs.replace(SHARD, in_flight=((0, 3), (1, 2))), "a push of worker 1, not a member"),
         ([ONE, structs.replace(TWO, life=1)], SHARD, "do not know of each other"),
     ],
 )

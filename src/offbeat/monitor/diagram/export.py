@@ -10,7 +10,7 @@ from typing import Final
 from offbeat.errors import OutputError, UsageError, did_you_mean
 from offbeat.monitor.diagram.build import Scene
 from offbeat.monitor.diagram.chrome_trace import chrome_trace
-from offbeat.protocols.causality.exports import json_lines
+from offbeat.protocols.causality.histories import json_lines
 from offbeat.protocols.causality.shiviz import write
 
 ENDINGS: Final[Mapping[str, str]] = {

@@ -1,18 +1,17 @@
-"""Who waits for whom, and who waits for ever: the wait-for graph with waits for k of n.
+"""Which process waits for which, and for ever: the wait-for graph with waits for k of n.
 
 A wait needs k of a set of processes to do something: in a collective all members that have not arrived, in a receipt
 the one sender, from any source one of n, under bounded staleness all workers below the bound, with backup workers k of
 n. A process that waits in several ways at once needs all of them.
 
-**The release fixpoint.** Whoever runs may release whoever waits for it, who then runs. What is left when nobody more
-can be released is deadlocked: for ever, whatever the others do. A process that has ended releases nobody. The graph
-must be that of a consistent cut, and a wait that a message under way will end is none: otherwise deadlocks are found
-that never were. `waits` takes both into account.
+**The release fixpoint.** A running process may release those that wait for it, which then run. What is left when none
+can be released any more is deadlocked: for ever, whatever the others do. A process that has ended releases nobody. The
+graph must be that of a consistent cut, and a wait that a message in flight will end does not count: otherwise deadlocks
+are found that never were. `waits` takes both into account.
 
-**The explanation** is a set of processes that hold each other up, from which nobody can be left out: a cycle, or an
-orphan, who waits for somebody who has ended. It is the smallest one where every wait is for all of its processes. For
-others, any-source waits say, finding the smallest is as hard as covering sets; then it is one that cannot be made
-smaller.
+**The explanation** is a minimal set of processes that hold each other up: a cycle, or an orphan, which waits for a
+process that has ended. It is the smallest where every wait is for all of its processes. For others, such as any-source
+waits, finding the smallest is as hard as set cover; then it is one that cannot be made smaller.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from offbeat.protocols.machine import Name
 
 
 class Wait(Struct, frozen=True):
-    """A process that goes on once `needs` of some others have done something."""
+    """A process that continues once `needs` of some others have done something."""
 
     process: Name
     needs: int
     of: frozenset[Name]
     what: str
-    """In what it waits, in words: `all_reduce #57 of group world, called at train.py:88`."""
+    """What it waits in, in words: `all_reduce #57 of group world, called at train.py:88`."""
 
     def __post_init__(self) -> None:
-        """Refuse waits that nothing could ever end, or that are none."""
+        """Refuse waits that can never end, and waits for nothing."""
         if not 0 < self.needs <= len(self.of):
             raise UsageError(
                 f"{self.process} cannot wait for {self.needs} of {len(self.of)} processes in {self.what}: give from 1 "
@@ -47,70 +46,70 @@ class Wait(Struct, frozen=True):
 
     @property
     def spare(self) -> int:
-        """How many of those waited for it can do without."""
+        """How many of the awaited processes it can do without."""
         return len(self.of) - self.needs
 
     @classmethod
     def on_all(cls, process: Name, of: Iterable[Name], what: str) -> Wait:
-        """In a collective: for all members that have not arrived. For a receipt: for the one sender."""
+        """In a collective: wait for all members that have not arrived. In a receipt: for the one sender."""
         others = frozenset(of)
         return cls(process, len(others), others, what)
 
     @classmethod
     def on_any(cls, process: Name, of: Iterable[Name], what: str) -> Wait:
-        """For a message of whoever sends one first."""
+        """Wait for a message from any of these."""
         return cls(process, 1, frozenset(of), what)
 
 
 class Knot(Struct, frozen=True):
-    """Processes that hold each other up, and would do so if everybody else ran: nobody can be left out."""
+    """A minimal set of processes that hold each other up, even if all others ran."""
 
     waits: tuple[Wait, ...]
-    """In the order in which they are best told: each waits for the next."""
+    """In a readable order: each waits for the next."""
     ended: frozenset[Name]
-    """Those waited for that have ended; empty for a cycle."""
+    """Awaited processes that have ended; empty for a cycle."""
 
     @property
     def processes(self) -> frozenset[Name]:
-        """Who waits."""
+        """The waiting processes."""
         return frozenset(wait.process for wait in self.waits)
 
     def told(self, how: Mapping[Name, str]) -> str:
         """In words: `worker 2 waits for worker 0 in X; worker 0 waits for worker 2 in Y`; `how` says how some ended."""
         stuck = self.processes | self.ended
-        told = [_tell(wait, stuck) for wait in self.waits]
-        return "; ".join([*told, *(f"{name} {how.get(name, 'has ended')}" for name in natural(self.ended))])
+        words = [_tell(wait, stuck) for wait in self.waits]
+        return "; ".join([*words, *(f"{name} {how.get(name, 'has ended')}" for name in natural(self.ended))])
 
     def __str__(self) -> str:
-        """The same, where nobody knows how."""
+        """The same, without details."""
         return self.told({})
 
 
 class Deadlock(Struct, frozen=True):
-    """Who will never go on, and why."""
+    """Processes that will never continue, and why."""
 
     stuck: frozenset[Name]
     knots: tuple[Knot, ...]
-    """Why: each would be a deadlock without the others."""
+    """The reasons: each would be a deadlock without the others."""
 
     @property
     def held_up(self) -> frozenset[Name]:
-        """Who is stuck only because those in the knots are."""
+        """Processes that are stuck only because those in the knots are."""
         return self.stuck.difference(*(knot.processes for knot in self.knots))
 
     def told(self, how: Mapping[Name, str]) -> str:
-        """The knots in words, then who else waits because of them; `how` says how some have ended."""
+        """The knots in words, then the processes held up by them; `how` says how some have ended."""
         behind = natural(self.held_up)
         held = f"Held up by this: {', '.join(behind)}." if behind else ""
         return " ".join([*(f"{knot.told(how)}." for knot in self.knots), *filter(None, [held])])
 
     def __str__(self) -> str:
-        """The same, where nobody knows how."""
+        """The same, without details."""
         return self.told({})
 
 
 def deadlock(waits: Iterable[Wait], ended: Collection[Name] = ()) -> Deadlock | None:
-    """Who is stuck for ever, given who waits and who has ended; everybody else counts as running. None: nobody is."""
+    """The deadlock, given all waits and ended processes; all others count as running. None: there is no deadlock."""
     graph = _Graph(waits, frozenset(ended))
     stuck = graph.stuck(frozenset())
     if not stuck:
@@ -124,34 +123,32 @@ def deadlock(waits: Iterable[Wait], ended: Collection[Name] = ()) -> Deadlock | 
 
 
 def waits(computation: Computation, cut: Cut) -> list[Wait]:
-    """Who waits for whom at this point of a run: the last event of a process is an entry, or the start of a wait.
+    """The waits at this point of a run: the last event of a process is an entry, or the start of a wait.
 
-    A wait for a message that has been sent and not yet received is about to end, and left out.
+    A wait for a message in flight is about to end, and omitted.
     """
     wrong = violation(computation, cut)
     if wrong is not None:
         raise UsageError(f"waits are judged on a consistent cut only, or deadlocks are found that never were: {wrong}")
     entered = _entered(computation, cut)
-    found: list[Wait] = []
+    open_waits: list[Wait] = []
     for process, number in enumerate(cut):
         name = computation.processes[process]
         last = computation.histories[process][number - 1] if number else Event()
         if last.kind is EventKind.ENTER and last.call is not None:
             missing = last.call.needs(name) - entered[last.call.group, last.call.sequence]
-            found += [Wait.on_all(name, missing, str(last.call))] if missing else []
-        elif last.kind is EventKind.AWAIT and last.sources and not _under_way(computation, cut, process, last):
-            found.append(Wait.on_any(name, last.sources, last.what or "a receipt"))
-    return found
+            open_waits += [Wait.on_all(name, missing, str(last.call))] if missing else []
+        elif last.kind is EventKind.AWAIT and last.sources and not _in_flight(computation, cut, process, last):
+            open_waits.append(Wait.on_any(name, last.sources, last.what or "a receipt"))
+    return open_waits
 
 
 def natural(names: Iterable[Name]) -> list[Name]:
-    """Names in the order in which people count: worker 2 before worker 10."""
+    """Names in natural order: worker 2 before worker 10."""
     return sorted(names, key=lambda name: [(len(part), part) if part.isdigit() else (0, part) for part in name.split()])
 
 
 class _Graph:
-    """Waits by who waits and by who is waited for."""
-
     def __init__(self, waits: Iterable[Wait], ended: frozenset[Name]) -> None:
         self.waits = defaultdict[Name, list[Wait]](list)
         self.waiting_for = defaultdict[Name, list[Wait]](list)
@@ -163,7 +160,7 @@ class _Graph:
                     self.waiting_for[other].append(wait)
 
     def stuck(self, repaired: Collection[Name]) -> frozenset[Name]:
-        """Who can never be released, if these were."""
+        """The processes that can never be released, even if these were."""
         names = self.waits.keys() | self.waiting_for.keys()
         free = {name for name in names if name in repaired or (name not in self.waits and name not in self.ended)}
         met = Counter[Wait]()
@@ -180,7 +177,7 @@ class _Graph:
         return frozenset(self.waits.keys() - free)
 
     def knot(self, stuck: frozenset[Name]) -> Knot:
-        """A smallest reason why somebody among these is stuck."""
+        """A smallest reason why some of these are stuck."""
         blocked = {name: self._unmet(name, stuck | self.ended) for name in stuck}
         if all(wait.spare == 0 for waits in blocked.values() for wait in waits):
             return self._closed(self._shortest(blocked), blocked)
@@ -189,11 +186,11 @@ class _Graph:
         return self._closed(least, {name: self._unmet(name, frozenset(least) | self.ended) for name in least})
 
     def _unmet(self, name: Name, stuck: Collection[Name]) -> list[Wait]:
-        """Which of its waits cannot be ended by anybody but these."""
+        """Its waits that only these could end."""
         return [wait for wait in self.waits[name] if len(wait.of.difference(stuck)) < wait.needs]
 
     def _shortest(self, blocked: Mapping[Name, list[Wait]]) -> Sequence[Name]:
-        """The fewest processes of which each waits for the next, and the last for one that has ended or the first."""
+        """The shortest chain in which each waits for the next, and the last for the first or an ended one."""
         best: Sequence[Name] = ()
         for start in natural(blocked):
             came_from: dict[Name, Name | None] = {start: None}
@@ -211,7 +208,7 @@ class _Graph:
         return best
 
     def _shrunk(self, stuck: frozenset[Name], kept: Name) -> Sequence[Name]:
-        """A set around one process, if that can be, from which nobody can be left out."""
+        """A minimal stuck set, around one process if possible."""
         held = stuck
         for name in (*natural(stuck - {kept}), kept):
             if name in held and (rest := self._still_stuck(held - {name})):
@@ -219,20 +216,20 @@ class _Graph:
         return natural(held)
 
     def _still_stuck(self, names: frozenset[Name]) -> frozenset[Name]:
-        """Those of these who would be stuck if everybody else ran."""
+        """Those of these that would be stuck if all others ran."""
         while free := {name for name in names if not self._unmet(name, names | self.ended)}:
             names -= free
         return names
 
     def _closed(self, names: Sequence[Name], blocked: Mapping[Name, list[Wait]]) -> Knot:
-        """One wait of each, the one that those named suffice to keep open; and who of them has ended."""
+        """One wait of each that the named suffice to keep open, and the ended ones among them."""
         stuck = frozenset(names) | self.ended
         chosen = [next(wait for wait in blocked[name] if len(wait.of - stuck) < wait.needs) for name in names]
         ended = frozenset[Name]().union(*(self._dead_reasons(wait, names) for wait in chosen))
         return Knot(tuple(chosen), ended)
 
     def _dead_reasons(self, wait: Wait, names: Sequence[Name]) -> frozenset[Name]:
-        """Who has ended of those that a wait is for, if the names alone would not keep it open."""
+        """The ended processes that a wait is for, if the names alone would not keep it open."""
         return wait.of & self.ended if len(wait.of & frozenset(names)) <= wait.spare else frozenset()
 
 
@@ -253,7 +250,7 @@ def _tell(wait: Wait, stuck: frozenset[Name]) -> str:
 
 
 def _entered(computation: Computation, cut: Cut) -> Mapping[tuple[str, int], set[Name]]:
-    """Who has entered each collective, inside the cut."""
+    """The members that have entered each collective, inside the cut."""
     entered = defaultdict[tuple[str, int], set[Name]](set)
     for process, number in enumerate(cut):
         for event in computation.histories[process][:number]:
@@ -262,8 +259,8 @@ def _entered(computation: Computation, cut: Cut) -> Mapping[tuple[str, int], set
     return entered
 
 
-def _under_way(computation: Computation, cut: Cut, process: int, wait: Event) -> bool:
-    """Whether a message that ends this wait has been sent, and not been received, inside the cut."""
+def _in_flight(computation: Computation, cut: Cut, process: int, wait: Event) -> bool:
+    """Whether a message that ends this wait is in flight at the cut."""
     received = {
         event.message for event in computation.histories[process][: cut[process]] if event.kind is EventKind.RECEIVE
     }

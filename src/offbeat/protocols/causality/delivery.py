@@ -1,20 +1,19 @@
-"""How a monitor puts what it hears into an order that the run can have had: four machines.
+"""How a monitor puts reports into an order that the run can have had: four machines.
 
-Reports of events come from many processes, late, doubled and overtaken. Arrival order proves nothing. These machines
-hold reports back until their turn has come; what is delivered is the work of a `Start`.
+Reports of events come from many processes, late, duplicated and overtaken. Arrival order proves nothing. These machines
+hold reports back until their turn has come; a delivery is the work of a `Start`.
 
 | machine | delivers a report once | needs |
 |---|---|---|
 | `ByNumber` | those with lower numbers of its process have been | nothing; orders each history, no more |
 | `ByTime` | it is delta seconds old; then in order of time | clocks that agree, and no delay above delta |
-| `ByLamport` | everybody has been heard from with a clock as high | an answer to `Probe` from who is silent |
+| `ByLamport` | every process was heard with a clock as high | answers to `Probe` from silent processes |
 | `ByVector` | nothing that it depends on is missing | a vector clock in each report |
 
-None of them is held up for ever by one process. Events that were never reported are told by `Dropped`. Of a process
-that has ended, reports under way are waited for some seconds of grace; then what is missing is given up. A report that
-comes when something that should follow it has been delivered is delivered as `LateReport`: nothing is lost, and
-nobody takes it for being in order. The same report is delivered once. Strangers are not listened to: when
-somebody joins, a new machine goes on with the new list of processes.
+No single process holds them up for ever. `Dropped` names events that were never reported. After a process has ended,
+reports in flight are waited for some seconds of grace; then what is missing is given up. A report that comes after
+something that should follow it is delivered as `LateReport`: nothing is lost, and nobody takes it for being in order.
+The same report is delivered once. Unknown processes are ignored: when one joins, a new machine takes over.
 
 Babaoglu and Marzullo, "Consistent Global States of Distributed Systems" (1993), section 5.
 """
@@ -35,21 +34,21 @@ MONITOR: Name = "monitor"
 
 
 class EventReport(Struct, frozen=True):
-    """An event, as the process that it happened in tells it."""
+    """An event, as its process reports it."""
 
     number: int
-    """Which of the process's reported events it is, from 1."""
+    """Its number among the process's reported events, from 1."""
     time: float = 0.0
-    """When it happened, on a clock that agrees with the monitor's; `ByTime` goes by it."""
+    """On a clock that agrees with the monitor's; used by `ByTime`."""
     lamport: int = 0
-    """Its Lamport clock; `ByLamport` goes by it."""
+    """Its Lamport clock; used by `ByLamport`."""
     vector: tuple[int, ...] = ()
-    """Its vector clock, which counts reported events; `ByVector` goes by it."""
+    """Its vector clock, which counts reported events; used by `ByVector`."""
     event: Any = None
 
 
 class Dropped(Struct, frozen=True):
-    """A process says that these events of its own will never be reported."""
+    """These events of a process will never be reported."""
 
     first: int
     last: int
@@ -62,7 +61,7 @@ class Probe(Struct, frozen=True):
 
 
 class Alive(Struct, frozen=True):
-    """The answer: the process's Lamport clock now, after as many reports."""
+    """The answer: the process's Lamport clock now, after `reported` reports."""
 
     lamport: int
     reported: int
@@ -76,41 +75,40 @@ class Delivery(Struct, frozen=True):
 
 
 class LateReport(Struct, frozen=True):
-    """A report that has come after something that should have followed it."""
+    """A report that came after something that should have followed it."""
 
     process: Name
     report: EventReport
 
 
 class _Ripe(Struct, frozen=True):
-    """Time to deliver all that happened until then."""
-
     time: float
+    """Time to deliver everything up to it."""
 
 
 class _Line:
-    """What has come of one process, in order of its numbers."""
+    """Reports of one process, in order of their numbers."""
 
     def __init__(self, name: Name) -> None:
         self.name = name
         self.next = 1
         """The lowest number that has neither been delivered nor given up."""
         self.gone = False
-        """It has ended, and nothing more is waited for."""
+        """It has ended, and is no longer waited for."""
         self._held: dict[int, EventReport] = {}
         self._dropped: list[range] = []
         self._given_up: list[range] = []
         self._late: set[int] = set()
 
     def take(self, report: EventReport) -> bool:
-        """Keep a report until its turn; False if that is over."""
+        """Keep a report until its turn; False if its turn is over."""
         if report.number >= self.next:
             self._held.setdefault(report.number, report)
             return True
         return False
 
     def is_new(self, number: int) -> bool:
-        """Whether a number that was given up has come after all, for the first time."""
+        """Whether this number was given up, and now comes for the first time."""
         if number in self._late or not any(number in given_up for given_up in self._given_up):
             return False
         self._late.add(number)
@@ -125,25 +123,22 @@ class _Line:
         yield from (self._held.pop(number) for number in held)
 
     def drop(self, dropped: Dropped) -> None:
-        """These numbers will never come."""
         self._dropped.append(range(dropped.first, dropped.last + 1))
         self._pass_dropped()
 
     def head(self) -> EventReport | None:
-        """The report whose turn it is among those of this process."""
+        """The next report of this process."""
         if self.gone and self._held and self.next not in self._held:
             self.give_up(min(self._held))
         return self._held.get(self.next)
 
     def pop(self) -> EventReport:
-        """Take that report away."""
         report = self._held.pop(self.next)
         self.next += 1
         self._pass_dropped()
         return report
 
     def give_up(self, below: int) -> None:
-        """Wait no more for the numbers below this one."""
         if below > self.next:
             self._given_up.append(range(self.next, below))
             self.next = below
@@ -155,7 +150,7 @@ class _Line:
 
 
 class _Deliverer(ABC):
-    """What all four have in common: a line for each process, duplicates, and processes that have ended."""
+    """Common to all four: a line for each process, duplicates, and ended processes."""
 
     def __init__(self, processes: Sequence[Name], grace: float, name: Name = MONITOR) -> None:
         if len(set(processes)) != len(processes) or not processes:
@@ -166,13 +161,12 @@ class _Deliverer(ABC):
         self._grace = grace
         self._lines = {process: _Line(process) for process in processes}
 
-    def begin(self, now: float) -> Sequence[Effect]:
-        """Nothing, until something is heard."""
-        del now
+    def begin(self, now: float) -> Sequence[Effect]:  # noqa: ARG002
+        """Nothing, until a report comes."""
         return []
 
     def on(self, event: Event, now: float) -> Sequence[Effect]:
-        """What can be delivered now, in order, and what has to be asked for."""
+        """Deliveries in order, and probes to send."""
         effects: list[Effect] = []
         match event:
             case Received(sender=sender, message=EventReport() as report) if sender in self._lines:
@@ -189,41 +183,35 @@ class _Deliverer(ABC):
                 pass
         return [*effects, *self._released(event, now)]
 
-    def _take(self, line: _Line, report: EventReport, now: float) -> Iterator[Effect]:
-        del now
+    def _take(self, line: _Line, report: EventReport, now: float) -> Iterator[Effect]:  # noqa: ARG002
         if not line.take(report) and line.is_new(report.number):
             yield Start(LateReport(line.name, report))
 
-    def _heard(self, line: _Line, alive: Alive) -> None:
-        """A process has answered with its clock."""
-        del line, alive
+    def _heard(self, line: _Line, alive: Alive) -> None:  # noqa: ARG002
+        return
 
     @abstractmethod
     def _released(self, event: Event, now: float) -> Iterator[Effect]:
         """What can be delivered after this."""
 
-    def _deliver(self, line: _Line) -> Start:
-        return Start(Delivery(line.name, line.pop()))
-
 
 class ByNumber(_Deliverer):
-    """First in, first out for each process, by its numbers. Of the order between processes it says nothing."""
+    """In order of numbers for each process. It does not order processes among each other."""
 
     def __init__(self, processes: Sequence[Name], grace: float = 1.0) -> None:
         super().__init__(processes, grace)
 
-    def _released(self, event: Event, now: float) -> Iterator[Effect]:
-        del event, now
+    def _released(self, event: Event, now: float) -> Iterator[Effect]:  # noqa: ARG002
         for line in self._lines.values():
             while line.head() is not None:
-                yield self._deliver(line)
+                yield Start(Delivery(line.name, line.pop()))
 
 
 class ByTime(_Deliverer):
-    """By the clock on the wall: held back until nothing that is older can still be under way.
+    """By wall clock: held back until nothing older can still be in flight.
 
-    Right if the clocks agree so well that causes have earlier times than effects, and if no report takes longer than
-    delta. It waits for no numbers, so nobody's end holds it up.
+    Correct if clocks agree so well that causes have earlier times than effects, and no report takes longer than delta.
+    It does not wait for numbers, so an ended process does not hold it up.
     """
 
     def __init__(self, processes: Sequence[Name], delta: float) -> None:
@@ -257,14 +245,11 @@ class ByTime(_Deliverer):
 
 
 class _Seen:
-    """Which numbers have come, kept as how many in a row and those beyond."""
-
     def __init__(self) -> None:
         self._all_below = 1
         self._beyond: set[int] = set()
 
     def add(self, number: int) -> bool:
-        """Whether this one is new."""
         if number < self._all_below or number in self._beyond:
             return False
         self._beyond.add(number)
@@ -275,10 +260,10 @@ class _Seen:
 
 
 class ByLamport(_Deliverer):
-    """By Lamport clock, equals by process: held back until nobody can report a lower one any more.
+    """By Lamport clock, ties by process: held back until no process can report a lower one.
 
-    Reports of a process are taken in the order of their numbers, so that having heard of a clock means that all lower
-    ones are here. Who is silent for `patience` seconds while something is held back is sent a `Probe`.
+    Reports of a process are taken in order of their numbers, so that once a clock was heard, all lower ones are here. A
+    process that is silent for `patience` seconds while something is held back is sent a `Probe`.
     """
 
     def __init__(self, processes: Sequence[Name], patience: float = 0.2, grace: float = 1.0) -> None:
@@ -303,8 +288,7 @@ class ByLamport(_Deliverer):
     def _heard(self, line: _Line, alive: Alive) -> None:
         self._answers[line.name] = max(alive, self._answers[line.name], key=lambda answer: answer.lamport)
 
-    def _released(self, event: Event, now: float) -> Iterator[Effect]:
-        del now
+    def _released(self, event: Event, now: float) -> Iterator[Effect]:  # noqa: ARG002
         for line in self._lines.values():
             self._advance(line)
         while self._ready and not self._silent():
@@ -319,7 +303,6 @@ class ByLamport(_Deliverer):
             yield SetTimer(self._patience, Probe(0))
 
     def _advance(self, line: _Line) -> None:
-        """Put a process's reports that are next in its history among those that may be delivered."""
         while line.head() is not None:
             report = line.pop()
             self._clocks[line.name] = report.lamport
@@ -329,7 +312,7 @@ class ByLamport(_Deliverer):
             self._clocks[line.name] = max(self._clocks[line.name], answer.lamport)
 
     def _silent(self) -> list[Name]:
-        """Who may still report a clock as low as the lowest one that is held back."""
+        """Processes that may still report a clock as low as the lowest one held back."""
         if not self._ready:
             return []
         lowest = self._ready[0][0]
@@ -337,7 +320,7 @@ class ByLamport(_Deliverer):
 
 
 class ByVector(_Deliverer):
-    """By vector clock: held back until everything that happened before it has been delivered. Nobody is probed."""
+    """By vector clock: held back until everything that happened before it was delivered, without probes."""
 
     def __init__(self, processes: Sequence[Name], grace: float = 1.0) -> None:
         super().__init__(processes, grace)
@@ -351,21 +334,20 @@ class ByVector(_Deliverer):
             )
         return super()._take(line, report, now)
 
-    def _released(self, event: Event, now: float) -> Iterator[Effect]:
-        del event, now
-        found = True
-        while found:
-            found = False
+    def _released(self, event: Event, now: float) -> Iterator[Effect]:  # noqa: ARG002
+        progress = True
+        while progress:
+            progress = False
             for line in self._all:
                 while (report := line.head()) is not None and self._has_all_causes(line, report):
-                    found = True
+                    progress = True
                     for other, known in zip(self._all, report.vector, strict=True):
                         if other is not line:
                             other.give_up(known + 1)
-                    yield self._deliver(line)
+                    yield Start(Delivery(line.name, line.pop()))
 
     def _has_all_causes(self, line: _Line, report: EventReport) -> bool:
-        """Whether nothing that it depends on is still to come: it has been delivered, or its process is gone."""
+        """Whether everything that it depends on was delivered, or its process is gone."""
         return all(
             other is line or known < other.next or (other.gone and (other.head() is None or known < other.next))
             for other, known in zip(self._all, report.vector, strict=True)
@@ -373,15 +355,13 @@ class ByVector(_Deliverer):
 
 
 class ByArrival(_Deliverer):
-    """As it comes: what a monitor sees that takes no care. For comparison only; it proves nothing."""
+    """In order of arrival, for comparison only: it proves nothing."""
 
     def __init__(self, processes: Sequence[Name]) -> None:
         super().__init__(processes, 0.0)
 
-    def _take(self, line: _Line, report: EventReport, now: float) -> Iterator[Effect]:
-        del now
+    def _take(self, line: _Line, report: EventReport, now: float) -> Iterator[Effect]:  # noqa: ARG002
         yield Start(Delivery(line.name, report))
 
-    def _released(self, event: Event, now: float) -> Iterator[Effect]:
-        del event, now
+    def _released(self, event: Event, now: float) -> Iterator[Effect]:  # noqa: ARG002
         return iter(())

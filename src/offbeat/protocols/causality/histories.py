@@ -1,12 +1,19 @@
-"""Histories and computations: what each process did, in order, and what of it caused what elsewhere.
+"""Histories and computations: what each process did, in order, what caused what, and their logical clocks.
 
-A *history* is the events of one process in their order. A *computation* is a history for each process, and edges from
-causes to effects between them: from a message's sending to its receipt, and from entries into a collective to those
-exits that need them. An event *happened before* another if a way leads from it to the other along histories and edges.
-Edges are kept as *joins*, from each of some causes to each of some effects: an all-reduce of p members has p * (p - 1)
-edges, and is one join.
+A *history* is the events of one process in order. A *computation* is a history for each process, and edges from causes
+to effects between them: from a message's sending to its receipt, and from entries into a collective to the exits that
+need them. An event *happened before* another if a path leads from it to the other along histories and edges. Edges are
+kept as *joins*, from each of some causes to each of some effects: an all-reduce of p members has p * (p - 1) edges, and
+is one join. An event is named by its `EventPosition`: which process, and which of its events, counted from 1.
 
-An event is named by its `EventPosition`: which process, and which of its events, counted from 1 as vector clocks do.
+Logical clocks follow cause and effect where wall clocks do not:
+
+- *Lamport*: every event is max(own, received) + 1. If e happened before e', L(e) < L(e'); not the other way round.
+- *Vector*: entry i counts the known events of process i, this one included. e happened before e' if and only if
+  V(e) < V(e'), where V < V' means V_i <= V'_i for all i, and V != V'.
+
+Lamport, "Time, Clocks, and the Ordering of Events in a Distributed System" (1978); Mattern, "Virtual Time and Global
+States of Distributed Systems" (1989).
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
@@ -27,10 +35,24 @@ from offbeat.errors import UsageError, did_you_mean
 from offbeat.protocols.machine import Name
 
 IntArray = NDArray[np.int64]
+Vector = tuple[int, ...]
+"""For each process, how many of its events are known."""
+
+
+def lamport(own: int, *received: int) -> int:
+    """The Lamport clock of a process's next event, given those of the messages received in it."""
+    return max(own, *received) + 1 if received else own + 1
+
+
+def tick(own: Vector, process: int, *received: Vector) -> Vector:
+    """The vector clock of a process's next event, given those of the messages received in it."""
+    known = [max(entries) for entries in zip(own, *received, strict=True)]
+    known[process] += 1
+    return tuple(known)
 
 
 class EventKind(StrEnum):
-    """What sort of event it is."""
+    """The kind of an event."""
 
     LOCAL = "local"
     SEND = "send"
@@ -52,12 +74,12 @@ class Call(Struct, frozen=True, gc=False):
     members: tuple[Name, ...]
     operation: str = "barrier"
     shape: tuple[int, ...] | None = None
-    """Of what this member gives; None where members may differ."""
+    """Of this member's input; None where members may differ."""
     dtype: str | None = None
     reduce: str | None = None
-    """How values are put together: `sum`, `max` …"""
+    """How values are combined: `sum`, `max` …"""
     root: Name | None = None
-    """Who gives or gets all, where one does."""
+    """The member that sends or gets everything, if any."""
     caller: str | None = None
     """Where in the program: `train.py:88`."""
 
@@ -86,25 +108,25 @@ class Event(Struct, frozen=True, gc=False):
     what: str = ""
     """In words."""
     time: float = 0.0
-    """When, in seconds, on a clock that all processes share as well as they can. No order is concluded from it."""
+    """In seconds, on a roughly shared clock. No order is concluded from it."""
     spent: Mapping[str, float] = {}
-    """Seconds since the event before it, by kind: input, compute, network … What is left out is `other`."""
+    """Seconds since the event before it, by kind: input, compute, network … The rest is `other`."""
     message: Hashable = None
-    """Which message was sent or received: the same on both sides, and no other message's."""
+    """Which message was sent or received: the same on both sides, and unique."""
     peer: Name | None = None
-    """To whom it was sent."""
+    """The receiver of a message."""
     tag: Hashable = None
-    """What a message is marked with; of a wait: only messages so marked end it, None: any."""
+    """A message's tag; of a wait: only messages with this tag end it, None: any."""
     sources: frozenset[Name] = frozenset()
-    """From whom a message is awaited; any one of them will do."""
+    """Senders that a wait is for; any one of them ends it."""
     call: Call | None = None
     """The collective that was entered or left."""
     labels: Mapping[str, str] = {}
-    """Whatever else is known about it."""
+    """Other details."""
 
 
 class EventPosition(NamedTuple):
-    """Where an event stands: which process, and which of its events, from 1."""
+    """The position of an event: which process, and which of its events, from 1."""
 
     process: int
     number: int
@@ -126,14 +148,14 @@ class Join(NamedTuple):
 
 @dataclass(frozen=True)
 class Computation:
-    """Histories of some processes, and which events of others caused which."""
+    """Histories of some processes, and the causes of their events elsewhere."""
 
     processes: tuple[Name, ...]
     histories: tuple[tuple[Event, ...], ...]
     joins: tuple[Join, ...]
 
     def __post_init__(self) -> None:
-        """Refuse joins that lead out of the histories."""
+        """Refuse joins outside the histories."""
         for end in (end for join in self.joins for ends in join for end in ends):
             if not 0 <= end.process < len(self.processes) or not 0 < end.number <= len(self.histories[end.process]):
                 raise UsageError(f"there is no event {end}: give edges between events of the histories only.")
@@ -145,17 +167,17 @@ class Computation:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """How many events each process has: the cut that holds everything."""
+        """Number of events of each process: the cut that holds everything."""
         return tuple(map(len, self.histories))
 
     def index(self, process: Name) -> int:
-        """Which of the processes has this name."""
+        """The index of a process."""
         if process not in self.processes:
             raise UsageError(f"no process {process!r} in this computation.{did_you_mean(process, self.processes)}")
         return self.processes.index(process)
 
     def event(self, place: EventPosition) -> Event:
-        """What happened there."""
+        """The event at a position."""
         return self.histories[place.process][place.number - 1]
 
     def tell(self, place: EventPosition) -> str:
@@ -166,7 +188,7 @@ class Computation:
 
     @property
     def edges(self) -> Iterator[Edge]:
-        """From each cause to each effect in another process. There may be very many of them: think of the joins."""
+        """From each cause to each effect in another process. There may be very many: prefer the joins."""
         for join in self.joins:
             for cause, effect in product(*join):
                 if cause.process != effect.process:
@@ -174,12 +196,12 @@ class Computation:
 
     @cached_property
     def joins_to(self) -> Mapping[EventPosition, Sequence[Join]]:
-        """The joins that each event is an effect in; events without any are left out."""
-        found = defaultdict[EventPosition, list[Join]](list)
+        """The joins that each event is an effect in; events without any are omitted."""
+        joins = defaultdict[EventPosition, list[Join]](list)
         for join in self.joins:
             for effect in join.effects:
-                found[effect].append(join)
-        return dict(found)
+                joins[effect].append(join)
+        return dict(joins)
 
     def causes(self, place: EventPosition) -> list[EventPosition]:
         """The direct causes of an event in other processes."""
@@ -211,22 +233,20 @@ class Computation:
                     if not open_causes[number]:
                         ready += self._ready(self.joins[number], open_joins, done)
         if len(order) < sum(self.lengths):
-            self._refuse_cycle(done)
+            stuck = next(i for i in range(self.size) if done[i] < len(self.histories[i]))
+            raise UsageError(
+                f"{self.tell(EventPosition(stuck, done[stuck] + 1))} would have to happen before itself, by way of its "
+                f"causes: no run of processes is like that. Check which messages and collectives are taken to be the "
+                f"same."
+            )
         return tuple(order)
 
     def _ready(self, join: Join, open_joins: dict[EventPosition, int], done: Sequence[int]) -> Iterator[int]:
-        """The processes that go on now that all causes of a join are there."""
+        """The processes that continue now that all causes of a join are there."""
         for effect in join.effects:
             open_joins[effect] -= 1
             if not open_joins[effect] and done[effect.process] == effect.number - 1:
                 yield effect.process
-
-    def _refuse_cycle(self, done: Sequence[int]) -> None:
-        stuck = next(i for i in range(self.size) if done[i] < len(self.histories[i]))
-        raise UsageError(
-            f"{self.tell(EventPosition(stuck, done[stuck] + 1))} would have to happen before itself, by way of its "
-            f"causes: no run of processes is like that. Check which messages and collectives are taken to be the same."
-        )
 
     @cached_property
     def clocks(self) -> tuple[IntArray, ...]:
@@ -267,14 +287,14 @@ class Computation:
 
 
 def computation(histories: Mapping[Name, Sequence[Event]], edges: Iterable[Edge | Join] = ()) -> Computation:
-    """Histories, joined by what their events say: messages by their name, collectives by group and sequence.
+    """Join histories by what their events say: messages by name, collectives by group and sequence.
 
-    A receipt without its sending is refused, for then the order is unknown; a message that is still under way is not.
-    Of a collective that not everybody has entered, those exits that are there need only the entries that are there.
+    A receipt without its sending is refused, as the order is then unknown; a message still in flight is not. In a
+    collective that not all members have entered, the exits that are there need only the entries that are there.
     """
     processes = tuple(histories)
-    given = (edge if isinstance(edge, Join) else Join((edge.cause,), (edge.effect,)) for edge in edges)
-    joins = (*given, *_messages(processes, histories), *_collectives(processes, histories))
+    extra = (edge if isinstance(edge, Join) else Join((edge.cause,), (edge.effect,)) for edge in edges)
+    joins = (*extra, *_messages(processes, histories), *_collectives(processes, histories))
     return Computation(processes, tuple(map(tuple, histories.values())), joins)
 
 
@@ -297,7 +317,7 @@ def _messages(processes: Sequence[Name], histories: Mapping[Name, Sequence[Event
         if event.message not in sent:
             raise UsageError(
                 f"event {place.number} of {processes[place.process]} receives message {event.message!r}, which nobody "
-                f"sent: the order is not known without it. Give the sender's history, too, or leave this event out."
+                f"sent: the order is not known without it. Give the sender's history, too, or omit this event."
             )
         yield Join((sent[event.message],), (place,))
 
@@ -311,7 +331,7 @@ def _collectives(processes: Sequence[Name], histories: Mapping[Name, Sequence[Ev
     for place, event in _places(histories, EventKind.EXIT):
         if event.call is not None:
             member = processes[place.process]
-            # Where everybody needs all others, its own entry is before it anyway: so all exits need the same.
+            # Where all need all others, its own entry is before it anyway: so all exits need the same.
             needed = event.call.needs(member) if event.call.root else frozenset(event.call.members)
             exits[event.call.group, event.call.sequence, needed].append(place)
     for (group, sequence, needed), places in exits.items():
@@ -319,3 +339,18 @@ def _collectives(processes: Sequence[Name], histories: Mapping[Name, Sequence[Ev
         causes = tuple(sorted(entered[member] for member in needed & entered.keys()))
         if causes:
             yield Join(causes, tuple(places))
+
+
+def json_lines(computation: Computation) -> Iterator[str]:
+    """Each event as a line of JSON, causes before effects: what it was, its clocks and its direct causes."""
+    for place in computation.order:
+        known = msgspec.to_builtins(computation.event(place), enc_hook=str)
+        entries = {
+            "process": computation.processes[place.process],
+            "number": place.number,
+            **{key: value for key, value in known.items() if value not in (None, "", [], {})},
+            "lamport": int(computation.lamports[place.process][place.number]),
+            "vector": computation.vector(place),
+            "causes": [[computation.processes[i], number] for i, number in computation.causes(place)],
+        }
+        yield msgspec.json.encode(entries).decode()

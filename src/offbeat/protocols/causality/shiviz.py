@@ -1,4 +1,4 @@
-r"""Logs with vector clocks, as ShiViz and GoVector have them: written, and read from any program that has such clocks.
+r"""Logs with vector clocks, as in ShiViz and GoVector: written, and read from any program with such clocks.
 
 An event is a host, its vector clock as JSON, and a text; a regular expression says where in the log they are:
 
@@ -7,8 +7,8 @@ An event is a host, its vector clock as JSON, and a text; a regular expression s
     worker-1 {"worker-1": 1, "worker-0": 1}
     receive gradients
 
-Clocks say which events happened before which, not by which message. So the edges of what is read are the events that a
-clock has news of.
+Clocks say which events happened before which, not by which message. So the edges are from the events that a clock has
+news of.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from offbeat.protocols.causality.histories import Computation, Event, EventPosit
 from offbeat.protocols.machine import Name
 
 PATTERN: Final = r"(?<host>\S*) (?<clock>{.*})\n(?<event>.*)"
-"""What `write` writes, and GoVector by default."""
+"""Written by `write`, and by GoVector by default."""
 DELIMITER: Final = r"^=== (?<trace>.*) ===$"
-"""What stands between the executions in ShiViz's own logs."""
+"""Separates executions in ShiViz's own logs."""
 SEARCHED: Final = 1000
-"""Characters of a line in which an event may begin elsewhere than at its start: beyond, looking for it takes long."""
+"""Longest line in which an event may begin elsewhere than at its start: searching longer ones takes too long."""
 MOST: Final = 1 << 25
-"""Entries in the clocks of all events together: a quarter of a gigabyte."""
+"""Most entries in the clocks of all events together: a quarter of a gigabyte."""
 _CLOCK: Final = r'(?P<clock>\{(?:[^{}"\n]++|"(?:[^"\\\n]++|\\.)*+")*+\})'
-"""Counts for hosts: nothing in it is ever tried twice, so that no line takes longer than it is long."""
+"""Counts for hosts, without backtracking, so that matching takes linear time."""
 PATTERNS: Final = tuple(
     re.compile(pattern, re.MULTILINE)
     for pattern in (
@@ -49,19 +49,19 @@ PATTERNS: Final = tuple(
         r'/\\ Clock = "(?P<clock>\{[^{}\n]*+\})"(?P<variables>(?:\n/\\ [^\n]*+)*+)',
     )
 )
-"""What logs are often like: the second is what ShiViz takes if it is told nothing else, the last two are Akka's and
-TLA+'s. Each is tried at the start of a line only, and reads each character once."""
+"""Common log formats: the second is ShiViz's default, the last two are Akka's and TLA+'s. Each is tried at the start of
+a line only, and reads each character once."""
 
 
 class ShivizLog(NamedTuple):
-    """What a log says."""
+    """A parsed log."""
 
     computation: Computation
     completed: tuple[int, ...]
-    """Lines whose clock leaves out what follows from it: that their own host, or one that they have heard of, knew
-    more. Their clocks in the computation are the completed ones."""
+    """Lines whose clock omits events that their own host, or one it has heard of, knew. Their clocks in the
+    computation are the completed ones."""
     skipped: tuple[int, ...] = ()
-    """Lines that are not part of any event."""
+    """Lines that belong to no event."""
 
 
 class _Entry(Struct, frozen=True):
@@ -82,23 +82,23 @@ def write(computation: Computation) -> str:
 def parse(
     text: str, pattern: str | None = None, execution: str | None = None, delimiter: str | None = None
 ) -> ShivizLog:
-    """The computation that a log tells of; of several in one log, the one of this name."""
-    found = parse_all(text, pattern, delimiter, execution)
-    if len(found) > 1:
-        raise UsageError(f"this log holds several executions: name one of {', '.join(found)}.")
-    return next(iter(found.values()))
+    """The computation in a log; of several, the one of this name."""
+    logs = parse_all(text, pattern, delimiter, execution)
+    if len(logs) > 1:
+        raise UsageError(f"this log holds several executions: name one of {', '.join(logs)}.")
+    return next(iter(logs.values()))
 
 
 def parse_all(
     text: str, pattern: str | None = None, delimiter: str | None = None, execution: str | None = None
 ) -> dict[str, ShivizLog]:
-    """The computations that a log tells of, by name; only one of them, if it is named.
+    """The computations in a log, by name; only `execution`, if given.
 
-    If the log begins with a line that is such an expression, that one is used, as in ShiViz; if no pattern is given,
-    the one of `PATTERNS` that fits most of the log. `delimiter` fits what stands between executions; its group `trace`,
-    if it has one, names the execution that follows. If none is given, a log that is not one execution is parted where
-    ShiViz's own logs are. What fits no event is skipped, and told. Refused with its line is a clock that is none, a
-    host's events that are not counted from 1 without a gap, and a clock that knows of events that are not in the log.
+    A first line that is a pattern is used, as in ShiViz; without a pattern, the one of `PATTERNS` that fits most of the
+    log. `delimiter` matches what separates executions; its group `trace`, if any, names the execution that follows.
+    Without one, a log that is not one execution is split as ShiViz's own logs are. Lines that fit no event are skipped
+    and reported. Refused, with the line, are invalid clocks, a host's events that are not counted from 1 without a gap,
+    and a clock that knows of events that are not in the log.
     """
     expression, between, body, line = _heading(text.replace("\r\n", "\n"), pattern, delimiter)
     if between is not None:
@@ -121,7 +121,7 @@ def _parted(
 
 
 def _log(expression: re.Pattern[str], text: str, line: int) -> ShivizLog:
-    """One execution, from its text and the number of its first line."""
+    """One execution, given its text and the number of its first line."""
     histories = defaultdict[Name, list[_Entry]](list)
     found, skipped = _entries(expression, text, line)
     for entry in found:
@@ -147,7 +147,7 @@ def _log(expression: re.Pattern[str], text: str, line: int) -> ShivizLog:
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
-    """A pattern in the notation of ShiViz, which is JavaScript's, as one of Python's."""
+    """A pattern in ShiViz's (JavaScript's) notation, compiled for Python."""
     expression = _compiled(pattern)
     missing = {"host", "clock", "event"} - expression.groupindex.keys()
     if missing:
@@ -177,9 +177,9 @@ def _written(computation: Computation, hosts: Sequence[Name], place: EventPositi
 def _heading(
     text: str, pattern: str | None, delimiter: str | None
 ) -> tuple[re.Pattern[str], re.Pattern[str] | None, str, int]:
-    """The expression to use, what stands between executions, the text to use them on, the number of its first line.
+    """The expression, the separator of executions, the text to use them on, and the number of its first line.
 
-    A file for ShiViz has the one in its first line, the other, or nothing, in its second.
+    A ShiViz file has the first in line 1, and the second, or nothing, in line 2.
     """
     between = None if delimiter is None else _compiled(delimiter)
     first, _, rest = text.partition("\n")
@@ -191,13 +191,13 @@ def _heading(
         return expression, between or _compiled(second.strip()), body, 3
     if pattern is not None:
         return compiled(pattern), between, text, 1
-    # What stands between executions would pass for the text of an event.
+    # Separators would pass for the text of an event.
     events = (between or _compiled(DELIMITER)).sub("", text)
     return max(PATTERNS, key=lambda one: sum(len(match[0]) for match in _matches(one, events))), between, text, 1
 
 
 def _is_event(expression: re.Pattern[str], text: str) -> bool:
-    """Whether a text begins with an event, so that its first line does not say what stands between executions."""
+    """Whether a text begins with an event, so that its first line is not a separator."""
     found = expression.match(text)
     return found is not None and "{" in found["clock"]
 
@@ -214,7 +214,7 @@ def _wanted(parts: dict[str, _Part], execution: str | None) -> dict[str, _Part]:
 
 
 def _parts(delimiter: re.Pattern[str], text: str, line: int) -> dict[str, tuple[str, int]]:
-    """Executions by name, those without text left out; without a name, by number."""
+    """Executions by name, or by number if they have none; empty ones are omitted."""
     name, start, counted = "", 0, 0
     parts: dict[str, tuple[str, int]] = {}
     for match in (*delimiter.finditer(text), None):
@@ -229,14 +229,14 @@ def _parts(delimiter: re.Pattern[str], text: str, line: int) -> dict[str, tuple[
         if match is not None:
             name, start = match.groupdict(default="").get("trace", "").strip(), match.end()
     if not parts:
-        raise UsageError("no event is in this log: there is nothing between what stands between executions.")
+        raise UsageError("no event is in this log: there is nothing between the delimiters.")
     return parts
 
 
 def _matches(expression: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-    """Where an expression fits a text, one after the other, as `finditer` has it; of long lines, only at their start.
+    """All matches of an expression in a text, as by `finditer`; in long lines, only at their start.
 
-    `finditer` tries every character of a line that does not fit, and from each may go through all of the line again.
+    `finditer` tries every character of a line that does not match, and from each may rescan the whole line.
     """
     anchored = expression.pattern.startswith("^")
     at = 0
@@ -248,12 +248,12 @@ def _matches(expression: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
         if match is not None:
             yield match
         at = end + 1 if match is None else match.end()
-        # What is left of a line after an event is looked at again, unless nothing is.
+        # The rest of a line after an event is searched again, unless it is empty.
         at += match is not None and text.startswith("\n", at)
 
 
 def _entries(expression: re.Pattern[str], text: str, line: int) -> tuple[list[_Entry], list[int]]:
-    """The events, and the numbers of those lines that are not part of one."""
+    """The events, and the numbers of lines that belong to none."""
     end = 0
     found: list[_Entry] = []
     skipped: list[int] = []
@@ -281,7 +281,7 @@ def _entry(match: re.Match[str], line: int) -> _Entry:
 
 def _clock(text: str, host: Name, line: int) -> Mapping[Name, int]:
     try:
-        # TLA+ writes its text as a string, with quotes that are escaped.
+        # TLA+ writes it as a string, with escaped quotes.
         clock = json.loads(text.replace('\\"', '"') if '\\"' in text else text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"the clock in line {line} of the log, {text[:80]}, is not JSON: {error}.") from None
@@ -307,9 +307,9 @@ def _check_count(host: Name, entries: Sequence[_Entry], skipped: Sequence[int]) 
 def _news(
     hosts: Sequence[Name], histories: Mapping[Name, Sequence[_Entry]], host: Name
 ) -> Iterator[tuple[tuple[EventPosition, ...], EventPosition]]:
-    """The latest events of others that a clock knows of, and the event that knew of them first.
+    """The latest events of other hosts that a clock knows, and the event that knew of them first.
 
-    The host's own event before it is among them: so all exits from a collective have the same causes, and are a join.
+    The host's own previous event is among them: so all exits from a collective have the same causes, and are a join.
     """
     known: dict[Name, int] = {}
     index = {name: i for i, name in enumerate(hosts)}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from offbeat.protocols.collectives.hierarchical import by_host
+from offbeat.protocols.collectives.reducing import by_host
 from offbeat.protocols.collectives.simple import Algorithm, Collective, simple
 from offbeat.protocols.schedule import IntArray, Layout, Round, View
 
@@ -40,8 +40,10 @@ class GroupCollective:
 
 def parts_across_hosts(view: View, layout: Layout, piece: int = PIECE) -> list[GroupCollective]:
     """The parts of an all-reduce over hosts, in the order in which a rank begins them."""
-    hosts = _hosts(view)
-    leaders = tuple(members[0] for members in hosts)
+    tree = by_host(view)
+    members = np.split(tree.ranks, np.flatnonzero(tree.position == 0)[1:])
+    hosts = tuple(tuple(ranks.tolist()) for ranks in members)  # The lowest rank of each host first.
+    leaders = tuple(ranks[0] for ranks in hosts)
     length = max(1, piece // layout.itemsize)
     bounds = [*range(0, layout.count, length), layout.count] if layout.count else [0, 0]
     made: list[GroupCollective] = []
@@ -92,10 +94,3 @@ def _for_all(each: Round, groups: IntArray, start: int, after: tuple[int, ...]) 
     source, target = groups[:, each.source].reshape(-1), groups[:, each.target].reshape(-1)
     low, high, place = (np.tile(column + start, len(groups)) for column in (each.start, each.stop, each.place))
     return replace(each, source=source, target=target, start=low, stop=high, place=place, after=after)
-
-
-def _hosts(view: View) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each host, the lowest first."""
-    tree = by_host(view)
-    cuts = np.flatnonzero(tree.position == 0)[1:]
-    return tuple(tuple(members.tolist()) for members in np.split(tree.ranks, cuts))

@@ -7,18 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from offbeat.errors import UsageError
-from offbeat.protocols.collectives.phases import (
-    At,
-    Fold,
-    Phase,
-    Tree,
-    blocks_gathered,
-    doubled,
-    exchange,
-    ring_gathered,
-    tree_reduced,
-    tree_spread,
-)
+from offbeat.protocols.collectives import phases
+from offbeat.protocols.collectives.phases import At, Fold, Tree, exchange, tree_reduced, tree_spread
 from offbeat.protocols.collectives.reducing import from_root
 from offbeat.protocols.schedule import IntArray, Layout, Op, Round, View, entries
 
@@ -45,24 +35,24 @@ def broadcast_doubling(view: View, layout: Layout) -> Iterator[Round]:
 def broadcast_ring(view: View, layout: Layout) -> Iterator[Round]:
     """Broadcast: blocks are scattered down a binomial tree, then gathered by all round a ring."""
     ranks, bounds = from_root(view, layout), layout.blocks(view.size)
-    spanned = Tree.of(ranks)
-    at, distance = At(), spanned.reach
+    tree = Tree.of(ranks)
+    at, distance = At(), tree.reach
     while distance:
-        target = spanned.at(distance)
+        target = tree.at(distance)
         ends = np.minimum(target + distance, view.size)
         at = yield from exchange(at, Op.COPY, ranks[target - distance], ranks[target], bounds[target], bounds[ends])
         distance //= 2
-    yield from ring_gathered(at, ranks, bounds)
+    yield from phases.ring_gathered(at, ranks, bounds)
 
 
 def all_gather_naive(view: View, layout: Layout) -> Iterator[Round]:
-    """All-gather: everybody sends its block to everybody."""
-    yield from blocks_gathered(At(), Op.SEND, np.arange(view.size), layout.blocks(view.size))
+    """All-gather: every rank sends its block to all others."""
+    yield from phases.blocks_gathered(At(), Op.SEND, np.arange(view.size), layout.blocks(view.size))
 
 
 def all_gather_ring(view: View, layout: Layout) -> Iterator[Round]:
     """All-gather: round a ring."""
-    yield from ring_gathered(At(), np.arange(view.size), layout.blocks(view.size))
+    yield from phases.ring_gathered(At(), np.arange(view.size), layout.blocks(view.size))
 
 
 def all_gather_doubling(view: View, layout: Layout) -> Iterator[Round]:
@@ -72,7 +62,7 @@ def all_gather_doubling(view: View, layout: Layout) -> Iterator[Round]:
     low, high = bounds[fold.surplus], bounds[fold.surplus + 1]
     if len(fold.surplus):
         at = yield from exchange(at, Op.COPY, fold.surplus, fold.partners, low, high)
-    at = yield from doubled(at, fold.kept, bounds[fold.first])
+    at = yield from phases.doubled(at, fold.kept, bounds[fold.first])
     if len(fold.surplus):
         start, stop = np.append(0 * low, high), np.append(low, 0 * high + layout.count)
         yield from exchange(at, Op.COPY, np.tile(fold.partners, 2), np.tile(fold.surplus, 2), start, stop)
@@ -92,23 +82,23 @@ def scatter_star(view: View, layout: Layout) -> Iterator[Round]:
 
 def gather_tree(view: View, layout: Layout) -> Iterator[Round]:
     """Gather: blocks go up a binomial tree."""
-    spanned = Tree.of(from_root(view, layout))
+    tree = Tree.of(from_root(view, layout))
     at, distance = At(), 1
-    while distance < spanned.height:
-        child = spanned.at(distance)
-        ends = _ends(view, layout, child, distance)
-        at = yield from _subtrees(at, spanned.ranks[child], spanned.ranks[child - distance], *ends)
+    while distance < tree.height:
+        child = tree.at(distance)
+        source, target = np.tile(tree.ranks[child], 2), np.tile(tree.ranks[child - distance], 2)
+        at = yield from exchange(at, Op.COPY, source, target, *_ends(view, layout, child, distance))
         distance *= 2
 
 
 def scatter_tree(view: View, layout: Layout) -> Iterator[Round]:
     """Scatter: blocks go down a binomial tree."""
-    spanned = Tree.of(from_root(view, layout))
-    at, distance = At(), spanned.reach
+    tree = Tree.of(from_root(view, layout))
+    at, distance = At(), tree.reach
     while distance:
-        child = spanned.at(distance)
-        ends = _ends(view, layout, child, distance)
-        at = yield from _subtrees(at, spanned.ranks[child - distance], spanned.ranks[child], *ends)
+        child = tree.at(distance)
+        source, target = np.tile(tree.ranks[child - distance], 2), np.tile(tree.ranks[child], 2)
+        at = yield from exchange(at, Op.COPY, source, target, *_ends(view, layout, child, distance))
         distance //= 2
 
 
@@ -123,12 +113,8 @@ def _ends(view: View, layout: Layout, child: IntArray, width: int) -> tuple[IntA
     return start, stop
 
 
-def _subtrees(at: At, source: IntArray, target: IntArray, start: IntArray, stop: IntArray) -> Phase:
-    return (yield from exchange(at, Op.COPY, np.tile(source, 2), np.tile(target, 2), start, stop))
-
-
 def all_to_all_naive(view: View, layout: Layout) -> Iterator[Round]:
-    """All-to-all: everybody sends everybody its block, all at once."""
+    """All-to-all: every rank sends all others their blocks at once."""
     ranks, width = np.arange(view.size), equal_blocks(view, layout)
     for shift in range(1, view.size):
         yield _dealt(ranks, (ranks + shift) % view.size, width, ())
@@ -138,7 +124,7 @@ def all_to_all_naive(view: View, layout: Layout) -> Iterator[Round]:
 
 
 def all_to_all_pairwise(view: View, layout: Layout) -> Iterator[Round]:
-    """All-to-all: everybody swaps blocks with the two at distance 1, then 2 and so on, so that two blocks wait."""
+    """All-to-all: every rank swaps blocks with the two at distance 1, then 2 and so on, so that two blocks wait."""
     ranks, width, at = np.arange(view.size), equal_blocks(view, layout), At()
     for distance in range(1, view.size // 2 + 1):
         both = sorted({distance, view.size - distance})
@@ -155,7 +141,7 @@ def _dealt(source: IntArray, target: IntArray, width: int, after: tuple[int, ...
 
 
 def barrier_dissemination(view: View, layout: Layout) -> Iterator[Round]:
-    """Barrier: everybody tells the one at distance 1, then 2, 4 and so on (Hensgen, Finkel and Manber 1988)."""
+    """Barrier: every rank signals the one at distance 1, then 2, 4 and so on (Hensgen, Finkel and Manber 1988)."""
     ranks, at, distance = np.arange(view.size), At(), 1
     while distance < view.size:
         at = yield from exchange(at, Op.REDUCE, ranks, (ranks + distance) % view.size, 0, token(layout))
@@ -164,9 +150,9 @@ def barrier_dissemination(view: View, layout: Layout) -> Iterator[Round]:
 
 def barrier_tree(view: View, layout: Layout) -> Iterator[Round]:
     """Barrier: up a binomial tree, and down again."""
-    spanned = Tree.of(from_root(view, layout))
-    at = yield from tree_reduced(At(), spanned, token(layout))
-    yield from tree_spread(at, spanned, token(layout))
+    tree = Tree.of(from_root(view, layout))
+    at = yield from tree_reduced(At(), tree, token(layout))
+    yield from tree_spread(at, tree, token(layout))
 
 
 def equal_blocks(view: View, layout: Layout) -> int:

@@ -47,7 +47,7 @@ def exchange(
 
 
 def shifts(at: At, bring: Op, ranks: IntArray, count: int) -> Phase:
-    """Everything from everybody to everybody in one hop: in round s, position i gets what position i + s has."""
+    """Everything from all ranks to all others in one hop: in round s, position i gets what position i + s has."""
     p = len(ranks)
     for shift in range(1, p):
         yield entries(bring, np.roll(ranks, -shift), ranks, 0, count, at.after)
@@ -55,7 +55,7 @@ def shifts(at: At, bring: Op, ranks: IntArray, count: int) -> Phase:
 
 
 def reduced_in_order(at: At, bring: Op, ranks: IntArray, count: int) -> Phase:
-    """Everybody brings everything from everybody and reduces it in the order of positions, so with the same bits."""
+    """Every rank brings everything from all others and reduces it in order of positions, so all get the same bits."""
     p = len(ranks)
     if p == 1:
         return at
@@ -83,7 +83,7 @@ def block_reduced(at: At, bring: Op, ranks: IntArray, bounds: IntArray) -> Phase
 
 
 def blocks_gathered(at: At, bring: Op, ranks: IntArray, bounds: IntArray) -> Phase:
-    """Everybody brings block j from position j and puts it in its place, all in one hop."""
+    """Every rank brings block j from position j and puts it in its place, all in one hop."""
     p = len(ranks)
     numbers: list[int] = []
     for shift in range(1, p):
@@ -131,7 +131,7 @@ def halved(at: At, ranks: IntArray, bounds: IntArray) -> Phase:
 
 
 def doubled(at: At, ranks: IntArray, bounds: IntArray) -> Phase:
-    """Recursive doubling of what everybody knows; position i begins with block i. A power of two only."""
+    """Recursive doubling of what every rank knows; position i begins with block i. A power of two only."""
     mine = np.arange(len(ranks))
     distance = 1
     while distance < len(ranks):

@@ -2,36 +2,26 @@
 
 Where an algorithm needs a power of two, surplus ranks fold into partners before and are answered after. Ring:
 Patarasuk and Yuan 2009. Halving-doubling and recursive doubling: Thakur, Rabenseifner and Gropp 2005.
+
+The hierarchical ones reduce inside each host to its leader (lowest rank), between the leaders, and inside again. Hosts
+may be of any number and size, and their ranks in any order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from offbeat.errors import UsageError
-from offbeat.protocols.collectives.phases import (
-    At,
-    Fold,
-    Phase,
-    Tree,
-    block_reduced,
-    doubled,
-    exchange,
-    halved,
-    reduced_in_order,
-    ring_gathered,
-    ring_reduced,
-    tree_reduced,
-    tree_spread,
-)
+from offbeat.protocols.collectives import phases
+from offbeat.protocols.collectives.phases import At, Fold, Phase, Tree, exchange, tree_reduced, tree_spread
 from offbeat.protocols.schedule import IntArray, Layout, Op, Round, View
 
 
 def naive(view: View, layout: Layout) -> Iterator[Round]:
-    """All-reduce: everybody sends everything to everybody."""
-    yield from reduced_in_order(At(), Op.SEND, np.arange(view.size), layout.count)
+    """All-reduce: every rank sends everything to all others."""
+    yield from phases.reduced_in_order(At(), Op.SEND, np.arange(view.size), layout.count)
 
 
 def star(view: View, layout: Layout) -> Iterator[Round]:
@@ -73,8 +63,8 @@ def recursive_doubling(view: View, layout: Layout) -> Iterator[Round]:
 def ring_between(at: At, ranks: IntArray, layout: Layout) -> Phase:
     """The ring all-reduce between some of the ranks."""
     bounds = layout.blocks(len(ranks))
-    at = yield from ring_reduced(at, ranks, bounds)
-    return (yield from ring_gathered(at, ranks, bounds))
+    at = yield from phases.ring_reduced(at, ranks, bounds)
+    return (yield from phases.ring_gathered(at, ranks, bounds))
 
 
 def halving_doubling_between(at: At, ranks: IntArray, layout: Layout) -> Phase:
@@ -82,9 +72,36 @@ def halving_doubling_between(at: At, ranks: IntArray, layout: Layout) -> Phase:
     fold = Fold.of(ranks)
     bounds = layout.blocks(len(fold.kept))
     at = yield from fold.gathered(at, layout.count)
-    at = yield from halved(at, fold.kept, bounds)
-    at = yield from doubled(at, fold.kept, bounds)
+    at = yield from phases.halved(at, fold.kept, bounds)
+    at = yield from phases.doubled(at, fold.kept, bounds)
     return (yield from fold.answered(at, layout.count))
+
+
+def hierarchical(view: View, layout: Layout) -> Iterator[Round]:
+    """All-reduce: binomial trees inside hosts, halving-doubling between."""
+    return _by_trees(view, layout, halving_doubling_between)
+
+
+def hierarchical_ring(view: View, layout: Layout) -> Iterator[Round]:
+    """All-reduce: binomial trees inside hosts, a ring between."""
+    return _by_trees(view, layout, ring_between)
+
+
+def _by_trees(view: View, layout: Layout, between: Callable[[At, IntArray, Layout], Phase]) -> Iterator[Round]:
+    hosts = by_host(view)
+    at = yield from tree_reduced(At(), hosts, layout.count)
+    at = yield from between(at, hosts.ranks[hosts.position == 0], layout)
+    yield from tree_spread(at, hosts, layout.count)
+
+
+def by_host(view: View) -> Tree:
+    """The ranks of each host side by side, as groups of a tree."""
+    hosts = view.hosts
+    ranks = np.argsort(hosts, kind="stable")
+    ordered = hosts[ranks]
+    first = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
+    sizes = np.diff(np.append(first, len(ranks)))
+    return Tree(ranks, np.arange(len(ranks)) - np.repeat(first, sizes))
 
 
 def reduce_star(view: View, layout: Layout) -> Iterator[Round]:
@@ -98,13 +115,13 @@ def reduce_tree(view: View, layout: Layout) -> Iterator[Round]:
 
 
 def reduce_scatter_naive(view: View, layout: Layout) -> Iterator[Round]:
-    """Reduce-scatter: everybody sends everybody its block."""
-    yield from block_reduced(At(), Op.SEND, np.arange(view.size), layout.blocks(view.size))
+    """Reduce-scatter: every rank sends all others their blocks."""
+    yield from phases.block_reduced(At(), Op.SEND, np.arange(view.size), layout.blocks(view.size))
 
 
 def reduce_scatter_ring(view: View, layout: Layout) -> Iterator[Round]:
     """Reduce-scatter: round a ring."""
-    yield from ring_reduced(At(), np.arange(view.size), layout.blocks(view.size))
+    yield from phases.ring_reduced(At(), np.arange(view.size), layout.blocks(view.size))
 
 
 def reduce_scatter_halving(view: View, layout: Layout) -> Iterator[Round]:
@@ -112,7 +129,7 @@ def reduce_scatter_halving(view: View, layout: Layout) -> Iterator[Round]:
     fold = Fold.of(np.arange(view.size))
     bounds = layout.blocks(view.size)
     at = yield from fold.gathered(At(), layout.count)
-    at = yield from halved(at, fold.kept, bounds[fold.first])
+    at = yield from phases.halved(at, fold.kept, bounds[fold.first])
     if len(fold.surplus):
         yield from exchange(at, Op.COPY, fold.partners, fold.surplus, bounds[fold.surplus], bounds[fold.surplus + 1])
 

@@ -1,10 +1,10 @@
-"""Collectives through memory that all ranks of a host share: nobody sends, everybody reads.
+"""Collectives through memory that all ranks of a host share: no rank sends, every rank reads.
 
 One shot reads everything at once, two shots read a block each and then each other's blocks. Both first publish a copy,
 so that what is read stays as it was while the reader's buffer is written. Zero copy reads the live buffers: of
 `two_shot`'s ranges only the owner of a block reads it elsewhere, and others write it only after the owner is through.
 After the last reading of a live buffer its owner must not write it before the others have left either; that wait is no
-part of the schedule (`Report.lingering` of the checker tells where it is needed).
+part of the schedule (`CheckReport.lingering` of the checker tells where it is needed).
 """
 
 from __future__ import annotations
@@ -16,14 +16,7 @@ import numpy as np
 
 from offbeat.errors import UsageError
 from offbeat.protocols.collectives.moving import equal_blocks, token
-from offbeat.protocols.collectives.phases import (
-    At,
-    Phase,
-    block_reduced,
-    blocks_gathered,
-    exchange,
-    reduced_in_order,
-)
+from offbeat.protocols.collectives.phases import At, Phase, block_reduced, blocks_gathered, exchange, reduced_in_order
 from offbeat.protocols.collectives.reducing import from_root
 from offbeat.protocols.schedule import IntArray, Layout, Op, Round, Schedule, View, entries
 
@@ -51,7 +44,7 @@ def _copied(copy: bool, at: At, ranks: IntArray, start: IntArray | int, stop: In
 
 
 def one_shot(view: View, layout: Layout) -> Iterator[Round]:
-    """All-reduce: everybody publishes, reads everything from everybody, and reduces in the order of ranks."""
+    """All-reduce: every rank publishes, reads everything from all others, and reduces in order of ranks."""
     ranks = _ranks(view)
     if len(ranks) > 1:
         at = yield from published(At(), ranks, 0, layout.count)
@@ -69,13 +62,13 @@ def _two_shot(copy: bool, view: View, layout: Layout) -> Iterator[Round]:
 
 
 two_shot: Schedule = partial(_two_shot, True)
-"""All-reduce: everybody reduces a block of what all have published, publishes it, and reads the others' blocks."""
+"""All-reduce: every rank reduces a block of what all have published, publishes it, and reads the others' blocks."""
 zero_copy: Schedule = partial(_two_shot, False)
 """All-reduce: two shots on the live buffers."""
 
 
 def broadcast(copy: bool, view: View, layout: Layout) -> Iterator[Round]:
-    """Everybody reads the root's buffer."""
+    """Every rank reads the root's buffer."""
     ranks = _ranks(view)
     if len(ranks) > 1:
         rooted = from_root(view, layout)
@@ -84,7 +77,7 @@ def broadcast(copy: bool, view: View, layout: Layout) -> Iterator[Round]:
 
 
 def reduce(copy: bool, view: View, layout: Layout) -> Iterator[Round]:
-    """The root reads everybody's buffer and adds it to its own."""
+    """The root reads all buffers and adds them to its own."""
     ranks = _ranks(view)
     if len(ranks) > 1:
         others = from_root(view, layout)[1:]
@@ -93,7 +86,7 @@ def reduce(copy: bool, view: View, layout: Layout) -> Iterator[Round]:
 
 
 def reduce_in_blocks(view: View, layout: Layout) -> Iterator[Round]:
-    """Everybody reduces a block of what all have published; the root reads the blocks."""
+    """Every rank reduces a block of what all have published; the root reads the blocks."""
     ranks = _ranks(view)
     if len(ranks) > 1:
         bounds = layout.blocks(len(ranks))
@@ -105,7 +98,7 @@ def reduce_in_blocks(view: View, layout: Layout) -> Iterator[Round]:
 
 
 def reduce_scatter(copy: bool, view: View, layout: Layout) -> Iterator[Round]:
-    """Everybody reads its block from everybody and reduces it."""
+    """Every rank reads its block from all others and reduces it."""
     ranks = _ranks(view)
     if len(ranks) > 1:
         at = yield from _copied(copy, At(), ranks, 0, layout.count)
@@ -113,7 +106,7 @@ def reduce_scatter(copy: bool, view: View, layout: Layout) -> Iterator[Round]:
 
 
 def all_gather(copy: bool, view: View, layout: Layout) -> Iterator[Round]:
-    """Everybody reads everybody's block."""
+    """Every rank reads the blocks of all others."""
     ranks = _ranks(view)
     if len(ranks) > 1:
         bounds = layout.blocks(len(ranks))
@@ -122,7 +115,7 @@ def all_gather(copy: bool, view: View, layout: Layout) -> Iterator[Round]:
 
 
 def gather(copy: bool, view: View, layout: Layout) -> Iterator[Round]:
-    """The root reads everybody's block."""
+    """The root reads the blocks of all others."""
     ranks = _ranks(view)
     if len(ranks) > 1:
         others, bounds = from_root(view, layout)[1:], layout.blocks(len(ranks))
@@ -132,7 +125,7 @@ def gather(copy: bool, view: View, layout: Layout) -> Iterator[Round]:
 
 
 def scatter(copy: bool, view: View, layout: Layout) -> Iterator[Round]:
-    """Everybody reads its block from the root."""
+    """Every rank reads its block from the root."""
     ranks = _ranks(view)
     if len(ranks) > 1:
         others, bounds = from_root(view, layout)[1:], layout.blocks(len(ranks))
@@ -141,7 +134,7 @@ def scatter(copy: bool, view: View, layout: Layout) -> Iterator[Round]:
 
 
 def all_to_all(view: View, layout: Layout) -> Iterator[Round]:
-    """Everybody reads its block from everybody. It must be a copy: what is read elsewhere is overwritten here."""
+    """Every rank reads its block from all others. It must be a copy: what is read elsewhere is overwritten here."""
     ranks, width = _ranks(view), equal_blocks(view, layout)
     if len(ranks) > 1:
         at = yield from published(At(), ranks, 0, layout.count)
@@ -153,7 +146,7 @@ def all_to_all(view: View, layout: Layout) -> Iterator[Round]:
 
 
 def barrier(view: View, layout: Layout) -> Iterator[Round]:
-    """Everybody publishes a token and reads everybody's."""
+    """Every rank publishes a token and reads those of all others."""
     ranks = _ranks(view)
     if len(ranks) > 1:
         at = yield from published(At(), ranks, 0, token(layout))

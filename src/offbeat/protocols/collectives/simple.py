@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
-from offbeat.protocols.collectives import hierarchical, moving, reducing, shared
+from offbeat.protocols.collectives import moving, reducing, shared
 from offbeat.protocols.schedule import Schedule
 
 
@@ -41,14 +41,14 @@ class Algorithm:
 
 _C = Collective
 _TWO_SIDED = (
-    Algorithm("naive", _C.ALL_REDUCE, reducing.naive, "everybody sends everything to everybody"),
+    Algorithm("naive", _C.ALL_REDUCE, reducing.naive, "every rank sends everything to all others"),
     Algorithm("star", _C.ALL_REDUCE, reducing.star, "all send to the root, which adds up and answers"),
     Algorithm("tree", _C.ALL_REDUCE, reducing.tree, "up a binomial tree, and down again"),
     Algorithm("ring", _C.ALL_REDUCE, reducing.ring, "blocks travel round a ring twice"),
     Algorithm("halving_doubling", _C.ALL_REDUCE, reducing.halving_doubling, "the fewest bytes in few hops"),
     Algorithm("recursive_doubling", _C.ALL_REDUCE, reducing.recursive_doubling, "the fewest hops"),
-    Algorithm("hierarchical", _C.ALL_REDUCE, hierarchical.hierarchical, "trees inside hosts, halving between"),
-    Algorithm("hierarchical_ring", _C.ALL_REDUCE, hierarchical.hierarchical_ring, "trees inside hosts, a ring between"),
+    Algorithm("hierarchical", _C.ALL_REDUCE, reducing.hierarchical, "trees inside hosts, halving between"),
+    Algorithm("hierarchical_ring", _C.ALL_REDUCE, reducing.hierarchical_ring, "trees inside hosts, a ring between"),
     Algorithm("star", _C.BROADCAST, moving.broadcast_star, "the root sends to all"),
     Algorithm("tree", _C.BROADCAST, moving.broadcast_tree, "down a binomial tree"),
     Algorithm("doubling", _C.BROADCAST, moving.broadcast_doubling, "those who know tell as many others, as in Gloo"),

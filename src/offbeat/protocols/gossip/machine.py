@@ -1,23 +1,22 @@
-"""Gossip without a beat: a worker averages with a random neighbour when it can, and waits for nobody.
+"""Asynchronous gossip: a worker averages with a random neighbour when it can, and waits for nobody.
 
-Who has stepped asks a neighbour, and sends its row along. The one asked moves half the way to it and answers with that
-move, and the asker makes the opposite move when the answer comes. Both moves are the same numbers, so the mean of all
-models is kept whatever either has done in between: the atomic pairwise averaging of Lian et al., "Asynchronous
+A worker that has stepped asks a neighbour, and sends its row along. The neighbour moves halfway to it and answers with
+that move, and the asker makes the opposite move when the answer comes. Both moves are the same numbers, so the mean of
+all models is kept whatever either did in between: the atomic pairwise averaging of Lian et al., "Asynchronous
 Decentralized Parallel Stochastic Gradient Descent" (2018), algorithm 1, in two messages.
 
-A question is decided once, by the one asked: granted or refused. It is repeated until the decision is known, and the
-decision is repeated with it, so that losses, delays and doubles cost time, and no move is made twice or by one side
-only. While its question is fresh a worker refuses others, so that it does not move on under it; when a neighbour is
-slow, the worker goes on with others, and makes the move of the late answer when it comes. Only death breaks a pair: a
-neighbour that dies after it has granted takes the other half of the move with it, as it does all else that it knew.
-Who was declared dead and lives after all is not heard any more: the mean is that of those who take part. Another may
-take its place, or become a neighbour in place of the dead one (`Done(("near", name))`): the two start from nothing.
+The neighbour decides a question once: granted or refused. The question is repeated until the decision is known, and the
+decision is repeated with it, so that losses, delays and duplicates cost time, and no move is made twice or by one side
+only. While its question is fresh a worker refuses others, so that its row stays put; when a neighbour is slow, the
+worker goes on with others, and makes the move of the late answer when it comes. Only death breaks a pair: a neighbour
+that dies after granting takes the other half of the move with it. A worker that was declared dead is ignored even if it
+lives: the mean is that of the members. Another may take its place, or become a new neighbour (`Done(("near", name))`):
+the two start from nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from random import Random
 from typing import Any, Final
 
@@ -28,15 +27,15 @@ from offbeat.protocols.gossip.snapshots import GossipCut, PairColour, counts_of,
 from offbeat.protocols.machine import Done, Effect, Effects, Ended, Event, Name, Payload, Received, Timer
 
 STEPPED: Final = "stepped"
-"""`Done(STEPPED)`: the worker has stepped, so there is something to tell."""
+"""`Done(STEPPED)`: the worker has stepped."""
 PAUSE: Final = "pause"
-"""`Done(PAUSE)`: ask nobody any more, and refuse who asks, so that all comes to rest."""
+"""`Done(PAUSE)`: stop asking, and refuse all questions, so that everything comes to rest."""
 GO_ON: Final = "go on"
 """`Done(GO_ON)`: the pause is over."""
 
 
 class Ask(Struct, frozen=True, tag=True):
-    """Shall we average? With the asker's row."""
+    """A question: shall we average? With the asker's row."""
 
     number: int
     """Counts the asker's questions; the same when it asks again."""
@@ -60,7 +59,7 @@ class Refuse(Struct, frozen=True, tag=True):
 
 
 class Turn(Struct, frozen=True, tag=True):
-    """A snapshot is being taken: at your next boundary record your state, and go on in this colour."""
+    """A snapshot is being taken: at your next boundary record your state, and continue in this colour."""
 
     colour: int
 
@@ -85,31 +84,26 @@ class Move(Struct, frozen=True):
 
 
 class Lose(Struct, frozen=True):
-    """Work: let go of the line to a neighbour that has died, and of what waits to be sent there."""
+    """Work: close the connection to a dead neighbour, and drop what waits to be sent there."""
 
     name: Name
 
 
 class Find(Struct, frozen=True):
-    """Work: open a line to a new neighbour."""
+    """Work: open a connection to a new neighbour."""
 
     name: Name
 
 
-@dataclass(slots=True)
-class _Question:
-    """What was asked and is not decided yet, as far as this side knows."""
-
+class _Question(Struct):
     number: int
     times: int = 0
 
 
-@dataclass(slots=True)
-class _Decision:
-    """What a neighbour's latest question came to; no move if it was refused."""
-
+class _Decision(Struct):
     number: int
     move: Payload | None
+    """None: refused."""
     colour: int
 
 
@@ -119,13 +113,13 @@ class Gossiper:
     def __init__(self, name: Name, neighbours: Sequence[Name], seed: int, patience: float = 0.5) -> None:
         self.name = name
         self.met = 0
-        """Averagings that this worker has asked for and made."""
+        """Averagings that this worker asked for and made."""
         self.granted = 0
-        """Averagings that others have asked it for."""
+        """Averagings that others asked it for."""
         self.refused = 0
-        """Questions that others have refused."""
+        """Questions that others refused."""
         self.overdue = 0
-        """Questions that were not answered in time."""
+        """Questions not answered in time."""
         self.colour = PairColour()
         """Which snapshots it has been cut by."""
         self._granted = dict.fromkeys(neighbours, 0)
@@ -145,22 +139,20 @@ class Gossiper:
 
     @property
     def at_rest(self) -> bool:
-        """Whether its questions are decided and its moves made: with all workers at rest, no move is under way."""
+        """Whether its questions are decided and its moves made: with all workers at rest, no move is in flight."""
         return self._paused and not self._open and not self._moving
 
     @property
     def asked(self) -> list[Name]:
-        """Who has not answered yet."""
+        """Neighbours that have not answered yet."""
         return sorted(self._open)
 
-    def begin(self, now: float) -> Sequence[Effect]:
+    def begin(self, now: float) -> Sequence[Effect]:  # noqa: ARG002
         """Nothing: the first step comes first."""
-        del now
         return ()
 
-    def on(self, event: Event, now: float) -> Sequence[Effect]:
-        """What is to be done about this."""
-        del now
+    def on(self, event: Event, now: float) -> Sequence[Effect]:  # noqa: ARG002
+        """Handle a step, a message, a timer or a death."""
         effects = Effects()
         match event:
             case Done(token, result):
@@ -184,7 +176,7 @@ class Gossiper:
             case "pause":
                 self._paused = True
                 if self._held:
-                    # All come to rest before this worker comes to a boundary: it has missed its place.
+                    # All come to rest before this worker comes to a boundary: it is too late.
                     self.colour.miss()
                     self._open_held(effects)
             case ("turn", int(colour), int(clock), int(rests)):
@@ -206,7 +198,7 @@ class Gossiper:
                 pass
 
     def _ask_somebody(self, effects: Effects) -> None:
-        """A random neighbour, unless one was just asked; one that owes an answer is not asked for more."""
+        """Ask a random neighbour, unless one was just asked; one that owes an answer is not asked again."""
         able = [name for name in self._living if name not in self._open]
         if self._paused or self._fresh is not None or not able:
             return
@@ -220,7 +212,7 @@ class Gossiper:
         if question is not None and question.number == number:
             question.times += 1
             effects.send(neighbour, Ask(number, self.colour.own), row)
-            # A neighbour that stays silent is asked again ever less often.
+            # A silent neighbour is asked again ever less often.
             effects.timer(self._patience * min(question.times, 10), ("late", neighbour, number))
 
     def _on_late(self, neighbour: Name, number: int, effects: Effects) -> None:
@@ -233,7 +225,7 @@ class Gossiper:
         effects.start(CopyRow(), ("read", neighbour, number))
 
     def _settle(self, neighbour: Name, number: int) -> bool:
-        """The decision of a question has come; False if it was known already."""
+        """The decision of a question has come; False if it was known."""
         question = self._open.get(neighbour)
         if question is None or question.number != number:
             return False
@@ -271,9 +263,12 @@ class Gossiper:
     def _on_ask(self, sender: Name, number: int, row: Payload, effects: Effects) -> None:
         decided = self._decided.get(sender)
         if self._granting.get(sender) == number or (decided is not None and number < decided.number):
-            return  # It is being granted; or it is an old question, long decided, that comes late.
+            return  # It is being granted, or it is an old question that comes late.
         if decided is not None and number == decided.number:
-            _repeat(decided, sender, effects)
+            if decided.move is None:
+                effects.send(sender, Refuse(number, decided.colour))
+            else:
+                effects.send(sender, Grant(number, decided.colour), decided.move)
         elif self._must_refuse(sender):
             self._decided[sender] = _Decision(number, None, self.colour.own)
             effects.send(sender, Refuse(number, self.colour.own))
@@ -291,7 +286,7 @@ class Gossiper:
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
     def _turn(self, colour: int, clock: int, rests: int, effects: Effects) -> None:
-        """At a boundary: be cut, tell the neighbours, and go on with what was held until now."""
+        """At a boundary: be cut, tell the neighbours, and handle what was held until now."""
         if colour <= self.colour.own:
             effects.start(Record(0))
             return
@@ -309,7 +304,7 @@ class Gossiper:
             self._on_message(sender, message, payload, effects)
 
     def _find(self, name: Name, effects: Effects) -> None:
-        """There is a new neighbour, unless it is one already; maybe in the place of one that had died."""
+        """Add a new neighbour, unless it is one already; maybe in place of a dead one."""
         if name not in self._living:
             self._dead.discard(name)
             self._living.append(name)
@@ -318,7 +313,7 @@ class Gossiper:
             effects.start(Find(name))
 
     def _forget(self, name: Name, effects: Effects) -> None:
-        """A neighbour has died: it is asked no more, and what it owes is given up."""
+        """A neighbour has died: forget it, and what it owes."""
         if name in self._dead:
             return
         self._dead.add(name)
@@ -326,16 +321,9 @@ class Gossiper:
             self._living.remove(name)
         effects.start(Lose(name))
         self.colour.cut = None
-        self._held = [one for one in self._held if one[0] != name]
+        self._held = [held for held in self._held if held[0] != name]
         for known in (self._decided, self._granting, self._granted, self._moved):
             known.pop(name, None)
         question = self._open.get(name)
         if question is not None:
             self._settle(name, question.number)
-
-
-def _repeat(decided: _Decision, asker: Name, effects: Effects) -> None:
-    if decided.move is None:
-        effects.send(asker, Refuse(decided.number, decided.colour))
-    else:
-        effects.send(asker, Grant(decided.number, decided.colour), decided.move)

@@ -1,8 +1,8 @@
-"""Snapshots of gossip without a beat: where each worker was cut, which moves were under way, and whether that balances.
+"""Snapshots of asynchronous gossip: where each worker was cut, which moves were in flight, and whether they balance.
 
-A move is made by two: who grants it makes it at once, who has asked makes the opposite when the grant comes. If the
-grant is from before the granter's cut and comes after the asker's, it was under way, and is kept: one who goes on from
-the snapshot makes the other half, and the mean of all models is that of the cut.
+Two workers make a move: the granter makes it at once, the asker makes the opposite when the grant comes. If the grant
+is from before the granter's cut and comes after the asker's, it was in flight, and is kept: a run resumed from the
+snapshot makes the other half, and the mean of all models is that of the cut.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ class GossipCut(Struct, frozen=True, kw_only=True):
     clock: int
     """Steps it had made."""
     granted: tuple[tuple[int, int], ...]
-    """Moves that it had granted to each neighbour, and made itself."""
+    """Moves granted to each neighbour, and made here."""
     moved: tuple[tuple[int, int], ...]
-    """Moves that each neighbour had granted, and it had made."""
+    """Moves granted by each neighbour, and made here."""
     under_way: tuple[int, ...] = ()
-    """Whose grants from before their cut came after this one's."""
+    """Granters whose grants from before their cut came after this worker's cut."""
     rests: int = 0
-    """How often all had come to rest together."""
+    """How often all workers had come to rest together."""
 
 
 def gossip_faults(cuts: Sequence[GossipCut]) -> list[str]:
-    """Why these cuts are not a state in which the run can have been; empty: they are one, and the mean is kept."""
-    found: list[str] = []
+    """Why these cuts are not a state that the run can have been in; empty: they are one, and the mean is kept."""
+    problems: list[str] = []
     rests = {cut.rests for cut in cuts}
     if len(rests) > 1:
-        found.append(f"workers have rested together different numbers of times: {sorted(rests)}")
+        problems.append(f"workers have rested together different numbers of times: {sorted(rests)}")
     moved = {(cut.worker, other): count for cut in cuts for other, count in cut.moved}
     for cut in cuts:
         for asker, granted in cut.granted:
             made = moved.pop((asker, cut.worker), 0)
-            late = sum(one.under_way.count(cut.worker) for one in cuts if one.worker == asker)
+            late = sum(other.under_way.count(cut.worker) for other in cuts if other.worker == asker)
             if made + late != granted:
-                found.append(
+                problems.append(
                     f"worker {cut.worker} had granted worker {asker} {granted} moves, of which {made} were made and "
-                    f"{late} under way"
+                    f"{late} in flight"
                 )
-    found += [f"worker {a} made {n} moves that worker {b} had not granted" for (a, b), n in moved.items() if n]
-    return found
+    problems += [f"worker {a} made {n} moves that worker {b} had not granted" for (a, b), n in moved.items() if n]
+    return problems
 
 
 class PairColour(Colour):
@@ -58,7 +58,7 @@ class PairColour(Colour):
     def __init__(self) -> None:
         super().__init__()
         self.cut: GossipCut | None = None
-        """Where it was cut, until everything that was under way has come, or a neighbour has died."""
+        """Where it was cut, until everything in flight has come, or a neighbour has died."""
         self._recording = Recording(0)
         self._answered: dict[int, int] = {}
 
@@ -70,25 +70,26 @@ class PairColour(Colour):
         self._conclude(effects)
 
     def answered(self, sender: Name, number: int, move: Payload | None, colour: int, effects: Effects) -> None:
-        """A question has been decided; a grant from before the granter's cut was under way if it was open at ours."""
+        """A question was decided; a grant from before the granter's cut was in flight if the question was open."""
         if self.cut is None:
             return
-        who = number_of(sender)
-        if self._recording.expected.get(who) != number:
+        granter = number_of(sender)
+        if self._recording.expected.get(granter) != number:
             return
-        if move is not None and self._recording.keep(who, number, colour):
+        if move is not None and self._recording.keep(granter, number, colour):
             effects.start(Keep(self.own, None, move))
-        self._answered[who] = number
+        self._answered[granter] = number
         self._conclude(effects)
 
     def miss(self) -> None:
-        """Take the colour that was heard without having been cut: there is no such snapshot of this worker."""
+        """Take the colour that was heard without being cut: this worker has no such snapshot."""
         self.act()
         self.cut = None
 
     def _conclude(self, effects: Effects) -> None:
         if self.cut is not None and self._recording.is_complete(self._answered):
-            effects.start(Write(self.own, replace(self.cut, under_way=tuple(who for who, _ in self._recording.kept))))
+            granters = tuple(granter for granter, _ in self._recording.kept)
+            effects.start(Write(self.own, replace(self.cut, under_way=granters)))
             self.cut = None
 
 

@@ -1,8 +1,8 @@
-"""Who mixes with whom, by which weights, and how fast all come to agree.
+"""Which workers mix, by which weights, and how fast all come to agree.
 
-A step of gossip replaces the workers' models x by W x, where W is doubly stochastic: its rows sum to 1, so that models
-that are equal stay so, and its columns do, so that the mean of all models stays what it is. How fast the models'
-distance to their mean shrinks is read off W: by its second largest singular value in each step, in the worst case.
+A step of gossip replaces the workers' models x by W x, where W is doubly stochastic: its rows sum to 1, so that equal
+models stay equal, and so do its columns, so that the mean of all models is kept. In the worst case the models'
+distance to their mean shrinks in each step by the second largest singular value of W.
 
 Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?" (2017); Xiao and Boyd, "Fast linear
 iterations for distributed averaging" (2004), for Metropolis weights; Ying et al., "Exponential Graph is Provably
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import networkx as nx
 
 TRIES: Final = 100
-"""Random graphs that are drawn until one is connected; almost every one is, from three neighbours on."""
+"""Random graphs to draw until one is connected; almost every one is, from three neighbours on."""
 
 
 class GraphShape(StrEnum):
@@ -37,14 +37,14 @@ class GraphShape(StrEnum):
     TORUS = "torus"
     """A grid whose ends meet: four neighbours each, fewer where it is thin."""
     EXPONENTIAL = "exponential"
-    """Those at distance 1, 2, 4 and so on; in each step one of these distances, in turn."""
+    """Neighbours at distance 1, 2, 4 and so on; in each step one of these distances, in turn."""
     COMPLETE = "complete"
-    """Everybody with everybody."""
+    """All with all."""
 
 
 @dataclass(frozen=True)
 class RandomRegular:
-    """A random graph in which everybody has the same number of neighbours."""
+    """A random graph in which all have the same number of neighbours."""
 
     degree: int
     seed: int = 0
@@ -54,7 +54,7 @@ Kind = GraphShape | RandomRegular
 
 
 def graph(kind: Kind, size: int) -> nx.Graph[int]:
-    """The undirected graph of so many workers; with a kind that cannot be, a UsageError that says why."""
+    """The undirected graph of `size` workers; an impossible kind is a UsageError."""
     import networkx as nx  # Here, as strategies that need no graph should not wait for it.
 
     if isinstance(kind, RandomRegular):
@@ -65,14 +65,14 @@ def graph(kind: Kind, size: int) -> nx.Graph[int]:
         return nx.complete_graph(size)
     if kind is GraphShape.TORUS:
         return _torus(size)
-    made = nx.empty_graph(size)
+    drawn = nx.empty_graph(size)
     hops = [1] if kind is GraphShape.RING else distances(size)
-    made.add_edges_from((rank, (rank + hop) % size) for hop in hops for rank in range(size))
-    return made
+    drawn.add_edges_from((rank, (rank + hop) % size) for hop in hops for rank in range(size))
+    return drawn
 
 
 def distances(size: int) -> list[int]:
-    """How far the exponential graph reaches in each step of a turn: 1, 2, 4 up to half of the workers or more."""
+    """Distances of the exponential graph, one for each step: 1, 2, 4 up to half of the workers or more."""
     return [2**k for k in range(max(1, math.ceil(math.log2(size))))] if size > 1 else []
 
 
@@ -86,9 +86,9 @@ def _torus(size: int) -> nx.Graph[int]:
             f"Write ring, or ask for another number of workers, such as {size + 1}."
         )
     grid = nx.grid_2d_graph(rows, size // rows, periodic=True)
-    made = nx.convert_node_labels_to_integers(grid, ordering="sorted")
-    made.remove_edges_from(list(nx.selfloop_edges(made)))
-    return made
+    drawn = nx.convert_node_labels_to_integers(grid, ordering="sorted")
+    drawn.remove_edges_from(list(nx.selfloop_edges(drawn)))
+    return drawn
 
 
 def _random(kind: RandomRegular, size: int) -> nx.Graph[int]:
@@ -103,9 +103,9 @@ def _random(kind: RandomRegular, size: int) -> nx.Graph[int]:
             f"there are workers, and an even product of both."
         )
     for attempt in range(TRIES):
-        made = nx.random_regular_graph(degree, size, seed=kind.seed * TRIES + attempt)
-        if nx.is_connected(made):
-            return nx.convert_node_labels_to_integers(made, ordering="sorted")
+        drawn = nx.random_regular_graph(degree, size, seed=kind.seed * TRIES + attempt)
+        if nx.is_connected(drawn):
+            return nx.convert_node_labels_to_integers(drawn, ordering="sorted")
     raise UsageError(
         f"none of {TRIES} random graphs with {degree} neighbours for each of {size} workers was connected. Take more "
         f"neighbours, or another seed."
@@ -113,7 +113,7 @@ def _random(kind: RandomRegular, size: int) -> nx.Graph[int]:
 
 
 def metropolis(of: nx.Graph[int]) -> FloatArray:
-    """Weights that every worker can tell from its own and its neighbours' degrees: doubly stochastic and symmetric."""
+    """Weights from each worker's own and its neighbours' degrees: doubly stochastic and symmetric."""
     size = of.number_of_nodes()
     weights = np.zeros((size, size))
     degrees: Any = dict(of.degree())
@@ -139,19 +139,19 @@ class Mixing:
         return self.matrices[step % len(self.matrices)]
 
     def product(self, steps: int) -> FloatArray:
-        """What so many steps do together."""
-        made = np.eye(self.size)
+        """The product of the matrices of `steps` steps."""
+        product = np.eye(self.size)
         for step in range(steps):
-            made = self.at(step) @ made
-        return made
+            product = self.at(step) @ product
+        return product
 
     @cached_property
     def rate(self) -> float:
-        """By what the distance to the mean is multiplied with each step, at worst: the predicted rate of consensus."""
+        """Worst-case factor on the distance to the mean per step: the predicted rate of consensus."""
         turn = len(self.matrices)
         apart = self.product(turn) - 1 / self.size
         largest = float(np.linalg.norm(apart, 2)) if self.size > 1 else 0.0
-        # What should be 0 is a rounding error, of which a root would make something.
+        # A rounding error of what should be 0 must not be blown up by the root.
         return 0.0 if largest < 1e-12 else largest ** (1 / turn)
 
     @property
@@ -161,14 +161,14 @@ class Mixing:
 
     @cached_property
     def usual_rate(self) -> float:
-        """By what one step multiplies the distance if the models lie apart at random, in the mean over the turn."""
+        """Factor on the distance per step for randomly placed models, in the mean over the turn."""
         if self.size == 1:
             return 0.0
         squares = [(float((matrix**2).sum()) - 1) / (self.size - 1) for matrix in self.matrices]
         return math.sqrt(max(0.0, sum(squares) / len(squares)))
 
     def neighbours(self, rank: int) -> IntArray:
-        """Whom a worker hears in some step."""
+        """The workers that a worker hears in some step."""
         heard = np.any([matrix[rank] != 0 for matrix in self.matrices], axis=0)
         heard[rank] = False
         return np.flatnonzero(heard).astype(np.int64)

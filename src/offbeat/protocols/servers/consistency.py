@@ -1,12 +1,12 @@
-"""Who may start its next step: bulk synchronous, stale synchronous and asynchronous training by one predicate.
+"""Which worker may start its next step: bulk synchronous, stale synchronous and asynchronous training in one predicate.
 
 A clock counts the steps that a worker has finished. A worker with clock c may start its next step if and only if
-c - min(clocks) <= s. So clocks of finished steps differ by at most s + 1. With s = 0 (`bsp`) everybody waits for
-everybody, and nobody for ever: the slowest always may start. With s of several steps (`ssp`) a worker that pauses once
-holds nobody up, if it catches up in time. Without a bound (`asp`) nobody waits.
+c - min(clocks) <= s. So clocks of finished steps differ by at most s + 1. With s = 0 (`bsp`) all wait for all, but
+never for ever: the slowest may always start. With s of several steps (`ssp`) a worker that pauses once holds nobody
+up, if it catches up in time. Without a bound (`asp`) nobody waits.
 
-Two rules give up on the slow instead: with `drop` a step is complete with the first p - k answers, with `deadline`
-with those that have come by then, and at least one. Answers to a step that is complete are late, and discarded.
+Two rules give up on stragglers instead: with `drop` a step is complete with the first p - k gradients, with
+`deadline` with those that have come by then, at least one. Gradients for a complete step are late, and discarded.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from offbeat.errors import UsageError
 
 
 class Rule(Struct, frozen=True):
-    """How far apart workers may be, and whether the slow are waited for."""
+    """How far apart workers may be, and whether stragglers are waited for."""
 
     bound: int | None
     """Steps that a worker may be ahead of the slowest when it starts one; 0 is `bsp`, None is `asp`."""
     eager: bool = False
-    """Servers send fresh values as soon as they have them, rather than when they are asked for."""
+    """Servers send fresh values as soon as they have them, rather than on request."""
     drop: int = 0
     """Workers that a step does not wait for: it is complete with the first p - drop gradients."""
     deadline: float | None = None
-    """Seconds after which a step is complete with the gradients that have come, if there is any."""
+    """Seconds after which a step is complete with the gradients that have come, if any."""
     coded: int = 0
-    """Workers that a step can do without, as others compute the same (gradient coding): it loses nothing by it."""
+    """Workers that a step can do without, as others compute the same (gradient coding): nothing is lost."""
     cyclic: bool = False
-    """Of the two codes the one that repeats parts cyclically."""
+    """Use the code that repeats parts cyclically."""
     remembers: bool = False
-    """Replicas keep the values that gradients may still be computed from, to correct such as come late."""
+    """Replicas keep the values that gradients may still be computed from, to correct late ones."""
 
     def __post_init__(self) -> None:
-        """Refuse bounds that make no sense, and dropping where no step is waited for."""
+        """Refuse invalid bounds, and dropping where no step is waited for."""
         if self.bound is not None and self.bound < 0:
             raise UsageError(f"a staleness bound of {self.bound} lets nobody start: give 0 (bsp) or more.")
         if self.drop < 0:
@@ -63,12 +63,12 @@ class Rule(Struct, frozen=True):
 
     @property
     def aggregated(self) -> bool:
-        """Gradients of a step are summed, then applied once; otherwise each is applied as it comes."""
+        """Whether gradients of a step are summed and applied once; otherwise each is applied as it comes."""
         return self.bound == 0
 
     @property
     def closes(self) -> bool:
-        """A step may be complete before every worker has answered."""
+        """Whether a step may be complete before every worker has answered."""
         return self.drop > 0 or self.coded > 0 or self.deadline is not None
 
     def needed(self, clock: int) -> int:
@@ -76,5 +76,5 @@ class Rule(Struct, frozen=True):
         return 0 if self.bound is None else max(0, clock - self.bound)
 
     def enough(self, workers: int) -> int:
-        """Answers that complete a step of so many workers, deadline or not: at least one."""
+        """Gradients that complete a step of this many workers, deadline or not: at least one."""
         return max(1, workers - self.drop - self.coded)

@@ -1,9 +1,9 @@
 """Who may start a step: the one object that a server's shard asks, and that the simulator drives with 10,000 workers.
 
-A clock counts the steps that a worker has finished. `Pacing` holds the clocks of the live workers, the step that is
-open where a step is summed up before it is applied, and the reads that wait. It knows nothing of gradients: whoever
-owns it says what has come (`finish`, `contribute`, `expire`), asks whether the open step is complete (`is_complete`,
-`close`), and whether a read may go out (`admits`, `released`).
+A clock counts the steps that a worker has finished. `Pacing` holds the clocks of the live workers, the open step where
+gradients are summed before they are applied, and the waiting reads. It knows nothing of gradients: its owner reports
+progress (`finish`, `contribute`, `expire`), asks whether the open step is complete (`is_complete`, `close`), and
+whether a read may be answered (`admits`, `released`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 
 
 class Clocks:
-    """Finished steps of each live worker, and the smallest of them, which is kept rather than looked for."""
+    """Finished steps of each live worker, and their minimum, which is kept rather than searched for."""
 
     __slots__ = ("_clocks", "_counts", "minimum")
 
@@ -28,7 +28,7 @@ class Clocks:
         self._clocks = dict.fromkeys(workers, clock)
         self._counts = {clock: len(self._clocks)} if self._clocks else {}
         self.minimum = clock
-        """The smallest clock; while nobody is alive, what it was last."""
+        """The smallest clock; with no live worker, its last value."""
 
     def __len__(self) -> int:
         return len(self._clocks)
@@ -38,7 +38,7 @@ class Clocks:
 
     @property
     def workers(self) -> Sequence[int]:
-        """Who is alive, in the order of their coming."""
+        """The live workers, in order of arrival."""
         return list(self._clocks)
 
     def of(self, worker: int) -> int:
@@ -50,18 +50,15 @@ class Clocks:
         return self._clocks.get(worker)
 
     def count(self, clock: int) -> int:
-        """How many workers have finished exactly so many steps."""
+        """Number of workers that have finished exactly `clock` steps."""
         return self._counts.get(clock, 0)
 
     def at(self, clock: int) -> list[int]:
-        """The workers that have finished exactly so many steps."""
+        """The workers that have finished exactly `clock` steps."""
         return [worker for worker, own in self._clocks.items() if own == clock]
 
     def tick(self, worker: int, to: int | None = None) -> bool:
-        """A worker has finished its next step, or all up to `to`. True if the minimum moved.
-
-        Clocks never go back: what was heard before, or comes late, changes nothing.
-        """
+        """A worker has finished its next step, or all up to `to`. True if the minimum moved. Clocks never go back."""
         before = self._clocks[worker]
         after = before + 1 if to is None else to
         if after <= before:
@@ -75,7 +72,7 @@ class Clocks:
         return self._took(before)
 
     def join(self, worker: int, clock: int | None = None) -> None:
-        """A worker comes, or comes again, by default as the slowest, so that it may start at once."""
+        """A worker joins, or rejoins, by default as the slowest, so that it may start at once."""
         self.leave(worker)
         at = self.minimum if clock is None else clock
         if not self._clocks or at < self.minimum:
@@ -84,12 +81,11 @@ class Clocks:
         self._counts[at] = self._counts.get(at, 0) + 1
 
     def leave(self, worker: int) -> bool:
-        """A worker goes. True if the minimum moved; a worker that is not there changes nothing."""
+        """A worker leaves, if it is there. True if the minimum moved."""
         clock = self._clocks.pop(worker, None)
         return clock is not None and self._took(clock)
 
     def _took(self, clock: int) -> bool:
-        """One worker less has this clock."""
         left = self._counts[clock] - 1
         if left:
             self._counts[clock] = left
@@ -101,7 +97,7 @@ class Clocks:
         return True
 
     def _advance(self) -> None:
-        """Go up to the next clock that somebody has: step by step, which the steps made pay for, if there is no gap."""
+        # Up to the next clock in use: step by step, which the steps made pay for, if there is no gap.
         for candidate in range(self.minimum + 1, self.minimum + 1 + len(self._counts)):
             if candidate in self._counts:
                 self.minimum = candidate
@@ -110,7 +106,7 @@ class Clocks:
 
 
 class Parked(Generic[Item]):
-    """Requests that wait until the minimum has come up to what they need."""
+    """Requests that wait until the minimum reaches what they need."""
 
     __slots__ = ("_needs", "_waiting")
 
@@ -131,10 +127,7 @@ class Parked(Generic[Item]):
             waiting.append(item)
 
     def release(self, minimum: int) -> list[Item]:
-        """Hand back all that need no more than this: those with the least needs first, and then as they came.
-
-        All of them, and not only those that need exactly this: the minimum may have moved by more than one.
-        """
+        """Remove and return all that need no more than this, the least needs first, then in order of arrival."""
         released: list[Item] = []
         while self._needs and self._needs[0] <= minimum:
             released += self._waiting.pop(heappop(self._needs))
@@ -142,7 +135,7 @@ class Parked(Generic[Item]):
 
 
 class Pacing(Generic[Item]):
-    """Decides who may start a step under a rule; `Item` is whatever waits for its turn, such as a read."""
+    """Decides which worker may start a step under a rule; `Item` is whatever waits for its turn, such as a read."""
 
     __slots__ = ("_aggregated", "_answers", "_begun", "_code", "_parked", "clocks", "completed", "overdue", "rule")
 
@@ -154,7 +147,7 @@ class Pacing(Generic[Item]):
         self.overdue = False
         """The deadline of the open step has passed."""
         self.completed = 0
-        """Steps that were closed, where steps are summed up: the number of the open one."""
+        """Closed steps, under a rule that aggregates: the number of the open one."""
         self._begun = False
         self._answers: set[int] = set()
         self._code = code_for(len(self.clocks), rule.coded, rule.cyclic) if rule.coded else None
@@ -167,12 +160,12 @@ class Pacing(Generic[Item]):
 
     @property
     def timed(self) -> int | None:
-        """The step whose deadline is running: from when it was opened; the first one, from its first gradient."""
+        """The step whose deadline is running: since it was opened; for the first step, since its first gradient."""
         running = self.rule.deadline is not None and (self.completed > 0 or self._begun)
         return self.completed if running else None
 
     def restart(self, completed: int, minimum: int, clocks: Iterable[tuple[int, int]], overdue: bool = False) -> None:
-        """Go on from these clocks; nothing of the open step has come yet."""
+        """Continue from these clocks; nothing of the open step has come yet."""
         self.clocks = Clocks((), minimum)
         for worker, clock in clocks:
             self.clocks.join(worker, clock)
@@ -180,13 +173,13 @@ class Pacing(Generic[Item]):
         self._answers.clear()
 
     def forget(self) -> None:
-        """Drop all reads that wait: nobody asks for them any more."""
+        """Drop all waiting reads."""
         self._parked = Parked()
 
-    # What has happened.
+    # Progress.
 
     def contribute(self, worker: int) -> None:
-        """A worker's gradient, or a part of it that counts by itself, can be used for the open step."""
+        """A worker's gradient, or a part of it that counts alone, can be used for the open step."""
         self._begun = True
         self._answers.add(worker)
 
@@ -195,11 +188,11 @@ class Pacing(Generic[Item]):
         self.clocks.tick(worker, clock)
 
     def expire(self, step: int) -> None:
-        """The deadline of a step has passed; one that is complete already is none the worse for it."""
+        """The deadline of a step has passed; if it is complete already, nothing changes."""
         self.overdue = step == self.completed
 
     def enter(self, worker: int, clock: int) -> int:
-        """A worker takes part from here on, or goes on from a later step. Returns the step that it is awaited in."""
+        """A worker enters, or continues from a later step. Returns the step that it is awaited in."""
         at = max(clock, self.minimum)
         if worker in self.clocks:
             self.clocks.tick(worker, at)
@@ -208,14 +201,14 @@ class Pacing(Generic[Item]):
         return self.clocks.of(worker)
 
     def leave(self, worker: int) -> None:
-        """A worker is waited for no more."""
+        """A worker is no longer waited for."""
         self.clocks.leave(worker)
         self._answers.discard(worker)
 
     # Whether the open step is complete.
 
     def is_complete(self) -> bool:
-        """Whether as many as are waited for have done the open step, or have said that they never will."""
+        """Whether all workers that are waited for have done the open step, or never will."""
         if not self._aggregated or not len(self.clocks):
             return False
         if self.clocks.minimum > self.completed:
@@ -230,7 +223,7 @@ class Pacing(Generic[Item]):
         return done >= self.rule.enough(len(self.clocks))
 
     def coefficients(self) -> Matrix | None:
-        """How much of each worker's answer to a coded step goes into the sum; None if there are not enough of them."""
+        """The coefficient of each worker's answer in the sum of a coded step; None if there are not enough answers."""
         if self._code is None or len(self._answers) * (self._code.tolerated + 1) < self._code.workers:
             return None
         try:
@@ -239,7 +232,7 @@ class Pacing(Generic[Item]):
             return None
 
     def close(self) -> None:
-        """Go on to the next step; whoever has not finished this one goes on with the others."""
+        """Go on to the next step; workers that have not finished this one move on with the others."""
         slow = [] if self.clocks.minimum > self.completed else self.clocks.at(self.completed)
         self.completed += 1
         self.overdue = self._begun = False
@@ -247,15 +240,15 @@ class Pacing(Generic[Item]):
         for worker in slow:
             self.clocks.tick(worker, self.completed)
 
-    # Who may read, and so start.
+    # Reads: a worker that may read may start.
 
     def admits(self, needed: int, item: Item) -> bool:
-        """Whether a read that needs so many complete steps may go out; else it waits, and `released` names it."""
+        """Whether a read that needs `needed` complete steps may go out; else it waits, and `released` returns it."""
         if (self.completed if self._aggregated else self.clocks.minimum) >= needed:
             return True
         self._parked.park(needed, item)
         return False
 
     def released(self) -> list[Item]:
-        """What waited and may go out now."""
+        """Waiting reads that may be answered now."""
         return self._parked.release(self.minimum)

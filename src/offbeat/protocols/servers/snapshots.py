@@ -1,20 +1,20 @@
-"""Snapshots of a run whose workers do not wait for each other: a state in which it can have been, taken as it goes on.
+"""Snapshots of a run whose workers do not wait for each other: a state that it can have been in, taken as it goes on.
 
-Who is cut when, and which pushes were under way, is decided by the colours of messages (`protocols.colouring`): a shard
-that is told how many pushes a worker had sent knows when it has them all.
+The colours of messages (`protocols.colouring`) decide where each process is cut, and which pushes were in flight: a
+shard that knows how many pushes a worker had sent knows when it has them all.
 
-A worker can write down its state only between two steps. A shard's answer of a new colour may come to it before that.
-Then it is cut there: what it does up to the boundary, reading values, leaves no trace in what it writes down, because
-values are read anew by one who goes on from it. If it pushes or meets the others before it comes to a boundary, it has
-missed its place. The snapshot is given up and taken anew, as it is when anybody dies or joins meanwhile.
+A worker can record its state only between two steps. A shard's answer of a new colour may reach it before that. Then
+it is cut there: reading values up to the boundary leaves no trace in its state, because a resumed worker reads values
+anew. If it pushes or meets the others before the boundary, it is too late. The snapshot is given up and retried, as it
+is when any process dies or joins meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from offbeat.protocols.colouring import Colour, Keep, Record, Recording, Write
@@ -35,12 +35,11 @@ from offbeat.protocols.servers.messages import (
 from offbeat.protocols.servers.replica.fencing import Fence
 from offbeat.protocols.servers.replica.shard import Shard
 
-_Cut = TypeVar("_Cut", WorkerCut, ShardCut)
-
 PATIENCE = 30.0
-"""Seconds after which a snapshot that does not come about is given up."""
+"""Seconds after which an incomplete snapshot is given up."""
 ATTEMPTS = 50
-"""Snapshots in a row that are given up before the wish for one is."""
+"""Failed snapshots in a row after which the request is dropped."""
+_CHANGED = "who takes part has changed"
 
 
 # -- a worker ----------------------------------------------------------------------------------------------------------
@@ -51,20 +50,20 @@ class WorkerColour(Colour):
     """Which snapshots a worker has been cut by, and what it had seen before."""
 
     _seen: dict[int, int] = field(default_factory=dict[int, int])
-    """Versions of shards that were seen before the newest colour was heard."""
+    """Versions of shards seen before the newest colour was heard."""
 
     def hear(self, colour: int, seen: Mapping[int, tuple[int, int]]) -> None:
-        """A message of this colour is about to be handled; until now these versions of shards were seen."""
+        """A message of this colour is about to be handled; these versions of shards were seen before it."""
         if colour > max(self.own, self.heard):
             self._seen = {shard: version for shard, (version, _) in seen.items()}
             self.heard = colour
 
     def ask(self) -> int:
-        """The colour of a question, which changes nobody: one who has heard of a snapshot asks from after its cut."""
+        """The colour of a read, which changes no state: a worker that has heard of a snapshot reads after its cut."""
         return max(self.own, self.heard)
 
     def turn(self, seen: Mapping[int, tuple[int, int]]) -> dict[int, int]:
-        """Take the new colour; answers the versions that were seen before the cut."""
+        """Take the new colour; returns the versions seen before the cut."""
         self.own = max(self.announced, self.heard)
         return self._seen if self.heard == self.own else {shard: version for shard, (version, _) in seen.items()}
 
@@ -73,29 +72,29 @@ class WorkerColour(Colour):
 
 
 class ShardColour:
-    """Which snapshots a shard has been cut by, and what was under way to it at the last."""
+    """Which snapshots a shard has been cut by, and what was in flight to it at the last."""
 
     def __init__(self, number: int, shard: Shard, fence: Fence) -> None:
         self.own = 0
         self._shard, self._fence = shard, fence
         self._cut = ShardCut(shard=number, version=0, taken=(), in_flight=())
         self.recording: Recording | None = None
-        """What was under way to it, while that is still coming."""
+        """What was in flight to it, while it is still arriving."""
         self._report: ShardRecorded | None = None
 
     def _taken(self) -> dict[int, tuple[int, int, int]]:
         return self._shard.taken(self._fence.view.members)
 
     def cut(self, colour: int, out: Effects) -> None:
-        """Be cut before the first message of a new colour is handled."""
+        """Cut the shard before the first message of a new colour is handled."""
         if colour > self.own:
-            of_workers = tuple((worker, *told) for worker, told in sorted(self._taken().items()))
-            self.own, self._cut = colour, replace(self._cut, version=self._shard.version, taken=of_workers)
+            taken = tuple((worker, *counts) for worker, counts in sorted(self._taken().items()))
+            self.own, self._cut = colour, replace(self._cut, version=self._shard.version, taken=taken)
             self.recording, self._report = Recording(colour), None
             out.start(Record(colour))
 
     def told(self, turned: Turned, out: Effects) -> None:
-        """A worker has said how many of its pushes are from before its cut."""
+        """A worker has reported how many of its pushes are from before its cut."""
         if self.recording and turned.colour == self.own:
             self.recording.expected[turned.worker] = turned.pushes
         self._complete(out)
@@ -109,16 +108,13 @@ class ShardColour:
         self._complete(out)
 
     def applied(self, push: Push, payload: Payload, out: Effects) -> None:
-        """A push was taken into the values: if it is from before its worker's cut, it was under way.
-
-        What a former life of a worker has left in the log is nobody's: the snapshot is of those who live.
-        """
-        living = (push.worker, push.life) in (one[:2] for one in self._cut.taken)
+        """A push was applied: if it is from before its worker's cut, it was in flight. Former lives do not count."""
+        living = (push.worker, push.life) in (entry[:2] for entry in self._cut.taken)
         if self.recording and living and self.recording.keep(push.worker, push.number, push.colour):
             out.start(Keep(self.own, push, payload))
 
     def _complete(self, out: Effects) -> None:
-        """Write it down, if everything that was under way has come from all who take part now."""
+        """Write it, if everything in flight has come from all members."""
         recording = self.recording
         if recording and recording.is_complete({who: pushes for who, (_, pushes, _) in self._taken().items()}):
             self.recording = None
@@ -126,31 +122,30 @@ class ShardColour:
             out.start(Write(self.own, cut), ("written", self.own, cut))
 
     def written(self, colour: int, cut: ShardCut) -> None:
-        """It is on the disk: that is to be said until it is heard."""
+        """It is on disk: report that until acknowledged."""
         if colour == self.own and not self.recording:
             self._report = ShardRecorded(colour=colour, epoch=self._fence.view.epoch, cut=cut)
 
     def report(self, to: Name, out: Effects) -> None:
-        """Say what was recorded, if it was not heard yet."""
+        """Report what was recorded, unless acknowledged."""
         if self._report is not None:
             out.send(to, self._report)
 
     def heard(self, colour: int) -> None:
-        """The coordinator knows."""
+        """The coordinator has acknowledged the report."""
         if colour == self.own:
             self._report = None
 
     def give_up(self) -> None:
-        """Who takes part has changed: what is being recorded is of no use."""
+        """The members have changed: what is being recorded is useless."""
         self.recording = self._report = None
 
 
 # -- the coordinator ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """All have recorded their parts of it; work of the coordinator, who is to publish it."""
+class Snapshot(Struct, frozen=True):
+    """All have recorded their parts; work of the coordinator: publish it."""
 
     colour: int
     epoch: int
@@ -158,21 +153,19 @@ class Snapshot:
     shards: tuple[ShardCut, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class GivenUp:
-    """A snapshot has not come about; work of the coordinator, who is to remove what was written of it."""
+class GivenUp(Struct, frozen=True):
+    """A snapshot has failed; work of the coordinator: remove what was written of it."""
 
     colour: int
     reason: str
 
 
-@dataclass(slots=True)
-class _OpenSnapshot:
+class _OpenSnapshot(Struct):
     colour: int
     epoch: int
     since: float
-    workers: dict[int, WorkerCut] = field(default_factory=dict[int, WorkerCut])
-    shards: dict[int, ShardCut] = field(default_factory=dict[int, ShardCut])
+    workers: dict[int, WorkerCut] = {}
+    shards: dict[int, ShardCut] = {}
 
 
 class Snapshots:
@@ -180,26 +173,26 @@ class Snapshots:
 
     def __init__(self) -> None:
         self.colour = 0
-        """The last that was begun."""
+        """The last one begun."""
         self._wanted = False
         self._attempts = 0
         self._open: _OpenSnapshot | None = None
 
     @property
     def under_way(self) -> bool:
-        """Whether one is being taken, or about to be."""
+        """Whether a snapshot is being taken, or about to be."""
         return self._open is not None or self._wanted
 
     def want(self) -> None:
-        """Take one, unless one is under way."""
+        """Take a snapshot, unless one is in progress."""
         if not self.under_way:
             self._wanted, self._attempts = True, 0
 
     def look(self, view: ClusterView, busy: bool, now: float, out: Effects) -> None:
-        """Begin what is wanted, unless workers are about to meet; give up what cannot come about; announce again."""
+        """Begin a requested snapshot, unless workers are about to meet; give up a stuck one; announce again."""
         taking = self._open
         if taking is not None and taking.epoch != view.epoch:
-            self._give_up("who takes part has changed", out)
+            self._give_up(_CHANGED, out)
         elif taking is not None and now - taking.since > PATIENCE:
             self._give_up(f"not all have recorded their part within {PATIENCE:g} s", out)
         elif taking is not None:
@@ -216,7 +209,7 @@ class Snapshots:
                 out.send(worker_name(worker), Announce(taking.colour))
 
     def recorded(self, message: SnapshotWritten, view: ClusterView, out: Effects) -> None:
-        """A worker has recorded its part, or has missed its place."""
+        """A worker has recorded its part, or was too late."""
         taking = self._open
         if taking is None or message.colour != taking.colour or view.life(message.worker) != message.life:
             return
@@ -237,10 +230,12 @@ class Snapshots:
 
     def _conclude(self, taking: _OpenSnapshot, view: ClusterView, out: Effects) -> None:
         if taking.epoch != view.epoch:
-            self._give_up("who takes part has changed", out)
+            self._give_up(_CHANGED, out)
         elif taking.workers.keys() == set(view.workers) and len(taking.shards) == len(view.primaries):
             self._open = None
-            out.start(Snapshot(taking.colour, taking.epoch, _ordered(taking.workers), _ordered(taking.shards)))
+            workers = tuple(taking.workers[worker] for worker in sorted(taking.workers))
+            shards = tuple(taking.shards[shard] for shard in sorted(taking.shards))
+            out.start(Snapshot(taking.colour, taking.epoch, workers, shards))
 
     def _give_up(self, reason: str, out: Effects) -> None:
         if self._open is not None:
@@ -250,35 +245,29 @@ class Snapshots:
         self._wanted = self._attempts < ATTEMPTS
 
 
-def _ordered(cuts: Mapping[int, _Cut]) -> tuple[_Cut, ...]:
-    return tuple(cuts[key] for key in sorted(cuts))
-
-
-# -- what must be true -------------------------------------------------------------------------------------------------
+# -- consistency of cuts -----------------------------------------------------------------------------------------------
 
 
 def faults(workers: Sequence[WorkerCut], shards: Sequence[ShardCut]) -> list[str]:
-    """Why these cuts together are not a state in which the run can have been; empty: they are one.
+    """Why these cuts together are not a state that the run can have been in; empty: they are one.
 
     A consistent cut: no shard has a push that was not sent, no worker knows a version that was not reached, and none
     has come from a meeting that another had not come to. And balance: every push that was sent is in the values or was
-    under way, once.
+    in flight, once.
     """
-    found: list[str] = []
+    problems: list[str] = []
     meetings = {cut.meetings for cut in workers}
     if len(meetings) > 1:
-        found.append(f"workers have come from different numbers of meetings: {sorted(meetings)}")
+        problems.append(f"workers have come from different numbers of meetings: {sorted(meetings)}")
     for shard in shards:
         if len({worker for worker, *_ in shard.taken}) < len(shard.taken):
-            found.append(f"shard {shard.shard} names a worker twice")
+            problems.append(f"shard {shard.shard} names a worker twice")
         taken = {(worker, life): pushes for worker, life, pushes, _ in shard.taken}
         for cut in workers:
-            found += _between(cut, shard, taken.get((cut.worker, cut.life)))
+            problems += _between(cut, shard, taken.get((cut.worker, cut.life)))
         strangers = {worker for worker, _ in shard.in_flight} - {cut.worker for cut in workers}
-        found += [
-            f"a push of worker {worker}, who has no part, was under way to shard {shard.shard}" for worker in strangers
-        ]
-    return found
+        problems += [f"a push of worker {one}, not a member, was in flight to shard {shard.shard}" for one in strangers]
+    return problems
 
 
 def _between(cut: WorkerCut, shard: ShardCut, taken: int | None) -> list[str]:
@@ -286,18 +275,18 @@ def _between(cut: WorkerCut, shard: ShardCut, taken: int | None) -> list[str]:
     if shard.shard >= len(cut.pushes) or shard.shard >= len(cut.seen) or taken is None:
         return [f"{who} and shard {shard.shard} do not know of each other"]
     sent, seen = cut.pushes[shard.shard], cut.seen[shard.shard]
-    found: list[str] = []
+    problems: list[str] = []
     if seen > shard.version:
-        found.append(f"{who} had seen version {seen} of shard {shard.shard}, which was at {shard.version}")
+        problems.append(f"{who} had seen version {seen} of shard {shard.shard}, which was at {shard.version}")
     if taken > sent:
-        found.append(f"shard {shard.shard} had {taken} pushes of {who}, who had sent {sent}")
-    under_way = [number for worker, number in shard.in_flight if worker == cut.worker]
-    if under_way != list(range(taken, sent)) and taken <= sent:
-        found.append(
+        problems.append(f"shard {shard.shard} had {taken} pushes of {who}, who had sent {sent}")
+    in_flight = [number for worker, number in shard.in_flight if worker == cut.worker]
+    if in_flight != list(range(taken, sent)) and taken <= sent:
+        problems.append(
             f"{who} had sent {sent} pushes to shard {shard.shard}: {taken} were in the values, so that "
-            f"{_numbers(range(taken, sent))} must have been under way, and {_numbers(under_way)} was kept"
+            f"{_numbers(range(taken, sent))} must have been in flight, and {_numbers(in_flight)} was kept"
         )
-    return found
+    return problems
 
 
 def _numbers(numbers: Sequence[int]) -> str:

@@ -1,13 +1,14 @@
 """Training with parameter servers, event by event: a server's `Pacing` and every worker's `Rhythm` in virtual time.
 
-Nothing here decides who may start or who sends what: it carries out what the two say, with sizes and times in the
-place of tensors. Events of the same time are all told before anybody reads, unless the rule closes steps.
+Nothing here decides which worker may start or sends what: it carries out what the two say, with sizes and times in
+place of tensors. Events of the same time are all handled before any worker reads, unless the rule closes steps.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 
@@ -20,17 +21,14 @@ from offbeat.simulate.network import Link
 from offbeat.simulate.queues import Times
 
 COMPUTED, ARRIVED, ANSWERED, VALUES = range(4)
-"""Kinds of events of a worker: its step is computed; its push is applied; it hears of that; values have come."""
+"""Kinds of events of a worker: its step is computed; its push is applied; it is answered; values have come."""
 _AWAIT, _PUSH, _PUSH_AND_PULL = Action.AWAIT, Action.PUSH, Action.PUSH_AND_PULL
 MANY = 8
-"""Entries are sorted in if there are more of them than this part of what lies ahead."""
+"""New events are sorted in if there are more of them than this fraction of the future ones."""
 
 
 class ServerPorts:
-    """The ports of K servers that are all used alike, so that one stands for all of them.
-
-    A port carries one byte at a time each way, and serves first who comes first.
-    """
+    """The ports of K servers, one standing for all as they are used alike. First come, first served, full duplex."""
 
     def __init__(self, link: Link, nbytes: int, servers: int, pushed: int | None = None) -> None:
         self.alpha = link.alpha
@@ -53,69 +51,49 @@ class ServerPorts:
         return max(self._outbound, now + self._pulled_whole) + self.alpha
 
 
+@dataclass(slots=True)
 class Worker:
-    """One worker, as far as it has got."""
+    """One worker, and how far it has got."""
 
-    __slots__ = (
-        "actions",
-        "admitted",
-        "asked",
-        "at",
-        "blocked",
-        "clock",
-        "complete",
-        "fresh",
-        "here",
-        "late",
-        "reading",
-        "requested",
-        "rhythm",
-        "sent",
-        "since",
-        "stale",
-        "steps",
-        "unanswered",
-        "written",
-    )
-
-    def __init__(self, rhythm: Rhythm) -> None:
-        self.rhythm = rhythm
-        self.steps = 0
-        """Steps that it has computed."""
-        self.clock = 0
-        """Steps that count as finished: pushes, and those that were made without it."""
-        self.actions: tuple[Action, ...] = ()
-        self.at = 0
-        """The next of its actions."""
-        self.blocked: Action | None = None
-        """The action that it waits in."""
-        self.since = 0.0
-        """Since when."""
-        self.sent: deque[tuple[int, bool]] = deque()
-        """Pushes on their way: the clock of each, and whether it asks for values."""
-        self.unanswered = 0
-        """Pushes that it has heard nothing of."""
-        self.late = False
-        """A push of its came when its step was complete."""
-        self.asked = self.here = False
-        """Whether it has asked for values, and whether they have come."""
-        self.requested = 0.0
-        """When servers heard that it wants values; infinite while they have not."""
-        self.admitted = 0.0
-        """When it was let read them; infinite while it is not."""
-        self.reading = 0
-        """Steps that are complete in the values that are on their way."""
-        self.complete = 0
-        """Steps that are complete in the values that it has."""
-        self.stale: int | None = 0
-        """How old what its next step is computed from is, unless that was counted before."""
-        self.written = 0
-        """The version that has all its pushes."""
-        self.fresh: deque[tuple[float, int, int]] = deque()
-        """Values that servers have sent unasked: when they come, complete steps, version."""
+    rhythm: Rhythm
+    steps: int = 0
+    """Steps that it has computed."""
+    clock: int = 0
+    """Steps that count as finished: pushes, and those completed without it."""
+    actions: tuple[Action, ...] = ()
+    at: int = 0
+    """The next of its actions."""
+    blocked: Action | None = None
+    """The action that it waits in."""
+    since: float = 0.0
+    """Since when."""
+    sent: deque[tuple[int, bool]] = field(default_factory=deque[tuple[int, bool]])
+    """Pushes in flight: the clock of each, and whether it asks for values."""
+    unanswered: int = 0
+    """Pushes without a reply."""
+    late: bool = False
+    """One of its pushes came when its step was complete."""
+    asked: bool = False
+    """Whether it has requested values."""
+    here: bool = False
+    """Whether they have come."""
+    requested: float = 0.0
+    """When servers heard of the request; infinite while they have not."""
+    admitted: float = 0.0
+    """When it was allowed to read them; infinite while it is not."""
+    reading: int = 0
+    """Complete steps in the values that are in flight."""
+    complete: int = 0
+    """Complete steps in the values that it has."""
+    stale: int | None = 0
+    """Staleness of what its next step is computed from, unless counted before."""
+    written: int = 0
+    """The version that has all its pushes."""
+    fresh: deque[tuple[float, int, int]] = field(default_factory=deque[tuple[float, int, int]])
+    """Values that servers have sent unasked: arrival time, complete steps, version."""
 
     def take_fresh(self, needed: int, now: float) -> bool:
-        """Use what servers have sent unasked, if it has so many complete steps and all of this worker's pushes."""
+        """Use what servers have sent unasked, if it has `needed` complete steps and all of this worker's pushes."""
         fresh = self.fresh
         while len(fresh) > 1 and fresh[1][0] <= now:
             fresh.popleft()
@@ -129,16 +107,13 @@ class Worker:
         return True
 
     def moving(self, now: float) -> float:
-        """Of the time that it has waited for values: what went into moving them, and not into waiting its turn.
-
-        Its turn is waited for from when servers heard of the request until it was admitted.
-        """
+        """The part of its wait for values that went into moving them, not into waiting for its turn to be admitted."""
         waited_for_turn = max(0.0, min(self.admitted, now) - max(self.requested, self.since))
         return now - self.since - waited_for_turn
 
 
 class Agenda:
-    """Events that lie ahead, in order: of each the time, and a number for what it is."""
+    """Future events in order, each as its time and a number for what it is."""
 
     __slots__ = ("_heap", "_sorted", "new")
 
@@ -149,7 +124,7 @@ class Agenda:
         """Events that are not sorted in yet."""
 
     def take(self) -> tuple[float, int] | None:
-        """The next event, which lies ahead no longer; None if there is none."""
+        """Remove and return the next event; None if there is none."""
         new, ahead, heap = self.new, self._sorted, self._heap
         if new:
             if len(new) * MANY > len(ahead):  # Many at once are sorted in, a few go to the heap.
@@ -164,12 +139,12 @@ class Agenda:
         return heappop(heap) if heap else None
 
     def another_at(self, now: float) -> bool:
-        """Whether an event that is sorted in is at this time, too."""
+        """Whether another sorted event has this time."""
         ahead, heap = self._sorted, self._heap
         return bool((ahead and ahead[-1][0] == now) or (heap and heap[0][0] == now))
 
     def left(self) -> list[tuple[float, int]]:
-        """All that lies ahead, in no order."""
+        """All future events, in no order."""
         return self._sorted + self._heap
 
 
@@ -225,7 +200,7 @@ class Drive:
         if closes:
             self._stop(now)
 
-    # What happens.
+    # Events.
 
     def _of_network(self, kind: int, number: int, now: float) -> None:
         worker = self.workers[number]
@@ -242,7 +217,7 @@ class Drive:
                 self._go_on(number, worker, now)
 
     def _arrived(self, number: int, worker: Worker, clock: int, pulls: bool, now: float) -> None:
-        """A push is at the servers: as a shard takes it."""
+        """A push has reached the servers: handle it as a shard does."""
         pacing, rule = self.pacing, self.rule
         if rule.aggregated:
             if clock <= pacing.completed:
@@ -271,7 +246,6 @@ class Drive:
             self._moved(now)
 
     def _moved(self, now: float) -> None:
-        """More steps are complete than before."""
         pacing = self.pacing
         self._admitted += pacing.released()
         if self.progress is not None and pacing.minimum > self._told:
@@ -297,7 +271,7 @@ class Drive:
             self._complete(now)
             self._watch_the_time(now)
 
-    # What workers do.
+    # Workers.
 
     def _begin(self, number: int, worker: Worker, now: float) -> None:
         """Start the next step, or end."""
@@ -314,7 +288,7 @@ class Drive:
         self._entries.append((now + duration, number))
 
     def _go_on(self, number: int, worker: Worker, now: float) -> None:
-        """Carry out the worker's actions, up to one that it must wait in; after the last, begin the next step."""
+        """Carry out the worker's actions, up to one that blocks; after the last, begin the next step."""
         actions = worker.actions
         while worker.at < len(actions):
             action = actions[worker.at]
@@ -337,7 +311,7 @@ class Drive:
         self._begin(number, worker, now)
 
     def _waits(self, action: Action, number: int, worker: Worker, now: float) -> bool:
-        """Do one of the rarer actions. True if something has to come first."""
+        """Do one of the rarer actions. True if it blocks."""
         worker.blocked, worker.since = None, now
         if action is Action.PULL or (
             action is Action.TAKE_FRESH and not worker.take_fresh(self.rule.needed(worker.clock), now)
@@ -366,14 +340,14 @@ class Drive:
         self._entries.append((self.ports.push(now), ARRIVED * self.count + number))
 
     def _ask(self, number: int, worker: Worker, clock: int, now: float) -> None:
-        """Servers hear that a worker wants values for the step after so many."""
+        """Servers hear that a worker wants values for the step after `clock`."""
         worker.asked, worker.here = True, False
         worker.requested, worker.admitted = now, inf
         if self.pacing.admits(self.rule.needed(clock), number):
             self._admitted.append(number)
 
     def _hand_out(self, now: float) -> None:
-        """Send values to all who were let read them."""
+        """Send values to all admitted workers."""
         admitted, self._admitted = self._admitted, []
         complete, ports, workers, go_on = self.pacing.minimum, self.ports, self.workers, self._deliver
         self.reads += len(admitted)
@@ -386,7 +360,6 @@ class Drive:
                 self._entries.append((ports.pull(now), VALUES * self.count + number))
 
     def _deliver(self, number: int, worker: Worker, now: float) -> None:
-        """Values have come."""
         worker.complete = complete = worker.reading
         worker.rhythm.read(complete)
         if worker.late:
@@ -402,18 +375,17 @@ class Drive:
             self._go_on(number, worker, now)
 
     def _meet(self, number: int, now: float) -> None:
-        """Go on together once everybody has come."""
         self._met.append(number)
         if len(self._met) < self.count:
             return
         together, self._met = self._met, []
-        for one in together:
-            worker = self.workers[one]
+        for each in together:
+            worker = self.workers[each]
             worker.at += 1
-            self._go_on(one, worker, now)
+            self._go_on(each, worker, now)
 
     def _stop(self, now: float) -> None:
-        """All steps are complete: what is still being computed or exchanged counts up to now."""
+        """All steps are complete: work in progress counts up to now."""
         self.ends = [now] * self.count
         for time, event in self._agenda.left():
             if 0 <= event < self.count:

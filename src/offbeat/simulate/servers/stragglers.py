@@ -1,6 +1,6 @@
 """How long steps take: a base time, and what makes some of them longer.
 
-Written as people say it: `transient(0.2, 0.15)` pauses a step 0.2 s with probability 0.15, `permanent(4)` makes one
+Written as text: `transient(0.2, 0.15)` pauses a step 0.2 s with probability 0.15, `permanent(4)` makes one
 worker four times slower, `pareto(0.01, 1.5)` and `lognormal(0.01, 1)` have heavy tails, `none` leaves all steps equal,
 and `+` adds them up. Times are drawn for all workers and steps at once, from a seed.
 """
@@ -21,7 +21,7 @@ from offbeat.simulate.queues import Times
 
 EXAMPLE = "transient(0.2, 0.15): pause 0.2 s with probability 0.15; permanent(4): one worker is 4 times slower"
 BASE = 0.04
-"""Seconds of an undisturbed step, unless it is said."""
+"""Default seconds of an undisturbed step."""
 
 
 class Pauses(Protocol):
@@ -46,13 +46,13 @@ class Transient:
         _check(self, self.pause >= 0 and 0 <= self.probability <= 1, "a pause of 0 s or more, a probability of 0 to 1")
 
     def draw(self, random: np.random.Generator, base: float, steps: int, workers: int) -> Times:  # noqa: ARG002
-        """The pause, where fortune wills it."""
+        """Sampled pauses."""
         return np.where(random.random((steps, workers)) < self.probability, self.pause, 0.0)
 
 
 @dataclass(frozen=True)
 class Permanent:
-    """Some workers are always slow: the first ones, as it matters to nobody which."""
+    """Some workers are always slow: the first ones, as it does not matter which."""
 
     factor: float
     """How many times longer their steps take."""

@@ -1,13 +1,13 @@
-"""Parameter servers in virtual time: what a step takes, who waits, and how stale what is read is.
+"""Parameter servers in virtual time: what a step takes, which workers wait, and how stale reads are.
 
 What servers decide (`protocols.servers.pacing`) and what workers do (`protocols.servers.worker.rhythm`) is driven event
-by event (`simulate.servers.events`). A worker computes for as long as its stragglers' draw says, then pushes, pulls and
-waits as its rhythm says. A server's port carries one byte at a time each way, and serves first who comes first. So the
-last of p workers that begin together is through after `alpha + beta * max(n, p * n / K)`, the busiest port's time. The
-first of them compute while the others still pull; those out of step queue less.
+by event (`simulate.servers.events`). A worker computes for a drawn time (`stragglers`), then pushes, pulls and waits as
+its rhythm says. A server's port carries one byte at a time each way, first come, first served. So the last of p workers
+that begin together is done after `alpha + beta * max(n, p * n / K)`, the busiest port's time. The first of them compute
+while the others still pull; those out of step queue less.
 
 Where nothing queues, `shortcut` computes the same with arrays, step by step: a worker starts step c when it has
-finished c and everybody has finished c - s. A test equates the two to the last bit.
+finished c and all have finished c - s. A test equates the two to the last bit.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ from offbeat.protocols.servers.worker.rhythm import RhythmOf, rhythm_of
 from offbeat.simulate.network import Link
 from offbeat.simulate.queues import Times
 from offbeat.simulate.servers.events import Drive, ServerPorts
-from offbeat.simulate.servers.stragglers import Stragglers, Transient
+from offbeat.simulate.servers.stragglers import Stragglers
 
-PREDICTED_STEPS = 10_000
-"""Enough for a hundredth of the time per step under the pauses of `predict`."""
 Progress = Callable[[float], None]
-"""Told from time to time which share is done."""
+"""Called from time to time with the share that is done."""
 
 
 def parse_rule(text: str) -> Rule:
@@ -56,12 +54,12 @@ def parse_rule(text: str) -> Rule:
 
 @dataclass(frozen=True)
 class ShardTraffic:
-    """What is exchanged with the servers in each step, and through what."""
+    """What is exchanged with the servers in each step, and over which link."""
 
     count: int
-    """Servers: each holds an equal part of the parameters, and has a port of its own."""
+    """Servers: each holds an equal part of the parameters, and has its own port."""
     nbytes: int
-    """Bytes of all parameters; so many are pushed, and so many pulled, by each worker in each step."""
+    """Bytes of all parameters: pushed, and pulled, by each worker in each step."""
     link: Link
     """Between a worker and a server; its `gamma` is the time to apply a byte that was pushed."""
 
@@ -73,28 +71,28 @@ class ShardTraffic:
 
 @dataclass(frozen=True)
 class Paced:
-    """What came of a simulation."""
+    """Result of a simulation."""
 
     rule: Rule
     workers: int
     steps: int
-    """That each worker made; under `drop_slowest` and `deadline`, that were completed."""
+    """Steps of each worker; under `drop_slowest` and `deadline`, completed steps."""
     ends: Times
-    """When each worker could have started one step more."""
+    """When each worker could have started another step."""
     worked: float
     """Seconds that all workers together computed."""
     exchanged: float
     """Seconds that all workers together pushed and pulled."""
     staleness: IntArray
-    """How many reads were so many steps old: the reader's clock less the slowest worker's."""
+    """Number of reads by staleness: the reader's clock less the slowest worker's."""
     late: int = 0
     """Gradients that came when their step was complete, and were discarded."""
     pushes: int = 0
-    """Messages from workers with what they have computed."""
+    """Gradients sent by workers."""
     reads: int = 0
-    """Messages to workers with values that they asked for."""
+    """Values sent to workers on request."""
     unasked: int = 0
-    """Messages to workers with values that servers sent by themselves."""
+    """Values sent to workers unasked."""
 
     @property
     def seconds_per_step(self) -> float:
@@ -103,14 +101,14 @@ class Paced:
 
     @property
     def idle_share(self) -> float:
-        """Share of the workers' time in which they waited to be let go on."""
+        """Share of the workers' time spent waiting for others."""
         total = float(self.ends.sum())
         # Rounding may leave a hair below zero where nobody waits.
         return max(0.0, 1 - (self.worked + self.exchanged) / total)
 
     @property
     def exchange_share(self) -> float:
-        """Share of the workers' time in which they pushed and pulled, queueing included."""
+        """Share of the workers' time spent pushing and pulling, queueing included."""
         return self.exchanged / float(self.ends.sum())
 
     @property
@@ -120,11 +118,11 @@ class Paced:
 
     @property
     def staleness_mean(self) -> float:
-        """Steps that what was read was old, on average."""
+        """Mean staleness of reads, in steps."""
         return float(np.average(np.arange(len(self.staleness)), weights=self.staleness))
 
     def staleness_quantile(self, share: float) -> int:
-        """The staleness that this share of the reads does not exceed."""
+        """The staleness that this share of reads does not exceed."""
         reads = np.cumsum(self.staleness)
         return int(np.searchsorted(reads, share * reads[-1]))
 
@@ -162,14 +160,14 @@ def simulate(
     """Train in virtual time: by the shortcut where it equals the protocol, by the protocol where it does not.
 
     Args:
-        rule: Who may start a step.
-        workers: How many train.
-        steps: How many each of them makes.
+        rule: Which worker may start a step.
+        workers: Number of workers.
+        steps: Steps of each worker.
         stragglers: How long computing takes.
         network: What exchanges cost; None: nothing.
         seed: Of the stragglers.
         rhythm: When workers push and pull; None: as `server(consistency=...)` does under this rule.
-        progress: Told from time to time which share is done.
+        progress: Called from time to time with the share that is done.
 
     """
     limits.whole("--workers", workers, limits.SIMULATED_WORKERS)
@@ -182,29 +180,6 @@ def simulate(
     if network is None and rhythm is None and not rule.closes and not rule.eager:
         return shortcut(rule, durations)
     return drive(rule, durations, network, rhythm, progress=progress)
-
-
-def predict(
-    rule: Rule,
-    workers: int,
-    base: float,
-    pause: float,
-    probability: float,
-    exchange: float = 0.0,
-    *,
-    overlaps: bool = False,
-    compute: float = 0.0,
-) -> float:
-    """Seconds per step of workers paced to `base` seconds, any step of which is paused with some probability.
-
-    `exchange` seconds are added to every step. A pause that comes before the time of the step is taken adds its whole
-    length: the step takes `base + pause`. With `overlaps` it falls into a step that is already timed, whose sleep ends
-    when it would have ended anyway: `compute` seconds are worked and the rest is slept, so that the step takes
-    `max(base, compute + pause)`.
-    """
-    longer = max(0.0, compute + pause - base) if overlaps else pause
-    stragglers = Stragglers(base + exchange, (Transient(longer, probability),))
-    return simulate(rule, workers, PREDICTED_STEPS, stragglers).seconds_per_step
 
 
 def shortcut(rule: Rule, durations: Times) -> Paced:
@@ -220,7 +195,7 @@ def shortcut(rule: Rule, durations: Times) -> Paced:
     for clock in range(steps):
         start = np.maximum(finished, everyone[rule.needed(clock)])
         if clock:
-            # Who starts the moment that the slowest comes up sees that it has.
+            # A worker that starts just as the slowest catches up sees that it has.
             seen = np.searchsorted(everyone[rule.needed(clock) + 1 : clock + 1], start, side="right")
             # Under ssp(s) values are read one step before the bound would break, and used again until then.
             reading = complete < rule.needed(clock + 1) if rule.bound else np.ones(workers, dtype=bool)
@@ -244,7 +219,7 @@ def drive(
     *,
     progress: Progress | None = None,
 ) -> Paced:
-    """Play it event by event; durations have a row for each step, with a column for each worker."""
+    """Simulate event by event; durations have a row for each step, with a column for each worker."""
     ports = None if network is None else ServerPorts(network.link, network.nbytes, network.count)
     played = Drive(rule, durations, rhythm or rhythm_of(rule), ports, progress)
     played.run()

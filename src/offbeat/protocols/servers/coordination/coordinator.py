@@ -1,54 +1,76 @@
-"""Who takes part: hears signs of life, declares the silent dead, lets others take over, and holds meetings.
+"""Membership: hears heartbeats, declares silent processes dead, lets backups take over, and holds meetings.
 
 There is one coordinator, in the process that started all others; if it ends, the run does. So views need no vote: it
-alone makes them, and counts them. A view is sent to everyone when it changes, and again to whoever shows by the epoch
-in its sign of life that it has not heard. Beside that it holds `meetings` and takes `snapshots`.
+alone makes and numbers them. A view is sent to everyone when it changes, and again to any process whose heartbeat
+shows an older epoch. The coordinator also holds `meetings` and takes `snapshots`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from offbeat.protocols.machine import Done, Effect, Effects, Ended, Event, Name, Payload, Received, Timer
-from offbeat.protocols.servers.coordination.liveness import Liveness
+from offbeat.protocols.servers import messages as msg
 from offbeat.protocols.servers.coordination.meetings import Meetings
-from offbeat.protocols.servers.messages import (
-    COORDINATOR,
-    Acknowledged,
-    BackupReady,
-    ClusterView,
-    Gone,
-    Heartbeat,
-    JoinRequest,
-    Leave,
-    Lost,
-    MeetingArrival,
-    ShardRecorded,
-    SnapshotWritten,
-    Timeouts,
-    Viewed,
-    Volunteer,
-    Want,
-    worker_name,
-)
+from offbeat.protocols.servers.messages import COORDINATOR, ClusterView, Timeouts, Viewed, worker_name
 from offbeat.protocols.servers.snapshots import Snapshots
 
 TICK = "tick"
 
 
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """There is a new view; work of the coordinator, for the run to know."""
+class Changed(Struct, frozen=True):
+    """There is a new view; work of the coordinator, so that the run knows."""
 
     view: ClusterView
     died: tuple[Name, ...] = ()
     joined: tuple[int, ...] = ()
     copied: tuple[Name, ...] = ()
-    """Servers that hold a copy of their shard from now on, in place of others that had died."""
+    """Servers that now hold a copy of their shard, in place of dead ones."""
     left: tuple[int, ...] = ()
+
+
+class Liveness:
+    """When each process was last heard from, and which have been silent for too long."""
+
+    def __init__(self, timing: Timeouts) -> None:
+        self.heartbeat = timing.heartbeat
+        """Seconds between two checks."""
+        self._timing = timing
+        self._heard: dict[Name, float] = {}
+        self._burden = 0
+        self._begun = self._looked = 0.0
+
+    def begin(self, now: float) -> None:
+        """Start listening."""
+        self._begun = self._looked = now
+
+    def hear(self, name: Name, now: float, burden: int = 0) -> None:
+        """A process is alive, and may have payloads of up to `burden` bytes to handle."""
+        self._heard[name] = now
+        self._burden = max(self._burden, burden)
+
+    def forget(self, name: Name) -> None:
+        """A process is no longer a member."""
+        self._heard.pop(name, None)
+
+    def knows(self, name: Name) -> bool:
+        """Whether a process was ever heard from."""
+        return name in self._heard
+
+    def silent(self, names: Iterable[Name], now: float) -> list[Name]:
+        """The silent ones of these. Time for which the coordinator itself was stopped counts against nobody."""
+        asleep = max(0.0, now - self._looked - 2 * self.heartbeat)
+        self._looked = now
+        self._begun += asleep
+        self._heard = {name: heard + asleep for name, heard in self._heard.items()}
+        longest = self._timing.longest_silence(self._burden)
+        return [
+            name
+            for name in names
+            if (now - self._heard[name] > longest if name in self._heard else now - self._begun > self._timing.startup)
+        ]
 
 
 class CoordinatorMachine:
@@ -58,11 +80,11 @@ class CoordinatorMachine:
         self.name = name
         self.view = view
         self.lost: tuple[int, ...] = ()
-        """Shards that have no replica left."""
+        """Shards with no replica left."""
         self.waiting: dict[int, int] = {}
-        """Workers that wait to be let in, and their processes."""
+        """Workers that wait to join, and their processes."""
         self.snapshots = Snapshots()
-        """What is recorded of the run while it goes on."""
+        """Snapshots of the run as it goes on."""
         self.meetings = Meetings()
         self._liveness = Liveness(timing or Timeouts())
         self._told: dict[int, tuple[float, ...]] = {}
@@ -73,14 +95,14 @@ class CoordinatorMachine:
         self._out = Effects()
 
     def begin(self, now: float) -> Sequence[Effect]:
-        """Begin to listen."""
+        """Start listening."""
         self._out = Effects()
         self._liveness.begin(now)
         self._out.timer(self._liveness.heartbeat, TICK)
         return self._out.done
 
     def on(self, event: Event, now: float) -> Sequence[Effect]:
-        """Take a message, a timer, or the news that a process has ended."""
+        """Handle a message, a timer, or the news that a process has ended."""
         self._out = Effects()
         match event:
             case Received():
@@ -100,54 +122,54 @@ class CoordinatorMachine:
     def _received(self, event: Received, now: float) -> None:
         sender, message = event.sender, event.message
         match message:
-            case Heartbeat():
+            case msg.Heartbeat():
                 self._alive(sender, message, now)
-            case JoinRequest() if sender == worker_name(message.worker):
+            case msg.JoinRequest() if sender == worker_name(message.worker):
                 self._hello(sender, message, now)
-            case Leave() if sender == worker_name(message.worker):
+            case msg.Leave() if sender == worker_name(message.worker):
                 self._leave(sender, message)
-            case Volunteer():
+            case msg.Volunteer():
                 self._volunteer(sender, message.shard, now)
-            case BackupReady():
+            case msg.BackupReady():
                 self._promote(sender, message)
-            case MeetingArrival() if sender == worker_name(message.worker):
+            case msg.MeetingArrival() if sender == worker_name(message.worker):
                 self._meet(message, event.payload)
-            case Want():
+            case msg.Want():
                 self.snapshots.want()
                 self.snapshots.look(self.view, self.meetings.open, now, self._out)
-            case SnapshotWritten() if sender == worker_name(message.worker):
-                self._out.send(sender, Acknowledged(life=message.life, number=message.number))
+            case msg.SnapshotWritten() if sender == worker_name(message.worker):
+                self._out.send(sender, msg.Acknowledged(life=message.life, number=message.number))
                 self.snapshots.recorded(message, self.view, self._out)
-            case ShardRecorded():
-                self._out.send(sender, Acknowledged(number=message.colour))
+            case msg.ShardRecorded():
+                self._out.send(sender, msg.Acknowledged(number=message.colour))
                 self.snapshots.recorded_shard(sender, message, self.view, self._out)
             case _:
                 pass
 
-    # Signs of life.
+    # Heartbeats.
 
-    def _alive(self, sender: Name, message: Heartbeat, now: float) -> None:
+    def _alive(self, sender: Name, message: msg.Heartbeat, now: float) -> None:
         if sender not in self.view.names:
-            self._out.send(sender, Gone(self.view.epoch))
+            self._out.send(sender, msg.Gone(self.view.epoch))
             return
         self._liveness.hear(sender, now, message.burden)
         if message.epoch < self.view.epoch:
             self._out.send(sender, Viewed(self.view))
 
     def _tick(self, now: float) -> None:
-        """Look who is silent."""
+        """Declare silent processes dead."""
         self._out.timer(self._liveness.heartbeat, TICK)
         silent = self._liveness.silent(self.view.names, now)
         if all(worker_name(worker) in silent for worker in self.view.workers):
-            # Without them nobody could go on; they may have been stopped together, and come back.
+            # Nothing could go on without them; they may have been stopped together, and come back.
             silent = [name for name in silent if name in self.view.servers]
         self._bury([name for name in silent if name not in self._last_copies(silent)])
         self.snapshots.look(self.view, self.meetings.open, now, self._out)
 
     def _last_copies(self, silent: Sequence[Name]) -> set[Name]:
-        """All that there is of a shard, if it has stood still together.
+        """All copies of a shard, if they fell silent together.
 
-        To give it up would lose the shard, and it may come back; who has ended is told of, and is lost.
+        Declaring them dead would lose the shard, and they may come back; ended processes are reported separately.
         """
         copies = [(first, *rest) for first, rest in zip(self.view.primaries, self.view.backups, strict=True)]
         still = [names for names in copies if all(name in silent and self._liveness.knows(name) for name in names)]
@@ -156,7 +178,7 @@ class CoordinatorMachine:
     # Views.
 
     def _bury(self, names: Sequence[Name]) -> None:
-        """Take the dead out of the view; their backups take over."""
+        """Remove dead processes from the view; their backups take over."""
         died = tuple(name for name in names if name in self.view.names)
         if not died:
             return
@@ -167,10 +189,14 @@ class CoordinatorMachine:
         self._buried.update(died)
         workers = [worker for worker in self.view.workers if worker_name(worker) not in died]
         self._change(workers, Changed(self.view, died=died))
-        self._announce_lost(lost)
+        self.lost += tuple(lost)
+        for shard in lost:
+            self._out.start(msg.Lost(shard))
+            for worker in self.view.workers:
+                self._out.send(worker_name(worker), msg.Lost(shard))
 
     def _change(self, workers: Sequence[int], news: Changed) -> None:
-        """Make the next view, tell everyone (servers first, so that they are ready), and see who has met."""
+        """Make the next view, send it to everyone (servers first, so that they are ready), and conclude meetings."""
         lives = tuple(self._lives[worker] for worker in workers)
         self.view = structs.replace(self.view, epoch=self.view.epoch + 1, workers=tuple(workers), lives=lives)
         for name in (*self.view.servers, *map(worker_name, workers)):
@@ -179,29 +205,22 @@ class CoordinatorMachine:
         self._turn_away()
         self._hold_meetings()
 
-    def _announce_lost(self, lost: Sequence[int]) -> None:
-        self.lost += tuple(lost)
-        for shard in lost:
-            self._out.start(Lost(shard))
-            for worker in self.view.workers:
-                self._out.send(worker_name(worker), Lost(shard))
-
     def _volunteer(self, sender: Name, shard: int, now: float) -> None:
-        """Let a new process be brought up to date, if its shard lacks a copy and no other is; else it asks again."""
+        """Make a new process the novice, if its shard lacks a copy and has no novice; else it asks again."""
         if sender in self.view.names:
             self._liveness.hear(sender, now)
             self._out.send(sender, Viewed(self.view))
             return
         there = self.view.replicas(shard) if 0 <= shard < len(self.view.primaries) else ()
         if not there or sender in self._buried or len(there) >= self._copies[shard]:
-            self._out.send(sender, Gone(self.view.epoch))
+            self._out.send(sender, msg.Gone(self.view.epoch))
         elif not self.view.novice(shard):
             self._liveness.hear(sender, now)
             self.view = self.view.with_novice(shard, sender)
             self._change(self.view.workers, Changed(self.view))
 
-    def _promote(self, sender: Name, message: BackupReady) -> None:
-        """A novice holds all that its primary has answered, and will: it can take over."""
+    def _promote(self, sender: Name, message: msg.BackupReady) -> None:
+        """A novice holds everything that its primary has answered, and will: it can take over."""
         known = 0 <= message.shard < len(self.view.primaries) and sender == self.view.primaries[message.shard]
         if not known or self.view.novice(message.shard) != message.name:
             return
@@ -210,8 +229,8 @@ class CoordinatorMachine:
         self.view = structs.replace(self.view.with_novice(message.shard, ""), backups=tuple(backups))
         self._change(self.view.workers, Changed(self.view, copied=(message.name,)))
 
-    def _hello(self, sender: Name, message: JoinRequest, now: float) -> None:
-        """Let a worker in, in a new life unless it is in already; the process before it, if it lives, is out."""
+    def _hello(self, sender: Name, message: msg.JoinRequest, now: float) -> None:
+        """Admit a worker, in a new life unless it is a member; a previous process under its number is out."""
         worker = message.worker
         if worker not in self.view.workers or self._processes.get(worker, 0) != message.process:
             if message.patient:
@@ -229,22 +248,22 @@ class CoordinatorMachine:
         self._change(sorted({*self.view.workers, *processes}), Changed(self.view, joined=tuple(processes)))
 
     def _turn_away(self) -> None:
-        """Nobody is left who could let anybody in: those who wait need not wait."""
+        """No worker is left to admit others: dismiss those that wait."""
         if not self.view.workers:
             for worker in self.waiting:
-                self._out.send(worker_name(worker), Gone(self.view.epoch))
+                self._out.send(worker_name(worker), msg.Gone(self.view.epoch))
             self.waiting.clear()
 
-    def _admit(self, told: tuple[float, ...]) -> None:
-        """Let in all who wait. Whoever has not heard of it asks again."""
+    def _admit(self, values: tuple[float, ...]) -> None:
+        """Admit all waiting workers. One that does not hear of it asks again."""
         processes, self.waiting = self.waiting, {}
         if processes:
-            self._told |= dict.fromkeys(processes, told)
+            self._told |= dict.fromkeys(processes, values)
             self._let_in(processes)
             for worker, process in processes.items():
-                self._out.send(worker_name(worker), Viewed(self.view, process, told))
+                self._out.send(worker_name(worker), Viewed(self.view, process, values))
 
-    def _leave(self, sender: Name, message: Leave) -> None:
+    def _leave(self, sender: Name, message: msg.Leave) -> None:
         if self.view.life(message.worker) == message.life:
             self._liveness.forget(sender)
             workers = [worker for worker in self.view.workers if worker != message.worker]
@@ -253,16 +272,16 @@ class CoordinatorMachine:
 
     # Meetings.
 
-    def _meet(self, message: MeetingArrival, row: Payload) -> None:
+    def _meet(self, message: msg.MeetingArrival, row: Payload) -> None:
         if self.view.life(message.worker) != message.life:
-            self._out.send(worker_name(message.worker), Gone(self.view.epoch))
+            self._out.send(worker_name(message.worker), msg.Gone(self.view.epoch))
             return
         self.meetings.come(message, row, self.view.workers, self._out)
         self._hold_meetings()
 
     def _hold_meetings(self) -> None:
-        """End the meetings to which all who live have come, tell those who wait, and let in whom they let in."""
+        """Conclude the meetings to which all live workers have come, answer them, and admit new workers."""
         self.meetings.conclude(self.view.workers, self.waiting, self._out)
-        told = self.meetings.answer(self._out)
-        if told is not None:
-            self._admit(told)
+        values = self.meetings.answer(self._out)
+        if values is not None:
+            self._admit(values)

@@ -1,13 +1,13 @@
 """Meetings of all live workers, at the coordinator.
 
-A meeting is the same for all who hear of it, whoever dies meanwhile: who came, what each brought, and, where they
-brought rows of numbers, the sum of those. Rows are added as they come (`Add`), so that one sum is kept and no row.
+Every worker hears the same outcome of a meeting, whoever dies meanwhile: which workers came, what each brought, and the
+sum of their rows of numbers, if any. Rows are added as they come (`Add`), so that only one sum is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
 from msgspec import Struct
 
@@ -15,11 +15,11 @@ from offbeat.protocols.machine import NOTHING, Effects, Payload
 from offbeat.protocols.servers.messages import Awaiting, Bring, MeetingArrival, Met, worker_name
 
 REMEMBERED = 256
-"""Meetings whose outcome is kept, for those who have not heard it."""
+"""Meetings whose outcome is kept, for workers that have not heard it."""
 
 
 class Add(Struct, frozen=True):
-    """Work: add this row to the sum of a meeting; it is to be read now."""
+    """Work: add this row to the sum of a meeting; it must be read now."""
 
     what: str
     kind: str
@@ -27,23 +27,22 @@ class Add(Struct, frozen=True):
 
 
 class Total(Struct, frozen=True):
-    """Work: the sum of a meeting, as a payload. Nothing is added to it any more."""
+    """Work: the final sum of a meeting, as a payload."""
 
     what: str
 
 
-@dataclass(slots=True)
-class _Meeting:
-    values: dict[int, tuple[float, ...]] = field(default_factory=dict[int, tuple[float, ...]])
-    waiting: dict[int, MeetingArrival] = field(default_factory=dict[int, MeetingArrival])
-    """Whom to answer."""
+class _Meeting(Struct):
+    values: dict[int, tuple[float, ...]] = {}
+    waiting: dict[int, MeetingArrival] = {}
+    """Arrivals to answer."""
     over: bool = False
     summed: bool = False
-    """Whether anybody has brought a row."""
+    """Whether any worker has brought a row."""
     total: Payload | None = None
-    """Of the rows; nothing, if there are none; None before it is known, and again when all have it."""
+    """Of the rows; nothing if there are none; None before it is known, and again when all have it."""
     colour: int = 0
-    """The newest of those who have come."""
+    """The newest colour of those that have come."""
     joining: tuple[int, ...] = ()
     """Workers that waited to join when all had come."""
 
@@ -56,20 +55,20 @@ class Meetings:
 
     @property
     def open(self) -> bool:
-        """Whether anybody waits at a meeting for others to come."""
+        """Whether any worker waits at a meeting for others."""
         return any(meeting.waiting for meeting in self._meetings.values() if not meeting.over)
 
     def come(self, message: MeetingArrival, row: Payload, workers: Sequence[int], out: Effects) -> None:
-        """A worker has come, perhaps not for the first time; all these are to come."""
+        """A worker has come, perhaps not for the first time; all `workers` are expected."""
         meeting = self._meetings.setdefault(message.what, _Meeting())
-        who, told = worker_name(message.worker), {"life": message.life, "number": message.number}
+        sender, header = worker_name(message.worker), {"life": message.life, "number": message.number}
         new = not meeting.over and message.worker not in meeting.values
         if new and message.kind and not row.nbytes:
-            out.send(who, Bring(**told))
+            out.send(sender, Bring(**header))
             return
         if not (new or meeting.over):
             missing = tuple(worker for worker in workers if worker not in meeting.values)
-            out.send(who, Awaiting(**told, workers=missing))
+            out.send(sender, Awaiting(**header, workers=missing))
         meeting.waiting[message.worker] = message
         if not meeting.over:
             meeting.values[message.worker] = message.values
@@ -79,12 +78,12 @@ class Meetings:
             out.start(Add(message.what, message.kind, row))
 
     def conclude(self, workers: Sequence[int], joining: Iterable[int], out: Effects) -> None:
-        """End the meetings to which all these workers have come; one who comes later hears what was met on."""
+        """End the meetings to which all these workers have come; later arrivals hear the outcome."""
         for what, meeting in self._meetings.items():
             if not meeting.over and all(worker in meeting.values for worker in workers):
                 meeting.over, meeting.joining = True, tuple(sorted(joining))
                 for other in self._meetings.values():
-                    other.total = None  # Who has come to a meeting has heard of all before it.
+                    other.total = None  # A worker that comes to a meeting has heard of all before it.
                 if meeting.summed:
                     out.start(Total(what), ("total", what))
                 else:
@@ -96,7 +95,7 @@ class Meetings:
             meeting.total = total
 
     def answer(self, out: Effects) -> tuple[float, ...] | None:
-        """Tell those who wait, where there is all to tell; if that lets in who waits to join, what those are told."""
+        """Answer the waiting workers of concluded meetings; returns the values for newly admitted workers, if any."""
         admitted: tuple[float, ...] | None = None
         for what, meeting in self._meetings.items():
             total = NOTHING if meeting.total is None and not meeting.summed else meeting.total
@@ -105,18 +104,11 @@ class Meetings:
             ranks = tuple(sorted(meeting.values))
             values = tuple(meeting.values[rank] for rank in ranks)
             waiting, meeting.waiting = meeting.waiting, {}
-            for worker, asked in waiting.items():
-                met = Met(
-                    life=asked.life,
-                    number=asked.number,
-                    what=what,
-                    ranks=ranks,
-                    values=values,
-                    waiting=meeting.joining,
-                    colour=meeting.colour,
-                )
+            for worker, arrival in waiting.items():
+                outcome: dict[str, Any] = {"what": what, "ranks": ranks, "values": values, "waiting": meeting.joining}
+                met = Met(life=arrival.life, number=arrival.number, colour=meeting.colour, **outcome)
                 out.send(worker_name(worker), met, total)
-                admitted = values[0] if asked.admits else admitted
+                admitted = values[0] if arrival.admits else admitted
         over = [what for what, meeting in self._meetings.items() if meeting.over]
         for what in over[: max(0, len(over) - REMEMBERED)]:
             del self._meetings[what]

@@ -1,35 +1,100 @@
-"""What a shard's primary tells workers: what became of their pushes, and the values that they read."""
+"""A primary and its workers: pushes are admitted in order and inspected, and answered along with reads."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from offbeat.protocols.machine import Effects, Payload
-from offbeat.protocols.servers.messages import Entered, Fetched, Fresh, Pull, PullReply, PushReply, worker_name
+from msgspec import Struct
+
+from offbeat.protocols.machine import NOTHING, Effects, Payload
+from offbeat.protocols.servers import messages as msg
+from offbeat.protocols.servers.messages import Load, Pull, PullReply, Push, PushReply, worker_name
 from offbeat.protocols.servers.replica.fencing import Fence
 from offbeat.protocols.servers.replica.shard import Shard
-from offbeat.protocols.servers.replica.works import Ask, EntryOutcome, PushAnswer, ReadShard
+from offbeat.protocols.servers.replica.works import Ask, EntryOutcome, Inspect, PushAnswer, ReadShard
 from offbeat.protocols.servers.snapshots import ShardColour
 
+_Numbered = tuple[Push | Load, Payload]
 _Due = tuple[Ask, PushReply | None]
-"""A read that is due, and what became of the push that asked for it."""
+"""A read that is due, and the reply to the push that asked for it."""
+MOST_REFUSALS = 20
+"""Refusals that are remembered; the shard counts all of them."""
 
 
-@dataclass(slots=True)
-class _Reading:
-    """A read under way, and who gets it."""
+class Refusal(NamedTuple):
+    """An unusable push."""
+
+    worker: int
+    step: int
+    """That the shard was in."""
+    reason: str
+
+
+class Admission:
+    """Pushes that have come and are not in the log yet."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._expected: dict[tuple[int, int], int] = {}
+        """Number of the next push, by worker and life."""
+        self._early: dict[tuple[int, int, int], _Numbered] = {}
+        """Pushes that came before others with lower numbers."""
+        self._inspected: dict[int, _Numbered] = {}
+        self._tokens = 0
+        self.refusals: list[Refusal] = []
+        """The first unusable pushes."""
+
+    def forget(self) -> None:
+        """Start over: pushes may continue under other numbers."""
+        self._expected.clear()
+        self._early.clear()
+        self._inspected.clear()
+
+    def admit(self, push: Push | Load, payload: Payload, out: Effects) -> bool:
+        """Inspect a new push when its turn has come, and those that waited for it; False if it is not new."""
+        sender = (push.worker, push.life)
+        expected = self._expected.get(sender)
+        if expected is None:
+            expected = self._shard.expected(*sender)
+        if push.number < expected:
+            return False
+        self._early[(*sender, push.number)] = (push, payload)
+        while (following := self._early.pop((*sender, expected), None)) is not None:
+            expected += 1
+            self._tokens += 1
+            self._inspected[self._tokens] = following
+            entry, numbers = following
+            look = Inspect(numbers, entry.worker)
+            if isinstance(entry, Push):
+                look = Inspect(numbers, entry.worker, entry.start, entry.stop, entry.absent)
+            out.start(look, ("inspect", self._tokens))
+        self._expected[sender] = expected
+        return True
+
+    def inspected(self, token: int, reason: str, step: int) -> tuple[Push | Load | msg.PushRefused, Payload] | None:
+        """The log entry for an inspected push; a reason says why its numbers are unusable."""
+        push, payload = self._inspected.pop(token, (None, NOTHING))
+        if reason and isinstance(push, Push):
+            if len(self.refusals) < MOST_REFUSALS:
+                self.refusals.append(Refusal(push.worker, step, reason))
+            return msg.PushRefused(push, reason), NOTHING
+        return None if push is None else (push, payload)
+
+
+class _Reading(Struct):
+    """A read in progress, and its receivers."""
 
     version: int
     clock: int
     colour: int
-    asks: list[_Due] = field(default_factory=list[_Due])
+    asks: list[_Due] = []
     fresh: tuple[int, ...] = ()
-    """Workers who have not asked, and get it all the same."""
+    """Workers that get it without asking."""
 
 
 class Answers:
-    """Replies, and reads that are under way."""
+    """Replies, and reads in progress."""
 
     def __init__(self, shard: Shard, fence: Fence, colour: ShardColour) -> None:
         self._shard, self._fence, self._colour = shard, fence, colour
@@ -37,15 +102,13 @@ class Answers:
         self._tokens = 0
 
     def tell(self, outcome: EntryOutcome, out: Effects) -> None:
-        """Answer what was applied, and the reads that have become due by it."""
+        """Answer what was applied, and the reads that became due by it."""
         due: list[_Due] = [(ask, None) for ask in outcome.due]
         for answer in outcome.answers:
             following = None
             if answer.then_pull:
-                clock, colour = answer.step + 1, self._colour.own
-                following = Pull(
-                    worker=answer.worker, life=answer.life, number=answer.then_pull, clock=clock, colour=colour
-                )
+                sender = {"worker": answer.worker, "life": answer.life, "number": answer.then_pull}
+                following = Pull(**sender, clock=answer.step + 1, colour=self._colour.own)
             if following is not None and self._shard.ask(following):
                 due.append((following, self._push_reply(answer)))
             else:
@@ -55,13 +118,12 @@ class Answers:
             self.read(due, out, fresh=fresh)
 
     def reply(self, answer: PushAnswer, out: Effects) -> None:
-        """Say what became of what a worker sent."""
+        """Reply to a push, or to a worker that enters."""
         if answer.entered is None:
             message = self._push_reply(answer)
         else:
-            message = Entered(
-                life=answer.life, number=answer.number, clock=answer.entered, epoch=self._fence.view.epoch
-            )
+            epoch = self._fence.view.epoch
+            message = msg.Entered(life=answer.life, number=answer.number, clock=answer.entered, epoch=epoch)
         out.send(worker_name(answer.worker), message)
 
     def _push_reply(self, answer: PushAnswer) -> PushReply:
@@ -77,7 +139,7 @@ class Answers:
         )
 
     def read(self, asks: Sequence[_Due], out: Effects, *, fresh: bool = False) -> None:
-        """Read once for all who are due, apart from those who have this version; if `fresh`, for all who have not."""
+        """Read once for all due reads, except readers that have this version; if `fresh`, for all other workers too."""
         readings: dict[ReadShard, _Reading] = {}
         for ask, pushed in asks:
             if isinstance(ask, Pull) and ask.newer_than >= self._shard.version:
@@ -99,17 +161,17 @@ class Answers:
         return _Reading(self._shard.version, self._shard.minimum, self._colour.own)
 
     def hand_out(self, token: int, payload: Payload, out: Effects) -> None:
-        """What was read goes to all who get it."""
+        """Send what was read to all its receivers."""
         reading, epoch = self._readings.pop(token), self._fence.view.epoch
-        told = {"version": reading.version, "clock": reading.clock, "epoch": epoch, "colour": reading.colour}
+        state = {"version": reading.version, "clock": reading.clock, "epoch": epoch, "colour": reading.colour}
         for ask, pushed in reading.asks:
             if isinstance(ask, Pull):
                 message = self._pull_reply(ask, reading, pushed)
             else:
-                message = Fetched(life=ask.life, number=ask.number, **told)
+                message = msg.Fetched(life=ask.life, number=ask.number, **state)
             out.send(worker_name(ask.worker), message, payload)
         for worker in reading.fresh:
-            out.send(worker_name(worker), Fresh(**told), payload)
+            out.send(worker_name(worker), msg.Fresh(**state), payload)
 
     def _pull_reply(
         self, ask: Pull, reading: _Reading, pushed: PushReply | None, *, unchanged: bool = False

@@ -1,8 +1,8 @@
 """Which epoch a replica of a shard is in, and whether it may serve.
 
-Epochs keep two primaries apart. A backup answers only its primary, and only in the epoch it is in; what comes from an
-earlier one is answered `Fenced`. So a primary that was stopped, declared dead and continued finds nobody who helps it
-to acknowledge a push, unless its successor held that push before it took over. Told of a later epoch it serves nothing
+Epochs keep two primaries apart. A backup answers only its primary, and only in its own epoch; messages from an
+earlier one are answered `Fenced`. So a primary that was stopped, declared dead and continued finds no backup to help
+it acknowledge a push, unless its successor held that push before it took over. Told of a later epoch it serves nothing
 until it knows that epoch's view, and if it is not in it, never again.
 """
 
@@ -12,7 +12,7 @@ from offbeat.protocols.machine import Effects, Name, Received
 from offbeat.protocols.servers.messages import ClusterView, Fenced, Gone, Heartbeat, Request, Volunteer
 
 STASH = 1024
-"""Messages from an epoch to come that are kept until it has come; more are dropped, and will be sent again."""
+"""Messages from a future epoch that are kept until it begins; more are dropped, and will be resent."""
 
 
 class Fence:
@@ -21,15 +21,15 @@ class Fence:
     def __init__(self, name: Name, shard: int, view: ClusterView, coordinator: Name, joins: bool) -> None:
         self.view = view
         self.retired = False
-        """Whether this replica was declared dead, and serves nothing any more."""
+        """Whether this replica was declared dead, and no longer serves."""
         self.burden = 0
-        """Bytes of the largest payload that was dealt with."""
+        """Bytes of the largest payload handled so far."""
         self.later: list[Received] = []
-        """Messages that are kept for later."""
+        """Messages kept for later."""
         self._name, self._shard, self._coordinator = name, shard, coordinator
         self._joins = joins
         self._epoch = view.epoch
-        """The newest epoch that was heard of."""
+        """The newest epoch heard of."""
 
     @property
     def serving(self) -> bool:
@@ -42,12 +42,12 @@ class Fence:
         return self.view.novice(self._shard) == self._name
 
     def sign_of_life(self, out: Effects) -> None:
-        """Tell the coordinator; it answers with a newer view, or puts one who is in none yet into the next."""
-        known = Volunteer(self._shard) if self._joins else Heartbeat(self.view.epoch, self.burden)
-        out.send(self._coordinator, known)
+        """Send the coordinator a heartbeat; it answers with a newer view, or adds a volunteer to the next."""
+        message = Volunteer(self._shard) if self._joins else Heartbeat(self.view.epoch, self.burden)
+        out.send(self._coordinator, message)
 
     def step_down(self, message: Fenced | Gone, out: Effects) -> None:
-        """Serve nothing until the view of that epoch is known, or ever if it has no place for this replica."""
+        """Stop serving until the view of that epoch is known, or for ever if this replica is not in it."""
         if message.epoch > self.view.epoch:
             self._epoch = max(self._epoch, message.epoch)
             self.retired = isinstance(message, Gone)
@@ -55,7 +55,7 @@ class Fence:
                 self.sign_of_life(out)
 
     def enter(self, view: ClusterView) -> bool:
-        """Go on to this view; whether it has a place for this replica."""
+        """Adopt a view; False if this replica is not in it."""
         self.view = view
         self._epoch = max(self._epoch, view.epoch)
         if self._name in view.replicas(self._shard):
@@ -65,7 +65,7 @@ class Fence:
         return False
 
     def follows(self, event: Received, epoch: int, out: Effects) -> bool:
-        """Whether this is from this replica's primary; who is of the past is told so, who is ahead is kept."""
+        """Whether this is from this replica's primary; older epochs are answered `Fenced`, newer ones kept."""
         if epoch < self._epoch:
             out.send(event.sender, Fenced(self._epoch))
         elif epoch > self.view.epoch:
@@ -76,7 +76,7 @@ class Fence:
         return False
 
     def admits(self, event: Received, request: Request, out: Effects) -> bool:
-        """Whether a worker's request is to be dealt with now; else it is kept, or its sender told why not."""
+        """Whether a worker's request can be handled now; else it is kept, or its sender told why not."""
         if request.epoch > self.view.epoch:
             self.keep(event)
             self.sign_of_life(out)
@@ -89,6 +89,6 @@ class Fence:
         return False
 
     def keep(self, event: Received) -> None:
-        """Keep a message until its epoch has come, or until it can be dealt with."""
+        """Keep a message until its epoch begins, or until it can be handled."""
         if len(self.later) < STASH:
             self.later.append(event)

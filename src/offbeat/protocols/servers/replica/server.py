@@ -1,12 +1,12 @@
-"""One replica of one shard: orders what comes into a log, sees to it that all replicas hold it, and then answers.
+"""One replica of one shard: orders requests into a log, makes sure that all replicas hold it, and then answers.
 
-The primary puts every push at the end of its log and sends it to its backups; once all of them hold it, it is applied
-and answered. So an answered push is held by all live replicas, and the backup that takes over knows it, does not apply
-it again, and says so to one who asks again.
+The primary appends every push to its log and sends it to its backups; once all of them hold it, it is applied and
+answered. So an answered push is held by all live replicas, and the backup that takes over knows it, does not apply it
+again, and answers a resent one.
 
-The parts, each without I/O: `fencing` (epochs and views), `admission` (pushes in order, looked at), `replication` (the
-log and who holds how much of it), `follower` (a backup's side of it), `shard` (what entries do), `answers` (what
-workers are told), `renewal` (new copies) and `snapshots`. Here is what leads from one to the other.
+The parts, each without I/O: `fencing` (epochs and views), `answers` (admission of pushes and replies to workers),
+`replication` (the log, its backups, and new copies), `shard` (what entries do) and `snapshots`. Here is what connects
+them.
 """
 
 from __future__ import annotations
@@ -14,39 +14,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offbeat.protocols.machine import NOTHING, Done, Effect, Effects, Event, Name, Payload, Received, Timer
+from offbeat.protocols.servers import messages as msg
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.messages import (
-    COORDINATOR,
-    Acknowledged,
-    ClusterView,
-    Enter,
-    Entry,
-    Fenced,
-    Fetch,
-    Gone,
-    Install,
-    Load,
-    Members,
-    Pull,
-    Push,
-    Replicate,
-    Replicated,
-    Request,
-    ShardCut,
-    StepDeadline,
-    Timeouts,
-    Trial,
-    Tried,
-    Turned,
-    Viewed,
-    worker_name,
-)
-from offbeat.protocols.servers.replica.admission import Admission
-from offbeat.protocols.servers.replica.answers import Answers
+from offbeat.protocols.servers.messages import COORDINATOR, ClusterView, Fetch, Load, Pull, Push, worker_name
+from offbeat.protocols.servers.replica.answers import Admission, Answers
 from offbeat.protocols.servers.replica.fencing import Fence
-from offbeat.protocols.servers.replica.follower import Follower
-from offbeat.protocols.servers.replica.renewal import Renewal
-from offbeat.protocols.servers.replica.replication import Replication
+from offbeat.protocols.servers.replica.replication import Follower, Renewal, Replication
 from offbeat.protocols.servers.replica.shard import Shard
 from offbeat.protocols.servers.replica.works import InspectPayload, PushAnswer
 from offbeat.protocols.servers.snapshots import ShardColour
@@ -65,18 +38,18 @@ class ServerMachine:
         view: ClusterView,
         *,
         coordinator: Name = COORDINATOR,
-        timing: Timeouts | None = None,
+        timing: msg.Timeouts | None = None,
         joins: bool = False,
     ) -> None:
         self.name = name
         self.number = shard
         """Which shard this is a replica of."""
         self.shard = Shard(rule, view)
-        """What this replica holds; for looking at."""
+        """What this replica holds."""
         self.fence = Fence(name, shard, view, coordinator, joins)
         self.replication = Replication(view.backups[shard])
         self._coordinator = coordinator
-        self._timing = timing or Timeouts()
+        self._timing = timing or msg.Timeouts()
         self._colour = ShardColour(shard, self.shard, self.fence)
         self._follower = Follower(self.shard, self.fence, self.replication)
         self.admission = Admission(self.shard)
@@ -88,7 +61,7 @@ class ServerMachine:
 
     @property
     def view(self) -> ClusterView:
-        """Who takes part, as far as is known here."""
+        """The newest view known here."""
         return self.fence.view
 
     @property
@@ -98,20 +71,20 @@ class ServerMachine:
 
     @property
     def retired(self) -> bool:
-        """Whether this was declared dead, and serves nothing any more."""
+        """Whether this was declared dead, and no longer serves."""
         return self.fence.retired
 
     def begin(self, now: float) -> Sequence[Effect]:
-        """Give the first sign of life."""
+        """Send the first heartbeat."""
         return self.on(Timer(TICK), now)
 
     def on(self, event: Event, now: float) -> Sequence[Effect]:
-        """Take a message, a timer or the end of a work."""
+        """Handle a message, a timer or finished work."""
         out = self._out = Effects()
         if self.fence.retired:
             return out.done
         match event:
-            case Received(message=message) if isinstance(message, Request):
+            case Received(message=message) if isinstance(message, msg.Request):
                 self._request(event, message, now)
             case Received():
                 self._received(event, now)
@@ -121,18 +94,18 @@ class ServerMachine:
                     self._append(*entry, now)
             case Done(("read", int(number)), payload):
                 self._answers.hand_out(number, payload, out)
-            case Done(("look", Trial() as trial)):
-                tried = Tried(life=trial.life, number=trial.number, epoch=self.view.epoch)
+            case Done(("look", msg.Trial() as trial)):
+                tried = msg.Tried(life=trial.life, number=trial.number, epoch=self.view.epoch)
                 out.send(worker_name(trial.worker), tried)
             case Done(("renewal", int(number)), payload):
                 self.fence.burden = max(self.fence.burden, payload.nbytes)
                 self._renewal.read(number, payload, self.view.epoch, now, out)
-            case Done(("written", int(colour), ShardCut() as cut), True):
+            case Done(("written", int(colour), msg.ShardCut() as cut), True):
                 self._colour.written(colour, cut)
                 self._colour.report(self._coordinator, out)
             case Timer(("deadline", int(step))):
                 if self.serving and step == self.shard.minimum:
-                    self._append(StepDeadline(step), NOTHING, now)
+                    self._append(msg.StepDeadline(step), NOTHING, now)
             case Timer():
                 self._tick(now)
             case _:
@@ -140,22 +113,22 @@ class ServerMachine:
         return out.done
 
     def _received(self, event: Received, now: float) -> None:
-        """Something has come from another replica or from the coordinator."""
+        """A message from another replica or from the coordinator."""
         message = event.message
         match message:
-            case Replicate():
+            case msg.Replicate():
                 self._follower.replicate(event, message, self._out)
-            case Install():
+            case msg.Install():
                 self._follower.install(event, message, self._out)
-            case Replicated() if self.serving and message.epoch == self.view.epoch:
+            case msg.Replicated() if self.serving and message.epoch == self.view.epoch:
                 self.replication.feed.answered(event.sender, message.index + 1, now)
                 self._renewal.answered(event.sender, self._out)
                 self._advance(now)
-            case Fenced() | Gone():
+            case msg.Fenced() | msg.Gone():
                 self.fence.step_down(message, self._out)
-            case Acknowledged() if event.sender == self._coordinator:
+            case msg.Acknowledged() if event.sender == self._coordinator:
                 self._colour.heard(message.number)
-            case Viewed() if event.sender == self._coordinator and message.view.epoch > self.view.epoch:
+            case msg.Viewed() if event.sender == self._coordinator and message.view.epoch > self.view.epoch:
                 self._change(message.view, now)
             case _:
                 pass
@@ -168,16 +141,16 @@ class ServerMachine:
         self._colour.report(self._coordinator, self._out)
         if self.serving:
             patience = self._timing.patience(self.fence.burden)
-            self.replication.send_again(self.view.epoch, patience, now, self._out)
+            self.replication.send(self.view.epoch, now, self._out, patience)
             self._renewal.look(self.view.epoch, patience, now, self._out)
             self._advance(now)
 
     def _change(self, view: ClusterView, now: float) -> None:
-        """Be in a new view: perhaps as the one who serves."""
+        """Adopt a new view, perhaps as the primary."""
         before, backups, novice = self.view.primaries[self.number], view.backups[self.number], view.novice(self.number)
         if before != view.primaries[self.number] and novice == self.name:
-            self._follower.installed = None  # What it was given was another's; the next one gives it anew.
-        self.replication.drop_early()
+            self._follower.installed = None  # Its state came from another; the new primary sends one.
+        self.replication.ahead.clear()  # The new primary resends what came early.
         self._colour.give_up()
         if not self.fence.enter(view):
             return
@@ -190,16 +163,16 @@ class ServerMachine:
                 self.admission.forget()
             self._renewal.follow(novice, self._out)
             if self._enrolled != view.members:
-                self._append(Members(view), NOTHING, now)
+                self._append(msg.Members(view), NOTHING, now)
             self._advance(now)
             self._watch_the_time()
         self._open_stash(now)
 
     def _open_stash(self, now: float) -> None:
-        """Deal with what was kept for later."""
+        """Handle what was kept for later."""
         kept, self.fence.later = self.fence.later, []
         for event in kept:
-            if isinstance(event.message, Request):
+            if isinstance(event.message, msg.Request):
                 self._request(event, event.message, now)
             else:
                 self._received(event, now)
@@ -211,23 +184,23 @@ class ServerMachine:
             self._timed_step = step
             self._out.timer(seconds, ("deadline", step))
 
-    # The log of one who serves.
+    # The primary's log.
 
-    def _append(self, entry: Entry, payload: Payload, now: float) -> None:
-        if isinstance(entry, Members):
+    def _append(self, entry: msg.Entry, payload: Payload, now: float) -> None:
+        if isinstance(entry, msg.Members):
             self._enrolled = entry.view.members
         self.fence.burden = max(self.fence.burden, payload.nbytes)
         self.replication.log.append(entry, payload)
         self._advance(now)
 
     def _advance(self, now: float) -> None:
-        """Send on what is to be sent, and apply and answer what all replicas hold."""
+        """Send what is due to backups, and apply and answer what all replicas hold."""
         unsettled = not self.replication.settled
         self.replication.send(self.view.epoch, now, self._out)
         for entry, payload in self.replication.to_apply():
             outcome = self.shard.apply(entry, payload, self._out)
             if isinstance(entry, Load):
-                self.admission.forget()  # Pushes may go on under other numbers.
+                self.admission.forget()  # Pushes may continue under other numbers.
             if self._colour.recording:
                 self._colour.record(entry, payload, self._out)
             self._answers.tell(outcome, self._out)
@@ -237,7 +210,7 @@ class ServerMachine:
             self._open_stash(now)
 
     def _take_state(self, now: float) -> None:
-        """Between two steps, when all backups hold what is applied: this is what the novice is given."""
+        """Between two steps, when all backups hold what is applied, take the state for the novice."""
         renewal, applied = self._renewal, self.replication.applied
         if not renewal.novice or renewal.begun or not self.serving:
             return
@@ -245,32 +218,31 @@ class ServerMachine:
             renewal.take(applied, self.shard.state(), self._out)
             self.replication.feed.add(renewal.novice, applied, now)
 
-    # What workers ask for.
+    # Requests of workers.
 
-    def _request(self, event: Received, message: Request, now: float) -> None:
+    def _request(self, event: Received, message: msg.Request, now: float) -> None:
         if event.sender != worker_name(message.worker) or not self.fence.admits(event, message, self._out):
             return
         if not self.replication.settled:
             self.fence.keep(event)
             return
-        if isinstance(message, Push | Pull | Fetch | Turned):
+        if isinstance(message, Push | Pull | Fetch | msg.Turned):
             self._colour.cut(message.colour, self._out)
         if isinstance(message, Push | Load):
-            # One that was let in before is answered, unless it still will be.
+            # One that was admitted before is answered, unless it still will be.
             if not self.admission.admit(message, event.payload, self._out) and self.shard.has_answered(message):
                 self.shard.counts["duplicate"] += 1
                 self._answers.reply(PushAnswer(message.worker, message.life, message.number, "duplicate"), self._out)
-        elif isinstance(message, Enter):
+        elif isinstance(message, msg.Enter):
             self._append(message, NOTHING, now)
-        elif isinstance(message, Trial):
+        elif isinstance(message, msg.Trial):
             self._out.start(InspectPayload(event.payload, message.letter), ("look", message))
-        elif isinstance(message, Turned):
-            self._out.send(event.sender, Acknowledged(life=message.life, number=message.number))
+        elif isinstance(message, msg.Turned):
+            self._out.send(event.sender, msg.Acknowledged(life=message.life, number=message.number))
             self._colour.told(message, self._out)
         else:
             if self.shard.skips(message):
-                self._append(
-                    Enter(worker=message.worker, life=message.life, number=0, clock=message.clock), NOTHING, now
-                )
+                enter = msg.Enter(worker=message.worker, life=message.life, number=0, clock=message.clock)
+                self._append(enter, NOTHING, now)
             if self.shard.ask(message):
                 self._answers.read([(message, None)], self._out)

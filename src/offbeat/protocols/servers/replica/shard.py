@@ -1,55 +1,159 @@
 """One shard of the parameters, as what it does with the entries of its log: the same entries, the same shard.
 
-It knows nothing of replicas, networks and time. Given an entry it answers which work is to be done on the numbers, what
+It knows nothing of replicas, networks and time. Given an entry it answers which work must be done on the numbers, what
 the senders are told, and which reads have become due. Every replica of a shard runs this on the same log.
 
-Under a rule that aggregates (`bsp`, `drop_slowest`, `deadline`, codes) a step's gradients are summed and applied once:
-see `step_sum`. Under `ssp` and `asp` every push is applied as it comes, with weight 1/p, so that p of them move the
-model as far as one synchronous step.
+Under a rule that aggregates (`bsp`, `drop_slowest`, `deadline`, codes) a step's gradients are summed, each weighted by
+its examples, and applied once, over the total weight received. A worker's step counts whole or not at all: parts of it
+are held, unanswered, until the last one has come, unless they count alone, as microbatches do whose worker may not
+finish in time. Coded answers are held until they suffice for the sum of all workers' gradients; then each is used by
+its coefficient in that sum, and the rest are discarded.
 
-The staleness of a read at clock c is how far the slowest clock that is fully in it is behind: c - minimum, at least 0.
-A read is due once minimum >= c - s, so it sees all updates of clocks up to c - s (exclusive, as clocks count finished
-steps), and its staleness is at most s.
+Under `ssp` and `asp` every push is applied as it comes, with weight 1/p, so that p of them move the model as far as one
+synchronous step. The staleness of a read at clock c is how far the slowest clock fully included is behind: c - minimum,
+at least 0. A read is due once minimum >= c - s, so it sees all updates of clocks up to c - s (exclusive, as clocks
+count finished steps), and its staleness is at most s.
 
-Where gradients that come late are corrected by how far the values have moved since, what they were computed from must
-be known, and to whoever takes over, too. Reads are not in the log. But replicas have the same values at the same
-version, and nobody computes from an older version than it has done before: so each replica keeps, by itself, all
-versions from the oldest of those on.
+Correcting a late gradient by how far the values have moved since takes the values it was computed from, also after a
+failover. Reads are not in the log. But replicas have the same values at the same version, and no worker computes from
+an older version than it has before: so each replica keeps all versions from the oldest of those on.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from offbeat.protocols.machine import NOTHING, Effects, Payload, Start
+from offbeat.protocols.servers import messages as msg
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.messages import (
-    ClusterView,
-    Enter,
-    Entry,
-    Load,
-    Members,
-    Pull,
-    Push,
-    PushRefused,
-    ShardState,
-    StepDeadline,
-)
+from offbeat.protocols.servers.messages import Load, Pull, Push, ShardState
 from offbeat.protocols.servers.pacing import Pacing
-from offbeat.protocols.servers.replica.step_sum import PushedGradient, StepSum
-from offbeat.protocols.servers.replica.works import Ask, EntryOutcome, PushAnswer, Restore, Update
+from offbeat.protocols.servers.replica.works import AccumulateGradient, Ask, EntryOutcome, PushAnswer, Restore, Update
+
+
+class PushedGradient(NamedTuple):
+    """A push with its numbers, and the reason why they are unusable; empty: usable."""
+
+    push: Push
+    payload: Payload
+    unfit: str
+
+
+class StepSum:
+    """The open step, under a rule that aggregates: what is held of it, and its weight."""
+
+    def __init__(self, rule: Rule, pacing: Pacing[Ask]) -> None:
+        self.settings: msg.Settings = ()
+        """The latest settings of the optimizer's groups."""
+        self._rule, self._pacing = rule, pacing
+        self._held: dict[int, list[PushedGradient]] = {}
+        self._weight = 0.0
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is held or summed."""
+        return not self._held and not self._weight
+
+    def clear(self, held: bool) -> None:
+        """Drop the sum, and what is held too if `held`."""
+        self._weight = 0.0
+        if held:
+            self._held.clear()
+
+    def holds(self, worker: int, number: int) -> bool:
+        """Whether this push is an unanswered part that waits for the step's last one."""
+        return any(part.push.number == number for part in self._held.get(worker, ()))
+
+    def collect(self, part: PushedGradient, outcome: EntryOutcome) -> None:
+        """Take a push for the open step; one for another step is answered and discarded."""
+        push, step = part.push, self._pacing.completed
+        if push.clock < step:
+            outcome.settle(push, part.payload, "late")
+        elif push.clock > step:
+            reason = f"it is for step {push.clock} while step {step} is open: pull before pushing on"
+            outcome.settle(push, part.payload, "refused", reason)
+        elif push.counts and not push.last:
+            self._add([part], outcome)
+        else:
+            self._held.setdefault(push.worker, []).append(part)
+            if push.last:
+                self._finish(push, outcome)
+
+    def _finish(self, last: Push, outcome: EntryOutcome) -> None:
+        """A worker's step is whole. Coded parts are held until there are enough; anything else joins the sum."""
+        if not self._rule.coded:
+            self._add(self._held.pop(last.worker), outcome)
+        elif not _unfit(self._held[last.worker]):
+            self._pacing.contribute(last.worker)
+        self._pacing.finish(last.worker, last.clock + 1)
+
+    def _add(self, parts: list[PushedGradient], outcome: EntryOutcome, factor: float = 1.0) -> None:
+        """Parts that belong together join the sum; if any of them is unusable, none is used."""
+        last, unfit = parts[-1].push, _unfit(parts)
+        weight = factor * last.weight
+        for part in parts:
+            push = part.push
+            if part.payload.nbytes and not unfit:
+                outcome.works.append(AccumulateGradient(part.payload, weight, push.start, push.stop, push.absent))
+            outcome.settle(push, part.payload, "refused" if unfit else "applied", unfit)
+        if not unfit:
+            self._weight += weight
+            self._pacing.contribute(last.worker)
+        self.settings = last.settings or self.settings  # Sent once, maybe with numbers that are unusable.
+
+    def close(self, outcome: EntryOutcome) -> float:
+        """Complete the open step and go on to the next; returns the weight of its sum."""
+        if self._rule.coded:
+            self._combine(outcome)
+            if self._rule.cyclic and self._weight:
+                self._weight = 1.0  # Answers are shares of the mean over all examples; coefficients are not.
+        weight, self._weight = self._weight, 0.0
+        self._pacing.close()
+        return weight
+
+    def give_up_on_the_slow(self, outcome: EntryOutcome) -> None:
+        """Answer parts held for steps that were completed without them as late."""
+        late = [who for who, parts in self._held.items() if parts[0].push.clock < self._pacing.completed]
+        for part in [part for worker in late for part in self._held.pop(worker)]:
+            outcome.settle(part.push, part.payload, "late")
+
+    def _combine(self, outcome: EntryOutcome) -> None:
+        """A coded step is complete: use the answers, each by its coefficient."""
+        coefficients = self._pacing.coefficients()
+        for worker, parts in [entry for entry in self._held.items() if entry[1][-1].push.last]:
+            del self._held[worker]
+            factor = 1.0 if coefficients is None else float(coefficients[worker])
+            if _unfit(parts) or (coefficients is not None and factor):
+                self._add(parts, outcome, factor)
+                continue
+            for part in parts:
+                if coefficients is None:
+                    outcome.settle(part.push, part.payload, "refused", "too many workers are gone for its code")
+                else:
+                    outcome.settle(part.push, part.payload, "late")
+
+    def leave(self, worker: int, outcome: EntryOutcome) -> None:
+        """A worker is no longer a member: discard what is held of it."""
+        for part in self._held.pop(worker, []):
+            outcome.settle(part.push, part.payload, "refused", "its sender does not take part")
+
+
+def _unfit(parts: list[PushedGradient]) -> str:
+    """Why a step in these parts is unusable; empty if it is usable."""
+    return next((part.unfit for part in parts if part.unfit), "")
 
 
 class Shard:
     """The deterministic core of one shard."""
 
-    def __init__(self, rule: Rule, view: ClusterView) -> None:
+    def __init__(self, rule: Rule, view: msg.ClusterView) -> None:
         self.rule = rule
         self.version = 0
         """Updates that were applied."""
         self.counts: Counter[str] = Counter()
-        """Pushes by what became of them: applied, duplicate, late, refused."""
+        """Pushes by status: applied, duplicate, late, refused."""
         self.staleness: Counter[int] = Counter()
         """Reads by how stale they were."""
         self._members = view.members
@@ -57,11 +161,11 @@ class Shard:
         """Who may start a step."""
         self._sum = StepSum(rule, self.pacing)
         self._next = dict.fromkeys(self._members, 0)
-        """The number of each worker's next push: they are taken in order, so that `last` is last."""
+        """Number of each worker's next push: they are taken in order, so that `last` is last."""
         self._asked: set[tuple[int, int, int]] = set()
-        self._unwritten: dict[int, list[Ask]] = {}
+        self._unwritten: dict[int, list[Ask]] = {}  # They wait for a push of their own.
         self._origins: dict[int, int] = {}
-        """Of each worker, the version that its last gradient was computed from."""
+        """For each worker, the version that its last gradient was computed from."""
 
     @property
     def minimum(self) -> int:
@@ -70,12 +174,12 @@ class Shard:
 
     @property
     def members(self) -> Mapping[int, int]:
-        """The workers that take part, and the life that each is in."""
+        """The members, and the life that each is in."""
         return self._members
 
     @property
     def between_steps(self) -> bool:
-        """Whether nothing of a step is held or summed up: all that was taken is in the values."""
+        """Whether nothing of a step is held or summed: every push taken is in the values."""
         return self._sum.empty
 
     def expected(self, worker: int, life: int) -> int:
@@ -83,15 +187,15 @@ class Shard:
         return self._next[worker] if self._members.get(worker) == life else 0
 
     def knows(self, worker: int, life: int, number: int) -> bool:
-        """Whether this push has been met before."""
+        """Whether this push was seen before."""
         return number < self.expected(worker, life)
 
     def has_answered(self, push: Push | Load) -> bool:
-        """Whether this push has been met before, and is not a part that waits for its step's last one."""
+        """Whether this push was seen before, and is not a part that waits for its step's last one."""
         return self.knows(push.worker, push.life, push.number) and not self._sum.holds(push.worker, push.number)
 
     def skips(self, ask: Ask) -> bool:
-        """Whether the reader goes on from a later step than the shard awaits of it.
+        """Whether the reader continues from a later step than the shard awaits from it.
 
         It was late elsewhere, and another shard's clock is ahead of this one's. Unless the log says so (`Enter`), this
         shard may wait for a step that nobody does any more.
@@ -101,10 +205,10 @@ class Shard:
             return False
         return ask.clock > awaited and self.knows(ask.worker, ask.life, ask.after)
 
-    # What it is.
+    # State.
 
     def taken(self, members: Mapping[int, int]) -> dict[int, tuple[int, int, int]]:
-        """Of each of these workers: its life, how many of its pushes are in the values, and its clock."""
+        """For each of these workers: its life, how many of its pushes are in the values, and its clock."""
         return {
             worker: (life, self._next[worker], self.pacing.clocks.get(worker) or 0)
             if self._members.get(worker) == life
@@ -113,7 +217,7 @@ class Shard:
         }
 
     def state(self) -> ShardState:
-        """What this is, without its numbers; only between two steps."""
+        """The state without its numbers; only between two steps."""
         clocks = self.pacing.clocks
         return ShardState(
             version=self.version,
@@ -131,7 +235,7 @@ class Shard:
         )
 
     def adopt(self, state: ShardState) -> None:
-        """Be what another replica is."""
+        """Take over another replica's state."""
         self.version, self.counts = state.version, Counter(state.counts)
         self._members = {who: life for who, life, _, _ in state.workers}
         self._next = {who: number for who, _, number, _ in state.workers}
@@ -144,25 +248,25 @@ class Shard:
         self._asked, self._unwritten = set(), {}
         self._origins = dict(state.origins)
 
-    # What it does.
+    # Entries and reads.
 
-    def apply(self, entry: Entry, payload: Payload = NOTHING, out: Effects | None = None) -> EntryOutcome:
-        """Take the next entry of the log, and begin the work on the numbers that follows from it."""
+    def apply(self, entry: msg.Entry, payload: Payload = NOTHING, out: Effects | None = None) -> EntryOutcome:
+        """Apply the next entry of the log, and begin the resulting work on the numbers."""
         outcome = EntryOutcome()
         before = self.minimum
         match entry:
-            case Push() | PushRefused():
+            case Push() | msg.PushRefused():
                 push, unfit = (entry, "") if isinstance(entry, Push) else (entry.push, entry.reason)
                 if self._is_new(push, payload, outcome):
                     take = self._sum.collect if self.rule.aggregated else self._apply_alone
                     take(PushedGradient(push, payload, unfit), outcome)
             case Load():
                 self._load(entry, payload, outcome)
-            case Enter():
+            case msg.Enter():
                 self._enter(entry, outcome)
-            case StepDeadline():
+            case msg.StepDeadline():
                 self.pacing.expire(entry.step)
-            case Members():
+            case msg.Members():
                 self._change(entry.view, outcome)
         while self.pacing.is_complete():
             if (weight := self._sum.close(outcome)) > 0:
@@ -196,7 +300,7 @@ class Shard:
         return True
 
     def _is_new(self, push: Push | Load, payload: Payload, outcome: EntryOutcome) -> bool:
-        """Whether a push is of one who takes part, and new; else it is answered and left unused."""
+        """Whether a push is new and from a member; else it is answered and discarded."""
         if self._members.get(push.worker) != push.life or push.worker not in self.pacing.clocks:
             outcome.settle(push, payload, "refused", "its sender does not take part")
             return False
@@ -213,14 +317,14 @@ class Shard:
             oldest = self._oldest() if self.rule.remembers else None
             self._origins[push.worker] = min(push.version, self.version)
             self.version += 1
-            scale, given = 1 / len(self.pacing.clocks), (payload, missed, push.absent, oldest)
-            outcome.works.append(Update(self.version, scale, push.settings, push.start, push.stop, *given))
+            scale, gradient_of = 1 / len(self.pacing.clocks), (payload, missed, push.absent, oldest)
+            outcome.works.append(Update(self.version, scale, push.settings, push.start, push.stop, *gradient_of))
         outcome.settle(push, payload, "refused" if unfit else "applied", unfit)
         if push.last:
             self.pacing.finish(push.worker, push.clock + 1)
 
     def _oldest(self) -> int:
-        """No gradient will come that was computed from an older version; of who has not pushed yet nothing is known."""
+        """The oldest version that a coming gradient may be computed from; 0 for workers that have not pushed yet."""
         return min((self._origins.get(worker, 0) for worker in self.pacing.clocks.workers), default=0)
 
     def _load(self, load: Load, payload: Payload, outcome: EntryOutcome) -> None:
@@ -238,7 +342,7 @@ class Shard:
         self._origins.clear()
         self._sum.clear(held=False)
 
-    def _enter(self, enter: Enter, outcome: EntryOutcome) -> None:
+    def _enter(self, enter: msg.Enter, outcome: EntryOutcome) -> None:
         if self._members.get(enter.worker) != enter.life:
             return
         self._origins.setdefault(enter.worker, self.version)
@@ -246,8 +350,8 @@ class Shard:
         if enter.number:
             outcome.answers.append(PushAnswer(enter.worker, enter.life, enter.number, "applied", entered=entered))
 
-    def _change(self, view: ClusterView, outcome: EntryOutcome) -> None:
-        """Let go of those who no longer take part. Those who are new count once they have entered."""
+    def _change(self, view: msg.ClusterView, outcome: EntryOutcome) -> None:
+        """Drop workers that are no longer members. New ones count once they have entered."""
         now = view.members
         for worker, life in list(self._members.items()):
             if now.get(worker) == life:
@@ -261,7 +365,7 @@ class Shard:
         self._members = now
 
     def _release(self, outcome: EntryOutcome) -> None:
-        """Name the reads that are due now: all that the minimum allows, and those that waited for a push of theirs."""
+        """List the reads that are due now: all that the minimum allows, and those that waited for a push of theirs."""
         ready = self.pacing.released()
         for answer in outcome.answers:
             ready += self._unwritten.pop(answer.worker, [])

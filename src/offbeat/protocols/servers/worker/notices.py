@@ -1,19 +1,19 @@
-"""What a worker's client is asked for, and what it tells whoever drives it."""
+"""Requests to a worker's client, and the notices it gives its driver."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from offbeat.protocols.machine import NOTHING, Effect, Name, Payload
 from offbeat.protocols.servers.coordination.coordinator import Changed
 from offbeat.protocols.servers.messages import Fetched, Fresh, Lost, Met, PullReply, Push, Reply, Settings
 
 
-@dataclass(frozen=True, slots=True)
-class PushedRange:
-    """What is pushed to one shard: numbers for [start, stop) of it; -1 is its end."""
+class PushedRange(Struct, frozen=True):
+    """Numbers for [start, stop) of one shard; -1 is its end."""
 
     shard: int
     payload: Payload
@@ -23,29 +23,23 @@ class PushedRange:
     """Ranges of it that have no gradient."""
 
 
-class Buffer(Protocol):
-    """Numbers in memory; only their size matters here."""
-
+class _Buffer(Protocol):
     @property
-    def nbytes(self) -> int:
-        """Bytes."""
-        ...
+    def nbytes(self) -> int: ...
 
 
-def whole_shards(buffers: Sequence[Buffer], absent: Sequence[tuple[tuple[int, int], ...]] = ()) -> list[PushedRange]:
-    """A part for each shard, which is all of it; an empty one only lets the clock tick."""
-    lacking = absent or [()] * len(buffers)
+def whole_shards(buffers: Sequence[_Buffer], absent: Sequence[tuple[tuple[int, int], ...]] = ()) -> list[PushedRange]:
+    """A range for each shard that covers all of it; an empty one only advances the clock."""
     return [
-        PushedRange(shard, Payload(buffer.nbytes, buffer), absent=none)
+        PushedRange(shard, Payload(buffer.nbytes, buffer), absent=gaps)
         if buffer.nbytes
         else PushedRange(shard, NOTHING, 0, 0)
-        for shard, (buffer, none) in enumerate(zip(buffers, lacking, strict=True))
+        for shard, (buffer, gaps) in enumerate(zip(buffers, absent or [()] * len(buffers), strict=True))
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class PulledRange:
-    """What is asked for of one shard: the values [start, stop), if they are newer than this version."""
+class PulledRange(Struct, frozen=True):
+    """Request for the values [start, stop) of one shard, if they are newer than this version."""
 
     shard: int
     start: int
@@ -53,11 +47,10 @@ class PulledRange:
     newer_than: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class PushRequest:
+class PushRequest(Struct, frozen=True):
     """Push parts of a step's gradient. With the `final` ones the step is done, on all shards.
 
-    Under a rule that aggregates, earlier parts are answered along with the final ones, unless each `counts` by itself,
+    Under a rule that aggregates, earlier parts are answered along with the final ones, unless each `counts` alone,
     with its own weight.
     """
 
@@ -68,14 +61,13 @@ class PushRequest:
     final: bool = True
     counts: bool = False
     then_pull: bool = False
-    """With the final parts, ask every shard at once for the values of the next step, under a token of its own."""
+    """With the final parts, also ask every shard for the values of the next step, under a separate token."""
 
 
-@dataclass(frozen=True, slots=True)
-class PullRequest:
-    """Ask for the values that a step from this clock on starts from, if newer than those that came before.
+class PullRequest(Struct, frozen=True):
+    """Ask for the values for a step from this clock on, if newer than those received before.
 
-    They have in them all that this worker has pushed.
+    They include everything that this worker has pushed.
     """
 
     clock: int
@@ -83,62 +75,56 @@ class PullRequest:
     """Send them even if they have not changed."""
 
 
-@dataclass(frozen=True, slots=True)
-class RangeRequest:
-    """Ask for ranges of shards, as fresh as for a step from this clock on; each only if it is newer than known.
+class RangeRequest(Struct, frozen=True):
+    """Ask for ranges of shards, as fresh as for a step from this clock on; each only if newer than known.
 
-    What comes does not count among the whole values that a `PullRequest` compares with.
+    They do not count among the whole values that a `PullRequest` compares with.
     """
 
     parts: Sequence[PulledRange]
     clock: int
 
 
-@dataclass(frozen=True, slots=True)
-class FetchRequest:
+class FetchRequest(Struct, frozen=True):
     """Ask for the whole state of all shards."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """Put back the states of shards; one worker does, before the first step."""
+class LoadRequest(Struct, frozen=True):
+    """Restore the states of shards; one worker does, before the first step."""
 
     states: Sequence[PushedRange]
     versions: Sequence[int]
     clock: int
     took: Sequence[tuple[tuple[int, int, int], ...]] = ()
-    """For each shard, of which workers how many pushes are in the state, and their clocks: they count on from there."""
+    """For each shard, the workers whose numbering continues: each with its pushes in the state, and its clock."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrialRequest:
-    """Bring payloads to shards and have them looked at, without changing anything."""
+class TrialRequest(Struct, frozen=True):
+    """Deliver payloads to shards for inspection, without changing anything."""
 
     parts: Sequence[PushedRange]
     letter: bool
     """Whether they are compressed as pushes are."""
 
 
-@dataclass(frozen=True, slots=True)
-class MeetRequest:
+class MeetRequest(Struct, frozen=True):
     """Come to a meeting of all live workers; `what` must be new in this run.
 
-    A row of numbers of this kind is summed over those who bring one; the sum comes as `Arrived`, of shard -1.
+    Rows of numbers of this kind are summed over those that bring one; the sum comes as `Arrived`, of shard -1.
     """
 
     what: str
     values: tuple[float, ...] = ()
     admits: bool = False
-    """When all have come, those who wait to join are let in."""
+    """When all have come, waiting workers are admitted."""
     kind: str = ""
     row: Payload = NOTHING
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayRequest:
-    """Go on from a snapshot, in which so many pushes to each shard were sent: send again what was under way.
+class ReplayRequest(Struct, frozen=True):
+    """Continue from a snapshot, given the number of pushes sent to each shard: resend those in flight.
 
-    Each goes to its shard under the number that it had, so that one that is in the values is not applied again.
+    Each goes to its shard under its old number, so that one that is already in the values is not applied again.
     """
 
     pushes: Sequence[int]
@@ -148,21 +134,19 @@ class ReplayRequest:
 ClientRequest = (
     PushRequest | PullRequest | RangeRequest | FetchRequest | LoadRequest | TrialRequest | MeetRequest | ReplayRequest
 )
-"""What a worker's loop asks for."""
+"""What a worker's loop may request."""
 
 
-@dataclass(frozen=True, slots=True)
-class OpenRequest:
-    """A request under way: its token, that of the pull that follows it, and what is to be done for it."""
+class OpenRequest(Struct, frozen=True):
+    """A request in flight: its token, the effects to carry out, and the token of the pull that follows it."""
 
     token: int
     effects: Sequence[Effect]
     pull: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """Values or state of one shard have come, or the sum of a meeting; the payload is to be copied now."""
+class Arrived(Struct, frozen=True):
+    """Values or state of one shard, or the sum of a meeting; the payload must be copied now."""
 
     token: int
     shard: int
@@ -171,8 +155,7 @@ class Arrived:
     payload: Payload
 
 
-@dataclass(frozen=True, slots=True)
-class Completed:
+class Completed(Struct, frozen=True):
     """All have answered."""
 
     token: int
@@ -180,38 +163,34 @@ class Completed:
     """Each with its shard, or -1 for the coordinator."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(Struct, frozen=True):
     """The deadline has passed, and these have not answered."""
 
     token: int
     waited_for: tuple[Name, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Refreshed:
-    """A shard has sent fresh values unasked; who goes on from them says so (`took`)."""
+class Refreshed(Struct, frozen=True):
+    """A shard has sent fresh values unasked; a loop that continues from them calls `took`."""
 
     shard: int
     fresh: Fresh
     payload: Payload
 
 
-@dataclass(frozen=True, slots=True)
-class Departed:
-    """The worker was declared dead: nothing it has asked for will be answered, and that memory is not reused."""
+class Departed(Struct, frozen=True):
+    """The worker was declared dead: none of its requests will be answered, and their memory is not reused."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """The worker takes part, from this clock on."""
+class Joined(Struct, frozen=True):
+    """The worker is a member, from this clock on."""
 
     clock: int
     told: tuple[float, ...] = ()
-    """What was brought to the meeting that let it in."""
+    """Values brought to the meeting that admitted it."""
 
 
 Notice = Arrived | Completed | Failed | Refreshed | Changed | Departed | Joined | Lost
-"""Work of a client: what its driver is told."""
+"""Work of a client: what its driver is notified of."""

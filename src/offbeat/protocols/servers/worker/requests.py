@@ -1,44 +1,105 @@
-"""Requests that are sent until they are answered: the part of a client that knows nothing of what they are about."""
+"""A worker's membership, and its requests that are resent until they are answered.
+
+A worker that has joined asks all shards to wait for it. Their clocks may differ, so all are then told the latest one.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import Literal
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from offbeat.protocols.machine import NOTHING, Effects, Name, Payload
-from offbeat.protocols.servers.messages import (
-    Awaiting,
-    Bring,
-    ClusterView,
-    Fetch,
-    Load,
-    MeetingArrival,
-    Met,
-    Pull,
-    Push,
-    PushReply,
-    Reply,
-    Request,
-    SnapshotWritten,
-    Timeouts,
-)
+from offbeat.protocols.servers import messages as msg
 from offbeat.protocols.servers.snapshots import WorkerColour
-from offbeat.protocols.servers.worker.membership import WorkerMembership
 from offbeat.protocols.servers.worker.notices import Completed, Failed
 
-Sent = Request | MeetingArrival | SnapshotWritten
-"""What a worker sends again until it is answered."""
-_Numbered = Push | Load | PushReply
+Sent = msg.Request | msg.MeetingArrival | msg.SnapshotWritten
+"""What a worker resends until it is answered."""
+_Numbered = msg.Push | msg.Load | msg.PushReply
 ENTERING = 0
-"""The token of a client's own requests, with which it enters."""
+"""The token of a client's own requests to enter."""
 ASIDE = -1
-"""The token of what is said until it is heard, and not waited for."""
+"""The token of messages that are resent until acknowledged, but not waited for."""
 
 
-@dataclass(slots=True)
-class Open:
-    """A request to one shard, or to the coordinator, that is not answered."""
+class WorkerMembership:
+    """A worker's place in the newest view that it knows."""
+
+    def __init__(self, worker: int, view: msg.ClusterView, process: int, coordinator: Name) -> None:
+        self.worker = worker
+        self.view = view
+        self.life = view.life(worker) or 0
+        """How often this worker has rejoined."""
+        self.state: Literal["member", "gone", "joining", "entering", "leaving", "left"] = (
+            "gone" if view.life(worker) is None else "member"
+        )
+        self.told: tuple[float, ...] = ()
+        """Values brought to the meeting that admitted this worker."""
+        self.clocks: dict[int, int] = {}
+        """While entering, the clock from which each shard waits for this worker."""
+        self._process, self._coordinator = process, coordinator
+        self._patient = False
+
+    @property
+    def shards(self) -> range:
+        """All shards."""
+        return range(len(self.view.primaries))
+
+    @property
+    def present(self) -> bool:
+        """Whether this worker is a member, or is about to be."""
+        return self.state in ("member", "entering")
+
+    def sign_of_life(self, burden: int, out: Effects) -> None:
+        """Send a heartbeat, or whatever this worker needs from the coordinator: a newer view, to join, to leave."""
+        if self.present:
+            out.send(self._coordinator, msg.Heartbeat(self.view.epoch, burden))
+        elif self.state == "joining":
+            out.send(self._coordinator, msg.JoinRequest(self.worker, self._process, self._patient))
+        elif self.state == "leaving":
+            out.send(self._coordinator, msg.Leave(self.worker, self.life))
+
+    def join(self, patient: bool) -> None:
+        """Ask to join: at once, or when the others hold a meeting."""
+        self.state, self._patient = "joining", patient
+
+    def is_news(self, message: msg.Viewed) -> bool:
+        """Whether a view is newer than the known one, or admits this process."""
+        admitted = self.state == "joining" and message.process == self._process
+        return message.view.epoch > self.view.epoch or (admitted and message.view.epoch == self.view.epoch)
+
+    def follow(self, message: msg.Viewed) -> Literal["enters", "stays", "out", ""]:
+        """Adopt a view; says whether it admits this worker, still has it, or has it no longer."""
+        self.view = message.view
+        life = self.view.life(self.worker)
+        if self.state == "joining" and life is not None and message.process == self._process:
+            self.state, self.life, self.told = "entering", life, message.told
+            self.clocks.clear()
+            return "enters"
+        if self.present:
+            return "stays" if life == self.life else "out"
+        if self.state == "leaving" and life != self.life:
+            self.state = "left"
+        return ""
+
+    def depart(self) -> bool:
+        """Stop being a member; True if that is news to this worker."""
+        if self.present or (self.state == "joining" and self._patient):
+            self.state = "gone"
+            return True
+        if self.state == "leaving":
+            self.state = "left"
+        return False
+
+    def agreed(self) -> tuple[int, list[int]]:
+        """The latest clock from which any shard waits for this worker, and the shards that are behind it."""
+        clock = max(self.clocks.values(), default=0)
+        return clock, [shard for shard in self.shards if self.clocks.get(shard, 0) < clock]
+
+
+class Open(Struct):
+    """An unanswered request to one shard, or to the coordinator."""
 
     token: int
     shard: int
@@ -49,23 +110,22 @@ class Open:
     again_at: float
     patience: float
     missing: tuple[Name, ...] = ()
-    """Who keeps it from being answered, as the coordinator says."""
+    """Workers that keep it from being answered, according to the coordinator."""
 
 
-@dataclass(slots=True)
-class _Wait:
-    """What a token waits for."""
-
+class _Wait(Struct):
     open: int = 0
-    replies: list[tuple[int, Reply | Met]] = field(default_factory=list[tuple[int, Reply | Met]])
+    replies: list[tuple[int, msg.Reply | msg.Met]] = []
 
 
 class Outstanding:
-    """What a worker has asked for and not been answered yet."""
+    """Unanswered requests of a worker; knows nothing of what they are about."""
 
-    def __init__(self, membership: WorkerMembership, colour: WorkerColour, coordinator: Name, timing: Timeouts) -> None:
+    def __init__(
+        self, membership: WorkerMembership, colour: WorkerColour, coordinator: Name, timing: msg.Timeouts
+    ) -> None:
         self.burden = 0
-        """Bytes of the largest payload that is to be borne with."""
+        """Bytes of the largest payload to allow for."""
         self.open: dict[tuple[str, int, int], Open] = {}
         self._membership, self._colour = membership, colour
         self._coordinator, self._timing = coordinator, timing
@@ -79,11 +139,11 @@ class Outstanding:
         return self._tokens
 
     def expect(self, nbytes: int) -> None:
-        """Payloads of so many bytes are to be borne with."""
+        """Allow for payloads of `nbytes`."""
         self.burden = max(self.burden, nbytes)
 
     def enlist(self, token: int, shard: int, message: Sent, payload: Payload, now: float, out: Effects | None) -> None:
-        """Send a message until it is answered. Without effects it is only waited for, and sent if no answer comes."""
+        """Send a message until it is answered. Without effects it is sent only if no answer comes."""
         self.expect(payload.nbytes)
         patience = self._timing.patience(self.burden)
         self.open[key_of(message, shard)] = Open(token, shard, message, payload, now, now + patience, patience)
@@ -92,14 +152,13 @@ class Outstanding:
         if out is not None:
             self._send(shard, message, payload, out)
 
-    def send_row(self, message: Bring, out: Effects) -> None:
-        """The row that was brought to a meeting was lost: send it again."""
+    def send_row(self, message: msg.Bring, out: Effects) -> None:
+        """Resend the row for a meeting, which was lost."""
         request = self.open.get(key_of(message, -1))
         if request is not None:
             self._send(-1, request.message, request.payload, out)
 
     def _send(self, shard: int, message: Sent, payload: Payload, out: Effects) -> None:
-        """Send to whoever serves the shard, if anyone does."""
         if addressee := self._addressee(shard):
             out.send(addressee, message, payload)
 
@@ -107,23 +166,23 @@ class Outstanding:
         return self._coordinator if shard < 0 else self._membership.view.primaries[shard]
 
     def waited_for(self) -> tuple[Name, ...]:
-        """Who has not answered yet."""
+        """Processes that have not answered yet."""
         return tuple(sorted({self._addressee(request.shard) for request in self.open.values()}))
 
     def look(self, now: float, out: Effects) -> list[int]:
-        """Send again what was not answered for long, and give up what is past its deadline: the tokens of that."""
-        given_up = {
+        """Resend what has been unanswered for long, and give up what is past its deadline: returns those tokens."""
+        expired = {
             request.token: None for request in self.open.values() if now - request.since >= self._timing.deadline
         }
-        for token in given_up:
+        for token in expired:
             self._give_up(token, out)
         for request in self.open.values():
             if now >= request.again_at:
                 self._again(request, now, out)
-        return list(given_up)
+        return list(expired)
 
-    def redirect(self, before: ClusterView, now: float, out: Effects) -> None:
-        """What is unanswered by those who served in an earlier view goes to their successors at once."""
+    def redirect(self, before: msg.ClusterView, now: float, out: Effects) -> None:
+        """Resend at once what the primaries of an earlier view left unanswered, to their successors."""
         primaries = self._membership.view.primaries
         for request in self.open.values():
             if request.shard >= 0 and primaries[request.shard] != before.primaries[request.shard]:
@@ -134,29 +193,29 @@ class Outstanding:
         request.patience = min(2 * request.patience, self._timing.longest_patience(self.burden))
         request.again_at = now + request.patience
         message, epoch = request.message, self._membership.view.epoch
-        if isinstance(message, Push):
+        if isinstance(message, msg.Push):
             message = structs.replace(message, epoch=epoch, then_pull=0)
-        elif isinstance(message, Pull | Fetch):
+        elif isinstance(message, msg.Pull | msg.Fetch):
             # It may not have been sent before, if a push was to ask for it.
             message = structs.replace(message, epoch=epoch, colour=self._colour.ask())
         else:
             message = structs.replace(message, epoch=epoch)
-        # A meeting lasts until the last has come: the row that was brought is sent again only if it was lost.
-        self._send(request.shard, message, NOTHING if isinstance(message, MeetingArrival) else request.payload, out)
+        # A meeting lasts until the last worker has come: the row is resent only if it was lost.
+        self._send(request.shard, message, NOTHING if isinstance(message, msg.MeetingArrival) else request.payload, out)
 
     def _give_up(self, token: int, out: Effects) -> None:
-        given_up = [request for request in self.open.values() if request.token == token]
-        names = {name for request in given_up for name in request.missing or (self._addressee(request.shard),)}
+        expired = [request for request in self.open.values() if request.token == token]
+        names = {name for request in expired for name in request.missing or (self._addressee(request.shard),)}
         self.open = {key: request for key, request in self.open.items() if request.token != token}
         self._waits.pop(token, None)
         out.start(Failed(token, tuple(sorted(names))))
 
-    def take(self, reply: Reply | Met, shard: int) -> Open | None:
-        """The request that this answers, which is open no longer; None if there is none."""
+    def take(self, reply: msg.Reply | msg.Met, shard: int) -> Open | None:
+        """Remove and return the request that this answers; None if there is none."""
         return self.open.pop(key_of(reply, shard), None)
 
-    def finish(self, request: Open, reply: Reply | Met, out: Effects) -> None:
-        """A request is answered; with the last of its token all are."""
+    def finish(self, request: Open, reply: msg.Reply | msg.Met, out: Effects) -> None:
+        """A request is answered; with the last of its token, the token is completed."""
         wait = self._waits.get(request.token)
         if wait is not None:
             wait.open -= 1
@@ -164,19 +223,19 @@ class Outstanding:
             self.conclude(request.token, out)
 
     def conclude(self, token: int, out: Effects) -> None:
-        """Say so, if nothing of a token is open."""
+        """Report completion, if nothing of a token is open."""
         wait = self._waits[token]
         if not wait.open:
             del self._waits[token]
             out.start(Completed(token, tuple(wait.replies)))
 
     def forget(self) -> None:
-        """Nothing that was asked for will be answered."""
+        """Drop everything: nothing will be answered."""
         self.open.clear()
         self._waits.clear()
 
 
-def key_of(message: Sent | Reply | Met | Bring | Awaiting, shard: int) -> tuple[str, int, int]:
-    """Pushes are numbered for each shard, all else for each worker."""
+def key_of(message: Sent | msg.Reply | msg.Met | msg.Bring | msg.Awaiting, shard: int) -> tuple[str, int, int]:
+    """Pushes are numbered per shard, everything else per worker."""
     pushed = isinstance(message, _Numbered)
     return ("push", shard, message.number) if pushed else ("ask", -1, message.number)

@@ -1,15 +1,14 @@
 """The worker's half of training with servers: what it sends, reads and waits for when it has computed a step.
 
 A rhythm answers with actions, in order. The strategy carries them out with tensors (`strategies`), the simulator with
-sizes and times (`simulate.servers.training`); both ask the same rhythm, so that
-they cannot differ in who sends what when.
+sizes and times (`simulate.servers.training`). Both use the same rhythm, so they cannot differ in what is sent when.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from offbeat.protocols.servers.consistency import Rule
 
@@ -21,19 +20,19 @@ class Action(Enum):
     """One thing that a worker does between two steps."""
 
     PUSH = auto()
-    """Send what was computed, and go on."""
+    """Send what was computed, and continue."""
     PUSH_AND_PULL = auto()
     """Send it, and ask in the same message for values that include it."""
     PULL = auto()
     """Ask for the newest values."""
     AWAIT = auto()
-    """Wait for the values that were asked for; nothing was: go on."""
+    """Wait for the requested values, if any."""
     SETTLE = auto()
     """Wait until every push is answered."""
     TAKE_FRESH = auto()
     """Use values that servers sent unasked, if they are fresh enough and include this worker's pushes; else pull."""
     REUSE = auto()
-    """Compute the next step from the values that are here."""
+    """Compute the next step from the values at hand."""
     MEET = auto()
     """Wait for every worker to come to the same point."""
 
@@ -43,60 +42,49 @@ class StepActions(NamedTuple):
 
     actions: tuple[Action, ...] = ()
     own_step: bool = False
-    """Its optimizer steps on its own copy of the parameters as well."""
+    """Its optimizer also steps on its own copy of the parameters."""
 
 
-class Rhythm(Protocol):
-    """When one worker exchanges with the servers."""
+class Rhythm:
+    """When one worker exchanges with the servers. By default it trains in every step, and any read will do."""
 
     def trains(self) -> bool:
-        """Whether this worker computes the coming step, or only keeps the others company."""
-        ...
+        """Whether this worker computes the coming step, or only waits for the others."""
+        return True
 
     def computed(self, clock: int) -> StepActions:
         """What to do when a step is computed; `clock` steps count as finished before it."""
-        ...
+        raise NotImplementedError
 
     def read(self, complete: int) -> None:
-        """Values have come in which so many steps are complete."""
-        ...
+        """Values have come in which `complete` steps are complete."""
 
 
 RhythmOf = Callable[[int], Rhythm]
 """The rhythm of a worker, by its number."""
 
 
-class EveryStep:
+class EveryStep(Rhythm):
     """Push every step's gradient and wait for values that include it: bsp, asp, dropping, deadlines and codes."""
 
-    def trains(self) -> bool:
-        """In every step."""
-        return True
-
-    def computed(self, clock: int) -> StepActions:
+    def computed(self, clock: int) -> StepActions:  # noqa: ARG002
         """The same after every step."""
-        del clock
         return _PUSH_AND_READ
 
-    def read(self, complete: int) -> None:
-        """It reads always: what it has read does not matter."""
 
+class Lazily(Rhythm):
+    """Read only when the staleness bound is about to break; until then apply one's own updates locally.
 
-class Lazily(EveryStep):
-    """Read only when the staleness bound is about to break; until then make one's own updates oneself.
-
-    Values are asked for one step before the bound would break: the answer is there at once, and nobody is waited for.
+    Values are requested one step before the bound would break: the answer comes at once, without waiting for anybody.
     (Read-my-writes: Ho et al. 2013, section 2.)
     """
-
-    __slots__ = ("_complete", "_rule")
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
         self._complete = 0
 
     def computed(self, clock: int) -> StepActions:
-        """Read if what was read last is too old for the step after the next."""
+        """Read if the last values are too old for the step after the next."""
         return _PUSH_AND_READ if self._complete < self._rule.needed(clock + 2) else _PUSH_AND_REUSE
 
     def read(self, complete: int) -> None:
@@ -104,22 +92,19 @@ class Lazily(EveryStep):
         self._complete = complete
 
 
-class Eagerly(EveryStep):
-    """Use what servers send by themselves, and ask only if that is not fresh enough."""
+class Eagerly(Rhythm):
+    """Use what servers send unasked, and pull only if that is not fresh enough."""
 
-    def computed(self, clock: int) -> StepActions:
+    def computed(self, clock: int) -> StepActions:  # noqa: ARG002
         """The same after every step."""
-        del clock
         return _PUSH_AND_TAKE
 
 
-class PushAndFetch:
+class PushAndFetch(Rhythm):
     """Downpour: push the sum of some steps, fetch after some, and step on one's own copy in between.
 
     In a warm start of some steps only worker 0 trains; the others keep step with it and take what it has learned.
     """
-
-    __slots__ = ("_fetch", "_leads", "_push", "_warm", "steps")
 
     def __init__(self, push: int, fetch: int, warm: int = 0, leads: bool = True) -> None:
         self._push, self._fetch, self._warm, self._leads = push, fetch, warm, leads
@@ -133,68 +118,50 @@ class PushAndFetch:
 
     @property
     def fetched(self) -> bool:
-        """Whether nothing was computed since values were fetched last."""
+        """Whether nothing was computed since values were last fetched."""
         return self.steps % self._fetch == 0
 
     def trains(self) -> bool:
-        """During the warm start only the one who leads."""
+        """During the warm start only the leader trains."""
         return self._leads or not self.warming
 
-    def computed(self, clock: int) -> StepActions:
+    def computed(self, clock: int) -> StepActions:  # noqa: ARG002
         """Push and fetch what is due."""
-        del clock
         warming = self.warming
         self.steps += 1
         pushes, own = self.steps % self._push == 0, self._fetch > 1
+        push = (Action.PUSH,) if pushes else ()
         if warming:
-            own = own and self._leads
-            return StepActions(self._warm_up(pushes), own)
+            reads = (Action.PULL, Action.AWAIT) if self.fetched or not self._leads else ()
+            return StepActions((*push, Action.SETTLE, Action.MEET, *reads, Action.MEET), own and self._leads)
         if self.fetched:
             return StepActions((Action.PUSH_AND_PULL if pushes else Action.PULL, Action.AWAIT), own)
-        return StepActions((Action.PUSH,) if pushes else (), own)
-
-    def _warm_up(self, pushes: bool) -> tuple[Action, ...]:
-        push = (Action.PUSH,) if pushes else ()
-        reads = (Action.PULL, Action.AWAIT) if self.fetched or not self._leads else ()
-        return (*push, Action.SETTLE, Action.MEET, *reads, Action.MEET)
-
-    def read(self, complete: int) -> None:
-        """When to fetch is fixed: what was read does not matter."""
+        return StepActions(push, own)
 
 
-class Spring:
+class Spring(Rhythm):
     """Elastic averaging: step alone, and exchange with the centre every `period` steps.
 
-    Asynchronously, the centre is read and moved at once. Together, what all have made of it is needed at the next
-    exchange only, and comes while workers compute.
+    Asynchronously, the centre is read and moved at once. Synchronously, the moved centre is needed only at the next
+    exchange, and comes while workers compute.
     """
-
-    __slots__ = ("_asynchronous", "_period", "steps")
 
     def __init__(self, period: int, asynchronous: bool) -> None:
         self._period, self._asynchronous = period, asynchronous
         self.steps = 0
         """Steps that were computed."""
 
-    def trains(self) -> bool:
-        """In every step."""
-        return True
-
-    def computed(self, clock: int) -> StepActions:
-        """Exchange with the centre if it is time."""
-        del clock
+    def computed(self, clock: int) -> StepActions:  # noqa: ARG002
+        """Exchange with the centre when due."""
         due = self.steps > 0 and self.steps % self._period == 0
         self.steps += 1
         if not due:
             return _OWN_STEP
         return _MOVE_THE_CENTRE if self._asynchronous else _MOVE_IT_TOGETHER
 
-    def read(self, complete: int) -> None:
-        """When to exchange is fixed: what was read does not matter."""
-
 
 def rhythm_of(rule: Rule) -> RhythmOf:
-    """How a worker of `server(consistency=...)` goes about it."""
+    """The rhythm of a worker of `server(consistency=...)`."""
     if rule.eager:
         return lambda _: Eagerly()
     if rule.bound:
