@@ -1,6 +1,6 @@
-"""The process group that torch calls: collectives in shared memory, and Gloo for whatever is unusual.
+"""The process group that torch calls: collectives in shared memory, and Gloo for unusual calls.
 
-What Gloo would refuse is handed to Gloo, which says so as torch programs expect it.
+Invalid calls go to Gloo, which refuses them as torch programs expect.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _NOTHING: tuple[Tensor, ...] = ()
 class OffbeatGroup(Core):
     """A torch process group for CPU tensors: shared memory inside a host, Gloo between hosts and for point-to-point.
 
-    Operations of one group are done in the order in which they were asked for. One that its caller waits for is done
-    at once if nothing stands in line; all others are done by a thread of the group, so that its caller can go on.
+    Operations of one group run in the order of their calls. A synchronous call runs at once if the queue is empty; all
+    others run on a thread of the group, so that the caller can go on.
     """
 
     def allreduce(
         self, tensors: Any = None, opts: Any = None, op: Any = None, timeout: Any = None, *, tensor: Any = None
     ) -> Any:
-        """Combine one tensor over all ranks, in place."""
+        """Reduce one tensor over all ranks, in place."""
         begun = self._begin(tensors, opts)
         if begun is DONE:
             return DONE
@@ -66,7 +66,7 @@ class OffbeatGroup(Core):
         )
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
-        """Combine several tensors of one kind over all ranks, in place."""
+        """Reduce several tensors of one dtype over all ranks, in place."""
         opts, tensors = opts or AllreduceCoalescedOptions(), list(tensors)
         if not tensors or not alike(tensors):
             return self._stock.allreduce_coalesced(tensors, opts)
@@ -75,7 +75,7 @@ class OffbeatGroup(Core):
 
     @also_called(tensor="tensors")
     def broadcast(self, tensors: Any, opts: Any = None, root: int | None = None, timeout: Any = None) -> Any:
-        """The root's tensor, on every rank, in place."""
+        """Copy the root's tensor to every rank, in place."""
         tensors, opts = listed(tensors), options(BroadcastOptions, opts, None, timeout, root)
         way, source = self._way, opts.rootRank
         if len(tensors) != 1 or opts.rootTensor or not self._fit.usual(source, tensors):
@@ -91,7 +91,7 @@ class OffbeatGroup(Core):
     def reduce(
         self, tensors: Any, opts: Any = None, root: int | None = None, op: Any = None, timeout: Any = None
     ) -> Any:
-        """Combine one tensor over all ranks, at the root, in place."""
+        """Reduce one tensor over all ranks to the root, in place."""
         tensors, opts = listed(tensors), options(ReduceOptions, opts, op, timeout, root)
         way, source, operation = self._way, opts.rootRank, operation_of(opts)
         if len(tensors) != 1 or opts.rootTensor or not self._fit.usual(source, tensors):
@@ -105,7 +105,7 @@ class OffbeatGroup(Core):
 
     @also_called(input_tensor="input_tensors")
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        """Everybody's tensor, on every rank, in a list; sizes may differ."""
+        """Gather all ranks' tensors in a list on every rank; sizes may differ."""
         output_tensors, input_tensors = in_lists(output_tensors, input_tensors)
         opts = options(AllgatherOptions, opts, None, timeout)
         way = self._way
@@ -120,7 +120,7 @@ class OffbeatGroup(Core):
         return self._do("all_gather", act, opts, input_tensors, outputs)
 
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Any:
-        """Several all-gathers in one call; the result lists are by rank, then by tensor."""
+        """Several all-gathers in one call; results are by rank, then by tensor."""
         opts = opts or AllgatherOptions()
         way = self._way
         columns = list(zip(*output_lists, strict=False)) if len({len(row) for row in output_lists}) == 1 else []
@@ -138,7 +138,7 @@ class OffbeatGroup(Core):
         return self._do("all_gather", act, opts, input_list, output_lists)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002 - torch's name
-        """Everybody's tensor, on every rank, one after the other in one tensor."""
+        """Gather all ranks' tensors, concatenated, on every rank."""
         opts = opts or AllgatherOptions()
         if not self._fit.times([output], [input]):
             return self._stock._allgather_base(output, input, opts)
@@ -146,7 +146,6 @@ class OffbeatGroup(Core):
         return self._do("all_gather_into_tensor", act, opts, [input], [output])
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Several of them in one call."""
         self._fit.check_times(outputs, inputs)
         act = partial(_gather_rows, self._way, self._size, outputs, inputs)
         return self._do("all_gather_into_tensor_coalesced", act, opts or AllgatherOptions(), inputs, outputs)
@@ -155,7 +154,7 @@ class OffbeatGroup(Core):
     def gather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: int | None = None, timeout: Any = None
     ) -> Any:
-        """Everybody's tensor, at the root, in a list."""
+        """Gather all ranks' tensors in a list at the root."""
         output_tensors, input_tensors = in_lists(output_tensors, input_tensors)
         opts = options(GatherOptions, opts, None, timeout, root)
         way, source = self._way, opts.rootRank
@@ -174,7 +173,7 @@ class OffbeatGroup(Core):
     def scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: int | None = None, timeout: Any = None
     ) -> Any:
-        """The root's tensors, one for each rank."""
+        """Send each rank one of the root's tensors."""
         input_tensors, output_tensors = in_lists(input_tensors, output_tensors)
         opts = options(ScatterOptions, opts, None, timeout, root)
         way, source = self._way, opts.rootRank
@@ -192,7 +191,7 @@ class OffbeatGroup(Core):
     def reduce_scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> Any:
-        """Rank r gets the combination of everybody's tensor r."""
+        """Give rank r the reduction of all ranks' tensor r."""
         input_tensors, output_tensors = in_lists(input_tensors, output_tensors)
         opts = options(ReduceScatterOptions, opts, op, timeout)
         way = self._way
@@ -208,7 +207,7 @@ class OffbeatGroup(Core):
 
     @also_called(outputTensor="output", inputTensor="input")
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002 - torch's name
-        """Rank r gets the r-th part of the combination of everybody's tensor."""
+        """Give rank r the r-th part of the reduction of all ranks' tensor."""
         opts = opts or ReduceScatterOptions()
         if not self._fit.times([input], [output]):
             return self._stock._reduce_scatter_base(output, input, opts)
@@ -216,14 +215,13 @@ class OffbeatGroup(Core):
         return self._do("reduce_scatter_tensor", act, opts, [input], [output])
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Several of them in one call."""
         self._fit.check_times(inputs, outputs)
         opts = opts or ReduceScatterOptions()
         act = partial(_reduce_rows, self._way, self._size, outputs, inputs, operation_of(opts))
         return self._do("reduce_scatter_tensor_coalesced", act, opts, inputs, outputs)
 
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
-        """Tensor t of rank s becomes tensor s of rank t; sizes may differ."""
+        """Make tensor t of rank s tensor s of rank t; sizes may differ."""
         opts = opts or AllToAllOptions()
         way, size = self._way, self._size
         if not len(output_tensors) == len(input_tensors) == size or not alike([*output_tensors, *input_tensors]):
@@ -244,7 +242,7 @@ class OffbeatGroup(Core):
         input_splits: Any,
         opts: Any = None,
     ) -> Any:
-        """The same on parts of one tensor, cut along its first dimension."""
+        """The same with parts of one tensor, split along its first dimension."""
         opts = opts or AllToAllOptions()
         way, size = self._way, self._size
         fits = cuts_well(output, output_splits, size) and cuts_well(input, input_splits, size)
@@ -259,7 +257,6 @@ class OffbeatGroup(Core):
         return self._do("all_to_all", act, opts, [input], [output])
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
-        """Return when all ranks have come."""
         return self._do("barrier", self._way.barrier, options(BarrierOptions, opts, None, timeout), _NOTHING, _NOTHING)
 
     _allgather_base = all_gather_single
@@ -272,35 +269,30 @@ class OffbeatGroup(Core):
 
     @also_called(dstRank="dst")
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
-        """Send one tensor to one rank."""
         given = listed(tensors)
         return self._messages.begin("send", given, dst, lambda gloo: gloo.send(given, dst, tag))
 
     @also_called(srcRank="src")
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
-        """Receive one tensor from one rank."""
         given = listed(tensors)
         return self._messages.begin("recv", given, src, lambda gloo: gloo.recv(given, src, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        """Receive one tensor from whoever sends first."""
         given = listed(tensors)
         return self._messages.begin("recv", given, None, lambda gloo: gloo.recv_anysource(given, tag))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that names at rank 0 who has not come."""
+        """A barrier that names the missing ranks at rank 0."""
         self._gloo.monitored_barrier(self._calls.timeout if timeout is None else timeout, wait_all_ranks)
 
 
 def _gather_rows(way: Any, size: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """All-gathers whose results lie one after the other in one tensor each."""
     for output, given in zip(outputs, inputs, strict=True):
         with in_place([output]) as (held,):
             way.all_gather(rows(held, size), dense(given))
 
 
 def _reduce_rows(way: Any, size: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor], operation: Any) -> None:
-    """Reduce-scatters of what lies one after the other in one tensor each."""
     for output, given in zip(outputs, inputs, strict=True):
         with in_place([output]) as (held,):
             way.reduce_scatter(held, rows(dense(given), size), operation)

@@ -32,11 +32,11 @@ HAS_FAILED = "has failed"
 
 
 def _nobody(peer: int) -> None:
-    raise SegmentError(f"this room has been left: nothing can come from rank {peer}")
+    raise SegmentError(f"this arena has been left: nothing can come from rank {peer}")
 
 
 Explains = Callable[[str, Sequence[int]], Exception]
-"""Turns a hopeless wait into an error in words: why nothing more can come, and from which ranks of the room."""
+"""Turns a hopeless wait into an error in words: why nothing more can come, and from which ranks of the arena."""
 
 
 class Slots:
@@ -66,7 +66,7 @@ class Slots:
         return ring.array(((phase * DEPTH + turn) * self._size + rank) * CHUNK, CHUNK, np.uint8)
 
 
-class Room:
+class Arena:
     """The ranks of one group on one host, as one of them sees it."""
 
     def __init__(self, segment: Segment, rank: int, names: Sequence[int], explain: Explains) -> None:
@@ -74,7 +74,7 @@ class Room:
         self.others = tuple(peer for peer in range(self.size) if peer != rank)
         """All ranks but this one."""
         self.names = tuple(names)
-        """What the ranks of the room are called outside of it."""
+        """What the ranks of the arena are called outside of it."""
         self.board, self.slots = Board(segment, rank, self.size), Slots(segment, self.size)
         self._explain = explain
         self._segment = segment
@@ -94,12 +94,12 @@ class Room:
 
     @staticmethod
     def bytes_for(size: int) -> int:
-        """How much memory a room for so many ranks takes."""
+        """How much memory an arena for so many ranks takes."""
         return BOARD + size * size * SIGNAL_BYTES + 2 * size * SMALL
 
     @classmethod
     def create(cls, size: int) -> Segment:
-        """The memory of a room, made by its first rank."""
+        """The memory of an arena, made by its first rank."""
         segment = Segment.create(cls.bytes_for(size))
         lay_out(segment, BOARD, size * size)
         return segment
@@ -176,7 +176,7 @@ class Room:
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def share_segment(self, size: int) -> Segment:
-        """More memory for all ranks of the room, made by the first; all call this together."""
+        """More memory for all ranks of the arena, made by the first; all call this together."""
         if self.rank == 0:
             try:
                 segment = Segment.create(size)
@@ -204,4 +204,4 @@ class Room:
         for life in self._lives.values():
             life.close()
         self._lives.clear()
-        self._waiter = Waiter(_nobody)  # The other one knows this room, which would keep its memory until collected.
+        self._waiter = Waiter(_nobody)  # The other one knows this arena, which would keep its memory until collected.

@@ -1,4 +1,4 @@
-"""The board of a room: on it each rank says which operation it is in, who it is, and what has become of it."""
+"""The board of an arena: on it each rank says which operation it is in, who it is, and what has become of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.collectives.one_sided.tickets import SegmentError
 
 BOARD = 8192
-"""Bytes of the board, which lies at the beginning of a room's memory."""
+"""Bytes of the board, which lies at the beginning of an arena's memory."""
 THERE, FAILED, LEFT = range(3)
 """What has become of a rank."""
 CALLS, STAGES, SLOTS = range(3)
@@ -39,7 +39,7 @@ class Board:
         cores = self._statuses + size
         self._ticket = cores + size
         if self._ticket + _NUMBERS > len(words):
-            raise SegmentError(f"{size} ranks on one host are more than a board has room for")
+            raise SegmentError(f"{size} ranks on one host do not fit on a board")
         self.address = segment.address
         """Where it lies in this process."""
         self.cores = self.address + 8 * cores

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.runtime.collectives.one_sided import signals
-from offbeat.runtime.collectives.one_sided.arena import Room
+from offbeat.runtime.collectives.one_sided.arena import Arena
 from offbeat.runtime.collectives.one_sided.board import TURNS
 from offbeat.runtime.collectives.one_sided.kernels import Array, Ways
 
@@ -39,7 +39,7 @@ Steps = NDArray[np.void]
 Action = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-class _Room(ctypes.Structure):
+class _ArenaStruct(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("rank", "ranks")),
         *((name, ctypes.c_void_p) for name in ("counts", "board", "posts", "takes")),
@@ -51,7 +51,7 @@ class _Room(ctypes.Structure):
 
 class _NativeTask(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("room", "steps")),
+        *((name, ctypes.c_void_p) for name in ("arena", "steps")),
         ("count", ctypes.c_int64),
         ("bases", ctypes.c_void_p),
         ("mark", ctypes.c_int64),
@@ -63,7 +63,7 @@ class _NativeTask(ctypes.Structure):
 
 class _Turns(ctypes.Structure):
     _fields_ = [
-        ("room", ctypes.c_void_p),
+        ("arena", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("counter", "turns", "advance", "turn")),
         ("tasks", ctypes.c_void_p),
     ]
@@ -72,10 +72,12 @@ class _Turns(ctypes.Structure):
 class NativeOperation:
     """An operation as it is done from one slot, wherever its memory lies."""
 
-    def __init__(self, room: _Room, steps: Steps, bases: Sequence[int], mark: int = 0, weight: float = 1.0) -> None:
+    def __init__(
+        self, arena: _ArenaStruct, steps: Steps, bases: Sequence[int], mark: int = 0, weight: float = 1.0
+    ) -> None:
         self._bases = (ctypes.c_int64 * len(bases))(*bases)
-        self._room, self._steps = room, steps
-        places = ctypes.addressof(room), steps.ctypes.data, len(steps), ctypes.addressof(self._bases)
+        self._arena, self._steps = arena, steps
+        places = ctypes.addressof(arena), steps.ctypes.data, len(steps), ctypes.addressof(self._bases)
         self.fields = _NativeTask(*places, mark, weight)
         """What the library sees of it."""
 
@@ -88,15 +90,15 @@ class NativeOperation:
 class Turns:
     """An operation, ready to be done from whichever slot comes next; some may be missing."""
 
-    def __init__(self, room: _Room, slots: int, advance: int) -> None:
+    def __init__(self, arena: _ArenaStruct, slots: int, advance: int) -> None:
         turns = TURNS[slots]
         self.slots = slots
         """Which kind of slots it takes; `CALLS`: none."""
         self.tasks: list[NativeOperation | None] = [None] * turns
         """By the slot with which it begins."""
         self._addresses = (ctypes.c_void_p * turns)()
-        self._room = room
-        self._fields = _Turns(ctypes.addressof(room), slots, turns, advance, 0, ctypes.addressof(self._addresses))
+        self._arena = arena
+        self._fields = _Turns(ctypes.addressof(arena), slots, turns, advance, 0, ctypes.addressof(self._addresses))
         self.address = ctypes.addressof(self._fields)
         """Where the library sees it."""
 
@@ -113,17 +115,17 @@ class Turns:
 
 
 class Executor:
-    """What one rank of a room has done by the library."""
+    """What one rank of an arena has done by the library."""
 
-    def __init__(self, library: Any, room: Room) -> None:
-        self._room = room
-        posts, takes = room.signals
+    def __init__(self, library: Any, arena: Arena) -> None:
+        self._arena = arena
+        posts, takes = arena.signals
         self._signals = [(ctypes.c_int64 * len(side))(*side) for side in (posts, takes)]
-        self._fields = _Room(
-            room.rank,
-            room.size,
-            room.board.counts.ctypes.data,
-            room.board.address,
+        self._fields = _ArenaStruct(
+            arena.rank,
+            arena.size,
+            arena.board.counts.ctypes.data,
+            arena.board.address,
             *(ctypes.addressof(side) for side in self._signals),
             signals.TRIES,
             signals.YIELDS,
@@ -133,7 +135,7 @@ class Executor:
             int(signals.SLICE * 1e9),
             0,
             0,
-            room.board.cores,
+            arena.board.cores,
             0,
         )
         self.start: Callable[[int, int], int] = library.offbeat_start
@@ -158,7 +160,7 @@ class Executor:
                 raise mismatch()
             before, place = place, (fields.at, fields.taken)
             try:
-                self._room.doubt(self._room.others[fields.taken], first=place != before)
+                self._arena.doubt(self._arena.others[fields.taken], first=place != before)
             except BaseException:
                 # It may have signalled, and left, just after the wait had ended: what it said still counts.
                 code = self._go_on(address)
@@ -194,10 +196,10 @@ def state() -> str:
     return "not built: it needs a C compiler at installation; collectives inside a host are slower without it"
 
 
-def executor(room: Room) -> Executor | None:
-    """For this rank of a room, if there is a library."""
+def executor(arena: Arena) -> Executor | None:
+    """For this rank of an arena, if there is a library."""
     found = library()
-    return None if found is None else Executor(found, room)
+    return None if found is None else Executor(found, arena)
 
 
 class _Places(NamedTuple):
@@ -233,16 +235,16 @@ def overlap(stretches: Sequence[tuple[int, int]]) -> bool:
 
 
 def compiled(
-    script: Iterable[Action], stretches: Sequence[tuple[int, int]], ways: Ways, words: Any, room: Room
+    script: Iterable[Action], stretches: Sequence[tuple[int, int]], ways: Ways, words: Any, arena: Arena
 ) -> Steps | None:
     """A script of the engine as steps of the library, on memory given by address and size; None if it cannot be."""
     kind = _KINDS.get(np.dtype(words).name, 0)
     places = _places(stretches)
     steps: list[tuple[Any, ...]] = []
     for act, rows in script:
-        if act == room.post:
+        if act == arena.post:
             steps.append((_POST, 0, 0, 0, 0, 0, 0.0))
-        elif act == room.take:
+        elif act == arena.take:
             steps.append((_TAKE, 0, 0, 0, 0, 0, 0.0))
         elif rows[0].size:
             found = _step(act, [places.of(row) for row in rows], rows[0], kind, ways)
