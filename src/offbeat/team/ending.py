@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from offbeat.runtime.groups.membership import StaticMembership
+from offbeat.runtime.groups.group import StaticMembership
 from offbeat.strategies.worker.capabilities import HasNotes, Stale
 from offbeat.team.between_steps import Boundaries
 from offbeat.team.context import Workplace

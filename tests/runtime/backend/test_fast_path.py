@@ -16,7 +16,7 @@ from torch.distributed import ReduceOp
 from offbeat.runtime.backend._fast_path import DONE, Unbegun, quick
 from offbeat.runtime.backend._op_queue import OpQueue
 from offbeat.runtime.backend._runner import Runner, Sort
-from offbeat.runtime.collectives.one_sided.board import STAGES
+from offbeat.runtime.collectives.one_sided.arena import STAGES
 from offbeat.runtime.collectives.one_sided.kernels import Ways
 from offbeat.runtime.collectives.one_sided.native import UNKNOWN, compiled, executor
 

@@ -15,8 +15,7 @@ from native_support import alone, explain, needed
 from torch.distributed import ReduceOp
 
 from conftest import clean_environment
-from offbeat.runtime.collectives.one_sided.arena import Arena
-from offbeat.runtime.collectives.one_sided.board import CALLS, SLOTS, STAGES
+from offbeat.runtime.collectives.one_sided.arena import CALLS, SLOTS, STAGES, Arena
 from offbeat.runtime.collectives.one_sided.kernels import Ways, ways_of, words_of
 from offbeat.runtime.collectives.one_sided.native import LATE, UNKNOWN, address_of, compiled, executor, overlap
 from offbeat.runtime.collectives.one_sided.segment import Segment

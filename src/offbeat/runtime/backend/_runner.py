@@ -19,8 +19,7 @@ from torch import Tensor
 
 from offbeat.runtime.backend._call_ids import MismatchError, in_words
 from offbeat.runtime.collectives.one_sided import native
-from offbeat.runtime.collectives.one_sided.arena import Arena
-from offbeat.runtime.collectives.one_sided.board import CALLS, SLOTS, STAGES
+from offbeat.runtime.collectives.one_sided.arena import CALLS, SLOTS, STAGES, Arena
 from offbeat.runtime.collectives.one_sided.compile import ProgramStage, even_blocks
 from offbeat.runtime.collectives.one_sided.interpret import Engine, PreparedCollective, results_stay
 from offbeat.runtime.collectives.one_sided.kernels import Array, Ways, as_words

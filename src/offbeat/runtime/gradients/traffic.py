@@ -1,4 +1,4 @@
-"""Bytes that a worker sends: those of the schedules that run, and which exchanges a step is made of."""
+"""Bytes that a worker sends, according to the schedules that run, and the exchanges of a step."""
 
 from __future__ import annotations
 
@@ -11,39 +11,38 @@ from offbeat.protocols.exchanges import Exchanged, sent_by
 from offbeat.protocols.schedule import View
 
 REMEMBERED = 4096
-"""Exchanges whose bytes are remembered; sizes that differ each time must not fill the memory."""
+"""Exchanges whose bytes are cached; sizes that differ each time must not fill the memory."""
 
 
 class Totals:
     """Bytes that a worker has sent over all lanes."""
 
     counted = 0
-    """By the exchanges of the run."""
+    """In exchanges of the run."""
     measured = 0
-    """Beside that, only to measure what exchanges take."""
+    """In further exchanges, made only to time them."""
 
 
 class SentBytes:
-    """What a worker has sent over all lanes, and what it exchanges over one of them while somebody asks."""
+    """Bytes sent over all lanes, and on request the exchanges over one of them."""
 
     def __init__(self, totals: Totals | None = None) -> None:
         self.totals = totals or Totals()
-        """The same for all lanes."""
         self._recorded: list[Exchanged] | None = None
 
     def lane(self) -> SentBytes:
-        """The same for another lane of the same worker."""
+        """A counter for another lane of the same worker, with the same totals."""
         return SentBytes(self.totals)
 
     def add(self, nbytes: int, exchanged: Exchanged | None = None) -> None:
-        """Count what was sent, and remember what for."""
+        """Count bytes, and record their exchange if requested."""
         self.totals.counted += nbytes
         if self._recorded is not None and exchanged is not None:
             self._recorded.append(exchanged)
 
     @contextmanager
     def measuring(self) -> Generator[None]:
-        """Inside, exchanges count as measurements: they are not part of a step, nor of what the run has sent."""
+        """Inside, exchanges count as measurements: not in a step, nor in the bytes of the run."""
         before, recorded = self.totals.counted, self._recorded
         self._recorded = None
         try:
@@ -54,21 +53,21 @@ class SentBytes:
             self.totals.counted = before
 
     def record(self) -> None:
-        """From now on, remember what is exchanged over this lane."""
+        """Start recording the exchanges over this lane."""
         self._recorded = []
 
     def recorded(self) -> tuple[Exchanged, ...]:
-        """What was exchanged since, and remember no more."""
+        """The exchanges since `record`; stops recording."""
         recorded, self._recorded = self._recorded, None
         return tuple(recorded or ())
 
 
 Key = tuple[str, int, int, str | None, int]
-"""What, bytes, bytes of an element, by which algorithm (None: the backend's own), and from which root."""
+"""Collective, bytes, bytes of an element, algorithm (None: the backend's own), and root."""
 
 
 class ExchangeTraffic(dict[Key, tuple[int, Exchanged]]):
-    """What this worker sends in an exchange, and the exchange; the schedule of each is walked once."""
+    """Cache of the bytes that this worker sends in an exchange, and the exchange."""
 
     def __init__(self, view: View, rank: int, algorithm: Callable[[Collective, int], str]) -> None:
         super().__init__()
@@ -76,13 +75,8 @@ class ExchangeTraffic(dict[Key, tuple[int, Exchanged]]):
 
     def __missing__(self, key: Key) -> tuple[int, Exchanged]:
         what, nbytes, itemsize, by, root = key
-        exchanged = Exchanged(
-            what=cast("Any", what),
-            by=by or self._algorithm(Collective(what), nbytes),
-            nbytes=nbytes,
-            itemsize=itemsize,
-            root=root,
-        )
+        by, what = by or self._algorithm(Collective(what), nbytes), cast("Any", what)
+        exchanged = Exchanged(what=what, by=by, nbytes=nbytes, itemsize=itemsize, root=root)
         if len(self) >= REMEMBERED:
             self.clear()
         self[key] = sent_by(*exchanged.part(self._view.size), self._view, self._rank), exchanged

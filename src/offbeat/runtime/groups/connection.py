@@ -1,4 +1,4 @@
-"""How workers are connected: the store at which they meet, and the process groups between them."""
+"""Connections between workers: the rendezvous store, and the process groups."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from offbeat.runtime.backend import OffbeatGroup, open_group
 from offbeat.runtime.run.rank_environment import Place
 
 ROLL_CALL = timedelta(seconds=2)
-"""How long a worker whose deadline has passed waits to hear which others are stuck at the same place."""
+"""How long a worker whose deadline has passed waits to learn which others are stuck at the same place."""
 
 
 def meet(place: Place, timeout: timedelta) -> tuple[Any, int]:
-    """The store at which the workers meet, and the number of the team that this worker is in.
+    """The rendezvous store, and the number of this worker's team.
 
     The store may outlive a team: the next one in the same processes must not find this one's addresses.
     """
@@ -30,13 +30,13 @@ def meet(place: Place, timeout: timedelta) -> tuple[Any, int]:
     return store, store.add(f"offbeat/teams/{rank}", 1)
 
 
-def line_of_presence(store: Any, number: int) -> Any:
-    """A line of its own to the store, on which a thread need not wait for another's answer."""
+def presence_store(store: Any, number: int) -> Any:
+    """A separate connection to the store, so that a thread need not wait for another's answer."""
     return dist.PrefixStore(f"offbeat/team/{number}", store.clone())
 
 
 class Connection:
-    """What connects one worker with all others: several process groups of the same workers."""
+    """The process groups of one worker, all with the same workers."""
 
     def __init__(self, place: Place, timeout: timedelta, device: torch.device) -> None:
         self._rank, self._size, self._timeout = place.rank, place.size, timeout
@@ -44,7 +44,7 @@ class Connection:
         self._owns_default = False
         self._opened: list[Any] = []
         self.lanes = 0
-        """How many groups were opened beside the first."""
+        """Groups opened beside the first."""
         if dist.is_initialized():
             self.store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
             self.number = self.store.add(f"offbeat/teams/{self._rank}", 1)
@@ -52,7 +52,6 @@ class Connection:
         else:
             self._open_default(place)
             self.first: Any = dist.group.WORLD
-            """The first group."""
 
     def _open_default(self, place: Place) -> None:
         try:
@@ -69,7 +68,7 @@ class Connection:
         self._owns_default = True
 
     def another(self) -> Any:
-        """The same workers once more."""
+        """Another group of the same workers."""
         self.lanes += 1
         if self._backend == "offbeat":
             # Unknown to torch, so that a script may destroy torch's groups while the team goes on.
@@ -82,7 +81,7 @@ class Connection:
         return opened
 
     def stock(self) -> Any:
-        """The same workers in a group as torch makes it by itself, on Gloo or NCCL."""
+        """A stock torch group of the same workers, on Gloo or NCCL."""
         backend = "gloo" if self._backend == "offbeat" else self._backend
         opened: Any = dist.new_group(backend=backend, timeout=self._timeout)
         self._opened.append(opened)
@@ -90,17 +89,17 @@ class Connection:
 
     @property
     def view(self) -> View:
-        """Who takes part in schedules, and on which host each lives, as far as it is known."""
+        """The workers in schedules, and the host of each as far as it is known."""
         return View.of(self._size, self.first.hosts.of if isinstance(self.first, OffbeatGroup) else None)
 
     def own(self, group: Any) -> OffbeatGroup:
-        """Our own process group; refuse torch's, whose algorithms cannot be chosen."""
+        """The group, if it is ours; torch's, whose algorithms cannot be chosen, is refused."""
         if not isinstance(group, OffbeatGroup):
-            raise UsageError(f"algorithms can be chosen for workers on CPUs; here {self._backend} sums by its own ways")
+            raise UsageError(f"algorithms can be chosen for workers on CPUs; here {self._backend} uses its own")
         return group
 
     def roll_call(self, lane: str, number: int, what: str, patience: timedelta = ROLL_CALL) -> dict[int, str]:
-        """Which workers have come to this exchange of a lane, and in what; those who fail there all call this."""
+        """Which workers have come to this exchange of a lane, and to what; all that fail there call this."""
         store = dist.PrefixStore(f"offbeat/late/{self.number}/{lane}/{number}", self.store)
         came: dict[int, str] = {}
         try:
@@ -110,17 +109,17 @@ class Connection:
                 came |= {rank: store.get(str(rank)).decode() for rank in range(self._size) if store.check([str(rank)])}
                 time.sleep(0.05)
         except RuntimeError:
-            return dict.fromkeys(range(self._size), what)  # The store went with its host: nobody is left to ask.
+            return dict.fromkeys(range(self._size), what)  # The store is gone with its host.
         return came
 
     def abort(self) -> None:
-        """End waits in shared memory; those inside of Gloo end with the process."""
+        """End waits in shared memory; those inside Gloo end with the process."""
         for opened in {self.first, *self._opened}:
             if isinstance(opened, OffbeatGroup):
                 opened.abort()
 
     def close(self) -> None:
-        """Leave what was opened here."""
+        """Leave the groups that were opened here."""
         for opened in self._opened:
             if isinstance(opened, OffbeatGroup):
                 opened.shutdown()

@@ -1,4 +1,4 @@
-"""Waits of one worker for the others: counted, seen by its presence, and explained when they fail."""
+"""Waits of one worker for the others: counted, watched by its presence, and explained when they fail."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from offbeat.errors import RunError, WaitError
 from offbeat.runtime.backend import CollectiveError, MismatchError
-from offbeat.runtime.groups.connection import ROLL_CALL, Connection, line_of_presence
+from offbeat.runtime.groups.connection import ROLL_CALL, Connection, presence_store
 from offbeat.runtime.groups.presence import Presence
 
 
@@ -19,31 +19,29 @@ class Waits:
 
     def __init__(self, rank: int, size: int, timeout: timedelta, connection: Connection | None) -> None:
         self._rank, self._size, self._timeout, self._connection = rank, size, timeout, connection
-        self.name = "0"
-        """Which lane this is."""
-        self.count = 0
-        """How many exchanges were begun in it."""
+        self.name, self.count = "0", 0
+        """The lane, and the exchanges begun in it."""
         lanes: list[Waits] = [self]
         self._lanes = lanes
         self.presence: Any = SimpleNamespace(waiting=None)
-        """Where this worker is told to be; nobody is told alone."""
+        """Where this worker reports its waits; nowhere if it is alone."""
         if connection is not None:
-            line = line_of_presence(connection.store, connection.number)
-            presence = Presence(line, rank, size, lambda: {lane.name: lane.count for lane in lanes})
+            store = presence_store(connection.store, connection.number)
+            presence = Presence(store, rank, size, lambda: {lane.name: lane.count for lane in lanes})
             presence.break_off = lambda _error: connection.abort()
             self.presence = presence
 
     def lane(self, number: int) -> Waits:
-        """Those in another lane of the same worker."""
+        """The waits in another lane of the same worker."""
         lane = Waits(self._rank, self._size, self._timeout, None)
         lane.name, lane.presence, lane._connection = str(number), self.presence, self._connection
         self._lanes.append(lane)
         return lane
 
     def explained(self, error: RuntimeError, what: str, number: int, since: float) -> RunError:
-        """What went wrong in words: who had not arrived, or whose connection broke.
+        """An error that says which workers had not arrived, or that a connection broke.
 
-        Gloo says both as a RuntimeError. What has failed after less than the timeout has not timed out.
+        Gloo raises a RuntimeError for both. A failure before the timeout is not a timeout.
         """
         verdict = getattr(self.presence, "verdict", None)
         if verdict is not None:
@@ -62,7 +60,7 @@ class Waits:
                     f"{place} met {apart}. Every worker must make the same calls in the same order: does one of them "
                     f"make a call, such as `team.report`, that the others do not?"
                 )
-            return WaitError(f"{place}: {text}")  # It says itself who has died, or what the others have called.
+            return WaitError(f"{place}: {text}")  # It names the dead ranks, or the others' calls.
         came = connection.roll_call(self.name, number, what)
         missing = [str(rank) for rank in range(self._size) if rank not in came]
         who = f"worker{'s' if len(missing) > 1 else ''} {', '.join(missing)}" if missing else "nobody in particular"
@@ -73,11 +71,11 @@ class Waits:
 
 
 class ExchangeWait:
-    """One exchange that this worker waits in: around whatever may wait for the others, or for work that has begun."""
+    """One exchange that this worker waits in: a context around a wait, or a handle of work in flight."""
 
     spare = 0
     work: Any = None
-    """Torch's, if it was begun and is waited for later."""
+    """The torch work, if it is waited for later."""
     then: Callable[[], None] | None = None
     """Called when that is done."""
 
@@ -99,7 +97,7 @@ class ExchangeWait:
             self._waits.presence.waiting = None
 
     def wait(self) -> None:
-        """Return when the work is complete, and explain its failure."""
+        """Wait for the work, and explain its failure."""
         with self:
             self.work.wait()
         if self.then is not None:

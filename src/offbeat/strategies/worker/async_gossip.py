@@ -16,7 +16,7 @@ from offbeat.errors import StrategyError
 from offbeat.protocols.gossip.topology import Mixing
 from offbeat.protocols.partition import mixed
 from offbeat.runtime.groups.coordinated import CoordinatedGroup
-from offbeat.runtime.groups.gossip_thread import Chat
+from offbeat.runtime.groups.gossip_thread import GossipThread
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.runtime.servers.plan import ServerPlan
@@ -44,7 +44,7 @@ class Pairing(Parted):
         self._mixings, self._plan = mixings, plan
         self._parameters: list[Parameter] = []
         self._rows = Rows(())
-        self._chat: Chat | None = None
+        self._chat: GossipThread | None = None
         self._sent = 0
         self._wanted = False
 
@@ -74,7 +74,7 @@ class Pairing(Parted):
                 f"asynchronous=True."
             )
         seed = mixed(torch.initial_seed() % 2**62, self.group.rank)
-        self._chat = Chat(self.group, self._neighbours, rows[0], seed, self._plan)
+        self._chat = GossipThread(self.group, self._neighbours, rows[0], seed, self._plan)
 
     def _neighbours(self, members: Sequence[int]) -> list[int]:
         """Of this worker among those who take part; all of them, if they are too few or too many for such a graph."""
@@ -92,7 +92,7 @@ class Pairing(Parted):
             self._catch_up(self._chat)
             self._chat.stepped()
 
-    def _catch_up(self, chat: Chat) -> None:
+    def _catch_up(self, chat: GossipThread) -> None:
         """The row gets the worker's steps, the parameters get what came of them."""
         with self.stopwatch.spent_on("communicate"):
             rows = self._rows.read()
@@ -158,7 +158,7 @@ class Pairing(Parted):
             return None
 
         def write_channel(folder: Path) -> None:
-            known = chat.wait_for(found.made)
+            known = chat.wait_for(found)
             if known is not None:
                 write_moves(folder, *known)
 

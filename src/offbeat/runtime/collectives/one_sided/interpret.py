@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from offbeat.runtime.collectives.one_sided.arena import CHUNK, PHASES, SMALL, Arena
-from offbeat.runtime.collectives.one_sided.board import DEPTH, SLOTS, STAGES
+from offbeat.runtime.collectives.one_sided.arena import CHUNK, DEPTH, PHASES, SLOTS, SMALL, STAGES, Arena
 from offbeat.runtime.collectives.one_sided.compile import ProgramStage, even_blocks
 from offbeat.runtime.collectives.one_sided.kernels import Array, Ways
 
@@ -139,10 +138,10 @@ class Engine:
         following: Array | None,
         stay: bool,
     ) -> Iterator[Action]:
-        """Reduce and copy what a stage has brought. What was reduced goes on into the slot of the following one.
+        """Reduce and copy the data of a stage, and put what was reduced into the slot of the following stage.
 
-        Or it stays in the slot of one who has brought a part of it (`stay`), where nobody else reads that part, and the
-        others find it: so it needs no more cache.
+        With `stay` it stays in the slot of a rank that contributed to it, where no other rank reads that part and all
+        find it: so it needs no more cache.
         """
         me = self._arena.rank
         for block, ranks in stage.reduce:
