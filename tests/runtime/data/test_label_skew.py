@@ -86,7 +86,7 @@ def test_an_empty_subset_has_no_labels() -> None:
 
 @pytest.mark.parametrize("labels", [[0.5, 1.5], [[1, 2], [3, 4]], ["a", "b"]])
 def test_labels_that_are_no_whole_numbers_are_refused(labels: list[Any]) -> None:
-    with pytest.raises(DataError, match="not one whole number per example"):
+    with pytest.raises(DataError, match="not one integer per example"):
         labels_of(Pairs(labels))
 
 

@@ -48,7 +48,6 @@ def mark(kind: str, dtype: torch.dtype | None = None, count: int = 0, operation:
 
 
 def count_of(number: int) -> int:
-    """The count in a mark."""
     return number >> 24
 
 

@@ -45,8 +45,6 @@ class Calls:
         """Number of operations called so far."""
         return self._asked + self._quick.asked
 
-    # -- running -----------------------------------------------------------------------------------------------------
-
     def do(self, what: str, act: Callable[[], None], options: Any, tensors: Sequence[Tensor], result: Any) -> Any:
         """Run it now if the call is synchronous and the queue is empty; otherwise queue it."""
         self._asked += 1
@@ -148,8 +146,6 @@ class Calls:
         if self._arena is not None:
             self._arena.aborted = True
             self._arena.fail()
-
-    # -- errors ------------------------------------------------------------------------------------------------------
 
     @property
     def timeout(self) -> timedelta:

@@ -51,13 +51,13 @@ def also_called(**names: str) -> Callable[[Callable[..., Any]], Callable[..., An
 
 
 def options(
-    kind: type[Any], given: Any, operation: Any = None, timeout: timedelta | None = None, root: int | None = None
+    kind: type[Any], opts: Any, operation: Any = None, timeout: timedelta | None = None, root: int | None = None
 ) -> Any:
-    """Options of a call; in a call without options, `given` may be the operation, the timeout or the root."""
-    if isinstance(given, kind):
-        return given
+    """Options of a call; in a call without options, `opts` may be the operation, the timeout or the root."""
+    if isinstance(opts, kind):
+        return opts
     result = kind()
-    for value in (given, operation, timeout):
+    for value in (opts, operation, timeout):
         if isinstance(value, timedelta):
             result.timeout = value
         elif isinstance(value, int) and hasattr(result, "rootRank"):
@@ -69,9 +69,8 @@ def options(
     return result
 
 
-def operation_of(given: Any) -> Any:
-    """The reduction in some options."""
-    return given.reduceOp.op
+def operation_of(opts: Any) -> Any:
+    return opts.reduceOp.op
 
 
 def alike(tensors: Sequence[Tensor]) -> bool:

@@ -94,8 +94,6 @@ class Core(_ProcessGroup):
                 own = dist.ProcessGroupGloo(dist.PrefixStore("far/", store), rank, size, timeout)
             self._way = Far(own, self._spread, rank, size, lambda: calls().patience())
 
-    # -- for offbeat --------------------------------------------------------------------------------------------------
-
     def at_once(self, act: Callable[[], None], what: str, tensors: Sequence[Tensor] = ()) -> None:
         """Let `act` use the shared memory once the queue is empty; every rank calls this with the same."""
         self._calls.at_once(act, what, tensors)
@@ -157,8 +155,6 @@ class Core(_ProcessGroup):
             self.at_once(partial(local.sum_own_blocks, tensors, weight), what, tensors)
         else:
             self.at_once(partial(local.all_reduce_by, "two_shot", tensors, ReduceOp.SUM, weight), what, tensors)
-
-    # -- for torch, as on any group -----------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "offbeat"

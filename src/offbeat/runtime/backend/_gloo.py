@@ -13,17 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
+from torch._C import _distributed_c10d as c10d  # pyright: ignore[reportPrivateUsage]
 
 from offbeat.runtime.backend._across_hosts import AcrossHosts
 from offbeat.runtime.backend._checks import in_place
@@ -33,7 +23,7 @@ _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: tor
 
 
 class Far:
-    """The collectives of `HostCollectives` over Gloo; tensors are contiguous, and every call blocks until done."""
+    """The collectives of `OffbeatGroup` over Gloo; tensors are contiguous, and every call blocks until done."""
 
     def __init__(
         self, gloo: Any, spread: AcrossHosts | None, rank: int, size: int, timeout: Callable[[], float]
@@ -67,7 +57,7 @@ class Far:
                 if self._spread is not None:
                     self._spread.all_reduce(held, operation)
                 else:
-                    self._gloo.allreduce([held], self._set(AllreduceOptions(), operation)).wait()
+                    self._gloo.allreduce([held], self._set(c10d.AllreduceOptions(), operation)).wait()
                     self._divide(held, operation)
                 if held.dtype != row.dtype:
                     row.detach().copy_(held)
@@ -76,68 +66,64 @@ class Far:
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         if tensor.numel():
-            self._gloo.broadcast([_bytes(tensor)], self._set(BroadcastOptions(), root=root)).wait()
+            self._gloo.broadcast([_bytes(tensor)], self._set(c10d.BroadcastOptions(), root=root)).wait()
 
     def reduce(self, tensor: Tensor, operation: Any, root: int) -> None:
-        """Reduce at the root, in place; the others keep their tensor."""
         if not tensor.numel():
             return
         held = self._widened(tensor, operation, copy=True)
-        self._gloo.reduce([held], self._set(ReduceOptions(), operation, root)).wait()
+        self._gloo.reduce([held], self._set(c10d.ReduceOptions(), operation, root)).wait()
         if self._rank == root:
             self._divide(held, operation)
             tensor.detach().copy_(held)
 
-    def all_gather(self, outputs: Sequence[Tensor], given: Tensor) -> None:
-        """All ranks' tensors, whose sizes may differ."""
-        rows, mine = [_bytes(output) for output in outputs], _bytes(given)
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+        rows, mine = [_bytes(output) for output in outputs], _bytes(tensor)
         if len({row.numel() for row in rows}) == 1:
             if mine.numel():
-                self._gloo.allgather([rows], [mine], self._set(AllgatherOptions())).wait()
+                self._gloo.allgather([rows], [mine], self._set(c10d.AllgatherOptions())).wait()
             return
         rows[self._rank].copy_(mine)
         in_flight = [
-            self._gloo.broadcast([row], self._set(BroadcastOptions(), root=rank))
+            self._gloo.broadcast([row], self._set(c10d.BroadcastOptions(), root=rank))
             for rank, row in enumerate(rows)
             if row.numel()
         ]
         for work in in_flight:
             work.wait()
 
-    def gather(self, outputs: Sequence[Tensor], given: Tensor, root: int) -> None:
-        if given.numel():
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
+        if tensor.numel():
             rows = [[_bytes(output) for output in outputs]] if self._rank == root else []
-            self._gloo.gather(rows, [_bytes(given)], self._set(GatherOptions(), root=root)).wait()
+            self._gloo.gather(rows, [_bytes(tensor)], self._set(c10d.GatherOptions(), root=root)).wait()
 
-    def scatter(self, output: Tensor, given: Sequence[Tensor], root: int) -> None:
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> None:
         if output.numel():
-            rows = [[_bytes(tensor) for tensor in given]] if self._rank == root else []
-            self._gloo.scatter([_bytes(output)], rows, self._set(ScatterOptions(), root=root)).wait()
+            rows = [[_bytes(tensor) for tensor in inputs]] if self._rank == root else []
+            self._gloo.scatter([_bytes(output)], rows, self._set(c10d.ScatterOptions(), root=root)).wait()
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], operation: Any) -> None:
-        """Rank r gets the reduction of all ranks' tensor r."""
         held = self._widened(output, operation)
         rows = [self._widened(tensor, operation).reshape(-1) for tensor in inputs]
         if sum(row.numel() for row in rows):
             row = held.reshape(-1)
-            self._gloo.reduce_scatter([row], [rows], self._set(ReduceScatterOptions(), operation)).wait()
+            self._gloo.reduce_scatter([row], [rows], self._set(c10d.ReduceScatterOptions(), operation)).wait()
             self._divide(row, operation)
             held = row.view(output.shape)
         if held.data_ptr() != output.data_ptr():
             output.detach().copy_(held)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Tensor t of rank s becomes tensor s of rank t; sizes may differ."""
         sent, rows = [_bytes(tensor) for tensor in inputs], [_bytes(tensor) for tensor in outputs]
         sizes = [row.numel() for row in rows]
         received = torch.empty(sum(sizes), dtype=torch.uint8)
-        options = self._set(AllToAllOptions())
+        options = self._set(c10d.AllToAllOptions())
         self._gloo.alltoall_base(received, torch.cat(sent), sizes, [row.numel() for row in sent], options).wait()
         for row, piece in zip(rows, received.split(sizes), strict=True):
             row.copy_(piece)
 
     def barrier(self) -> None:
-        self._gloo.barrier(self._set(BarrierOptions())).wait()
+        self._gloo.barrier(self._set(c10d.BarrierOptions())).wait()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -10,18 +10,8 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
+from torch._C import _distributed_c10d as c10d  # pyright: ignore[reportPrivateUsage]
+from torch._C._distributed_c10d import AllreduceOptions
 
 from offbeat.runtime.backend._checks import (
     alike,
@@ -67,7 +57,7 @@ class OffbeatGroup(Core):
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         """Reduce several tensors of one dtype over all ranks, in place."""
-        opts, tensors = opts or AllreduceCoalescedOptions(), list(tensors)
+        opts, tensors = opts or c10d.AllreduceCoalescedOptions(), list(tensors)
         if not tensors or not alike(tensors):
             return self._stock.allreduce_coalesced(tensors, opts)
         act = partial(self._way.all_reduce_coalesced, tensors, operation_of(opts))
@@ -76,7 +66,7 @@ class OffbeatGroup(Core):
     @also_called(tensor="tensors")
     def broadcast(self, tensors: Any, opts: Any = None, root: int | None = None, timeout: Any = None) -> Any:
         """Copy the root's tensor to every rank, in place."""
-        tensors, opts = listed(tensors), options(BroadcastOptions, opts, None, timeout, root)
+        tensors, opts = listed(tensors), options(c10d.BroadcastOptions, opts, None, timeout, root)
         way, source = self._way, opts.rootRank
         if len(tensors) != 1 or opts.rootTensor or not self._fit.usual(source, tensors):
             return self._stock.broadcast(tensors, opts)
@@ -92,7 +82,7 @@ class OffbeatGroup(Core):
         self, tensors: Any, opts: Any = None, root: int | None = None, op: Any = None, timeout: Any = None
     ) -> Any:
         """Reduce one tensor over all ranks to the root, in place."""
-        tensors, opts = listed(tensors), options(ReduceOptions, opts, op, timeout, root)
+        tensors, opts = listed(tensors), options(c10d.ReduceOptions, opts, op, timeout, root)
         way, source, operation = self._way, opts.rootRank, operation_of(opts)
         if len(tensors) != 1 or opts.rootTensor or not self._fit.usual(source, tensors):
             return self._stock.reduce(tensors, opts)
@@ -107,39 +97,39 @@ class OffbeatGroup(Core):
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Gather all ranks' tensors in a list on every rank; sizes may differ."""
         output_tensors, input_tensors = in_lists(output_tensors, input_tensors)
-        opts = options(AllgatherOptions, opts, None, timeout)
+        opts = options(c10d.AllgatherOptions, opts, None, timeout)
         way = self._way
         if not self._fit.one_for_each(output_tensors, input_tensors, uneven=True):
             return self._stock.allgather(output_tensors, input_tensors, opts)
-        outputs, given = output_tensors[0], input_tensors[0]
+        outputs, tensor = output_tensors[0], input_tensors[0]
 
         def act() -> None:
             with in_place(outputs) as held:
-                way.all_gather(held, dense(given))
+                way.all_gather(held, dense(tensor))
 
         return self._do("all_gather", act, opts, input_tensors, outputs)
 
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Any:
         """Several all-gathers in one call; results are by rank, then by tensor."""
-        opts = opts or AllgatherOptions()
+        opts = opts or c10d.AllgatherOptions()
         way = self._way
         columns = list(zip(*output_lists, strict=False)) if len({len(row) for row in output_lists}) == 1 else []
         fits = len(columns) == len(input_list) and all(
-            self._fit.one_for_each([column], [given]) for column, given in zip(columns, input_list, strict=True)
+            self._fit.one_for_each([column], [tensor]) for column, tensor in zip(columns, input_list, strict=True)
         )
         if not fits or not input_list:
             return self._stock.allgather_coalesced(output_lists, input_list, opts)
 
         def act() -> None:
-            for column, given in zip(columns, input_list, strict=True):
+            for column, tensor in zip(columns, input_list, strict=True):
                 with in_place(column) as held:
-                    way.all_gather(held, dense(given))
+                    way.all_gather(held, dense(tensor))
 
         return self._do("all_gather", act, opts, input_list, output_lists)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002 - torch's name
         """Gather all ranks' tensors, concatenated, on every rank."""
-        opts = opts or AllgatherOptions()
+        opts = opts or c10d.AllgatherOptions()
         if not self._fit.times([output], [input]):
             return self._stock._allgather_base(output, input, opts)
         act = partial(_gather_rows, self._way, self._size, [output], [input])
@@ -148,7 +138,7 @@ class OffbeatGroup(Core):
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         self._fit.check_times(outputs, inputs)
         act = partial(_gather_rows, self._way, self._size, outputs, inputs)
-        return self._do("all_gather_into_tensor_coalesced", act, opts or AllgatherOptions(), inputs, outputs)
+        return self._do("all_gather_into_tensor_coalesced", act, opts or c10d.AllgatherOptions(), inputs, outputs)
 
     @also_called(input_tensor="input_tensors")
     def gather(
@@ -156,16 +146,16 @@ class OffbeatGroup(Core):
     ) -> Any:
         """Gather all ranks' tensors in a list at the root."""
         output_tensors, input_tensors = in_lists(output_tensors, input_tensors)
-        opts = options(GatherOptions, opts, None, timeout, root)
+        opts = options(c10d.GatherOptions, opts, None, timeout, root)
         way, source = self._way, opts.rootRank
         if not self._fit.at_root(source, output_tensors, input_tensors):
             return self._stock.gather(output_tensors, input_tensors, opts)
         outputs: Sequence[Tensor] = output_tensors[0] if self._rank == source else ()
-        given = input_tensors[0]
+        tensor = input_tensors[0]
 
         def act() -> None:
             with in_place(outputs) as held:
-                way.gather(held, dense(given), source)
+                way.gather(held, dense(tensor), source)
 
         return self._do("gather", act, opts, input_tensors, outputs)
 
@@ -175,15 +165,15 @@ class OffbeatGroup(Core):
     ) -> Any:
         """Send each rank one of the root's tensors."""
         input_tensors, output_tensors = in_lists(input_tensors, output_tensors)
-        opts = options(ScatterOptions, opts, None, timeout, root)
+        opts = options(c10d.ScatterOptions, opts, None, timeout, root)
         way, source = self._way, opts.rootRank
         if not self._fit.at_root(source, input_tensors, output_tensors):
             return self._stock.scatter(output_tensors, input_tensors, opts)
-        given: Sequence[Tensor] = input_tensors[0] if self._rank == source else ()
+        inputs: Sequence[Tensor] = input_tensors[0] if self._rank == source else ()
 
         def act() -> None:
             with in_place(output_tensors) as (held,):
-                way.scatter(held, [dense(tensor) for tensor in given], source)
+                way.scatter(held, [dense(tensor) for tensor in inputs], source)
 
         return self._do("scatter", act, opts, output_tensors, output_tensors)
 
@@ -193,7 +183,7 @@ class OffbeatGroup(Core):
     ) -> Any:
         """Give rank r the reduction of all ranks' tensor r."""
         input_tensors, output_tensors = in_lists(input_tensors, output_tensors)
-        opts = options(ReduceScatterOptions, opts, op, timeout)
+        opts = options(c10d.ReduceScatterOptions, opts, op, timeout)
         way = self._way
         if not self._fit.one_for_each(input_tensors, output_tensors, uneven=True):
             return self._stock.reduce_scatter(output_tensors, input_tensors, opts)
@@ -208,7 +198,7 @@ class OffbeatGroup(Core):
     @also_called(outputTensor="output", inputTensor="input")
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002 - torch's name
         """Give rank r the r-th part of the reduction of all ranks' tensor."""
-        opts = opts or ReduceScatterOptions()
+        opts = opts or c10d.ReduceScatterOptions()
         if not self._fit.times([input], [output]):
             return self._stock._reduce_scatter_base(output, input, opts)
         act = partial(_reduce_rows, self._way, self._size, [output], [input], operation_of(opts))
@@ -216,13 +206,13 @@ class OffbeatGroup(Core):
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         self._fit.check_times(inputs, outputs)
-        opts = opts or ReduceScatterOptions()
+        opts = opts or c10d.ReduceScatterOptions()
         act = partial(_reduce_rows, self._way, self._size, outputs, inputs, operation_of(opts))
         return self._do("reduce_scatter_tensor_coalesced", act, opts, inputs, outputs)
 
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
         """Make tensor t of rank s tensor s of rank t; sizes may differ."""
-        opts = opts or AllToAllOptions()
+        opts = opts or c10d.AllToAllOptions()
         way, size = self._way, self._size
         if not len(output_tensors) == len(input_tensors) == size or not alike([*output_tensors, *input_tensors]):
             return self._stock.alltoall(output_tensors, input_tensors, opts)
@@ -243,7 +233,7 @@ class OffbeatGroup(Core):
         opts: Any = None,
     ) -> Any:
         """The same with parts of one tensor, split along its first dimension."""
-        opts = opts or AllToAllOptions()
+        opts = opts or c10d.AllToAllOptions()
         way, size = self._way, self._size
         fits = cuts_well(output, output_splits, size) and cuts_well(input, input_splits, size)
         if not fits or not alike([output, input]):
@@ -251,13 +241,15 @@ class OffbeatGroup(Core):
 
         def act() -> None:
             with in_place([output]) as (held,):
-                given = cut(dense(input), input_splits, size)
-                way.all_to_all(cut(held, output_splits, size), given)
+                pieces = cut(dense(input), input_splits, size)
+                way.all_to_all(cut(held, output_splits, size), pieces)
 
         return self._do("all_to_all", act, opts, [input], [output])
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
-        return self._do("barrier", self._way.barrier, options(BarrierOptions, opts, None, timeout), _NOTHING, _NOTHING)
+        return self._do(
+            "barrier", self._way.barrier, options(c10d.BarrierOptions, opts, None, timeout), _NOTHING, _NOTHING
+        )
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -265,21 +257,19 @@ class OffbeatGroup(Core):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # -- point to point, and what else Gloo does ---------------------------------------------------------------------
-
     @also_called(dstRank="dst")
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
-        given = listed(tensors)
-        return self._messages.begin("send", given, dst, lambda gloo: gloo.send(given, dst, tag))
+        tensors = listed(tensors)
+        return self._messages.begin("send", tensors, dst, lambda gloo: gloo.send(tensors, dst, tag))
 
     @also_called(srcRank="src")
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
-        given = listed(tensors)
-        return self._messages.begin("recv", given, src, lambda gloo: gloo.recv(given, src, tag))
+        tensors = listed(tensors)
+        return self._messages.begin("recv", tensors, src, lambda gloo: gloo.recv(tensors, src, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        given = listed(tensors)
-        return self._messages.begin("recv", given, None, lambda gloo: gloo.recv_anysource(given, tag))
+        tensors = listed(tensors)
+        return self._messages.begin("recv", tensors, None, lambda gloo: gloo.recv_anysource(tensors, tag))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names the missing ranks at rank 0."""
@@ -287,12 +277,12 @@ class OffbeatGroup(Core):
 
 
 def _gather_rows(way: Any, size: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    for output, given in zip(outputs, inputs, strict=True):
+    for output, tensor in zip(outputs, inputs, strict=True):
         with in_place([output]) as (held,):
-            way.all_gather(rows(held, size), dense(given))
+            way.all_gather(rows(held, size), dense(tensor))
 
 
 def _reduce_rows(way: Any, size: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor], operation: Any) -> None:
-    for output, given in zip(outputs, inputs, strict=True):
+    for output, tensor in zip(outputs, inputs, strict=True):
         with in_place([output]) as (held,):
-            way.reduce_scatter(held, rows(dense(given), size), operation)
+            way.reduce_scatter(held, rows(dense(tensor), size), operation)

@@ -21,7 +21,6 @@ class RankHosts:
     of: tuple[int, ...]
     """The host of each rank; hosts are numbered in the order of their first ranks."""
     rank: int
-    """This rank."""
 
     @property
     def neighbours(self) -> tuple[int, ...]:
@@ -30,12 +29,10 @@ class RankHosts:
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """The first rank of each host."""
         return tuple(self.of.index(host) for host in range(self.count))
 
     @property
     def count(self) -> int:
-        """Number of hosts."""
         return max(self.of) + 1
 
 

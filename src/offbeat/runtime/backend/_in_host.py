@@ -64,7 +64,7 @@ class SharedTensors:
 
 
 class HostCollectives:
-    """The collectives of one arena; every rank calls them in the same order, one at a time."""
+    """The collectives of `OffbeatGroup` in one arena; every rank calls them in the same order, one at a time."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena, self.runner = arena, Runner(arena)
@@ -82,8 +82,6 @@ class HostCollectives:
             blocks = 1 if collective is Collective.BROADCAST or _in_one_block(collective, name) else self.arena.size
             program = self._programs[key] = compile_one_sided(schedule, self._view, self.arena.rank, blocks, root)
         return program
-
-    # -- all-reduce --------------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensors: Sequence[Tensor], operation: Any) -> None:
         """Reduce tensors of one dtype in place, by the algorithm for their size."""
@@ -193,13 +191,10 @@ class HostCollectives:
         self.runner.plans.clear()
         return self._shared.add(count, dtype)
 
-    # -- the others --------------------------------------------------------------------------------------------------
-
     def barrier(self) -> None:
         self.runner.meet(mark("barrier"))
 
     def broadcast(self, tensor: Tensor, root: int, algorithm: str = "one_shot") -> None:
-        """Copy the root's tensor to every rank, in place."""
         row = as_bytes(tensor)
         number = mark("broadcast", tensor.dtype, tensor.numel(), root=root)
         width = self._engine.width(1, 1)
@@ -211,7 +206,6 @@ class HostCollectives:
         self.runner.run(("broadcast", algorithm, root, row.size), number, Ways(), [address_of(row)], work)
 
     def reduce(self, tensor: Tensor, operation: Any, root: int, algorithm: str = "two_shot") -> None:
-        """Reduce at the root, in place; the other ranks keep their tensor."""
         row = as_words(tensor)
         result = row if self.arena.rank == root else np.empty_like(row)
         stages = self._program(Collective.REDUCE, algorithm, root)
@@ -227,31 +221,28 @@ class HostCollectives:
 
         self.runner.run(key, number, ways, [address_of(row) for row in rows], work)
 
-    def all_gather(self, outputs: Sequence[Tensor], given: Tensor) -> None:
-        """All ranks' tensors, whose sizes may differ, on every rank."""
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
         rows = [as_bytes(output) for output in outputs]
-        me, mine = self.arena.rank, as_bytes(given)
+        me, mine = self.arena.rank, as_bytes(tensor)
         _same_size(rows[me], mine, f"output {me} of all_gather")
         np.copyto(rows[me], mine)
-        number = mark("all_gather", given.dtype, sum(output.numel() for output in outputs))
+        number = mark("all_gather", tensor.dtype, sum(output.numel() for output in outputs))
         bring = _only(len(rows), me, mine)
         self._move(Collective.ALL_GATHER, bring, rows, max(row.size for row in rows), number)
 
-    def gather(self, outputs: Sequence[Tensor], given: Tensor, root: int) -> None:
-        """All ranks' tensors, at the root."""
-        size, me, mine = self.arena.size, self.arena.rank, as_bytes(given)
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
+        size, me, mine = self.arena.size, self.arena.rank, as_bytes(tensor)
         rows: list[Any] = [as_bytes(output) for output in outputs] if me == root else [None] * size
         if me == root:
             for rank, row in enumerate(rows):
                 _same_size(row, mine, f"output {rank} of gather")
             np.copyto(rows[me], mine)
-        number = mark("gather", given.dtype, given.numel(), root=root)
+        number = mark("gather", tensor.dtype, tensor.numel(), root=root)
         self._move(Collective.GATHER, _only(size, me, mine), rows, mine.size, number, root)
 
-    def scatter(self, output: Tensor, given: Sequence[Tensor], root: int) -> None:
-        """One of the root's tensors for each rank."""
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> None:
         size, me, mine = self.arena.size, self.arena.rank, as_bytes(output)
-        rows: list[Any] = [as_bytes(tensor) for tensor in given] if me == root else [None] * size
+        rows: list[Any] = [as_bytes(tensor) for tensor in inputs] if me == root else [None] * size
         if me == root:
             for rank, row in enumerate(rows):
                 _same_size(row, mine, f"input {rank} of scatter")
@@ -260,7 +251,6 @@ class HostCollectives:
         self._move(Collective.SCATTER, rows, _only(size, me, mine), mine.size, number, root)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Tensor t of rank s becomes tensor s of rank t; sizes may differ."""
         bring, rows = [as_bytes(tensor) for tensor in inputs], [as_bytes(tensor) for tensor in outputs]
         me = self.arena.rank
         _same_size(rows[me], bring[me], f"output {me} of all_to_all")
@@ -276,7 +266,6 @@ class HostCollectives:
         self._move(Collective.ALL_TO_ALL, bring, rows, longest, mark("all_to_all", None, longest))
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], operation: Any) -> None:
-        """For rank r, the reduction of all ranks' tensor r."""
         rows, me = [as_words(tensor) for tensor in inputs], self.arena.rank
         mine = as_words(output)
         _same_size(mine, rows[me], "the output of reduce_scatter")
@@ -300,7 +289,7 @@ class HostCollectives:
         size = self.arena.size
         small = longest * words.itemsize * size <= SMALL
         width = self._engine.width(size, words.itemsize, small)
-        given = [row for row in (*bring, *rows) if row is not None]
+        operands = [row for row in (*bring, *rows) if row is not None]
         sizes = tuple(None if row is None else row.size for row in (*bring, *rows))
         key = (collective, root, words, ways.plain, longest, sizes)
         stages = self._program(collective, "one_shot", root)
@@ -308,9 +297,9 @@ class HostCollectives:
         def work() -> PreparedCollective:
             starts = range(0, longest, width)
             pieces = [(_windows(bring, start, width), _windows(rows, start, width)) for start in starts]
-            return PreparedCollective(stages, pieces, given, width, words)
+            return PreparedCollective(stages, pieces, operands, width, words)
 
-        self.runner.run(key, number, ways, [address_of(row) for row in given], work)
+        self.runner.run(key, number, ways, [address_of(row) for row in operands], work)
 
 
 def _in_one_block(collective: Collective, algorithm: str) -> bool:
@@ -319,7 +308,6 @@ def _in_one_block(collective: Collective, algorithm: str) -> bool:
 
 
 def as_bytes(tensor: Tensor) -> Array:
-    """A contiguous tensor as bytes, without a copy."""
     return as_words(tensor).view(np.uint8)
 
 
@@ -335,8 +323,8 @@ def _pieces(row: Array, result: Array, width: int, size: int) -> list[Piece]:
     for start in range(0, row.size, width * size):
         stop = min(start + width * size, row.size)
         cuts = even_blocks(stop - start, size)
-        given = [row[start + low : start + high] for low, high in cuts]
-        pieces.append((given, given if result is row else [result[start + low : start + high] for low, high in cuts]))
+        inputs = [row[start + low : start + high] for low, high in cuts]
+        pieces.append((inputs, inputs if result is row else [result[start + low : start + high] for low, high in cuts]))
     return pieces
 
 

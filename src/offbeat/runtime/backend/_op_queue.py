@@ -21,33 +21,6 @@ may_be_waited_for_by_tensor = _c10d._allow_inflight_collective_as_graph_input  #
 _Future = torch.futures.Future[list[Tensor]]
 
 
-class Finished(dist._Work):  # pyright: ignore[reportPrivateUsage]
-    """The work of an operation that was done before the call returned; a failure would have been raised there."""
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        del timeout
-        return True
-
-    def synchronize(self) -> None: ...
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def exception(self) -> Any:
-        return None
-
-    def result(self) -> list[Tensor]:
-        return []
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        future = _Future()
-        future.set_result([])
-        return future
-
-
 class QueuedOp(dist._Work):  # pyright: ignore[reportPrivateUsage]
     """The work of an operation in the queue."""
 
@@ -133,6 +106,23 @@ class QueuedOp(dist._Work):  # pyright: ignore[reportPrivateUsage]
             future.set_result(self._tensors)
 
 
+class Finished(QueuedOp):
+    """The work of an operation that was done before the call returned; a failure would have been raised there."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self.end(None)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        del timeout
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        future = _Future()
+        future.set_result([])
+        return future
+
+
 class OpQueue:
     """One group's operations, one at a time."""
 
@@ -150,7 +140,6 @@ class OpQueue:
         return not self.queue and not self._closed and self.lock.acquire(False)
 
     def leave(self) -> None:
-        """Release the turn."""
         self.lock.release()
 
     def wait_for_turn(self) -> None:
@@ -160,7 +149,6 @@ class OpQueue:
         self.lock.acquire()
 
     def put(self, act: Callable[[], None], tensors: Sequence[Any]) -> QueuedOp:
-        """Append an operation."""
         if self._closed:
             raise CollectiveError("this group has been destroyed: nothing more can be done with it")
         pending = QueuedOp(tensors)

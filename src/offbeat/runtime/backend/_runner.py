@@ -40,7 +40,6 @@ class InterpretedAllReduce:
     order: Sequence[int]
     ways: Ways
     address: int = 0
-    """Address of the latest row."""
     row: Any = None
 
 
@@ -103,7 +102,6 @@ class Runner:
         return True
 
     def finish(self, turns: Turns, code: int) -> None:
-        """Finish an operation that a rank is late for."""
         executor: Any = self._native
         executor.finish(turns, code, partial(mismatch, self.arena))
 

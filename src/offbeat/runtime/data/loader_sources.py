@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice, pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -124,10 +124,10 @@ class Indexed(BatchSource):
     def _like_it(self) -> DataLoader[Any]:
         """The user's loader, with indices from here."""
         changes = {"batch_sampler": self._following, "generator": self._bases.drawn}
-        given = self._loader
+        loader = self._loader
         if self.native or not self._elsewhere:
-            return _like(given, given.dataset, worker_init_fn=given.worker_init_fn, **changes)
-        return _like(given, _Seeded(given.dataset), **changes)
+            return _like(loader, loader.dataset, worker_init_fn=loader.worker_init_fn, **changes)
+        return _like(loader, _Seeded(loader.dataset), **changes)
 
     def _skewed(self, loader: DataLoader[Any], parts: Parts) -> list[Indices] | None:
         if parts.alpha is None or self._place.size == 1:
@@ -222,13 +222,9 @@ class Indexed(BatchSource):
 
 def _with_last(pieces: Iterator[tuple[list[Any], int, int]]) -> Iterator[tuple[list[Any], Batch]]:
     """Indices and batches, one batch ahead to mark the last."""
-    waiting: tuple[list[Any], int, int] | None = None
-    for piece in pieces:
-        if waiting is not None:
-            yield waiting[0], Batch(None, waiting[1], waiting[2])
-        waiting = piece
-    if waiting is not None:
-        yield waiting[0], Batch(None, waiting[1], waiting[2], last=True)
+    for piece, following in pairwise(chain(pieces, [None])):
+        indices, examples, total = cast("tuple[list[Any], int, int]", piece)
+        yield indices, Batch(None, examples, total, last=following is None)
 
 
 def _merged(batches: Iterator[list[Any]], count: int) -> Iterator[list[Any]]:
@@ -355,9 +351,9 @@ class _Bases:
         if self._loader.persistent_workers and (self._begun or epoch > 1):
             return
         self._begun = True
-        given = self._loader.generator
-        self.drawn.set_state(torch.get_rng_state() if given is None else given.get_state())
-        torch.empty((), dtype=torch.int64).random_(generator=given)
+        generator = self._loader.generator
+        self.drawn.set_state(torch.get_rng_state() if generator is None else generator.get_state())
+        torch.empty((), dtype=torch.int64).random_(generator=generator)
 
 
 class _Following:
@@ -439,17 +435,9 @@ def _as_it_is(item: Any) -> Any:
 
 def _like(loader: DataLoader[Any], dataset: Any, **changed: Any) -> DataLoader[Any]:
     """A DataLoader with the settings of another one."""
-    settings: dict[str, Any] = {
-        "num_workers": loader.num_workers,
-        "collate_fn": loader.collate_fn,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": partial(_begin, loader.worker_init_fn) if loader.num_workers else None,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-        "in_order": loader.in_order,
-    }
+    kept = ("num_workers", "collate_fn", "pin_memory", "timeout", "multiprocessing_context", "prefetch_factor")
+    settings: dict[str, Any] = {name: getattr(loader, name) for name in (*kept, "persistent_workers", "in_order")}
+    settings["worker_init_fn"] = partial(_begin, loader.worker_init_fn) if loader.num_workers else None
     return DataLoader(dataset, **(settings | changed))
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, cast
 
 import torch
@@ -38,11 +39,9 @@ class Feed(Protocol):
 
     def asked(self, loader: Loader) -> bool:
         """The loop requests its next training batch, all before it are done; False ends the epoch here."""
-        ...
 
     def evaluates(self, loader: Loader) -> bool:
         """Whether a pass that begins now is an evaluation, though gradients are on."""
-        ...
 
     def given(self, batch: Batch, training: bool) -> None:
         """A batch is about to be handed to the loop."""
@@ -55,18 +54,15 @@ class Feed(Protocol):
 
     def anyone(self, has: bool) -> bool:
         """Whether any worker still has data."""
-        ...
 
     def passed_over(self) -> int:
         """Batches whose steps the others made without this worker since the last call: it skips them."""
-        ...
 
     def skipped(self, batch: Batch) -> None:
         """A batch is skipped, as its step was made without this worker."""
 
     def agreed(self, state: State, seed: int) -> tuple[State, bool]:
         """The random state to draw an epoch from, and whether this worker's own continues from there."""
-        ...
 
     def ended(self) -> None:
         """The loop has left its training data, at the end or before it."""
@@ -266,20 +262,20 @@ def _source_for(loader: Iterable[Any], place: Share, parts: Parts, split: bool) 
     if not split or _already_divided(loader, place):
         return sources.Whole(loader)
     usual = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
-    given = cast("DataLoader[Any]", loader)
-    streams = usual and isinstance(given.dataset, IterableDataset)
-    indexed = usual and not streams and given.batch_sampler is not None
+    typed = cast("DataLoader[Any]", loader)
+    streams = usual and isinstance(typed.dataset, IterableDataset)
+    indexed = usual and not streams and typed.batch_sampler is not None
     if place.merge > 1 and not indexed:
         raise DataError(
             f"weak scaling makes one batch of {place.merge}, but a {type(loader).__name__} that is not a DataLoader "
             f"over a map-style dataset returns finished ones. Measure strong scaling, or use such a DataLoader."
         )
     if indexed:
-        return sources.Indexed(given, place, parts)
+        return sources.Indexed(typed, place, parts)
     if streams and parts.alpha is not None:
         raise DataError("dirichlet(alpha) needs to know all labels beforehand, which a stream does not. Use iid parts.")
-    if streams and given.batch_size is not None and place.size > 1:
-        return sources.Streamed(given, place)
+    if streams and typed.batch_size is not None and place.size > 1:
+        return sources.Streamed(typed, place)
     return sources.SlicedBatches(loader, place)
 
 
@@ -297,7 +293,6 @@ def generators_of(loader: Any) -> list[torch.Generator]:
 
 
 def _length(loader: Any) -> str:
-    try:
+    with suppress(TypeError, AttributeError):
         return f"{len(loader.dataset)} examples"
-    except (TypeError, AttributeError):
-        return "unknown size"
+    return "unknown size"

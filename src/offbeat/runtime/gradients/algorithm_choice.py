@@ -10,7 +10,8 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -77,8 +78,6 @@ class Sums:
                 scratch = self._scratch[tensor.dtype] = torch.empty(program.scratch, dtype=tensor.dtype)
             run(program, tensor.view(-1), group.messages, scratch=scratch)
 
-    # -- choosing ----------------------------------------------------------------------------------------------------
-
     def candidates(self) -> tuple[str, ...]:
         """Algorithms worth trying on this group."""
         several = self._group.hosts.count > 1
@@ -98,22 +97,17 @@ class Sums:
         return str(choice["chosen"])
 
     def _measured(self, tensor: Tensor) -> dict[str, Any]:
-        names = self.candidates()
-        trial = torch.zeros_like(tensor)
-        times = torch.tensor([self._time(lambda name=name: self._sum_by(name, trial)) for name in names])
-        slowest = times.to(torch.float64)
+        names, trial, medians = self.candidates(), torch.zeros_like(tensor), list[float]()
+        for name in names:
+            times = [time.perf_counter()]
+            for _ in range(1 + _TRIALS):  # The first warms up.
+                self._sum_by(name, trial)
+                times.append(time.perf_counter())
+            medians.append(statistics.median(stop - start for start, stop in pairwise(times[1:])))
+        slowest = torch.tensor(medians, dtype=torch.float64)
         self._group.sum_now(slowest, operation=torch.distributed.ReduceOp.MAX)
         seconds = dict(zip(names, slowest.tolist(), strict=True))
         return {"chosen": min(seconds, key=seconds.__getitem__), "seconds": seconds}
-
-    def _time(self, act: Callable[[], None]) -> float:
-        act()
-        taken: list[float] = []
-        for _ in range(_TRIALS):
-            start = time.perf_counter()
-            act()
-            taken.append(time.perf_counter() - start)
-        return statistics.median(taken)
 
 
 class Stored:

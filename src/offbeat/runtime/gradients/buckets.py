@@ -59,14 +59,12 @@ class BackwardExchange:
 
     def __init__(self, parameters: Iterable[Parameter], group: Group, stopwatch: Stopwatch) -> None:
         self.parameters = [p for p in parameters if p.is_floating_point() or p.is_complex()]
-        """The parameters whose gradients are exchanged."""
         self.suspended = False
         self.exchanges: tuple[Exchanged, ...] = ()
         """The workers' exchanges in the last pass."""
         self.afterwards: list[Callable[[], None]] = []
         """Called when the gradients of a backward pass have been handed back."""
         self.running = False
-        """Whether a backward pass is running."""
         self._stopwatch, self._header = stopwatch, Header(group, stopwatch, 0)
         self._handles: list[RemovableHandle] = []
 
@@ -90,15 +88,9 @@ class GradientBuckets(BackwardExchange):
         self.order: list[int] | None = None
         """The order in which gradients became ready on worker 0 in the first pass."""
         self._group, self._capacity = group, capacity
-        self._scale = 1.0 / group.size
         self._seen: list[int] = []
         self._handles = [hook(p, self._ready) for p in self._all]
         self._enlist([])
-
-    def weigh(self, examples: float, total: float | None) -> None:
-        """The coming passes are over `examples` examples here and `total` over all workers (None: unknown)."""
-        self._header.weigh(examples, total)
-        self._scale = self._header.examples / (self._header.total or 1.0)
 
     def adopt_order(self, order: Sequence[int]) -> None:
         """Rebuild the buckets in this order of readiness."""
@@ -170,6 +162,7 @@ class GradientBuckets(BackwardExchange):
         if self.running or self.suspended:
             return
         self.running = True
+        self._scale = self._header.examples / (self._header.total or 1.0)
         Variable._execution_engine.queue_callback(self._finish)  # pyright: ignore[reportPrivateUsage]
         unfrozen = [p for p in self._frozen if p.requires_grad] if self._frozen else None
         if unfrozen:

@@ -30,7 +30,6 @@ class Header:
         self._group, self._stopwatch = group, stopwatch
         self._size = group.size
         self.length = 1 + 2 * group.size + parameters
-        """Count of numbers in it."""
         self.examples, self.total = 1.0, float(group.size)
         """Examples of the coming passes here, and over all workers (0: unknown)."""
         self.batch = 0

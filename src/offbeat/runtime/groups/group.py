@@ -190,7 +190,6 @@ class DirectGroup(Group):
         self.view = View.of(self.size)
         """The workers in schedules, and the host of each as far as it is known."""
         self.waits = Waits(self.rank, self.size, timeout, self._connection)
-        """This worker's waits for the others, in this lane."""
         if self._connection is not None:
             self.process_group, self.view = self._connection.first, self._connection.view
             self.presence = self.waits.presence

@@ -68,8 +68,6 @@ class Presence:
         self._thread = threading.Thread(target=self._watch, name="offbeat presence", daemon=True)
         self._thread.start()
 
-    # -- reporting ---------------------------------------------------------------------------------------------------
-
     def _report(self, state: str, wait: Any = None, what: str = "") -> None:
         with self._lock:
             last = self._reported
@@ -88,8 +86,6 @@ class Presence:
         members = self.members()
         reports = self._store.multi_get(self._keys)
         return {rank: msgspec.json.decode(raw, type=Attendance) for rank, raw in enumerate(reports) if rank in members}
-
-    # -- waits that cannot end ---------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         pause = LOOK * max(1.0, self._size / CROWD)
@@ -121,8 +117,6 @@ class Presence:
         self.break_off(self.verdict)
         if not self._over.wait(BREAK) and self.waiting is wait:
             self.give_up(self.verdict)
-
-    # -- the end -----------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
         """Report that this worker has done its last step, until it is closed."""

@@ -64,7 +64,6 @@ class Board:
         if self._ticket + _NUMBERS > len(words):
             raise SegmentError(f"{size} ranks on one host do not fit on a board")
         self.address = segment.address
-        """Its address in this process."""
         self.cores = self.address + 8 * cores
         """Address of the core of each rank, counted from 1."""
         self.counts: NDArray[np.int64] = np.zeros(3, np.int64)
@@ -185,11 +184,9 @@ class Arena:
         self._late_since: float | None = None
         self._kept = [[semaphore_at(segment, place - segment.address) for place in side] for side in self.signals]
         self.posts: tuple[Callable[[], None], ...] = tuple(semaphore.release for semaphore in self._kept[0])
-        """Signal each of the others."""
         self.takes: tuple[tuple[Callable[..., bool], int], ...] = tuple(
             (semaphore.acquire, peer) for semaphore, peer in zip(self._kept[1], self.others, strict=True)
         )
-        """Take a signal from each of the others."""
 
     @staticmethod
     def bytes_for(size: int) -> int:
@@ -209,8 +206,6 @@ class Arena:
         begin, size, me = self._segment.address + BOARD, self.size, self.rank
         sent = [begin + (me * size + peer) * SIGNAL_BYTES for peer in self.others]
         return sent, [begin + (peer * size + me) * SIGNAL_BYTES for peer in self.others]
-
-    # -- waiting -----------------------------------------------------------------------------------------------------
 
     def post(self) -> None:
         """Signal all others that this rank's slot of this stage is written."""
@@ -270,8 +265,6 @@ class Arena:
     def fail(self) -> None:
         """Tell the others that no more signals will come from this rank."""
         self.board.status = FAILED
-
-    # -- memory ------------------------------------------------------------------------------------------------------
 
     def share_segment(self, size: int) -> Segment:
         """A further segment for all ranks of the arena, created by the first; all call this together."""

@@ -107,7 +107,7 @@ class Engine:
         here_again = results_stay(stages)
         for iteration in range(len(pieces) + last):
             for phase in range(max(0, iteration - len(pieces) + 1), min(iteration, last) + 1):
-                given, result = pieces[iteration - phase]
+                inputs, result = pieces[iteration - phase]
                 turn = (first + iteration - phase) % turns
                 mine = slots[phase][turn][rank] if phase < last else None
                 if phase:
@@ -119,11 +119,11 @@ class Engine:
                         here = slots[phase - 1][turn]
                     following = None if here_again else mine
                     stay = here_again and phase == 1
-                    yield from self._consume(stages[phase - 1], here, given, result, width, ways, following, stay)
+                    yield from self._consume(stages[phase - 1], here, inputs, result, width, ways, following, stay)
                 elif mine is not None:
                     put = ways.weigh or np.copyto
                     for block in stages[0].publish:
-                        yield put, (_part(mine, block, width, given[block]), given[block])
+                        yield put, (_part(mine, block, width, inputs[block]), inputs[block])
                 if mine is not None:
                     yield self._arena.post, ()
 
@@ -131,7 +131,7 @@ class Engine:
         self,
         stage: ProgramStage,
         slots: Sequence[Array],
-        given: Blocks,
+        inputs: Blocks,
         result: Blocks,
         width: int,
         ways: Ways,
@@ -153,13 +153,13 @@ class Engine:
                 # This rank's row is not in its slot, which no rank reads: the slot is scratch for the row or the sum.
                 position = ranks.index(me)
                 if ways.blend is not None and len(ranks) == 2:
-                    yield ways.blend, (rows[1 - position], given[block], target)
+                    yield ways.blend, (rows[1 - position], inputs[block], target)
                     rows = []
                 elif ways.weigh is not None:
-                    yield ways.weigh, (rows[position], given[block])
+                    yield ways.weigh, (rows[position], inputs[block])
                 else:
                     scratch = target if stay or position <= 1 else rows[position]
-                    rows[position] = given[block]
+                    rows[position] = inputs[block]
             if rows:
                 yield from reductions(rows, scratch, ways)
             if scratch is not out:

@@ -57,22 +57,14 @@ _WORDS: dict[torch.dtype, Any] = {torch.bool: np.bool_} | {
 }
 
 
-# NumPy warns if these two get their output by position.
-def _least(a: Array, b: Array, out: Array) -> None:
-    np.minimum(a, b, out=out)
-
-
-def _greatest(a: Array, b: Array, out: Array) -> None:
-    np.maximum(a, b, out=out)
-
-
 _BY_SIZE = {1: np.uint8, 2: np.uint16, 4: np.int32}
 _UFUNCS: dict[Any, tuple[Any, Callable[..., Tensor]]] = {
     ReduceOp.SUM: (np.add, torch.add),
     ReduceOp.AVG: (np.add, torch.add),
     ReduceOp.PRODUCT: (np.multiply, torch.mul),
-    ReduceOp.MIN: (_least, torch.minimum),
-    ReduceOp.MAX: (_greatest, torch.maximum),
+    # NumPy warns if these two get their output by position.
+    ReduceOp.MIN: (lambda a, b, out: np.minimum(a, b, out=out), torch.minimum),
+    ReduceOp.MAX: (lambda a, b, out: np.maximum(a, b, out=out), torch.maximum),
     ReduceOp.BAND: (np.bitwise_and, torch.bitwise_and),
     ReduceOp.BOR: (np.bitwise_or, torch.bitwise_or),
     ReduceOp.BXOR: (np.bitwise_xor, torch.bitwise_xor),
@@ -97,14 +89,10 @@ def words_of(dtype: torch.dtype) -> Any:
 def as_words(tensor: Tensor) -> Array:
     """A contiguous tensor as a flat array, without a copy; the caller keeps the tensor alive."""
     # Not by `numpy()`: the tensor's storage could not be resized afterwards, which some libraries do (FSDP).
-    return row_at(tensor.data_ptr(), tensor.numel(), words_of(tensor.dtype))
-
-
-def row_at(address: int, count: int, words: Any) -> Array:
-    """A flat array at an address; the caller keeps the memory alive."""
+    count, words = tensor.numel(), words_of(tensor.dtype)
     if not count:
         return np.empty(0, words)
-    raw: Any = (ctypes.c_char * (count * np.dtype(words).itemsize)).from_address(address)
+    raw: Any = (ctypes.c_char * (count * np.dtype(words).itemsize)).from_address(tensor.data_ptr())
     return np.frombuffer(raw, dtype=words)
 
 
@@ -158,11 +146,6 @@ def weigher(dtype: torch.dtype, weight: float) -> Callable[[Array, Array], Any]:
     return lambda out, row: torch.mul(torch.from_numpy(row).view(dtype), weight, out=torch.from_numpy(out).view(dtype))
 
 
-def _blended(dtype: torch.dtype, weight: float, row: Array, own: Array, out: Array) -> None:
-    other, mine, target = (torch.from_numpy(words).view(dtype) for words in (row, own, out))
-    torch.add(other, mine, alpha=weight, out=target)
-
-
 def _plain(operation: Any, dtype: torch.dtype, size: int, weight: float | None) -> SumSpec | None:
     if operation == ReduceOp.AVG or weight is not None:
         if dtype not in (torch.float32, torch.float64) or operation not in (ReduceOp.AVG, ReduceOp.SUM):
@@ -179,6 +162,8 @@ def ways_of(operation: Any, dtype: torch.dtype, size: int, weight: float | None 
         combiner(operation, dtype),
         averager(dtype, size) if average else None,
         None if weight is None else weigher(dtype, weight),
-        None if weight is None or operation != ReduceOp.SUM else partial(_blended, dtype, weight),
+        None
+        if weight is None or operation != ReduceOp.SUM
+        else partial(_by_torch, partial(torch.add, alpha=weight), dtype),
         _plain(operation, dtype, size, weight),
     )

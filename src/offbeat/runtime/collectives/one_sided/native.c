@@ -1,8 +1,8 @@
-/* Executes what was compiled from a one-sided schedule: copies, sums and signals, without the interpreter in between.
+/* Runs compiled one-sided schedules: copies, sums and signals, without the interpreter in between.
  *
- * Everything here can be done by engine.py as well, more slowly; native.py says when this is used. It knows nothing of
- * schedules: it is given steps, one after the other, and returns early when somebody is late, so that the caller can
- * see whether that one is still alive, and go on.
+ * Everything here can be done by interpret.py as well, more slowly; native.py says when this is used. It knows nothing
+ * of schedules: it runs a list of steps, and returns early when a rank is late, so that the caller can check whether
+ * that rank is still alive, and continue.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -14,7 +14,7 @@
 
 #define VERSION 5
 
-/* x86 has several widths of vectors; the widest that is there is chosen when the library is loaded. */
+/* x86 has several vector widths; the widest available one is chosen when the library is loaded. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #define WIDE __attribute__((target_clones("default", "avx2", "avx512f")))
 #else
@@ -25,13 +25,13 @@ enum { POST, TAKE, COPY, ADD, SCALE, BLEND, DIVIDE, SPREAD };
 enum { FLOAT32, FLOAT64, INT32, INT64 };
 enum { DONE, LATE, DIFFERENT, UNKNOWN };
 
-/* A place is the number of a base in its upper 16 bits, and an offset in bytes in the others. */
+/* A place has the number of a base in its upper 16 bits, and an offset in bytes in the others. */
 typedef struct {
     int64_t op, kind, out, a, b, count;
     double divisor;
 } step_t;
 
-/* What one rank has of its arena: the board, signals to and from each of the others, and how it waits. */
+/* One rank's view of its arena: the board, signals to and from each of the others, and how it waits. */
 typedef struct {
     int64_t rank, ranks;
     int64_t *counts; /* operations, single stages, and slots of the ring so far */
@@ -39,11 +39,11 @@ typedef struct {
     sem_t **posts, **takes;
     int64_t tries, yields, starved, fewest_naps, most_naps, slice;
     int64_t sleepy, naps;
-    volatile int64_t *cores; /* on which each rank was last seen, counted from 1; 0: not seen yet */
-    int64_t settled;         /* when this rank has last looked for a freer one */
+    volatile int64_t *cores; /* of each rank, as last seen, counted from 1; 0: not seen yet */
+    int64_t settled;         /* when this rank last looked for a less loaded one */
 } arena_t;
 
-/* An operation, and how far it has come: the next step, and how many of the others were heard in it. */
+/* An operation and its progress: the next step, and how many of the others have signalled in it. */
 typedef struct {
     arena_t *arena;
     const step_t *steps;
@@ -55,7 +55,7 @@ typedef struct {
     volatile int64_t *marks;
 } task_t;
 
-/* An operation, as it is done from each of the slots with which it may begin; the arena's counter says which it is. */
+/* An operation for each of the slots at which it may start; the arena's counter says which is next. */
 typedef struct {
     arena_t *arena;
     int64_t counter, turns, advance, turn;
@@ -78,14 +78,14 @@ static inline void rest(void) {
 #endif
 }
 
-/* Tell the others on which core this rank is. */
+/* Publish the core that this rank is on. */
 static void appear(arena_t *arena) {
     int64_t core = sched_getcpu() + 1;
     if (arena->cores[arena->rank] != core) arena->cores[arena->rank] = core;
 }
 
-/* Go to another core if that has two ranks fewer than this one. Ranks that wait look busy to the system, which would
- * leave three of four on one of two cores. Of the ranks on a core the last one goes; where it may run stays as it was. */
+/* Move to another core if that has two ranks fewer than this one. Waiting ranks look busy to the scheduler, which would
+ * leave three of four on one of two cores. Of the ranks on a core the last one moves; its affinity stays as it was. */
 static void settle(arena_t *arena, int64_t moment) {
     enum { OFTEN = 1000000 }; /* nanoseconds */
     cpu_set_t allowed, there;
@@ -111,7 +111,7 @@ static void settle(arena_t *arena, int64_t moment) {
     sched_setaffinity(0, sizeof allowed, &allowed);
 }
 
-/* Whether a signal came while others were let run a few times. */
+/* Whether a signal arrived within a few yields. */
 static int came_soon(arena_t *arena, sem_t *signal) {
     if (arena->sleepy) {
         arena->sleepy--;
@@ -168,7 +168,7 @@ static int came(arena_t *arena, sem_t *signal) {
 
 SUM(float, f32)
 SUM(double, f64)
-/* Whole numbers wrap around when they are too large, which C promises of unsigned ones only. */
+/* Integers wrap around on overflow, which C guarantees for unsigned ones only. */
 SUM(uint32_t, i32)
 SUM(uint64_t, i64)
 WEIGHTED(float, f32)
@@ -208,9 +208,9 @@ static void divide(int64_t kind, void *out, double by, int64_t n) {
     else divide_f64(out, by, n);
 }
 
-/* Rows of as many ranks as there are bases from `first` on are summed in their order, and all get the sum. */
+/* Rows of several ranks, one per base, are summed in order, and all get the sum. */
 static void spread(const step_t *step, char **bases) {
-    enum { PIECE = 1024 }; /* Many libraries copy longer pieces by an instruction that is slow to begin. */
+    enum { PIECE = 1024 }; /* Many libraries copy longer pieces by an instruction that is slow to start. */
     char sum[PIECE] __attribute__((aligned(64)));
     int64_t width = SIZES[step->kind], ranks = step->b, bytes = step->count * width;
     char **rows = bases + step->a;
@@ -234,7 +234,7 @@ static int all_came(arena_t *arena, task_t *task) {
     return 1;
 }
 
-/* All ranks must have come with the same operation. */
+/* Whether all ranks came with the same operation. */
 static int alike(task_t *task) {
     task->checked = 1;
     for (int64_t rank = 0; rank < task->arena->ranks; rank++)
@@ -242,7 +242,7 @@ static int alike(task_t *task) {
     return 1;
 }
 
-/* Do the steps that are left. LATE: the other of number `task->taken` has not signalled; call again to go on. */
+/* Run the remaining steps. LATE: the peer of number `task->taken` has not signalled; call again to continue. */
 int64_t offbeat_go_on(task_t *task) {
 #define PLACE(x) (bases[(x) >> 48] + ((x) & 0xffffffffffffLL))
     char **bases = task->bases;
@@ -269,8 +269,8 @@ int64_t offbeat_go_on(task_t *task) {
     return DONE;
 }
 
-/* Begin the arena's next operation, with the first of its bases there. UNKNOWN: it was not compiled for the slot whose
- * turn it is, and nothing is done. */
+/* Start the arena's next operation, with its first base at `first`. UNKNOWN: it was not compiled for the next slot, and
+ * nothing is done. */
 int64_t offbeat_start(turns_t *turns, char *first) {
     arena_t *arena = turns->arena;
     int64_t *count = arena->counts + turns->counter;

@@ -236,22 +236,17 @@ def _off_heap(steps: Sequence[tuple[Any, ...]]) -> Steps:
 
 
 def _step(act: Any, where: Sequence[int | None], row: Array, kind: int, ways: Ways) -> tuple[Any, ...] | None:
-    if None in where:
-        return None
     plain = ways.plain
+    if None in where or (plain is None and act is not np.copyto):
+        return None
     if act is np.copyto:
         return (_COPY, 0, where[0], where[1], 0, row.nbytes, 0.0)
-    if plain is None:
-        return None
-    if act is ways.combine:
-        return (_ADD, kind, where[2], where[0], where[1], row.size, 0.0)
     if act is ways.finish:
-        return (_DIVIDE, kind, where[0], 0, 0, row.size, float(plain.divisor))
+        return (_DIVIDE, kind, where[0], 0, 0, row.size, float(0 if plain is None else plain.divisor))
     if act is ways.weigh:
         return (_SCALE, kind, where[0], where[1], 0, row.size, 0.0)
-    if act is ways.blend:
-        return (_BLEND, kind, where[2], where[0], where[1], row.size, 0.0)
-    return None
+    op = _ADD if act is ways.combine else _BLEND if act is ways.blend else None
+    return None if op is None else (op, kind, where[2], where[0], where[1], row.size, 0.0)
 
 
 def spread_steps(ranges: Sequence[tuple[int, int]], ranks: int, words: Any, ways: Ways) -> Steps | None:

@@ -50,7 +50,15 @@ def open_ticket(ticket: str, flags: int, process: int | None = None, size: int |
             os.close(folder)
         try:
             _check_link(str(Path(f"/proc/self/fd/{opened}").readlink()), ticket)
-            _check_memory(opened, nbytes, ticket)
+            status = os.fstat(opened)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+                raise SegmentError(f"the shared memory of ticket {ticket!r} belongs to another user")
+            if status.st_size != nbytes or nbytes == 0:
+                raise SegmentError(
+                    f"the shared memory of ticket {ticket!r} has {status.st_size:,} bytes, not {nbytes:,}"
+                )
+            if fcntl.fcntl(opened, fcntl.F_GET_SEALS) & FIXED_SIZE != FIXED_SIZE:
+                raise SegmentError(f"the shared memory of ticket {ticket!r} could still change its size")
         except BaseException:
             os.close(opened)
             raise
@@ -62,13 +70,3 @@ def open_ticket(ticket: str, flags: int, process: int | None = None, size: int |
 def _check_link(target: str, ticket: str) -> None:
     if target != _LINK:
         raise SegmentError(f"ticket {ticket!r} does not name shared memory of offbeat")
-
-
-def _check_memory(descriptor: int, size: int, ticket: str) -> None:
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-        raise SegmentError(f"the shared memory of ticket {ticket!r} belongs to another user")
-    if status.st_size != size or size == 0:
-        raise SegmentError(f"the shared memory of ticket {ticket!r} has {status.st_size:,} bytes, not {size:,}")
-    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & FIXED_SIZE != FIXED_SIZE:
-        raise SegmentError(f"the shared memory of ticket {ticket!r} could still change its size")
