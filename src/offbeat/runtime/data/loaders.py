@@ -39,9 +39,11 @@ class Feed(Protocol):
 
     def asked(self, loader: Loader) -> bool:
         """The loop requests its next training batch, all before it are done; False ends the epoch here."""
+        ...
 
     def evaluates(self, loader: Loader) -> bool:
         """Whether a pass that begins now is an evaluation, though gradients are on."""
+        ...
 
     def given(self, batch: Batch, training: bool) -> None:
         """A batch is about to be handed to the loop."""
@@ -54,15 +56,18 @@ class Feed(Protocol):
 
     def anyone(self, has: bool) -> bool:
         """Whether any worker still has data."""
+        ...
 
     def passed_over(self) -> int:
         """Batches whose steps the others made without this worker since the last call: it skips them."""
+        ...
 
     def skipped(self, batch: Batch) -> None:
         """A batch is skipped, as its step was made without this worker."""
 
     def agreed(self, state: State, seed: int) -> tuple[State, bool]:
         """The random state to draw an epoch from, and whether this worker's own continues from there."""
+        ...
 
     def ended(self) -> None:
         """The loop has left its training data, at the end or before it."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -20,21 +21,21 @@ from torch._C._distributed_c10d import AllreduceOptions
 
 from offbeat.errors import UsageError
 from offbeat.protocols.collectives import Collective
-from offbeat.protocols.exchanges import Exchanged, sum_in_memory
+from offbeat.protocols.exchanges import Exchanged, sent_by, sum_in_memory
 from offbeat.protocols.schedule import View
 from offbeat.runtime.backend import GLOO, OffbeatGroup
 from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.collectives.two_sided import Program, run
 from offbeat.runtime.gradients.algorithm_choice import Sums
-from offbeat.runtime.gradients.traffic import ExchangeTraffic, SentBytes
-from offbeat.runtime.groups.connection import Connection
+from offbeat.runtime.groups.connection import Connection, ExchangeWait, Waits
 from offbeat.runtime.groups.presence import Presence
-from offbeat.runtime.groups.waits import ExchangeWait, Waits
 from offbeat.runtime.run.rank_environment import Place
 
 if TYPE_CHECKING:
     from offbeat.runtime.groups.coordinated import CoordinatedMembership
 
+_CACHED = 4096
+"""Exchanges whose bytes are cached; sizes that differ each time must not fill the memory."""
 _WAITED_FOR = AllreduceOptions()
 _WAITED_FOR.asyncOp = False
 
@@ -53,6 +54,75 @@ class _Done:
 
 DONE = _Done()
 """A complete exchange."""
+
+
+class Totals:
+    """Bytes that a worker has sent over all lanes."""
+
+    counted = 0
+    """In exchanges of the run."""
+    measured = 0
+    """In further exchanges, made only to time them."""
+
+
+class SentBytes:
+    """Bytes sent over all lanes, and on request the exchanges over one of them."""
+
+    def __init__(self, totals: Totals | None = None) -> None:
+        self.totals = totals or Totals()
+        self._recorded: list[Exchanged] | None = None
+
+    def lane(self) -> SentBytes:
+        """A counter for another lane of the same worker, with the same totals."""
+        return SentBytes(self.totals)
+
+    def add(self, nbytes: int, exchanged: Exchanged | None = None) -> None:
+        """Count bytes, and record their exchange if requested."""
+        self.totals.counted += nbytes
+        if self._recorded is not None and exchanged is not None:
+            self._recorded.append(exchanged)
+
+    @contextmanager
+    def measuring(self) -> Generator[None]:
+        """Inside, exchanges count as measurements: not in a step, nor in the bytes of the run."""
+        before, recorded = self.totals.counted, self._recorded
+        self._recorded = None
+        try:
+            yield
+        finally:
+            self._recorded = recorded
+            self.totals.measured += self.totals.counted - before
+            self.totals.counted = before
+
+    def record(self) -> None:
+        """Start recording the exchanges over this lane."""
+        self._recorded = []
+
+    def recorded(self) -> tuple[Exchanged, ...]:
+        """The exchanges since `record`; stops recording."""
+        recorded, self._recorded = self._recorded, None
+        return tuple(recorded or ())
+
+
+Key = tuple[str, int, int, str | None, int]
+"""Collective, bytes, bytes of an element, algorithm (None: the backend's own), and root."""
+
+
+class ExchangeTraffic(dict[Key, tuple[int, Exchanged]]):
+    """Cache of the bytes that this worker sends in an exchange, and the exchange."""
+
+    def __init__(self, view: View, rank: int, algorithm: Callable[[Collective, int], str]) -> None:
+        super().__init__()
+        self._view, self._rank, self._algorithm = view, rank, algorithm
+
+    def __missing__(self, key: Key) -> tuple[int, Exchanged]:
+        what, nbytes, itemsize, by, root = key
+        by, what = by or self._algorithm(Collective(what), nbytes), cast("Any", what)
+        exchanged = Exchanged(what=what, by=by, nbytes=nbytes, itemsize=itemsize, root=root)
+        if len(self) >= _CACHED:
+            self.clear()
+        self[key] = sent_by(*exchanged.part(self._view.size), self._view, self._rank), exchanged
+        return self[key]
 
 
 class StaticMembership:

@@ -58,7 +58,7 @@ _WORDS: dict[torch.dtype, Any] = {torch.bool: np.bool_} | {
 
 
 _BY_SIZE = {1: np.uint8, 2: np.uint16, 4: np.int32}
-_UFUNCS: dict[Any, tuple[Any, Callable[..., Tensor]]] = {
+_UFUNCS: dict[Any, tuple[Combine, Callable[..., Tensor]]] = {
     ReduceOp.SUM: (np.add, torch.add),
     ReduceOp.AVG: (np.add, torch.add),
     ReduceOp.PRODUCT: (np.multiply, torch.mul),
