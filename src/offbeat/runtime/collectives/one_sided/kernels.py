@@ -118,7 +118,7 @@ def _try(function: Callable[..., Any], dtype: torch.dtype, name: str) -> None:
     try:
         function(sample, sample, out=sample)
     except (RuntimeError, NotImplementedError) as error:
-        raise ReductionError(f"ReduceOp.{name} is not possible with {dtype}: {error}") from error
+        raise ReductionError(f"ReduceOp.{name} cannot be done with {dtype}: {error}") from error
 
 
 def _by_torch(function: Callable[..., Any], dtype: torch.dtype, a: Array, b: Array, out: Array) -> None:
@@ -129,7 +129,7 @@ def _by_torch(function: Callable[..., Any], dtype: torch.dtype, a: Array, b: Arr
 def averager(dtype: torch.dtype, size: int) -> Callable[[Array], Any]:
     """Divides a row of a dtype by the number of ranks, in place; integers are rounded towards zero."""
     if dtype == torch.bool:
-        raise ReductionError(f"ReduceOp.AVG is not possible with {dtype}: truth values have no mean")
+        raise ReductionError(f"ReduceOp.AVG cannot be done with {dtype}: truth values have no mean")
     if dtype in (torch.uint16, torch.uint32, torch.uint64):
         return lambda row: np.floor_divide(row, row.dtype.type(size), out=row)
     mode = None if dtype.is_floating_point or dtype.is_complex else "trunc"
