@@ -209,7 +209,7 @@ def test_every_algorithm_gives_right_values_and_the_same_bits(launcher: Launcher
         Role(
             kind="worker",
             rank=rank,
-            entry="test_execute:worker",
+            entry="test_two_sided:worker",
             config={},
             environment=worker_environment(rank, size, store.port),
             log=tmp_path / f"{rank}.log",
