@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.bench import environment, holds, ratio
 from offbeat.protocols.compression import kept_of
-from offbeat.runtime.compression import Coder, Feedback
+from offbeat.runtime.compression import Coder, Feedback, GroupLink
 from offbeat.runtime.system.malloc import keep_freed_memory
 from offbeat.strategies import combined, parse
 from offbeat.strategies.compressors import Compressing, compressor
@@ -52,10 +52,11 @@ Timed = Callable[[], float]
 """Does it once, and answers the seconds."""
 
 
-class Alone:
-    """A link with nobody else on it."""
+class Alone(GroupLink):
+    """A link of one worker."""
 
-    rank, size = 0, 1
+    def __init__(self) -> None:
+        self.size = 1
 
     def sum(self, row: Tensor) -> Tensor:
         return row

@@ -61,7 +61,7 @@ def refused(said: Said, *pieces: str) -> None:
         ("--timeout nan", ["--timeout nan makes no sense"]),
         ("--seed x", ["Invalid value for '--seed'", "valid integer"]),
         ("--device nope", ["--device 'nope' is not a device", "cpu"]),
-        ("--parts foo", ["'foo' is no way to divide data", "dirichlet(0.3)"]),
+        ("--parts foo", ["'foo' is not a way to divide data", "dirichlet(0.3)"]),
         ("--parts dirichlet(0)", ["dirichlet(0.0) makes no sense", "above 0"]),
         ("--parts dirichlet(a)", ["no way to divide data"]),
         ("--target foo", ["--target 'foo' is not a target", "accuracy=0.97"]),

@@ -80,7 +80,7 @@ def count_bytes(config: dict[str, Any], control: Control) -> None:
 
     count("sum", lambda: group.sum(row))
     count("share", lambda: group.share(row, root=1))
-    count("gather", lambda: group.letters(row.view(torch.uint8), True, "a test"))
+    count("gather", lambda: group.payloads(row.view(torch.uint8), True, "a test"))
     for name in config["names"]:
         lane = group.lane()
         lane.sum_by(name)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from offbeat.runtime.collectives.one_sided.arena import Room
+from offbeat.runtime.collectives.one_sided.arena import Arena
 from offbeat.runtime.collectives.one_sided.segment import SegmentError
 
 needed = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler (cc) on this machine")
@@ -17,5 +17,5 @@ def explain(why: str, peers: Sequence[int]) -> Exception:
     return SegmentError(f"{why} {peers}")
 
 
-def alone() -> Room:
-    return Room(Room.create(1), 0, (0,), explain)
+def alone() -> Arena:
+    return Arena(Arena.create(1), 0, (0,), explain)

@@ -230,7 +230,7 @@ def test_batches_are_steps_where_no_optimizer_is_prepared(launcher: Launcher, tm
     [
         ("different_metrics", r"different metrics; worker \d has accuracy_top"),
         ("not_a_number", r"worker 1 has a gradient that is NaN or infinite in step 3"),
-        ("skips_one_backward", r"somebody has skipped a backward pass"),
+        ("skips_one_backward", r"a worker has skipped a backward pass"),
         ("optimizer_forgotten", r"was not prepared itself"),
         ("model_forgotten", r"belong to no prepared model"),
     ],

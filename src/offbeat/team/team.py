@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from offbeat.errors import StrategyError, UsageError
 from offbeat.runtime.data.batch_slicing import note_slice
 from offbeat.runtime.data.loaders import Loader
-from offbeat.runtime.groups.membership import StaticMembership
+from offbeat.runtime.groups.group import StaticMembership
 from offbeat.runtime.run.assignment import ASSIGNED, Assignment
 from offbeat.runtime.run.rank_environment import Place, where
 from offbeat.runtime.run.report import reporter

@@ -16,7 +16,7 @@ from torch.distributed import ReduceOp
 from offbeat.runtime.backend._fast_path import DONE, Unbegun, quick
 from offbeat.runtime.backend._op_queue import OpQueue
 from offbeat.runtime.backend._runner import Runner, Sort
-from offbeat.runtime.collectives.one_sided.board import STAGES
+from offbeat.runtime.collectives.one_sided.arena import STAGES
 from offbeat.runtime.collectives.one_sided.kernels import Ways
 from offbeat.runtime.collectives.one_sided.native import UNKNOWN, compiled, executor
 
@@ -32,15 +32,15 @@ def sort_of(tensor: Tensor, operation: Any = ReduceOp.SUM) -> Sort:
 
 
 class Bench:
-    """A tensor whose sort of all-reduce is compiled, for a room of one rank, of which one turn of two is known."""
+    """A tensor whose sort of all-reduce is compiled, for an arena of one rank, of which one turn of two is known."""
 
     def __init__(self) -> None:
         self.tensor, self.line = torch.zeros(16), OpQueue("bench")
-        self.room = alone()
-        native, self.runner = executor(self.room), Runner(self.room)
+        self.arena = alone()
+        native, self.runner = executor(self.arena), Runner(self.arena)
         assert native is not None
         self.turns = native.turns(STAGES, 1)
-        nothing = compiled([], self.room.slots.stretches, Ways(), np.float32, self.room)
+        nothing = compiled([], self.arena.slots.stretches, Ways(), np.float32, self.arena)
         assert nothing is not None
         self.turns.put(0, native.task(nothing, [0]))
         self.runner.plan(sort_of(self.tensor), self.turns)
@@ -51,7 +51,7 @@ class Bench:
 def test_what_is_known_is_done_and_counted_and_the_turn_given_back() -> None:
     bench = Bench()
     assert bench.quick.begin([bench.tensor], asked_for()) is DONE
-    assert (bench.room.board.calls, bench.quick.asked, bench.line.lock.locked()) == (1, 1, False)
+    assert (bench.arena.board.calls, bench.quick.asked, bench.line.lock.locked()) == (1, 1, False)
 
 
 @needed
@@ -96,10 +96,10 @@ def test_everything_unusual_is_left_alone() -> None:
         assert bench.quick.begin([tensor], asked_for()) is None
     bench.line.queue.append((lambda: None, None))  # pyright: ignore[reportArgumentType]
     assert bench.quick.begin([tensor], asked_for()) is None
-    assert (bench.quick.asked, bench.room.board.calls, bench.line.lock.locked()) == (0, 0, False)
+    assert (bench.quick.asked, bench.arena.board.calls, bench.line.lock.locked()) == (0, 0, False)
     bench.line.queue.clear()
     assert bench.quick.begin([square], asked_for()) is DONE  # Its shape does not matter,
-    bench.room.board.counts[1] = 0
+    bench.arena.board.counts[1] = 0
     assert bench.quick.begin([torch.zeros(16)], asked_for()) is DONE  # nor does the place where it lies.
 
 
@@ -126,7 +126,7 @@ def test_nothing_is_held_after_a_call() -> None:
         return [sys.getrefcount(thing) for thing in things]
 
     def calls() -> None:
-        bench.room.board.counts[1] = 0  # The turn that is known.
+        bench.arena.board.counts[1] = 0  # The turn that is known.
         assert bench.quick.begin(known, options) is DONE
         assert bench.quick.begin(unknown, options) is None
         bench.quick.begin(known, options)

@@ -15,8 +15,7 @@ from native_support import alone, explain, needed
 from torch.distributed import ReduceOp
 
 from conftest import clean_environment
-from offbeat.runtime.collectives.one_sided.arena import Room
-from offbeat.runtime.collectives.one_sided.board import CALLS, SLOTS, STAGES
+from offbeat.runtime.collectives.one_sided.arena import CALLS, SLOTS, STAGES, Arena
 from offbeat.runtime.collectives.one_sided.kernels import Ways, ways_of, words_of
 from offbeat.runtime.collectives.one_sided.native import LATE, UNKNOWN, address_of, compiled, executor, overlap
 from offbeat.runtime.collectives.one_sided.segment import Segment
@@ -43,7 +42,7 @@ def stretches_of(rows: Any) -> list[tuple[int, int]]:
 def test_its_steps_do_what_the_functions_of_a_script_do(
     dtype: torch.dtype, operation: Any, weight: float | None, count: int
 ) -> None:
-    room, ways = alone(), ways_of(operation, dtype, 3, weight)
+    arena, ways = alone(), ways_of(operation, dtype, 3, weight)
     rows = (torch.randn(5, count, dtype=torch.float64) * 1000).to(dtype).numpy()
     if not dtype.is_floating_point:
         rows[0, 0] = rows[1, 0] = np.iinfo(rows.dtype).max  # Too large a sum wraps around in both.
@@ -59,9 +58,9 @@ def test_its_steps_do_what_the_functions_of_a_script_do(
         stretches_of(rows),
         ways,
         words_of(dtype),
-        room,
+        arena,
     )
-    native = executor(room)
+    native = executor(arena)
     assert steps is not None
     assert native is not None, "a compiler is here, but the library was not built: install offbeat again"
     task = native.task(steps, [start for start, _ in stretches_of(rows)], 5, 1.0 if weight is None else weight)
@@ -76,11 +75,11 @@ def test_its_steps_do_what_the_functions_of_a_script_do(
 def test_a_rank_that_waits_goes_to_a_core_with_fewer_ranks() -> None:
     allowed = os.sched_getaffinity(0)
     for crowded in sorted(allowed)[:2]:
-        room = Room(Room.create(2), 1, (0, 1), explain)
-        cores = (ctypes.c_int64 * 2).from_address(room.board.cores)
-        native = executor(room)
+        arena = Arena(Arena.create(2), 1, (0, 1), explain)
+        cores = (ctypes.c_int64 * 2).from_address(arena.board.cores)
+        native = executor(arena)
         assert native is not None
-        waiting = compiled([(room.take, ())], room.slots.stretches, Ways(), np.float32, room)
+        waiting = compiled([(arena.take, ())], arena.slots.stretches, Ways(), np.float32, arena)
         assert waiting is not None
         turns = native.turns(STAGES, 1)
         turns.put(0, native.task(waiting, [0]))
@@ -94,25 +93,25 @@ def test_a_rank_that_waits_goes_to_a_core_with_fewer_ranks() -> None:
 
 @needed
 def test_what_was_not_compiled_for_a_turn_is_left_to_others() -> None:
-    room = alone()
-    native = executor(room)
+    arena = alone()
+    native = executor(arena)
     assert native is not None
     turns = native.turns(SLOTS, 3)
-    nothing = compiled([], room.slots.stretches, Ways(), np.float32, room)
+    nothing = compiled([], arena.slots.stretches, Ways(), np.float32, arena)
     assert nothing is not None
     turns.put(0, native.task(nothing, [0]))
     assert native.start(turns.address, 0) == 0
-    assert room.board.next_turn(SLOTS) == 3
+    assert arena.board.next_turn(SLOTS) == 3
     assert native.start(turns.address, 0) == UNKNOWN
-    assert (room.board.next_turn(SLOTS), room.board.calls) == (3, 1)
+    assert (arena.board.next_turn(SLOTS), arena.board.calls) == (3, 1)
 
 
 @needed
 def test_an_operation_is_done_wherever_its_first_row_lies() -> None:
-    room, rows = alone(), np.arange(24, dtype=np.float32).reshape(3, 8)
-    native, target = executor(room), rows[2].copy()
+    arena, rows = alone(), np.arange(24, dtype=np.float32).reshape(3, 8)
+    native, target = executor(arena), rows[2].copy()
     assert native is not None
-    steps = compiled([(np.copyto, (rows[0], rows[1]))], stretches_of(rows[:2]), Ways(), np.float32, room)
+    steps = compiled([(np.copyto, (rows[0], rows[1]))], stretches_of(rows[:2]), Ways(), np.float32, arena)
     assert steps is not None
     turns = native.turns(STAGES, 1)
     for turn in (0, 1):
@@ -132,12 +131,12 @@ def test_large_segments_lie_where_huge_pages_can() -> None:
 
 @pytest.mark.parametrize("operation", [ReduceOp.PRODUCT, ReduceOp.MIN])
 def test_what_it_cannot_do_is_left_to_the_engine(operation: Any) -> None:
-    room, rows = alone(), np.ones((2, 8), np.float32)
+    arena, rows = alone(), np.ones((2, 8), np.float32)
     ways = ways_of(operation, torch.float32, 2)
     combine: list[Any] = [(ways.combine, (rows[0], rows[1], rows[0]))]
-    assert compiled(combine, stretches_of(rows), ways, np.float32, room) is None
+    assert compiled(combine, stretches_of(rows), ways, np.float32, arena) is None
     elsewhere = np.ones(8, np.float32)
-    assert compiled([(np.copyto, (rows[0], elsewhere))], stretches_of(rows), ways, np.float32, room) is None
+    assert compiled([(np.copyto, (rows[0], elsewhere))], stretches_of(rows), ways, np.float32, arena) is None
 
 
 def test_memory_that_overlaps_is_seen() -> None:

@@ -209,7 +209,7 @@ def test_every_algorithm_gives_right_values_and_the_same_bits(launcher: Launcher
         Role(
             kind="worker",
             rank=rank,
-            entry="test_execute:worker",
+            entry="test_two_sided:worker",
             config={},
             environment=worker_environment(rank, size, store.port),
             log=tmp_path / f"{rank}.log",
@@ -292,7 +292,7 @@ def test_programs_are_remembered_by_whoever_owns_them() -> None:
 
 def test_one_sided_schedules_are_not_for_messages() -> None:
     for name in ("one_shot", "zero_copy"):
-        with pytest.raises(UsageError, match="take a two-sided algorithm"):
+        with pytest.raises(UsageError, match="use a two-sided algorithm"):
             compile_schedule(algorithm(C.ALL_REDUCE, name).schedule, View.of(2), Layout(4), 0)
 
 

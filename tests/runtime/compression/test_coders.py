@@ -310,7 +310,7 @@ def test_power_iteration_goes_on_from_step_to_step_and_outlives_zeros() -> None:
 
 
 def test_low_ranks_have_no_letter() -> None:
-    with pytest.raises(RunError, match="no letter for one receiver"):
+    with pytest.raises(RunError, match="no payload for one receiver"):
         coder(LowRankFormat(2), shapes=[(40, 30)]).encode(normal(1200))
 
 

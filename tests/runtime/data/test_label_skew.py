@@ -48,7 +48,7 @@ def test_parts_written_and_read_again_are_the_same(alpha: float | None) -> None:
 
 @pytest.mark.parametrize("text", ["", "even", "dirichlet", "dirichlet()", "dirichlet(x)", "dirichlet(1", "iid(3)"])
 def test_what_is_no_way_to_divide_is_refused_with_what_would_be(text: str) -> None:
-    with pytest.raises(DataError, match=r"is no way to divide data\. Say `iid` or `dirichlet\(alpha\)`"):
+    with pytest.raises(DataError, match=r"is not a way to divide data\. Use `iid` or `dirichlet\(alpha\)`"):
         Parts.parse(text)
 
 
@@ -86,7 +86,7 @@ def test_an_empty_subset_has_no_labels() -> None:
 
 @pytest.mark.parametrize("labels", [[0.5, 1.5], [[1, 2], [3, 4]], ["a", "b"]])
 def test_labels_that_are_no_whole_numbers_are_refused(labels: list[Any]) -> None:
-    with pytest.raises(DataError, match="not one whole number per example"):
+    with pytest.raises(DataError, match="not one integer per example"):
         labels_of(Pairs(labels))
 
 
@@ -105,7 +105,7 @@ class Stream(IterableDataset[Any]):
 def _loaders() -> list[tuple[Any, str]]:
     data = Pairs([0, 1, 2])
     return [
-        (DataLoader(data, 2, sampler=SubsetRandomSampler([0, 1])), "SubsetRandomSampler may leave examples out"),
+        (DataLoader(data, 2, sampler=SubsetRandomSampler([0, 1])), "SubsetRandomSampler may skip examples"),
         (DataLoader(data, batch_sampler=[[0, 1], [2]]), "batch sampler of your own"),
         (DataLoader(Stream(), 2), "which a stream does not"),
     ]

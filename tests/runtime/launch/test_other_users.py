@@ -105,7 +105,10 @@ def test_what_is_not_a_ticket_opens_nothing(ticket: str) -> None:
 def test_only_memory_that_was_made_to_be_shared_is_mapped() -> None:
     good = memory()
     Segment.attach(good, 4096).seal()
-    others = {"still change its size": memory(seals=fcntl.F_SEAL_GROW), "not shared memory of ours": memory(name="x")}
+    others = {
+        "still change its size": memory(seals=fcntl.F_SEAL_GROW),
+        "does not name shared memory of offbeat": memory(name="x"),
+    }
     reader, writer = os.pipe()
     tickets = {**others, "not shared memory": f"{os.getpid()}:{reader}:4096"}
     for why, ticket in tickets.items():

@@ -203,7 +203,7 @@ def test_goals_that_make_no_sense_are_refused_with_the_option(wrong: dict[str, A
 
 
 def test_parts_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(DataError, match="is no way to divide data"):
+    with pytest.raises(DataError, match="is not a way to divide data"):
         Goal(parts="halves")
 
 

@@ -1,7 +1,7 @@
 """The backend `offbeat` of torch.distributed: `import offbeat; dist.init_process_group("offbeat")`.
 
-Any program that runs on Gloo runs on it. Inside a host, collectives go through shared memory; results are the same
-bits on all ranks and in every run, because numbers are always combined in the order of ranks.
+Any program that runs on Gloo runs on it. Inside a host, collectives go through shared memory; results are bitwise
+equal on all ranks and in every run, because numbers are always combined in rank order.
 """
 
 from __future__ import annotations
@@ -26,17 +26,15 @@ __all__ = [
     "register",
     "stand_in_for_gloo",
 ]
-_WHERE = {
-    "GLOO": "_default_algorithm",
-    "planned_algorithm": "_default_algorithm",
-    "CollectiveError": "_call_ids",
-    "MismatchError": "_call_ids",
+_MODULES = {
+    **dict.fromkeys(("GLOO", "planned_algorithm"), "_default_algorithm"),
+    **dict.fromkeys(("CollectiveError", "MismatchError"), "_call_ids"),
     "OffbeatGroup": "_group",
 }
 
 
 def __getattr__(name: str) -> object:
-    # Torch may be half imported when the backend is registered, and only what is asked for may need all of it.
+    # Torch may be half imported when the backend is registered, and not every module can be imported then.
     if name in __all__:
-        return getattr(importlib.import_module(f"{__name__}.{_WHERE.get(name, '_registration')}"), name)
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, '_registration')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,13 +1,12 @@
-"""Runs the parts of an all-reduce over several hosts: those inside a host in shared memory, those between by Gloo.
+"""Runs an all-reduce over several hosts: its parts inside a host in shared memory, those between hosts by Gloo.
 
-What is done by whom, in which order and on which range is `protocols.collectives.across_hosts`; nothing of it is
-decided here.
+`protocols.collectives.across_hosts` decides which rank does what, in which order and on which range.
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,28 +17,19 @@ from offbeat.protocols.collectives.across_hosts import parts_across_hosts
 from offbeat.protocols.schedule import Layout, View
 from offbeat.runtime.backend._host_discovery import RankHosts
 from offbeat.runtime.backend._in_host import HostCollectives
-from offbeat.runtime.collectives.one_sided.arena import Room
+from offbeat.runtime.collectives.one_sided.arena import Arena
 
 _SIZES = 256
-"""Sizes whose parts are remembered."""
-
-
-class _OwnPart(NamedTuple):
-    """A part that this rank has something to do in."""
-
-    number: int
-    collective: Collective
-    algorithm: str
-    start: int
-    stop: int
-    after: tuple[int, ...]
+"""Sizes whose parts are cached."""
+_OwnPart = tuple[int, Collective, str, int, int, tuple[int, ...]]
+"""A part that this rank takes part in: its number, collective, algorithm, start, stop, and the parts before it."""
 
 
 class AcrossHosts:
-    """Ranks on several hosts, of which at least one has several."""
+    """All-reduces of ranks on several hosts, of which at least one has several ranks."""
 
-    def __init__(self, room: Room, hosts: RankHosts, store: dist.Store, timeout: timedelta) -> None:
-        self._local = HostCollectives(room) if room.size > 1 else None
+    def __init__(self, arena: Arena, hosts: RankHosts, store: dist.Store, timeout: timedelta) -> None:
+        self._local = HostCollectives(arena) if arena.size > 1 else None
         self._view, self._rank = View.of(len(hosts.of), hosts.of), hosts.rank
         self._between: Any = None
         if hosts.rank in hosts.leaders:
@@ -48,41 +38,38 @@ class AcrossHosts:
         self._parts: dict[tuple[int, int], list[_OwnPart]] = {}
 
     def _own_parts(self, size: tuple[int, int]) -> list[_OwnPart]:
-        """The parts of a row of so many elements of so many bytes, worked out once."""
+        """The parts for a tensor of this many elements of this many bytes."""
         if len(self._parts) >= _SIZES:
             self._parts.clear()
-        made = self._parts[size] = [
-            _OwnPart(number, part.algorithm.collective, part.algorithm.name, part.start, part.stop, part.after)
+        parts = self._parts[size] = [
+            (number, part.algorithm.collective, part.algorithm.name, part.start, part.stop, part.after)
             for number, part in enumerate(parts_across_hosts(self._view, Layout(*size)))
             if any(self._rank in group and len(group) > 1 for group in part.groups)
         ]
-        return made
+        return parts
 
     def all_reduce(self, row: Tensor, operation: Any) -> None:
-        """A contiguous tensor, in place."""
+        """All-reduce a contiguous tensor, in place. The root of a part is the first rank of those that do it."""
         average = operation == dist.ReduceOp.AVG
-        kind = dist.ReduceOp.SUM if average else operation
-        flat = row.detach().view(-1)
-        under_way: dict[int, Any] = {}
+        kind: Any = dist.ReduceOp.SUM if average else operation
+        flat, local = row.detach().view(-1), self._local
+        in_flight: dict[int, Any] = {}
         size = flat.numel(), flat.element_size()
-        for part in self._parts.get(size) or self._own_parts(size):
-            for earlier in part.after:
-                if (work := under_way.pop(earlier, None)) is not None:
+        for number, collective, algorithm, start, stop, after in self._parts.get(size) or self._own_parts(size):
+            for earlier in after:
+                if (work := in_flight.pop(earlier, None)) is not None:
                     work.wait()
-            self._begin(part, flat[part.start : part.stop], kind, under_way)
-        for work in under_way.values():
+            piece = flat[start:stop]
+            if collective is Collective.ALL_REDUCE:
+                if piece.numel():
+                    options = AllreduceOptions()
+                    options.reduceOp = kind
+                    in_flight[number] = self._between.allreduce([piece], options)
+            elif local is not None and collective is Collective.REDUCE:
+                local.reduce(piece, kind, 0, algorithm)
+            elif local is not None:
+                local.broadcast(piece, 0, algorithm)
+        for work in in_flight.values():
             work.wait()
         if average:
             flat.div_(self._view.size, rounding_mode=None if row.is_floating_point() else "trunc")
-
-    def _begin(self, part: _OwnPart, piece: Tensor, operation: Any, under_way: dict[int, Any]) -> None:
-        """Do a part inside a host, or start one between hosts. The root is the first of the ranks that do it."""
-        if part.collective is Collective.ALL_REDUCE:
-            if piece.numel():
-                options = AllreduceOptions()
-                options.reduceOp = operation
-                under_way[part.number] = self._between.allreduce([piece], options)
-        elif self._local is not None and part.collective is Collective.REDUCE:
-            self._local.reduce(piece, operation, 0, part.algorithm)
-        elif self._local is not None:
-            self._local.broadcast(piece, 0, part.algorithm)

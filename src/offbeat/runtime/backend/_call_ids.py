@@ -1,4 +1,4 @@
-"""What a rank is doing, as one number for the board and in words for people."""
+"""Collective calls as numbers for the board, and in words for error messages."""
 
 from __future__ import annotations
 
@@ -13,20 +13,10 @@ from offbeat.errors import WaitError
 from offbeat.runtime.collectives.one_sided.kernels import OPERATIONS
 
 KINDS = (
-    "nothing",
-    "all_reduce",
-    "broadcast",
-    "reduce",
-    "all_gather",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "all_to_all",
-    "barrier",
-    "monitored_barrier",
-    "shared_tensor",
+    *("nothing", "all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "reduce_scatter"),
+    *("all_to_all", "barrier", "monitored_barrier", "shared_tensor"),
 )
-"""Operations by the number they have in a mark."""
+"""Collectives by their number in a mark."""
 _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
@@ -39,15 +29,15 @@ _NO_DTYPE = 63
 
 
 class CollectiveError(WaitError, dist.DistBackendError):
-    """An operation of a group could not be finished; names who is missing, in which operation, and who is there."""
+    """A call on a group could not be finished; names the ranks that are missing, the call, and who has arrived."""
 
 
 class MismatchError(CollectiveError):
-    """Ranks came to one operation of a group with different calls."""
+    """Ranks made different calls on a group at the same time."""
 
 
 def mark(kind: str, dtype: torch.dtype | None = None, count: int = 0, operation: Any = None, root: int = 0) -> int:
-    """Such an operation as a number; equal on ranks that do the same."""
+    """The number of a call; equal on ranks that make the same call."""
     return (
         _KIND_OF[kind]
         | _OPERATION_OF.get(operation, 15) << 4
@@ -58,12 +48,11 @@ def mark(kind: str, dtype: torch.dtype | None = None, count: int = 0, operation:
 
 
 def count_of(number: int) -> int:
-    """The count that a mark was made with."""
     return number >> 24
 
 
 def in_words(number: int) -> str:
-    """The operation that a mark stands for."""
+    """The call that a mark stands for."""
     kind, operation, dtype = number & 15, number >> 4 & 15, number >> 8 & 63
     details: list[str] = []
     if operation < len(OPERATIONS):
@@ -77,9 +66,9 @@ def in_words(number: int) -> str:
 
 
 def shapes(tensors: Sequence[Tensor]) -> str:
-    """The shapes of what is exchanged, for an error."""
-    listed = [str(tuple(tensor.shape)) for tensor in tensors[:4]]
-    return ", ".join(listed) + (f" and {len(tensors) - 4} more" if len(tensors) > 4 else "")
+    """The shapes of a call's tensors, for an error."""
+    first = [str(tuple(tensor.shape)) for tensor in tensors[:4]]
+    return ", ".join(first) + (f" and {len(tensors) - 4} more" if len(tensors) > 4 else "")
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""What must hold of the tensors that torch hands to a collective, and how they are held for it."""
+"""Checks of the arguments that torch passes to a collective, and contiguous views of its tensors."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from torch import Tensor
 from offbeat.errors import UsageError
 from offbeat.runtime.backend._call_ids import CollectiveError
 
-_SEES_TO_ITSELF = "__torch_dispatch__"
-_BY_TORCH: Any = getattr(Tensor, _SEES_TO_ITSELF)
+_DISPATCH = "__torch_dispatch__"
+_BY_TORCH: Any = getattr(Tensor, _DISPATCH)
 
 
 class ExpandedError(UsageError, RuntimeError):
-    """A tensor whose elements share places in memory was to take a result; a RuntimeError too, as torch's own."""
+    """An output tensor whose elements overlap in memory; a RuntimeError too, like torch's own."""
 
 
 def listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """Torch's calls take one tensor or a list of one."""
+    """The tensors of a call that takes one tensor or a list of one."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 def in_lists(many: Any, single: Any) -> tuple[Any, Any]:
-    """Others take a list and a tensor, or each in a further list."""
+    """The arguments of a call that takes a list and a tensor, or each in a further list."""
     return ([many] if many else [], [single]) if isinstance(single, Tensor) else (many, single)
 
 
 def flat(result: Sequence[Any]) -> list[Tensor]:
-    """The tensors of a result, which are in a list or in lists of a list."""
+    """The tensors of a result: a list, or a list of lists."""
     return [tensor for entry in result for tensor in ([entry] if isinstance(entry, Tensor) else entry)]
 
 
 def also_called(**names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let a method know arguments by the names that they have in other forms of torch's call, too."""
+    """Let a method accept arguments by the names that they have in other overloads of torch's call."""
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -51,66 +51,60 @@ def also_called(**names: str) -> Callable[[Callable[..., Any]], Callable[..., An
 
 
 def options(
-    kind: type[Any], given: Any, operation: Any = None, timeout: timedelta | None = None, root: int | None = None
+    kind: type[Any], opts: Any, operation: Any = None, timeout: timedelta | None = None, root: int | None = None
 ) -> Any:
-    """Options of a call; where it was made without, `given` may be the operation, the time or the root."""
-    if isinstance(given, kind):
-        return given
-    made = kind()
-    for value in (given, operation, timeout):
+    """Options of a call; in a call without options, `opts` may be the operation, the timeout or the root."""
+    if isinstance(opts, kind):
+        return opts
+    result = kind()
+    for value in (opts, operation, timeout):
         if isinstance(value, timedelta):
-            made.timeout = value
-        elif isinstance(value, int) and hasattr(made, "rootRank"):
+            result.timeout = value
+        elif isinstance(value, int) and hasattr(result, "rootRank"):
             root = value
         elif value is not None:
-            made.reduceOp = value
+            result.reduceOp = value
     if root is not None:
-        made.rootRank = root
-    return made
+        result.rootRank = root
+    return result
 
 
-def operation_of(given: Any) -> Any:
-    """The reduction that options ask for."""
-    return given.reduceOp.op
+def operation_of(opts: Any) -> Any:
+    return opts.reduceOp.op
 
 
 def alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether these lie densely in main memory and are of one kind of number; others are Gloo's business."""
+    """Whether these are dense CPU tensors of one dtype; all others are left to Gloo."""
     kind = tensors[0].dtype if tensors else None
     return all(_usual(tensor) and tensor.dtype == kind for tensor in tensors)
 
 
 def _usual(tensor: Tensor) -> bool:
-    """Whether its numbers lie where its address says, and mean by themselves what they mean."""
-    # Tensors that see to operations themselves (fake ones, ones that wait for a collective) may have no memory at all.
-    own = getattr(type(tensor), _SEES_TO_ITSELF) is _BY_TORCH
+    # Subclasses with their own dispatch (fake tensors, ones that wait for a collective) may have no memory at all.
+    own = getattr(type(tensor), _DISPATCH) is _BY_TORCH
     return own and tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The same numbers in a row, as they are: a view that only counts as negated or conjugated is written out."""
+    """The tensor, contiguous; lazy negation and conjugation are materialized."""
     return tensor.contiguous().resolve_neg().resolve_conj()
 
 
 @contextmanager
 def in_place(tensors: Sequence[Tensor], written: bool = True) -> Generator[list[Tensor]]:
-    """The same tensors where their numbers lie in a row; of others a copy, which is put back if it was `written`."""
+    """The tensors themselves where they are contiguous, otherwise copies, which are copied back if `written`."""
     held = [dense(tensor) for tensor in tensors]
     back = [(tensor, copy) for tensor, copy in zip(tensors, held, strict=True) if written and copy is not tensor]
     for tensor, _ in back:
-        _refuse_expanded(tensor)
+        dimensions = zip(tensor.shape, tensor.stride(), strict=True)
+        if tensor.numel() and any(length > 1 and not stride for length, stride in dimensions):
+            raise ExpandedError(
+                f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} cannot take a result: "
+                f"several of its elements share one place in memory. Give the collective a clone() of it."
+            )
     yield held
     for tensor, copy in back:
         tensor.detach().copy_(copy)
-
-
-def _refuse_expanded(tensor: Tensor) -> None:
-    places = zip(tensor.shape, tensor.stride(), strict=True)
-    if tensor.numel() and any(length > 1 and not stride for length, stride in places):
-        raise ExpandedError(
-            f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} cannot take a result: "
-            f"several of its elements lie at one place in memory. Give the collective a clone() of it."
-        )
 
 
 def rows(tensor: Tensor, size: int) -> list[Tensor]:
@@ -119,43 +113,43 @@ def rows(tensor: Tensor, size: int) -> list[Tensor]:
 
 
 def cuts_well(tensor: Tensor, splits: Sequence[int], size: int) -> bool:
-    """Whether splits are one for each rank and add up; without any, the first dimension must be cut evenly."""
+    """Whether there is one split per rank and they add up; without splits, whether the length divides evenly."""
     length = tensor.shape[0] if tensor.dim() else -1
     return (len(splits) == size and sum(splits) == length and min(splits) >= 0) if splits else length % size == 0
 
 
 def cut(tensor: Tensor, splits: Sequence[int], size: int) -> list[Tensor]:
-    """A contiguous tensor, cut along its first dimension."""
+    """A contiguous tensor, split along its first dimension."""
     sizes = list(splits) or [tensor.shape[0] // size] * size
     return list(tensor.detach().split(sizes))
 
 
 class Fit:
-    """What is usual in calls of one rank of a group; everything else is Gloo's business."""
+    """Which calls of one rank of a group are ordinary; all others are left to Gloo."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
 
     def usual(self, root: int, tensors: Sequence[Tensor]) -> bool:
-        """Whether there is such a root, and these are alike."""
+        """Whether the root exists and the tensors are alike."""
         return 0 <= root < self._size and alike(tensors)
 
     def one_for_each(self, lists: Any, singles: Any, uneven: bool = False) -> bool:
-        """Whether there is one list of a tensor for each rank, and one tensor that fits in this rank's place."""
+        """Whether there is one list with a tensor per rank, and one tensor of the size of this rank's entry."""
         if len(lists) != 1 or len(singles) != 1 or len(lists[0]) != self._size:
             return False
-        many, one = lists[0], singles[0]
-        fitting = [many[self._rank]] if uneven else many
-        return alike([one, *many]) and all(tensor.numel() == one.numel() for tensor in fitting)
+        many, single = lists[0], singles[0]
+        compared = [many[self._rank]] if uneven else many
+        return alike([single, *many]) and all(tensor.numel() == single.numel() for tensor in compared)
 
     def at_root(self, root: int, lists: Any, singles: Any) -> bool:
-        """The same for the root; all others have no list."""
+        """The same where only the root has a list."""
         if self._rank == root:
             return self.usual(root, singles) and self.one_for_each(lists, singles)
         return len(singles) == 1 and self.usual(root, singles) and not any(lists)
 
     def times(self, longer: Any, shorter: Any) -> bool:
-        """Whether each of these is as long as one of those for every rank."""
+        """Whether each long tensor has the size of its short one, times the number of ranks."""
         return len(longer) == len(shorter) and all(
             alike([long, short]) and long.numel() == short.numel() * self._size
             for long, short in zip(longer, shorter, strict=True)
@@ -163,12 +157,10 @@ class Fit:
 
     def check_times(self, longer: Any, shorter: Any) -> None:
         """Refuse others: Gloo has no such call."""
-        if self.times(longer, shorter):
-            return
-        sizes = ", ".join(
-            f"{list(one.shape)} for {list(other.shape)}" for one, other in zip(longer, shorter, strict=False)
-        )
-        raise CollectiveError(
-            f"coalesced calls need a long tensor for each short one, {self._size} times its size, of its kind, on the "
-            f"CPU; given were {len(longer)} and {len(shorter)}: {sizes}"
-        )
+        if not self.times(longer, shorter):
+            pairs = zip(longer, shorter, strict=False)
+            sizes = ", ".join(f"{list(long.shape)} for {list(short.shape)}" for long, short in pairs)
+            raise CollectiveError(
+                f"coalesced calls need a long tensor for each short one, {self._size} times its size, of its dtype, on "
+                f"the CPU; got {len(longer)} and {len(shorter)}: {sizes}"
+            )

@@ -1,4 +1,4 @@
-"""What a process group is made of: who is where, who does its collectives, and what else is asked of it."""
+"""The parts of a process group: which host each rank is on, who runs its collectives, and its management calls."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from offbeat.runtime.backend._calls import Calls
 from offbeat.runtime.backend._checks import Fit, in_place
 from offbeat.runtime.backend._default_algorithm import GLOO, native
 from offbeat.runtime.backend._gloo import Far
-from offbeat.runtime.backend._host_discovery import RankHosts, anew, find_hosts, open_room
+from offbeat.runtime.backend._host_discovery import RankHosts, anew, find_hosts, open_arena
 from offbeat.runtime.backend._in_host import HostCollectives
 from offbeat.runtime.backend._op_queue import QueuedOp
 from offbeat.runtime.backend._point_to_point import Messages
 from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.system.malloc import keep_freed_memory
 
-# Torch's annotations do not know what its groups really take.
+# Torch's annotations of its groups are incomplete.
 _ProcessGroup: Any = dist.ProcessGroup
 ReduceOp = dist.ReduceOp
 # A forked child must not tear down its parent's groups: Gloo would wait for threads that the child does not have. So
-# those that are alive, or not yet collected, when a process forks are kept in the child for ever.
+# groups that are alive, or not yet collected, when a process forks are kept in the child forever.
 ALIVE: weakref.WeakSet[Any] = weakref.WeakSet()
 _INHERITED: list[Any] = []
 os.register_at_fork(after_in_child=lambda: _INHERITED.extend(ALIVE))
@@ -62,52 +62,50 @@ class Core(_ProcessGroup):
         rank, size = self._rank, self._size
         meeting = dist.PrefixStore("offbeat/", store)
         self.hosts = find_hosts(meeting, rank, names, timeout, label, host) if size > 1 else RankHosts((0,), 0)
-        """Which ranks share a host."""
+        """Which host each rank is on."""
         self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout)
         _carry(self, self._gloo)
         self._stock = _ProcessGroup(store, rank, size)
-        """Gloo behind torch's dispatcher, which knows what to do with tensors that have no numbers to send."""
+        """Gloo behind torch's dispatcher, which handles tensors that have no data to send."""
         _carry(self._stock, self._gloo)
         self._calls = Calls(label, self.getBackendName(), self._gloo)
-        # The room must not keep the group alive: it should go, with its threads and memory, when it is let go.
+        # The arena must not keep the group alive, or its threads and memory would outlive the last reference to it.
         calls: Any = weakref.ref(self._calls)
-        room = None
+        arena = None
         if size > 1:
-            room = open_room(meeting, self.hosts, names, timeout, lambda why, peers: calls().explained(why, peers))
-        if room is not None:
-            room.timeout = lambda: calls().patience()
-        self._room = room
-        keep_freed_memory()  # Gradients come and go with every step.
-        self.local = HostCollectives(room) if room is not None and self.hosts.count == 1 else None
-        """The collectives in shared memory; None where ranks live on several hosts or cannot share memory."""
-        self._calls.use(room, self.local)
+            arena = open_arena(meeting, self.hosts, names, timeout, lambda why, peers: calls().explained(why, peers))
+        if arena is not None:
+            arena.timeout = lambda: calls().patience()
+        self._arena = arena
+        keep_freed_memory()  # Gradients are freed and allocated in every step.
+        self.local = HostCollectives(arena) if arena is not None and self.hosts.count == 1 else None
+        """The collectives in shared memory; None where ranks are on several hosts or cannot share memory."""
+        self._calls.use(arena, self.local)
         self._do, self._begin = self._calls.do, self._calls.begin
         self._fit = Fit(rank, size)
-        self._messages = Messages(self._gloo, self._stock, rank, names, room)
-        several = room is not None and 1 < self.hosts.count < size
-        self._spread = AcrossHosts(room, self.hosts, store, timeout) if room is not None and several else None
+        self._messages = Messages(self._gloo, self._stock, rank, names, arena)
+        several = arena is not None and 1 < self.hosts.count < size
+        self._spread = AcrossHosts(arena, self.hosts, store, timeout) if arena is not None and several else None
         self._way: Any = self.local
-        """Who does collectives: shared memory, or Gloo where ranks share none."""
+        """Runs collectives: shared memory, or Gloo where ranks share none."""
         if self.local is None:
-            own = (
-                dist.ProcessGroupGloo(dist.PrefixStore("far/", store), rank, size, timeout) if size > 1 else self._gloo
-            )
+            own = self._gloo
+            if size > 1:
+                own = dist.ProcessGroupGloo(dist.PrefixStore("far/", store), rank, size, timeout)
             self._way = Far(own, self._spread, rank, size, lambda: calls().patience())
 
-    # -- what offbeat asks of it --------------------------------------------------------------------------------------
-
     def at_once(self, act: Callable[[], None], what: str, tensors: Sequence[Tensor] = ()) -> None:
-        """Let `act` use the shared memory when all that stands in line is done; every rank calls this with the same."""
+        """Let `act` use the shared memory once the queue is empty; every rank calls this with the same."""
         self._calls.at_once(act, what, tensors)
 
     def later(self, act: Callable[[], None], what: str, tensors: Sequence[Tensor]) -> QueuedOp:
-        """Do `act` on the group's thread, when all that stands in line is done; every rank asks for the same."""
+        """Queue `act` for the group's thread; every rank calls this with the same."""
         return self._calls.later(act, what, tensors)
 
     def sum_now(
         self, tensor: Tensor, operation: Any = ReduceOp.SUM, stock: bool = False, name: str | None = None
     ) -> None:
-        """All-reduce in the middle of something that has the turn: by ourselves, by Gloo, or by a named algorithm."""
+        """All-reduce inside an operation that holds the turn: natively, by Gloo, or by a named algorithm."""
         if self._spread is not None and not stock:
             with in_place([tensor]) as (held,):
                 self._spread.all_reduce(held, operation)
@@ -121,85 +119,75 @@ class Core(_ProcessGroup):
             self.local.all_reduce_by(name, [tensor], operation)
 
     def algorithm(self, collective: Collective, nbytes: int, stock: bool = False) -> str:
-        """Which algorithm this group, or Gloo in it, does a collective by, with so many bytes of each rank."""
+        """The algorithm of this group, or of Gloo in it, for a collective with `nbytes` of each rank."""
         if stock:
             return GLOO[collective]
         return native(collective, nbytes, self.local is not None, self._spread is not None)
 
     @property
     def messages(self) -> Any:
-        """Where single messages go."""
+        """The group for single messages."""
         return self._gloo
 
     def shared_tensor(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor that the others of the group can read: all-reducing it copies nothing. All ranks call this.
+        """A tensor of zeros that the other ranks can read, so that all-reducing it copies nothing. All ranks call this.
 
-        It is all zeros. Where memory cannot be shared, it is an ordinary tensor.
+        Where memory cannot be shared, it is an ordinary tensor.
         """
-        made: list[Tensor] = []
+        result: list[Tensor] = []
         if self.local is None:
             return torch.zeros(count, dtype=dtype)
         local = self.local
-        self.at_once(lambda: made.append(local.shared_tensor(count, dtype)), "shared_tensor")
-        return made[0]
+        self.at_once(lambda: result.append(local.shared_tensor(count, dtype)), "shared_tensor")
+        return result[0]
 
     def share_segment(self, size: int, what: str) -> Segment:
-        """So many bytes of memory that all ranks have, who share some; all call this together."""
-        made: list[Segment] = []
+        """A segment of `size` bytes that all ranks of the host have mapped; all call this together."""
+        result: list[Segment] = []
         local: Any = self.local
-        self.at_once(lambda: made.append(local.room.share_segment(size)), what)
-        return made[0]
+        self.at_once(lambda: result.append(local.arena.share_segment(size)), what)
+        return result[0]
 
     def sum_in_place(self, tensors: Sequence[Tensor], weight: float, own_blocks: bool, what: str) -> None:
-        """Sum tensors times a weight where they lie, through shared memory; or only this rank's blocks of them."""
+        """Sum tensors times a weight in place, through shared memory; or only this rank's blocks of them."""
         local: Any = self.local
         if own_blocks:
             self.at_once(partial(local.sum_own_blocks, tensors, weight), what, tensors)
         else:
             self.at_once(partial(local.all_reduce_by, "two_shot", tensors, ReduceOp.SUM, weight), what, tensors)
 
-    # -- what torch asks of any group ---------------------------------------------------------------------------------
-
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """What it is registered as."""
         return "offbeat"
 
     def getRank(self) -> int:  # noqa: N802 - torch's name
-        """Its own number."""
         return self._rank
 
     def getSize(self) -> int:  # noqa: N802 - torch's name
-        """How many ranks there are."""
         return self._size
 
     def get_group_store(self) -> dist.Store:
-        """Where its ranks met."""
         return self._store
 
     def _get_sequence_number_for_group(self) -> int:
-        """How many operations were asked for."""
         return self._calls.asked
 
     def _set_sequence_number_for_group(self) -> None:
         """Every group begins with 0."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long operations wait that say nothing else."""
         self._gloo._set_default_timeout(timeout)
 
     def abort(self) -> None:
-        """Give up whatever is going on here; those who wait for it get an error."""
         self._calls.abort()
 
     def shutdown(self) -> None:
-        """Leave the group."""
-        self._calls.close()
-        if self._room is not None:
-            self._room.leave()
+        self._calls.line.close(self._calls.abort)
+        if self._arena is not None:
+            self._arena.leave()
         self._gloo.shutdown()
 
 
 def _carry(group: Any, gloo: Any) -> None:
-    """Let a group of torch's have this one of Gloo's as its backend, as it has in any program."""
+    """Make a Gloo group the backend of a torch group, as in any program."""
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)

@@ -1,7 +1,7 @@
-"""All-reduces that begin without the interpreter: one tensor, waited for, of a sort that was compiled before.
+"""All-reduces that start without the interpreter: one tensor, synchronous, of a kind that was compiled before.
 
-What most programs do most. `quick.c` looks the call up in a group's plans (`Runner.plans`) and starts it; where that
-was not built, and for everything unusual, calls take the way of all others, which ends at the same plans.
+This is what most programs do most. `quick.c` looks the call up in a group's plans (`Runner.plans`) and starts it; where
+it was not built, and for every unusual call, the ordinary path ends at the same plans.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from offbeat.runtime.system.malloc import give_back_excess
 
 VERSION = 2
 DONE = Finished()
-"""What was done before the call returned."""
+"""The work of a call that was done before it returned."""
 profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-"""Whether torch's profiler takes notes."""
+"""Whether torch's profiler is recording."""
 
 
 class Unbegun:
-    """Where nothing begins at once."""
+    """Stands in where there is no fast path."""
 
     asked = 0
-    """How many were begun."""
+    """Number of all-reduces started."""
 
     def begin(self, tensors: Any, options: Any) -> Any:
-        """`DONE` if it is done; None if it is nothing for the quick way, and nothing was touched.
+        """`DONE` if the call is done; None if it is not for the fast path, and nothing was touched.
 
-        Else what was begun and the code with which the library came back: then the caller has the turn, and gives it
-        back when it has finished.
+        Otherwise the plan and the code that the library returned: then the caller holds the turn, and must finish the
+        all-reduce and release it.
         """
 
 
 @cache
 def _quicker() -> Any:
-    """The compiled one, or None where it was not built, or from another version of its source."""
+    """The compiled class; None where it was not built, or was built from another version of its source."""
     try:
         built: Any = import_module("offbeat.runtime.backend._quicker")
     except ImportError:
         return None
-    # It takes torch's hash of an operation for its number, which is three times as fast to ask for.
+    # It uses torch's hash of an operation as its number, which is three times as fast to get.
     numbered = all(hash(ReduceOp(operation)) == int(operation) for operation in OPERATIONS)
     return built.Quicker if built.VERSION == VERSION and numbered else None
 
 
 def state() -> str:
-    """Whether calls of all-reduces that are known are compiled, in words."""
+    """Whether the fast path is in use, in words."""
     if library() is None:
         return "no: they need the compiled executor"
     return (
@@ -66,11 +66,11 @@ def state() -> str:
 
 
 def quick(runner: Runner | None, line: OpQueue) -> Any:
-    """Who begins the all-reduces that are compiled, of a room and of those who stand in line for it; see `Unbegun`."""
-    found, quicker = library(), _quicker()
-    if runner is None or found is None or quicker is None:
+    """The fast path to a runner's plans, which respects the queue; see `Unbegun`."""
+    native, quicker = library(), _quicker()
+    if runner is None or native is None or quicker is None:
         return Unbegun()
-    address = ctypes.cast(found.offbeat_start, ctypes.c_void_p).value
+    address = ctypes.cast(native.offbeat_start, ctypes.c_void_p).value
     devices = torch.accelerator.current_accelerator() is not None
     torchs = (AllreduceOptions, Tensor, torch.strided, profiling)
     waiting = (line.queue, line.lock.acquire, line.lock.release)

@@ -1,4 +1,4 @@
-"""How the ranks of a new group find out who lives on which host, and meet in a room there."""
+"""How the ranks of a new group find out which of them share a host, and open an arena there."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store
 
 from offbeat.runtime.backend._call_ids import CollectiveError, ranks_in_words
-from offbeat.runtime.collectives.one_sided.arena import Explains, Room
+from offbeat.runtime.collectives.one_sided.arena import Arena, Explains
 from offbeat.runtime.collectives.one_sided.segment import Segment, SegmentError, host_identity
 
 
 @dataclass(frozen=True)
 class RankHosts:
-    """Where the ranks of a group live."""
+    """Which host each rank of a group is on."""
 
     of: tuple[int, ...]
-    """The host of each rank: hosts are counted in the order of their first ranks."""
+    """The host of each rank; hosts are numbered in the order of their first ranks."""
     rank: int
-    """This rank."""
 
     @property
     def neighbours(self) -> tuple[int, ...]:
@@ -30,12 +29,10 @@ class RankHosts:
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """The first rank of each host."""
         return tuple(self.of.index(host) for host in range(self.count))
 
     @property
     def count(self) -> int:
-        """How many hosts there are."""
         return max(self.of) + 1
 
 
@@ -43,7 +40,8 @@ class RankHosts:
 def anew(store: Store, rank: int) -> Generator[Store]:
     """A part of the store that no earlier group of this name has used; an attempt that fails does not count.
 
-    A world that is ended and begun again has the same names in torch's store, where those of the first are still told.
+    A world that is destroyed and initialized again has the same names in torch's store, which still holds the keys of
+    the first.
     """
     mine = f"opened/{rank}"
     number = store.add(mine, 1)
@@ -57,14 +55,13 @@ def anew(store: Store, rank: int) -> Generator[Store]:
 def find_hosts(
     store: Store, rank: int, names: Sequence[int], timeout: timedelta, label: str, identity: str | None
 ) -> RankHosts:
-    """Ask everybody where it lives; waits until all have come, and says who has not."""
+    """Exchange host identities with all ranks; names the ranks that do not arrive in time."""
     keys = [f"host/{other}" for other in range(len(names))]
     store.set(keys[rank], identity or host_identity())
     try:
         store.wait(keys, timeout)
     except RuntimeError as error:
-        come = [store.check([key]) for key in keys]
-        missing = [name for name, there in zip(names, come, strict=True) if not there]
+        missing = [name for name, key in zip(names, keys, strict=True) if not store.check([key])]
         if not missing:
             raise
         raise CollectiveError(
@@ -74,34 +71,34 @@ def find_hosts(
             f"open it, in the same order as other groups."
         ) from error
     numbers: dict[bytes, int] = {}
-    told = store.multi_get(keys)
-    return RankHosts(tuple(numbers.setdefault(bytes(name), len(numbers)) for name in told), rank)
+    hosts = store.multi_get(keys)
+    return RankHosts(tuple(numbers.setdefault(bytes(host), len(numbers)) for host in hosts), rank)
 
 
-def open_room(
+def open_arena(
     store: Store, hosts: RankHosts, names: tuple[int, ...], timeout: timedelta, explain: Explains
-) -> Room | None:
-    """Meet the others of this host; None where memory cannot be shared, which all ranks of the group agree on."""
+) -> Arena | None:
+    """The arena of this host; None on all ranks of the group where any host cannot share memory."""
     neighbours = hosts.neighbours
-    leader, room, segment = neighbours[0], None, None
-    key, done = f"room/{leader}", [f"met/{rank}" for rank in range(len(hosts.of))]
+    leader, arena, segment = neighbours[0], None, None
+    key, done = f"arena/{leader}", [f"met/{rank}" for rank in range(len(hosts.of))]
     try:
         if hosts.rank == leader:
             try:
-                segment = Room.create(len(neighbours))
+                segment = Arena.create(len(neighbours))
                 store.set(key, segment.ticket)
             except SegmentError as error:
                 store.set(key, str(error))
                 raise
         else:
             ticket = bytes(store.get(key)).decode(errors="replace")
-            segment = Segment.attach(ticket, Room.bytes_for(len(neighbours)))
-        room = Room(segment, neighbours.index(hosts.rank), [names[rank] for rank in neighbours], explain)
-        room.timeout = timeout.total_seconds
+            segment = Segment.attach(ticket, Arena.bytes_for(len(neighbours)))
+        arena = Arena(segment, neighbours.index(hosts.rank), [names[rank] for rank in neighbours], explain)
+        arena.timeout = timeout.total_seconds
         store.set(done[hosts.rank], "yes")
     except SegmentError as error:
         store.set(done[hosts.rank], str(error))
     answers = store.multi_get(done)
     if segment is not None:
         segment.seal()
-    return room if all(bytes(answer) == b"yes" for answer in answers) else None
+    return arena if all(bytes(answer) == b"yes" for answer in answers) else None

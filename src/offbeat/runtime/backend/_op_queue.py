@@ -1,4 +1,4 @@
-"""Operations in line: what was asked for first is done first, on a thread of its own if nobody waits for it."""
+"""The queue of a group's operations: first come, first served, on a thread of its own if the caller does not wait."""
 
 from __future__ import annotations
 
@@ -17,45 +17,12 @@ from torch._C import _distributed_c10d as _c10d  # pyright: ignore[reportPrivate
 from offbeat.runtime.backend._call_ids import CollectiveError
 
 may_be_waited_for_by_tensor = _c10d._allow_inflight_collective_as_graph_input  # pyright: ignore[reportPrivateUsage]
-"""Whether torch is to know what is under way by its tensors, so that a compiled function can wait for its arguments."""
-
-
-class Finished(dist._Work):  # pyright: ignore[reportPrivateUsage]
-    """What was done before the call returned."""
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """There is nothing to wait for."""
-        del timeout
-        return True
-
-    def synchronize(self) -> None:
-        """There is nothing to wait for."""
-
-    def is_completed(self) -> bool:
-        """It is."""
-        return True
-
-    def is_success(self) -> bool:
-        """A failure would have been raised at once."""
-        return True
-
-    def exception(self) -> Any:
-        """A failure would have been raised at once."""
-        return None
-
-    def result(self) -> list[Tensor]:
-        """What it was done to is the caller's."""
-        return []
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future that is there already."""
-        future = torch.futures.Future[list[Tensor]]()
-        future.set_result([])
-        return future
+"""Whether torch must know operations in flight by their tensors, so that a compiled function can wait for them."""
+_Future = torch.futures.Future[list[Tensor]]
 
 
 class QueuedOp(dist._Work):  # pyright: ignore[reportPrivateUsage]
-    """An operation that stands in line."""
+    """The work of an operation in the queue."""
 
     def __init__(self, tensors: Sequence[Any]) -> None:
         super().__init__()
@@ -69,11 +36,10 @@ class QueuedOp(dist._Work):  # pyright: ignore[reportPrivateUsage]
         self._over = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when it is done; raise what it failed of."""
         if not self._over:
             seconds = timeout.total_seconds() if timeout else 0.0
             if not self._running.acquire(timeout=seconds if seconds > 0 else -1):
-                raise CollectiveError(f"Timed out after {seconds:g} s: the operation is still in line or at work.")
+                raise CollectiveError(f"Timed out after {seconds:g} s: the operation is still queued or running.")
             self._running.release()
         if self._announced:
             self._forget()
@@ -82,55 +48,49 @@ class QueuedOp(dist._Work):  # pyright: ignore[reportPrivateUsage]
         return True
 
     def announce(self, tensors: Sequence[Tensor]) -> None:
-        """Let who waits for one of these tensors (`wait_tensor`) wait for this."""
+        """Let `wait_tensor` on one of these tensors wait for this operation."""
         self._announced = tensors
         for tensor in tensors:
             _c10d._register_work(tensor, self)  # pyright: ignore[reportPrivateUsage]
 
     def _forget(self) -> None:
-        """Torch would keep it, and so its tensors, until somebody waits for each of them."""
+        """Torch would keep this work, and so its tensors, until each of them is waited for."""
         tensors, self._announced = self._announced, ()
         for tensor in tensors:
-            with suppress(RuntimeError):  # This one's is about to be told, another's when that is waited for.
+            with suppress(RuntimeError):  # This one's is about to be raised, another's when that is waited for.
                 torch.ops._c10d_functional.wait_tensor(tensor)
 
     def synchronize(self) -> None:
-        """The same as wait."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is over, one way or the other."""
         return self._over
 
     def is_success(self) -> bool:
-        """Whether it is over and well."""
         return self._over and self._failure is None
 
     def exception(self) -> Any:
-        """What it failed of."""
         return self._failure
 
     def result(self) -> list[Tensor]:
-        """What it was done to."""
         self.wait()
         return self._tensors
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Resolves to the tensors."""
         with self._guard:
             if self._future is None:
-                self._future = torch.futures.Future[list[Tensor]]()
+                self._future = _Future()
                 if self._over:
                     self._resolve(self._future)
             return self._future
 
     @property
     def followed(self) -> bool:
-        """Whether somebody has asked for a future."""
+        """Whether a caller holds its future."""
         return self._future is not None
 
     def end(self, failure: BaseException | None) -> None:
-        """It is over; called by who did it."""
+        """Mark it as over; called by whoever ran it."""
         self._failure = failure
         with self._guard:
             self._over = True
@@ -146,39 +106,54 @@ class QueuedOp(dist._Work):  # pyright: ignore[reportPrivateUsage]
             future.set_result(self._tensors)
 
 
+class Finished(QueuedOp):
+    """The work of an operation that was done before the call returned; a failure would have been raised there."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self.end(None)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        del timeout
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        future = _Future()
+        future.set_result([])
+        return future
+
+
 class OpQueue:
     """One group's operations, one at a time."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.lock = threading.Lock()
-        """Whose turn it is."""
+        """The turn: held by whoever runs an operation."""
         self.queue: deque[tuple[Callable[[], None], QueuedOp]] = deque()
         self._filled = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def idle(self) -> bool:
-        """Take the turn if nothing stands in line; whoever gets it must call `leave`."""
+        """Take the turn if the queue is empty; whoever gets it must call `leave`."""
         return not self.queue and not self._closed and self.lock.acquire(False)
 
     def leave(self) -> None:
-        """Give the turn back."""
         self.lock.release()
 
     def wait_for_turn(self) -> None:
-        """Have the turn, when everything that stands in line now is done; whoever gets it must call `leave`."""
+        """Take the turn when everything in the queue now is done; the caller must call `leave`."""
         while self.queue:
             self.put(lambda: None, ()).wait()
         self.lock.acquire()
 
     def put(self, act: Callable[[], None], tensors: Sequence[Any]) -> QueuedOp:
-        """Stand in line."""
         if self._closed:
             raise CollectiveError("this group has been destroyed: nothing more can be done with it")
         pending = QueuedOp(tensors)
         if self._thread is threading.current_thread():
-            # Asked for by what follows on a future, while everybody else waits: its turn is now, on every rank.
+            # Called by what follows on a future, while all others wait: its turn is now, on every rank.
             pending.end(_failure_of(act))
             return pending
         if self._thread is None:
@@ -193,18 +168,18 @@ class OpQueue:
             self._filled.acquire()
             if not self.queue:
                 return  # Woken by `close`, when everything is done.
-            with self.lock:  # Taken out only now: who finds the line empty may go ahead of nobody.
+            with self.lock:  # Removed only now: a caller that finds the queue empty may overtake nobody.
                 act, pending = self.queue.popleft()
                 failure = _failure_of(act)
                 followed = pending.followed
-                if followed:  # What follows on a future may ask for more, which must come before what stands in line.
+                if followed:  # What follows on a future may start more, which must come before the rest of the queue.
                     pending.end(failure)
             if not followed:
                 pending.end(failure)
             del act, pending, failure
 
     def close(self, give_up: Callable[[], None]) -> None:
-        """Finish what stands in line, and take nothing more; what is not done in 5 s is given up."""
+        """Finish the queue and accept nothing more; what is not done in 5 s is given up."""
         self._closed = True
         self._filled.release()
         if self._thread is None or self._thread is threading.current_thread():

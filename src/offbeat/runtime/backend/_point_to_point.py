@@ -1,4 +1,4 @@
-"""Messages that Gloo carries, and what to say when one of them does not arrive."""
+"""Point-to-point messages over Gloo, with an error that explains why one did not arrive."""
 
 from __future__ import annotations
 
@@ -13,53 +13,47 @@ from torch import Tensor
 from offbeat.runtime.backend._call_ids import CollectiveError, ranks_in_words, shapes
 from offbeat.runtime.backend._checks import alike
 from offbeat.runtime.backend._op_queue import may_be_waited_for_by_tensor
-from offbeat.runtime.collectives.one_sided.arena import Room
+from offbeat.runtime.collectives.one_sided.arena import Arena
 from offbeat.runtime.events.calls import BareWork, handing_on
 
-_LOOKS = 10
-_BETWEEN = 0.02
-"""Seconds between looks whether somebody has died: its connections are closed a moment before it is gone."""
-
-Explained = Callable[[Exception], Exception]
-"""Turns an error of Gloo's into one that says whose message it was."""
+_CHECKS, _PAUSE = 10, 0.02
+"""Checks for dead peers, and seconds between them: a process closes its connections a moment before it is gone."""
 
 
 @handing_on
 class Carried(BareWork):
-    """A message under way."""
+    """The work of a message in flight."""
 
-    def __init__(self, work: Any, explained: Explained) -> None:
+    def __init__(self, work: Any, explained: Callable[[Exception], Exception]) -> None:
         super().__init__()
         self._work, self._explained = work, explained
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when it is done; raise what it failed of, in our words."""
         try:
             return self._work.wait() if timeout is None else self._work.wait(timeout)
         except RuntimeError as error:
             raise self._explained(error) from error
 
     def synchronize(self) -> None:
-        """The same as wait."""
         self.wait()
 
 
 class Messages:
     """Point-to-point messages of one group."""
 
-    def __init__(self, gloo: Any, stock: Any, rank: int, names: Sequence[int], room: Room | None) -> None:
-        self._gloo, self._stock, self._rank, self._names, self._room = gloo, stock, rank, names, room
+    def __init__(self, gloo: Any, stock: Any, rank: int, names: Sequence[int], arena: Arena | None) -> None:
+        self._gloo, self._stock, self._rank, self._names, self._arena = gloo, stock, rank, names, arena
         self._count = 0
 
     def begin(self, what: str, tensors: list[Tensor], peer: int | None, act: Callable[[Any], Any]) -> Carried:
-        """Begin to send or receive; what fails at once is told in our words, too. No peer: anybody."""
+        """Start a send or a receive; without a peer, from any rank."""
         size = len(self._names)
         if peer is not None and not 0 <= peer < size:
-            # Gloo would reach for memory that is not there.
+            # Gloo would read memory that is not there.
             raise ValueError(f"there is no rank {peer} in a group of {size}: ranks go from 0 to {size - 1}")
         self._count += 1
         explained = partial(self._undelivered, what, self._count, tensors, peer)
-        # Behind torch's dispatcher a message becomes known by its tensors, too.
+        # Only torch's dispatcher registers a message by its tensors.
         gloo = self._gloo if alike(tensors) and not may_be_waited_for_by_tensor() else self._stock
         try:
             return Carried(act(gloo), explained)
@@ -69,7 +63,7 @@ class Messages:
     def _undelivered(
         self, what: str, number: int, tensors: Sequence[Tensor], peer: int | None, error: Exception
     ) -> CollectiveError:
-        """Which message could not be done, who of those it was to be exchanged with has died, and what Gloo says."""
+        """An error with the message, which of its peers have died, and what Gloo says."""
         whom = "any rank" if peer is None else f"rank {self._names[peer]}"
         direction = "to" if what == "send" else "from"
         dead = self._dead(self._names if peer is None else (self._names[peer],))
@@ -80,12 +74,11 @@ class Messages:
         )
 
     def _dead(self, peers: Sequence[int]) -> list[int]:
-        room = self._room
-        if room is None:
+        arena = self._arena
+        if arena is None:
             return []
-        for _ in range(_LOOKS):
-            found = [room.names[rank] for rank in room.dead() if room.names[rank] in peers]
-            if found:
-                return found
-            time.sleep(_BETWEEN)
+        for _ in range(_CHECKS):
+            if dead := [arena.names[rank] for rank in arena.dead() if arena.names[rank] in peers]:
+                return dead
+            time.sleep(_PAUSE)
         return []

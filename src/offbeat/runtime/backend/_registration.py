@@ -1,4 +1,4 @@
-"""How torch gets to know the backend, under its own name or in Gloo's place."""
+"""Registration of the backend with torch, under its own name or in place of Gloo."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ NAME = "offbeat"
 
 @dataclass(frozen=True)
 class Options:
-    """What may be said of a group when it is made, as `pg_options`."""
+    """Options of a new group, passed as `pg_options`."""
 
     host: str | None = None
-    """The host that this rank counts as living on, instead of the one that it finds itself on."""
+    """Host identity of this rank, instead of the detected one."""
 
 
 def register() -> None:
-    """Make the backend known to torch; more than once does no harm."""
+    """Register the backend with torch; calling it again does nothing."""
     if NAME.upper() in dist.Backend._plugins:  # pyright: ignore[reportPrivateUsage]
         return
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
 
-def _create(told: Any, given: Any) -> Any:
+def _create(request: Any, options: Any) -> Any:
     from offbeat.runtime.backend._group import OffbeatGroup
 
     _teach_monitored_barrier()
     _teach_built_in_hooks()
-    host = given.host if isinstance(given, Options) else None
-    names = list(told.global_ranks_in_group)
-    return OffbeatGroup(told.store, told.group_rank, told.group_size, told.timeout, names, told.group_id, host)
+    host, names = options.host if isinstance(options, Options) else None, list(request.global_ranks_in_group)
+    place = request.store, request.group_rank, request.group_size
+    return OffbeatGroup(*place, request.timeout, names, request.group_id, host)
 
 
 def open_group(store: dist.Store, rank: int, size: int, timeout: timedelta, label: str = "") -> OffbeatGroup:
-    """A group of ours that torch does not know; in a run that is watched, one that writes down what is asked of it."""
+    """Open a group that torch does not know of; in a monitored run it records its calls."""
     from offbeat.runtime.backend._group import OffbeatGroup
     from offbeat.runtime.events.recorder import RECORDER
 
@@ -58,7 +58,7 @@ def open_group(store: dist.Store, rank: int, size: int, timeout: timedelta, labe
 
 @cache
 def _teach_monitored_barrier() -> None:
-    """Torch asks for a backend named gloo before it calls a group's monitored_barrier; ours has one, too."""
+    """Torch calls a group's monitored_barrier only if its backend is named gloo; let it call ours, too."""
     stock = c10d.monitored_barrier
 
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
@@ -82,7 +82,7 @@ def _teach_monitored_barrier() -> None:
 
 @cache
 def _teach_built_in_hooks() -> None:
-    """DDP's hook in C++ for half precision takes results of groups in C++ only; torch has the same one in Python."""
+    """DDP's C++ hook for half precision works with C++ groups only; use torch's equivalent in Python for ours."""
     from torch.nn.parallel import DistributedDataParallel
 
     from offbeat.runtime.backend._group import OffbeatGroup
@@ -105,21 +105,20 @@ def _teach_built_in_hooks() -> None:
 
 
 def stand_in_for_gloo() -> None:
-    """From now on, groups of this process that are asked for by the name of Gloo are ours."""
+    """From now on, create our groups in this process where Gloo groups are requested."""
     from offbeat.runtime.backend._group import OffbeatGroup
 
     stock: Any = dist.ProcessGroupGloo
     kind: Any = type(OffbeatGroup)
 
     class GlooBackendType(kind):
-        """Torch asks whether the group that carries our messages is of Gloo's kind, too."""
+        """Makes real Gloo groups instances as well: torch checks the one that carries our messages."""
 
         def __instancecheck__(self, instance: object) -> bool:
-            """Whether it is of the kind that was put in Gloo's place, or of Gloo's."""
             return super().__instancecheck__(instance) or isinstance(instance, stock)
 
     class StandIn(OffbeatGroup, metaclass=GlooBackendType):
-        """Made as torch makes a Gloo group."""
+        """Constructed as torch constructs a Gloo group."""
 
         def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any = c10d.default_pg_timeout) -> None:
             _teach_built_in_hooks()
@@ -127,11 +126,10 @@ def stand_in_for_gloo() -> None:
             self.options = GlooRecord()
 
         def getBackendName(self) -> str:  # noqa: N802 - torch's name
-            """What was asked for."""
             return "gloo"
 
     class GlooRecord:
-        """What torch notes down about a Gloo group."""
+        """Attributes that torch sets on a Gloo group."""
 
         global_ranks_in_group: Any = ()
         group_name = ""

@@ -1,7 +1,7 @@
-/* The quickest way to an all-reduce that was compiled before: found and started without the interpreter.
+/* The fast path to an all-reduce that was compiled before: looked up and started without the interpreter.
  *
- * An extension module of Python's stable ABI (3.11 on). It looks at the tensor through its Python methods, so that no
- * header of torch is needed, and calls the library of native.c by its address.
+ * An extension module of Python's stable ABI (3.11 on). It reads the tensor through its Python methods, so that no torch
+ * headers are needed, and calls the library of native.c by its address.
  */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -12,14 +12,14 @@
 
 typedef int64_t (*start_t)(void *, void *);
 
-/* What is asked of options, tensors, and plans. */
+/* Attributes of options, tensors and plans. */
 enum { ASYNC, OPERATION, CPU, LAYOUT, CONTIGUOUS, NEGATED, ADDRESS, COUNT, KIND, PLACE, NAMES };
 static const char *const WORDS[NAMES] = {
     "asyncOp", "reduceOp", "is_cpu", "layout", "is_contiguous", "is_neg", "data_ptr", "numel", "dtype", "address",
 };
 static PyObject *names[NAMES];
 
-/* Everything that does not change from call to call; in the order in which it is given. */
+/* Everything that does not change from call to call, in the order of the constructor's arguments. */
 enum { PLANS, QUEUE, ACQUIRE, RELEASE, DONE, OPTIONS, TENSOR, STRIDED, PROFILING, TURNS, LOOK, DEVICES, THINGS };
 typedef struct {
     PyObject_HEAD
@@ -28,14 +28,14 @@ typedef struct {
     long long asked, large;
 } quick_t;
 
-/* Whether something is this very object; takes what it is given. -1: it could not be asked for. */
-static int is(PyObject *found, PyObject *wanted) {
-    if (!found) return -1;
-    Py_DECREF(found);
-    return found == wanted;
+/* Whether a value is this very object; steals the reference to it. -1: an error is set. */
+static int is(PyObject *value, PyObject *expected) {
+    if (!value) return -1;
+    Py_DECREF(value);
+    return value == expected;
 }
 
-/* Whether the usual is asked for: one ordinary tensor in a row, waited for, and nobody takes notes. */
+/* Whether it is an ordinary call: one contiguous CPU tensor, synchronous, and not profiled. */
 static int usual(quick_t *self, PyObject *tensors, PyObject *options) {
     PyObject **things = self->things, *tensor;
     int good;
@@ -44,7 +44,7 @@ static int usual(quick_t *self, PyObject *tensors, PyObject *options) {
     tensor = PyList_GetItem(tensors, 0);
     if ((PyObject *)Py_TYPE(tensor) != things[TENSOR]) return 0;
     if ((good = is(PyObject_GetAttr(options, names[ASYNC]), Py_False)) != 1) return good;
-    /* Without devices, numbers are in main memory, or nowhere. */
+    /* Without devices, data is in main memory, or nowhere. */
     if (things[DEVICES] != Py_False && (good = is(PyObject_GetAttr(tensor, names[CPU]), Py_True)) != 1) return good;
     if ((good = is(PyObject_GetAttr(tensor, names[LAYOUT]), things[STRIDED])) != 1) return good;
     if ((good = is(PyObject_CallMethodObjArgs(tensor, names[CONTIGUOUS], NULL), Py_True)) != 1) return good;
@@ -52,7 +52,7 @@ static int usual(quick_t *self, PyObject *tensors, PyObject *options) {
     return is(PyObject_CallNoArgs(things[PROFILING]), Py_False);
 }
 
-/* Count and kind of numbers, and what is done with them: under this it was compiled. */
+/* The key of a plan: count, dtype and operation. */
 static PyObject *key_of(PyObject *tensor, PyObject *options, Py_ssize_t *count) {
     PyObject *parts[3] = {
         PyObject_CallMethodObjArgs(tensor, names[COUNT], NULL),
@@ -68,7 +68,7 @@ static PyObject *key_of(PyObject *tensor, PyObject *options, Py_ssize_t *count) 
     return key;
 }
 
-/* Now and then among large ones, see how much memory this process keeps free. False: that went wrong. */
+/* For every 64th large one, check how much memory this process keeps free. False: an error is set. */
 static int looked(quick_t *self, Py_ssize_t count) {
     enum { LARGE = 4096, OFTEN = 64 };
     PyObject *done;
@@ -78,14 +78,14 @@ static int looked(quick_t *self, Py_ssize_t count) {
     return 1;
 }
 
-/* An address that an object gives, which is taken; NULL with an error set if it gives none. */
+/* The address in an object, whose reference is stolen; NULL with an error set if there is none. */
 static void *address_from(PyObject *given) {
     void *address = given ? PyLong_AsVoidPtr(given) : NULL;
     Py_XDECREF(given);
     return address;
 }
 
-/* Begin what was compiled; the turn is had. */
+/* Start a compiled operation; the caller holds the turn. */
 static PyObject *begun(quick_t *self, PyObject *plan, void *first) {
     PyObject *released;
     void *address = address_from(PyObject_GetAttr(plan, names[PLACE]));
@@ -112,7 +112,7 @@ static PyObject *quick_begin(PyObject *own, PyObject *const *arguments, Py_ssize
     Py_ssize_t waiting, count;
     void *first;
     int good;
-    if (given != 2) return PyErr_Format(PyExc_TypeError, "tensors and options are needed, %zd were given", given);
+    if (given != 2) return PyErr_Format(PyExc_TypeError, "tensors and options are needed, got %zd arguments", given);
     if ((good = usual(self, arguments[0], arguments[1])) != 1) return good ? NULL : Py_NewRef(Py_None);
     tensor = PyList_GetItem(arguments[0], 0);
     if (!(key = key_of(tensor, arguments[1], &count))) return NULL;
@@ -123,7 +123,7 @@ static PyObject *quick_begin(PyObject *own, PyObject *const *arguments, Py_ssize
     if ((waiting = PyObject_Size(things[QUEUE])) != 0) return waiting < 0 ? NULL : Py_NewRef(Py_None);
     Py_INCREF(plan); /* Other threads may run from here on. */
     first = looked(self, count) ? address_from(PyObject_CallMethodObjArgs(tensor, names[ADDRESS], NULL)) : NULL;
-    /* Numbers that are nowhere, because there are none or they were taken away, are for the interpreter. */
+    /* Data without an address, because there is none or it was freed, is left to the interpreter. */
     good = first ? is(PyObject_CallFunctionObjArgs(things[ACQUIRE], Py_False, NULL), Py_True) : PyErr_Occurred() ? -1 : 0;
     result = good == 1 ? begun(self, plan, first) : good ? NULL : Py_NewRef(Py_None);
     Py_DECREF(plan);

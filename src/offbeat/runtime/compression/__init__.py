@@ -1,10 +1,57 @@
-"""Compressors: what is left of a row of numbers on its way, one file each."""
+"""Compressors of rows of numbers, one file each; `build` makes the coder of a format."""
 
 from __future__ import annotations
 
-from offbeat.runtime.compression.account import CompressionAccount, together
-from offbeat.runtime.compression.build import build
-from offbeat.runtime.compression.coder import Coder, Feedback, PayloadExchange, PlainCoder
-from offbeat.runtime.compression.link import GroupLink
+import torch
 
-__all__ = ["Coder", "CompressionAccount", "Feedback", "GroupLink", "PayloadExchange", "PlainCoder", "build", "together"]
+from offbeat.protocols import compression as formats
+from offbeat.runtime.compression.account import CompressionAccount, together
+from offbeat.runtime.compression.coder import Coder, Feedback, GroupLink, PlainCoder
+from offbeat.runtime.compression.half import HalfCoder
+from offbeat.runtime.compression.lowrank import LowRankCoder
+from offbeat.runtime.compression.quantize import QuantizeCoder, SignCoder
+from offbeat.runtime.compression.randomk import RandomKCoder
+from offbeat.runtime.compression.sparse import ThresholdCoder, TopKCoder
+
+__all__ = ["Coder", "CompressionAccount", "Feedback", "GroupLink", "PlainCoder", "build", "together"]
+
+
+def build(
+    form: formats.RowFormat,
+    shapes: formats.Shapes = (),
+    *,
+    seed: int = 0,
+    own_seed: int = 0,
+    inner: Coder | None = None,
+    unbiased: bool = False,
+) -> Coder:
+    """The coder of a format.
+
+    Args:
+        form: the format.
+        shapes: of the tensors in the row; only low ranks need them.
+        seed: the same on all workers.
+        own_seed: different on each worker, so that their rounding errors are independent.
+        inner: encodes the values that a sparse coder keeps.
+        unbiased: whether `randomk` scales its values up to stand for those it drops.
+
+    """
+    match form:
+        case formats.BFloatFormat():
+            return HalfCoder(torch.bfloat16)
+        case formats.HalfFormat():
+            return HalfCoder(torch.float16)
+        case formats.QuantizeFormat():
+            return QuantizeCoder(form, own_seed)
+        case formats.SignFormat():
+            return SignCoder()
+        case formats.TopKFormat(fraction):
+            return TopKCoder(fraction, inner)
+        case formats.ThresholdFormat(above):
+            return ThresholdCoder(above, inner)
+        case formats.RandomKFormat(fraction):
+            return RandomKCoder(fraction, seed, inner, unbiased)
+        case formats.LowRankFormat(rank):
+            return LowRankCoder(shapes, rank, seed)
+        case _:
+            raise NotImplementedError(f"no coder writes {form!r}")

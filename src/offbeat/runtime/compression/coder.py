@@ -1,15 +1,16 @@
-"""What every compressor does to a row of numbers, and how compressed rows are summed.
+"""The interface of all compressors, and how compressed rows are summed.
 
-A coder turns a row into a letter, a row of bytes that is all that travels, and adds what a letter says to another row.
-Coders whose letters can be summed on the way do so in `sum`; the others have everybody read everybody's letter.
+A coder encodes a row of numbers as a payload, a row of bytes that is all that is sent, and adds a payload to a row.
+Coders whose payloads can be reduced in transit override `sum`; with the others, all workers read all payloads.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from numpy.typing import NDArray
@@ -17,83 +18,98 @@ from torch import Tensor
 
 from offbeat.errors import RunError
 
+if TYPE_CHECKING:
+    from offbeat.runtime.groups.group import DirectGroup
+
 PIECE = 1 << 18
-"""Numbers that are worked on at once: few enough that what is between two operations stays in a cache, and enough that
-starting an operation costs nothing beside it."""
+"""Numbers worked on at once: few enough to stay in a cache between two operations, and enough to hide the cost of
+starting an operation."""
 
 
-class PayloadExchange(Protocol):
-    """How letters travel between workers that all call the same at the same time."""
+class GroupLink:
+    """Sends payloads in one exchange of a group, with bytes and seconds counted; all workers call it in step."""
 
-    @property
-    def size(self) -> int:
-        """How many workers there are."""
-        ...
+    def __init__(self, group: DirectGroup, what: str) -> None:
+        self._group, self._what, self.size = group, what, group.size
+        self.nbytes = 0
+        """Bytes that this worker has brought to sums and gathers."""
+        self.seconds = 0.0
+        """Time that they took, including waits."""
 
     def sum(self, row: Tensor) -> Tensor:
-        """The row summed over the workers, in place, equal to the bit on all of them."""
-        ...
+        """The row summed over the workers, in place, bitwise equal on all of them."""
+        start = time.perf_counter()
+        self._group.sum(row, self._what)
+        self._count(row, start)
+        return row
 
-    def gather(self, letter: Tensor, fixed: bool) -> list[Tensor]:
-        """Everybody's letter, by rank; `fixed` if all letters have one length."""
-        ...
+    def gather(self, payload: Tensor, fixed: bool) -> list[Tensor]:
+        """All workers' payloads, by rank; `fixed` if all have the same length."""
+        start = time.perf_counter()
+        payloads = self._group.payloads(payload, fixed, self._what)
+        self._count(payload, start)
+        return payloads
+
+    def _count(self, sent: Tensor, start: float) -> None:
+        self.nbytes += sent.numel() * sent.element_size()
+        self.seconds += time.perf_counter() - start
 
 
 class Coder(ABC):
-    """One worker's side of a compressor, for one row of so many numbers (float32 or float64)."""
+    """One worker's side of a compressor, for one row of numbers (float32 or float64)."""
 
     fixed: ClassVar[bool] = True
-    """Whether a letter's length depends on nothing but the row's."""
+    """Whether a payload's length depends only on the row's."""
 
     @abstractmethod
     def encode(self, row: Tensor) -> Tensor:
-        """The row as a letter: a row of bytes. The row is left as it is."""
+        """The row as a payload of bytes; the row itself stays unchanged."""
 
     @abstractmethod
-    def add(self, letter: Tensor, out: Tensor, weight: float = 1.0) -> None:
-        """Add what a letter says, times a weight, to `out`; refuse a letter that does not fit it with a RunError."""
+    def add(self, payload: Tensor, out: Tensor, weight: float = 1.0) -> None:
+        """Add a decoded payload, times a weight, to `out`; a payload that does not fit is refused with a RunError."""
 
-    def put(self, letter: Tensor, out: Tensor) -> None:
-        """Replace `out` by what a letter says."""
-        self.add(letter, out.zero_())
+    def put(self, payload: Tensor, out: Tensor) -> None:
+        """Replace `out` by a decoded payload."""
+        self.add(payload, out.zero_())
 
-    def sum(self, row: Tensor, total: Tensor, link: PayloadExchange) -> None:
-        """Write the sum of what all workers say into `total`, and leave in `row` what was left unsaid.
+    def sum(self, row: Tensor, total: Tensor, link: GroupLink) -> None:
+        """Write the sum of all workers' decoded payloads to `total`, and leave the encoding error in `row`.
 
-        The two may be the same row: then only the sum is of interest. Letters are added by rank, so that the sum is the
-        same on all workers.
+        If the two are the same row, only the sum is kept. Payloads are added by rank, so that all workers get the same
+        sum.
         """
-        letter = self.encode(row)
+        payload = self.encode(row)
         if row is not total:
-            self.add(letter, row, -1.0)
-        first, *others = link.gather(letter, self.fixed)
+            self.add(payload, row, -1.0)
+        first, *others = link.gather(payload, self.fixed)
         self.put(first, total)
         for other in others:
             self.add(other, total)
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be remembered to go on to the same bits after a resume."""
+        """State that a resumed run needs to continue bitwise."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from such a state."""
+        """Restore such a state."""
         del state
 
 
 class PlainCoder(Coder):
-    """Numbers as they are: what sparse coders do with the values that they keep, if nothing else is said."""
+    """Numbers as they are: the default for the values that sparse coders keep."""
 
     def encode(self, row: Tensor) -> Tensor:
         """The bytes of the numbers."""
         return row.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
-    def add(self, letter: Tensor, out: Tensor, weight: float = 1.0) -> None:
+    def add(self, payload: Tensor, out: Tensor, weight: float = 1.0) -> None:
         """Add the numbers."""
-        expect(letter, out.numel() * out.element_size())
-        out.add_(numbers(letter, out.dtype), alpha=weight)
+        expect(payload, out.numel() * out.element_size())
+        out.add_(numbers(payload, out.dtype), alpha=weight)
 
-    def sum(self, row: Tensor, total: Tensor, link: PayloadExchange) -> None:
-        """Everything is said."""
+    def sum(self, row: Tensor, total: Tensor, link: GroupLink) -> None:
+        """The exact sum."""
         if row is not total:
             total.copy_(row)
             row.zero_()
@@ -101,7 +117,7 @@ class PlainCoder(Coder):
 
 
 class Feedback:
-    """A coder that makes up for what it leaves out: what was not said is added to the next row.
+    """A coder with error feedback: what compression left out is added to the next row.
 
     Seide et al., "1-Bit Stochastic Gradient Descent" (2014); Karimireddy et al., "Error Feedback Fixes SignSGD" (2019).
     """
@@ -110,12 +126,12 @@ class Feedback:
         self.coder = coder
         self.on = on
         self.owed: Tensor | None = None
-        """What this worker has not said yet; None before the first row, and where nobody keeps it."""
+        """What this worker has not sent yet; None before the first row, and without error feedback."""
 
-    def sum(self, row: Tensor, link: PayloadExchange, idle: Sequence[slice] = ()) -> None:
-        """Replace the row by the workers' sum, and remember what of this worker's is missing in it.
+    def sum(self, row: Tensor, link: GroupLink, idle: Sequence[slice] = ()) -> None:
+        """Replace the row by the workers' sum, and keep the error of this worker's part.
 
-        What is owed in the `idle` parts of the row stays owed: nobody would use it now.
+        The error in the `idle` parts of the row is kept: no worker would use it now.
         """
         for part in idle:
             row[part].zero_()
@@ -123,8 +139,8 @@ class Feedback:
             self.owing(row).add_(row)
         self.settle(row, link, idle)
 
-    def settle(self, row: Tensor, link: PayloadExchange, idle: Sequence[slice] = ()) -> None:
-        """The same, of a row that has been added to what is owed already, or lies in `row` if nothing is ever owed."""
+    def settle(self, row: Tensor, link: GroupLink, idle: Sequence[slice] = ()) -> None:
+        """The same for a row that was already added to the error, or without error feedback is in `row`."""
         if not self.on:
             self.coder.sum(row, row, link)
             return
@@ -137,63 +153,63 @@ class Feedback:
             owed[part].copy_(value)
 
     def encode(self, row: Tensor) -> Tensor:
-        """A letter for one receiver, such as a server."""
+        """A payload for one receiver, such as a server."""
         if not self.on:
             return self.coder.encode(row)
         if not finite(row):
-            # Who reads it refuses it. What is owed would stay NaN, and every later letter would be refused, too.
+            # The receiver refuses it. The error would stay NaN, and every later payload would be refused, too.
             return self.coder.encode(self.owing(row) + row)
         owed = self.owing(row).add_(row)
-        letter = self.coder.encode(owed)
-        self.coder.add(letter, owed, -1.0)
-        return letter
+        payload = self.coder.encode(owed)
+        self.coder.add(payload, owed, -1.0)
+        return payload
 
     def owing(self, row: Tensor) -> Tensor:
-        """What is owed to such a row, to be added to; zeros at first."""
+        """The error for rows like this one, to be added to; zeros at first."""
         if self.owed is None:
             self.owed = torch.zeros_like(row)
         return self.owed
 
     def state_dict(self) -> dict[str, Any]:
-        """What is owed, and what the coder remembers."""
+        """The error, and the coder's state."""
         return {"owed": self.owed, "coder": self.coder.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from such a state."""
+        """Restore such a state."""
         owed = state["owed"]
         self.owed = None if owed is None else owed.clone()
         self.coder.load_state_dict(state["coder"])
 
 
 def finite(row: Tensor) -> bool:
-    """Whether no number is NaN or inf. The sum of squares tells it quickest; if it overflows, each is looked at."""
+    """Whether no number is NaN or inf. The sum of squares is the quickest test; if it overflows, each is checked."""
     return math.isfinite(float(torch.dot(row, row))) or bool(row.isfinite().all())
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether no number of any of them is NaN or inf; one pass over their memory, unless squares overflow."""
-    real = [torch.view_as_real(one) if one.is_complex() else one for one in tensors if one.numel()]
+    """Whether no number in any of them is NaN or inf; one pass over their memory, unless squares overflow."""
+    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors if tensor.numel()]
     if not real:
         return True
     norms = torch.stack([norm.float() for norm in torch._foreach_norm(real)])  # pyright: ignore[reportPrivateUsage]
-    return bool(norms.isfinite().all()) or all(bool(one.isfinite().all()) for one in real)
+    return bool(norms.isfinite().all()) or all(bool(tensor.isfinite().all()) for tensor in real)
 
 
-def expect(letter: Tensor, length: int) -> None:
-    """Refuse a letter of another length: it comes from a wire."""
-    if letter.dtype != torch.uint8 or letter.dim() != 1 or letter.numel() != length:
+def expect(payload: Tensor, length: int) -> None:
+    """Refuse a payload of another length: it comes off a wire."""
+    if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() != length:
         raise RunError(
-            f"a letter of {letter.numel():,} bytes came where one of {length:,} was due. Do all processes run the same "
-            f"strategy on the same model?"
+            f"a payload of {payload.numel():,} bytes came where one of {length:,} was due. Do all processes run the "
+            f"same strategy on the same model?"
         )
 
 
-def numbers(letter: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bytes of a letter, or of a part of it, as numbers; copied where they lie askew."""
-    askew = letter.storage_offset() % dtype.itemsize
-    return (letter.clone() if askew else letter).view(dtype)
+def numbers(payload: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bytes of a payload, or of a part of it, as numbers; copied where they are not aligned."""
+    unaligned = payload.storage_offset() % dtype.itemsize
+    return (payload.clone() if unaligned else payload).view(dtype)
 
 
 def row_of(values: NDArray[Any]) -> Tensor:
-    """Numbers as a row of torch's own; numpy gives rows of one number a stride that torch does not take for a row."""
+    """An array as a contiguous tensor; numpy gives arrays of one element a stride that torch does not accept."""
     return torch.empty(len(values), dtype=torch.from_numpy(values).dtype).copy_(torch.from_numpy(values))

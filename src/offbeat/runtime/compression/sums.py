@@ -1,8 +1,7 @@
 """Gradients that are summed compressed, when backward is over.
 
-All dense gradients of a model lie side by side in a row, weighted by examples. What its compressor leaves of the row
-travels, and the sum of what all workers have said is handed back. Half-precision gradients lie there as float32,
-complex ones as pairs.
+All dense gradients of a model lie in one row, weighted by examples. The row is compressed, and the sum of all workers'
+payloads is handed back. Half-precision gradients are stored as float32, complex ones as pairs.
 """
 
 from __future__ import annotations
@@ -20,18 +19,17 @@ from torch.nn import Parameter
 from offbeat.errors import RunError
 from offbeat.protocols.compression import Shapes
 from offbeat.runtime.compression.account import COMPARING, CompressionAccount
-from offbeat.runtime.compression.coder import Feedback, all_finite
-from offbeat.runtime.compression.link import GroupLink
+from offbeat.runtime.compression.coder import Feedback, GroupLink, all_finite
 from offbeat.runtime.gradients.in_place import GradientSums, gradient_of
 from offbeat.runtime.groups.group import DirectGroup
 from offbeat.runtime.run.stopwatch import Stopwatch
 
 
 class CompressedSums(GradientSums):
-    """The gradients of one model, replaced after every backward pass by what is left of their weighted mean.
+    """The gradients of one model, replaced after every backward pass by their weighted mean, compressed.
 
-    If any worker has a gradient that is NaN or infinite, that pass goes as it would uncompressed: it reaches everybody,
-    and neither what is owed nor what a coder remembers has anything of it.
+    If any worker has a gradient that is NaN or infinite, that pass goes uncompressed: all workers see it, and neither
+    the error feedback nor the state of a coder is affected.
     """
 
     flags = 1
@@ -50,15 +48,15 @@ class CompressedSums(GradientSums):
 
     @property
     def accounts(self) -> list[CompressionAccount]:
-        """What compressing each row has come to so far."""
+        """Totals of compressing each row so far."""
         return [row.account for row in self._rows]
 
     def state(self) -> list[Any]:
-        """What is owed, and what coders remember."""
+        """Error feedback and the coders' state."""
         return [row.feedback.state_dict() for row in self._rows]
 
     def load(self, state: Sequence[Any]) -> None:
-        """Go on from such a state."""
+        """Restore such a state."""
         if len(state) != len(self._rows):
             raise RunError("this checkpoint was written by another strategy or model; resume it with that one")
         for row, own in zip(self._rows, state, strict=True):
@@ -69,8 +67,8 @@ class CompressedSums(GradientSums):
         return (float(not all_finite(gradients)),)
 
     def _exchange(self, numbers: Any) -> None:
-        told = self._header.used(numbers) > 0
-        used, unfit = told[:-1], bool(told[-1])
+        flags = self._header.used(numbers) > 0
+        used, unfit = flags[:-1], bool(flags[-1])
         weight = self._header.examples / max(float(numbers[0]), 1e-30)
         self._group.sent.record()
         for row in self._rows:
@@ -91,11 +89,11 @@ class CompressedSums(GradientSums):
                 took = time.perf_counter() - start
             row.account.note(row.flat.nbytes, link.nbytes, took - link.seconds, link.seconds)
             row.hand_out(members)
-        self.exchanges = (self._told, *self._group.sent.recorded())
+        self.exchanges = (self._header_exchange, *self._group.sent.recorded())
 
 
 class _Row:
-    """Gradients of one kind, side by side."""
+    """Gradients of one dtype in one row."""
 
     def __init__(
         self,
@@ -115,7 +113,7 @@ class _Row:
         self.account = CompressionAccount()
 
     def fill(self, weight: float, used: Any, dense: bool = False) -> None:
-        """Add this worker's gradients, weighted, to what it owes; if nothing is owed or `dense`, put them into the row.
+        """Add this worker's weighted gradients to its error; without error feedback, or `dense`, write them to the row.
 
         One pass over memory: four workers on two cores wait for memory more than for anything else.
         """
@@ -133,12 +131,12 @@ class _Row:
                 view.copy_(gradient).mul_(weight)
 
     def idle(self, used: Any) -> list[slice]:
-        """The parts of parameters that nobody has used."""
+        """The parts of parameters that no worker has used."""
         bounds = zip(self._bounds, self._bounds[1:], strict=False)
         return [slice(low, high) for (low, high), here in zip(bounds, used, strict=True) if not here]
 
     def hand_out(self, used: Any) -> None:
-        """The mean, to all parameters that somebody has used."""
+        """Hand the mean to all parameters that any worker has used."""
         for parameter, view, here in zip(self.parameters, self._views, used, strict=True):
             if here and parameter.grad is not view:
                 whole = torch.view_as_complex(view) if parameter.is_complex() else view
@@ -146,7 +144,6 @@ class _Row:
 
 
 def _kind(parameter: Parameter) -> torch.dtype:
-    """The numbers that a row of such gradients has."""
     return torch.float64 if parameter.dtype in (torch.float64, torch.complex128) else torch.float32
 
 

@@ -1,4 +1,4 @@
-"""Dividing a batch that somebody else has already made: every tensor in it is cut along its first dimension."""
+"""Slices of finished batches: every tensor in a batch is cut along its first dimension."""
 
 from __future__ import annotations
 
@@ -14,31 +14,30 @@ from offbeat.protocols.partition import share
 
 
 def examples_in(batch: Any) -> int | None:
-    """How many examples a batch holds: the first dimension its tensors share; None if they share none."""
+    """Number of examples in a batch: the first dimension of its tensors; None if they differ."""
     lengths = {len(leaf) for leaf in _arrays(batch)}
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def cut(batch: Any, rank: int, size: int) -> tuple[Any, int, int]:
-    """The slice of a batch that falls to a worker, how many examples it holds, and how many the whole batch holds."""
+    """A worker's slice of a batch, its number of examples, and that of the whole batch."""
     total = examples_in(batch)
     if size == 1:
         return batch, total or 1, total or 1
     if total is None:
         raise DataError(
-            f"a batch of type {type(batch).__name__} cannot be divided over {size} workers: its tensors do not share "
-            f"their "
-            f"first dimension. Give prepare() a DataLoader over single examples, or divide the data yourself and say "
-            f"prepare(..., split=False)."
+            f"a batch of type {type(batch).__name__} cannot be divided over {size} workers: its tensors differ in "
+            f"their first dimension. Give prepare() a DataLoader over single examples, or divide the data yourself and "
+            f"call prepare(..., split=False)."
         )
     start, stop = share(total, rank, size)
-    # A worker without examples still takes part in the step, with one that counts for nothing.
+    # A worker without examples still takes part in the step, with one of weight 0.
     low, high = (start, stop) if stop > start else (total - 1, total)
     return _cut(batch, low, high, total), stop - start, total
 
 
 def note_slice(error: BaseException | None, examples: int, total: int | None) -> None:
-    """Say beside a script's error that its batch was a slice: shapes that do not fit come from a fixed batch size."""
+    """Add to a script's error that its batch was a slice: mismatched shapes often come from a fixed batch size."""
     if type(error) in (RuntimeError, ValueError, IndexError) and total is not None and examples != total:
         cast("BaseException", error).add_note(
             f"This worker's batch held {examples} of the {total} examples that the loader has in a batch, because "
@@ -68,13 +67,13 @@ def _cut(batch: Any, low: int, high: int, total: int) -> Any:
         parts = {key: _cut(value, low, high, total) for key, value in pairs}
         if type(batch) is dict or not isinstance(batch, MutableMapping):
             return parts
-        same = copy(cast("MutableMapping[Any, Any]", batch))  # Tokenizers give mappings with methods of their own.
+        same = copy(cast("MutableMapping[Any, Any]", batch))  # Tokenizers return mappings with their own methods.
         same.update(parts)
         return same
     if isinstance(batch, list | tuple):
         held = cast("list[Any]", batch)
         if len(held) == total and not any(True for _ in _arrays(held)):
-            return held[low:high]  # Names or other plain values, one for each example.
+            return held[low:high]  # Names or other plain values, one per example.
         parts = [_cut(value, low, high, total) for value in held]
         if hasattr(held, "_fields"):
             return cast("Any", type(held))(*parts)

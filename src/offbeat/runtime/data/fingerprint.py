@@ -1,4 +1,4 @@
-"""A short text that is the same for the same data, so that two runs can be seen to have had the same."""
+"""A short hash of data, by which two runs can be shown to have had the same data."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 HEAD = 1 << 16
-"""Bytes of each tensor that are read where all of them would take too long."""
+"""Bytes read of each tensor where reading all would take too long."""
 
 
 def fingerprint(value: Any, most: int | None = HEAD) -> str:
-    """Of nested plain data and tensors: kinds, shapes, and the first `most` bytes of each tensor (None: all)."""
+    """Hash of nested plain data and tensors: dtypes, shapes, and the first `most` bytes of each tensor (None: all)."""
     digest = hashlib.blake2b(digest_size=8)
     _feed(digest, value, most)
     return digest.hexdigest()
@@ -25,8 +25,12 @@ def _feed(digest: hashlib.blake2b, value: Any, most: int | None) -> None:
     if isinstance(value, Tensor):
         digest.update(f"tensor {value.dtype} {tuple(value.shape)}".encode())
         if value.layout is torch.strided and not value.is_meta:
-            # Cut before it is copied: a slice of a large batch need not be read whole.
-            digest.update(_bytes(value.detach().reshape(-1) if most is None else _head(value, most), most))
+            # Cut before copying: a slice of a large batch need not be read whole.
+            rows = value.detach()
+            if most is not None and rows.dim() and rows.shape[0]:
+                each = max(1, rows[0].numel() * rows.element_size())
+                rows = rows[: max(1, -(-most // each))]
+            digest.update(rows.reshape(-1).cpu().contiguous().view(torch.uint8).numpy().tobytes()[:most])
     elif isinstance(value, np.ndarray):
         array = cast("np.ndarray[Any, Any]", value)
         digest.update(f"array {array.dtype} {array.shape}".encode() + array.tobytes()[:most])
@@ -41,16 +45,4 @@ def _feed(digest: hashlib.blake2b, value: Any, most: int | None) -> None:
     elif value is None or isinstance(value, bool | int | float | str | bytes):
         digest.update(repr(value).encode())
     else:
-        digest.update(type(value).__qualname__.encode())  # What it holds cannot be known; its address would differ.
-
-
-def _head(value: Tensor, most: int) -> Tensor:
-    rows = value.detach()
-    if rows.dim() and rows.shape[0]:
-        each = max(1, rows[0].numel() * rows.element_size())
-        rows = rows[: max(1, -(-most // each))]
-    return rows.reshape(-1)
-
-
-def _bytes(row: Tensor, most: int | None) -> bytes:
-    return row.cpu().contiguous().view(torch.uint8).numpy().tobytes()[:most]
+        digest.update(type(value).__qualname__.encode())  # Its content is unknown, and its address would differ.

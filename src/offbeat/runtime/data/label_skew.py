@@ -1,9 +1,10 @@
-"""How a user asks for the data to be divided: evenly at random, or skewed by label."""
+"""How training data is divided: evenly at random, or skewed by label."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ class Parts:
     """How training data is divided over the workers."""
 
     alpha: float | None = None
-    """None: every global batch is dealt out evenly. A number: labels are spread by Dirichlet(alpha)."""
+    """None: every global batch is divided evenly. A number: labels are spread by Dirichlet(alpha)."""
 
     def __post_init__(self) -> None:
         if self.alpha is not None and not 0 < self.alpha < float("inf"):
@@ -34,27 +35,25 @@ class Parts:
         """Read `iid` or `dirichlet(0.3)`."""
         if text.strip() == "iid":
             return cls()
-        found = re.fullmatch(r"\s*dirichlet\(\s*([^()\s]+)\s*\)\s*", text)
-        try:
-            return cls(float(found[1]) if found else float("nan"))
-        except ValueError:
-            pass
-        except DataError:
-            if found:
-                raise
-        raise DataError(f"{text!r} is no way to divide data. Say `iid` or `dirichlet(alpha)`, e.g. dirichlet(0.3).")
+        match = re.fullmatch(r"\s*dirichlet\(\s*([^()\s]+)\s*\)\s*", text)
+        with suppress(ValueError):
+            if match:
+                return cls(float(match[1]))
+        raise DataError(
+            f"{text!r} is not a way to divide data. Use `iid` or `dirichlet(alpha)`, for example dirichlet(0.3)."
+        )
 
 
 def labels_of(dataset: Dataset[Any]) -> NDArray[np.int64]:
-    """The label of every example of a map-style dataset, for dividing it by label."""
+    """The label of every example of a map-style dataset."""
     if isinstance(dataset, Subset):
         return labels_of(dataset.dataset)[np.asarray(dataset.indices, dtype=np.int64)]
     count = len(dataset)  # pyright: ignore[reportArgumentType]
     for name in ("targets", "labels"):
-        found = getattr(dataset, name, None)
+        labels = getattr(dataset, name, None)
         # Of another length it is something else, such as the names of the classes.
-        if isinstance(found, Tensor | np.ndarray | Sequence) and len(found) == count and not isinstance(found, str):
-            return _as_labels(found)
+        if isinstance(labels, Tensor | np.ndarray | Sequence) and len(labels) == count and not isinstance(labels, str):
+            return _as_labels(labels)
     if isinstance(dataset, TensorDataset) and len(dataset.tensors) > 1:
         return _as_labels(dataset.tensors[1])
     return _as_labels([_label_of_example(dataset[i]) for i in range(count)])
@@ -69,12 +68,11 @@ def _label_of_example(example: Any) -> Any:
     )
 
 
-def _as_labels(found: Any) -> NDArray[np.int64]:
-    labels = np.asarray(found)
+def _as_labels(values: Any) -> NDArray[np.int64]:
+    labels = np.asarray(values)
     if labels.ndim != 1 or labels.dtype.kind not in "iub":
         raise DataError(
             f"dirichlet(alpha) divides data by label, but these labels are {labels.dtype} of shape {labels.shape}, "
-            f"not one whole "
-            f"number per example. Use iid parts, or give the dataset integer `targets`."
+            f"not one integer per example. Use iid parts, or give the dataset integer `targets`."
         )
     return labels.astype(np.int64)

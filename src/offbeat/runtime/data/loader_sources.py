@@ -1,7 +1,7 @@
-"""Ways of taking a worker's slices out of a user's loader (see runtime.loaders).
+"""Sources of a worker's slices, one for each kind of loader (see runtime.data.loaders).
 
-Each draws at random what the user's loader would draw, in the same order: where the order of an epoch begins, a
-`DataLoader` asks its sampler for an iterator, draws a seed for its loading processes, and asks for the first batch.
+Each makes the same random draws as the user's loader, in the same order: at the start of an epoch, a `DataLoader`
+creates an iterator of its sampler, draws a seed for its loading processes, and requests the first batch.
 """
 
 from __future__ import annotations
@@ -11,22 +11,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice, pairwise
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    TensorDataset,
-    default_collate,
-    get_worker_info,
-)
+from torch.utils import data as torch_data
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
 from offbeat.errors import DataError
 from offbeat.protocols.partition import Indices, batches_of_parts, dirichlet, mine, mixed, share
@@ -35,7 +27,7 @@ from offbeat.runtime.data.label_skew import Parts, labels_of
 from offbeat.runtime.state.random_state import Draws, Lent, capture, seed_everything
 
 _AHEAD = 256
-"""Batches of indices drawn from a sampler at a time; swapping random state costs too much to do it for each."""
+"""Batches of indices drawn from a sampler at a time; swapping random state for each would cost too much."""
 
 
 @dataclass(frozen=True)
@@ -44,39 +36,39 @@ class Batch:
 
     content: Any
     examples: int
-    """How many of the examples count; 0 for a worker that only keeps the others company."""
+    """Number of examples; 0 if this worker's slice is empty and its content has weight 0."""
     total: int | None
-    """How many examples all workers have together; None if only the exchange will tell."""
+    """Examples of all workers together; None if only the exchange will tell."""
     last: bool = False
     """Whether this is known to be the last batch of the epoch."""
 
 
 @dataclass
 class Share:
-    """Which worker asks, and what fixes the order of the data."""
+    """A worker's share of the data, and what determines its order."""
 
     rank: int
     size: int
     seed: int
     loader: int
-    """The loader's number in this run, so that two loaders shuffle differently."""
+    """Number of the loader in this run, so that two loaders shuffle differently."""
     members: tuple[int, ...] = ()
-    """The workers that are alive, who share what the dead would have had; empty: all are."""
+    """The live workers, which share the parts of the dead; empty: all are alive."""
     merge: int = 1
-    """How many of the loader's batches make one global batch."""
+    """Batches of the loader in one global batch."""
     afresh: bool = False
-    """Whether every batch is drawn from all examples, whatever was seen before, instead of in passes over them."""
+    """Whether every batch is drawn from all examples, instead of in passes over them."""
 
     @property
     def position(self) -> tuple[int, int]:
-        """Its place among the living, and how many they are."""
+        """Its position among the live workers, and their number."""
         if self.rank not in self.members:
             return self.rank, self.size
         return self.members.index(self.rank), len(self.members)
 
     @property
     def ranks(self) -> list[int]:
-        """Whose parts fall to this worker: its own, and its share of those of the dead."""
+        """The ranks whose parts this worker takes: its own, and its share of the dead."""
         at, count = self.position
         dead = [rank for rank in range(self.size) if self.members and rank not in self.members]
         return [self.rank, *(rank for i, rank in enumerate(dead) if i % count == at)]
@@ -89,28 +81,28 @@ class Epoch:
     number: int
     """From 1."""
     skip: int
-    """How many batches a resumed run has had already."""
+    """Batches that a resumed run has already had."""
     draws: Draws
-    """Where what decides on the data is drawn from."""
+    """Random state that determines the data."""
     seed: int
-    """Fixes what else is drawn."""
+    """Determines all other draws."""
 
 
 class BatchSource(ABC):
-    """One way of taking a worker's slices out of a user's loader."""
+    """Base of sources of a worker's slices."""
 
     knows_end = True
-    """Whether all workers know alone when an epoch ends."""
+    """Whether each worker knows by itself when an epoch ends."""
     native = False
-    """Whether this worker gets all that the user's loader gives, and draws what it draws."""
+    """Whether this worker gets all batches of the user's loader, and makes its draws."""
 
     @abstractmethod
     def batches(self, epoch: Epoch) -> Iterator[Batch]:
-        """The slices of one epoch; empty slices hold one example that does not count."""
+        """The slices of one epoch; empty slices hold one example of weight 0."""
 
     @abstractmethod
     def spend(self) -> None:
-        """Draw what the user's loader draws from the global generators before its first batch, for nothing."""
+        """Make and discard the draws of the user's loader from the global generators before its first batch."""
 
 
 class Indexed(BatchSource):
@@ -130,12 +122,12 @@ class Indexed(BatchSource):
         self._inner = None if self._tensors else self._like_it()
 
     def _like_it(self) -> DataLoader[Any]:
-        """What loads the batches: the user's loader, but for the indices, which come from here."""
-        here = {"batch_sampler": self._following, "generator": self._bases.drawn}
-        given = self._loader
+        """The user's loader, with indices from here."""
+        changes = {"batch_sampler": self._following, "generator": self._bases.drawn}
+        loader = self._loader
         if self.native or not self._elsewhere:
-            return _like(given, given.dataset, worker_init_fn=given.worker_init_fn, **here)
-        return _like(given, _Seeded(given.dataset), **here)
+            return _like(loader, loader.dataset, worker_init_fn=loader.worker_init_fn, **changes)
+        return _like(loader, _Seeded(loader.dataset), **changes)
 
     def _skewed(self, loader: DataLoader[Any], parts: Parts) -> list[Indices] | None:
         if parts.alpha is None or self._place.size == 1:
@@ -147,7 +139,7 @@ class Indexed(BatchSource):
         if type(loader.sampler) not in (RandomSampler, SequentialSampler):
             raise DataError(
                 f"dirichlet(alpha) goes through the whole dataset, but the loader's {type(loader.sampler).__name__} "
-                f"may leave examples out. Give a Subset of the dataset instead of a sampler, or use iid parts."
+                f"may skip examples. Use a Subset of the dataset instead of a sampler, or iid parts."
             )
         return dirichlet(labels_of(loader.dataset), self._place.size, parts.alpha, self._place.seed)
 
@@ -155,7 +147,7 @@ class Indexed(BatchSource):
         """Slices of the sampler's batches, loaded by a DataLoader like the user's."""
         if not (self.native and self._elsewhere):
             return self._loaded(epoch)
-        # What loading processes draw depends on what they have loaded: a resumed run loads what it skips.
+        # The draws of loading processes depend on what they have loaded: a resumed run loads what it skips.
         return epoch.draws.stream(lambda: self._loaded(replace(epoch, skip=0)), epoch.skip)
 
     def _loaded(self, epoch: Epoch) -> Iterator[Batch]:
@@ -165,27 +157,28 @@ class Indexed(BatchSource):
                 chosen = torch.as_tensor(indices)
                 yield Batch([tensor[chosen] for tensor in self._tensors], batch.examples, batch.total, batch.last)
             return
-        given: deque[Batch] = deque()
-        self._following.indices = self._noted(plan, given, mixed(epoch.seed, self._place.rank), epoch.skip)
+        pending: deque[Batch] = deque()
+        seed = mixed(epoch.seed, self._place.rank)
+
+        def indices_of_plan() -> Iterator[list[Any]]:
+            for number, (indices, batch) in enumerate(plan, epoch.skip):
+                pending.append(batch)  # Until its examples arrive, some batches later.
+                yield [mixed(seed, number), *indices] if self._elsewhere and not self.native else indices
+
+        self._following.indices = indices_of_plan()
         for content in cast("DataLoader[Any]", self._inner):
-            batch = given.popleft()
+            batch = pending.popleft()
             yield Batch(content, batch.examples, batch.total, batch.last)
 
-    def _noted(self, plan: Iterator[Any], given: deque[Batch], seed: int, skip: int) -> Iterator[list[Any]]:
-        """The plan's indices; what belongs to them is kept until their examples arrive, some batches later."""
-        for number, (indices, batch) in enumerate(plan, skip):
-            given.append(batch)
-            yield [mixed(seed, number), *indices] if self._elsewhere and not self.native else indices
-
     def _planned(self, epoch: Epoch) -> Iterator[tuple[list[Any], Batch]]:
-        """The worker's indices for every global batch; the last is marked."""
+        """The worker's indices of every global batch; the last is marked."""
         if self._parts:
-            return _foreseen(islice(self._from_parts(epoch.number), epoch.skip, None))
+            return _with_last(islice(self._from_parts(epoch.number), epoch.skip, None))
         if self.native and self._elsewhere:
-            # Opened at once: the seed of the loading processes is drawn before they start, and then the first batch.
+            # Opened at once: the seed of the loading processes is drawn before they start, then the first batch.
             return self._counted(self._opened(epoch), epoch.skip)
         wholes = epoch.draws.stream(lambda: self._opened(epoch), epoch.skip, _AHEAD)
-        return self._counted(wholes, epoch.skip) if self.native else _foreseen(self._cut(whole) for whole in wholes)
+        return self._counted(wholes, epoch.skip) if self.native else _with_last(self._cut(whole) for whole in wholes)
 
     def _opened(self, epoch: Epoch) -> Iterator[list[Any]]:
         """The global batches, as indices."""
@@ -200,7 +193,7 @@ class Indexed(BatchSource):
         return part or list(whole[-1:]), len(part), len(whole)
 
     def _counted(self, wholes: Iterable[list[Any]], skip: int) -> Iterator[tuple[list[Any], Batch]]:
-        """All indices, drawn when they are needed, as without a team: so only their number tells the last ones."""
+        """All indices, drawn when needed, as without a team: so only their number tells the last."""
         try:
             count = -(-len(cast("Any", self._loader.batch_sampler)) // self._place.merge)
         except (TypeError, AttributeError, NotImplementedError):
@@ -209,7 +202,7 @@ class Indexed(BatchSource):
             yield whole, Batch(None, len(whole), len(whole), last=number == count)
 
     def _drawn(self, batches: Iterable[list[Any]], seed: int) -> Iterator[list[Any]]:
-        """In place of each batch, as many examples drawn from all of them."""
+        """For each batch, as many examples drawn from the whole dataset."""
         random, count = np.random.default_rng(seed), len(cast("Any", self._loader.dataset))
         return (random.choice(count, len(batch), replace=False).tolist() for batch in batches)
 
@@ -221,25 +214,21 @@ class Indexed(BatchSource):
             yield part or stand_in, len(part), sum(len(piece) for piece in slices)
 
     def spend(self) -> None:
-        """Draw what the sampler draws before its first batch, and the seed for loading processes."""
+        """Make the sampler's draws before its first batch, and draw the seed for loading processes."""
         stream = iter(cast("Iterable[Any]", self._loader.batch_sampler))
         self._bases.draw(1)
         next(stream, None)
 
 
-def _foreseen(pieces: Iterator[tuple[list[Any], int, int]]) -> Iterator[tuple[list[Any], Batch]]:
-    """Indices, with one batch of foresight to know the last."""
-    waiting: tuple[list[Any], int, int] | None = None
-    for piece in pieces:
-        if waiting is not None:
-            yield waiting[0], Batch(None, waiting[1], waiting[2])
-        waiting = piece
-    if waiting is not None:
-        yield waiting[0], Batch(None, waiting[1], waiting[2], last=True)
+def _with_last(pieces: Iterator[tuple[list[Any], int, int]]) -> Iterator[tuple[list[Any], Batch]]:
+    """Indices and batches, one batch ahead to mark the last."""
+    for piece, following in pairwise(chain(pieces, [None])):
+        indices, examples, total = cast("tuple[list[Any], int, int]", piece)
+        yield indices, Batch(None, examples, total, last=following is None)
 
 
 def _merged(batches: Iterator[list[Any]], count: int) -> Iterator[list[Any]]:
-    """One batch of every so many."""
+    """Every `count` batches joined into one."""
     while some := list(islice(batches, count)):
         yield [index for batch in some for index in batch]
 
@@ -265,7 +254,7 @@ class Streamed(BatchSource):
             return
         for _ in epoch.draws.stream(lambda: iter([self._bases.draw(epoch.number)]), min(epoch.skip, 1)):
             pass
-        # Loading processes that live on draw what this seed says from their second epoch on.
+        # Persistent loading processes are seeded by this from their second epoch on.
         self._stream.seed.fill_(0 if epoch.number == 1 else epoch.seed)
         for content, examples in islice(self._inner, epoch.skip, None):
             yield Batch(content, examples, None)
@@ -280,7 +269,7 @@ class Streamed(BatchSource):
 
 
 class SlicedBatches(BatchSource):
-    """Anything else: batches are taken as they come and cut along their first dimension."""
+    """Any other iterable: its batches are cut along their first dimension."""
 
     knows_end = False
 
@@ -300,13 +289,13 @@ class SlicedBatches(BatchSource):
                 yield Batch(content, examples, None)
 
     def spend(self) -> None:
-        """Draw the seed for loading processes, where there can be any."""
+        """Draw the seed for loading processes, if there can be any."""
         if isinstance(self._loader, DataLoader):
             _Bases(cast("DataLoader[Any]", self._loader)).draw(1)
 
 
 class Whole(BatchSource):
-    """A loader that is this worker's part already: only counted."""
+    """A loader that is already this worker's part: only counted."""
 
     knows_end = False
     native = True
@@ -320,7 +309,7 @@ class Whole(BatchSource):
             yield Batch(content, examples_in(content) or 1, None)
 
     def spend(self) -> None:
-        """Nothing: it draws natively whenever it is iterated."""
+        """Nothing: it makes its own draws when it is iterated."""
 
 
 class InTurn(BatchSource):
@@ -331,46 +320,44 @@ class InTurn(BatchSource):
         self.knows_end = sources[0].knows_end
 
     def batches(self, epoch: Epoch) -> Iterator[Batch]:
-        """The slices of each batch. What all workers have together counts with the last of them."""
+        """The slices of each batch; the total of all workers counts with the last of them."""
         whole, rest = divmod(epoch.skip, len(self._sources))
         first, *more = self._sources
         streams = [first.batches(replace(epoch, skip=whole))]
         streams += [source.batches(replace(epoch, skip=whole, draws=epoch.draws.again())) for source in more]
-        slices = (piece for batch in zip(*streams, strict=True) for piece in self._of_one(batch))
+        slices = (
+            replace(piece, total=0, last=False) if piece is not batch[-1] else piece
+            for batch in zip(*streams, strict=True)
+            for piece in batch
+        )
         yield from islice(slices, rest, None)
 
-    def _of_one(self, batch: tuple[Batch, ...]) -> Iterator[Batch]:
-        *first, last = batch
-        for piece in first:
-            yield Batch(piece.content, piece.examples, 0)
-        yield last
-
     def spend(self) -> None:
-        """Draw what one of them draws."""
+        """Make the draws of one of them."""
         self._sources[0].spend()
 
 
 class _Bases:
-    """The seeds that a DataLoader draws for its loading processes, whether it has any or not."""
+    """The seeds that a DataLoader draws for its loading processes, even if it has none."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._begun = False
         self.drawn = torch.Generator()
-        """Draws next what was drawn last: for a loader whose processes are to have the same seed."""
+        """Repeats the last draw: for a loader whose processes need the same seed."""
 
     def draw(self, epoch: int) -> None:
-        """As the loader does when its iteration number `epoch` begins; processes that live on keep their seed."""
+        """Draw as the loader does at the start of an epoch; persistent processes keep their seed."""
         if self._loader.persistent_workers and (self._begun or epoch > 1):
             return
         self._begun = True
-        given = self._loader.generator
-        self.drawn.set_state(torch.get_rng_state() if given is None else given.get_state())
-        torch.empty((), dtype=torch.int64).random_(generator=given)
+        generator = self._loader.generator
+        self.drawn.set_state(torch.get_rng_state() if generator is None else generator.get_state())
+        torch.empty((), dtype=torch.int64).random_(generator=generator)
 
 
 class _Following:
-    """A batch sampler that gives the indices which the iteration that is just beginning has put there."""
+    """A batch sampler whose indices are set before each iteration."""
 
     def __init__(self) -> None:
         self.indices: Iterator[list[Any]] = iter(())
@@ -379,29 +366,29 @@ class _Following:
         return self.indices
 
 
-class _Seeded(Dataset[Any]):
-    """A dataset in a loading process: every batch begins with the seed for whatever is random in loading it.
+class _Seeded(torch_data.Dataset[Any]):
+    """A dataset in a loading process: the indices of a batch begin with the seed for loading it.
 
-    So what a batch holds depends neither on which process loads it nor on what was loaded before.
+    So a batch depends neither on which process loads it nor on what was loaded before.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
     def __getitems__(self, indices: list[Any]) -> Any:
-        seed, *wanted = indices
+        seed, *rest = indices
         seed_everything(seed)
         many = getattr(self.dataset, "__getitems__", None)
-        return many(wanted) if many else [self.dataset[index] for index in wanted]
+        return many(rest) if many else [self.dataset[index] for index in rest]
 
 
 class _SlicedStream(IterableDataset[Any]):
-    """An iterable dataset whose items, in loading processes, are this worker's slices: collated, and how many count."""
+    """An iterable dataset whose items, in loading processes, are this worker's collated slices and their sizes."""
 
     def __init__(self, loader: DataLoader[Any], rank: int, size: int) -> None:
         self.dataset = loader.dataset
         self.seed = torch.zeros((), dtype=torch.int64)
-        """Fixes what the stream draws in the epoch that is to begin; 0: what a process was seeded with."""
+        """Seed of the stream in the coming epoch; 0: the seed of the loading process."""
         self._lasting = loader.persistent_workers
         if self._lasting:
             self.seed.share_memory_()
@@ -410,16 +397,16 @@ class _SlicedStream(IterableDataset[Any]):
         self._rank, self._size = rank, size
 
     def slice_of(self, whole: list[Any]) -> tuple[list[Any], int]:
-        """Cut a batch: this worker's slice, and how many of its examples count."""
+        """Take this worker's slice of a batch, and its number of examples."""
         start, stop = share(len(whole), self._rank, self._size)
         return whole[start:stop] or whole[-1:], stop - start
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
-        loading = cast("Any", get_worker_info())
+        loading = cast("Any", torch_data.get_worker_info())
         if self._lasting and int(self.seed):
             seed_everything(mixed(int(self.seed), loading.id))
         lent = Lent(capture())
-        # Slices differ in length, so collating draws differently on each worker: it has no part in what is lent.
+        # Slices differ in length, so collating draws differently on each worker: it gets a seed of its own.
         seed_everything(mixed(loading.seed, int(self.seed), self._rank))
         for whole in lent.stream(self.wholes):
             part, examples = self.slice_of(whole)
@@ -435,8 +422,8 @@ class _SlicedStream(IterableDataset[Any]):
 
 
 def _begin(user: Callable[[int], None] | None, number: int) -> None:
-    """What a loading process does first: show the user's own dataset, and do what the user asked for."""
-    info = cast("Any", get_worker_info())
+    """Initialize a loading process: expose the user's dataset, and call the user's worker_init_fn."""
+    info = cast("Any", torch_data.get_worker_info())
     object.__setattr__(info, "dataset", info.dataset.dataset)
     if user is not None:
         user(number)
@@ -448,25 +435,17 @@ def _as_it_is(item: Any) -> Any:
 
 def _like(loader: DataLoader[Any], dataset: Any, **changed: Any) -> DataLoader[Any]:
     """A DataLoader with the settings of another one."""
-    settings: dict[str, Any] = {
-        "num_workers": loader.num_workers,
-        "collate_fn": loader.collate_fn,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": partial(_begin, loader.worker_init_fn) if loader.num_workers else None,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-        "in_order": loader.in_order,
-    }
+    kept = ("num_workers", "collate_fn", "pin_memory", "timeout", "multiprocessing_context", "prefetch_factor")
+    settings: dict[str, Any] = {name: getattr(loader, name) for name in (*kept, "persistent_workers", "in_order")}
+    settings["worker_init_fn"] = partial(_begin, loader.worker_init_fn) if loader.num_workers else None
     return DataLoader(dataset, **(settings | changed))
 
 
 def _tensors_of(loader: DataLoader[Any]) -> tuple[Tensor, ...] | None:
-    """The tensors of a loader whose batches can be had by indexing them, which is many times faster than collating."""
+    """The tensors of a loader whose batches can be indexed from them, which is many times faster than collating."""
     simple = (
         type(loader.dataset) is TensorDataset
-        and loader.collate_fn is default_collate
+        and loader.collate_fn is torch_data.default_collate
         and loader.num_workers == 0
         and not loader.pin_memory
     )

@@ -1,22 +1,23 @@
 """Loaders divided over the workers, so that together they see what the script alone would see.
 
-Whatever loader a script has, each of its batches is a *global batch*; every worker gets a slice of it:
+Each batch of a script's loader is a *global batch*; every worker gets a slice of it:
 
 - a `DataLoader` over a map-style dataset: the slice is taken from the batch sampler's indices, so that a worker loads
   only its own examples.
 - a `DataLoader` over an iterable dataset: every worker reads the stream and keeps its slice of each batch.
-- anything else that can be iterated: its finished batches are cut along their first dimension.
+- any other iterable: its finished batches are cut along their first dimension.
 
-One worker alone draws what the script draws without a team: the same batches, to the bit. Several draw the order of an
-epoch from worker 0's random state as it is when the epoch begins, and worker 0's goes on from there, as it would alone.
+One worker alone draws what the script draws without a team, bitwise. Several draw the order of an epoch from worker 0's
+random state when the epoch begins, and worker 0 continues from there, as it would alone.
 
-A worker whose slice is empty gets one example that counts for nothing, so that it takes part in the step.
+A worker whose slice is empty gets one example of weight 0, so that it takes part in the step.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, cast
 
 import torch
@@ -24,18 +25,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from offbeat.errors import DataError
 from offbeat.protocols.partition import mixed
+from offbeat.runtime.data import loader_sources as sources
 from offbeat.runtime.data.label_skew import Parts
-from offbeat.runtime.data.loader_sources import (
-    Batch,
-    BatchSource,
-    Epoch,
-    Indexed,
-    InTurn,
-    Share,
-    SlicedBatches,
-    Streamed,
-    Whole,
-)
+from offbeat.runtime.data.loader_sources import Batch, BatchSource, Epoch, Share
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.state.random_state import Draws, Lent, Own, State, capture, packed, seeded, unpacked
 
@@ -43,10 +35,10 @@ __all__ = ["Batch", "Feed", "Loader", "Share", "agreed_state", "divide", "genera
 
 
 class Feed(Protocol):
-    """What a loader tells its team."""
+    """A loader's reports to its team."""
 
     def asked(self, loader: Loader) -> bool:
-        """The next training batch is asked for, all before it are done; False ends the epoch here."""
+        """The loop requests its next training batch, all before it are done; False ends the epoch here."""
         ...
 
     def evaluates(self, loader: Loader) -> bool:
@@ -55,57 +47,51 @@ class Feed(Protocol):
 
     def given(self, batch: Batch, training: bool) -> None:
         """A batch is about to be handed to the loop."""
-        ...
 
     def took_back(self, batches: Sequence[Batch]) -> None:
-        """A pass over the data has ended without a step: what it handed out was evaluated, not trained on."""
-        ...
+        """A pass has ended without a step: its batches were evaluated, not trained on."""
 
     def fetching(self, training: bool) -> None:
-        """The loop has come for its next batch: from now on it waits for input."""
-        ...
+        """The loop waits for input from now on."""
 
     def anyone(self, has: bool) -> bool:
         """Whether any worker still has data."""
         ...
 
     def passed_over(self) -> int:
-        """Batches that were learned without this worker since it was last asked: they are not its any more."""
+        """Batches whose steps the others made without this worker since the last call: it skips them."""
         ...
 
     def skipped(self, batch: Batch) -> None:
-        """A batch is left out, as its step was made without this worker."""
-        ...
+        """A batch is skipped, as its step was made without this worker."""
 
     def agreed(self, state: State, seed: int) -> tuple[State, bool]:
-        """The random state to draw an epoch from, and whether this worker's own goes on from there."""
+        """The random state to draw an epoch from, and whether this worker's own continues from there."""
         ...
 
     def ended(self) -> None:
         """The loop has left its training data, at the end or before it."""
-        ...
 
 
 class Loader:
-    """What `team.prepare` gives back for a loader: iterate it as before."""
+    """The result of `team.prepare` for a loader; it is iterated as before."""
 
     def __init__(self, original: Iterable[Any], source: BatchSource, feed: Feed, place: Share) -> None:
         self._original, self._source, self._feed, self._place = original, source, feed, place
-        self._looks = 0
-        self._missed = 0
+        self._evaluations = self._missed = 0
         self.epoch = 0
         """Training epochs begun."""
         self.batches = 0
         """Training batches handed out in the current epoch."""
         self.complete = False
-        """Whether the current epoch has been gone through to its end."""
+        """Whether the current epoch has reached its end."""
         self.learned = False
         """Whether an optimizer has ever stepped on a batch of this loader."""
         self._idle = 0
         self._pass: list[Batch] = []
         self._stepped = False
         self.resume_at: tuple[int, int] | None = None
-        """Where a resumed run goes on: epochs before it yield nothing, batches before it are skipped."""
+        """Epoch and batch where a resumed run continues: epochs before it are empty, batches before it are skipped."""
         self._draws: Draws | None = None
         self._resumed: dict[str, Any] = {}
 
@@ -119,31 +105,31 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         evaluating = not torch.is_grad_enabled() or self._feed.evaluates(self)
-        return self._looking() if evaluating else self._training()
+        return self._evaluating() if evaluating else self._training()
 
     @property
     def trained_epochs(self) -> int:
-        """Epochs begun, without passes in which no step was made: those were evaluations that did not say so."""
+        """Epochs begun, except passes without a step, which were unannounced evaluations."""
         return self.epoch - self._idle
 
     def stepped(self) -> None:
-        """An optimizer has stepped: on this loader's batches, if it handed any out in its current pass."""
+        """An optimizer has stepped: on this loader's batches, if its current pass has handed any out."""
         if self._pass:
             self.learned = self._stepped = True
             self._pass.clear()
 
-    def _looking(self) -> Iterator[Any]:
+    def _evaluating(self) -> Iterator[Any]:
         """An evaluation: no exchange follows, so a worker without examples just ends."""
-        self._looks += 1
-        seed = mixed(self._place.seed, self._place.loader, 1, self._looks)
-        for batch in self._source.batches(Epoch(self._looks, 0, self._looked(seed), seed)):
+        self._evaluations += 1
+        seed = mixed(self._place.seed, self._place.loader, 1, self._evaluations)
+        for batch in self._source.batches(Epoch(self._evaluations, 0, self._evaluation_draws(seed), seed)):
             if batch.examples:
                 self._feed.given(batch, training=False)
                 yield batch.content
                 self._feed.fetching(training=False)
 
-    def _looked(self, seed: int) -> Draws:
-        """Where an evaluation draws from: workers may not meet for it, so the seed says what it draws."""
+    def _evaluation_draws(self, seed: int) -> Draws:
+        """Random state of an evaluation: workers may not meet for it, so the seed determines it."""
         generators = generators_of(self._original)
         state = capture(generators)
         if self._source.native:
@@ -166,9 +152,9 @@ class Loader:
         skip = self._rejoin()
         self._feed.fetching(training=True)
         try:
-            # The stream is opened only after this boundary, where a resumed run gets its random state back.
+            # The stream is opened only after this boundary, where a resumed run restores its random state.
             if self._feed.asked(self):
-                yield from self._handed_out(skip)
+                yield from self._batches(skip)
         finally:
             self._feed.ended()
             if not self._stepped:
@@ -177,9 +163,9 @@ class Loader:
                 self._feed.took_back(self._pass)
             self._pass.clear()
 
-    def _handed_out(self, skip: int) -> Iterator[Any]:
+    def _batches(self, skip: int) -> Iterator[Any]:
         seed = mixed(self._place.seed, self._place.loader, 0, self.epoch)
-        self._draws = draws = self._drawn_from(seed, skip)
+        self._draws = draws = self._epoch_draws(seed, skip)
         stream = self._source.batches(Epoch(self.epoch, skip, draws, seed))
         for batch in stream if self._source.knows_end else self._together(stream):
             self.batches += 1
@@ -193,17 +179,17 @@ class Loader:
                 self._feed.fetching(training=True)
                 self._missed = self._feed.passed_over()
             self.complete = batch.last
-            # Before a boundary this worker is where the others are.
+            # At a boundary this worker must be where the others are.
             if not self._missed and not self._feed.asked(self):
                 return
         if self.batches == 0:
             raise DataError(
-                f"the training data gave no batch at all (dataset of {_length(self._original)}): with drop_last it is "
+                f"the training data has no batch at all (dataset of {_length(self._original)}): with drop_last it is "
                 f"smaller than one batch, or its stream is empty. Use a smaller batch."
             )
         self.complete = True
 
-    def _drawn_from(self, seed: int, skip: int) -> Draws:
+    def _epoch_draws(self, seed: int, skip: int) -> Draws:
         generators = generators_of(self._original)
         saved = self._resumed if skip else {}
         if self._source.native:
@@ -221,7 +207,7 @@ class Loader:
         return self.batches
 
     def _together(self, stream: Iterator[Batch]) -> Iterator[Batch]:
-        """Streams may end at different times: whoever is done keeps the others company until all are."""
+        """Streams may end at different times: a worker that is done takes part until all are."""
         held: Batch | None = None
         while True:
             batch = next(stream, None)
@@ -233,9 +219,9 @@ class Loader:
             yield held
 
     def state_dict(self, at_end: bool = False) -> dict[str, Any]:
-        """Where in the data this worker stands; `at_end` if the loop is through with an epoch that is complete."""
+        """Position of this worker in the data; `at_end` if the loop has finished a complete epoch."""
         if self.resume_at is not None:
-            return self._resumed  # A resumed run that has not come to this loader yet.
+            return self._resumed  # A resumed run that has not reached this loader yet.
         epoch, batches, draws = self.epoch, self.batches, self._draws
         if at_end and self.complete:
             epoch, batches = self.epoch + 1, 0
@@ -250,7 +236,7 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where the state was taken, when the loop comes to that epoch."""
+        """Continue from this state when the loop comes to its epoch."""
         self._resumed = dict(state)
         self._idle = int(state.get("idle", 0))
         if state["epoch"]:
@@ -258,10 +244,10 @@ class Loader:
 
 
 def agreed_state(group: Group, meeting: bool, state: State, seed: int) -> tuple[State, bool]:
-    """The random state that all workers draw an epoch from, and whether this worker's own goes on from there.
+    """The random state that all workers draw an epoch from, and whether this worker's own continues from there.
 
-    Where they meet, it is worker 0's, so that the order is what it would be without the others. Where they do not wait
-    for each other, the seed says it.
+    Where they meet, it is worker 0's, so that the order is the same as without the others. Where they do not wait for
+    each other, the seed determines it.
     """
     if not meeting:
         return seeded(seed) | {"own": state["own"]}, False
@@ -269,41 +255,33 @@ def agreed_state(group: Group, meeting: bool, state: State, seed: int) -> tuple[
 
 
 def divide(loader: Iterable[Any], shares: Sequence[Share], feed: Feed, parts: Parts, split: bool = True) -> Loader:
-    """The loader, divided over the workers; `split=False` if each worker's loader is its own part already.
+    """Divide a loader over the workers; `split=False` if each worker's loader is already its own part.
 
     A worker with several shares gets its slices of every batch one after the other.
     """
-    sources = [_source_for(loader, share, parts, split) for share in shares]
-    return Loader(loader, sources[0] if len(sources) == 1 else InTurn(sources), feed, shares[0])
+    each = [_source_for(loader, share, parts, split) for share in shares]
+    return Loader(loader, each[0] if len(each) == 1 else sources.InTurn(each), feed, shares[0])
 
 
 def _source_for(loader: Iterable[Any], place: Share, parts: Parts, split: bool) -> BatchSource:
     if not split or _already_divided(loader, place):
-        return Whole(loader)
-    if place.merge > 1 and not _is_indexed(loader):
+        return sources.Whole(loader)
+    usual = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    typed = cast("DataLoader[Any]", loader)
+    streams = usual and isinstance(typed.dataset, IterableDataset)
+    indexed = usual and not streams and typed.batch_sampler is not None
+    if place.merge > 1 and not indexed:
         raise DataError(
             f"weak scaling makes one batch of {place.merge}, but a {type(loader).__name__} that is not a DataLoader "
-            f"over a map-style dataset hands out finished ones. Measure strong scaling, or give such a DataLoader."
+            f"over a map-style dataset returns finished ones. Measure strong scaling, or use such a DataLoader."
         )
-    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-        return SlicedBatches(loader, place)
-    given = cast("DataLoader[Any]", loader)
-    if given.batch_sampler is None and not isinstance(given.dataset, IterableDataset):
-        return SlicedBatches(loader, place)
-    if isinstance(given.dataset, IterableDataset):
-        if parts.alpha is not None:
-            raise DataError(
-                "dirichlet(alpha) needs to know all labels beforehand, which a stream does not. Use iid parts."
-            )
-        return SlicedBatches(loader, place) if given.batch_size is None or place.size == 1 else Streamed(given, place)
-    return Indexed(given, place, parts)
-
-
-def _is_indexed(loader: Iterable[Any]) -> bool:
-    """Whether a loader's batches are known as indices before they are loaded."""
-    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-        return False
-    return loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
+    if indexed:
+        return sources.Indexed(typed, place, parts)
+    if streams and parts.alpha is not None:
+        raise DataError("dirichlet(alpha) needs to know all labels beforehand, which a stream does not. Use iid parts.")
+    if streams and typed.batch_size is not None and place.size > 1:
+        return sources.Streamed(typed, place)
+    return sources.SlicedBatches(loader, place)
 
 
 def _already_divided(loader: Iterable[Any], place: Share) -> bool:
@@ -312,19 +290,14 @@ def _already_divided(loader: Iterable[Any], place: Share) -> bool:
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
-    """The generators that a user gave to a loader and its samplers."""
+    """The user's generators in a loader and its samplers."""
     holders = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     holders.append(getattr(holders[2], "sampler", None))
-    found: list[torch.Generator] = []
-    for holder in holders:
-        generator = getattr(holder, "generator", None)
-        if isinstance(generator, torch.Generator) and not any(generator is known for known in found):
-            found.append(generator)
-    return found
+    generators = [getattr(holder, "generator", None) for holder in holders]
+    return list({id(it): it for it in generators if isinstance(it, torch.Generator)}.values())
 
 
 def _length(loader: Any) -> str:
-    try:
+    with suppress(TypeError, AttributeError):
         return f"{len(loader.dataset)} examples"
-    except (TypeError, AttributeError):
-        return "unknown size"
+    return "unknown size"

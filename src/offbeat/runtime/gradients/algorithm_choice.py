@@ -1,7 +1,7 @@
-"""Which algorithm sums: one that was named, or the fastest of all, found by measuring where and how it will be used.
+"""The algorithm of sums: a named one, or the fastest of all, found by measuring them in place.
 
-What was chosen, against whom and by how much is kept, so that a run can tell it, and a resumed run need not measure
-again and adds in the same order.
+Choices and measurements are kept, so that a run can report them, and a resumed run need not measure again and adds in
+the same order.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,15 +26,15 @@ from offbeat.runtime.collectives.two_sided import programs, run
 from offbeat.runtime.run.untrusted_files import read_object
 
 NATIVE, STOCK = "native", "gloo"
-"""What the backend does by itself; and what torch's own Gloo does."""
+"""The backend's own choice, and torch's Gloo."""
 _TRIALS = 3
 _MESSAGES = ("ring", "halving_doubling", "recursive_doubling", "tree", "hierarchical")
-"""Algorithms over messages that are worth trying; naive and star only lose to these."""
+"""Algorithms over messages that are worth trying; naive and star always lose to these."""
 _MEMORY = ("one_shot", "two_shot")
 
 
 class Sums:
-    """How one group sums tensors; every rank asks in the same order."""
+    """Sums tensors over one group; every rank calls it in the same order."""
 
     def __init__(self, group: OffbeatGroup, name: str, stored: Path | None = None) -> None:
         self._group, self._name = group, name
@@ -42,27 +43,21 @@ class Sums:
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._stored = Stored(stored, group) if stored is not None else None
         self.choices: dict[str, dict[str, Any]] = {}
-        """By size class (the largest number of bytes in it): what was chosen, and how long each took."""
+        """By size class (its largest number of bytes): the choice, and the seconds of each candidate."""
         if name not in ("auto", NATIVE, STOCK):
-            self._check(name)
-
-    def _check(self, name: str) -> None:
-        found = algorithm(Collective.ALL_REDUCE, name)
-        if found.one_sided and self._group.local is None:
-            raise UsageError(
-                f"{name} reads the other workers' memory, but these workers do not share any: they live on "
-                f"{self._group.hosts.count} hosts. Use native, or an algorithm over messages such as ring."
-            )
+            chosen = algorithm(Collective.ALL_REDUCE, name)
+            if chosen.one_sided and group.local is None:
+                raise UsageError(
+                    f"{name} reads the other workers' memory, but these workers share none: they are on "
+                    f"{group.hosts.count} hosts. Use native, or an algorithm over messages such as ring."
+                )
 
     def sum(self, tensor: Tensor) -> None:
         """Replace the tensor, on every rank, by its sum over the ranks."""
-        name = self._name
-        if name == "auto":
-            name = self._chosen(tensor)
-        self._sum_by(name, tensor)
+        self._sum_by(self._chosen(tensor) if self._name == "auto" else self._name, tensor)
 
     def algorithm(self, nbytes: int) -> str:
-        """By which algorithm so many bytes were summed; one that is found by measuring is known after the first sum."""
+        """The algorithm for `nbytes`; a measured one is known after the first sum."""
         name = self._name if self._name != "auto" else str(self.choices[str(size_class(nbytes))]["chosen"])
         if name in (NATIVE, STOCK):
             return self._group.algorithm(Collective.ALL_REDUCE, nbytes, stock=name == STOCK)
@@ -78,55 +73,45 @@ class Sums:
             schedule = algorithm(Collective.ALL_REDUCE, name).schedule
             layout = Layout(tensor.numel(), tensor.element_size())
             program = self._compiled(schedule, self._view, layout, group.rank())
-            run(program, tensor.view(-1), group.messages, scratch=self._room_for(program.scratch, tensor.dtype))
-
-    def _room_for(self, count: int, dtype: torch.dtype) -> Tensor:
-        held = self._scratch.get(dtype)
-        if held is None or held.numel() < count:
-            held = self._scratch[dtype] = torch.empty(count, dtype=dtype)
-        return held
-
-    # -- choosing ----------------------------------------------------------------------------------------------------
+            scratch = self._scratch.get(tensor.dtype)
+            if scratch is None or scratch.numel() < program.scratch:
+                scratch = self._scratch[tensor.dtype] = torch.empty(program.scratch, dtype=tensor.dtype)
+            run(program, tensor.view(-1), group.messages, scratch=scratch)
 
     def candidates(self) -> tuple[str, ...]:
-        """What is worth trying here."""
+        """Algorithms worth trying on this group."""
         several = self._group.hosts.count > 1
         messages = [name for name in _MESSAGES if several or name != "hierarchical"]
         return (NATIVE, STOCK, *(() if self._group.local is None else _MEMORY), *messages)
 
     def _chosen(self, tensor: Tensor) -> str:
         kind = str(size_class(tensor.numel() * tensor.element_size()))
-        found = self.choices.get(kind)
-        if found is None:
-            found = self._stored.find(kind) if self._stored is not None else None
-            if found is None:
-                found = self._measured(tensor)
+        choice = self.choices.get(kind)
+        if choice is None:
+            choice = self._stored.find(kind) if self._stored is not None else None
+            if choice is None:
+                choice = self._measured(tensor)
                 if self._stored is not None:
-                    self._stored.keep(kind, found)
-            self.choices[kind] = found
-        return str(found["chosen"])
+                    self._stored.keep(kind, choice)
+            self.choices[kind] = choice
+        return str(choice["chosen"])
 
     def _measured(self, tensor: Tensor) -> dict[str, Any]:
-        names = self.candidates()
-        trial = torch.zeros_like(tensor)
-        times = torch.tensor([self._time(lambda name=name: self._sum_by(name, trial)) for name in names])
-        slowest = times.to(torch.float64)
+        names, trial, medians = self.candidates(), torch.zeros_like(tensor), list[float]()
+        for name in names:
+            times = [time.perf_counter()]
+            for _ in range(1 + _TRIALS):  # The first warms up.
+                self._sum_by(name, trial)
+                times.append(time.perf_counter())
+            medians.append(statistics.median(stop - start for start, stop in pairwise(times[1:])))
+        slowest = torch.tensor(medians, dtype=torch.float64)
         self._group.sum_now(slowest, operation=torch.distributed.ReduceOp.MAX)
         seconds = dict(zip(names, slowest.tolist(), strict=True))
         return {"chosen": min(seconds, key=seconds.__getitem__), "seconds": seconds}
 
-    def _time(self, act: Callable[[], None]) -> float:
-        act()
-        taken: list[float] = []
-        for _ in range(_TRIALS):
-            start = time.perf_counter()
-            act()
-            taken.append(time.perf_counter() - start)
-        return statistics.median(taken)
-
 
 class Stored:
-    """Choices of earlier runs, in a file of this user: read by rank 0, who tells the others."""
+    """Choices of earlier runs, in a file of this user that rank 0 reads for all."""
 
     def __init__(self, path: Path, group: OffbeatGroup) -> None:
         self._path, self._group = path, group
@@ -134,22 +119,22 @@ class Stored:
         self._prefix = f"{hosts} workers, {os.cpu_count()} cores, torch {torch.__version__}, "
 
     def find(self, kind: str) -> dict[str, Any] | None:
-        """What was chosen before for this size class; None if nothing was."""
+        """The stored choice for this size class; None if there is none."""
         names = (NATIVE, STOCK, *ALGORITHMS[Collective.ALL_REDUCE])
-        found = self._read().get(self._prefix + kind) if self._group.rank() == 0 else None
-        name = cast("dict[str, Any]", found).get("chosen") if isinstance(found, dict) else None
+        entry = self._read().get(self._prefix + kind) if self._group.rank() == 0 else None
+        name = cast("dict[str, Any]", entry).get("chosen") if isinstance(entry, dict) else None
         number = torch.tensor([names.index(name) + 1.0 if name in names else 0.0])
         self._group.sum_now(number)
         chosen = int(number.item())
         return {"chosen": names[chosen - 1], "seconds": {}, "stored": str(self._path)} if chosen else None
 
     def keep(self, kind: str, choice: Mapping[str, Any]) -> None:
-        """Remember it for later runs."""
+        """Store a choice for later runs."""
         if self._group.rank() == 0:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            written = self._path.with_suffix(f".{os.getpid()}")
-            written.write_text(json.dumps(self._read() | {self._prefix + kind: dict(choice)}, indent=1))
-            written.replace(self._path)
+            temporary = self._path.with_suffix(f".{os.getpid()}")
+            temporary.write_text(json.dumps(self._read() | {self._prefix + kind: dict(choice)}, indent=1))
+            temporary.replace(self._path)
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -159,11 +144,11 @@ class Stored:
 
 
 def size_class(count: int) -> int:
-    """The power of two that so many bytes are counted as."""
+    """The number of bytes, rounded up to a power of two."""
     return 1 << max(0, (count - 1)).bit_length()
 
 
 def stored_choices() -> Path:
-    """Where choices that are to outlive a run are kept."""
+    """The file of choices that outlive a run."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(home) / "offbeat" / "choices.json"

@@ -1,13 +1,13 @@
-"""Gradients in flat buckets that are summed over the workers while backward still goes on.
+"""Gradients in flat buckets that are summed over the workers while backward is still running.
 
-A hook on each parameter copies its finished gradient into the bucket's flat buffer; a full bucket's exchange starts
-at once. Buckets start in a fixed order, the same on every worker, so that exchanges match up without a message.
-After the first pass the buckets are cut anew in the order in which gradients really became ready.
+A hook on each parameter copies its finished gradient into the bucket's flat buffer; the exchange of a full bucket
+starts at once. Buckets start in a fixed order, the same on every worker, so that exchanges match without a message.
+After the first pass the buckets are rebuilt in the order in which gradients became ready.
 
-The last bucket carries the header (see `runtime.gradients.header`). By it a parameter that no worker used keeps its
-gradient untouched, as it would in one process.
+The last bucket carries the header (see `runtime.gradients.header`), which tells a parameter that no worker used: it
+keeps its gradient, as it would in one process.
 
-Parameters that are frozen at first are watched too: when they are unfrozen, the buckets are cut anew with them.
+Parameters that are frozen at first are watched too: when they are unfrozen, the buckets are rebuilt with them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from offbeat.runtime.groups.group import Group, Pending
 from offbeat.runtime.run.stopwatch import Stopwatch
 
 FIRST_BYTES = 1 << 20
-"""The first bucket is small, so that the exchange starts soon after backward does."""
+"""Bytes of the first bucket: it is small, so that the exchange starts soon after backward does."""
 _SMALL = 1 << 14
-"""Elements below which the overhead of an operation on one gradient outweighs another pass over the bucket."""
+"""Elements below which an operation per gradient costs more than another pass over the bucket."""
 
 
 class _Bucket:
-    """One flat buffer and the parameters that live in it."""
+    """One flat buffer and its parameters."""
 
     def __init__(self, members: Sequence[int], parameters: Sequence[Parameter], extra: int) -> None:
         first = parameters[members[0]]
@@ -45,50 +45,55 @@ class _Bucket:
         size = sum(parameters[i].numel() for i in members)
         self.flat = torch.zeros(size + extra, dtype=first.dtype, device=first.device)
         self.gradients = self.flat[:size]
-        """The buffer without the header that may ride at its end."""
+        """The buffer without the header that may follow."""
         pieces = self.gradients.split([parameters[i].numel() for i in members])
         self.views = [piece.view(parameters[i].shape) for piece, i in zip(pieces, members, strict=True)]
         self.missing = len(members)
         self.pending: Pending | None = None
         self.small = size < _SMALL * len(members)
-        """Whether its gradients are scaled all at once when it is full, instead of one by one as they are copied."""
+        """Whether its gradients are scaled together when it is full, instead of one by one as they are copied."""
 
 
-class GradientBuckets:
-    """The gradients of one model, replaced after every backward pass by their weighted mean over the workers."""
+class BackwardExchange:
+    """Base of exchanges that replace the gradients of one model after every backward pass, by hooks on parameters."""
 
-    def __init__(self, parameters: Iterable[Parameter], group: Group, stopwatch: Stopwatch, capacity: int) -> None:
-        self._given = [p for p in parameters if p.is_floating_point() or p.is_complex()]
-        self.parameters = [p for p in self._given if p.requires_grad]
-        """Those whose gradients are exchanged: the trainable ones, then those that were unfrozen later."""
+    def __init__(self, parameters: Iterable[Parameter], group: Group, stopwatch: Stopwatch) -> None:
+        self.parameters = [p for p in parameters if p.is_floating_point() or p.is_complex()]
         self.suspended = False
-        self.order: list[int] | None = None
-        """The order in which gradients become ready, as worker 0 saw it in the first pass."""
         self.exchanges: tuple[Exchanged, ...] = ()
-        """What the workers exchanged in the last pass."""
+        """The workers' exchanges in the last pass."""
         self.afterwards: list[Callable[[], None]] = []
         """Called when the gradients of a backward pass have been handed back."""
-        self._group, self._stopwatch, self._capacity = group, stopwatch, capacity
-        self._scale = 1.0 / group.size
-        self._seen: list[int] = []
         self.running = False
-        """Whether a backward pass has begun and is not over."""
-        self._header = Header(group, stopwatch, 0)
-        self._handles = [hook(p, self._ready) for p in self._given]
-        self._enlist([])
+        self._stopwatch, self._header = stopwatch, Header(group, stopwatch, 0)
+        self._handles: list[RemovableHandle] = []
 
     def weigh(self, examples: float, total: float | None) -> None:
-        """The coming passes stand for `examples` examples here and `total` over all workers (None: not known)."""
+        """The coming passes are over `examples` examples here and `total` over all workers (None: unknown)."""
         self._header.weigh(examples, total)
-        self._scale = self._header.examples / (self._header.total or 1.0)
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
 
+
+class GradientBuckets(BackwardExchange):
+    """The gradients of one model, replaced after every backward pass by their weighted mean over the workers."""
+
+    def __init__(self, parameters: Iterable[Parameter], group: Group, stopwatch: Stopwatch, capacity: int) -> None:
+        super().__init__(parameters, group, stopwatch)
+        self._all = self.parameters
+        self.parameters = [p for p in self._all if p.requires_grad]  # Those that are unfrozen later are appended.
+        self.order: list[int] | None = None
+        """The order in which gradients became ready on worker 0 in the first pass."""
+        self._group, self._capacity = group, capacity
+        self._seen: list[int] = []
+        self._handles = [hook(p, self._ready) for p in self._all]
+        self._enlist([])
+
     def adopt_order(self, order: Sequence[int]) -> None:
-        """Cut the buckets in this order of readiness."""
+        """Rebuild the buckets in this order of readiness."""
         if sorted(order) != list(range(len(self.parameters))):
             raise RunError(
                 f"an order of {len(order)} gradients does not fit a model of {len(self.parameters)} parameters"
@@ -97,33 +102,24 @@ class GradientBuckets:
         self._build(self.order)
 
     def state(self) -> list[Any]:
-        """Which parameters are exchanged, and in which order."""
-        return [self.enlisted, self.order]
+        """The exchanged parameters, as indices of all, and their order of readiness."""
+        places = {id(p): i for i, p in enumerate(self._all)}
+        return [[places[id(p)] for p in self.parameters], self.order]
 
     def load(self, state: Sequence[Any]) -> None:
-        """The same buckets as before."""
+        """Restore the buckets."""
         if not state:
             raise RunError("this checkpoint was written where gradients went through shared memory; resume it there")
-        enlisted, order = state
-        self.enlist(enlisted)
+        places, order = state
+        self.parameters = [self._all[i] for i in places]
+        self._enlist([])
         if order is not None:
             self.adopt_order(order)
-
-    @property
-    def enlisted(self) -> list[int]:
-        """Which of the parameters given at the start are exchanged, in the order of `parameters`."""
-        places = {id(p): i for i, p in enumerate(self._given)}
-        return [places[id(p)] for p in self.parameters]
-
-    def enlist(self, places: Sequence[int]) -> None:
-        """Exchange exactly these of the parameters given at the start, as a run that goes on did before."""
-        self.parameters = [self._given[i] for i in places]
-        self._enlist([])
 
     def _enlist(self, unfrozen: Sequence[Parameter]) -> None:
         self.parameters += unfrozen
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
-        self._frozen = [p for p in self._given if id(p) not in self._index]
+        self._frozen = [p for p in self._all if id(p) not in self._index]
         self.order = None
         self._seen = []
         self._build(range(len(self.parameters) - 1, -1, -1))
@@ -133,17 +129,17 @@ class GradientBuckets:
         size, limit = 0, FIRST_BYTES
         for i in order:
             parameter = self.parameters[i]
-            fits = bool(groups) and size < limit and _alike(parameter, self.parameters[groups[-1][0]])
-            if not fits:
+            first = self.parameters[groups[-1][0]] if groups and size < limit else None
+            if first is None or (parameter.dtype, parameter.device) != (first.dtype, first.device):
                 if len(groups) == 1:
                     limit = self._capacity
                 groups.append([])
                 size = 0
             groups[-1].append(i)
             size += parameter.numel() * parameter.element_size()
-        told = self._header
+        old = self._header
         self._header = Header(self._group, self._stopwatch, len(self.parameters))
-        self._header.examples, self._header.total, self._header.batch = told.examples, told.total, told.batch
+        self._header.examples, self._header.total, self._header.batch = old.examples, old.total, old.batch
         count = self._header.length
         last = self.parameters[groups[-1][0]] if groups else None
         rides = last is not None and last.dtype in (torch.float32, torch.float64) and last.device.type == "cpu"
@@ -162,10 +158,11 @@ class GradientBuckets:
         self._first_launch = 0.0
 
     def begin(self, _: Tensor) -> None:
-        """Backward has begun: when it ends, gradients are handed back. Called by hooks; once for each pass counts."""
+        """Backward has begun: hand gradients back when it ends. Called by hooks; the first call of a pass counts."""
         if self.running or self.suspended:
             return
         self.running = True
+        self._scale = self._header.examples / (self._header.total or 1.0)
         Variable._execution_engine.queue_callback(self._finish)  # pyright: ignore[reportPrivateUsage]
         unfrozen = [p for p in self._frozen if p.requires_grad] if self._frozen else None
         if unfrozen:
@@ -185,7 +182,7 @@ class GradientBuckets:
         if self._state[index]:
             raise RunError(
                 f"parameter {index} got its gradient twice in one backward pass, as reentrant activation checkpointing "
-                f"does, or an earlier pass was broken off by an exception. Use torch.utils.checkpoint with "
+                f"does, or an earlier pass was interrupted by an exception. Use torch.utils.checkpoint with "
                 f"use_reentrant=False, and do not go on after a backward pass that failed."
             )
         if self.order is None:
@@ -235,7 +232,7 @@ class GradientBuckets:
             self._header_pending = self._group.start_sum(self._row, "the sum of example counts")
 
     def _finish(self) -> None:
-        """Backward is over: what is missing was not used in it. Start the rest, wait for all, hand gradients back."""
+        """Backward is over, without the missing gradients. Start the rest, wait for all, hand gradients back."""
         self.running = False
         if self._buckets:
             self._complete()
@@ -271,7 +268,7 @@ class GradientBuckets:
                     bucket.views[k].zero_()
                     self._used[i] = 0.0
                     bucket.missing -= 1
-                else:  # An earlier pass left a gradient here: it counts, as it would in one process.
+                else:  # A gradient of an earlier pass counts, as it would in one process.
                     self._take(bucket, k, i, parameter)
 
     def _settle(self) -> None:
@@ -300,14 +297,10 @@ class GradientBuckets:
             self.adopt_order([int(i) for i in self._group.share(order, "the order of gradients")])
 
 
-def _alike(a: Parameter, b: Parameter) -> bool:
-    return a.dtype == b.dtype and a.device == b.device
-
-
 def hook(parameter: Parameter, called: Callable[[Tensor], None]) -> RemovableHandle:
-    """Have `called` whenever backward has finished this parameter's gradient, now or after it is unfrozen."""
+    """Call `called` whenever backward has finished this parameter's gradient, now or after it is unfrozen."""
     trainable = parameter.requires_grad
-    parameter.requires_grad_(True)  # Torch takes no hooks for what is frozen, but keeps them through it.
+    parameter.requires_grad_(True)  # Torch refuses hooks on frozen parameters, but keeps existing ones.
     handle = parameter.register_post_accumulate_grad_hook(called)
     parameter.requires_grad_(trainable)
     return handle

@@ -1,8 +1,8 @@
-"""What every worker tells the others with its gradients, as one row of numbers that is summed over the workers.
+"""The header that workers send with their gradients: one row of numbers that is summed over the workers.
 
-It says how many examples the gradients stand for, when each worker arrived and with which batch, and which parameters
-were used at all. So uneven batches are weighted rightly, waiting is told from transferring, and a worker that has
-skipped a batch is found out.
+It holds the number of examples, when each worker arrived and with which batch, and which parameters were used. So
+uneven batches are weighted correctly, waiting is distinguished from transferring, and a worker that has skipped a batch
+is detected.
 """
 
 from __future__ import annotations
@@ -18,33 +18,32 @@ from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.stopwatch import Stopwatch
 
 _CLOCK_WRAP = 64.0
-"""Arrival times travel as seconds modulo this, which keeps them exact to a few microseconds even in float32."""
+"""Arrival times are sent as seconds modulo this, which keeps them exact to a few microseconds even in float32."""
 _BATCH_WRAP = 4096
-"""Numbers of batches travel modulo this, which float32 keeps exactly."""
+"""Batch numbers are sent modulo this, which float32 represents exactly."""
 
 
 class Header:
-    """The row of one model with so many parameters."""
+    """The header of one model."""
 
     def __init__(self, group: Group, stopwatch: Stopwatch, parameters: int) -> None:
         self._group, self._stopwatch = group, stopwatch
         self._size = group.size
         self.length = 1 + 2 * group.size + parameters
-        """How many numbers it has."""
         self.examples, self.total = 1.0, float(group.size)
-        """What the coming passes stand for here, and over all workers (0: not known)."""
+        """Examples of the coming passes here, and over all workers (0: unknown)."""
         self.batch = 0
-        """How many batches have begun."""
+        """Batches begun."""
         self.arrived = 0.0
         """When this worker had its gradients."""
 
     def weigh(self, examples: float, total: float | None) -> None:
-        """A batch begins: the passes until the next stand for `examples` here, `total` over all (None: not known)."""
+        """A batch begins: passes until the next are over `examples` here and `total` over all (None: unknown)."""
         self.examples, self.total = float(examples), 0.0 if total is None else float(total)
         self.batch += 1
 
     def write(self, numbers: NDArray[Any], used: NDArray[Any]) -> None:
-        """Fill in this worker's numbers, now."""
+        """Fill in this worker's numbers."""
         size, rank = self._size, self._group.rank
         self.arrived = time.perf_counter()
         numbers[: 1 + 2 * size] = 0.0
@@ -54,18 +53,18 @@ class Header:
         numbers[1 + 2 * size :] = used
 
     def used(self, numbers: NDArray[Any]) -> NDArray[Any]:
-        """By how many workers each parameter was used."""
+        """The number of workers that used each parameter."""
         return numbers[1 + 2 * self._size :]
 
     def check(self, numbers: NDArray[Any]) -> None:
-        """Refuse sums of what does not belong together."""
+        """Raise if the workers came with different batches, or not with the expected examples."""
         size, mine = self._size, self.batch % _BATCH_WRAP
         others = numbers[1 + size : 1 + 2 * size].tolist()
         ahead = [f"worker {rank} with batch {int(number)}" for rank, number in enumerate(others) if number != mine]
         if ahead:
             raise RunError(
                 f"worker {self._group.rank} came to the sum of gradients with batch {mine}, but {', '.join(ahead)}: "
-                f"somebody has skipped a backward pass. Every worker must call backward for every batch, if only with "
+                f"a worker has skipped a backward pass. Every worker must call backward for every batch, if only with "
                 f"a loss times 0."
             )
         examples = float(numbers[0])
@@ -76,7 +75,7 @@ class Header:
             )
 
     def account(self, numbers: NDArray[Any], entered: float) -> None:
-        """Tell waiting for a late worker from transferring, in the time since `entered`, by when each arrived."""
+        """Split the time since `entered` into waiting for a late worker and transferring, by when each arrived."""
         if not self._group.one_host:
             return
         arrivals = np.asarray(numbers[1 : 1 + self._size], dtype=np.float64)

@@ -1,15 +1,15 @@
-"""Gradients that are summed where they lie, through shared memory, when backward is over.
+"""Gradients that are summed in place, through shared memory, when backward is over.
 
-With a core for every worker and none to spare, an exchange that runs beside backward only takes time from it, and
-filling buckets costs as much as the exchange itself. So nothing is done while backward runs. Then the workers tell each
-other what they have (see `runtime.gradients.header`), and every large gradient goes through shared memory piece by
-piece, is weighted on its way in, and comes back in place. Small ones are packed into one row and travel together.
+With a core for every worker and none to spare, an exchange that overlaps backward only takes time from it, and filling
+buckets costs as much as the exchange itself. So nothing is done while backward runs. Then the workers exchange headers
+(see `runtime.gradients.header`), and every large gradient goes through shared memory piece by piece, is weighted on its
+way in, and comes back in place. Small ones are packed into one flat buffer.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,14 +22,14 @@ from torch.nn import Parameter
 from offbeat.errors import RunError
 from offbeat.protocols.collectives import Collective
 from offbeat.protocols.exchanges import Exchanged, GradientShape, sums_in_memory
-from offbeat.runtime.gradients.buckets import hook
+from offbeat.runtime.gradients.buckets import BackwardExchange, hook
 from offbeat.runtime.gradients.header import Header
 from offbeat.runtime.groups.group import DirectGroup
 from offbeat.runtime.run.stopwatch import Stopwatch
 
 
 class _Pack:
-    """Small gradients of one kind, side by side in one row."""
+    """Small gradients of one dtype in one flat buffer."""
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self.parameters = list(parameters)
@@ -55,52 +55,35 @@ class _Pack:
                 parameter.grad = view
 
 
-class GradientSums:
+class GradientSums(BackwardExchange):
     """The gradients of one model, replaced after every backward pass by their weighted mean over the workers."""
 
     flags: ClassVar[int] = 0
-    """How many numbers `_flags` answers."""
+    """Length of `_flags()`."""
 
     def __init__(
         self, parameters: Iterable[Parameter], group: DirectGroup, stopwatch: Stopwatch, own_blocks: bool = False
     ) -> None:
-        self.parameters = [p for p in parameters if p.is_floating_point() or p.is_complex()]
-        """Those whose gradients are exchanged, if they have any."""
-        self.suspended = False
-        self.exchanges: tuple[Exchanged, ...] = ()
-        """What the workers exchanged in the last pass."""
-        self.afterwards: list[Callable[[], None]] = []
-        """Called when the gradients of a backward pass have been handed back."""
-        self._group, self._stopwatch, self._own_blocks = group, stopwatch, own_blocks
+        super().__init__(parameters, group, stopwatch)
+        self._group, self._own_blocks = group, own_blocks
         self._header = Header(group, stopwatch, len(self.parameters) + self.flags)
         self._row = torch.zeros(self._header.length, dtype=torch.float64)
-        told, by = self._row.nbytes, group.algorithm(Collective.ALL_REDUCE, self._row.nbytes)
-        self._told = Exchanged(what="all_reduce", by=by, nbytes=told, itemsize=self._row.itemsize)
+        nbytes, by = self._row.nbytes, group.algorithm(Collective.ALL_REDUCE, self._row.nbytes)
+        self._header_exchange = Exchanged(what="all_reduce", by=by, nbytes=nbytes, itemsize=self._row.itemsize)
         self._planned: dict[bytes, tuple[list[_Pack], list[list[Parameter]], tuple[Exchanged, ...]]] = {}
-        self.running = False
-        """Whether a backward pass has begun and is not over."""
         self._handles = [hook(p, self.begin) for p in self.parameters]
 
-    def weigh(self, examples: float, total: float | None) -> None:
-        """The coming passes stand for `examples` examples here and `total` over all workers (None: not known)."""
-        self._header.weigh(examples, total)
-
-    def close(self) -> None:
-        """Take the hooks off the parameters."""
-        for handle in self._handles:
-            handle.remove()
-
     def state(self) -> list[Any]:
-        """Nothing here depends on what was before."""
+        """Empty: passes are independent."""
         return []
 
     def load(self, state: Sequence[Any]) -> None:
-        """Nothing to take back."""
+        """Refuse the state of buckets."""
         if state:
             raise RunError("this checkpoint was written where gradients went through buckets; resume it there")
 
     def begin(self, _: Tensor) -> None:
-        """Backward has begun: when it ends, gradients are exchanged. Called by hooks; once for each pass counts."""
+        """Backward has begun: exchange gradients when it ends. Called by hooks; the first call of a pass counts."""
         if not self.running and not self.suspended:
             self.running = True
             Variable._execution_engine.queue_callback(self._finish)  # pyright: ignore[reportPrivateUsage]
@@ -123,7 +106,7 @@ class GradientSums:
             then()
 
     def _flags(self) -> Sequence[float]:
-        """What else workers tell each other before they exchange: summed, behind the parameters' use."""
+        """Further numbers in the header, after the use of parameters; they are summed."""
         return ()
 
     def _exchange(self, numbers: Any) -> None:
@@ -136,7 +119,7 @@ class GradientSums:
             pack.hand_out()
         for parameters in in_place:
             gradients = [gradient_of(p) for p in parameters]
-            held = [gradient.contiguous() for gradient in gradients]  # Where they lie, if they lie in a row.
+            held = [gradient.contiguous() for gradient in gradients]  # Copies only those that are not.
             real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in held]
             self._group.sum_in_place(real, weight, self._own_blocks, "the sum of gradients")
             for gradient, copy in zip(gradients, held, strict=True):
@@ -152,13 +135,13 @@ class GradientSums:
         )
         packs = [_Pack([members[i] for i in numbers]) for numbers in plan.packed]
         in_place = [[members[i] for i in numbers] for numbers in plan.in_place]
-        planned = packs, in_place, (self._told, *plan.exchanges)
-        self._planned = {used.tobytes(): planned}  # Only the last: which parameters are used seldom changes.
+        planned = packs, in_place, (self._header_exchange, *plan.exchanges)
+        self._planned = {used.tobytes(): planned}  # Only the last: which parameters are used rarely changes.
         return planned
 
 
 def gradient_of(parameter: Parameter) -> Tensor:
-    """Its gradient, without a graph behind it; zeros if it was used by others only."""
+    """A parameter's gradient, detached; zeros if only other workers used it."""
     gradient = parameter.grad
     if gradient is None:
         gradient = parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)

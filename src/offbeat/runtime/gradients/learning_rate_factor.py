@@ -1,4 +1,4 @@
-"""Learning rates times a factor, whatever schedulers make of them: a loop is tuned without being touched."""
+"""Scales learning rates by a factor during steps, without touching a loop or its schedulers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from torch.utils.hooks import RemovableHandle
 
 
 class ScaledRate:
-    """During each step of an optimizer its learning rates are multiplied; outside of steps they are the loop's own.
+    """Multiplies an optimizer's learning rates during each step; outside of steps they are the loop's own.
 
-    So schedulers, which may be made before or after, and absolute in any way, need not be known, and a checkpoint
-    holds the rates without the factor.
+    So schedulers of any kind keep working, and a checkpoint holds the rates without the factor.
     """
 
     def __init__(self, factor: float) -> None:
@@ -20,11 +19,11 @@ class ScaledRate:
         self._own: list[Any] = []
 
     def before_others(self, optimizer: Optimizer) -> list[RemovableHandle]:
-        """To be called before any other hook is put on the optimizer: those then see the rate that holds."""
+        """Register before any other hook of the optimizer, so that those see the scaled rate."""
         return [] if self._factor == 1 else [optimizer.register_step_pre_hook(self._scale)]
 
     def after_others(self, optimizer: Optimizer) -> list[RemovableHandle]:
-        """To be called after every other hook is put on it."""
+        """Register after all other hooks of the optimizer."""
         return [] if self._factor == 1 else [optimizer.register_step_post_hook(self._put_back)]
 
     def _scale(self, optimizer: Optimizer, *_: Any) -> None:

@@ -1,8 +1,8 @@
-"""Measures, while a loop runs, how much the workers' gradients differ: what the noise in gradients is told from.
+"""Measures during a run how much the workers' gradients differ, from which gradient noise is estimated.
 
-Every worker has a gradient of its slice of the batch, and after the exchange all have that of the whole. The squared
-norms of both, batch after batch, are all that is kept: no pass over single examples is made, nothing more is sent.
-The figures are brought together when the run ends and lie in its folder.
+Every worker has a gradient of its slice of the batch, and after the exchange that of the whole batch. Only the squared
+norms of both are kept, batch by batch: no pass over single examples is made, nothing more is sent. The figures are
+gathered when the run ends, and stored in its folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.untrusted_files import read_object
 
 GRADIENTS_FILE = "gradients.json"
-"""Where in a run's folder the figures lie."""
+"""File of the figures in a run folder."""
 
 
 class Gauge:
@@ -42,10 +42,10 @@ class Gauge:
         self.trouble: str | None = None
         """Why this loop cannot be measured."""
         self.checks: list[dict[str, Any]] = []
-        """What passes over single examples have found, where the run makes them."""
+        """Results of passes over single examples, where the run makes them."""
 
     def watch(self, model: nn.Module) -> None:
-        """Measure this model's gradients; called before the exchange puts its hooks on."""
+        """Measure this model's gradients; called before the exchange registers its hooks."""
         new = [p for p in model.parameters() if p.is_floating_point()]
         if any(p.requires_grad for p in new):
             self._models += 1
@@ -55,18 +55,18 @@ class Gauge:
         self._handles += [hook(p, self._ready) for p in new]
 
     def begin(self, examples: int, step: int) -> None:
-        """A batch begins, with so many examples here, after so many steps."""
+        """A batch begins, with `examples` here, after `step` steps."""
         if self._passes and step == self._step:
             self.trouble = (
-                "it makes one step of several batches, so that gradients are sums of what was exchanged before and "
-                "what was not. Let it step after every batch."
+                "it makes one step of several batches, so that gradients are sums of exchanged and unexchanged ones. "
+                "Let it step after every batch."
             )
         self._examples, self._step, self._passes = examples, step, 0
 
     def _ready(self, _: Tensor) -> None:
         if not self._running:
             self._running = True
-            # The exchange's hooks come after this one, and so does what they leave for the end of backward.
+            # The exchange's hooks come after this one, and so do their callbacks at the end of backward.
             Variable._execution_engine.queue_callback(self._measure_own)  # pyright: ignore[reportPrivateUsage]
 
     def _measure_own(self) -> None:
@@ -76,8 +76,8 @@ class Gauge:
             self.trouble = "it calls backward several times for a batch. Add the losses, and call it once."
         if self._step < 0:
             self.trouble = (
-                "its data does not come from a loader that was given to team.prepare, so nobody knows how many "
-                "examples a gradient stands for. Give the loader to prepare()."
+                "its data does not come from a loader that was passed to team.prepare, so the number of examples "
+                "behind a gradient is unknown. Pass the loader to prepare()."
             )
         self._own = squared_norm(p.grad for p in self._parameters)
         Variable._execution_engine.queue_callback(self._measure_joint)  # pyright: ignore[reportPrivateUsage]
@@ -87,7 +87,7 @@ class Gauge:
         self._rows.append((float(self._examples), self._own, joint))
 
     def conclude(self, folder: Path | None, examples: int | None) -> None:
-        """Bring together what the workers have measured, and leave it in the folder; all workers call this."""
+        """Gather the workers' measurements, and store them in the folder; all workers call this."""
         troubled = self._group.gather([float(self.trouble is not None)], "the count of what cannot be measured")
         figures: dict[str, Any] = {"workers": self._group.size, "examples": examples, "trouble": self.trouble}
         if not troubled.any() and self._rows:
@@ -99,7 +99,7 @@ class Gauge:
             (folder / GRADIENTS_FILE).write_text(json.dumps(figures))
 
     def _joined(self) -> dict[str, Any]:
-        """Of every step: the examples, the workers that had some, and the mean of their squared norms by examples."""
+        """For every step: examples, workers that had some, and the mean of their squared norms weighted by examples."""
         flat = [value for row in self._rows for value in row[:2]]
         table = self._group.gather(flat, "the norms of gradients").reshape(self._group.size, -1, 2)
         counts, squares = table[:, :, 0], table[:, :, 1]
@@ -112,13 +112,13 @@ class Gauge:
         }
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
 
 def squared_norm(gradients: Iterable[Tensor | None]) -> float:
-    """The sum of squares over all of some gradients."""
+    """The sum of squares of all gradients."""
     dense = [
         gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach()
         for gradient in gradients
@@ -126,11 +126,11 @@ def squared_norm(gradients: Iterable[Tensor | None]) -> float:
     ]
     if not dense:
         return 0.0
-    norms = torch.stack([torch.linalg.vector_norm(one, dtype=torch.float64) for one in dense])
+    norms = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in dense])
     return float(norms.square().sum())
 
 
 def read_gradients(folder: Path) -> Mapping[str, Any]:
-    """The figures of a run that is over; empty if it has left none."""
+    """The figures of a finished run; empty if there are none."""
     path = folder / GRADIENTS_FILE
     return read_object(path) if path.is_file() else {}

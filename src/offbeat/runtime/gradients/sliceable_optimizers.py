@@ -1,4 +1,4 @@
-"""Which of torch's optimizers can be run on slices of parameters."""
+"""Which of torch's optimizers can run on slices of parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ELEMENT_WISE: dict[str, type[Optimizer]] = {
         *(optim.Adamax, optim.NAdam, optim.RAdam, optim.ASGD, optim.Rprop),
     )
 }
-"""Those that treat every number by itself, by name."""
+"""Optimizers that treat every number by itself, by name."""
 
 _REASONS: dict[type[Optimizer], str] = {
     optim.LBFGS: "it searches along one direction for all parameters together",
@@ -23,13 +23,12 @@ _REASONS: dict[type[Optimizer], str] = {
 
 
 def why_not(kind: type[Optimizer], by_rate: bool = False) -> str:
-    """Why this optimizer cannot be run on a slice of the parameters; empty if it can.
+    """Why this optimizer cannot run on a slice of the parameters; empty if it can.
 
-    `by_rate` if every worker's gradient is a step of its own, with its share of the learning rate.
+    `by_rate` if every worker's gradient is a step of its own, with a share of the learning rate.
     """
     if kind is optim.Rprop and by_rate:
         return "its steps do not follow the learning rate, by which each worker's push is weighed here"
     if kind in ELEMENT_WISE.values():
         return ""
-    unknown = f"{kind.__module__}.{kind.__qualname__} is not known to treat every number by itself"
-    return _REASONS.get(kind, unknown)
+    return _REASONS.get(kind, f"{kind.__module__}.{kind.__qualname__} is not known to treat every number by itself")

@@ -1,25 +1,31 @@
-"""How workers are connected: the store at which they meet, and the process groups between them."""
+"""Connections between workers: the rendezvous store, the process groups, and waits in them.
+
+Waits are counted, watched by the worker's presence, and explained when they fail.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from offbeat.errors import UsageError, WaitError
+from offbeat.errors import RunError, UsageError, WaitError
 from offbeat.protocols.schedule import View
-from offbeat.runtime.backend import OffbeatGroup, open_group
+from offbeat.runtime.backend import CollectiveError, MismatchError, OffbeatGroup, open_group
+from offbeat.runtime.groups.presence import Presence
 from offbeat.runtime.run.rank_environment import Place
 
 ROLL_CALL = timedelta(seconds=2)
-"""How long a worker whose deadline has passed waits to hear which others are stuck at the same place."""
+"""How long a worker whose deadline has passed waits to learn which others are stuck at the same place."""
 
 
 def meet(place: Place, timeout: timedelta) -> tuple[Any, int]:
-    """The store at which the workers meet, and the number of the team that this worker is in.
+    """The rendezvous store, and the number of this worker's team.
 
     The store may outlive a team: the next one in the same processes must not find this one's addresses.
     """
@@ -30,13 +36,13 @@ def meet(place: Place, timeout: timedelta) -> tuple[Any, int]:
     return store, store.add(f"offbeat/teams/{rank}", 1)
 
 
-def line_of_presence(store: Any, number: int) -> Any:
-    """A line of its own to the store, on which a thread need not wait for another's answer."""
+def presence_store(store: Any, number: int) -> Any:
+    """A separate connection to the store, so that a thread need not wait for another's answer."""
     return dist.PrefixStore(f"offbeat/team/{number}", store.clone())
 
 
 class Connection:
-    """What connects one worker with all others: several process groups of the same workers."""
+    """The process groups of one worker, all with the same workers."""
 
     def __init__(self, place: Place, timeout: timedelta, device: torch.device) -> None:
         self._rank, self._size, self._timeout = place.rank, place.size, timeout
@@ -44,7 +50,7 @@ class Connection:
         self._owns_default = False
         self._opened: list[Any] = []
         self.lanes = 0
-        """How many groups were opened beside the first."""
+        """Groups opened beside the first."""
         if dist.is_initialized():
             self.store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
             self.number = self.store.add(f"offbeat/teams/{self._rank}", 1)
@@ -52,7 +58,6 @@ class Connection:
         else:
             self._open_default(place)
             self.first: Any = dist.group.WORLD
-            """The first group."""
 
     def _open_default(self, place: Place) -> None:
         try:
@@ -69,7 +74,7 @@ class Connection:
         self._owns_default = True
 
     def another(self) -> Any:
-        """The same workers once more."""
+        """Another group of the same workers."""
         self.lanes += 1
         if self._backend == "offbeat":
             # Unknown to torch, so that a script may destroy torch's groups while the team goes on.
@@ -82,7 +87,7 @@ class Connection:
         return opened
 
     def stock(self) -> Any:
-        """The same workers in a group as torch makes it by itself, on Gloo or NCCL."""
+        """A stock torch group of the same workers, on Gloo or NCCL."""
         backend = "gloo" if self._backend == "offbeat" else self._backend
         opened: Any = dist.new_group(backend=backend, timeout=self._timeout)
         self._opened.append(opened)
@@ -90,17 +95,17 @@ class Connection:
 
     @property
     def view(self) -> View:
-        """Who takes part in schedules, and on which host each lives, as far as it is known."""
+        """The workers in schedules, and the host of each as far as it is known."""
         return View.of(self._size, self.first.hosts.of if isinstance(self.first, OffbeatGroup) else None)
 
     def own(self, group: Any) -> OffbeatGroup:
-        """Our own process group; refuse torch's, whose algorithms cannot be chosen."""
+        """The group, if it is ours; torch's, whose algorithms cannot be chosen, is refused."""
         if not isinstance(group, OffbeatGroup):
-            raise UsageError(f"algorithms can be chosen for workers on CPUs; here {self._backend} sums by its own ways")
+            raise UsageError(f"algorithms can be chosen for workers on CPUs; here {self._backend} uses its own")
         return group
 
     def roll_call(self, lane: str, number: int, what: str, patience: timedelta = ROLL_CALL) -> dict[int, str]:
-        """Which workers have come to this exchange of a lane, and in what; those who fail there all call this."""
+        """Which workers have come to this exchange of a lane, and to what; all that fail there call this."""
         store = dist.PrefixStore(f"offbeat/late/{self.number}/{lane}/{number}", self.store)
         came: dict[int, str] = {}
         try:
@@ -110,17 +115,17 @@ class Connection:
                 came |= {rank: store.get(str(rank)).decode() for rank in range(self._size) if store.check([str(rank)])}
                 time.sleep(0.05)
         except RuntimeError:
-            return dict.fromkeys(range(self._size), what)  # The store went with its host: nobody is left to ask.
+            return dict.fromkeys(range(self._size), what)  # The store is gone with its host.
         return came
 
     def abort(self) -> None:
-        """End waits in shared memory; those inside of Gloo end with the process."""
+        """End waits in shared memory; those inside Gloo end with the process."""
         for opened in {self.first, *self._opened}:
             if isinstance(opened, OffbeatGroup):
                 opened.abort()
 
     def close(self) -> None:
-        """Leave what was opened here."""
+        """Leave the groups that were opened here."""
         for opened in self._opened:
             if isinstance(opened, OffbeatGroup):
                 opened.shutdown()
@@ -131,3 +136,94 @@ class Connection:
         self._opened.clear()
         self._owns_default = False
         self.first = None
+
+
+class Waits:
+    """The waits of one worker in one lane."""
+
+    def __init__(self, rank: int, size: int, timeout: timedelta, connection: Connection | None) -> None:
+        self._rank, self._size, self._timeout, self._connection = rank, size, timeout, connection
+        self.name, self.count = "0", 0
+        """The lane, and the exchanges begun in it."""
+        lanes: list[Waits] = [self]
+        self._lanes = lanes
+        self.presence: Any = SimpleNamespace(waiting=None)
+        """Where this worker reports its waits; nowhere if it is alone."""
+        if connection is not None:
+            store = presence_store(connection.store, connection.number)
+            presence = Presence(store, rank, size, lambda: {lane.name: lane.count for lane in lanes})
+            presence.break_off = lambda _error: connection.abort()
+            self.presence = presence
+
+    def lane(self, number: int) -> Waits:
+        """The waits in another lane of the same worker."""
+        lane = Waits(self._rank, self._size, self._timeout, None)
+        lane.name, lane.presence, lane._connection = str(number), self.presence, self._connection
+        self._lanes.append(lane)
+        return lane
+
+    def explained(self, error: RuntimeError, what: str, number: int, since: float) -> RunError:
+        """An error that says which workers had not arrived, or that a connection broke.
+
+        Gloo raises a RuntimeError for both. A failure before the timeout is not a timeout.
+        """
+        verdict = getattr(self.presence, "verdict", None)
+        if verdict is not None:
+            return verdict
+        text = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        place = f"worker {self._rank} in {what} (exchange {number})"
+        seconds, connection = self._timeout.total_seconds(), self._connection
+        if time.monotonic() - since < 0.99 * seconds or connection is None:
+            if not isinstance(error, CollectiveError):
+                return WaitError(f"{place} lost its connection to another worker, which has most likely died: {text}")
+            patience = ROLL_CALL if isinstance(error, MismatchError) else timedelta(0)
+            came = {} if connection is None else connection.roll_call(self.name, number, what, patience)
+            apart = ", ".join(f"worker {rank} in {where}" for rank, where in sorted(came.items()) if where != what)
+            if apart:
+                return WaitError(
+                    f"{place} met {apart}. Every worker must make the same calls in the same order: does one of them "
+                    f"make a call, such as `team.report`, that the others do not?"
+                )
+            return WaitError(f"{place}: {text}")  # It names the dead ranks, or the others' calls.
+        came = connection.roll_call(self.name, number, what)
+        missing = [str(rank) for rank in range(self._size) if rank not in came]
+        who = f"worker{'s' if len(missing) > 1 else ''} {', '.join(missing)}" if missing else "nobody in particular"
+        return WaitError(
+            f"{place} waited {seconds:g} s for {who}. Look at the log of whoever is missing, "
+            f"or, if such a wait is normal for this program, allow more with --timeout."
+        )
+
+
+class ExchangeWait:
+    """One exchange that this worker waits in: a context around a wait, or a handle of work in flight."""
+
+    spare = 0
+    work: Any = None
+    """The torch work, if it is waited for later."""
+    then: Callable[[], None] | None = None
+    """Called when that is done."""
+
+    def __init__(self, waits: Waits, what: str) -> None:
+        waits.count += 1
+        self._waits, self.lane, self.what, self.number = waits, waits.name, what, waits.count
+        self._since = time.monotonic()
+
+    def __enter__(self) -> None:
+        self._waits.presence.waiting = self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None and isinstance(error, RuntimeError):
+                raise self._waits.explained(error, self.what, self.number, self._since) from error
+        finally:
+            self._waits.presence.waiting = None
+
+    def wait(self) -> None:
+        """Wait for the work, and explain its failure."""
+        with self:
+            self.work.wait()
+        if self.then is not None:
+            self.then()
+            self.then = None

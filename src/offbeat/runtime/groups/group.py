@@ -1,17 +1,18 @@
 """The workers of a run as one group: what they sum, share and gather together.
 
-Everything that waits here has a deadline. When it passes, the workers call the roll through the rendezvous store, so
-that the error names who had not arrived instead of only saying that somebody was late.
+Every wait has a deadline. When it passes, the workers call the roll through the rendezvous store, so that the error
+names the workers that had not arrived.
 """
 
 from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -20,51 +21,161 @@ from torch._C._distributed_c10d import AllreduceOptions
 
 from offbeat.errors import UsageError
 from offbeat.protocols.collectives import Collective
-from offbeat.protocols.exchanges import Exchanged, sum_in_memory
+from offbeat.protocols.exchanges import Exchanged, sent_by, sum_in_memory
 from offbeat.protocols.schedule import View
 from offbeat.runtime.backend import GLOO, OffbeatGroup
 from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.collectives.two_sided import Program, run
 from offbeat.runtime.gradients.algorithm_choice import Sums
-from offbeat.runtime.gradients.traffic import ExchangeTraffic, SentBytes
-from offbeat.runtime.groups.connection import Connection
-from offbeat.runtime.groups.membership import Membership, StaticMembership
+from offbeat.runtime.groups.connection import Connection, ExchangeWait, Waits
 from offbeat.runtime.groups.presence import Presence
-from offbeat.runtime.groups.waits import ExchangeWait, Waits
 from offbeat.runtime.run.rank_environment import Place
 
+if TYPE_CHECKING:
+    from offbeat.runtime.groups.coordinated import CoordinatedMembership
+
+_CACHED = 4096
+"""Exchanges whose bytes are cached; sizes that differ each time must not fill the memory."""
 _WAITED_FOR = AllreduceOptions()
 _WAITED_FOR.asyncOp = False
 
 
 class Pending(Protocol):
-    """An exchange under way."""
+    """An exchange in flight."""
 
     def wait(self) -> None:
-        """Return when it is complete; raise a WaitError that names the missing when its deadline has passed."""
-        ...
+        """Return when it is complete; raise a WaitError that names the missing workers when its deadline has passed."""
+
+
+class _Done:
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+DONE = _Done()
+"""A complete exchange."""
+
+
+class Totals:
+    """Bytes that a worker has sent over all lanes."""
+
+    counted = 0
+    """In exchanges of the run."""
+    measured = 0
+    """In further exchanges, made only to time them."""
+
+
+class SentBytes:
+    """Bytes sent over all lanes, and on request the exchanges over one of them."""
+
+    def __init__(self, totals: Totals | None = None) -> None:
+        self.totals = totals or Totals()
+        self._recorded: list[Exchanged] | None = None
+
+    def lane(self) -> SentBytes:
+        """A counter for another lane of the same worker, with the same totals."""
+        return SentBytes(self.totals)
+
+    def add(self, nbytes: int, exchanged: Exchanged | None = None) -> None:
+        """Count bytes, and record their exchange if requested."""
+        self.totals.counted += nbytes
+        if self._recorded is not None and exchanged is not None:
+            self._recorded.append(exchanged)
+
+    @contextmanager
+    def measuring(self) -> Generator[None]:
+        """Inside, exchanges count as measurements: not in a step, nor in the bytes of the run."""
+        before, recorded = self.totals.counted, self._recorded
+        self._recorded = None
+        try:
+            yield
+        finally:
+            self._recorded = recorded
+            self.totals.measured += self.totals.counted - before
+            self.totals.counted = before
+
+    def record(self) -> None:
+        """Start recording the exchanges over this lane."""
+        self._recorded = []
+
+    def recorded(self) -> tuple[Exchanged, ...]:
+        """The exchanges since `record`; stops recording."""
+        recorded, self._recorded = self._recorded, None
+        return tuple(recorded or ())
+
+
+Key = tuple[str, int, int, str | None, int]
+"""Collective, bytes, bytes of an element, algorithm (None: the backend's own), and root."""
+
+
+class ExchangeTraffic(dict[Key, tuple[int, Exchanged]]):
+    """Cache of the bytes that this worker sends in an exchange, and the exchange."""
+
+    def __init__(self, view: View, rank: int, algorithm: Callable[[Collective, int], str]) -> None:
+        super().__init__()
+        self._view, self._rank, self._algorithm = view, rank, algorithm
+
+    def __missing__(self, key: Key) -> tuple[int, Exchanged]:
+        what, nbytes, itemsize, by, root = key
+        by, what = by or self._algorithm(Collective(what), nbytes), cast("Any", what)
+        exchanged = Exchanged(what=what, by=by, nbytes=nbytes, itemsize=itemsize, root=root)
+        if len(self) >= _CACHED:
+            self.clear()
+        self[key] = sent_by(*exchanged.part(self._view.size), self._view, self._rank), exchanged
+        return self[key]
+
+
+class StaticMembership:
+    """All workers, from the beginning to the end: a run ends with the first death."""
+
+    outside = False
+    """Whether this worker is joining a run that the others have begun."""
+    awaited = False
+    """Whether a worker waits to join."""
+
+    def __init__(self, rank: int, size: int, presence: Presence | None, patience: float) -> None:
+        self._presence, self._patience = presence, patience
+        self.members = self.present = tuple(range(size))
+        """Ranks of the workers that take part, and of those in the last exchange."""
+        self.leads = rank == 0
+        """Whether this worker does what only one does: writes, reports, concludes."""
+
+    def leader(self) -> int:
+        """The rank of the worker that leads, agreed by all; all workers call this together."""
+        return 0
+
+    def leave(self) -> None:
+        """Report that this worker has done its last step, and wait until all others have: a team ends together."""
+        if self._presence is not None:
+            self._presence.leave()
+            self._presence.await_others(self._patience)
+
+    def depart(self, failed: bool) -> None:
+        """Report that nothing more will come from this worker, so that no other waits for it."""
+        if self._presence is not None:
+            self._presence.gone(failed)
 
 
 class Group(ABC):
-    """What the workers of one run do together, whichever way they are connected."""
+    """The joint operations of the workers of one run, however they are connected."""
 
     def __init__(self, place: Place, timeout: timedelta) -> None:
         self.rank, self.size = place.rank, place.size
         self.timeout = timeout
         self.one_host = place.local_size == place.size
         self.sent = SentBytes()
-        """What this worker has sent, and what it exchanges in a step."""
+        """What this worker has sent, and its exchanges in a step."""
         self.presence: Presence | None = None
-        """Where the workers are, so that a wait for one that has left is noticed; None alone."""
+        """Notices waits for a worker that has left; None for one worker alone."""
 
     @property
     @abstractmethod
-    def membership(self) -> Membership:
-        """Who takes part."""
+    def membership(self) -> StaticMembership | CoordinatedMembership:
+        """Which workers take part, and which of them leads."""
 
     @property
     def direct(self) -> DirectGroup:
-        """The same workers, if they are connected with each other, for what only these can do."""
+        """The same workers as a `DirectGroup`, if they are directly connected."""
         raise UsageError(
             "these workers meet through a coordinator, and are not connected with each other: a strategy with servers "
             "cannot have lanes, shared memory or schedules of its own"
@@ -73,7 +184,7 @@ class Group(ABC):
     @property
     @abstractmethod
     def calls(self) -> int:
-        """How often this worker has exchanged something with all others: in step they have all done so as often."""
+        """Exchanges with all others so far: the same on all workers that are in step."""
 
     @property
     def bytes_sent(self) -> int:
@@ -82,14 +193,14 @@ class Group(ABC):
 
     @abstractmethod
     def start_sum(self, tensor: Tensor, what: str) -> Pending:
-        """Begin to replace `tensor`, on every worker, by its sum over the workers."""
+        """Start to replace `tensor`, on every worker, by its sum over the workers."""
 
     @abstractmethod
     def sum(self, tensor: Tensor, what: str = "a sum") -> Tensor:
         """`tensor` summed over the workers, in place."""
 
     def mean(self, tensor: Tensor, what: str, weight: float | None = None) -> Tensor:
-        """`tensor` averaged over the workers, in place; by their weights, if they have any and not all are 0."""
+        """`tensor` averaged over the workers, in place; by their weights, unless they have none or all are 0."""
         if weight is None:
             return self.sum(tensor, what).div_(self.size)
         total = float(self.gather([weight], what).sum())
@@ -105,7 +216,7 @@ class Group(ABC):
 
     @abstractmethod
     def gather(self, values: Sequence[float], what: str) -> Tensor:
-        """A row of numbers from every worker that takes part, as a float64 matrix with one row for each."""
+        """A row of numbers from every worker that takes part, as a float64 matrix with a row for each."""
 
     def barrier(self, what: str = "a barrier") -> None:
         """Return when every worker has called this."""
@@ -116,7 +227,7 @@ class Group(ABC):
         """Leave the group."""
 
     def sums(self, tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
-        """Named tensors, each summed over the workers; one exchange for each kind of number."""
+        """Named tensors, each summed over the workers; one exchange per dtype."""
         result = {name: value.detach().clone() for name, value in tensors.items()}
         kinds = sorted({value.dtype for value in result.values()}, key=str)
         for kind in kinds:
@@ -128,28 +239,27 @@ class Group(ABC):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on counting from."""
+        """Counters that a resumed run continues."""
         return {"bytes_sent": self.bytes_sent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting."""
+        """Restore the counters."""
         self.sent.totals.counted = int(state["bytes_sent"])
 
 
 class DirectGroup(Group):
-    """Workers that are connected with each other; of size 1 it needs no network and every exchange is the identity."""
+    """Workers that are connected directly; of size 1 it needs no network, and every exchange is the identity."""
 
     def __init__(self, place: Place, timeout: timedelta, device: torch.device) -> None:
         super().__init__(place, timeout)
         self._connection = Connection(place, timeout, device) if self.size > 1 else None
         self.sums_by: Sums | None = None
-        """The algorithm that was chosen; None: the process group's own."""
+        """The chosen algorithm; None: the process group's own."""
         self.process_group: Any = None
-        """Torch's own group underneath, for those who build on it; None alone."""
+        """The torch process group underneath; None for one worker alone."""
         self.view = View.of(self.size)
-        """Who takes part in schedules, and on which host each lives, as far as it is known."""
+        """The workers in schedules, and the host of each as far as it is known."""
         self.waits = Waits(self.rank, self.size, timeout, self._connection)
-        """This worker's waits for the others, in this lane."""
         if self._connection is not None:
             self.process_group, self.view = self._connection.first, self._connection.view
             self.presence = self.waits.presence
@@ -157,34 +267,34 @@ class DirectGroup(Group):
         self._membership = StaticMembership(self.rank, self.size, self.presence, timeout.total_seconds())
 
     def algorithm(self, collective: Collective, nbytes: int) -> str:
-        """By which algorithm the process group does a collective with so many bytes of each worker."""
+        """The algorithm of the process group for a collective with `nbytes` of each worker."""
         group = self.process_group
         return group.algorithm(collective, nbytes) if isinstance(group, OffbeatGroup) else GLOO[collective]
 
     @property
     def membership(self) -> StaticMembership:
-        """All workers, from the beginning to the end."""
+        """All workers."""
         return self._membership
 
     @property
     def direct(self) -> DirectGroup:
-        """These are."""
+        """Itself."""
         return self
 
     @property
     def calls(self) -> int:
-        """How often this worker has exchanged something with all others over this lane."""
+        """Exchanges with all others so far over this lane."""
         return self.waits.count
 
     @property
     def connection(self) -> Connection:
-        """What connects the workers; refused alone."""
+        """The connection between the workers; refused for one worker alone."""
         if self._connection is None:
-            raise UsageError("one worker alone is connected with nobody: there is nothing to open or to choose")
+            raise UsageError("one worker alone has no connections: there is nothing to open or to choose")
         return self._connection
 
     def lane(self) -> DirectGroup:
-        """The same workers over connections of their own: exchanges there need keep no order with those here.
+        """The same workers over separate connections, whose exchanges need no order with those of this lane.
 
         All workers open their lanes in the same order.
         """
@@ -198,34 +308,34 @@ class DirectGroup(Group):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether all workers live on one host and can read each other's memory."""
+        """Whether all workers are on one host and can read each other's memory."""
         return isinstance(self.process_group, OffbeatGroup) and self.process_group.local is not None
 
     def sum_by(self, name: str, stored: Path | None = None) -> Sums:
-        """From now on, sum by this algorithm; `auto` measures all of them, or takes what is `stored`."""
+        """From now on, sum by this algorithm; `auto` measures all of them, or uses a `stored` choice."""
         self.sums_by = Sums(self.connection.own(self.process_group), name, stored)
         return self.sums_by
 
     def note(self, what: str, nbytes: int, itemsize: int = 1, by: str | None = None, root: int = 0) -> None:
-        """Count an exchange by the schedule that runs; without a name, by that of the process group's own algorithm."""
+        """Count an exchange by its schedule; without a name, that of the process group's own algorithm."""
         self.sent.add(*self._traffic[what, nbytes, itemsize, by, root])
 
     def sum_in_place(self, tensors: Sequence[Tensor], weight: float, own_blocks: bool, what: str) -> None:
-        """Sum tensors times a weight where they lie, through shared memory; or only this worker's blocks of them."""
-        one = sum_in_memory(sum(tensor.nbytes for tensor in tensors), tensors[0].itemsize, own_blocks)
-        self.note(one.what, one.nbytes, one.itemsize, one.by)
+        """Sum tensors times a weight in place, through shared memory; or only this worker's blocks of them."""
+        exchange = sum_in_memory(sum(tensor.nbytes for tensor in tensors), tensors[0].itemsize, own_blocks)
+        self.note(exchange.what, exchange.nbytes, exchange.itemsize, exchange.by)
         with ExchangeWait(self.waits, what):
             self.process_group.sum_in_place(tensors, weight, own_blocks, what)
 
     def shared_segment(self, size: int, what: str) -> Segment:
-        """So many bytes of memory that all workers of the host have; all call this together."""
+        """A segment of `size` bytes that all workers of the host have mapped; all call this together."""
         with ExchangeWait(self.waits, what):
             return self.process_group.share_segment(size, what)
 
     def run(self, program: Program, row: Tensor, scratch: Tensor, what: str, mixed: Exchanged | None = None) -> None:
-        """Do this worker's part of a schedule over single messages, in place; every worker calls this with its own.
+        """Run this worker's program of a schedule over messages, in place; every worker calls this with its own.
 
-        `mixed` is what that is in a step, if it is a part of one.
+        `mixed` describes the exchange, if it is part of a step.
         """
         self.sent.add(program.sent * row.element_size(), mixed)
         group = self.process_group
@@ -238,7 +348,7 @@ class DirectGroup(Group):
             group.later(act, what, [row]).wait() if ours else act()
 
     def start_sum(self, tensor: Tensor, what: str) -> Pending:
-        """Begin to replace `tensor`, on every worker, by its sum over the workers."""
+        """Start to replace `tensor`, on every worker, by its sum over the workers."""
         if self.size == 1:
             return DONE
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -250,7 +360,7 @@ class DirectGroup(Group):
             return wait
         with wait:
             wait.work = self.process_group.later(lambda: sums.sum(real), what, [real])
-        # Which algorithm it was may be found out by the sum itself.
+        # The sum itself may choose the algorithm.
         wait.then = lambda: self.note("all_reduce", nbytes, itemsize, sums.algorithm(nbytes))
         return wait
 
@@ -284,7 +394,7 @@ class DirectGroup(Group):
             held = tensor if tensor.is_contiguous() else tensor.contiguous()
             options = dist.BroadcastOptions()
             options.rootRank = root
-            # As bytes, because backends do not know every kind of number.
+            # As bytes, because backends do not support every dtype.
             raw = held.reshape(-1).view(torch.uint8)
             with ExchangeWait(self.waits, what):
                 self.process_group.broadcast([raw], options).wait()
@@ -298,22 +408,22 @@ class DirectGroup(Group):
         table[self.rank] = torch.tensor(values, dtype=torch.float64)
         return self.sum(table, what)
 
-    def letters(self, letter: Tensor, fixed: bool, what: str) -> list[Tensor]:
-        """A row of bytes from every worker, by rank; `fixed` if all are of one length."""
+    def payloads(self, payload: Tensor, fixed: bool, what: str) -> list[Tensor]:
+        """All workers' rows of bytes, by rank; `fixed` if all have the same length."""
         if self.size == 1:
-            return [letter]
-        lengths = [letter.numel()] * self.size
+            return [payload]
+        lengths = [payload.numel()] * self.size
         if not fixed:
-            lengths = [int(length) for length in self.gather([float(letter.numel())], what)[:, 0]]
+            lengths = [int(length) for length in self.gather([float(payload.numel())], what)[:, 0]]
         longest = max(lengths)
         # Gloo gathers rows of one length only.
         sizes = lengths if self.shares_memory else [longest] * self.size
-        given = torch.nn.functional.pad(letter, (0, sizes[self.rank] - letter.numel()))
-        self.note("all_gather", given.numel())
+        padded = torch.nn.functional.pad(payload, (0, sizes[self.rank] - payload.numel()))
+        self.note("all_gather", padded.numel())
         outputs = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         if longest:
             with ExchangeWait(self.waits, what):
-                self.process_group.allgather([outputs], [given]).wait()
+                self.process_group.allgather([outputs], [padded]).wait()
         return [output[:length] for output, length in zip(outputs, lengths, strict=True)]
 
     def close(self) -> None:
@@ -323,12 +433,3 @@ class DirectGroup(Group):
         if self._connection is not None:
             self._connection.close()
         self.process_group = None
-
-
-class _Done:
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-
-DONE = _Done()
-"""What is complete already."""

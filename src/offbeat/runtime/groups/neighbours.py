@@ -1,4 +1,4 @@
-"""Messages of any length between the neighbours in a graph, by the graph's schedule."""
+"""Messages of any length between the neighbours of a graph, by the graph's schedule."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ from offbeat.runtime.groups.group import DirectGroup
 
 
 class Neighbours:
-    """One worker and those that it mixes with: everybody's message reaches all neighbours of its sender."""
+    """One worker's neighbours: every message reaches all neighbours of its sender."""
 
     def __init__(self, group: DirectGroup, matrix: FloatArray) -> None:
         self._group, self._matrix = group, matrix
         self.ranks = tuple(int(rank) for rank in np.flatnonzero(matrix[group.rank]) if rank != group.rank)
-        """Who they are, in the order of their ranks."""
         self._programs: dict[int, Program] = {}
 
     def trade(self, message: Tensor, fixed: bool, what: str) -> list[Tensor]:
-        """The messages of the neighbours, by rank, for a row of bytes to each; `fixed` if all are of one length."""
+        """Send a row of bytes to all neighbours, and return theirs by rank; `fixed` if all have the same length."""
         count = message.numel()
         if fixed:
             if count not in self._programs:
                 self._programs = {count: self._compiled(count, [count] * len(self.ranks))}
             return self._run(self._programs[count], message, [count] * len(self.ranks), what)
-        told = self.trade(torch.tensor([count]).view(torch.uint8), True, what)
-        lengths = [int(length.view(torch.int64)) for length in told]
+        counts = self.trade(torch.tensor([count]).view(torch.uint8), True, what)
+        lengths = [int(length.view(torch.int64)) for length in counts]
         return self._run(self._compiled(count, lengths), message, lengths, what)
 
     def _compiled(self, own: int, theirs: list[int]) -> Program:
-        """What this worker does; lengths that it does not know are those of messages that it has nothing to do with."""
+        """Compile for this worker, which does not need the lengths of messages between others."""
         group, lengths = self._group, np.zeros(self._group.size, dtype=np.int64)
         lengths[[group.rank, *self.ranks]] = [own, *theirs]
         layout = Layout(own + sum(theirs), 1)

@@ -26,7 +26,7 @@ from offbeat.protocols.schedule import Layout, View
 from offbeat.runtime.collectives.two_sided import programs
 from offbeat.runtime.compression import Coder, CompressionAccount, together
 from offbeat.runtime.groups.coordinated import CoordinatedGroup
-from offbeat.runtime.groups.gossip_thread import Chat
+from offbeat.runtime.groups.gossip_thread import GossipThread
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.groups.neighbours import Neighbours
 from offbeat.runtime.hosts.link_probe import measured
@@ -295,7 +295,7 @@ class AsyncGossipWorker(MixingWorker):
         self._mixings, self._plan = mixings, plan
         self._parameters: list[Parameter] = []
         self._rows = Rows(())
-        self._chat: Chat | None = None
+        self._chat: GossipThread | None = None
         self._sent = 0
         self._snapshot_requested = False
 
@@ -325,7 +325,7 @@ class AsyncGossipWorker(MixingWorker):
                 f"asynchronous=True."
             )
         seed = mixed(torch.initial_seed() % 2**62, self.group.rank)
-        self._chat = Chat(self.group, self._neighbours, rows[0], seed, self._plan)
+        self._chat = GossipThread(self.group, self._neighbours, rows[0], seed, self._plan)
 
     def _neighbours(self, members: Sequence[int]) -> list[int]:
         """The worker's neighbours among the members; all of them, if the graph does not exist for their number."""
@@ -343,7 +343,7 @@ class AsyncGossipWorker(MixingWorker):
             self._catch_up(self._chat)
             self._chat.stepped()
 
-    def _catch_up(self, chat: Chat) -> None:
+    def _catch_up(self, chat: GossipThread) -> None:
         """Bring the worker's steps into the row, and the row's averages into the parameters."""
         with self.stopwatch.spent_on("communicate"):
             rows = self._rows.read()

@@ -98,7 +98,7 @@ class OptimizerShards:
         mine = torch.cat([self.slices[i].detach() for i in members])
         # Slices are padded to one length; they differ by little.
         padded = torch.nn.functional.pad(mine, (0, max(lengths) - len(mine)))
-        gathered = self._group.letters(padded.view(torch.uint8), True, "the gathering of parameters")
+        gathered = self._group.payloads(padded.view(torch.uint8), True, "the gathering of parameters")
         for row, ranges in zip(gathered, self._owned, strict=True):
             values, at = row.view(mine.dtype), 0
             for i in members:

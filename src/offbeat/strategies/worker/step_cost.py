@@ -80,7 +80,7 @@ def trials(group: DirectGroup, most: int, forms: Sequence[RowFormat]) -> tuple[T
 
     def messages_of(size: int) -> Callable[[], object]:
         row = torch.zeros(size, dtype=torch.uint8)
-        return lambda: group.letters(row, True, "measuring the links")
+        return lambda: group.payloads(row, True, "measuring the links")
 
     timed = measured(group, most, sum_of)
     if forms and forms[0].way(*forms[1:]) is SumMethod.GATHER:

@@ -220,7 +220,7 @@ def case_quantized_tensors_are_refused(world: World) -> None:
 
 def case_beyond_gloo_expanded_tensors_may_be_sent_but_not_written(world: World) -> None:
     expanded = torch.full((1,), float(world.rank + 1)).expand(300)
-    with pytest.raises(RuntimeError, match="several of its elements lie at one place"):
+    with pytest.raises(RuntimeError, match="several of its elements share one place"):
         dist.all_reduce(expanded)
     tensor = expanded if world.rank == 0 else torch.empty(300)
     dist.broadcast(tensor, 0)

@@ -1,7 +1,7 @@
-"""One-sided schedules, compiled for one rank: stages of publishing, and then reducing and copying what others have.
+"""One-sided schedules, compiled for one rank into stages: publish blocks, then reduce and copy those of others.
 
-A schedule is compiled over blocks, not elements: its layout has one element for each block, and how long the blocks
-are is decided when it is run. So a group compiles each schedule once, whatever sizes come.
+A schedule is compiled over blocks, not elements: its layout has one element per block, and the size of a block is
+decided when it runs. So a group compiles each schedule once for all sizes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from offbeat.protocols.schedule import Layout, Op, Round, Schedule, View
 
 @dataclass(frozen=True)
 class ProgramStage:
-    """What one rank does between two signals."""
+    """One rank's work between two signals."""
 
     publish: tuple[int, ...]
-    """Blocks that others will read from here."""
+    """Blocks that others will read from this rank."""
     reduce: tuple[tuple[int, tuple[int, ...]], ...]
-    """Blocks to combine, each with the ranks whose contributions go in, in the order of ranks."""
+    """Blocks to reduce, each with the contributing ranks in order."""
     copy: tuple[tuple[int, int, int], ...]
-    """What to put in place: source, block there, block here."""
+    """Copies: source, block there, block here."""
 
 
 _Flags = NDArray[np.bool_]
@@ -47,7 +47,7 @@ class _OpenStage:
 def compile_one_sided(
     schedule: Schedule, view: View, rank: int, blocks: int, root: int = 0
 ) -> tuple[ProgramStage, ...]:
-    """The stages of `rank`; every rank has as many."""
+    """The stages of `rank`; all ranks have the same number."""
     stages = [_OpenStage()]
     changed = np.zeros((view.size, blocks), dtype=bool)
     for each in schedule(view, Layout(blocks, root=root)):
@@ -56,7 +56,7 @@ def compile_one_sided(
         if each.op is Op.COPY and bool((each.source == each.target).all()):
             if changed.any():
                 stages.append(_OpenStage())
-            # What has been published stays as it is, whatever is written afterwards.
+            # Published data stays as it is, whatever is written afterwards.
             changed = np.zeros_like(changed)
             stages[-1].published = True
             continue
@@ -68,7 +68,7 @@ def compile_one_sided(
 
 
 def _reads(fetch: Round, changed: _Flags) -> bool:
-    """Whether something is read that was written since the last signal."""
+    """Whether a fetch reads a block that was written since the last signal."""
     return any(
         bool(changed[source, start:stop].any())
         for source, start, stop in zip(fetch.source, fetch.start, fetch.stop, strict=True)
@@ -86,18 +86,15 @@ def _note(each: Round, rank: int, stage: _OpenStage, changed: _Flags) -> None:
         changed[target, place : place + stop - start] = True
         if target == rank:
             for block in range(start, stop):
-                _take_in(each.op, stage, rank, source, block, block + shift)
-
-
-def _take_in(op: Op, stage: _OpenStage, rank: int, source: int, block: int, place: int) -> None:
-    if op is Op.REDUCE:
-        if place in stage.copies:  # What came first replaced what was there: it is the first of the sum.
-            stage.contributions[place] = [stage.copies.pop(place)[0]]
-        stage.contributions.setdefault(place, [rank]).append(source)
-    else:
-        stage.copies[place] = (source, block)
+                at = block + shift
+                if each.op is not Op.REDUCE:
+                    stage.copies[at] = (source, block)
+                    continue
+                if at in stage.copies:  # A copy replaced this rank's block: it is the first of the sum.
+                    stage.contributions[at] = [stage.copies.pop(at)[0]]
+                stage.contributions.setdefault(at, [rank]).append(source)
 
 
 def even_blocks(count: int, blocks: int) -> list[tuple[int, int]]:
-    """Where each block of a row of `count` begins and ends when it is cut evenly."""
+    """Start and stop of each block of a row of `count` elements that is cut evenly."""
     return list(pairwise(Layout(count).blocks(blocks).tolist()))

@@ -1,4 +1,4 @@
-"""Executes compiled one-sided schedules in a room: in a pipeline of pieces through slots, or on live shared memory."""
+"""Interprets compiled one-sided schedules in an arena: in a pipeline through slots, or directly on shared tensors."""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from offbeat.runtime.collectives.one_sided.arena import CHUNK, PHASES, SMALL, Room
-from offbeat.runtime.collectives.one_sided.board import DEPTH, SLOTS, STAGES
+from offbeat.runtime.collectives.one_sided.arena import CHUNK, DEPTH, PHASES, SLOTS, SMALL, STAGES, Arena
 from offbeat.runtime.collectives.one_sided.compile import ProgramStage, even_blocks
 from offbeat.runtime.collectives.one_sided.kernels import Array, Ways
 
 LIVE = 1 << 18
-"""Bytes that are reduced at once where nothing is copied."""
+"""Bytes reduced at once where nothing is copied."""
 Blocks = Sequence[Any]
-"""An array for each block; None where this rank has nothing of it."""
+"""An array per block; None where this rank has none."""
 Piece = tuple[Blocks, Blocks]
-"""What a rank brings, and where results go."""
+"""A rank's inputs and outputs."""
 Action = tuple[Callable[..., Any], tuple[Any, ...]]
 Slots = Sequence[Sequence[Array]]
 """Arrays by turn and rank."""
 
 
 class PreparedCollective(NamedTuple):
-    """A collective, worked out for what one rank brings and where it wants the results."""
+    """A collective, prepared for one rank's inputs and outputs."""
 
     stages: Sequence[ProgramStage]
     pieces: Sequence[Piece]
@@ -33,11 +32,11 @@ class PreparedCollective(NamedTuple):
     width: int
     """Elements of a block that fit into a slot."""
     words: Any
-    """The numpy kind in which numbers are moved."""
+    """The numpy dtype in which data is moved."""
 
     @property
     def slots(self) -> int:
-        """Which slots it goes through: those for single stages, or those of the ring."""
+        """Which slots it uses: those for single stages, or those of the ring."""
         blocks, elsewhere = self.pieces[0]
         itemsize = next((row.itemsize for row in (*blocks, *elsewhere) if row is not None), 1)
         single = len(self.pieces) == len(self.stages) == 1
@@ -45,56 +44,54 @@ class PreparedCollective(NamedTuple):
 
 
 class Engine:
-    """The slots of one room as arrays, and what is done in them."""
+    """The interpreter of one arena, with its slots as arrays."""
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
         self._rings: dict[Any, list[Slots]] = {}
         self._smalls: dict[Any, Slots] = {}
-        self._take = room.take
+        self._take = arena.take
 
     def width(self, blocks: int, itemsize: int, small: bool = False) -> int:
-        """How many elements of each of so many blocks fit into a slot."""
+        """Elements per block, if this many blocks go into a slot."""
         return max(1, (SMALL if small else CHUNK) // blocks // 64 * 64 // itemsize)
 
     def _ring(self, words: Any) -> list[Slots]:
-        found = self._rings.get(words)
-        if found is None:
-            room = self._room
-            if room.slots.ring is None:  # Made at its first use, by all ranks together.
-                room.slots.ring = room.share_segment(room.slots.ring_bytes)
-            found = self._rings[words] = [
-                [
-                    [room.slots.large(phase, turn, rank).view(words) for rank in range(room.size)]
-                    for turn in range(DEPTH)
-                ]
+        ring = self._rings.get(words)
+        if ring is None:
+            arena = self._arena
+            if arena.slots.ring is None:  # Allocated at its first use, by all ranks together.
+                arena.slots.ring = arena.share_segment(arena.slots.ring_bytes)
+            ranks, large = range(arena.size), arena.slots.large
+            ring = self._rings[words] = [
+                [[large(phase, turn, rank).view(words) for rank in ranks] for turn in range(DEPTH)]
                 for phase in range(PHASES)
             ]
-        return found
+        return ring
 
     def small(self, words: Any) -> Slots:
         """The slots for single stages."""
-        found = self._smalls.get(words)
-        if found is None:
-            room = self._room
-            found = self._smalls[words] = [
-                [room.slots.small(turn, rank).view(words) for rank in range(room.size)] for turn in (0, 1)
+        slots = self._smalls.get(words)
+        if slots is None:
+            arena = self._arena
+            slots = self._smalls[words] = [
+                [arena.slots.small(turn, rank).view(words) for rank in range(arena.size)] for turn in (0, 1)
             ]
-        return found
+        return slots
 
     def run(self, work: PreparedCollective, check: Callable[[], None], ways: Ways) -> None:
-        """Take every piece (what this rank brings, and where results go, by block) through all stages, overlapping.
+        """Take every piece through all stages, overlapping.
 
         All ranks have the same number of pieces. While one piece is being published, the one before is reduced and the
-        one before that copied out: nobody waits for what was only just asked for. `check` is called when everybody has
-        come. Nothing is kept of the pieces: small things that outlive an operation would lie between the gradients in
-        the heap, whose memory would then not fit the next step's (decision 9).
+        one before that copied out, so that no rank waits for data that was only just requested. `check` is called when
+        all ranks have arrived. Pieces are not kept: small objects that outlive an operation would fragment the heap
+        between the gradients, whose memory would then not fit the next step's (decision 9).
         """
-        room, slots = self._room, work.slots
-        if slots == SLOTS and room.slots.ring is None:
-            room.sync()  # Room for large messages is made together: first see that all have come for the same.
+        arena, slots = self._arena, work.slots
+        if slots == SLOTS and arena.slots.ring is None:
+            arena.sync()  # The ring is allocated together: check first that all ranks came with the same operation.
             check()
-        turn = room.board.turn(slots, len(work.pieces))
+        turn = arena.board.turn(slots, len(work.pieces))
         waiting = True
         for act, arguments in self.script(work, turn, ways):
             act(*arguments)
@@ -103,14 +100,14 @@ class Engine:
                 check()
 
     def script(self, work: PreparedCollective, first: int, ways: Ways) -> Iterator[Action]:
-        """Everything that is to be done from that turn on, in order: functions and what they are given."""
+        """The actions of an operation from a turn on, in order: functions and their arguments."""
         stages, pieces, width, words = work.stages, work.pieces, work.width, work.words
         slots: Sequence[Slots] = [self.small(words)] if work.slots == STAGES else self._ring(words)
-        rank, last, turns = self._room.rank, len(stages), len(slots[0])
+        rank, last, turns = self._arena.rank, len(stages), len(slots[0])
         here_again = results_stay(stages)
         for iteration in range(len(pieces) + last):
             for phase in range(max(0, iteration - len(pieces) + 1), min(iteration, last) + 1):
-                given, result = pieces[iteration - phase]
+                inputs, result = pieces[iteration - phase]
                 turn = (first + iteration - phase) % turns
                 mine = slots[phase][turn][rank] if phase < last else None
                 if phase:
@@ -122,47 +119,47 @@ class Engine:
                         here = slots[phase - 1][turn]
                     following = None if here_again else mine
                     stay = here_again and phase == 1
-                    yield from self._consume(stages[phase - 1], here, given, result, width, ways, following, stay)
+                    yield from self._consume(stages[phase - 1], here, inputs, result, width, ways, following, stay)
                 elif mine is not None:
                     put = ways.weigh or np.copyto
                     for block in stages[0].publish:
-                        yield put, (_part(mine, block, width, given[block]), given[block])
+                        yield put, (_part(mine, block, width, inputs[block]), inputs[block])
                 if mine is not None:
-                    yield self._room.post, ()
+                    yield self._arena.post, ()
 
     def _consume(
         self,
         stage: ProgramStage,
         slots: Sequence[Array],
-        given: Blocks,
+        inputs: Blocks,
         result: Blocks,
         width: int,
         ways: Ways,
         following: Array | None,
         stay: bool,
     ) -> Iterator[Action]:
-        """Reduce and copy what a stage has brought. What was reduced goes on into the slot of the following one.
+        """Reduce and copy the data of a stage, and put what was reduced into the slot of the following stage.
 
-        Or it stays in the slot of one who has brought a part of it (`stay`), where nobody else reads that part, and the
-        others find it: so it takes no further room in the caches.
+        With `stay` it stays in the slot of a rank that contributed to it, where no other rank reads that part and all
+        find it: so it needs no more cache.
         """
-        me = self._room.rank
+        me = self._arena.rank
         for block, ranks in stage.reduce:
             out = result[block]
             rows = [_part(slots[rank], block, width, out) for rank in ranks]
             target = rows[ranks.index(_host(me))] if stay else out
             scratch = target
             if me in ranks and block not in stage.publish:
-                # Mine is not in my slot, which nobody reads: room for it, or for a sum that may not overwrite it yet.
+                # This rank's row is not in its slot, which no rank reads: the slot is scratch for the row or the sum.
                 position = ranks.index(me)
                 if ways.blend is not None and len(ranks) == 2:
-                    yield ways.blend, (rows[1 - position], given[block], target)
+                    yield ways.blend, (rows[1 - position], inputs[block], target)
                     rows = []
                 elif ways.weigh is not None:
-                    yield ways.weigh, (rows[position], given[block])
+                    yield ways.weigh, (rows[position], inputs[block])
                 else:
                     scratch = target if stay or position <= 1 else rows[position]
-                    rows[position] = given[block]
+                    rows[position] = inputs[block]
             if rows:
                 yield from reductions(rows, scratch, ways)
             if scratch is not out:
@@ -174,14 +171,14 @@ class Engine:
             yield np.copyto, (row, _part(slots[source], block, width, row))
 
     def run_live(self, stages: Sequence[ProgramStage], rows: Sequence[Array], ways: Ways) -> None:
-        """The same with no slots: `rows` are every rank's own numbers, which lie in shared memory; all have come.
+        """The same without slots: `rows` are all ranks' tensors in shared memory; all ranks have arrived.
 
-        What a later stage copies from here to a peer is written there at once, while it is still in the cache: a peer's
-        part of a block is read by nobody but who reduces it.
+        What a later stage would copy to a peer is written there at once, while it is still in the cache: a peer's part
+        of a block is read only by the rank that reduces it.
         """
-        room = self._room
-        me, mine = room.rank, rows[room.rank]
-        blocks = even_blocks(len(mine), room.size)
+        arena = self._arena
+        me, mine = arena.rank, rows[arena.rank]
+        blocks = even_blocks(len(mine), arena.size)
         step = max(1, LIVE // mine.itemsize)
         scratch = np.empty(min(step, len(mine)), mine.dtype) if me > 1 else None
         fused = len(stages) == 2 and not stages[0].copy and not stages[1].reduce
@@ -197,20 +194,20 @@ class Engine:
                             np.copyto(row[start:stop], target)
             if fused:
                 break
-            room.sync()
+            arena.sync()
             for source, block, _ in stage.copy:
                 for start, stop in _steps(*blocks[block], step):
                     np.copyto(mine[start:stop], rows[source][start:stop])
-        room.sync()  # Only now nobody reads or writes mine any more.
+        arena.sync()  # Only now no other rank reads or writes this rank's row any more.
 
 
 def results_stay(stages: Sequence[ProgramStage]) -> bool:
-    """Whether what is reduced is only copied afterwards: then it can stay where it was reduced."""
+    """Whether reduced data is only copied afterwards: then it can stay where it was reduced."""
     return len(stages) == 2 and bool(stages[0].reduce) and not stages[0].copy and not stages[1].reduce
 
 
 def _host(owner: int) -> int:
-    """In whose slot a rank leaves what it has reduced: the first other's, whose part comes first or second in a sum."""
+    """The rank in whose slot a rank leaves its sum: the first other one, whose part comes first or second in a sum."""
     return 0 if owner else 1
 
 
@@ -219,13 +216,13 @@ def reductions(rows: Sequence[Array], out: Array, ways: Ways) -> list[Action]:
     combine = ways.combine
     if combine is None:
         raise RuntimeError("a schedule that reduces was run without a way to combine")
-    done: list[Action] = [(combine, (rows[0], rows[1], out))]
-    done += [(combine, (out, row, out)) for row in rows[2:]]
-    return done if ways.finish is None else [*done, (ways.finish, (out,))]
+    actions: list[Action] = [(combine, (rows[0], rows[1], out))]
+    actions += [(combine, (out, row, out)) for row in rows[2:]]
+    return actions if ways.finish is None else [*actions, (ways.finish, (out,))]
 
 
 def _part(slot: Array, block: int, width: int, row: Array) -> Array:
-    """Where a row of this block lies in a slot."""
+    """The part of a slot that holds a row of this block."""
     return slot[block * width : block * width + len(row)]
 
 

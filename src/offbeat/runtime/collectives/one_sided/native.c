@@ -1,8 +1,8 @@
-/* Executes what was compiled from a one-sided schedule: copies, sums and signals, without the interpreter in between.
+/* Runs compiled one-sided schedules: copies, sums and signals, without the interpreter in between.
  *
- * Everything here can be done by engine.py as well, more slowly; native.py says when this is used. It knows nothing of
- * schedules: it is given steps, one after the other, and returns early when somebody is late, so that the caller can
- * see whether that one is still alive, and go on.
+ * Everything here can be done by interpret.py as well, more slowly; native.py says when this is used. It knows nothing
+ * of schedules: it runs a list of steps, and returns early when a rank is late, so that the caller can check whether
+ * that rank is still alive, and continue.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -14,7 +14,7 @@
 
 #define VERSION 5
 
-/* x86 has several widths of vectors; the widest that is there is chosen when the library is loaded. */
+/* x86 has several vector widths; the widest available one is chosen when the library is loaded. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #define WIDE __attribute__((target_clones("default", "avx2", "avx512f")))
 #else
@@ -25,13 +25,13 @@ enum { POST, TAKE, COPY, ADD, SCALE, BLEND, DIVIDE, SPREAD };
 enum { FLOAT32, FLOAT64, INT32, INT64 };
 enum { DONE, LATE, DIFFERENT, UNKNOWN };
 
-/* A place is the number of a base in its upper 16 bits, and an offset in bytes in the others. */
+/* A place has the number of a base in its upper 16 bits, and an offset in bytes in the others. */
 typedef struct {
     int64_t op, kind, out, a, b, count;
     double divisor;
 } step_t;
 
-/* What one rank has of its room: the board, signals to and from each of the others, and how it waits. */
+/* One rank's view of its arena: the board, signals to and from each of the others, and how it waits. */
 typedef struct {
     int64_t rank, ranks;
     int64_t *counts; /* operations, single stages, and slots of the ring so far */
@@ -39,13 +39,13 @@ typedef struct {
     sem_t **posts, **takes;
     int64_t tries, yields, starved, fewest_naps, most_naps, slice;
     int64_t sleepy, naps;
-    volatile int64_t *cores; /* on which each rank was last seen, counted from 1; 0: not seen yet */
-    int64_t settled;         /* when this rank has last looked for a freer one */
-} room_t;
+    volatile int64_t *cores; /* of each rank, as last seen, counted from 1; 0: not seen yet */
+    int64_t settled;         /* when this rank last looked for a less loaded one */
+} arena_t;
 
-/* An operation, and how far it has come: the next step, and how many of the others were heard in it. */
+/* An operation and its progress: the next step, and how many of the others have signalled in it. */
 typedef struct {
-    room_t *room;
+    arena_t *arena;
     const step_t *steps;
     int64_t count;
     char **bases;
@@ -55,9 +55,9 @@ typedef struct {
     volatile int64_t *marks;
 } task_t;
 
-/* An operation, as it is done from each of the slots with which it may begin; the room's counter says which it is. */
+/* An operation for each of the slots at which it may start; the arena's counter says which is next. */
 typedef struct {
-    room_t *room;
+    arena_t *arena;
     int64_t counter, turns, advance, turn;
     task_t **tasks;
 } turns_t;
@@ -78,63 +78,63 @@ static inline void rest(void) {
 #endif
 }
 
-/* Tell the others on which core this rank is. */
-static void appear(room_t *room) {
+/* Publish the core that this rank is on. */
+static void appear(arena_t *arena) {
     int64_t core = sched_getcpu() + 1;
-    if (room->cores[room->rank] != core) room->cores[room->rank] = core;
+    if (arena->cores[arena->rank] != core) arena->cores[arena->rank] = core;
 }
 
-/* Go to another core if that has two ranks fewer than this one. Ranks that wait look busy to the system, which would
- * leave three of four on one of two cores. Of the ranks on a core the last one goes; where it may run stays as it was. */
-static void settle(room_t *room, int64_t moment) {
+/* Move to another core if that has two ranks fewer than this one. Waiting ranks look busy to the scheduler, which would
+ * leave three of four on one of two cores. Of the ranks on a core the last one moves; its affinity stays as it was. */
+static void settle(arena_t *arena, int64_t moment) {
     enum { OFTEN = 1000000 }; /* nanoseconds */
     cpu_set_t allowed, there;
-    int64_t mine = room->cores[room->rank], beside = 0, best = -1, fewest = 0;
-    if (moment - room->settled < OFTEN) return;
-    for (int64_t rank = 0; rank < room->ranks; rank++) beside += room->cores[rank] == mine;
-    for (int64_t rank = room->rank + 1; rank < room->ranks; rank++)
-        if (room->cores[rank] == mine) return;
+    int64_t mine = arena->cores[arena->rank], beside = 0, best = -1, fewest = 0;
+    if (moment - arena->settled < OFTEN) return;
+    for (int64_t rank = 0; rank < arena->ranks; rank++) beside += arena->cores[rank] == mine;
+    for (int64_t rank = arena->rank + 1; rank < arena->ranks; rank++)
+        if (arena->cores[rank] == mine) return;
     if (beside < 2) return;
-    room->settled = moment;
+    arena->settled = moment;
     if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
     for (int64_t core = 0; core < CPU_SETSIZE; core++) {
         int64_t ranks = 0;
         if (!CPU_ISSET(core, &allowed)) continue;
-        for (int64_t rank = 0; rank < room->ranks; rank++) ranks += room->cores[rank] == core + 1;
+        for (int64_t rank = 0; rank < arena->ranks; rank++) ranks += arena->cores[rank] == core + 1;
         if (best < 0 || ranks < fewest) best = core, fewest = ranks;
     }
     if (best < 0 || beside - fewest < 2) return;
     CPU_ZERO(&there);
     CPU_SET(best, &there);
     if (sched_setaffinity(0, sizeof there, &there) != 0) return;
-    appear(room);
+    appear(arena);
     sched_setaffinity(0, sizeof allowed, &allowed);
 }
 
-/* Whether a signal came while others were let run a few times. */
-static int came_soon(room_t *room, sem_t *signal) {
-    if (room->sleepy) {
-        room->sleepy--;
+/* Whether a signal arrived within a few yields. */
+static int came_soon(arena_t *arena, sem_t *signal) {
+    if (arena->sleepy) {
+        arena->sleepy--;
         return 0;
     }
-    for (int64_t i = 0; i < room->tries; i++) {
+    for (int64_t i = 0; i < arena->tries; i++) {
         if (sem_trywait(signal) == 0) return 1;
         rest();
     }
     int64_t before = now();
-    settle(room, before);
-    for (int64_t i = 0; i < room->yields; i++) {
+    settle(arena, before);
+    for (int64_t i = 0; i < arena->yields; i++) {
         sched_yield();
         int there = sem_trywait(signal) == 0;
         int64_t after = now();
-        if (after - before > room->starved) {
-            int64_t more = 2 * room->naps;
-            room->naps = more < room->fewest_naps ? room->fewest_naps : more > room->most_naps ? room->most_naps : more;
-            room->sleepy = room->naps;
+        if (after - before > arena->starved) {
+            int64_t more = 2 * arena->naps;
+            arena->naps = more < arena->fewest_naps ? arena->fewest_naps : more > arena->most_naps ? arena->most_naps : more;
+            arena->sleepy = arena->naps;
             return there;
         }
         if (there) {
-            room->naps = 0;
+            arena->naps = 0;
             return 1;
         }
         before = after;
@@ -142,11 +142,11 @@ static int came_soon(room_t *room, sem_t *signal) {
     return 0;
 }
 
-static int came(room_t *room, sem_t *signal) {
-    if (sem_trywait(signal) == 0 || came_soon(room, signal)) return 1;
+static int came(arena_t *arena, sem_t *signal) {
+    if (sem_trywait(signal) == 0 || came_soon(arena, signal)) return 1;
     struct timespec until;
     clock_gettime(CLOCK_REALTIME, &until);
-    int64_t end = until.tv_nsec + room->slice;
+    int64_t end = until.tv_nsec + arena->slice;
     until.tv_sec += end / 1000000000LL;
     until.tv_nsec = end % 1000000000LL;
     return sem_timedwait(signal, &until) == 0;
@@ -168,7 +168,7 @@ static int came(room_t *room, sem_t *signal) {
 
 SUM(float, f32)
 SUM(double, f64)
-/* Whole numbers wrap around when they are too large, which C promises of unsigned ones only. */
+/* Integers wrap around on overflow, which C guarantees for unsigned ones only. */
 SUM(uint32_t, i32)
 SUM(uint64_t, i64)
 WEIGHTED(float, f32)
@@ -208,9 +208,9 @@ static void divide(int64_t kind, void *out, double by, int64_t n) {
     else divide_f64(out, by, n);
 }
 
-/* Rows of as many ranks as there are bases from `first` on are summed in their order, and all get the sum. */
+/* Rows of several ranks, one per base, are summed in order, and all get the sum. */
 static void spread(const step_t *step, char **bases) {
-    enum { PIECE = 1024 }; /* Many libraries copy longer pieces by an instruction that is slow to begin. */
+    enum { PIECE = 1024 }; /* Many libraries copy longer pieces by an instruction that is slow to start. */
     char sum[PIECE] __attribute__((aligned(64)));
     int64_t width = SIZES[step->kind], ranks = step->b, bytes = step->count * width;
     char **rows = bases + step->a;
@@ -227,22 +227,22 @@ static void spread(const step_t *step, char **bases) {
     }
 }
 
-static int all_came(room_t *room, task_t *task) {
-    for (; task->taken < room->ranks - 1; task->taken++)
-        if (!came(room, room->takes[task->taken])) return 0;
+static int all_came(arena_t *arena, task_t *task) {
+    for (; task->taken < arena->ranks - 1; task->taken++)
+        if (!came(arena, arena->takes[task->taken])) return 0;
     task->taken = 0;
     return 1;
 }
 
-/* All ranks must have come with the same operation. */
+/* Whether all ranks came with the same operation. */
 static int alike(task_t *task) {
     task->checked = 1;
-    for (int64_t rank = 0; rank < task->room->ranks; rank++)
+    for (int64_t rank = 0; rank < task->arena->ranks; rank++)
         if (task->marks[2 * rank + 1] != task->mark) return 0;
     return 1;
 }
 
-/* Do the steps that are left. LATE: the other of number `task->taken` has not signalled; call again to go on. */
+/* Run the remaining steps. LATE: the peer of number `task->taken` has not signalled; call again to continue. */
 int64_t offbeat_go_on(task_t *task) {
 #define PLACE(x) (bases[(x) >> 48] + ((x) & 0xffffffffffffLL))
     char **bases = task->bases;
@@ -250,10 +250,10 @@ int64_t offbeat_go_on(task_t *task) {
         const step_t *step = task->steps + task->at;
         switch (step->op) {
             case POST:
-                for (int64_t other = 0; other < task->room->ranks - 1; other++) sem_post(task->room->posts[other]);
+                for (int64_t other = 0; other < task->arena->ranks - 1; other++) sem_post(task->arena->posts[other]);
                 break;
             case TAKE:
-                if (!all_came(task->room, task)) return LATE;
+                if (!all_came(task->arena, task)) return LATE;
                 if (!task->checked && !alike(task)) return DIFFERENT;
                 break;
             case COPY: memcpy(PLACE(step->out), PLACE(step->a), step->count); break;
@@ -269,20 +269,20 @@ int64_t offbeat_go_on(task_t *task) {
     return DONE;
 }
 
-/* Begin the room's next operation, with the first of its bases there. UNKNOWN: it was not compiled for the slot whose
- * turn it is, and nothing is done. */
+/* Start the arena's next operation, with its first base at `first`. UNKNOWN: it was not compiled for the next slot, and
+ * nothing is done. */
 int64_t offbeat_start(turns_t *turns, char *first) {
-    room_t *room = turns->room;
-    int64_t *count = room->counts + turns->counter;
+    arena_t *arena = turns->arena;
+    int64_t *count = arena->counts + turns->counter;
     task_t *task = turns->tasks[turns->turn = *count % turns->turns];
     if (!task) return UNKNOWN;
     *count += turns->advance;
-    int64_t calls = ++room->counts[0];
-    appear(room);
+    int64_t calls = ++arena->counts[0];
+    appear(arena);
     task->bases[0] = first;
-    task->marks = room->board + (calls & 1) * room->ranks * 2;
-    task->marks[2 * room->rank + 1] = task->mark;
-    task->marks[2 * room->rank] = calls;
+    task->marks = arena->board + (calls & 1) * arena->ranks * 2;
+    task->marks[2 * arena->rank + 1] = task->mark;
+    task->marks[2 * arena->rank] = calls;
     task->at = task->taken = task->checked = 0;
     return offbeat_go_on(task);
 }

@@ -1,10 +1,10 @@
-"""A piece of memory that several processes of one host have mapped.
+"""Segments: memory that several processes of one host have mapped.
 
-It has no name: it is a file that lives in memory only (memfd), which peers open through the process that made it. When
-the last process that has it mapped is gone, however it went, so is the memory.
+A segment has no name: it is a memfd, which peers open through the process that created it. It is freed when the last
+process that has it mapped is gone, however that ended.
 
-Large ones are asked to be kept in huge pages (decision 12): a core knows the places of a few thousand pages by heart,
-which is some MiB of small ones. Linux does so only where address and offset are both at the border of such a page.
+Large ones use huge pages where possible (decision 12): a core's TLB covers a few thousand pages, which is only a few
+MiB of small ones. Linux uses huge pages only where address and offset are both aligned to one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PAGE = mmap.PAGESIZE
 _HUGE = 2 << 20
 """Bytes of a huge page, on most machines."""
 _FIXED, _COLLAPSE, _REMOVE = 16, 25, 9
-"""Linux's numbers for "just there", "gather these pages into huge ones, now" and "free these pages"."""
+"""Linux's MAP_FIXED, MADV_COLLAPSE and MADV_REMOVE."""
 
 
 class Segment:
@@ -37,31 +37,30 @@ class Segment:
         self.size = size
         """Bytes, in whole pages."""
         self.bytes: NDArray[np.uint8] = _mapped(descriptor, size)
-        """All of it."""
 
     @classmethod
     def create(cls, size: int) -> Segment:
-        """New memory, zero, really there: later writes cannot fail for want of it."""
+        """A new segment of zeros, allocated now: later writes cannot run out of memory."""
         whole = _whole(size)
         try:
             descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
                 os.posix_fallocate(descriptor, 0, whole)
                 fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, FIXED_SIZE)
-                made = cls(descriptor, whole)
+                segment = cls(descriptor, whole)
             except OSError:
                 os.close(descriptor)
                 raise
         except OSError as error:
-            raise SegmentError(f"{whole:,} bytes of shared memory could not be had: {error}") from error
+            raise SegmentError(f"{whole:,} bytes of shared memory could not be allocated: {error}") from error
         if whole >= _HUGE:
-            # Where it is refused, small pages do as well, more slowly.
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(made.address), ctypes.c_size_t(whole), _COLLAPSE)
-        return made
+            # Where it is refused, small pages work too, more slowly.
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(segment.address), ctypes.c_size_t(whole), _COLLAPSE)
+        return segment
 
     @classmethod
     def attach(cls, ticket: str, size: int) -> Segment:
-        """The memory for `size` bytes that another process of this host has created, by the ticket that it gave out."""
+        """The segment of `size` bytes that another process of this host has created, by its ticket."""
         opened = open_ticket(ticket, os.O_RDWR, size=_whole(size))
         try:
             return cls(opened, _whole(size))
@@ -71,32 +70,32 @@ class Segment:
 
     @property
     def ticket(self) -> str:
-        """What a peer needs to attach, while this process keeps the descriptor open."""
+        """Text by which a peer can attach, while this process keeps the descriptor open."""
         return f"{os.getpid()}:{self._descriptor}:{self.size}"
 
     def seal(self) -> None:
-        """Close the descriptor: all who want the memory have it mapped."""
+        """Close the descriptor: no more peers can attach."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def give_back(self) -> None:
-        """Let go of the memory and of the descriptor; whoever still has it mapped reads zeros from now on."""
+        """Free the memory and close the descriptor; peers that still have it mapped read zeros from now on."""
         ctypes.CDLL(None).madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size), _REMOVE)
         self.seal()
 
     def array(self, offset: int, count: int, dtype: Any) -> NDArray[Any]:
-        """`count` numbers from byte `offset` on."""
+        """An array of `count` elements from byte `offset` on."""
         return self.bytes[offset : offset + count * np.dtype(dtype).itemsize].view(dtype)
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """The same as a torch tensor, of any kind of number."""
+        """The same as a torch tensor."""
         raw = torch.from_numpy(self.bytes[offset : offset + count * dtype.itemsize])
         return raw.view(dtype)
 
     @property
     def address(self) -> int:
-        """Where it lies in this process."""
+        """Its address in this process."""
         return int(self.bytes.ctypes.data)
 
 
@@ -105,7 +104,7 @@ def _whole(size: int) -> int:
 
 
 def _mapped(descriptor: int, size: int) -> NDArray[np.uint8]:
-    """A file in this process's memory; a large one from the border of a huge page on, inside a larger reservation."""
+    """Map a file; a large one aligned to a huge page, inside a larger reservation."""
     if size < _HUGE:
         return np.frombuffer(mmap.mmap(descriptor, size), dtype=np.uint8)
     reserved = np.frombuffer(mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
@@ -114,14 +113,14 @@ def _mapped(descriptor: int, size: int) -> NDArray[np.uint8]:
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     flags = mmap.MAP_SHARED | _FIXED
-    found = library.mmap(place, ctypes.c_size_t(size), mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
-    if found != place.value:
+    address = library.mmap(place, ctypes.c_size_t(size), mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    if address != place.value:
         raise OSError(ctypes.get_errno(), "mmap failed")
     return reserved[start : start + size]
 
 
 def host_identity() -> str:
-    """Equal in processes that can share memory this way and count as one host: same boot, process and network space."""
+    """Equal in processes that can share segments and count as one host: same boot, user, PID and network namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     spaces = [Path("/proc/self/ns") / kind for kind in ("pid", "net", "user")]
     return ":".join([boot, *(str(space.stat().st_ino) for space in spaces), str(os.getuid())])

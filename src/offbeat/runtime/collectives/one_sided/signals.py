@@ -1,8 +1,8 @@
-"""One process tells another that something is there: counting semaphores inside shared memory, and how to wait.
+"""Signals between processes: counting semaphores in shared memory, and how to wait for them.
 
-A wait tries a few times, then lets others run, then sleeps; so it is quick when the peer is about to come, and does
-not take the core from it when there are more processes than cores. While it sleeps it looks every 100 ms whether the
-peer is still alive. Semaphores order memory on every processor, and let Python's other threads run while they sleep.
+A wait tries a few times, then yields, then sleeps; so it is quick when the peer is about to signal, and does not take
+the core from it when there are more processes than cores. While it sleeps it checks every 100 ms whether the peer is
+still alive. Semaphores order memory on every processor, and release the GIL while they sleep.
 """
 
 from __future__ import annotations
@@ -18,22 +18,18 @@ from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.collectives.one_sided.tickets import SegmentError
 
 SIGNAL_BYTES = 64
-"""Room for one semaphore: a cache line of its own, so that neighbours do not slow each other down."""
-TRIES = 20
-"""How often a signal is looked for at once."""
-YIELDS = 100
-"""How often others are let run in between, before it sleeps."""
-SLICE = 0.1
-"""Seconds of sleep, after which it looks whether the peer is alive."""
+"""Bytes of one semaphore: a cache line of its own, so that neighbours do not slow each other down."""
+TRIES, YIELDS, SLICE = 20, 100, 0.1
+"""Attempts without yielding, attempts with a yield between them, and seconds of sleep between checks of the peer."""
 STARVED = 300_000
-"""Nanoseconds after which a process that let others run knows that somebody else is using up the cores."""
+"""Nanoseconds of one yield after which other processes must be using up the cores."""
 FEWEST_NAPS, MOST_NAPS = 4, 256
-"""How many waits sleep at once after that: more each time it happens again, as it then was no chance."""
+"""Waits that sleep at once after that: twice as many each time it happens again."""
 _MOST = 2**31 - 1
 
 
 def lay_out(segment: Segment, offset: int, count: int) -> None:
-    """Make `count` semaphores of value 0 at this offset; done once, by the process that made the segment."""
+    """Create `count` semaphores of value 0 at this offset; called once, by the process that created the segment."""
     library = ctypes.CDLL(None, use_errno=True)
     for number in range(count):
         place = ctypes.c_void_p(segment.address + offset + number * SIGNAL_BYTES)
@@ -42,17 +38,17 @@ def lay_out(segment: Segment, offset: int, count: int) -> None:
 
 
 def semaphore_at(segment: Segment, offset: int) -> Any:
-    """The semaphore at this offset, with `acquire(block, timeout)` and `release()`: the one of `multiprocessing`."""
+    """The semaphore at this offset, as a SemLock of `multiprocessing`."""
     address = segment.address + offset
     try:
         from _multiprocessing import SemLock
 
-        made = SemLock._rebuild(address, 1, _MOST, None)  # pyright: ignore[reportAttributeAccessIssue]
+        semaphore = SemLock._rebuild(address, 1, _MOST, None)  # pyright: ignore[reportAttributeAccessIssue]
     except (ImportError, AttributeError, TypeError, OSError) as error:
-        raise SegmentError(f"this Python has no semaphores that can lie in shared memory: {error}") from error
-    if made.handle != address:
-        raise SegmentError("this Python's semaphores do not stay where they are in shared memory")
-    return made
+        raise SegmentError(f"this Python cannot place semaphores in shared memory: {error}") from error
+    if semaphore.handle != address:
+        raise SegmentError("this Python moves semaphores out of shared memory")
+    return semaphore
 
 
 class Waiter:
@@ -63,7 +59,7 @@ class Waiter:
         self._sleepy = self._naps = 0
 
     def wait(self, acquire: Callable[..., bool], peer: int) -> None:
-        """Take one signal from `peer`; `alive(peer)` is asked every 100 ms, and raises when there is no more hope."""
+        """Take one signal from `peer`; `alive(peer)` is called every 100 ms, and raises when none can come."""
         if self._sleepy:
             self._sleepy -= 1
         elif self._tried(acquire):
@@ -72,7 +68,7 @@ class Waiter:
             try:
                 self._alive(peer)
             except BaseException:
-                # It may have signalled, and left, just after the wait had ended: what it said still counts.
+                # The peer may have signalled and left just after the wait ended: its signal still counts.
                 if acquire(False):
                     return
                 raise
@@ -84,12 +80,12 @@ class Waiter:
         before = time.perf_counter_ns()
         for _ in range(YIELDS):
             os.sched_yield()
-            there = acquire(False)
+            signalled = acquire(False)
             now = time.perf_counter_ns()
             if now - before > STARVED:
                 self._sleepy = self._naps = min(max(2 * self._naps, FEWEST_NAPS), MOST_NAPS)
-                return there
-            if there:
+                return signalled
+            if signalled:
                 self._naps = 0
                 return True
             before = now
@@ -97,7 +93,7 @@ class Waiter:
 
 
 class Life:
-    """Whether a process still exists; a number that was given to another process since is not mistaken for it."""
+    """Whether a process still exists, even if its number has been reused."""
 
     def __init__(self, process: int) -> None:
         try:
@@ -115,7 +111,7 @@ class Life:
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        """Look no more."""
+        """Close the descriptor."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
