@@ -31,7 +31,7 @@ from offbeat.league._facts import crowded, hashed
 from offbeat.league._order import LeaguePlan, Planned, quality
 from offbeat.league._records import Entry, LeagueFolder
 from offbeat.league._settings import LeagueSettings
-from offbeat.monitor.diagram.plot import ticks
+from offbeat.monitor.diagram.shapes import ticks
 from offbeat.run.job import Job, target_of
 from offbeat.runtime.data.fingerprint import fingerprint
 from offbeat.runtime.gradients.learning_rate_factor import ScaledRate

@@ -159,7 +159,7 @@ def test_a_pattern_that_would_never_end_is_given_up(
         (["--export", "a.doc"], "does not say as what to export"),
         (["--export", "a.doc", "--as", "perfeto"], "Did you mean 'perfetto'?"),
         (["--draw", "nowhere/a.svg"], "nowhere/a.svg cannot be written"),
-        (["--cut", "client:1"], "leaves out server"),
+        (["--cut", "client:1"], "omits server"),
         (["--draw", "a.svg", "--window", "50..60"], "window '50..60' holds nothing"),
     ],
 )

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from offbeat.monitor.diagram.plot import PixelScale, element, ticks
+from offbeat.monitor.diagram.shapes import PixelScale, ticks
+from offbeat.monitor.diagram.svg import element
 
 WIDTH, HEIGHT = 560, 340
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 44
@@ -83,7 +84,7 @@ def curves(lines: Sequence[PlottedLine], across: str, up: str, level: float | No
         parts.append(element("line", x1=LEFT, y1=y, x2=WIDTH - RIGHT, y2=y, class_="target"))
         parts.append(_text(WIDTH - RIGHT - 4, y - 5, f"target {level:g}", "end"))
     for line in lines:
-        inside = [(frame.x(x), frame.y(frame.y.kept(y))) for x, y in line.points]
+        inside = [(frame.x(x), frame.y(min(max(y, frame.y.low), frame.y.high))) for x, y in line.points]
         look = {"stroke_opacity": "0.25", "stroke_width": "1"} if line.faint else {"stroke_width": "2"}
         title = element("title", escape(line.name))
         parts.append(element("polyline", title, points=_places(inside), fill="none", stroke=line.color, **look))

@@ -14,8 +14,7 @@ import numpy as np
 from offbeat.errors import OffbeatError, UsageError
 from offbeat.monitor.cpu_wait import read_queues
 from offbeat.monitor.deadlocks import Judge
-from offbeat.monitor.diagram.labels import Names
-from offbeat.monitor.diagram.waits import FileLane
+from offbeat.monitor.diagram.waits import FileLane, Names
 from offbeat.monitor.page.run_folders import MetricsReader, logs_of, run_of
 from offbeat.monitor.page.windows import LaneView
 from offbeat.monitor.stragglers import ENOUGH, LATEST, blame
@@ -171,7 +170,7 @@ class RunView:
         others = {other.name: other.entered for other in self._in_order if other is not lane}
         members = [name for name in self._names.channels[channel].members if name != lane.name]
         late = [name for name in members if others.get(name, {}).get(channel, 0) < sequence]
-        return {"waits_in": self._names.labels[int(wait["label"])].said(sequence), "waits_for": late}
+        return {"waits_in": self._names.labels[int(wait["label"])].numbered(sequence), "waits_for": late}
 
     # -- verdicts -----------------------------------------------------------------------------------------------------
 

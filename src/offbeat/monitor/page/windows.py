@@ -9,8 +9,7 @@ import msgspec
 import numpy as np
 
 from offbeat.monitor.diagram.intervals import KINDS, CallGroups, Window, intervals
-from offbeat.monitor.diagram.labels import Names
-from offbeat.monitor.diagram.waits import Lane, Table, joined
+from offbeat.monitor.diagram.waits import Lane, Names, Table, joined
 
 TAIL: Final = 0.03
 """What is stuck is drawn this far beyond the last event, as a share of the whole: when it was ended is not known."""
