@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from offbeat.cli.commands.watch import LivePage
 from offbeat.errors import UsageError
+from offbeat.monitor.page import access
 from offbeat.monitor.page.export import ASSETS
 from offbeat.monitor.page.http_server import PageServer
 from offbeat.monitor.page.run_folders import Folder, MetricsReader, opened

@@ -17,7 +17,7 @@ from offbeat.errors import OffbeatError, StrategyError, TaskError, UsageError
 from offbeat.run.drive import Result
 from offbeat.runtime.launch import Launcher
 from offbeat.scaling import BatchSize, RunStage, Scaling, batch_size, scale
-from offbeat.scaling._scale import _concluded  # pyright: ignore[reportPrivateUsage]
+from offbeat.scaling._scale import _conclude  # pyright: ignore[reportPrivateUsage]
 from offbeat.simulate.laws import gunther
 from offbeat.statistics import Estimate
 from offbeat.strategies import combined, parse
@@ -63,7 +63,7 @@ def concluded(seconds: dict[int, list[float]], *, weak: bool = False, grows: boo
         count: [ran(count, 6400 * (count if weak or grows else 1), one) for one in each]
         for count, each in seconds.items()
     }
-    return _concluded("t", combined(parse("allreduce")), "single", weak, 100, threads, found)
+    return _conclude("t", combined(parse("allreduce")), "single", weak, 100, threads, found)
 
 
 def followed(sigma: float, kappa: float, *counts: int) -> dict[int, list[float]]:
