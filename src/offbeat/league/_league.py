@@ -193,4 +193,5 @@ class League:
     def kept(self) -> dict[str, Any]:
         """The contents of league.json, which suffice to resume."""
         names = ("asked", "facts", "contestants", "refused", "given_up", "undone", "said")
-        return msgspec.to_builtins({name: getattr(self, name) for name in names} | {"runs": self.entries})
+        data = {name: getattr(self, name) for name in names} | {"runs": self.entries}
+        return msgspec.to_builtins(data, enc_hook=str)  # A version of torch is not a plain string.
