@@ -39,15 +39,15 @@ from offbeat.protocols.schedule import View
 from offbeat.run.drive import WARM
 from offbeat.runtime.compression.sums import CompressedSums
 from offbeat.runtime.groups.group import DirectGroup, Group
-from offbeat.runtime.hosts import Hosts, namespaces
+from offbeat.runtime.hosts import Hosts, placed
 from offbeat.runtime.launch import EVERYWHERE, Control, Launcher, Role, serve_store, worker_environment
 from offbeat.runtime.run.rank_environment import where
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.simulate import Network, compressed_sum_time
 from offbeat.simulate.predicted_step import exchange_of
 from offbeat.strategies import Exchanging, Timing, combined, parse
-from offbeat.strategies.worker.capabilities import OptimizerHooks, StepHooks
 from offbeat.strategies.compressors import Compressing
+from offbeat.strategies.worker.capabilities import OptimizerHooks, StepHooks
 from offbeat.strategies.worker.exchange import EveryBatch, Exchange, Pace, adopt
 from offbeat.tasks.mnist import Mnist
 
@@ -180,15 +180,15 @@ def measured(launcher: Launcher, variants: Sequence[str], blocks: int) -> dict[s
         for name in ("seconds", "letter_bytes", "coding_seconds"):
             known[name] = max(known.get(name, 0.0), float(message[name]))
 
-    with namespaces(Hosts.alike(WORKERS, RATE_TEXT)) as placed, tempfile.TemporaryDirectory() as folder:
-        with placed.inside():
+    with placed(Hosts.alike(WORKERS, RATE_TEXT)) as hosts, tempfile.TemporaryDirectory() as folder:
+        with hosts.inside():
             store = serve_store(host=EVERYWHERE)
         config = {"variants": list(variants), "blocks": blocks}
         roles = [
             Role(
                 "worker", rank, f"{Path(__file__).stem}:worker", config,
-                worker_environment(rank, WORKERS, store.port, placed.address, placed.seat(rank)),
-                Path(folder) / f"{rank}.log", threads=1, network=placed.seat(rank).host.network,
+                worker_environment(rank, WORKERS, store.port, hosts.address, hosts.seat(rank)),
+                Path(folder) / f"{rank}.log", threads=1, network=hosts.seat(rank).host.network,
             )
             for rank in range(WORKERS)
         ]  # fmt: skip

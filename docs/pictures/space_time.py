@@ -8,7 +8,7 @@ from pathlib import Path
 from offbeat import fit
 from offbeat.monitor import recorded
 from offbeat.monitor.diagram.build import Scene
-from offbeat.monitor.diagram.cuts import asked
+from offbeat.monitor.diagram.cuts import parse_cut
 from offbeat.monitor.diagram.model import Diagram
 from offbeat.monitor.diagram.svg import save
 
@@ -33,7 +33,7 @@ def pictured() -> Diagram:
         int(scene.times[1].searchsorted(longest.stop)) + 2
     )  # It enters the all-reduce that the others wait in, and leaves.
     cut = f"past worker 1:{number}"
-    return scene.diagram((middle - AROUND, middle + AROUND), {cut: asked(scene.run, scene.times, cut, scene.stop)})
+    return scene.diagram((middle - AROUND, middle + AROUND), {cut: parse_cut(scene.run, scene.times, cut, scene.stop)})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Figures with intervals: bootstraps, Student's quantiles and least squares without negative parts, by scipy.
+"""Figures with intervals: bootstraps, Student's quantiles and non-negative least squares, by scipy.
 
 scipy is imported where it is used: it takes longer to import than most commands take.
 """
@@ -15,24 +15,24 @@ from numpy.typing import NDArray
 
 RESAMPLES = 4000
 CONFIDENCE = 0.9
-"""How often the interval of an estimate is to hold the truth."""
+"""Probability that the interval of an estimate holds the truth."""
 LEVEL = 95
-"""Per cent of the resampled medians that an interval holds."""
+"""Percentage of the resampled medians inside an interval."""
 ENOUGH = 3
 """Seeds below which an interval says nothing."""
 WITHIN = 1.05
-"""A bar holds only if the median is no further from it than this, however wide the interval."""
+"""A bar holds only if the median is within this factor of it, however wide the interval."""
 
 Floats = NDArray[np.float64]
 Times = Sequence[float]
-"""Seconds, one entry per block; blocks of the same number were measured next to each other."""
+"""Seconds per block; blocks with the same number were measured next to each other."""
 
 
 class JsonData:
-    """A dataclass that can be given as JSON data, which has no infinity: None where there is no limit."""
+    """A dataclass that converts to JSON data, with None for infinity, which JSON lacks."""
 
     def plain(self) -> dict[str, Any]:
-        """All fields, and what they hold."""
+        """All fields as JSON data."""
         return _finite(asdict(self))  # pyright: ignore[reportArgumentType]
 
 
@@ -64,22 +64,17 @@ class Spread(JsonData):
     def __str__(self) -> str:
         return f"{self.median:.3g} [{self.low:.3g}, {self.high:.3g}]"
 
-    @classmethod
-    def from_plain(cls, data: dict[str, Any]) -> Spread:
-        """From such data."""
-        return cls(*(math.inf if data[name] is None else float(data[name]) for name in ("median", "low", "high")))
-
 
 @dataclass(frozen=True)
 class Estimate(JsonData):
-    """A figure, and between what it lies by all that was measured."""
+    """A figure and its confidence interval."""
 
     value: float
     low: float
     high: float
 
     def mapped(self, rising: Callable[[float], float]) -> Estimate:
-        """The estimate of what rises with this one."""
+        """The estimate of a quantity that rises with this one."""
         return Estimate(rising(self.value), rising(self.low), rising(self.high))
 
     def __str__(self) -> str:
@@ -88,7 +83,7 @@ class Estimate(JsonData):
 
 
 def spread(values: Sequence[float], seed: int = 0) -> Spread:
-    """The median of one value for each seed; infinity is a miss, which is slower than anything."""
+    """The median of one value per seed; infinity is a miss, slower than anything."""
     if not values:
         return Spread(math.inf, math.inf, math.inf)
     medians = _resampled(np.median, [values], seed)
@@ -96,7 +91,7 @@ def spread(values: Sequence[float], seed: int = 0) -> Spread:
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> list[float] | None:
-    """Seed by seed, so that what a seed makes long or short cancels; None if `under` has always missed.
+    """Ratios seed by seed, so that a seed's luck cancels; None if `under` has always missed.
 
     Where only one of the two has missed, it was slower by any factor; where both have, neither was.
     """
@@ -107,7 +102,7 @@ def ratios(over: Sequence[float], under: Sequence[float]) -> list[float] | None:
 
 
 def ratio(over: Times, under: Times, seed: int = 0) -> Spread:
-    """The ratio of medians; blocks are drawn again in pairs, because what disturbs one disturbs its neighbour."""
+    """The ratio of medians; blocks are resampled in pairs, because what disturbs one disturbs its neighbour."""
     return geometric_mean([(over, under)], seed)
 
 
@@ -123,9 +118,9 @@ def geometric_mean(pairs: Sequence[tuple[Times, Times]], seed: int = 0) -> Sprea
 
 
 def paired_ratio(over: Sequence[float], under: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
-    """The ratio of two rates that were measured in turn: the geometric mean over the turns, by Student's distribution.
+    """The ratio of two rates measured in turn: the geometric mean over the turns, by Student's distribution.
 
-    A single turn says nothing of how far it can be trusted: then the interval has no ends.
+    A single turn says nothing about its error: then the interval is unbounded.
     """
     logs = np.log(np.asarray(over, dtype=np.float64) / np.asarray(under, dtype=np.float64))
     value = math.exp(float(logs.mean()))
@@ -135,22 +130,22 @@ def paired_ratio(over: Sequence[float], under: Sequence[float], confidence: floa
     return Estimate(value, value * math.exp(-reach), value * math.exp(min(reach, 700.0)))
 
 
-def holds(found: Spread, *, at_least: float | None = None, at_most: float | None = None) -> bool:
+def holds(spread: Spread, *, at_least: float | None = None, at_most: float | None = None) -> bool:
     """Whether a bar is reached: by the better end of the interval, and by the median to within 5 %."""
-    enough = at_least is None or (found.high >= at_least and found.median * WITHIN >= at_least)
-    little = at_most is None or (found.low <= at_most and found.median <= at_most * WITHIN)
+    enough = at_least is None or (spread.high >= at_least and spread.median * WITHIN >= at_least)
+    little = at_most is None or (spread.low <= at_most and spread.median <= at_most * WITHIN)
     return enough and little
 
 
 def student(confidence: float, freedom: int) -> float:
-    """The t within which Student's distribution of this freedom lies with this confidence, on both sides."""
+    """The two-sided quantile of Student's distribution at this confidence and number of degrees of freedom."""
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, (1 + confidence) / 2))
 
 
 def not_negative(columns: Floats) -> Floats:
-    """The x >= 0 that brings columns @ x nearest to ones."""
+    """The x >= 0 for which columns @ x is nearest to ones."""
     from scipy.optimize import nnls
 
     scale = np.abs(columns).max(axis=0)
@@ -159,7 +154,7 @@ def not_negative(columns: Floats) -> Floats:
 
 
 def furthest(excess: Callable[[float], float], inside: float, end: float) -> float:
-    """The furthest value towards an end of the range at which nothing is in excess, as at `inside`."""
+    """The value furthest from `inside` towards `end` at which `excess` is not positive."""
     from scipy.optimize import brentq
 
     if end == math.inf:
@@ -172,7 +167,7 @@ def furthest(excess: Callable[[float], float], inside: float, end: float) -> flo
 
 
 def _resampled(statistic: Callable[..., Any], samples: Sequence[Sequence[float]], seed: int) -> Floats:
-    """The statistic of samples that are drawn again and again, in pairs if there are two."""
+    """The statistic of resamples, in pairs if there are two samples."""
     from scipy.stats import bootstrap
 
     if len(samples[0]) < 2:
@@ -185,7 +180,7 @@ def _resampled(statistic: Callable[..., Any], samples: Sequence[Sequence[float]]
 
 
 def _ends(resampled: Floats) -> tuple[float, float]:
-    """Both ends of the interval: values that were drawn, so that a miss stays one."""
+    """Both ends of the interval: resampled values, so that a miss stays infinite."""
     edge = (100 - LEVEL) / 200
     low, high = np.quantile(resampled, [edge, 1 - edge], method="inverted_cdf")
     return float(low), float(high)

@@ -16,8 +16,7 @@ from rich.console import Console
 from conftest import wait_until
 from offbeat.bench import Spread, collectives, geometric_mean, holds, measured, picture, ratio, table, why_no_mpi
 from offbeat.bench._mpi import run_under_mpi
-from offbeat.bench._peers import FloatArray, PeerArray
-from offbeat.bench._ranks import FIRST, MOST_CALLS, repeats, verify
+from offbeat.bench._ranks import FIRST, MOST_CALLS, FloatArray, PeerArray, repeats, verify
 from offbeat.bench._show import in_bytes, in_seconds
 from offbeat.errors import RunError, UsageError, WaitError
 from offbeat.runtime.launch import private_store
@@ -152,7 +151,7 @@ def test_each_size_is_measured_at_the_thread_level_at_which_mpi_is_faster(monkey
             heard({"begins": size})
             heard({"bytes": size, "seconds": {name: [took[level, size]] for name in config["peers"]}, "calls": 1})
 
-    monkeypatch.setattr("offbeat.bench._measure.run_under_mpi", pretend)
+    monkeypatch.setattr("offbeat.bench._collectives.run_under_mpi", pretend)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     found = measured(2, [128, 64], ["gloo", "mpi"], 1, print)
     assert runs[2:] == [("single", [64], ["gloo", "mpi"]), ("multiple", [128], ["gloo", "mpi"])]

@@ -16,22 +16,21 @@ from hypothesis import strategies as st
 
 from offbeat.errors import UsageError
 from offbeat.monitor.diagram.build import Scene
-from offbeat.monitor.diagram.cuts import asked, window
-from offbeat.monitor.diagram.layout import drawn
+from offbeat.monitor.diagram.cuts import parse_cut, window
+from offbeat.monitor.diagram.layout import lay_out
 from offbeat.monitor.diagram.model import LOGICAL, MANY, SECONDS, Arrow, Diagram, Moment, Span
 from offbeat.monitor.diagram.shapes import Rect
 from offbeat.monitor.diagram.svg import save, svg
 from offbeat.protocols.causality.cuts import is_consistent
 from offbeat.protocols.causality.histories import Call, Computation, Event, EventKind, computation
-from offbeat.runtime.events.recorder import About, Stamp
-from offbeat.runtime.events.recorder import Moment as Stamped
+from offbeat.runtime.events.recorder import About, Mark, Stamp
 
 SUM = About("world", "all_reduce", 2, 4, "float32", "sum", caller="train.py:88")
 SENT = About("world", "send to", peer=1)
 RECEIVED = About("world", "receive from", peer=0)
 
 
-def stamps(*rows: tuple[Stamped, About | None, int, float]) -> list[Stamp]:
+def stamps(*rows: tuple[Mark, About | None, int, float]) -> list[Stamp]:
     return [Stamp(mark, about, sequence, time) for mark, about, sequence, time in rows]
 
 
@@ -40,17 +39,17 @@ def late_by_one() -> Scene:
     return Scene.of(
         {
             0: stamps(
-                (Stamped.STEP, None, 0, 100.0),
-                (Stamped.START, SUM, 1, 101.0),
-                (Stamped.WAIT, SUM, 1, 101.5),
-                (Stamped.EXIT, SUM, 1, 102.25),
-                (Stamped.END, None, 0, 103.0),
+                (Mark.STEP, None, 0, 100.0),
+                (Mark.START, SUM, 1, 101.0),
+                (Mark.WAIT, SUM, 1, 101.5),
+                (Mark.EXIT, SUM, 1, 102.25),
+                (Mark.END, None, 0, 103.0),
             ),
             1: stamps(
-                (Stamped.STEP, None, 0, 100.0),
-                (Stamped.ENTER, SUM, 1, 102.0),
-                (Stamped.EXIT, SUM, 1, 102.25),
-                (Stamped.END, None, 0, 103.0),
+                (Mark.STEP, None, 0, 100.0),
+                (Mark.ENTER, SUM, 1, 102.0),
+                (Mark.EXIT, SUM, 1, 102.25),
+                (Mark.END, None, 0, 103.0),
             ),
         },
         "one is late",
@@ -85,18 +84,18 @@ def test_waiting_is_told_from_computing_and_from_the_exchange_itself() -> None:
 
 
 def test_who_never_came_is_missing_and_the_wait_is_open() -> None:
-    scene = Scene.of({0: stamps((Stamped.ENTER, SUM, 1, 5.0)), 1: stamps((Stamped.END, None, 0, 7.0))})
+    scene = Scene.of({0: stamps((Mark.ENTER, SUM, 1, 5.0)), 1: stamps((Mark.END, None, 0, 7.0))})
     lanes = scene.diagram()
     assert lanes.spans == (Span(0, "stuck", 0.0, 2.0, str(lanes.bands[0].label), open=True),)
     assert lanes.bands[0].missing == (1,)
     assert lanes.bands[0].last is None
-    assert "has never entered" in svg(drawn(lanes))
+    assert "has never entered" in svg(lay_out(lanes))
 
 
 def test_a_wait_that_failed_is_drawn_to_its_end() -> None:
     rows = {
-        0: stamps((Stamped.ENTER, SUM, 1, 5.0), (Stamped.FAIL, SUM, 1, 9.0)),
-        1: stamps((Stamped.END, None, 0, 7.0)),
+        0: stamps((Mark.ENTER, SUM, 1, 5.0), (Mark.FAIL, SUM, 1, 9.0)),
+        1: stamps((Mark.END, None, 0, 7.0)),
     }
     lanes = Scene.of(rows).diagram()
     assert lanes.stop == 4.0
@@ -106,13 +105,13 @@ def test_a_wait_that_failed_is_drawn_to_its_end() -> None:
 
 def test_an_entry_that_was_written_over_makes_nobody_missing() -> None:
     rows = {
-        0: stamps((Stamped.ENTER, SUM, 1, 5.0), (Stamped.EXIT, SUM, 1, 6.0), (Stamped.ENTER, SUM, 2, 7.0)),
-        1: stamps((Stamped.ENTER, SUM, 2, 6.5)),
+        0: stamps((Mark.ENTER, SUM, 1, 5.0), (Mark.EXIT, SUM, 1, 6.0), (Mark.ENTER, SUM, 2, 7.0)),
+        1: stamps((Mark.ENTER, SUM, 2, 6.5)),
     }
     scene = Scene.of(rows, dropped=3)
     lanes = scene.diagram()
     assert [band.missing for band in lanes.bands] == [(), ()]
-    assert lanes.notes == ("3 older events were written over.",)
+    assert lanes.notes == ("3 older events were overwritten.",)
     assert ("wait", 0.0, 1.0) not in spans_of(lanes, 0)
 
 
@@ -120,12 +119,12 @@ def test_a_message_is_an_arrow_and_its_receipt_waits_until_it_is_sent() -> None:
     scene = Scene.of(
         {
             0: stamps(
-                (Stamped.STEP, None, 0, 0.5), (Stamped.START, SENT, 1, 2.0), (Stamped.WAIT, SENT, 1, 2.0),
-                (Stamped.EXIT, SENT, 1, 2.5),
+                (Mark.STEP, None, 0, 0.5), (Mark.START, SENT, 1, 2.0), (Mark.WAIT, SENT, 1, 2.0),
+                (Mark.EXIT, SENT, 1, 2.5),
             ),
             1: stamps(
-                (Stamped.STEP, None, 0, 0.5), (Stamped.START, RECEIVED, 1, 1.0), (Stamped.WAIT, RECEIVED, 1, 1.0),
-                (Stamped.EXIT, RECEIVED, 1, 2.5),
+                (Mark.STEP, None, 0, 0.5), (Mark.START, RECEIVED, 1, 1.0), (Mark.WAIT, RECEIVED, 1, 1.0),
+                (Mark.EXIT, RECEIVED, 1, 2.5),
             ),
         }
     )  # fmt: skip
@@ -208,7 +207,7 @@ def test_too_many_are_merged_and_that_is_said_and_nothing_is_lost() -> None:
         assert merged == pytest.approx(real)
     assert any(span.kind == MANY for span in lanes.spans)
     assert "1,200 collectives" in lanes.notes[0]
-    assert "drawn together" in svg(drawn(lanes))
+    assert "drawn together" in svg(lay_out(lanes))
     near = scene.diagram((10.0, 20.0), shapes=200)
     assert near.notes == ()
     assert len(near.bands) == 10
@@ -254,7 +253,7 @@ def test_cuts_are_asked_for_in_four_ways() -> None:
     scene = late_by_one()
 
     def cut(text: str, stop: float = 3.0) -> tuple[int, ...]:
-        return asked(scene.run, scene.times, text, stop)
+        return parse_cut(scene.run, scene.times, text, stop)
 
     assert scene.run.lengths == (4, 4)
     assert cut("latest") == (4, 4)
@@ -268,7 +267,7 @@ def test_cuts_are_asked_for_in_four_ways() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("worker 0:2", "leaves out worker 1"),
+        ("worker 0:2", "omits worker 1"),
         ("worker 0:2, worker 1:9", "is not a cut through"),
         ("worker 0:2, worker 2:1", "no process 'worker 2'"),
         ("lately", "'lately' in --cut 'lately' is not a count of events"),
@@ -278,7 +277,7 @@ def test_cuts_are_asked_for_in_four_ways() -> None:
 def test_a_cut_that_is_none_is_refused(text: str, why: str) -> None:
     scene = late_by_one()
     with pytest.raises(UsageError, match=why):
-        asked(scene.run, scene.times, text, 3.0)
+        parse_cut(scene.run, scene.times, text, 3.0)
 
 
 def test_windows_are_asked_for_by_their_ends() -> None:
@@ -297,7 +296,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def test_a_picture_shows_lanes_waits_bands_and_cuts() -> None:
     lanes = late_by_one().diagram(cuts={"latest": (4, 4), "wrong": (3, 1)})
-    root = ET.fromstring(svg(drawn(lanes)))  # noqa: S314
+    root = ET.fromstring(svg(lay_out(lanes)))  # noqa: S314
     words = [text.text for text in root.iter(f"{SVG}text")]
     for word in ("one is late", "worker 0", "worker 1", "wait", "collective", "cut latest: consistent", "latest"):
         assert word in words
@@ -314,7 +313,7 @@ def test_lanes_of_any_number_fit_and_do_not_touch(count: int) -> None:
     run = computation(
         {f"worker {i}": [Event(what="step", time=1.0), Event(what="step", time=2.0)] for i in range(count)}
     )
-    drawing = drawn(Scene(run).diagram())
+    drawing = lay_out(Scene(run).diagram())
     bars = sorted(_heights(shape) for shape in drawing.inside if isinstance(shape, Rect) and shape.look == "compute")
     assert len(bars) == count
     assert all(one[1] + 4 < other[0] for one, other in pairwise(bars))
@@ -330,15 +329,15 @@ def _heights(shape: Rect) -> tuple[float, float]:
 
 
 def test_a_run_without_events_and_odd_names_can_be_drawn() -> None:
-    assert ET.fromstring(svg(drawn(Scene(computation({"a": []})).diagram()))) is not None  # noqa: S314
+    assert ET.fromstring(svg(lay_out(Scene(computation({"a": []})).diagram()))) is not None  # noqa: S314
     odd = Scene(computation({"<a> & 'b'": [Event(what='"x" < $y$', time=1.0)]}), "]]> & <title>")
-    assert "<a> & 'b'" in [text.text for text in ET.fromstring(svg(drawn(odd.diagram()))).iter(f"{SVG}text")]  # noqa: S314
+    assert "<a> & 'b'" in [text.text for text in ET.fromstring(svg(lay_out(odd.diagram()))).iter(f"{SVG}text")]  # noqa: S314
 
 
 def test_pictures_are_saved_by_their_names(tmp_path: Path) -> None:
     lanes = late_by_one().diagram(cuts={"latest": (4, 4)})
     save(lanes, tmp_path / "a.svg")
-    assert (tmp_path / "a.svg").read_text() == svg(drawn(lanes))
+    assert (tmp_path / "a.svg").read_text() == svg(lay_out(lanes))
     save(lanes, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     with pytest.raises(UsageError, match=r"a\.gif is not a name for a picture.*\.png, \.svg"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.monitor import LiveWatch, live
-from offbeat.monitor.delivery import Listener
+from offbeat.monitor.live import Listener
 from offbeat.runtime.events.recorder import About, Mark, Recorder, events_file
 from offbeat.runtime.launch import Role, RoleOutcome
 

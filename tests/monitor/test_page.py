@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from offbeat.cli.commands.watch import LivePage
 from offbeat.errors import UsageError
-from offbeat.monitor.page import connections
+from offbeat.monitor.page import access
 from offbeat.monitor.page.export import ASSETS
 from offbeat.monitor.page.http_server import PageServer
 from offbeat.monitor.page.run_folders import Folder, MetricsReader, opened
@@ -138,7 +138,7 @@ def test_the_server_listens_on_loopback_only_and_a_port_that_is_taken_is_refused
 
 
 def test_connections_without_a_request_make_room_and_end(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "PATIENCE", 0.5)
+    monkeypatch.setattr(access, "PATIENCE", 0.5)
     held = [socket.create_connection(("127.0.0.1", client.served.port), timeout=30) for _ in range(200)]
     for connection in held[::2]:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: ")
@@ -225,7 +225,7 @@ def test_runs_are_listed_the_newest_first_also_those_of_a_comparison(client: Cli
 
 def test_a_run_is_told_in_words(client: Client) -> None:
     told = client.get("/api/run?run=20260101-first").json()
-    assert [(one["kind"], one["message"]) for one in told["verdicts"]] == [("healthy", "Nobody waited in vain.")]
+    assert [(one["kind"], one["message"]) for one in told["verdicts"]] == [("healthy", "No worker got stuck.")]
     assert [(one["name"], one["state"], one["step"]) for one in told["processes"]] == [
         ("worker 0", "ended", 8),
         ("worker 1", "ended", 8),
@@ -249,7 +249,7 @@ def test_a_straggler_is_named_and_so_is_a_run_that_was_not_watched(client: Clien
 def test_a_verdict_of_the_launcher_stands_on_top_with_its_stacks(tmp_path: Path) -> None:
     verdict = {"kind": "deadlock", "message": "worker 0 waits for worker 1", "stacks": {"worker 0": "line 7"}}
     run = RunView("a", run_folder(tmp_path / "a", sums(3), state="failed", verdict=verdict))
-    worst = run.told()["verdicts"][0]
+    worst = run.summary()["verdicts"][0]
     assert (worst["kind"], worst["level"], worst["exit_code"]) == ("deadlock", "bad", 10)
     assert worst["stacks"] == {"worker 0": "line 7"}
 
@@ -263,7 +263,7 @@ def test_a_run_whose_launcher_was_killed_is_judged_by_its_events(tmp_path: Path)
     known = json.loads((folder / "run.json").read_text())
     del known["verdict"]
     (folder / "run.json").write_text(json.dumps(known))
-    told = RunView("a", folder).told()
+    told = RunView("a", folder).summary()
     assert told["verdicts"][0]["kind"] == "ended"
     assert "worker 0 waits for worker 1 in all_reduce #1" in told["verdicts"][0]["message"]
     assert told["processes"][0] | {"events": 1} == {
@@ -316,32 +316,32 @@ def test_files_that_are_half_written_are_read_at_the_next_look(tmp_path: Path, m
     monkeypatch.setattr("offbeat.monitor.page.run_view.EVERY", 0.0)
     folder = run_folder(tmp_path / "a", state="running")
     run = RunView("a", folder)
-    assert run.told()["state"] == "running"
+    assert run.summary()["state"] == "running"
     whole = (folder / "run.json").read_text()
     (folder / "run.json").write_text(whole[:40])
     (folder / "events").mkdir()
     for size in (0, 10, 6_000_000):
         events_file(folder, 0).write_bytes(b"\0" * size)
-        assert run.told()["processes"][0]["state"] == "unwatched"
+        assert run.summary()["processes"][0]["state"] == "unwatched"
     events_file(folder, 0).unlink()
     (folder / "run.json").write_text(whole)
     recorder = Recorder(events_file(folder, 0), 0)
     recorder.stamp(Mark.ENTER, recorder.name("sum", lambda: SUM), 1)
-    told = run.told()
+    told = run.summary()
     assert (told["live"], told["processes"][0]["state"]) == (True, "waiting")
     assert told["processes"][0]["waits_for"] == ["worker 1"]
     recorder.stamp(Mark.EXIT, recorder.name("sum", lambda: SUM), 1)
-    assert run.told()["processes"][0]["state"] == "computing"
+    assert run.summary()["processes"][0]["state"] == "computing"
 
 
 def test_a_resumed_run_puts_new_events_in_the_place_of_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offbeat.monitor.page.run_view.EVERY", 0.0)
     folder = run_folder(tmp_path / "a", sums(3), state="running")
     run = RunView("a", folder)
-    assert run.told()["processes"][0]["step"] == 3
+    assert run.summary()["processes"][0]["step"] == 3
     events_file(folder, 0).unlink()
     Recorder(events_file(folder, 0), 0).stamp(Mark.STEP)
-    assert run.told()["processes"][0]["step"] == 1
+    assert run.summary()["processes"][0]["step"] == 1
 
 
 def test_a_run_that_says_it_runs_but_has_no_process_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,7 +350,7 @@ def test_a_run_that_says_it_runs_but_has_no_process_is_gone(tmp_path: Path, monk
         os._exit(0)
     os.waitpid(child, 0)
     monkeypatch.setattr("offbeat.runtime.events.recorder.os.getpid", lambda: child)
-    told = RunView("a", run_folder(tmp_path / "a", sums(3, end=False), state="running")).told()
+    told = RunView("a", run_folder(tmp_path / "a", sums(3, end=False), state="running")).summary()
     assert (told["state"], told["live"], told["verdicts"][0]["kind"]) == ("gone", False, "gone")
 
 

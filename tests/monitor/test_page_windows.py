@@ -21,8 +21,7 @@ from offbeat.monitor.diagram.intervals import (
     WAIT,
     Window,
 )
-from offbeat.monitor.diagram.labels import Names
-from offbeat.monitor.diagram.waits import FileLane
+from offbeat.monitor.diagram.waits import FileLane, Names
 from offbeat.monitor.page.windows import LaneView
 from offbeat.runtime.events.recorder import About, Mark, Reader, Recorder
 
@@ -106,7 +105,7 @@ def test_messages_are_joined_by_their_channel_whatever_they_are_called_on_either
     written.at(3.0, 1, Mark.EXIT, 1, About("world", "receive from", peer=0))
     assert written.pieces() == [(0, UNDER_WAY, 2.0, 0.5), (1, WAIT, 1.0, 1.0), (1, COMMUNICATE, 2.0, 1.0)]
     assert len(set(written.drawn().intervals["call"].tolist())) == 1
-    said = [written.names.labels[label].said(1) for label in written.drawn().intervals["label"].tolist()]
+    said = [written.names.labels[label].numbered(1) for label in written.drawn().intervals["label"].tolist()]
     assert "send to worker 1 #1 of group world" in said
 
 

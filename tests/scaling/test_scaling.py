@@ -17,7 +17,7 @@ from offbeat.errors import OffbeatError, StrategyError, TaskError, UsageError
 from offbeat.run.drive import Result
 from offbeat.runtime.launch import Launcher
 from offbeat.scaling import BatchSize, RunStage, Scaling, batch_size, scale
-from offbeat.scaling._scale import _concluded  # pyright: ignore[reportPrivateUsage]
+from offbeat.scaling._scale import _conclude  # pyright: ignore[reportPrivateUsage]
 from offbeat.simulate.laws import gunther
 from offbeat.statistics import Estimate
 from offbeat.strategies import combined, parse
@@ -63,7 +63,7 @@ def concluded(seconds: dict[int, list[float]], *, weak: bool = False, grows: boo
         count: [ran(count, 6400 * (count if weak or grows else 1), one) for one in each]
         for count, each in seconds.items()
     }
-    return _concluded("t", combined(parse("allreduce")), "single", weak, 100, threads, found)
+    return _conclude("t", combined(parse("allreduce")), "single", weak, 100, threads, found)
 
 
 def followed(sigma: float, kappa: float, *counts: int) -> dict[int, list[float]]:
@@ -92,7 +92,7 @@ def test_runs_that_follow_a_law_give_it_back_and_say_what_is_extrapolated() -> N
 def test_superlinear_points_too_few_cores_and_growing_batches_are_said() -> None:
     found = concluded({1: [1, 1.01], 2: [0.4, 0.41], 64: [0.01, 0.0101]})
     assert [point.superlinear for point in found.points] == [False, True, True]
-    assert any("superlinear: 2" in said for said in found.warnings)
+    assert any("superlinear: on 2" in said for said in found.warnings)
     assert [point.crowded for point in found.points] == [False, False, True]
     assert any("64 workers" in said and "cores" in said for said in found.warnings)
     grown = concluded(followed(0.1, 0, 1, 2), grows=True)
@@ -102,8 +102,8 @@ def test_superlinear_points_too_few_cores_and_growing_batches_are_said() -> None
 
 def test_a_law_that_misses_what_was_measured_is_called_so() -> None:
     slower = concluded({1: [1, 1.01, 0.99], 2: [2, 2.01, 1.99]})
-    assert any("does not follow" in said for said in slower.warnings)
-    assert not any("does not follow" in said for said in concluded(followed(0.1, 0.0, 1, 2, 4)).warnings)
+    assert any("does not fit" in said for said in slower.warnings)
+    assert not any("does not fit" in said for said in concluded(followed(0.1, 0.0, 1, 2, 4)).warnings)
 
 
 def test_one_run_of_each_is_not_trusted() -> None:

@@ -1,7 +1,6 @@
-"""Collectives on real processes: ours, Gloo's and MPI's in turn in the same processes, verified, then timed."""
+"""Benchmarks collectives on real processes: ours, Gloo's and MPI's in turn, verified, then timed."""
 
-from offbeat.bench._collectives import PEERS, collectives, described, environment
-from offbeat.bench._measure import Measured, measured
+from offbeat.bench._collectives import PEERS, Measured, collectives, described, environment, measured
 from offbeat.bench._mpi import why_no_mpi
 from offbeat.bench._show import picture, table
 from offbeat.statistics import Spread, geometric_mean, holds, ratio

@@ -1,32 +1,136 @@
-"""What `offbeat bench collectives` does: measure, compare, write down."""
+"""`offbeat bench collectives`: measure peers at several sizes, block by block, and describe the result."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from offbeat import limits
 from offbeat._version import __version__
-from offbeat.bench._measure import Measured, measured
-from offbeat.bench._mpi import why_no_mpi
+from offbeat.bench._mpi import LEVELS, run_under_mpi, why_no_mpi
 from offbeat.bench._show import picture as draw
 from offbeat.errors import UsageError, did_you_mean
+from offbeat.runtime.launch import PRELOAD, Launcher, Role, private_store, worker_environment
 from offbeat.runtime.system.capacity import check_room, free_memory
 from offbeat.statistics import ratio
 
 PEERS = ("offbeat", "gloo", "mpi")
-"""Who can be measured."""
+"""Peers that can be measured."""
 AGAIN = "gloo again"
 """A second gloo beside the first: their ratio is the noise."""
+PROBE_BLOCKS, PROBE_HURRY = 3, 10
+"""The search for MPI's better thread level: blocks, and the factor by which each has fewer calls."""
 _ITEM = 4
 _BUFFERS = 6
-"""Of each size that every rank has beside what it verifies with: the peers' and the sum, which is of float64."""
+"""Buffers of each size on every rank beside those for verification: the peers' and the sum, which is of float64."""
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Measured:
+    """Seconds per call of the slowest rank, for each block of each peer at each size."""
+
+    ranks: int
+    times: dict[int, dict[str, list[float]]] = field(default_factory=dict[int, dict[str, list[float]]])
+    """By size in bytes, then by peer."""
+    calls: dict[int, int] = field(default_factory=dict[int, int])
+    """Number of calls that a block of this size averages over."""
+    library: str | None = None
+    """The MPI library's description of itself."""
+    levels: dict[int, str] = field(default_factory=dict[int, str])
+    """The faster thread level of MPI at this size."""
+    probed: dict[str, dict[int, float]] = field(default_factory=dict[str, dict[int, float]])
+    """MPI's seconds at each thread level, by size, where both were tried: where each rank has a core."""
+
+    def median(self, size: int, peer: str) -> float:
+        """Median over blocks of the seconds per call."""
+        return float(np.median(self.times[size][peer]))
+
+    def add(self, other: Measured) -> None:
+        """Add measurements at other sizes, and further blocks at the same ones."""
+        for size, peers in other.times.items():
+            mine = self.times.setdefault(size, {})
+            for peer, seconds in peers.items():
+                mine[peer] = [*mine.get(peer, []), *seconds]
+        self.calls |= other.calls
+        self.library = self.library or other.library
+
+
+def measured(
+    ranks: int, sizes: Sequence[int], peers: Sequence[str], blocks: int, say: Say, launches: int = 1
+) -> Measured:
+    """Measure peers in turn; with MPI among them, each size at MPI's faster thread level.
+
+    Each of the `launches` has its own blocks and processes: the pages and cores that these get are luck that lasts as
+    long as they live.
+    """
+    result = Measured(ranks)
+    if "mpi" in peers:
+        _choose_levels(result, sizes, say)
+    for _ in range(launches):
+        for level in LEVELS if result.levels else (None,):
+            if here := [size for size in sizes if result.levels.get(size) == level]:
+                result.add(_run(ranks, here, peers, blocks, say, level))
+    result.times = {size: result.times[size] for size in sizes}
+    return result
+
+
+def _choose_levels(result: Measured, sizes: Sequence[int], say: Say) -> None:
+    # With one thread, MPICH spins; where ranks share cores that takes seconds per call, and needs no trial.
+    if result.ranks > len(os.sched_getaffinity(0)):
+        result.levels = dict.fromkeys(sizes, LEVELS[-1])
+        return
+    for level in LEVELS:
+        say(f"trying MPI's thread level {level}")
+        probe = _run(result.ranks, sizes, ["mpi"], PROBE_BLOCKS, lambda _: None, level, PROBE_HURRY)
+        result.probed[level] = {size: probe.median(size, "mpi") for size in sizes}
+    result.levels = {size: min(LEVELS, key=lambda level: result.probed[level][size]) for size in sizes}
+
+
+def _run(
+    ranks: int,
+    sizes: Sequence[int],
+    peers: Sequence[str],
+    blocks: int,
+    say: Say,
+    level: str | None = None,
+    hurry: int = 1,
+) -> Measured:
+    result = Measured(ranks)
+
+    def receive(message: Mapping[str, Any]) -> None:
+        if "library" in message:
+            result.library = message["library"]
+        elif "begins" in message:
+            say(f"{message['begins']} bytes on {ranks} ranks")
+        else:
+            result.calls[message["bytes"]] = message["calls"]
+            result.times[message["bytes"]] = message["seconds"]
+
+    config = {"ranks": ranks, "sizes": list(sizes), "peers": list(peers), "blocks": blocks, "hurry": hurry}
+    with private_store() as store:
+        config |= {"store": store.path, "thread level": level}
+        if level is not None:
+            run_under_mpi(config, receive)
+            return result
+        with tempfile.TemporaryDirectory() as folder, Launcher(PRELOAD) as launcher:
+            target, logs = "offbeat.bench._ranks:role", [Path(folder) / f"rank-{rank}.log" for rank in range(ranks)]
+            roles = [
+                Role("rank", rank, target, config, worker_environment(rank, ranks, store), log, threads=1)
+                for rank, log in enumerate(logs)
+            ]
+            launcher.run(roles, on_message=lambda _, message: receive(message))
+    return result
 
 
 def collectives(
@@ -36,26 +140,26 @@ def collectives(
     blocks: int,
     out: Path | None,
     picture: Path | None,
-    say: Callable[[str], None],
+    say: Say,
 ) -> dict[str, Any]:
-    """Time an all-reduce of float32 by several peers in turn; answers, and on request writes and draws, the result.
+    """Time an all-reduce of float32 by several peers in turn; returns, and on request writes and draws, the result.
 
-    Sizes are in bytes. What cannot be measured here is left out, and the result says why.
+    Sizes are in bytes. Peers that cannot be measured here are skipped, and the result says why.
     """
     _check(ranks, sizes, peers, blocks)
-    left_out = {"mpi": why} if "mpi" in peers and (why := why_no_mpi()) else {}
-    for name, why in left_out.items():
+    skipped = {"mpi": why} if "mpi" in peers and (why := why_no_mpi()) else {}
+    for name, why in skipped.items():
         say(f"{name} is left out: {why}")
-    present = [name for name in dict.fromkeys(peers) if name not in left_out]
+    present = [name for name in dict.fromkeys(peers) if name not in skipped]
     if not present:
-        raise UsageError(f"nobody is left to measure: {left_out}")
-    found = measured(ranks, sizes, [*present, *([AGAIN] if "gloo" in present else [])], blocks, say)
-    result = described(found, present, blocks) | {"left out": left_out}
+        raise UsageError(f"no peer is left to measure: {skipped}")
+    measurement = measured(ranks, sizes, [*present, *([AGAIN] if "gloo" in present else [])], blocks, say)
+    result = described(measurement, present, blocks) | {"left out": skipped}
+    for path in filter(None, (out, picture)):
+        path.parent.mkdir(parents=True, exist_ok=True)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=2) + "\n")
     if picture is not None:
-        picture.parent.mkdir(parents=True, exist_ok=True)
         draw([result], picture)
     return result
 
@@ -74,7 +178,7 @@ def _check(ranks: int, sizes: Sequence[int], peers: Sequence[str], blocks: int) 
         needed, free = size * ranks * (ranks + _BUFFERS), free_memory()
         if free is not None and needed > free:
             raise UsageError(
-                f"{size:,} bytes on {ranks} ranks take {needed / 1e9:,.0f} GB: each holds what all of them bring, to "
+                f"{size:,} bytes on {ranks} ranks take {needed / 1e9:,.0f} GB: each holds the data of all of them, to "
                 f"verify the sum, and {free / 1e9:.1f} GB are free. Measure smaller sizes, or fewer ranks."
             )
     for name in peers:
@@ -82,37 +186,37 @@ def _check(ranks: int, sizes: Sequence[int], peers: Sequence[str], blocks: int) 
             raise UsageError(f"there is no peer {name!r} to measure.{did_you_mean(name, PEERS)}")
 
 
-def described(found: Measured, peers: Sequence[str], blocks: int) -> dict[str, Any]:
-    """A measurement as plain data: medians, and each peer's time over the first one's."""
-    result: dict[str, Any] = {
+def described(result: Measured, peers: Sequence[str], blocks: int) -> dict[str, Any]:
+    """A measurement as JSON data: medians, and the ratio of each peer's time to the first one's."""
+    data: dict[str, Any] = {
         "benchmark": "collectives",
         "operation": "all-reduce",
         "dtype": "float32",
-        "ranks": found.ranks,
+        "ranks": result.ranks,
         "blocks": blocks,
         "peers": list(peers),
-        "rows": [_row(found, size, peers) for size in found.times],
+        "rows": [_row(result, size, peers) for size in result.times],
         "environment": environment(),
     }
-    if found.library is not None:
-        probed = {level: {str(size): t for size, t in by.items()} for level, by in found.probed.items()}
-        result["mpi"] = {"library": found.library, "seconds by thread level": probed}
-    return result
+    if result.library is not None:
+        probed = {level: {str(size): t for size, t in by.items()} for level, by in result.probed.items()}
+        data["mpi"] = {"library": result.library, "seconds by thread level": probed}
+    return data
 
 
-def _row(found: Measured, size: int, peers: Sequence[str]) -> dict[str, Any]:
-    times = found.times[size]
+def _row(result: Measured, size: int, peers: Sequence[str]) -> dict[str, Any]:
+    times = result.times[size]
     first = peers[0]
     row: dict[str, Any] = {
         "bytes": size,
-        "calls per block": found.calls[size],
-        "seconds": {name: found.median(size, name) for name in peers},
+        "calls per block": result.calls[size],
+        "seconds": {name: result.median(size, name) for name in peers},
         "ratios": {f"{name} / {first}": ratio(times[name], times[first]).plain() for name in peers[1:]},
     }
     if AGAIN in times:
         row["noise"] = ratio(times[AGAIN], times["gloo"]).plain()
-    if size in found.levels:
-        row["mpi thread level"] = found.levels[size]
+    if size in result.levels:
+        row["mpi thread level"] = result.levels[size]
     return row
 
 

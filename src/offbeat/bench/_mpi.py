@@ -1,4 +1,4 @@
-"""Ranks started by mpiexec, where there is one: they are MPI processes that also meet for torch."""
+"""Starts ranks by mpiexec, if there is one: MPI processes that also form a torch process group."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from typing import IO, Any
 from offbeat.errors import RunError, WaitError
 
 SILENCE = 180.0
-"""Seconds without a word after which the ranks are given up."""
+"""Seconds without output after which the ranks are given up."""
 GRACE = 5.0
-"""Seconds that mpiexec has to end its ranks before they are killed."""
+"""Seconds for mpiexec to end its ranks before they are killed."""
 LEVELS = ("single", "multiple")
-"""What an MPI library may be told of threads; MPICH waits in another way for each."""
+"""MPI thread levels; MPICH waits differently at each."""
 
 
 def mpiexec() -> Path | None:
     """The mpiexec beside this Python, whose library mpi4py then finds too, or else the one on the path."""
     beside = Path(sys.executable).parent / "mpiexec"
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    return None if found is None else Path(found)
+    path = str(beside) if beside.exists() else shutil.which("mpiexec")
+    return None if path is None else Path(path)
 
 
 def why_no_mpi() -> str | None:
@@ -43,59 +43,47 @@ def why_no_mpi() -> str | None:
     return None
 
 
-def run_under_mpi(config: Mapping[str, Any], heard: Callable[[Mapping[str, Any]], None]) -> None:
-    """Run the ranks of a configuration to their end; nothing of them is left, however it ends."""
+def run_under_mpi(config: Mapping[str, Any], receive: Callable[[Mapping[str, Any]], None]) -> None:
+    """Run the ranks of a configuration; none of them is left, however it ends."""
     command = [str(mpiexec()), "-n", str(config["ranks"]), sys.executable, "-m", "offbeat.bench._ranks"]
     with tempfile.TemporaryFile() as errors, _started([*command, json.dumps(config)], errors) as process:
         for line in _lines(process):
-            # Libraries print too; what is not ours is of no interest here.
+            # Libraries print too; lines that are not ours are ignored.
             with contextlib.suppress(json.JSONDecodeError):
-                heard(json.loads(line))
+                receive(json.loads(line))
         if code := process.wait(GRACE):
             errors.seek(0)
-            said = errors.read().decode(errors="replace").strip()
-            raise RunError(f"a benchmark under mpiexec ended with {code}:\n{said[-3000:]}")
+            output = errors.read().decode(errors="replace").strip()
+            raise RunError(f"a benchmark under mpiexec ended with {code}:\n{output[-3000:]}")
 
 
 @contextlib.contextmanager
 def _started(command: list[str], errors: IO[bytes]) -> Generator[subprocess.Popen[str]]:
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
+    pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors}
+    process = subprocess.Popen(command, **pipes, text=True, env=environment, start_new_session=True)
     try:
         yield process
-    finally:
-        _end(process)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Ask mpiexec to end its ranks; if it does not, it goes, and its proxies with it."""
-    try:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
+    finally:  # Ask mpiexec to end its ranks; if it does not, kill it and its proxies.
+        try:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait(GRACE)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(GRACE)
-    finally:
-        if process.stdout is not None:
-            process.stdout.close()
+        finally:
+            if process.stdout is not None:
+                process.stdout.close()
 
 
 def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
-    """What the ranks print, with a deadline for each line, which a pipe alone does not have."""
+    """The lines that the ranks print, with a deadline for each, which a pipe alone does not have."""
     waiting: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def read() -> None:
         assert process.stdout is not None  # noqa: S101 (it is a pipe)
-        # A pipe that is closed because the reader gave up is an end like any other.
+        # A pipe may be closed because the reader gave up.
         with contextlib.suppress(ValueError, OSError):
             for line in process.stdout:
                 waiting.put(line)
@@ -106,7 +94,7 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
         try:
             line = waiting.get(timeout=SILENCE)
         except queue.Empty:
-            raise WaitError(f"ranks under mpiexec said nothing for {SILENCE:g} s; they were ended") from None
+            raise WaitError(f"ranks under mpiexec printed nothing for {SILENCE:g} s; they were ended") from None
         if line is None:
             return
         yield line

@@ -1,4 +1,4 @@
-"""A measurement as a table and as a picture."""
+"""A measurement as a table and as a chart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 def in_bytes(size: int) -> str:
-    """A size as people write it: 4 KiB, 25 MiB."""
+    """A size with its unit: 4 KiB, 25 MiB."""
     for unit, name in _UNITS:
         if size >= unit:
             return f"{size / unit:.3g} {name}"
@@ -32,7 +32,7 @@ def in_seconds(seconds: float) -> str:
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """Sizes down, peers across: each one's time, and how many times the first one's that is."""
+    """Sizes down, peers across: each peer's time, and its ratio to the first one's."""
     from rich.table import Table
 
     first, *others = result["peers"]
@@ -49,9 +49,9 @@ def table(result: Mapping[str, Any]) -> Table:
     return shown
 
 
-def _spread(found: Mapping[str, float]) -> str:
+def _spread(spread: Mapping[str, float]) -> str:
     # Brackets would be read as markup.
-    return f"{found['median']:.3g}x ({found['low']:.2g} to {found['high']:.2g})"
+    return f"{spread['median']:.3g}x ({spread['low']:.2g} to {spread['high']:.2g})"
 
 
 def picture(results: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -59,7 +59,7 @@ def picture(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UsageError("a picture needs matplotlib: pip install matplotlib, or leave the picture out") from error
+        raise UsageError("a picture needs matplotlib: pip install matplotlib, or omit the picture") from error
     figure = Figure(figsize=(0.8 + 4.6 * len(results), 4.2), layout="constrained")
     panels: Any = figure.subplots(1, len(results), sharey=True, squeeze=False)
     for panel, result in zip(panels[0], results, strict=True):

@@ -11,8 +11,17 @@ from itertools import groupby
 from typing import Final
 
 from offbeat.errors import UsageError
-from offbeat.monitor.diagram.plot import PixelScale, Plot, ticks
-from offbeat.monitor.diagram.shapes import Drawing, Drawn, Polyline, Rect, TextShape, text_width
+from offbeat.monitor.diagram.shapes import (
+    Drawing,
+    Drawn,
+    PixelScale,
+    Plot,
+    Polyline,
+    Rect,
+    TextShape,
+    text_width,
+    ticks,
+)
 from offbeat.simulate.timeline import Activity, Message, Timeline
 from offbeat.simulate.units import seconds_in_words, size_in_words
 

@@ -1,4 +1,4 @@
-"""`offbeat.compare`: from what was asked to a league, run by run."""
+"""`offbeat.compare`: from settings to a comparison, run by run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from typing import Any, Protocol
 
 from offbeat import limits
 from offbeat.errors import CheckpointError, OffbeatError, RunError, StrategyError, UsageError
-from offbeat.league._conductor import Conductor
+from offbeat.league._conductor import Conductor, LeaguePlan, Planned
 from offbeat.league._contestants import field_of, resolved
 from offbeat.league._facts import facts_of
 from offbeat.league._league import League
-from offbeat.league._order import LeaguePlan, Planned
 from offbeat.league._records import HOSTS_FILE, Entry, LeagueFolder, of_result
 from offbeat.league._settings import GRID, SEEDS, LeagueSettings
 from offbeat.run.drive import WARM, Watcher, drive
@@ -28,20 +27,25 @@ from offbeat.runtime.run.folder import RunFolder, write_whole
 from offbeat.strategies import Strategy
 from offbeat.task import AnyTask, IterativeTask, reference_to
 
+_NO_TARGET = (
+    "there is no target, so no strategy can be the first to reach it. Give one: --target 0.97, or --target "
+    "accuracy=0.97 for a script that reports an accuracy."
+)
+
 
 class Spectator(Protocol):
-    """Somebody who is told how a league goes: the display."""
+    """Is notified of the progress of a comparison: the display."""
 
     def begin(self, league: League, left: int, seconds: float) -> None:
-        """So many runs are to do; that takes so long, as far as is known (0: nothing is)."""
+        """The number of remaining runs, and the seconds that they will take (0: unknown)."""
         ...
 
     def starting(self, planned: Planned) -> Watcher | None:
-        """A run starts; what is answered is told how it goes."""
+        """A run starts; the result is notified of its progress."""
         ...
 
     def ended(self, entry: Entry, league: League, left: int, seconds: float) -> None:
-        """A run has ended; so many are left."""
+        """A run has ended."""
         ...
 
 
@@ -70,13 +74,13 @@ def compare(
     launcher: Launcher | None = None,
     spectator: Spectator | None = None,
 ) -> League:
-    """Find out which strategy is the first to reach a target, here, on this script or task.
+    """Find out which strategy is the first to reach a target, on this machine and this script or task.
 
     Every strategy runs with the same seeds, and so with the same initial model and order of data; runs take turns.
-    `ddp` takes part in any case, and once more as the measure of noise; `single`, one worker alone, unless it is left
-    out. `tune` are factors of the learning rate that each strategy may choose from on a seed of its own (None: the
-    script's own rate). `budget` is in seconds: if it does not suffice, all strategies have fewer seeds. With `resume`,
-    the folder of a league, that one goes on; what has ended is not run again.
+    `ddp` always takes part, twice, to measure the noise; so does `single`, one worker alone, unless omitted. `tune` are
+    factors of the learning rate that each strategy may choose from on a separate seed (None: the script's own rate).
+    `budget` is in seconds: if it does not suffice, all strategies have fewer seeds. `resume` continues the comparison
+    in that folder; finished runs are not repeated.
     """
     if budget is not None:
         limits.seconds("--budget", budget)
@@ -84,35 +88,38 @@ def compare(
     goal["disturb"] = [disturb] if isinstance(disturb, str) else list(disturb)
     asked = None
     if what is not None:
-        wanted = Hosts.read(Path(hosts)) if isinstance(hosts, str | Path) else hosts
+        machines = Hosts.read(Path(hosts)) if isinstance(hosts, str | Path) else hosts
         known = target_of(str(what), tuple(arguments)) if isinstance(what, str | Path) else reference_to(what)
         asked = LeagueSettings(
             what=plain_target(known),
             strategies=tuple(map(str, strategies)),
-            workers=agreed_workers(wanted, workers, max(2, len(os.sched_getaffinity(0)))),
+            workers=agreed_workers(machines, workers, max(2, len(os.sched_getaffinity(0)))),
             seeds=SEEDS if seeds is None else seeds,
             seed=seed,
             tune=(1.0,) if tune is None else tuple(map(float, tune)),
             single=single,
             threads=threads,
-            hosts=None if wanted is None else wanted.plain(),
+            hosts=None if machines is None else machines.plain(),
             target=None if target is None else str(target),
             goal=goal,
         )
         asked.job(Path(out))  # Refuses numbers that make no sense, before any process is started.
     elif resume is None:
-        raise UsageError("nothing to compare strategies on: give a script, a task, or --resume LEAGUE.")
+        raise UsageError("nothing to compare strategies on: give a script, a task, or --resume FOLDER.")
     with nullcontext(launcher) if launcher else Launcher(WARM) as starter:
         starter.start()  # Imports torch there while everything is checked here.
-        folder, league = _begun(asked, Path(out)) if resume is None else _gone_on(asked, Path(resume), seeds)
-        return _played(league, folder, starter, spectator, budget)
+        if resume is not None:
+            folder, league = _resume(asked, Path(resume), seeds)
+        else:
+            assert asked is not None  # noqa: S101 (checked above)
+            folder, league = _begin(asked, Path(out))
+        return _play(league, folder, starter, spectator, budget)
 
 
-def _begun(asked: LeagueSettings | None, out: Path) -> tuple[LeagueFolder, League]:
-    assert asked is not None  # noqa: S101 (checked by the caller)
+def _begin(asked: LeagueSettings, out: Path) -> tuple[LeagueFolder, League]:
     job = asked.job(out)
     field = field_of(job, asked.strategies, asked.single)
-    # A task must have a target; what a script's is only it can tell.
+    # A task must have a target; a script's is known only when it runs.
     if resolved(job, field.contestants[0]).goal.target is None and not isinstance(job.what, Script):
         raise UsageError(_NO_TARGET)
     facts = facts_of(job)
@@ -124,13 +131,7 @@ def _begun(asked: LeagueSettings | None, out: Path) -> tuple[LeagueFolder, Leagu
     return folder, league
 
 
-_NO_TARGET = (
-    "there is no target, so nobody can be the first to reach it. Say one: --target 0.97, or --target accuracy=0.97 "
-    "for a script that reports an accuracy."
-)
-
-
-def _gone_on(asked: LeagueSettings | None, path: Path, seeds: int | None) -> tuple[LeagueFolder, League]:
+def _resume(asked: LeagueSettings | None, path: Path, seeds: int | None) -> tuple[LeagueFolder, League]:
     folder = LeagueFolder.open(path)
     league = League.from_plain(folder.path, folder.read())
     before = LeagueSettings.from_plain(league.asked)
@@ -138,36 +139,35 @@ def _gone_on(asked: LeagueSettings | None, path: Path, seeds: int | None) -> tup
         asked.check_same(before)
     now = facts_of(before.job(folder.path))
     for name, what in (("source", "the script or the task's file"), ("data", "the data")):
-        kept = dict(league.facts)[name]
-        if now[name] != kept and not (name == "data" and now[name]["hash"] is None):
+        then = league.facts[name]
+        if now[name] != then and not (name == "data" and now[name]["hash"] is None):
             raise CheckpointError(
-                f"{what} has changed since {folder.path.name} was begun ({kept} then, {now[name]} now): its runs and "
-                f"new ones would not be of the same. Start a new league."
+                f"{what} has changed since {folder.path.name} was begun ({then} then, {now[name]} now): its runs and "
+                f"new ones would not be comparable. Start a new comparison."
             )
-    said = [
-        f"{name} was {league.facts[name]} when the league was begun, and {now[name]} when it went on."
+    changes = [
+        f"{name} was {league.facts[name]} when the comparison was begun, and {now[name]} when it went on."
         for name in ("commit", "environment")
-        if _lasting(now[name]) != _lasting(league.facts[name])
+        if _without_start(now[name]) != _without_start(league.facts[name])
     ]
-    wanted = dict(league.asked) | ({} if seeds is None else {"seeds": seeds})
-    LeagueSettings.from_plain(wanted)
-    said = list(dict.fromkeys([*league.said, *said]))
-    return folder, dataclasses.replace(league, asked=wanted, said=tuple(said))
+    settings = dict(league.asked) | ({} if seeds is None else {"seeds": seeds})
+    LeagueSettings.from_plain(settings)
+    changes = dict.fromkeys([*league.said, *changes])
+    return folder, dataclasses.replace(league, asked=settings, said=tuple(changes))
 
 
-def _lasting(known: Any) -> Any:
-    """Without the time at which it was looked at."""
-    if not isinstance(known, Mapping):
-        return known
-    return {name: value for name, value in dict[str, Any](known).items() if name != "started"}
+def _without_start(fact: Any) -> Any:
+    if not isinstance(fact, Mapping):
+        return fact
+    return {name: value for name, value in dict[str, Any](fact).items() if name != "started"}
 
 
-def _played(
+def _play(
     league: League, folder: LeagueFolder, starter: Launcher, spectator: Spectator | None, budget: float | None
 ) -> League:
     asked = LeagueSettings.from_plain(league.asked)
     job = asked.job(folder.path / "runs")
-    # What is not gradient descent has no learning rate.
+    # A task that is not gradient descent has no learning rate.
     tunable = isinstance(job.what, Script) or not issubclass(job.what.find(), IterativeTask)
     plan = LeaguePlan(league.contestants, asked.seed, asked.seeds, asked.tune if tunable else (1.0,))
 
@@ -175,15 +175,15 @@ def _played(
         return _one_run(planned, job, conductor, starter, spectator)
 
     def state() -> League:
-        found = dataclasses.replace(
+        current = dataclasses.replace(
             league,
             entries=tuple(conductor.entries),
             given_up=tuple(conductor.given_up),
             undone=tuple(conductor.undone),
             facts=_with_first_batch(league.facts, conductor.entries),
         )
-        folder.write(found.kept())
-        return found
+        folder.write(current.kept())
+        return current
 
     def changed() -> None:
         now = state()
@@ -213,28 +213,26 @@ def _one_run(planned: Planned, job: Job, conductor: Conductor, starter: Launcher
         _refuse_hopeless(conductor, failed)
         return failed
     if not result.seconds_by_kind:
-        raise UsageError(f"{job.what} never called offbeat.init(), so that nothing is known of its training.")
+        raise UsageError(f"{job.what} never called offbeat.init(), so nothing is known of its training.")
     if result.target is None:
         raise UsageError(_NO_TARGET)
-    # A run of a league is never gone on with, and checkpoints of all of them could fill a disk.
+    # These runs are never resumed, and checkpoints of all of them could fill a disk.
     shutil.rmtree(RunFolder(result.run).checkpoints, ignore_errors=True)
     return dataclasses.replace(of_result(entry, result), wall_seconds=time.monotonic() - start)
 
 
 def _refuse_hopeless(conductor: Conductor, failed: Entry) -> None:
-    """When everybody has failed once and nobody has not, the fault is not a strategy's."""
+    """When all contestants have failed and no run has succeeded, the fault is not a strategy's."""
     entries = [*conductor.entries, failed]
-    names = {entry.name for entry in entries}
-    everybody = {
-        one.name for one in conductor.plan.contestants if not entries[0].tuning or one.name in conductor.plan.tuned
-    }
-    if names == everybody and all(entry.reason is not None for entry in entries):
-        raise RunError(f"no strategy could run it. The first failed so: {entries[0].reason}")
+    plan = conductor.plan
+    names = {one.name for one in plan.contestants if not entries[0].tuning or one.name in plan.tuned}
+    if names == {entry.name for entry in entries} and all(entry.reason is not None for entry in entries):
+        raise RunError(f"no strategy could run it. The first error: {entries[0].reason}")
 
 
 def _with_first_batch(facts: Mapping[str, Any], entries: Sequence[Entry]) -> dict[str, Any]:
-    """A script's data is known by what its first run had first."""
+    """A script's data is identified by the first batch of its first run."""
     if facts["data"]["hash"] is not None:
         return dict(facts)
-    found = next((entry.first_batch for entry in entries if entry.first_batch), None)
-    return dict(facts) | {"data": dict(facts["data"]) | {"hash": found}}
+    batch = next((entry.first_batch for entry in entries if entry.first_batch), None)
+    return dict(facts) | {"data": dict(facts["data"]) | {"hash": batch}}

@@ -1,4 +1,4 @@
-"""Who takes part in a league: the strategies that were asked for, stock DDP twice, and one worker alone."""
+"""The contestants of a comparison: the requested strategies, stock DDP twice, and one worker alone."""
 
 from __future__ import annotations
 
@@ -24,42 +24,42 @@ SINGLE = "single"
 
 
 class EntryReason(StrEnum):
-    """Why somebody is in a league."""
+    """Why a contestant takes part."""
 
     asked = "asked"
     """A strategy that may win."""
     baseline = "baseline"
-    """What the others are compared with; it may win, too."""
+    """The one that others are compared with; it may win, too."""
     again = "again"
-    """The baseline once more: how far it is from itself is the noise."""
+    """The baseline once more: its difference from the baseline is the noise."""
     single = "single"
     """One worker, for the speed-up."""
+
+    @property
+    def eligible(self) -> bool:
+        """Whether such a contestant can win."""
+        return self in (EntryReason.asked, EntryReason.baseline)
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """One row of a league."""
+    """One row of a comparison."""
 
     name: str
-    """How the tables call it."""
+    """Its name in tables."""
     strategy: str
     """The strategy, as text."""
     workers: int
-    """How many processes train."""
+    """Number of workers."""
     part: EntryReason = EntryReason.asked
     """Why it takes part."""
     left_out: tuple[str, ...] = ()
-    """Disturbances that are about processes which it does not have."""
-
-    @property
-    def eligible(self) -> bool:
-        """Whether it can win."""
-        return self.part in (EntryReason.asked, EntryReason.baseline)
+    """Disturbances of processes that it does not have."""
 
 
 @dataclass(frozen=True)
 class Entrants:
-    """All who take part, and all who refuse to."""
+    """The contestants, and the strategies that cannot take part."""
 
     contestants: tuple[Contestant, ...]
     refused: dict[str, str]
@@ -67,29 +67,29 @@ class Entrants:
 
 
 def field_of(job: Job, strategies: Sequence[str | Strategy], single: bool) -> Entrants:
-    """The contestants of a league over this job; what is misspelled is an error, what does not fit is listed."""
-    wanted = {BASELINE: BASELINE}
-    for one in (strategy for text in strategies or DEFAULT for strategy in expand(str(text))):
-        wanted.setdefault(str(combined(one)), str(one))  # What means the same takes part once.
-        limits.whole("the number of strategies,", len(wanted), limits.SWEEP, why="in one league")
-    wanted.pop(SINGLE, None)
-    named = [
+    """The contestants of a comparison on this job; a misspelled strategy is an error, an unusable one is listed."""
+    texts = {BASELINE: BASELINE}
+    for strategy in (strategy for text in strategies or DEFAULT for strategy in expand(str(text))):
+        texts.setdefault(str(combined(strategy)), str(strategy))  # Strategies that mean the same take part once.
+        limits.whole("the number of strategies,", len(texts), limits.SWEEP, why="in one comparison")
+    texts.pop(SINGLE, None)
+    candidates = [
         Contestant(name, text, job.workers, EntryReason.baseline if text == BASELINE else EntryReason.asked)
-        for text, name in wanted.items()
+        for text, name in texts.items()
     ]
-    named.insert(1, Contestant(AGAIN, BASELINE, job.workers, EntryReason.again))
+    candidates.insert(1, Contestant(AGAIN, BASELINE, job.workers, EntryReason.again))
     if single:
-        named.append(Contestant(SINGLE, SINGLE, 1, EntryReason.single))
-    found: list[Contestant] = []
+        candidates.append(Contestant(SINGLE, SINGLE, 1, EntryReason.single))
+    contestants: list[Contestant] = []
     refused: dict[str, str] = {}
-    for plain in named:
+    for candidate in candidates:
         try:
-            found.append(dataclasses.replace(plain, left_out=_misplaced(resolved(job, plain))))
+            contestants.append(dataclasses.replace(candidate, left_out=_misplaced(resolved(job, candidate))))
         except StrategyError as error:
-            refused[plain.name] = str(error)
-    if not any(one.eligible for one in found):
+            refused[candidate.name] = str(error)
+    if not any(one.part.eligible for one in contestants):
         raise StrategyError(f"none of the strategies can be used here: {'; '.join(refused.values())}")
-    return Entrants(tuple(found), refused)
+    return Entrants(tuple(contestants), refused)
 
 
 def resolved(job: Job, one: Contestant, seed: int = 0, factor: float = 1.0) -> Job:
@@ -102,15 +102,13 @@ def resolved(job: Job, one: Contestant, seed: int = 0, factor: float = 1.0) -> J
 
 
 def _misplaced(job: Job) -> tuple[str, ...]:
-    """Sentences about servers or workers that this run does not have: nothing of it could be disturbed by them."""
+    """Disturbances of servers or workers that this run does not have."""
     needs = servers_of(job)
     cast = {"worker": job.workers} | ({"server": needs[0]} if needs and needs[0] else {})
-    return tuple(sentence for sentence in job.goal.disturb if not _fits(sentence, cast))
-
-
-def _fits(sentence: str, cast: dict[str, int]) -> bool:
-    try:
-        check(Goal(disturb=(sentence,)).disturbances, cast)
-    except UsageError:
-        return False
-    return True
+    misplaced: list[str] = []
+    for sentence in job.goal.disturb:
+        try:
+            check(Goal(disturb=(sentence,)).disturbances, cast)
+        except UsageError:
+            misplaced.append(sentence)
+    return tuple(misplaced)

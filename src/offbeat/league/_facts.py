@@ -1,4 +1,4 @@
-"""What a league must state so that it can be repeated: commit, versions, data, script."""
+"""What a comparison must state to be repeatable: commit, versions, data, script."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ from offbeat.runtime.run.folder import environment
 from offbeat.runtime.state.random_state import Lent, seeded
 
 EXAMPLES = 64
-"""Of data that does not lie in tensors, how many examples of each part are read."""
+"""Number of examples of each part that are hashed, of data that is not in tensors."""
 
 
 def facts_of(job: Job) -> dict[str, Any]:
-    """Everything that is known before the first run."""
+    """All facts known before the first run."""
+    text = job.what.path if isinstance(job.what, Script) else job.what.source
+    file = Path(text) if text.endswith(".py") else None
     return {
-        "commit": commit_of(_place(job)),
+        "commit": _commit_of(Path.cwd() if file is None else file.resolve().parent),
         "environment": {name: value for name, value in environment().items() if name != "command"},
         "data": _data(job),
-        "source": source_of(job),
+        "source": None if file is None else _hash_of(file),
         "crowded": crowded(job.workers, job.threads),
     }
 
 
 def crowded(workers: int, threads: int | None) -> str | None:
-    """A warning where more threads compute than there are cores."""
+    """A warning if more threads compute than there are cores."""
     cores = len(os.sched_getaffinity(0))
     each = threads or threads_for(workers)
     if workers * each <= cores:
@@ -45,14 +47,12 @@ def crowded(workers: int, threads: int | None) -> str | None:
     )
 
 
-def commit_of(folder: Path) -> str | None:
-    """The commit that a folder is at, `+` if files have changed since; None outside of a repository."""
+def _commit_of(folder: Path) -> str | None:
+    """The commit of a folder, with `+` if files have changed since; None outside of a repository."""
 
     def git(*words: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=20, check=True
-        )
-        return done.stdout.strip()
+        command = ["git", "-C", str(folder), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
 
     try:
         changed = git("status", "--porcelain", "--untracked-files=no")
@@ -61,27 +61,15 @@ def commit_of(folder: Path) -> str | None:
         return None
 
 
-def source_of(job: Job) -> str | None:
-    """A hash of the script or of the task's file, if it is one."""
-    path = _file(job)
+def _hash_of(file: Path) -> str | None:
     try:
-        return None if path is None else hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+        return hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
     except OSError:
         return None
 
 
-def _file(job: Job) -> Path | None:
-    text = job.what.path if isinstance(job.what, Script) else job.what.source
-    return Path(text) if text.endswith(".py") else None
-
-
-def _place(job: Job) -> Path:
-    path = _file(job)
-    return Path.cwd() if path is None else path.resolve().parent
-
-
 def _data(job: Job) -> dict[str, Any]:
-    """The hash of a task's data, and what was hashed; a script's is known when its first run has had a batch."""
+    """The hash of a task's data, and what was hashed; a script's is known after its first run's first batch."""
     if isinstance(job.what, Script):
         return {"hash": None, "of": "the first training batch of worker 0 in the first run"}
     try:
@@ -90,7 +78,7 @@ def _data(job: Job) -> dict[str, Any]:
             parts = [hashed(data.train), hashed(data.validation)]
     except OffbeatError:
         raise
-    except Exception as error:  # Whatever people's own data raises: the workers will say it better.
+    except Exception as error:  # Whatever user-defined data raises: the workers will report it better.
         return {"hash": None, "of": f"nothing: {type(error).__name__} while reading it"}
     return {"hash": fingerprint([part[0] for part in parts]), "of": parts[0][1]}
 

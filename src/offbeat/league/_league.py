@@ -1,4 +1,4 @@
-"""A league: what was asked, every run that has ended, the table and the verdict."""
+"""A comparison: its settings, every finished run, the table and the verdict."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ TAGS = {
     "bytes_sent": "measured: read off the schedules that ran",
     "curve": "measured; bytes between evaluations are scaled from one worker's to all",
 }
-"""How each figure came about; nothing in a league is simulated or extrapolated."""
-
-
+"""The origin of each figure; nothing in a comparison is simulated or extrapolated."""
 _MOST = 1e18
 """Beyond any figure of a run."""
 
@@ -57,7 +55,7 @@ class _Facts(msgspec.Struct):
 
 
 class _LeagueFile(msgspec.Struct):
-    """What league.json must have."""
+    """The required contents of league.json."""
 
     asked: dict[str, Any]
     facts: _Facts
@@ -69,14 +67,14 @@ class _LeagueFile(msgspec.Struct):
     said: tuple[str, ...] = ()
 
 
-def _check(found: _LeagueFile) -> None:
-    """What types do not say: times are finite and not negative, targets can be read, and each name is there once."""
-    names = [one.name for one in found.contestants]
+def _check(file: _LeagueFile) -> None:
+    """Check what types do not: figures are finite and not huge, targets can be parsed, and names are unique."""
+    names = [one.name for one in file.contestants]
     if not names:
-        raise ValueError("nobody takes part in it")
+        raise ValueError("it has no contestants")
     if len(set(names)) < len(names):
         raise ValueError(f"it has a contestant twice: {', '.join(names)[:200]}")
-    for entry in found.runs:
+    for entry in file.runs:
         numbers = [getattr(entry, one.name) for one in fields(entry)] + list(entry.seconds_by_kind.values())
         numbers += [getattr(point, one.name) for point in entry.curve for one in fields(point)]
         wrong = [value for value in numbers if isinstance(value, int | float) and not -_MOST < value < _MOST]
@@ -88,61 +86,52 @@ def _check(found: _LeagueFile) -> None:
 
 @dataclass(frozen=True)
 class League:
-    """Strategies compared by their time to a target, over the same seeds; `offbeat.compare` answers one."""
+    """Strategies compared by their time to a target, over the same seeds; the result of `offbeat.compare`."""
 
     folder: Path
-    """Where everything is."""
+    """Its folder."""
     asked: Mapping[str, Any]
-    """What was asked for, as JSON data."""
+    """Its settings, as JSON data."""
     facts: Mapping[str, Any]
     """Commit, versions, data."""
     contestants: tuple[Contestant, ...]
     refused: Mapping[str, str]
     """Strategies that cannot be used here, and why."""
     entries: tuple[Entry, ...]
-    """The runs that have ended."""
+    """The finished runs."""
     given_up: tuple[str, ...] = ()
     """Contestants that only failed and were not run again."""
     undone: tuple[str, ...] = ()
-    """What was left undone, and why."""
+    """What was skipped, and why."""
     said: tuple[str, ...] = ()
-    """What has changed between parts of a league that was gone on with."""
+    """What changed before a comparison was resumed."""
 
     @classmethod
     def from_plain(cls, folder: Path, data: Mapping[str, Any]) -> League:
-        """From what league.json says; what cannot be so is refused."""
+        """From the contents of league.json, which are checked."""
         try:
-            found = msgspec.convert(dict(data), _LeagueFile)
-            asked = LeagueSettings.from_plain(found.asked)
-            _check(found)
+            file = msgspec.convert(dict(data), _LeagueFile)
+            asked = LeagueSettings.from_plain(file.asked).plain()
+            _check(file)
         except (ValueError, OffbeatError) as error:
             raise CheckpointError(
                 f"{folder / LEAGUE_FILE} cannot be read: {error}. It may have been edited."
             ) from error
-        return cls(
-            folder=folder,
-            asked=asked.plain(),
-            facts=data["facts"],
-            contestants=found.contestants,
-            refused=found.refused,
-            entries=found.runs,
-            given_up=found.given_up,
-            undone=found.undone,
-            said=found.said,
-        )
+        rest = (file.contestants, file.refused, file.runs, file.given_up, file.undone, file.said)
+        return cls(folder, asked, data["facts"], *rest)
 
     @classmethod
     def read(cls, path: str | Path) -> League:
-        """An earlier league, from its folder."""
+        """An earlier comparison, from its folder."""
         folder = LeagueFolder.open(Path(path))
         return cls.from_plain(folder.path, folder.read())
 
     @cached_property
     def rows(self) -> tuple[LeagueRow, ...]:
-        """The table: those who can win by their times, then the others."""
-        found = rows_of(self.contestants, self.entries, self.given_up)
-        ranked = ranking(found)
-        return (*ranked, *(row for row in found if row not in ranked))
+        """The table: contestants that can win by their times, then the others."""
+        rows = rows_of(self.contestants, self.entries, self.given_up)
+        ranked = ranking(rows)
+        return (*ranked, *(row for row in rows if row not in ranked))
 
     @cached_property
     def outcome(self) -> LeagueVerdict:
@@ -162,7 +151,7 @@ class League:
 
     @property
     def seeds(self) -> list[int]:
-        """Those that all have run."""
+        """Those that all contestants have run."""
         return complete_seeds(self.contestants, self.entries, self.given_up)
 
     @property
@@ -171,8 +160,14 @@ class League:
         return next((entry.target for entry in self.entries if entry.target), self.asked.get("target"))
 
     @property
+    def subject(self) -> str:
+        """The script, or the source of the task."""
+        what = self.asked["what"]
+        return what["script"] if "script" in what else what["task"]["source"]
+
+    @property
     def tuning(self) -> dict[str, Any]:
-        """The grid, what each chose, and what choosing has cost."""
+        """The grid, the factor chosen for each contestant, and the cost of choosing."""
         tried = [entry for entry in self.entries if entry.tuning]
         return {
             "grid": list(self.asked["tune"]),
@@ -182,7 +177,7 @@ class League:
         }
 
     def plain(self) -> dict[str, Any]:
-        """As JSON data: what league.json keeps, and what follows from it."""
+        """As JSON data: the contents of league.json, and what follows from them."""
         return self.kept() | {
             "table": [row.plain() for row in self.rows],
             "winner": self.winner,
@@ -196,14 +191,7 @@ class League:
         }
 
     def kept(self) -> dict[str, Any]:
-        """What league.json needs for going on."""
-        return {
-            "asked": dict(self.asked),
-            "facts": dict(self.facts),
-            "contestants": [vars(one) for one in self.contestants],
-            "refused": dict(self.refused),
-            "given_up": list(self.given_up),
-            "undone": list(self.undone),
-            "said": list(self.said),
-            "runs": [entry.plain() for entry in self.entries],
-        }
+        """The contents of league.json, which suffice to resume."""
+        names = ("asked", "facts", "contestants", "refused", "given_up", "undone", "said")
+        data = {name: getattr(self, name) for name in names} | {"runs": self.entries}
+        return msgspec.to_builtins(data, enc_hook=str)  # A version of torch is not a plain string.

@@ -1,4 +1,4 @@
-"""What a league leaves on disk as it goes: `league.json` with one entry for each run that has ended."""
+"""The record of a comparison on disk: `league.json` with one entry for each finished run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
-
 from offbeat.errors import CheckpointError
 from offbeat.run.drive import Result
 from offbeat.runtime.run.folder import METRICS_FILE, new_folder, write_whole
@@ -22,9 +20,9 @@ LEAGUE_FILE = "league.json"
 HOSTS_FILE = "hosts.toml"
 LATEST = "latest-league"
 VERSION = 1
-"""Of the file's form."""
+"""Version of the file format."""
 _LARGEST = 256 * 2**20
-"""Bytes of a league's file: it has every evaluation of every run."""
+"""Maximum size of the file in bytes: it has every evaluation of every run."""
 
 
 @dataclass(frozen=True)
@@ -35,29 +33,29 @@ class Evaluation:
     samples: int
     seconds: float
     bytes_sent: int
-    """Payload of all workers, scaled from what the worker that writes the metrics had sent by then."""
+    """Payload of all workers, scaled from that of the worker that writes the metrics."""
     score: float
     evaluate_seconds: float = 0.0
-    """How much of the time went to evaluations, this one included."""
+    """Time spent on evaluations so far, including this one."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One run that has ended, well or not."""
+    """One finished run, successful or not."""
 
     name: str
-    """Whose run it was."""
+    """The contestant."""
     seed: int
     factor: float
     tuning: bool
     wall_seconds: float = 0.0
-    """From its start to its end, start-up and all."""
+    """From start to end, including start-up."""
     reason: str | None = None
     """Why it failed; None if it did not."""
     folder: str | None = None
     """Its run folder."""
     target: str | None = None
-    """The score that was to be reached."""
+    """The target score."""
     seconds_to_target: float | None = None
     """None if it was missed."""
     steps_to_target: int | None = None
@@ -70,9 +68,9 @@ class Entry:
     startup_seconds: float = 0.0
     core_seconds: float = 0.0
     bytes_sent: int = 0
-    """Payload, by the formulas of the algorithms."""
+    """Payload, by the schedules that ran."""
     kernel_bytes: int | None = None
-    """What the kernel counted on the hosts' links, headers and all; None on one machine, whose loopback counts all."""
+    """The kernel's count on the hosts' links, including headers; None on one machine, whose loopback counts all."""
     seconds_by_kind: dict[str, float] = field(default_factory=dict[str, float])
     score: float | None = None
     best_score: float | None = None
@@ -95,21 +93,12 @@ class Entry:
 
     @property
     def key(self) -> tuple[str, int, float, bool]:
-        """What makes it the same run."""
+        """Identifies the run."""
         return self.name, self.seed, self.factor, self.tuning
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON data."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_plain(cls, data: Mapping[str, Any]) -> Entry:
-        """From JSON data; unknown entries are ignored."""
-        return msgspec.convert(dict(data), cls)
 
 
 def of_result(entry: Entry, result: Result) -> Entry:
-    """The entry of a run that ended well."""
+    """The entry of a successful run."""
     target = None if result.target is None else Target.parse(result.target)
     curve = [] if target is None else _curve(result, target)
     reached = next((point for point in curve if target is not None and target.reached(point.score)), None)
@@ -135,19 +124,19 @@ def _curve(result: Result, target: Target) -> list[Evaluation]:
     most = max((line.get("bytes_sent", 0) for line in lines), default=0)
     scale = result.bytes_sent / most if most else 0.0
     points: list[Evaluation] = []
+    names = result.metrics if target.name is None else {target.name}
     for line in lines:
-        names = result.metrics if target.name is None else {target.name}
         metrics: dict[str, float] = {name: line[name] for name in names if name in line}
-        judged = target.pick(metrics) if metrics else None
-        if judged is not None:
+        score = target.pick(metrics) if metrics else None
+        if score is not None:
             sent = round(line.get("bytes_sent", 0) * scale)
-            evaluated = line["seconds_by_kind"]["evaluate"]
-            points.append(Evaluation(line["step"], line["samples"], line["seconds"], sent, judged[1], evaluated))
+            evaluation = line["seconds_by_kind"]["evaluate"]
+            points.append(Evaluation(line["step"], line["samples"], line["seconds"], sent, score[1], evaluation))
     return points
 
 
 class LeagueFolder:
-    """One league's folder. Every write is whole or not there."""
+    """The folder of a comparison. Writes are atomic."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -159,21 +148,21 @@ class LeagueFolder:
 
     @classmethod
     def open(cls, path: Path) -> LeagueFolder:
-        """An earlier league's folder, to go on with it or to read it."""
+        """The folder of an earlier comparison, to resume or read it."""
         if not is_file(path / LEAGUE_FILE):
             raise CheckpointError(
-                f"{path} is not a league: it has no {LEAGUE_FILE}. Give a folder that `offbeat compare` has made."
+                f"{path} is not a comparison: it has no {LEAGUE_FILE}. Give a folder that `offbeat compare` has made."
             )
         return cls(path.resolve())
 
     def read(self) -> dict[str, Any]:
-        """What league.json says."""
+        """The contents of league.json."""
         try:
             data = read_object(self.path / LEAGUE_FILE, _LARGEST)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path / LEAGUE_FILE} cannot be read: {error}") from error
         if data.get("version") != VERSION:
-            raise CheckpointError(f"{self.path / LEAGUE_FILE} is of another version of offbeat. Start a new league.")
+            raise CheckpointError(f"{self.path / LEAGUE_FILE} is from another version of offbeat. Start a new one.")
         return data
 
     def write(self, data: Mapping[str, Any]) -> None:

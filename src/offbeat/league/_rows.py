@@ -1,10 +1,11 @@
-"""From the runs of a league to its table: one row for each contestant, over the seeds that all have run."""
+"""From the runs of a comparison to its table: one row for each contestant, over the seeds that all have run."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -16,28 +17,28 @@ from offbeat.statistics import JsonData, Spread, ratios, spread
 
 @dataclass(frozen=True)
 class LeagueRow(JsonData):
-    """What a contestant came to. Figures without a spread are medians over its runs that did not fail."""
+    """A contestant's results. Figures without a spread are medians over its runs that did not fail."""
 
     name: str
     part: EntryReason
     strategy: str
     workers: int
     factor: float
-    """What its learning rates were multiplied by."""
+    """Factor on its learning rates."""
     runs: int
-    """How many counted: one for each seed that all have run."""
+    """Number of runs that counted: one for each seed that all have run."""
     reached: int
-    """How many of them reached the target."""
+    """Number of them that reached the target."""
     time: Spread
-    """Seconds to the target; a miss counts as for ever."""
+    """Seconds to the target; infinite for a miss."""
     relative: Spread | None
-    """Times the baseline's seconds, seed by seed; None if the baseline missed one."""
+    """Ratio to the baseline's seconds, seed by seed; None if the baseline missed one."""
     speedup: Spread | None
-    """How many times faster than one worker, seed by seed; None if that missed one or was left out."""
+    """Speed-up over one worker, seed by seed; None if that missed one or was omitted."""
     steps: float | None = None
     """Updates until the target, or until the end of a run that missed it."""
     step_seconds: float | None = None
-    """Training time of a step, evaluations left out."""
+    """Training time of a step without evaluations."""
     samples: float | None = None
     """Examples, likewise."""
     bytes_sent: float | None = None
@@ -48,7 +49,7 @@ class LeagueRow(JsonData):
     """Processor time of all workers, over whole runs."""
     startup_seconds: float | None = None
     seconds_by_kind: dict[str, float] | None = None
-    """Where the time went, in a typical run: medians, kind by kind."""
+    """Time by kind in a typical run: medians, kind by kind."""
     score: float | None = None
     """The best on validation data."""
     test_score: float | None = None
@@ -58,40 +59,34 @@ class LeagueRow(JsonData):
     failures: tuple[str, ...] = ()
     """Why runs failed, each reason once."""
     left_out: tuple[str, ...] = ()
-    """Disturbances that it has no process for."""
-
-    @property
-    def eligible(self) -> bool:
-        """Whether it can win."""
-        return self.part in (EntryReason.asked, EntryReason.baseline)
+    """Disturbances of processes that it does not have."""
 
     @property
     def judged(self) -> Spread:
-        """What it is compared by: time relative to the baseline, or seconds where there is no baseline."""
+        """What it is ranked by: time relative to the baseline, or seconds where there is no baseline."""
         return self.time if self.relative is None else self.relative
 
     def share(self, *kinds: str) -> float:
-        """The share of its time that went to these kinds."""
+        """The share of its time spent on these kinds."""
         spent = self.seconds_by_kind or {}
         return sum(spent.get(kind, 0.0) for kind in kinds) / (sum(spent.values()) or 1.0)
 
 
 def complete_seeds(contestants: Sequence[Contestant], entries: Sequence[Entry], given_up: Sequence[str]) -> list[int]:
-    """Seeds that everybody has run who still runs: only these count, so that nobody has others than the rest."""
+    """Seeds that all remaining contestants have run: only these count, so that all have the same ones."""
     names = {one.name for one in contestants} - set(given_up)
     ran: dict[int, set[str]] = {}
     for entry in entries:
         if not entry.tuning:
             ran.setdefault(entry.seed, set()).add(entry.name)
-    return sorted(seed for seed, who in ran.items() if names <= who)
+    return sorted(seed for seed, finished in ran.items() if names <= finished)
 
 
 def rows_of(contestants: Sequence[Contestant], entries: Sequence[Entry], given_up: Sequence[str]) -> list[LeagueRow]:
     """The table, in the order of the contestants."""
     seeds = complete_seeds(contestants, entries, given_up)
-    counted = {(e.name, e.seed): e for e in entries if not e.tuning}
-    ran = {key: entry.arrival for key, entry in counted.items()}
-    times = {one.name: [ran.get((one.name, seed), math.inf) for seed in seeds] for one in contestants}
+    arrivals = {(e.name, e.seed): e.arrival for e in entries if not e.tuning}
+    times = {one.name: [arrivals.get((one.name, seed), math.inf) for seed in seeds] for one in contestants}
     noise = ratios(times[AGAIN], times[BASELINE]) if AGAIN in times and BASELINE in times else None
     return [
         _row(one, [e for e in entries if e.name == one.name], seeds, times, None if noise is None else spread(noise))
@@ -102,11 +97,16 @@ def rows_of(contestants: Sequence[Contestant], entries: Sequence[Entry], given_u
 def _row(
     one: Contestant, entries: list[Entry], seeds: list[int], times: dict[str, list[float]], noise: Spread | None
 ) -> LeagueRow:
-    own = times[one.name]
+    own, alone = times[one.name], times.get(SINGLE, [])
     ran = [e for e in entries if not e.tuning and e.seed in seeds]
     well = [e for e in ran if e.reason is None]
-    middle = _middle_of(well)
-    reasons = dict.fromkeys(e.reason for e in entries if e.reason is not None)
+    speedups = [0.0 if math.isinf(t) else single / max(t, 1e-12) for t, single in zip(own, alone, strict=False)]
+
+    def middle(value: Callable[[Entry], float | None]) -> float | None:
+        known = [v for v in map(value, well) if v is not None]
+        return float(np.median(known)) if known else None
+
+    kinds = {k: middle(lambda e, k=k: e.seconds_by_kind.get(k, 0.0)) or 0.0 for k in KINDS}
     return LeagueRow(
         name=one.name,
         part=one.part,
@@ -117,57 +117,37 @@ def _row(
         reached=sum(math.isfinite(t) for t in own),
         time=spread(own),
         relative=_relative(one, own, times.get(BASELINE, []), noise),
-        speedup=_speedup(own, times.get(SINGLE, [])),
+        speedup=None if not alone or any(map(math.isinf, alone)) else spread(speedups),
         steps=middle(lambda e: e.steps if e.steps_to_target is None else e.steps_to_target),
-        step_seconds=middle(step_seconds),
+        step_seconds=middle(_step_seconds),
         samples=middle(lambda e: e.samples if e.samples_to_target is None else e.samples_to_target),
         bytes_sent=middle(lambda e: e.bytes_sent if e.bytes_to_target is None else e.bytes_to_target),
         kernel_bytes=middle(lambda e: e.kernel_bytes),
         core_seconds=middle(lambda e: e.core_seconds),
         startup_seconds=middle(lambda e: e.startup_seconds),
-        seconds_by_kind={k: middle(lambda e, k=k: e.seconds_by_kind.get(k, 0.0)) or 0.0 for k in KINDS}
-        if well
-        else None,
+        seconds_by_kind=kinds if well else None,
         score=middle(lambda e: e.best_score),
         test_score=middle(lambda e: e.test_score),
         resolution=_resolution(well),
-        failures=tuple(reasons),
+        failures=tuple(dict.fromkeys(e.reason for e in entries if e.reason is not None)),
         left_out=one.left_out,
     )
 
 
 def _relative(one: Contestant, own: list[float], base: list[float], noise: Spread | None) -> Spread | None:
-    if one.part is EntryReason.baseline:
-        if all(map(math.isinf, own)):
-            return None
-        if noise is None:
-            return Spread(1.0, 1.0, 1.0)
-        # Its own spread is how far it is from its copy, either way.
-        return Spread(1.0, min(1.0, noise.low, _over(noise.high)), max(1.0, noise.high, _over(noise.low)))
-    found = ratios(own, base)
-    return None if found is None else spread(found)
-
-
-def _over(ratio: float) -> float:
-    """The same seen from the other side; a miss is a miss."""
-    return math.inf if ratio == 0.0 else 1.0 / ratio
-
-
-def _speedup(own: list[float], lone: list[float]) -> Spread | None:
-    if not lone or any(map(math.isinf, lone)):
+    if one.part is not EntryReason.baseline:
+        pairs = ratios(own, base)
+        return None if pairs is None else spread(pairs)
+    if all(map(math.isinf, own)):
         return None
-    return spread([0.0 if math.isinf(t) else one / max(t, 1e-12) for t, one in zip(own, lone, strict=True)])
+    if noise is None:
+        return Spread(1.0, 1.0, 1.0)
+    # Its own spread is its distance from its copy, in either direction; a miss is a miss.
+    inverse = [math.inf if end == 0.0 else 1.0 / end for end in (noise.high, noise.low)]
+    return Spread(1.0, min(1.0, noise.low, inverse[0]), max(1.0, noise.high, inverse[1]))
 
 
-def _middle_of(entries: list[Entry]) -> Callable[[Callable[[Entry], float | None]], float | None]:
-    def middle(value: Callable[[Entry], float | None]) -> float | None:
-        known = [v for v in map(value, entries) if v is not None]
-        return float(np.median(known)) if known else None
-
-    return middle
-
-
-def step_seconds(entry: Entry) -> float | None:
+def _step_seconds(entry: Entry) -> float | None:
     """Training time of a step without evaluations, up to the last one that was needed."""
     reached = (point for point in entry.curve if point.step == entry.steps_to_target)
     point = next(reached, entry.curve[-1] if entry.curve else None)
@@ -175,11 +155,8 @@ def step_seconds(entry: Entry) -> float | None:
 
 
 def _resolution(entries: list[Entry]) -> tuple[float, float] | None:
-    gaps = [
-        (after.step - before.step, after.seconds - before.seconds)
-        for entry in entries
-        for before, after in zip(entry.curve, entry.curve[1:], strict=False)
-    ]
+    pairs = [pair for entry in entries for pair in pairwise(entry.curve)]
+    gaps = [(after.step - before.step, after.seconds - before.seconds) for before, after in pairs]
     if not gaps:
         return None
     return float(np.median([gap[0] for gap in gaps])), float(np.median([gap[1] for gap in gaps]))

@@ -1,4 +1,4 @@
-"""What a league was asked for: kept in its file, so that it can be gone on with and repeated."""
+"""The settings of a comparison: kept in its file, so that it can be resumed and repeated."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from offbeat.runtime.run.settings import Goal
 from offbeat.task import TaskReference
 
 GRID = (0.5, 1.0, 2.0)
-"""What learning rates are multiplied by, unless told otherwise."""
+"""Default factors of learning rates."""
 SEEDS = 5
 
 
 @dataclass(frozen=True)
 class LeagueSettings:
-    """The settings of a league."""
+    """The settings of a comparison."""
 
     what: dict[str, Any]
     """The script or task, as JSON data."""
     strategies: tuple[str, ...]
-    """As they were written; none: the default ones."""
+    """As the user wrote them; none: the default ones."""
     workers: int
-    """Processes that train."""
+    """Number of workers."""
     seeds: int = SEEDS
-    """Runs of each strategy that count."""
+    """Number of runs of each strategy that count."""
     seed: int = 0
     """The first of the seeds; the others follow it."""
     tune: tuple[float, ...] = GRID
@@ -44,9 +44,9 @@ class LeagueSettings:
     single: bool = True
     """Whether one worker alone takes part."""
     threads: int | None = None
-    """Threads of each worker, of the single one, too."""
+    """Threads of each worker, including the single one."""
     hosts: dict[str, Any] | None = None
-    """Where the workers live, as JSON data."""
+    """The workers' hosts, as JSON data."""
     target: str | None = None
     """The score to be reached."""
     goal: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
@@ -54,17 +54,17 @@ class LeagueSettings:
 
     def __post_init__(self) -> None:
         limits.whole("--workers", self.workers, limits.WORKERS, why="each is a process")
-        limits.whole("--seeds", self.seeds, limits.SEEDS, why="each strategy is run so often")
+        limits.whole("--seeds", self.seeds, limits.SEEDS, why="each strategy is run once per seed")
         limits.seed("--seed", self.seed)
         limits.seed(f"--seed {self.seed} with --seeds {self.seeds}: the last seed", self.seed + self.seeds)
         limits.whole("the number of factors in --tune,", len(self.tune), limits.FACTORS, least=0)
         if not self.tune or not all(0 < factor < math.inf for factor in self.tune):
-            raise UsageError(f"--tune {self.tune} makes no sense: say numbers above 0, such as 0.5,1,2, or none.")
+            raise UsageError(f"--tune {self.tune} makes no sense: give numbers above 0, such as 0.5,1,2, or none.")
         if len(set(self.tune)) < len(self.tune):
-            raise UsageError(f"--tune {self.tune} has a number twice. Say each once.")
+            raise UsageError(f"--tune {self.tune} has a number twice. Give each once.")
 
     def job(self, out: Path) -> Job:
-        """What every run has in common."""
+        """The job that all runs share."""
         what = target_from_plain(self.what)
         goal = Goal.from_plain(self.goal | {"target": self.target})
         hosts = None if self.hosts is None else Hosts.from_plain(self.hosts)
@@ -78,28 +78,33 @@ class LeagueSettings:
     def from_plain(cls, data: Mapping[str, Any]) -> LeagueSettings:
         """From JSON data."""
         try:
-            found = msgspec.convert(dict(data), cls)
+            settings = msgspec.convert(dict(data), cls)
         except msgspec.ValidationError as error:
-            raise CheckpointError(f"this does not say what a league was asked for: {error}.") from error
-        target_from_plain(found.what)
-        Goal.from_plain(found.goal)
-        return found
+            raise CheckpointError(f"these are not the settings of a comparison: {error}.") from error
+        target_from_plain(settings.what)
+        Goal.from_plain(settings.goal)
+        return settings
 
     def check_same(self, before: LeagueSettings) -> None:
-        """Refuse to go on with a league that was asked for differently; more or fewer seeds are not a difference."""
+        """Refuse to resume a comparison with other settings; the number of seeds may differ."""
         now, then = (json.loads(json.dumps(one.plain(), default=str)) for one in (self, before))
         other = [name for name in now if name != "seeds" and now[name] != then[name]]
         if other:
-            said = "; ".join(f"{name} was {then[name]}, not {now[name]}" for name in other)
+            differences = "; ".join(f"{name} was {then[name]}, not {now[name]}" for name in other)
             raise CheckpointError(
-                f"that league was another one: {said}. Go on with `offbeat compare --resume LEAGUE` alone, or start a "
-                f"new one."
+                f"that comparison had other settings: {differences}. Resume it with `offbeat compare --resume FOLDER` "
+                f"alone, or start a new one."
             )
 
     def command(self, hosts_file: str = "hosts.toml") -> str:
-        """The command that makes such a league again; `hosts_file` is where its hosts are described."""
-        known = self.what
-        words = ["offbeat", "compare", known["script"] if "script" in known else str(TaskReference(**known["task"]))]
+        """The command that repeats the comparison; `hosts_file` describes its hosts."""
+        if "script" in self.what:
+            subject, arguments = self.what["script"], list(self.what["arguments"])
+        else:
+            task = self.what["task"]
+            subject = str(TaskReference(**task))
+            arguments = [f"--{name}={value}" for name, value in task["arguments"].items()]
+        words = ["offbeat", "compare", subject]
         for text in self.strategies:
             words += ["--strategy", text]
         words += ["--workers", str(self.workers)] if self.hosts is None else ["--hosts", hosts_file]
@@ -113,10 +118,4 @@ class LeagueSettings:
                 words += [word for sentence in value for word in ("--disturb", sentence)]
             elif value != getattr(Goal(), name):
                 words += [f"--{name.replace('_', '-')}", str(value)]
-        return shlex.join([*words, *(["--", *_arguments(known)] if _arguments(known) else [])])
-
-
-def _arguments(what: Mapping[str, Any]) -> list[str]:
-    if "script" in what:
-        return list(what["arguments"])
-    return [f"--{name}={value}" for name, value in what["task"]["arguments"].items()]
+        return shlex.join([*words, *(["--", *arguments] if arguments else [])])

@@ -1,8 +1,8 @@
-"""How long each worker has waited for a core: what the machine cost it, and not its program.
+"""How long each worker has waited for a core: delay caused by the machine, not by the worker's program.
 
-A worker that gets too little of a busy machine is late as one is whose input is slow. The kernel counts how long the
-threads of a process were ready and had no core; whoever looks on writes that down now and then, beside the
-events. A process that was stopped, sleeps or computes does not wait for a core.
+A worker that gets too little of a busy machine is late just like one whose input is slow. The kernel counts how long
+the threads of a process were ready to run and had no core; the monitor records that now and then, beside the events. A
+process that was stopped, sleeps or computes does not wait for a core.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from offbeat.runtime.run.untrusted_files import read_bytes
 
 FILE: Final = "cores-waited.jsonl"
 EVERY: Final = 0.4
-"""Seconds between two lines, at least …"""
+"""Minimum seconds between two lines …"""
 RARELY: Final = 0.01
-"""… and at least this share of the time since the first: a long run does not fill the disk with it."""
+"""… and minimum share of the time since the first, so that a long run does not fill the disk."""
 
 Queues = Mapping[int, Sequence[tuple[float, float]]]
-"""Of each worker, at some times, for how many seconds it had waited for a core by then."""
+"""Of each worker: times, and the seconds that it had waited for a core by then."""
 
 
 class QueueWriter:
-    """Writes it down while a run goes."""
+    """Records waits for cores while a run is going."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FOLDER / FILE
@@ -38,29 +38,29 @@ class QueueWriter:
         self._next = 0.0
 
     def note(self, now: float, processes: Mapping[int, int]) -> None:
-        """Look at the processes of these workers, if the last look is a while ago."""
+        """Record the waits of these workers' processes, if the last record is old enough."""
         if now < self._next:
             return
         self._began = now if self._began is None else self._began
         self._next = now + max(EVERY, RARELY * (now - self._began))
-        waited = {rank: found for rank, pid in processes.items() if (found := _waited(pid)) is not None}
+        waits = {rank: seconds for rank, pid in processes.items() if (seconds := _waited(pid)) is not None}
         with suppress(OSError), self._path.open("ab") as file:  # Without it, verdicts are only more careful.
-            file.write(msgspec.json.encode((now, waited)) + b"\n")
+            file.write(msgspec.json.encode((now, waits)) + b"\n")
 
 
 def read_queues(folder: Path) -> Queues:
-    """What was written down of a run; nothing, if nothing was or it cannot be read."""
-    found = defaultdict[int, list[tuple[float, float]]](list)
+    """The recorded waits of a run; empty if there are none or they cannot be read."""
+    queues = defaultdict[int, list[tuple[float, float]]](list)
     with suppress(OSError, ValueError, msgspec.MsgspecError):
         for line in read_bytes(folder / FOLDER / FILE).splitlines():
-            now, waited = msgspec.json.decode(line, type=tuple[float, dict[int, float]])
-            for rank, seconds in waited.items():
-                found[rank].append((now, seconds))
-    return found
+            now, waits = msgspec.json.decode(line, type=tuple[float, dict[int, float]])
+            for rank, seconds in waits.items():
+                queues[rank].append((now, seconds))
+    return queues
 
 
 def queued(queues: Queues, rank: int, start: float, stop: float) -> float | None:
-    """For how long a worker waited for a core between two times; None if that is not known."""
+    """Seconds that a worker waited for a core between two times; None if unknown."""
     known = queues.get(rank, ())
     if len(known) < 2:
         return None
@@ -72,7 +72,7 @@ def queued(queues: Queues, rank: int, start: float, stop: float) -> float | None
 
 
 def _waited(pid: int) -> float | None:
-    """How long the threads of a process have waited for a core, those that live; None if the kernel does not say."""
+    """Seconds that a process's live threads have waited for a core; None if the kernel does not say."""
     try:
         counts = [path.read_text().split()[1] for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
     except (OSError, IndexError):

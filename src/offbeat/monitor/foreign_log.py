@@ -1,4 +1,4 @@
-"""What a log with vector clocks says about the program that wrote it, whichever that was."""
+"""What a log with vector clocks says about the program that wrote it, whichever program that was."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offbeat.protocols.causality.histories import Computation, EventPosition
 from offbeat.protocols.causality.shiviz import ShivizLog
 
 _LISTED = 12
-"""How many lines, or processes of a chain, are listed before the rest is counted."""
+"""Number of lines, or processes of a chain, that are listed before the rest is counted."""
 
 
 class ProcessEnd(Struct, frozen=True):
@@ -22,11 +22,11 @@ class ProcessEnd(Struct, frozen=True):
     process: str
     events: int
     last: str
-    """What its last event was, in words."""
+    """Its last event, in words."""
     at: int
-    """The logical time of that."""
+    """Logical time of that event."""
     known: int
-    """How many of its events anybody else knows of."""
+    """Number of its events that any other process knows of."""
 
     def __str__(self) -> str:
         """In words."""
@@ -36,21 +36,21 @@ class ProcessEnd(Struct, frozen=True):
 
 
 class LogFindings(Struct, frozen=True):
-    """What was found in a log."""
+    """Statistics of a log."""
 
     processes: int
     events: int
     messages: int
-    """Pairs of an event and one elsewhere that learned of it first: what was sent, as far as clocks tell."""
+    """Pairs of an event and one elsewhere that learned of it first: messages, as far as clocks tell."""
     concurrent: int
     """Pairs of events of different processes of which neither happened before the other."""
     pairs: int
-    """Of how many pairs."""
+    """Number of pairs in all."""
     chain: tuple[str, ...]
-    """The processes along the longest chain of events each of which happened before the next, neighbours joined."""
+    """The processes along the longest causal chain of events, neighbours joined."""
     chain_events: int
     completed: tuple[int, ...]
-    """Lines whose clock left out what follows from it."""
+    """Lines whose clock omitted what follows from it."""
     endings: tuple[ProcessEnd, ...]
     skipped: tuple[int, ...] = ()
     """Lines that are not part of any event."""
@@ -74,50 +74,41 @@ class LogFindings(Struct, frozen=True):
             yield f"Skipped, because they fit no event: {len(self.skipped):,} lines: {lines}."
         yield f"Longest causal chain: {self.chain_events:,} events, through {_listed(self.chain, ' > ')}."
         yield "Last events, the earliest first:"
-        yield from (f"  {one}" for one in sorted(self.endings, key=lambda one: one.at))
+        yield from (f"  {end}" for end in sorted(self.endings, key=lambda end: end.at))
 
 
 def account(log: ShivizLog) -> LogFindings:
-    """What a log says."""
+    """Statistics of a log."""
     run = log.computation
-    counts, total = run.lengths, sum(run.lengths)
+    total = sum(run.lengths)
     ordered = sum(int(clocks.sum() - clocks[:, process].sum()) for process, clocks in enumerate(run.clocks))
-    pairs = (total**2 - sum(count**2 for count in counts)) // 2
+    pairs = (total**2 - sum(count**2 for count in run.lengths)) // 2
     chain = longest_chain(run)
     names = tuple(name for name, _ in groupby(run.processes[place.process] for place in chain))
+    sent, ends = sum(1 for _ in messages(run)), tuple(_ends(run))
     return LogFindings(
-        run.size,
-        total,
-        sum(1 for _ in messages(run)),
-        pairs - ordered,
-        pairs,
-        names,
-        len(chain),
-        log.completed,
-        tuple(_endings(run)),
-        log.skipped,
+        run.size, total, sent, pairs - ordered, pairs, names, len(chain), log.completed, ends, log.skipped
     )
 
 
 def longest_chain(run: Computation) -> list[EventPosition]:
-    """As many events as possible of which each happened before the next: what no number of machines makes shorter."""
-    lamports = run.lamports
+    """A longest chain of events each of which happened before the next: no number of machines makes it shorter."""
     ends = [EventPosition(process, count) for process, count in enumerate(run.lengths) if count]
     if not ends:
         return []
 
     def clock(place: EventPosition) -> int:
-        return int(lamports[place.process][place.number])
+        return int(run.lamports[place.process][place.number])
 
     chain = [max(ends, key=clock)]
     while clock(chain[-1]) > 1:
         place = chain[-1]
         before = [EventPosition(place.process, place.number - 1)] if place.number > 1 else []
-        chain.append(next(one for one in (*run.causes(place), *before) if clock(one) == clock(place) - 1))
+        chain.append(next(cause for cause in (*run.causes(place), *before) if clock(cause) == clock(place) - 1))
     return chain[::-1]
 
 
-def _endings(run: Computation) -> Iterator[ProcessEnd]:
+def _ends(run: Computation) -> Iterator[ProcessEnd]:
     for process, name in enumerate(run.processes):
         count = run.lengths[process]
         others = (int(clocks[-1, process]) for other, clocks in enumerate(run.clocks) if other != process)

@@ -1,24 +1,25 @@
-"""Looks at a run while it goes, a few times a second: a look reads memory that the workers write anyway."""
+"""Watches a run while it is going, a few times a second, by reading memory that the workers write anyway."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from msgspec import structs
 
 from offbeat.errors import UsageError
 from offbeat.monitor.cpu_wait import QueueWriter
 from offbeat.monitor.deadlocks import UNJUDGED, Judge, how_it_ended
-from offbeat.monitor.delivery import Heard, Listener
-from offbeat.monitor.load import recorded
+from offbeat.monitor.history import recorded
 from offbeat.monitor.staleness_and_nans import Unfit, unfit
 from offbeat.monitor.stragglers import ENOUGH, Blame, blame
 from offbeat.monitor.verdicts import DESYNC, NAN, SILENT, STRAGGLER, Verdict, worker_name
+from offbeat.protocols.causality.delivery import ByTime, Delivery, EventReport, LateReport
+from offbeat.protocols.machine import Effect, Name, Received, Start, Timer
 from offbeat.runtime.events.recorder import FOLDER, Reader, events_file, stack_file
 from offbeat.runtime.events.worker import ask
 from offbeat.runtime.launch import RoleOutcome
@@ -27,46 +28,70 @@ from offbeat.runtime.run.procfs import stat_fields
 EVERY: Final = 0.4
 """Seconds between looks."""
 AGE: Final = 0.05
-"""Seconds after which nothing older than an event is still being written down, so that it is judged."""
+"""Seconds after which an event is judged, because nothing older is still being recorded."""
 PATIENCE: Final = 10.0
-"""Seconds of waiting for a worker that does something else, until that is said."""
+"""Seconds of waiting for a worker that does something else before that is reported."""
 ANSWER: Final = 0.5
 """Seconds for a worker to write its stack."""
 STOPPED: Final = 0.8
-"""Seconds for which a process that others wait for is stopped, until that is said."""
+"""Seconds for which a process that others wait for is stopped before that is reported."""
 RECENT: Final = 4096
-"""How many events of each worker are compared to find one that holds the others up."""
+"""Number of events of each worker that are compared to find a straggler."""
 IDLE: Final = 2
 """Looks between which a worker must not have computed to count as waiting inside torch."""
 NOTICE: Final = 1.0
-"""Seconds for a run to notice that somebody has died, before that is said."""
+"""Seconds for a run to notice a death before that is reported."""
 
 _SERVERS: Final = "servers"
 _LAUNCHER: Final = "launcher"
-"""Who tells the monitor something beside the workers."""
+"""Sources of events beside the workers."""
 
 _FRAME: Final = re.compile(r'\s*File "(?P<file>[^"]*)", line \d+ in (?P<name>.*)')
 _OFFBEAT: Final = Path(__file__).parents[1]
 _STAMPING: Final = (_OFFBEAT / "runtime/events/groups.py", _OFFBEAT / "runtime/events/calls.py")
 _STARTING: Final = frozenset({"_run_script", "_work", "work"})
-"""Functions of ours in which every worker is."""
+"""Functions of ours that are on every worker's stack."""
+
+
+class Listener:
+    """Puts the events of all processes into the order of time, a fixed delay after they happened.
+
+    All processes of a host read the same clock, and their records are in memory at once. So events that are at least
+    `delta` seconds old show the run as it was at that moment, whichever file is read first.
+    """
+
+    def __init__(self, names: Sequence[Name], delta: float) -> None:
+        self._counts = dict.fromkeys(names, 0)
+        self._machine = ByTime(names, delta)
+        self._ready: list[Effect] = []
+
+    def hear(self, name: Name, time: float, what: Any, now: float) -> None:
+        """Take in an event of a process at that time."""
+        self._counts[name] += 1
+        self._ready += self._machine.on(Received(name, EventReport(self._counts[name], time, event=what)), now)
+
+    def due(self, now: float) -> Iterator[tuple[Name, Any]]:
+        """Processes and events that are old enough, in order; with an infinite time, all of them."""
+        effects, self._ready = [*self._ready, *self._machine.on(Timer("look"), now)], []
+        for effect in effects:
+            if isinstance(effect, Start) and isinstance(effect.work, Delivery | LateReport):
+                yield effect.work.process, effect.work.report.event
 
 
 class _End(NamedTuple):
-    """A process has ended."""
+    """The end of a process."""
 
     process: str
     how: str
     early: bool = False
-    """Before the run did, which can do without it."""
+    """Whether the run goes on without it."""
 
 
 class LiveWatch:
-    """The events of a run under way."""
+    """The events of a run in progress, and verdicts on it."""
 
     def __init__(self, folder: Path, workers: int) -> None:
-        self._folder = folder
-        self._workers = workers
+        self._folder, self._workers = folder, workers
         self._judge = Judge()
         self._ranks = {worker_name(rank): rank for rank in range(workers)}
         self._listener = Listener([*self._ranks, _SERVERS, _LAUNCHER], AGE)
@@ -79,11 +104,11 @@ class LiveWatch:
         self._stopped: dict[int, float] = {}
         self._dead: dict[str, float] = {}
         self._mourned: frozenset[str] = frozenset()
-        self._sick, self._told_sick = 0, False
+        self._unfit_seen, self._unfit_reported = 0, False
         self._compare_at = 2 * ENOUGH
         self._slow: set[str] = set()
         self._failed = False
-        self._raised = False  # a worker has raised an error that is not about its peers
+        self._raised = False  # A worker has raised an error that is not about its peers.
         self._died = False
         self._queues = QueueWriter(folder)
         (folder / FOLDER).mkdir(exist_ok=True)
@@ -91,121 +116,121 @@ class LiveWatch:
             file.unlink(missing_ok=True)
 
     def look(self) -> Verdict | None:
-        """A verdict that has become certain, or something that is worth saying, each said once."""
+        """A verdict that has become certain, or something else worth reporting; each is reported once."""
         now = time.monotonic()
         if now < self._next or self._failed:
             return None
         self._next = now + EVERY
         moved = self._read(now)
         self._queues.note(now, {rank: reader.pid for rank, reader in self._readers.items()})
-        found = self._judge.final(moved, self._idle(moved))
-        if found is not None:
-            return self._with_stacks(found)
+        verdict = self._judge.final(moved, self._idle(moved))
+        if verdict is not None:
+            return self._with_stacks(verdict)
         return (
             self._deaths(now) or self._unfit() or self._stopping(now, moved) or self._silent(now) or self._straggling()
         )
 
     def _idle(self, moved: Collection[int]) -> set[int]:
-        """Who is in the midst of backward and has neither done nor computed anything for some looks."""
+        """Workers in the middle of backward that have neither moved nor computed for some looks."""
         still: dict[int, tuple[int, int]] = {}
         for rank in self._judge.in_backward() - set(moved):
-            if (spent := _computed(self._readers[rank].pid)) is not None:
+            pid = self._readers[rank].pid
+            status = stat_fields(f"{pid}/task/{pid}")
+            if status[:1] == ["S"]:
+                ticks = int(status[11]) + int(status[12])
                 before, looks = self._still.get(rank, (-1, 0))
-                still[rank] = (spent, looks + 1 if before == spent else 0)
+                still[rank] = (ticks, looks + 1 if before == ticks else 0)
         self._still = still
         return {rank for rank, (_, looks) in still.items() if looks >= IDLE}
 
     def _unfit(self) -> Verdict | None:
-        """Numbers that are not finite, a look after they were first seen: by then they have reached whom they reach."""
-        seen, self._sick = self._sick, self._judge.unfit
-        if not seen or self._told_sick:
+        """NaN or infinite numbers, a look after they first appear: by then they have spread as far as they will."""
+        seen, self._unfit_seen = self._unfit_seen, self._judge.unfit
+        if not seen or self._unfit_reported:
             return None
-        found: list[Unfit] = []
-        with suppress(UsageError):  # A file may be about to be made anew, by a worker that takes another's place.
+        cases: list[Unfit] = []
+        with suppress(UsageError):  # A file may be about to be replaced, by a worker that takes another's place.
             events = recorded(self._folder)
-            found = unfit(events.stamps, events.servers)
-        self._told_sick = bool(found)
-        if not found:
-            return None
-        return Verdict(NAN, f"{'; '.join(map(str, found[:3]))}.", who=tuple(dict.fromkeys(one.worker for one in found)))
+            cases = unfit(events.stamps, events.servers)
+        self._unfit_reported = bool(cases)
+        workers = tuple(dict.fromkeys(case.worker for case in cases))
+        return Verdict(NAN, f"{'; '.join(map(str, cases[:3]))}.", who=workers) if cases else None
 
     def _straggling(self) -> Verdict | None:
-        """A worker that costs the run a notable part of its time, looked for ever less often: that takes a while."""
+        """Stragglers, looked for ever less often because that takes a while."""
         if self._judge.progress < self._compare_at:
             return None
         self._compare_at *= 2
-        found: list[Blame] = []
+        slow: list[Blame] = []
         with suppress(UsageError):
             events = recorded(self._folder)
-            recent = {rank: some[-RECENT:] for rank, some in events.stamps.items()}
-            found = [one for one in blame(recent, events.servers, events.queues) if one.straggler]
-        found = [one for one in found if one.worker not in self._slow]
-        self._slow.update(one.worker for one in found)
-        told = tuple(one.worker for one in found)
-        return Verdict(STRAGGLER, f"{'; '.join(map(str, found))}.", who=told) if found else None
+            recent = {rank: own[-RECENT:] for rank, own in events.stamps.items()}
+            slow = [one for one in blame(recent, events.servers, events.queues) if one.straggler]
+        slow = [one for one in slow if one.worker not in self._slow]
+        workers = tuple(one.worker for one in slow)
+        self._slow.update(workers)
+        return Verdict(STRAGGLER, f"{'; '.join(map(str, slow))}.", who=workers) if slow else None
 
     def _deaths(self, now: float) -> Verdict | None:
-        """Somebody has died, and the run has done something about it, or has had the time to."""
-        found = self._judge.served.deaths()
-        if found is None or self._mourned.issuperset(found.who):
+        """Deaths that the run has handled, or has had the time to."""
+        verdict = self._judge.served.deaths()
+        if verdict is None or self._mourned.issuperset(verdict.who):
             return None
-        news = set(found.who) - self._mourned
-        for name in news:
+        fresh = set(verdict.who) - self._mourned
+        for name in fresh:
             self._dead.setdefault(name, now)
-        if not news <= self._judge.served.noticed and now - max(self._dead[name] for name in news) < NOTICE:
+        if not fresh <= self._judge.served.noticed and now - max(self._dead[name] for name in fresh) < NOTICE:
             return None
-        self._mourned = frozenset(found.who)
-        return found
+        self._mourned = frozenset(verdict.who)
+        return verdict
 
     def _stopping(self, now: float, moved: Collection[int]) -> Verdict | None:
-        """A process that others wait for has been stopped for a while: it does not even compute."""
+        """Processes that others wait for and that have been stopped for a while."""
         late = self._judge.awaited(now, 0.0)
-        still = {rank for rank in late if rank not in moved and rank in self._readers and self._is_stopped(rank)}
+        idle = [rank for rank in late if rank not in moved and rank in self._readers]
+        still = {rank for rank in idle if stat_fields(self._readers[rank].pid)[:1] in (["T"], ["t"])}
         self._stopped = {rank: self._stopped.get(rank, now) for rank in still}
-        news = [rank for rank, since in self._stopped.items() if now - since >= STOPPED and rank not in self._warned]
-        if not news:
+        fresh = [rank for rank, since in self._stopped.items() if now - since >= STOPPED and rank not in self._warned]
+        if not fresh:
             return None
-        self._warned.update(news)
-        told = [
+        self._warned.update(fresh)
+        words = [
             f"{worker_name(other)} is stopped (by SIGSTOP, or by a debugger) and does not answer, while "
             f"{worker_name(late[other][1])} waits for it in {late[other][2]}"
-            for other in news
+            for other in fresh
         ]
-        return Verdict(SILENT, f"{'; '.join(told)}. It may be continued.", tuple(news))
-
-    def _is_stopped(self, rank: int) -> bool:
-        return stat_fields(self._readers[rank].pid)[:1] in (["T"], ["t"])
+        return Verdict(SILENT, f"{'; '.join(words)}. It may be continued.", tuple(fresh))
 
     def _silent(self, now: float) -> Verdict | None:
-        """Somebody has been waited for for long: it is asked what it does."""
-        found = self._judge.silent(now, PATIENCE)
-        if found is None or self._warned.issuperset(found.missing):
+        """Workers that others have awaited for long, with their stacks."""
+        verdict = self._judge.silent(now, PATIENCE)
+        if verdict is None or self._warned.issuperset(verdict.missing):
             return None
-        self._warned.update(found.missing)
-        found = self._with_stacks(found)
-        mute = [worker_name(rank) for rank in found.missing if worker_name(rank) not in found.stacks]
+        self._warned.update(verdict.missing)
+        verdict = self._with_stacks(verdict)
+        mute = [worker_name(rank) for rank in verdict.missing if worker_name(rank) not in verdict.stacks]
         if not mute:
-            return found
-        return structs.replace(
-            found, message=f"{found.message} Asked for its stack, {' and '.join(mute)} said nothing."
-        )
+            return verdict
+        words = f"{verdict.message} Asked for its stack, {' and '.join(mute)} said nothing."
+        return structs.replace(verdict, message=words)
 
     def ended(self, outcome: RoleOutcome) -> None:
-        """A process of the run has ended; of those that the run can do without it is said, and that is all."""
-        error, rank = outcome.error, outcome.role.rank
-        if outcome.role.expendable:
-            if outcome.signal is not None and not self._failed and outcome.role.kind == "worker":
-                self._saw(_End(worker_name(rank), how_it_ended(outcome.exit_code, outcome.signal), early=True))
-            self._failed = self._failed or (outcome.role.kind == "worker" and error is not None)
+        """A process of the run has ended; the end of one that the run can do without is only noted."""
+        error, rank, is_worker = outcome.error, outcome.role.rank, outcome.role.kind == "worker"
+        how = how_it_ended(outcome.exit_code, outcome.signal)
+        if not is_worker:
             return
-        if outcome.role.kind != "worker":
+        if outcome.role.expendable:
+            if outcome.signal is not None and not self._failed:
+                self._saw(_End(worker_name(rank), how, early=True))
+            self._failed = self._failed or error is not None
             return
         if error is not None:
             interrupted = error.type_name == "KeyboardInterrupt"
             self._raised = self._raised or not (error.communication or interrupted)
         elif outcome.exit_code == 0 or not self._failed:
-            # Once something has failed, the others are ended by the launcher, and that explains nothing.
-            self._saw(_End(worker_name(rank), how_it_ended(outcome.exit_code, outcome.signal)))
+            # After a failure the launcher ends the others, and that explains nothing.
+            self._saw(_End(worker_name(rank), how))
             self._died = self._died or outcome.exit_code != 0
         self._failed = self._failed or outcome.exit_code != 0
 
@@ -215,23 +240,23 @@ class LiveWatch:
             self._saw(_End(name, how_it_ended(outcome.exit_code, outcome.signal), early=True))
 
     def _saw(self, end: _End) -> None:
-        """The launcher has seen a process end: what that one did before is judged before it."""
+        """Queue the end of a process behind its own events."""
         now = time.monotonic()
         self._listener.hear(_LAUNCHER, now, end, now)
 
     def after_failure(self) -> tuple[Verdict | None, bool]:
-        """The verdict on a run that has failed, and whether it says more than the failure, which only followed.
+        """The verdict on a run that has failed, and whether it explains the failure.
 
         Gloo may crash on sizes that differ, so that after a desync a death explains nothing.
         """
         self._read(time.monotonic())
         self._take(self._listener.due(float("inf")))
-        found = self._judge.final() or self._judge.served.deaths()
-        followed = not self._died or (found is not None and found.kind == DESYNC)
-        return found, followed and not self._raised and found is not None and found.final
+        verdict = self._judge.final() or self._judge.served.deaths()
+        followed = not self._died or (verdict is not None and verdict.kind == DESYNC)
+        return verdict, followed and not self._raised and verdict is not None and verdict.final
 
     def _read(self, now: float) -> set[int]:
-        """Take in what is old enough; answers who has done something since the last look."""
+        """Take in events that are old enough; returns the workers that have moved since the last look."""
         for path in (self._folder / FOLDER).glob("server-*.events"):
             if path.name not in self._servers:
                 with suppress(UsageError):
@@ -248,9 +273,9 @@ class LiveWatch:
         self._take(self._listener.due(now))
         return moved
 
-    def _take(self, heard: Iterable[Heard]) -> None:
-        """Judge what has been put in order: events, and ends of processes."""
-        for name, what in heard:
+    def _take(self, events: Iterable[tuple[Name, Any]]) -> None:
+        """Judge events and ends of processes, which are in order now."""
+        for name, what in events:
             if isinstance(what, _End) and what.early:
                 self._judge.served.gone[what.process] = what.how
             elif isinstance(what, _End):
@@ -261,7 +286,7 @@ class LiveWatch:
                 self._judge.feed(self._ranks[name], [what])
 
     def _open(self, rank: int) -> None:
-        """Find a worker's events; if another process has taken its place, that one's."""
+        """Open a worker's events file; if another process has taken its place, that one's."""
         path = events_file(self._folder, rank)
         with suppress(UsageError, FileNotFoundError):  # It has not begun yet.
             inode = path.stat().st_ino
@@ -274,32 +299,25 @@ class LiveWatch:
             self._files[rank], self._readers[rank] = inode, reader
 
     def _with_stacks(self, verdict: Verdict) -> Verdict:
-        """Ask those who are missing what they are doing."""
-        asked = [rank for rank in verdict.missing if rank in self._readers]
-        for rank in asked:
+        """Add the stacks of the missing workers."""
+        files = {rank: stack_file(self._folder, rank) for rank in verdict.missing if rank in self._readers}
+        for rank in files:
             ask(self._readers[rank].pid)
         deadline = time.monotonic() + ANSWER
-        files = {rank: stack_file(self._folder, rank) for rank in asked}
         while not all(file.stat().st_size for file in files.values()) and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(0.05)  # A stack is written line by line.
-        told = {worker_name(rank): _own_part(file.read_text(errors="replace")) for rank, file in files.items()}
-        return structs.replace(verdict, stacks={who: stack for who, stack in told.items() if stack})
+        stacks = {worker_name(rank): _own_frames(file.read_text(errors="replace")) for rank, file in files.items()}
+        return structs.replace(verdict, stacks={name: stack for name, stack in stacks.items() if stack})
 
 
-def _own_part(stack: str) -> str:
-    """A stack without the frames that every worker has: where it was started, and where its calls are written down."""
-    frames = ((line, found) for line in stack.splitlines() if (found := _FRAME.fullmatch(line)) is not None)
-    return "\n".join(line for line, found in frames if not _is_everybodys(Path(found["file"]), found["name"]))
+def _own_frames(stack: str) -> str:
+    """A stack without the frames that every worker has: where it was started, and where its calls are recorded."""
+    frames = ((line, match) for line in stack.splitlines() if (match := _FRAME.fullmatch(line)) is not None)
+    return "\n".join(line for line, match in frames if not _is_common(Path(match["file"]), match["name"]))
 
 
-def _is_everybodys(file: Path, name: str) -> bool:
+def _is_common(file: Path, name: str) -> bool:
     ours = file.is_relative_to(_OFFBEAT) and name in _STARTING
     elsewhere = file == Path("<frozen runpy>") or file.name == "c10d_logger.py"
     return ours or elsewhere or file in _STAMPING or file.parent == _OFFBEAT / "runtime/launch"
-
-
-def _computed(pid: int) -> int | None:
-    """How long a process's main thread has computed, in ticks; None if it is not asleep now."""
-    status = stat_fields(f"{pid}/task/{pid}")
-    return int(status[11]) + int(status[12]) if status[:1] == ["S"] else None

@@ -1,9 +1,9 @@
-"""What held possibly, and what definitely, in all the ways that a run may have gone.
+"""Predicates that held possibly or definitely, over all the orders in which a run may have gone.
 
-Which of two events of different workers came first, nobody can tell unless one caused the other. A predicate held
-*possibly* if it holds on some consistent cut, and *definitely* if every order that the run can have had passes through
-one where it holds. Predicates that are a condition on each worker are decided exactly; others are searched for in the
-lattice of consistent cuts, up to a limit.
+Which of two events of different workers came first is unknown unless one caused the other. A predicate held *possibly*
+if it holds on some consistent cut, and *definitely* if every order that the run can have had passes through one where
+it holds. Predicates that are a condition on each worker are decided exactly; others are searched for in the lattice of
+consistent cuts, up to a limit.
 """
 
 from __future__ import annotations
@@ -17,19 +17,9 @@ import numpy as np
 from msgspec import Struct
 
 from offbeat.errors import UsageError, did_you_mean
-from offbeat.monitor.history import FullHistory, trace_of
-from offbeat.protocols.causality.cuts import (
-    CAP,
-    Answer,
-    Cut,
-    Finding,
-    between,
-    definitely,
-    latest_consistent,
-    possibly,
-    search_definitely,
-    search_possibly,
-)
+from offbeat.monitor.history import ServerStamps, Stamps, trace_of
+from offbeat.protocols.causality import cuts
+from offbeat.protocols.causality.cuts import CAP, Answer, Cut, Finding, between, latest_consistent
 from offbeat.protocols.causality.histories import EventKind
 from offbeat.runtime.events.recorder import COMPUTING, UNKNOWN, Mark, Stamp
 
@@ -42,7 +32,7 @@ PREDICATES: Final = {
 
 
 class Predicate(Struct, frozen=True):
-    """One of `PREDICATES`, with its number where it has one."""
+    """One of `PREDICATES`, with its number if it has one."""
 
     name: str
     limit: int = 0
@@ -52,7 +42,7 @@ class Predicate(Struct, frozen=True):
 
 
 def predicate(text: str) -> Predicate:
-    """A predicate as people write it: `all-waiting`, `steps-apart>3`."""
+    """Parse a predicate such as `all-waiting` or `steps-apart>3`."""
     name, sign, number = (part.strip() for part in text.partition(">"))
     known = f"{name}>N" if sign else name
     if known not in PREDICATES:
@@ -72,7 +62,7 @@ class Answered(Struct, frozen=True):
     cut: str | None
     """A consistent cut on which it holds, in words."""
     limit: int
-    """How many cuts were looked at before the search was given up; 0: it was not."""
+    """Number of cuts examined before the search was given up; 0: it was not."""
 
     def __str__(self) -> str:
         """In words: `possibly steps-apart>3: yes, for example at worker 0:12 (step), worker 1:5 (enter …)`."""
@@ -82,12 +72,12 @@ class Answered(Struct, frozen=True):
 
 
 class Possibilities:
-    """A run, or a part of it, about which such questions are answered."""
+    """A run, or a part of it, that predicates are evaluated on."""
 
     def __init__(
         self,
-        stamps: Mapping[int, Sequence[Stamp]],
-        servers: Mapping[str, Sequence[Stamp]] | None = None,
+        stamps: Stamps,
+        servers: ServerStamps | None = None,
         window: tuple[float, float] | None = None,
         cap: int = CAP,
     ) -> None:
@@ -96,56 +86,57 @@ class Possibilities:
         run = self._trace.run
         self._low, self._high = (0,) * run.size, run.lengths
         if window is not None:
-            self._low, self._high = (_until(self._trace, time) for time in window)
+            times = [[event.time for event in history] for history in run.histories]
+            self._low, self._high = (
+                latest_consistent(run, [int(np.searchsorted(own, end, "right")) for own in times]) for end in window
+            )
         self._part = between(run, self._low, self._high)
-        self._states = [_states(some) for some in self._trace.stamps[: self._workers]]
+        self._states = [_states(own) for own in self._trace.stamps[: self._workers]]
 
-    def ask(self, asked: str, which: Predicate) -> Answered:
+    def ask(self, modality: str, which: Predicate) -> Answered:
         """Whether a predicate held `possibly` or `definitely`."""
-        found, searched = self._find(asked, which)
-        if found.cut is None and found.answer is Answer.YES:  # Definitely: then possibly, too, which has an example.
-            found = self._find("possibly", which)[0]
-        cut = None if found.cut is None else self._trace.told(tuple(map(add, found.cut, self._low)))
-        undecided = searched and found.answer is Answer.UNDECIDED
-        return Answered(asked, str(which), found.answer.value, cut, self._cap if undecided else 0)
+        finding, searched = self._find(modality, which)
+        if finding.cut is None and finding.answer is Answer.YES:  # Definitely implies possibly, which has an example.
+            finding = self._find("possibly", which)[0]
+        cut = None if finding.cut is None else self._trace.describe(tuple(map(add, finding.cut, self._low)))
+        undecided = searched and finding.answer is Answer.UNDECIDED
+        return Answered(modality, str(which), finding.answer.value, cut, self._cap if undecided else 0)
 
-    def _find(self, asked: str, which: Predicate) -> tuple[Finding, bool]:
+    def _find(self, modality: str, which: Predicate) -> tuple[Finding, bool]:
+        """The finding, and whether it was searched for."""
         tables: Mapping[str, Callable[[_State], bool]] = {
             "all-waiting": lambda state: state.waiting,
             "nobody-computing": lambda state: not state.computing,
         }
+        possibly = modality == "possibly"
         if which.name in tables:
-            holds = tables[which.name]
             conjunction = {
-                i: [holds(state) for state in states[self._low[i] : self._high[i] + 1]]
+                i: [tables[which.name](state) for state in states[self._low[i] : self._high[i] + 1]]
                 for i, states in enumerate(self._states)
             }
-            return (possibly if asked == "possibly" else definitely)(self._part, conjunction), False
-        search = search_possibly if asked == "possibly" else search_definitely
+            return (cuts.possibly if possibly else cuts.definitely)(self._part, conjunction), False
+        search = cuts.search_possibly if possibly else cuts.search_definitely
         condition = self._in_flight if which.name == "in-flight>N" else self._apart
         return search(self._part, condition(which.limit), self._cap), True
 
     def _in_flight(self, limit: int) -> Callable[[Cut], bool]:
         signs = {EventKind.SEND: 1, EventKind.RECEIVE: -1}
-        under_way = [
+        counts = [
             np.array([0, *accumulate(signs.get(event.kind, 0) for event in history)])
             for history in self._trace.run.histories
         ]
-        return lambda cut: sum(int(under_way[i][low + k]) for i, (low, k) in enumerate(self._at(cut))) > limit
+        return lambda cut: sum(int(own[low + k]) for own, low, k in zip(counts, self._low, cut, strict=True)) > limit
 
     def _apart(self, limit: int) -> Callable[[Cut], bool]:
         def holds(cut: Cut) -> bool:
-            steps = [self._states[i][low + k].steps for i, (low, k) in enumerate(self._at(cut)[: self._workers])]
+            steps = [states[low + k].steps for states, low, k in zip(self._states, self._low, cut, strict=False)]
             return max(steps) - min(steps) > limit
 
         return holds
 
-    def _at(self, cut: Cut) -> list[tuple[int, int]]:
-        return list(zip(self._low, cut, strict=True))
-
 
 class _State(Struct, frozen=True):
-    """What a worker does after one of its events."""
+    """The state of a worker after one of its events."""
 
     waiting: bool = False
     computing: bool = True
@@ -153,7 +144,7 @@ class _State(Struct, frozen=True):
 
 
 def _states(stamps: Sequence[Stamp | None]) -> list[_State]:
-    """The states of a worker, from before its first event on."""
+    """The states of a worker, starting before its first event."""
     waits: set[Any] = set()
     kind, steps, ended = UNKNOWN, 0, False
     states = [_State()]
@@ -173,9 +164,3 @@ def _states(stamps: Sequence[Stamp | None]) -> list[_State]:
         ended = ended or stamp.mark is Mark.END
         states.append(_State(bool(waits), not waits and not ended and kind in (COMPUTING, UNKNOWN), steps))
     return states
-
-
-def _until(trace: FullHistory, time: float) -> Cut:
-    """The largest consistent cut up to a time."""
-    times = ([event.time for event in history] for history in trace.run.histories)
-    return latest_consistent(trace.run, [int(np.searchsorted(some, time, "right")) for some in times])

@@ -1,6 +1,6 @@
-"""Who held the others up, by what, how much they lost by it, and what a step would take without it.
+"""Stragglers: which worker held the others up, why, what it cost them, and what a step would take without it.
 
-A long run is looked at in stretches of some steps, each by itself; a very long one, in some that lie evenly in it.
+A long run is examined in stretches of some steps, each by itself; a very long one, in stretches spread evenly over it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Struct, structs
 
 from offbeat.monitor.cpu_wait import Queues, queued
-from offbeat.monitor.history import history_of
+from offbeat.monitor.history import ServerStamps, Stamps, history_of
 from offbeat.monitor.verdicts import worker_name
 from offbeat.protocols.causality.critical import Arrival, Forecast, arrivals, forecasts
 from offbeat.protocols.causality.histories import Computation, Event
@@ -24,34 +24,31 @@ from offbeat.runtime.events.recorder import KINDS, UNKNOWN, Mark, Stamp
 from offbeat.runtime.events.servers import WARM_START, meeting
 
 LATEST: Final = 8192
-"""How many of each worker's events are looked at, the last ones, of a run without steps."""
+"""Number of each worker's latest events that are examined in a run without steps."""
 STRETCH: Final = 2048
-"""At most about as many events of each worker are in a stretch."""
+"""Approximate maximum number of each worker's events in a stretch."""
 STRETCHES: Final = 24
-"""So many stretches are looked at; of a longer run, as many that lie evenly in it."""
+"""Maximum number of stretches that are examined."""
 LOOKED: Final = 4 * STRETCH * STRETCHES
-"""About as many events are looked at in all: of many workers, fewer in a stretch."""
+"""Approximate maximum number of events examined in all: with many workers, fewer in a stretch."""
 OFTEN: Final = 0.75
 """A lateness has one cause if that makes up at least this share of it, in at least this share of all steps."""
 MUCH: Final = 0.1
-"""A straggler costs the run at least this share of its time, beyond what the others and the lack of a core cost it …"""
+"""A straggler costs the run at least this share of its time, beyond what the others and the lack of a core cost …"""
 NOTICEABLE: Final = 0.1
-"""… and at least so many seconds: less than that is how a busy machine happened to schedule a short run …"""
+"""… and at least this many seconds: less is how a busy machine happened to schedule a short run …"""
 ENOUGH: Final = 10
-"""… over at least so many steps …"""
+"""… over at least this many steps …"""
 BLOCKS: Final = 16
 """… of which this many parts are compared, or as many as there are steps: …"""
 SURE: Final = 2.5
-"""… so many standard deviations more than what chance would make of it, if everybody were late alike."""
+"""… this many standard deviations more than chance explains if all workers are equally late."""
 _LITTLE: Final = 0.05
-"""Kinds that make up less of a lateness than this are not told."""
-
-Stamps = Mapping[int, Sequence[Stamp]]
-ServerStamps = Mapping[str, Sequence[Stamp]]
+"""Kinds that make up less of a lateness than this are not mentioned."""
 
 
 class LateWorker(NamedTuple):
-    """Who was late in one step, and by what."""
+    """The latest worker of one step, and why it was late."""
 
     step: int
     worker: str
@@ -60,7 +57,7 @@ class LateWorker(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What made it late, mostly."""
+        """The main cause."""
         return max(self.by_kind, key=self.by_kind.__getitem__)
 
 
@@ -69,52 +66,52 @@ class Blame(Struct, frozen=True):
 
     worker: str
     last: int
-    """In how many steps it was later than anybody else; of a run without steps, collectives."""
+    """Number of steps in which it was the latest; in a run without steps, collectives."""
     steps: int
-    """Of how many."""
+    """Number of steps in all."""
     unit: str
-    """What is counted: `steps`, or `collectives` of a run that makes none."""
+    """What is counted: `steps`, or `collectives` in a run without steps."""
     late: float
-    """By how many seconds, in the mean over those."""
+    """Its mean lateness in those steps, in seconds."""
     by_kind: Mapping[str, float]
-    """What these seconds are made of."""
+    """The lateness by kind of time."""
     steady: float
-    """In which share of all steps it was late by at least half of that."""
+    """Share of all steps in which it was late by at least half of that."""
     collectives: int
-    """How many collectives there were."""
+    """Number of collectives."""
     run_seconds_lost: float
-    """By how much shorter the run would have been, had this worker never been later than the others are on average."""
+    """How much shorter the run would have been, had this worker never been later than the others are on average."""
     worker_seconds_lost: float
-    """Seconds that the others together have waited for it: two who wait for a second are two worker-seconds."""
+    """Seconds that the others together have waited for it: two that wait for a second are two worker-seconds."""
     wall_seconds: float
-    """How long what was looked at took."""
+    """Duration of what was examined."""
     usual_seconds_lost: float
     """What the run lost to each of the others, on average."""
     queued_seconds: float | None
-    """How much longer than the others it waited for a core, which other programs may have had; None: nobody knows."""
+    """How much longer than the others it waited for a core, which other programs may have used; None: unknown."""
     deviations: float
-    """How far it is from being late as often as the others are: standard deviations, over parts of the run."""
+    """How far it is from being late as often as the others: standard deviations, over parts of the run."""
     seconds: float
-    """How long a step took; of a run without steps, the whole."""
+    """Duration of a step; in a run without steps, of the whole."""
     without: float
-    """And would have taken, had this worker never been later than the others are on average."""
+    """What that would have been, had this worker never been later than the others are on average."""
 
     @property
     def straggler(self) -> bool:
         """Whether it has cost the run a notable part of its time, more than chance and a busy machine explain.
 
-        If nobody knows whether it had a core, only a single cause, step by step, tells it from a busy machine.
+        If it is unknown whether it had a core, only a single steady cause tells it from a busy machine.
         """
         lost = self.run_seconds_lost - self.usual_seconds_lost - (self.queued_seconds or 0.0)
-        told_apart = self.cause is not None or (self.queued_seconds is not None and self.steps >= BLOCKS)
+        explained = self.cause is not None or (self.queued_seconds is not None and self.steps >= BLOCKS)
         enough = self.steps >= ENOUGH and lost >= max(MUCH * self.wall_seconds, NOTICEABLE)
-        return enough and told_apart and self.deviations >= SURE
+        return enough and explained and self.deviations >= SURE
 
     @property
     def cause(self) -> str | None:
-        """What makes it late, if it is one thing and step by step.
+        """What makes it late, if that is a single thing, step by step.
 
-        Whoever has too little of a busy machine is late in everything, and now more, now less.
+        A worker with too little of a busy machine is late in everything, by an amount that varies.
         """
         kind = max(self.by_kind, key=self.by_kind.__getitem__, default=None)
         if kind is None or self.steady < OFTEN:
@@ -132,7 +129,7 @@ class Blame(Struct, frozen=True):
 
     @property
     def losses(self) -> str:
-        """What it has cost, in words: the run's time, and that of the workers."""
+        """Its cost in words: the run's time, and that of the workers."""
         share = 100 * self.run_seconds_lost / (self.wall_seconds or 1.0)
         return (
             f"the run lost {_time(self.run_seconds_lost)} of {_time(self.wall_seconds)} to it ({share:.0f} %), and the "
@@ -145,10 +142,10 @@ class Blame(Struct, frozen=True):
 
 
 def in_kinds(seconds: float, by_kind: Mapping[str, float]) -> str:
-    """What some seconds are made of, in words, the most first."""
-    told = sorted(((spent, kind) for kind, spent in by_kind.items() if spent > _LITTLE * seconds), reverse=True)
+    """Seconds by kind, in words, the largest first."""
+    kinds = sorted(((spent, kind) for kind, spent in by_kind.items() if spent > _LITTLE * seconds), reverse=True)
     names = {KINDS[UNKNOWN]: "unknown (no DataLoader was seen)"}
-    return ", ".join(f"{_time(spent)} {names.get(kind, kind)}" for spent, kind in told) or "a little of everything"
+    return ", ".join(f"{_time(spent)} {names.get(kind, kind)}" for spent, kind in kinds) or "a little of everything"
 
 
 def _time(seconds: float) -> str:
@@ -156,45 +153,45 @@ def _time(seconds: float) -> str:
 
 
 def blame(stamps: Stamps, servers: ServerStamps | None = None, queues: Queues | None = None) -> list[Blame]:
-    """What each worker has cost the others, the most costly first; nothing if they have met nowhere."""
+    """What each worker has cost the others, the most costly first; empty if they have met nowhere."""
     ranks = {worker_name(rank): rank for rank in stamps}
     totals = defaultdict[str, _Total](_Total)
     steps = collectives = 0
-    for some, served in stretches(stamps, servers or {}):
-        history = history_of(some, served)
-        late = [one for one in arrivals(history) if not _by_design(history.event(one.entry))]
+    for own, served in stretches(stamps, servers or {}):
+        history = history_of(own, served)
+        late = [arrival for arrival in arrivals(history) if not _is_intended(history.event(arrival.entry))]
         if not late:
             continue
-        judged = _by_step(history, late, _steps_of(some))
-        steps += len(judged)
+        latest = _by_step(history, late, own)
+        steps += len(latest)
         collectives += len(late)
-        times = [stamp.time for one in some.values() for stamp in one]
-        for forecast in forecasts(history, history.processes[: len(some)], late):
+        times = [stamp.time for some in own.values() for stamp in some]
+        for forecast in forecasts(history, history.processes[: len(own)], late):
             waited = queued(queues or {}, ranks[forecast.process], min(times), max(times))
-            totals[forecast.process].add(forecast, late, judged, waited)
-    found = [
-        one.told(name, steps, collectives, [other for key, other in totals.items() if key != name])
-        for name, one in totals.items()
+            totals[forecast.process].add(forecast, late, latest, waited)
+    workers = [
+        total.blame(name, steps, collectives, [other for key, other in totals.items() if key != name])
+        for name, total in totals.items()
     ]
-    return sorted(found, key=lambda one: (-one.run_seconds_lost, one.worker))
+    return sorted(workers, key=lambda worker: (-worker.run_seconds_lost, worker.worker))
 
 
-def _by_design(entry: Event) -> bool:
-    """Whether the others wait there because the strategy wants it: their waiting is nobody's fault."""
+def _is_intended(entry: Event) -> bool:
+    """Whether the strategy wants the others to wait there: then no worker is to blame."""
     return entry.call is not None and entry.call.operation == meeting(WARM_START)
 
 
 def late_steps(stamps: Stamps, servers: ServerStamps | None = None) -> list[LateWorker]:
-    """Who was later than anybody else in each step, and by what."""
-    found: list[LateWorker] = []
-    for some, served in stretches(stamps, servers or {}):
-        history = history_of(some, served)
-        found += _by_step(history, arrivals(history), _steps_of(some))
-    return found
+    """The latest worker of each step, and why."""
+    latest: list[LateWorker] = []
+    for own, served in stretches(stamps, servers or {}):
+        history = history_of(own, served)
+        latest += _by_step(history, arrivals(history), own)
+    return latest
 
 
 class _Total:
-    """What is known of one worker over several stretches."""
+    """Lateness of one worker over several stretches."""
 
     def __init__(self) -> None:
         self._late: list[LateWorker] = []
@@ -204,56 +201,52 @@ class _Total:
         self._steps = 0
 
     def add(
-        self, forecast: Forecast, late: Sequence[Arrival], judged: Sequence[LateWorker], waited: float | None
+        self, forecast: Forecast, late: Sequence[Arrival], latest: Sequence[LateWorker], waited: float | None
     ) -> None:
-        self._late += [one for one in judged if one.worker == forecast.process]
-        self._all += judged
+        self._late += [one for one in latest if one.worker == forecast.process]
+        self._all += latest
         self.queued = None if self.queued is None or waited is None else self.queued + waited
         self._lost += sum(arrival.lost for arrival in late if arrival.last == forecast.process)
         self._took += forecast.seconds
         self._without += forecast.without
-        self._steps += len({one.step for one in judged if one.step >= 0})
+        self._steps += len({one.step for one in latest if one.step >= 0})
 
     @property
     def saved(self) -> float:
-        """By how much shorter the run would have been without its lateness."""
+        """How much shorter the run would have been without its lateness."""
         return max(0.0, self._took - self._without)
 
-    def _queued_more(self, others: Sequence[_Total]) -> float | None:
-        """How much longer than the others it waited for a core."""
-        usual = [one.queued for one in others if one.queued is not None]
-        return None if self.queued is None or not usual else max(0.0, self.queued - fmean(usual))
-
-    def told(self, name: str, steps: int, collectives: int, others: Sequence[_Total]) -> Blame:
+    def blame(self, name: str, steps: int, collectives: int, others: Sequence[_Total]) -> Blame:
         count = max(1, len(self._late))
         late = sum(one.lateness for one in self._late) / count
         kinds = {kind for one in self._late for kind in one.by_kind}
+        usual = [other.queued for other in others if other.queued is not None]
         return Blame(
-            name,
-            len(self._late),
-            steps,
-            "steps" if self._steps else "collectives",
-            late,
-            {kind: sum(one.by_kind.get(kind, 0.0) for one in self._late) / count for kind in sorted(kinds)},
-            sum(one.lateness >= late / 2 for one in self._late) / max(1, steps),
-            collectives,
-            self.saved,
-            self._lost,
-            self._took,
-            fmean(one.saved for one in others) if others else 0.0,
-            self._queued_more(others),
-            _deviations(name, self._all, 1 + len(others)),
-            self._took / max(1, self._steps),
-            self._without / max(1, self._steps),
+            worker=name,
+            last=len(self._late),
+            steps=steps,
+            unit="steps" if self._steps else "collectives",
+            late=late,
+            by_kind={kind: sum(one.by_kind.get(kind, 0.0) for one in self._late) / count for kind in sorted(kinds)},
+            steady=sum(one.lateness >= late / 2 for one in self._late) / max(1, steps),
+            collectives=collectives,
+            run_seconds_lost=self.saved,
+            worker_seconds_lost=self._lost,
+            wall_seconds=self._took,
+            usual_seconds_lost=fmean(other.saved for other in others) if others else 0.0,
+            queued_seconds=None if self.queued is None or not usual else max(0.0, self.queued - fmean(usual)),
+            deviations=_deviations(name, self._all, 1 + len(others)),
+            seconds=self._took / max(1, self._steps),
+            without=self._without / max(1, self._steps),
         )
 
 
 def _deviations(worker: str, steps: Sequence[LateWorker], workers: int) -> float:
-    """How far a worker's lateness is from what chance makes of it if all are late alike, in standard deviations.
+    """How far a worker's lateness is from chance if all are equally late, in standard deviations.
 
-    The steps are put into some parts, one after the other, so that a spell of bad luck counts once however many steps
-    it lasts. In each part the lateness of the others, on average, is taken off: who is late as much as they are comes
-    to nothing, and so does one who was late in a single part only.
+    The steps are divided into consecutive parts, so that a spell of bad luck counts once however many steps it lasts.
+    In each part the mean lateness of the others is subtracted: a worker as late as they are comes to nothing, and so
+    does one that was late in a single part only.
     """
     parts = np.zeros(min(BLOCKS, len(steps)))
     for number, one in enumerate(steps):
@@ -263,16 +256,18 @@ def _deviations(worker: str, steps: Sequence[LateWorker], workers: int) -> float
     return float(parts.sum()) / spread if spread else 0.0
 
 
-def _by_step(
-    history: Computation, late: Sequence[Arrival], steps: Mapping[str, Sequence[tuple[float, int]]]
-) -> list[LateWorker]:
-    """The latest of each step; of a run without steps, of each collective, under negative numbers."""
-    found = defaultdict[int, list[Arrival]](list)
+def _by_step(history: Computation, late: Sequence[Arrival], stamps: Stamps) -> list[LateWorker]:
+    """The latest worker of each step; in a run without steps, of each collective, under negative numbers."""
+    steps = {
+        worker_name(rank): [(stamp.time, stamp.sequence) for stamp in own if stamp.mark is Mark.STEP]
+        for rank, own in stamps.items()
+    }
+    groups = defaultdict[int, list[Arrival]](list)
     for number, arrival in enumerate(late):
-        mine = steps.get(arrival.last, ())
-        entered = history.event(arrival.entry).time
-        found[_step_at(mine, entered) if mine else -1 - number].append(arrival)
-    return [_latest(step, some) for step, some in sorted(found.items())]
+        own = steps.get(arrival.last, ())
+        at = bisect_right(own, history.event(arrival.entry).time, key=lambda step: step[0])
+        groups[own[max(0, at - 1)][1] if own else -1 - number].append(arrival)
+    return [_latest(step, group) for step, group in sorted(groups.items())]
 
 
 def _latest(step: int, late: Sequence[Arrival]) -> LateWorker:
@@ -286,53 +281,39 @@ def _latest(step: int, late: Sequence[Arrival]) -> LateWorker:
     return LateWorker(step, worst, lateness[worst], dict(kinds[worst]))
 
 
-def _step_at(steps: Sequence[tuple[float, int]], now: float) -> int:
-    """The number of the last step that was made before a time."""
-    at = bisect_right(steps, now, key=lambda one: one[0])
-    return steps[max(0, at - 1)][1]
-
-
-def _steps_of(stamps: Stamps) -> dict[str, list[tuple[float, int]]]:
-    """When each worker made which step."""
-    return {
-        worker_name(rank): [(stamp.time, stamp.sequence) for stamp in some if stamp.mark is Mark.STEP]
-        for rank, some in stamps.items()
-    }
-
-
 def stretches(stamps: Stamps, servers: ServerStamps) -> Iterator[tuple[Stamps, ServerStamps]]:
-    """The run, cut between steps into pieces that can be looked at by themselves.
+    """The run, cut between steps into pieces that can be examined separately.
 
     From the first step on: that one worker was ready before another is nobody's fault.
     """
-    steps = {rank: [at for at, one in enumerate(some) if one.mark is Mark.STEP] for rank, some in stamps.items()}
-    numbers = {rank: [stamps[rank][at].sequence for at in some] for rank, some in steps.items() if some}
+    steps = {rank: [at for at, stamp in enumerate(own) if stamp.mark is Mark.STEP] for rank, own in stamps.items()}
+    numbers = {rank: [stamps[rank][at].sequence for at in own] for rank, own in steps.items() if own}
     if not numbers:
-        yield {rank: some[-LATEST:] for rank, some in stamps.items()}, servers
+        yield {rank: own[-LATEST:] for rank, own in stamps.items()}, servers
         return
-    first, last = max(some[0] for some in numbers.values()), max(some[-1] for some in numbers.values())
-    events = max(len(some) for some in stamps.values())
+    first, last = max(own[0] for own in numbers.values()), max(own[-1] for own in numbers.values())
+    events = max(len(own) for own in stamps.values())
     pieces = max(1, events // min(STRETCH, LOOKED // (STRETCHES * len(stamps))))
     length = max(ENOUGH, -(-(last - first) // pieces))
     starts = list(range(first, max(last, first + 1), length))
     for start in starts if len(starts) <= STRETCHES else starts[:: -(-len(starts) // STRETCHES)]:
-        some = {
+        piece = {
             rank: _between(stamps[rank], steps[rank], numbers.get(rank, ()), start, start + length) for rank in stamps
         }
-        times = [stamp.time for one in some.values() for stamp in one]
+        times = [stamp.time for own in piece.values() for stamp in own]
         if times:
-            first, last = min(times), max(times)
-            yield some, {name: [stamp for stamp in one if first <= stamp.time <= last] for name, one in servers.items()}
+            begin, end = min(times), max(times)
+            yield piece, {name: [stamp for stamp in own if begin <= stamp.time <= end] for name, own in servers.items()}
 
 
 def _between(
     stamps: Sequence[Stamp], steps: Sequence[int], numbers: Sequence[int], start: int, stop: int
 ) -> Sequence[Stamp]:
-    """Events from one step on, up to and with another."""
+    """Events from one step up to and including another."""
     begin, end = bisect_left(numbers, start), bisect_right(numbers, stop)
     if begin == end:
         return ()
     first, closed = steps[begin], numbers[end - 1] == stop
     turns = (stamps[at] for at in range(first - 1, max(0, first - LATEST) - 1, -1) if stamps[at].mark is Mark.TURN)
-    before = [structs.replace(one, time=stamps[first].time) for one in itertools.islice(turns, 1)]
+    before = [structs.replace(turn, time=stamps[first].time) for turn in itertools.islice(turns, 1)]
     return [*before, *stamps[first : steps[end - 1] + 1 if closed else len(stamps)]]

@@ -1,4 +1,4 @@
-"""What can be wrong with a run, in words."""
+"""Verdicts: what can be wrong with a run, in words."""
 
 from __future__ import annotations
 
@@ -10,49 +10,42 @@ from msgspec import Struct
 DEADLOCK: Final = "deadlock"
 """Workers wait for each other."""
 DESYNC: Final = "desync"
-"""Workers have called different things where they should have called the same."""
+"""Workers have made different calls where all should make the same one."""
 ENDED: Final = "ended"
-"""Somebody waits for a worker that has ended."""
+"""A wait for a worker that has ended."""
 SILENT: Final = "silent"
-"""Somebody has waited long for a worker that does something else; it may still come."""
+"""A long wait for a worker that does something else; it may still arrive."""
 DEAD: Final = "dead"
-"""A worker or a server has died, and the run did something about it."""
-
+"""A worker or a server has died, and the run has handled it."""
 NAN: Final = "nan"
-"""A worker has given numbers to the others that are not finite."""
+"""A worker has sent NaN or infinite numbers to the others."""
 STRAGGLER: Final = "straggler"
 """One worker has cost the run a notable part of its time."""
 LASTING: Final = frozenset({DEAD, NAN})
-"""What stays true of a run that has gone on, and finished."""
+"""Verdicts that stay true of a run that continues and finishes."""
 
 EXIT_CODES: Final[Mapping[str, int]] = {
-    DEADLOCK: 10,
-    DESYNC: 11,
-    ENDED: 12,
-    SILENT: 13,
-    DEAD: 14,
-    NAN: 15,
-    STRAGGLER: 0,
-}
-"""What `offbeat run --monitor` and `offbeat explain` end with."""
+    DEADLOCK: 10, DESYNC: 11, ENDED: 12, SILENT: 13, DEAD: 14, NAN: 15, STRAGGLER: 0,
+}  # fmt: skip
+"""Exit codes of `offbeat run --monitor` and `offbeat explain`."""
 
 
 class Verdict(Struct, frozen=True):
-    """What is wrong, who is to be looked at, and why."""
+    """What is wrong with a run, and which workers to look at."""
 
     kind: str
     message: str
-    """In words: who waits for whom in what."""
+    """Who waits for whom in what, in words."""
     missing: tuple[int, ...] = ()
-    """Workers whose stack says more: those that are waited for, and live."""
+    """Workers whose stack tells more: those that others wait for and that are alive."""
     stacks: Mapping[str, str] = {}
-    """What those were doing, by worker."""
+    """Stacks of those workers, by name."""
     who: tuple[str, ...] = ()
-    """Whom it is about, where that is not in `missing`: those who have died."""
+    """Processes that it is about, if not in `missing`, such as dead ones."""
 
     @property
     def final(self) -> bool:
-        """Whether it can never become better by itself."""
+        """Whether the run can never recover by itself."""
         return self.kind in (DEADLOCK, DESYNC, ENDED)
 
     @property
@@ -61,21 +54,16 @@ class Verdict(Struct, frozen=True):
         return f"{self.kind}: {self.message}"
 
     def __str__(self) -> str:
-        """The verdict, then the stacks of those that are missing."""
-        told = [self.headline]
-        told += [f"What {who} was doing:\n{stack.rstrip()}" for who, stack in self.stacks.items()]
-        return "\n".join(told)
+        """The verdict, then the stacks."""
+        stacks = [f"What {name} was doing:\n{stack.rstrip()}" for name, stack in self.stacks.items()]
+        return "\n".join([self.headline, *stacks])
 
     def plain(self) -> dict[str, Any]:
         """As JSON data."""
-        return {
-            "kind": self.kind,
-            "message": self.message,
-            "missing": [worker_name(rank) for rank in self.missing],
-            "stacks": dict(self.stacks),
-        }
+        missing = [worker_name(rank) for rank in self.missing]
+        return {"kind": self.kind, "message": self.message, "missing": missing, "stacks": dict(self.stacks)}
 
 
 def worker_name(rank: int) -> str:
-    """What a worker is called in words."""
+    """A worker's name in sentences."""
     return f"worker {rank}"

@@ -1,4 +1,4 @@
-"""How far more workers carry, and how large a batch may be: short runs, measured, and what follows from them."""
+"""Measures in short runs how far more workers speed up training, and how large a batch may be."""
 
 from offbeat.scaling._batch_size import BatchSize, DiversityMethod, RunStage, batch_size
 from offbeat.scaling._noise import Noise, largest_batch, noise_of, worth

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -15,16 +15,16 @@ from offbeat.run.job import Script
 from offbeat.runtime.gradients.noise import read_gradients
 from offbeat.runtime.launch import Launcher
 from offbeat.scaling._noise import DELTA, Noise, by_samples, largest_batch, noise_of, worth
-from offbeat.scaling._runs import Tell, check_budget, is_iterative, nobody, runs_of
+from offbeat.scaling._runs import Tell, check_options, nobody, runs_of
 from offbeat.statistics import Estimate, JsonData
 from offbeat.task import AnyTask
 
 STAGES = 5
-"""How many stages a run is cut into, to show how noise changes."""
+"""Number of stages that a run is cut into, to show how noise changes."""
 _PASSES = 4
-"""Passes over single examples in each stage, where they are asked for."""
+"""Passes over single examples in each stage, if requested."""
 _STEPS_IN_A_STAGE = 10
-"""Fewer steps than this tell too little."""
+"""Minimum number of steps that show enough."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,20 @@ class RunStage(JsonData):
     last: int
     """Its last step."""
     noise: Estimate
-    """The noise scale: how many examples it takes until their mean says as much as it errs."""
+    """The noise scale: the number of examples whose mean gradient is as large as its error."""
     checked: float | None
-    """The same by the gradients of single examples, where they were asked for."""
+    """The same by the gradients of single examples, if requested."""
 
 
 @dataclass(frozen=True)
 class DiversityMethod(JsonData):
-    """One way to raise diversity, at the end of the run, by the gradients of single examples."""
+    """One way to raise gradient diversity, evaluated on single examples at the end of the run."""
 
     name: str
     diversity: float
     """n times the gradient diversity: 1 + the noise scale."""
     cosine: float
-    """Of the angle between its mean gradient and the plain one: how much of the direction is left."""
+    """Cosine of the angle between its mean gradient and the plain one: how much of the direction is left."""
 
 
 @dataclass(frozen=True)
@@ -57,25 +57,25 @@ class BatchSize(JsonData):
     """The noise in gradients over a short run, and what it means for the batch."""
 
     target: str
-    """What was run."""
+    """The script or task."""
     workers: int
-    """On how many workers."""
+    """Number of workers."""
     steps: int
-    """How many steps were measured."""
+    """Number of steps measured."""
     batch: float
     """Examples in each of them."""
     usual: float
-    """Examples in a step as the target has it."""
+    """Examples in a step of the unchanged target."""
     examples: int | None
-    """How many the training data has; None if only going through it would tell."""
+    """Size of the training data; None if unknown without iterating over it."""
     delta: float
-    """How much less than all an example of the largest batch may count: 1 / (1 + delta)."""
+    """An example of the largest batch counts for at least 1 / (1 + delta) of a single one."""
     stages: tuple[RunStage, ...]
     """Noise in the order of the run."""
     ways: tuple[DiversityMethod, ...] = ()
-    """Ways to raise diversity, where single examples were asked for."""
+    """Ways to raise diversity, if single examples were requested."""
     warnings: tuple[str, ...] = ()
-    """What is to be borne in mind."""
+    """Caveats."""
 
     def largest(self, stage: RunStage, delta: float | None = None) -> Estimate:
         """The largest batch that makes almost proportional progress in a stage, and no more than all data."""
@@ -89,30 +89,29 @@ class BatchSize(JsonData):
         return None if count is None else stage.noise.mapped(lambda noise: (1 + noise) / count)
 
     def useful_workers(self, stage: RunStage) -> Estimate:
-        """How many workers that batch keeps busy, each with as many examples as a worker of this run would usually."""
+        """Number of workers that batch keeps busy, each with the usual number of examples per worker."""
         each = self.usual / self.workers
         return self.largest(stage).mapped(lambda batch: batch if math.isinf(batch) else max(1.0, batch // each))
 
     def worth(self, stage: RunStage) -> Estimate:
-        """What an example of the usual batch counts for, of what one alone would."""
+        """The worth of an example of the usual batch, relative to a single one."""
         return stage.noise.mapped(lambda noise: worth(self.usual, noise))
 
     def plain(self) -> dict[str, Any]:
-        """For JSON; None stands for no limit."""
-        stages: list[dict[str, Any]] = []
-        for stage in self.stages:
-            diversity = self.diversity(stage)
-            stages.append(
+        """As JSON data; None stands for no limit."""
+        return super().plain() | {
+            "stages": [
                 stage.plain()
                 | {
                     "kind": "measured",
-                    "diversity": None if diversity is None else diversity.plain(),
+                    "diversity": None if (diversity := self.diversity(stage)) is None else diversity.plain(),
                     "largest_batch": self.largest(stage).plain(),
                     "useful_workers": self.useful_workers(stage).plain(),
                     "worth": self.worth(stage).plain(),
                 }
-            )
-        return super().plain() | {"stages": stages}
+                for stage in self.stages
+            ]
+        }
 
 
 def batch_size(
@@ -131,64 +130,51 @@ def batch_size(
     launcher: Launcher | None = None,
     tell: Tell = nobody,
 ) -> BatchSize:
-    """Measure the noise in gradients over a short run, and say how large a batch still makes proportional progress.
+    """Measure the noise in gradients over a short run, and how large a batch still makes proportional progress.
 
     The run takes `steps` steps, or as many as fit into `seconds`, with all-reduce, each on `times` as many examples as
-    usual: the larger, the more noise can be told. `check` also goes over the gradients of single examples now and then
-    (tasks with small models only), and compares ways to raise diversity.
+    usual: the more, the larger the noise that can be measured. `check` also computes the gradients of single examples
+    now and then (tasks with small models only), and compares ways to raise diversity.
     """
-    check_budget(steps, seconds)
+    check_options(steps, seconds, threads, seed)
     limits.whole("--workers", workers, limits.WORKERS, why="each is a process")
     limits.whole("--times", times, limits.MERGED)
-    limits.whole("--threads", threads, limits.THREADS)
-    limits.seed("--seed", seed)
     if workers < 2:
         raise UsageError(
-            f"{workers} worker has one gradient for each step, and noise is told from how several differ. Give 2 or "
+            f"{workers} worker has one gradient for each step, and noise is measured by how several differ. Give 2 or "
             f"more."
         )
     if not 0 < delta < math.inf:
         raise UsageError(f"--delta {delta:g} makes no sense: give a number above 0.")
-    with runs_of(target, arguments, threads, seed, out, launcher) as runs:
-        if is_iterative(runs.what):
+    with runs_of(target, arguments, threads, seed, out, launcher, tell) as runs:
+        if runs.is_iterative:
             raise TaskError(f"{runs.what} is not gradient descent: it has no gradients, and no batch to choose.")
         if check and isinstance(runs.what, Script):
             raise UsageError(
-                "--per-example needs the loss of a single example, which a script's loop does not reveal. Omit "
-                "--per-example, or write the loop as a task."
+                "--per-example needs gradients of single examples, and so the loss of one; a script's loop does not "
+                "define it. Omit --per-example, or write the loop as a task."
             )
-        if steps is None:
-            tell(f"a first run of {runs.what}, to see how long a step takes")
-        length = steps or runs.steps_for(seconds, workers, "allreduce", times)
+        length = runs.length(steps, seconds, workers, "allreduce", times)
         tell(f"{length:,} steps on {workers} workers")
         result = runs.once(workers, "allreduce", length, times, STAGES * _PASSES if check else 0)
-        found = read_gradients(result.run)
-    if found.get("trouble"):
-        raise UsageError(f"the noise in the gradients of {runs.what} cannot be measured: {found['trouble']}")
-    return _concluded(str(runs.what), workers, times, delta, found)
+        gradients = read_gradients(result.run)
+    if gradients.get("trouble"):
+        raise UsageError(f"the noise in the gradients of {runs.what} cannot be measured: {gradients['trouble']}")
+    return _conclude(str(runs.what), workers, times, delta, gradients)
 
 
-def _concluded(target: str, workers: int, times: int, delta: float, found: Mapping[str, Any]) -> BatchSize:
-    noise = noise_of(found)
+def _conclude(target: str, workers: int, times: int, delta: float, gradients: Mapping[str, Any]) -> BatchSize:
+    noise = noise_of(gradients)
     if len(noise) < STAGES * _STEPS_IN_A_STAGE:
         raise UsageError(
             f"only {len(noise)} steps could be measured, and noise shows in many: it takes "
             f"{STAGES * _STEPS_IN_A_STAGE}. Give more --steps or --seconds, and more examples for each worker than one."
         )
-    batch = median(found["batch"])
-    stages = _stages(noise, found["checks"])
-    return BatchSize(
-        target,
-        workers,
-        len(noise),
-        batch,
-        batch / times,
-        found["examples"],
-        delta,
-        stages,
-        _ways(found["checks"]),
-        tuple(_warnings(stages, batch, found["examples"])),
-    )
+    batch, examples, checks = median(gradients["batch"]), gradients["examples"], gradients["checks"]
+    stages = _stages(noise, checks)
+    warnings = tuple(_warnings(stages, batch, examples))
+    methods = _methods(checks)
+    return BatchSize(target, workers, len(noise), batch, batch / times, examples, delta, stages, methods, warnings)
 
 
 def _stages(noise: Noise, checks: Sequence[Mapping[str, Any]]) -> tuple[RunStage, ...]:
@@ -196,7 +182,7 @@ def _stages(noise: Noise, checks: Sequence[Mapping[str, Any]]) -> tuple[RunStage
     first = 1
     for part in noise.stages(STAGES):
         last = first + len(part) - 1
-        inside = [one for one in checks if first <= one["step"] + 1 <= last]  # After a step: what the next one meets.
+        inside = [check for check in checks if first <= check["step"] + 1 <= last]  # Made after a step, for the next.
         checked = None
         if inside:
             spread, square = by_samples(inside)
@@ -206,7 +192,7 @@ def _stages(noise: Noise, checks: Sequence[Mapping[str, Any]]) -> tuple[RunStage
     return tuple(stages)
 
 
-def _ways(checks: Sequence[Mapping[str, Any]]) -> tuple[DiversityMethod, ...]:
+def _methods(checks: Sequence[Mapping[str, Any]]) -> tuple[DiversityMethod, ...]:
     compared: Mapping[str, Mapping[str, float]] = next((one["ways"] for one in reversed(checks) if "ways" in one), {})
     return tuple(
         DiversityMethod(name, one["examples"] * one["squares"] / max(one["joint"], 1e-300), one["cosine"])
@@ -214,13 +200,11 @@ def _ways(checks: Sequence[Mapping[str, Any]]) -> tuple[DiversityMethod, ...]:
     )
 
 
-def _warnings(stages: Sequence[RunStage], batch: float, examples: int | None) -> list[str]:
-    said: list[str] = []
+def _warnings(stages: Sequence[RunStage], batch: float, examples: int | None) -> Iterator[str]:
     if any(math.isinf(stage.noise.high) for stage in stages):
-        said.append(
-            f"where there is no limit, the gradient of {batch:,.0f} examples is all noise: how large a batch may be "
-            f"cannot be told from so few, only how large it may be at least. Give --times 8, or more --seconds."
+        yield (
+            f"where there is no limit, the gradient of {batch:,.0f} examples is all noise: so few show only how large "
+            f"a batch may be at least, not at most. Give --times 8, or more --seconds."
         )
     if examples is not None and any(stage.noise.value > examples for stage in stages):
-        said.append(f"noise beyond the {examples:,} examples that there are means that all of them may be one batch.")
-    return said
+        yield f"noise beyond the {examples:,} examples that there are means that all of them may be one batch."

@@ -2,7 +2,7 @@
 
 A gradient of b examples drawn from n has the expected squared norm |G|^2 + S (1/b - 1/n), where G is the gradient of
 all of them and S the trace of the covariance of single ones. A worker's slice and the whole batch are two such
-sizes, so both unknowns follow from the two norms, without bias, and the noise scale is S / |G|^2. Single steps say
+sizes, so both unknowns follow from the two norms, without bias, and the noise scale is S / |G|^2. Single steps show
 little: each of the two is averaged over many before one is divided by the other.
 
 McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch Training" (2018), appendix A.1, for n without end.
@@ -21,30 +21,30 @@ import numpy as np
 from offbeat.statistics import CONFIDENCE, Estimate, Floats, student
 
 DELTA = 0.25
-"""How much less than all of its worth an example of the largest batch may count: 1 / (1 + delta), here 80 %."""
+"""An example of the largest batch counts for at least 1 / (1 + delta) of a single one, here 80 %."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """What the steps of a stage say of the noise."""
+    """Estimates of the noise from the steps of a stage."""
 
     spread: Floats
-    """Of every step, the estimate of S."""
+    """The estimate of S at each step."""
     square: Floats
-    """Of every step, the estimate of |G|^2."""
+    """The estimate of |G|^2 at each step."""
 
     def __len__(self) -> int:
         return len(self.spread)
 
     def stages(self, count: int) -> list[Noise]:
-        """Cut into so many consecutive stages."""
+        """Cut into the given number of consecutive stages."""
         cuts = np.array_split(np.arange(len(self)), count)
         return [Noise(self.spread[cut], self.square[cut]) for cut in cuts]
 
     def scale(self, confidence: float = CONFIDENCE) -> Estimate:
         """The noise scale: a ratio of means, with the interval of Fieller's theorem.
 
-        Where |G|^2 cannot be told from nothing, there is no upper end; the value is then as it may be, even infinite.
+        Where |G|^2 is not significantly above 0, there is no upper end, and the value may be infinite.
         """
         count = len(self)
         spread, square = float(self.spread.mean()), float(self.square.mean())
@@ -53,7 +53,7 @@ class Noise:
             return Estimate(value, 0.0, math.inf)
         table: Floats = np.cov(self.spread, self.square) / count
         t = student(confidence, count - 1) ** 2
-        # All N for which the mean of S - N |G|^2 may be 0 by what it scatters.
+        # All N for which the mean of S - N |G|^2 is within its error of 0.
         a = square**2 - t * float(table[1, 1])
         b = spread * square - t * float(table[0, 1])
         c = spread**2 - t * float(table[0, 0])
@@ -68,11 +68,11 @@ class Noise:
 
 
 def noise_of(gradients: Mapping[str, Any]) -> Noise:
-    """The noise by what a run has measured: batches, their parts, and squared norms before and after the exchange."""
+    """The noise from a run's measurements: batches, their parts, and squared norms before and after the exchange."""
     batch, parts = np.asarray(gradients["batch"]), np.asarray(gradients["parts"])
     within, joint = np.asarray(gradients["within"]), np.asarray(gradients["joint"])
-    told = (parts > 1) & (batch > parts)
-    batch, parts, within, joint = batch[told], parts[told], within[told], joint[told]
+    usable = (parts > 1) & (batch > parts)
+    batch, parts, within, joint = batch[usable], parts[usable], within[usable], joint[usable]
     spread = (within - joint) * batch / (parts - 1)
     examples = gradients.get("examples") or math.inf
     return Noise(spread, joint - spread / batch + spread / examples)
@@ -88,11 +88,11 @@ def by_samples(checks: Sequence[Mapping[str, float]]) -> tuple[float, float]:
 def largest_batch(noise: float, delta: float = DELTA) -> float:
     """The largest batch that makes almost proportional progress: 1 + delta n diversity, where n diversity = 1 + noise.
 
-    Each of its examples counts for 1 / (1 + delta) of what one alone would.
+    Each of its examples counts for 1 / (1 + delta) of a single one.
     """
     return 1 + delta * (1 + noise)
 
 
 def worth(batch: float, noise: float) -> float:
-    """What an example of such a batch counts for, of what one alone would: (1 + noise) / (batch + noise)."""
+    """The worth of an example of such a batch, relative to a single one: (1 + noise) / (batch + noise)."""
     return 1.0 if math.isinf(noise) else (1 + noise) / (batch + noise)

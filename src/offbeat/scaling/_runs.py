@@ -1,4 +1,4 @@
-"""What short runs that measure have in common: what is run, and how many steps fill the time that was given."""
+"""Short runs for measuring: what is run, and how many steps fill a given time."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from offbeat.runtime.run.settings import Goal
 from offbeat.task import AnyTask, IterativeTask, TaskReference, reference_to
 
 FIRST_STEPS = 20
-"""Steps of the first run, which warms up and tells how long a step takes."""
+"""Steps of the first run, which warms up and shows how long a step takes."""
 FEWEST_STEPS = 30
 _BUSY = ("input", "compute", "communicate", "wait")
 """Kinds of time that steps take; evaluations, checkpoints and reports are not among them."""
 _NEVER = "score=1e300"
-"""A target that no score reaches: a run that measures goes on to its last step."""
+"""A target that no score reaches: a measuring run continues to its last step."""
 
 Tell = Callable[[str], None]
 
 
 def nobody(text: str) -> None:
-    """For those who do not want to be told how far it is."""
+    """Ignore progress messages."""
     del text
 
 
@@ -41,18 +41,20 @@ class Runs:
     out: Path
     threads: int
     seed: int
+    tell: Tell
+
+    @property
+    def is_iterative(self) -> bool:
+        """Whether it is a task that is not gradient descent."""
+        return isinstance(self.what, TaskReference) and issubclass(self.what.find(), IterativeTask)
 
     def once(self, workers: int, strategy: str, steps: int, merge: int = 1, gauge: int | None = None) -> Result:
-        """Run it for so many steps, and answer what came of it; whoever has no team has nothing to measure."""
+        """Run it for the given number of steps; a script without a team has nothing to measure."""
+        target = None if isinstance(self.what, Script) else _NEVER
         goal = Goal(
-            strategy=strategy,
-            steps=steps,
-            seed=self.seed,
-            target=None if isinstance(self.what, Script) else _NEVER,
-            checkpoint_every=1 << 40,
-            merge=merge,
+            strategy=strategy, steps=steps, seed=self.seed, target=target, checkpoint_every=1 << 40, merge=merge,
             gauge=gauge,
-        )
+        )  # fmt: skip
         result = drive(Job(self.what, goal, workers, self.threads, self.out), launcher=self.launcher)
         if not result.seconds_by_kind:
             raise UsageError(
@@ -66,8 +68,11 @@ class Runs:
             )
         return result
 
-    def steps_for(self, seconds: float, workers: int, strategy: str, merge: int = 1) -> int:
-        """How many steps fill the time, by a short run that is not counted."""
+    def length(self, steps: int | None, seconds: float, workers: int, strategy: str, merge: int = 1) -> int:
+        """The number of steps: as requested, or as many as fill the time, by a short run that is not counted."""
+        if steps is not None:
+            return steps
+        self.tell(f"a first run of {self.what}, to see how long a step takes")
         first = self.once(workers, strategy, FIRST_STEPS, merge)
         return max(FEWEST_STEPS, round(first.steps * seconds / busy_seconds(first)))
 
@@ -80,6 +85,7 @@ def runs_of(
     seed: int,
     out: str | Path | None,
     launcher: Launcher | None,
+    tell: Tell,
 ) -> Generator[Runs]:
     """Runs of a target, in a folder that is kept only if it was named."""
     what = target_of(target, tuple(arguments)) if isinstance(target, str) else reference_to(target)
@@ -87,12 +93,7 @@ def runs_of(
         TemporaryDirectory(prefix="offbeat-") if out is None else nullcontext(str(out)) as folder,
         nullcontext(launcher) if launcher else Launcher(WARM) as starter,
     ):
-        yield Runs(what, starter, Path(folder), threads, seed)
-
-
-def is_iterative(what: Script | TaskReference) -> bool:
-    """Whether it is a task that is not gradient descent."""
-    return isinstance(what, TaskReference) and issubclass(what.find(), IterativeTask)
+        yield Runs(what, starter, Path(folder), threads, seed, tell)
 
 
 def busy_seconds(result: Result) -> float:
@@ -100,8 +101,10 @@ def busy_seconds(result: Result) -> float:
     return max(1e-9, sum(result.seconds_by_kind.get(kind, 0.0) for kind in _BUSY))
 
 
-def check_budget(steps: int | None, seconds: float) -> None:
-    """Refuse a length that makes no sense."""
+def check_options(steps: int | None, seconds: float, threads: int, seed: int) -> None:
+    """Refuse values that make no sense."""
     if steps is not None:
         limits.whole("--steps", steps, limits.COUNT)
     limits.seconds("--seconds", seconds)
+    limits.whole("--threads", threads, limits.THREADS)
+    limits.seed("--seed", seed)

@@ -1,11 +1,11 @@
-"""Measured speed-up on several numbers of workers, and the laws that it follows."""
+"""Measures the speed-up on several numbers of workers, and fits scaling laws to it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -15,7 +15,7 @@ from offbeat import limits
 from offbeat.errors import StrategyError, UsageError
 from offbeat.run.drive import Result
 from offbeat.runtime.launch import Launcher
-from offbeat.scaling._runs import Runs, Tell, busy_seconds, check_budget, is_iterative, nobody, runs_of
+from offbeat.scaling._runs import Tell, busy_seconds, check_options, nobody, runs_of
 from offbeat.simulate.laws import Amdahl, Gunther, fit_amdahl, fit_gunther
 from offbeat.statistics import Estimate, JsonData, paired_ratio
 from offbeat.strategies import Strategy, combined, parse
@@ -23,9 +23,9 @@ from offbeat.strategies._base import Combined
 from offbeat.task import AnyTask
 
 _DOUBLINGS = 2
-"""How far beyond what was measured speed-ups are predicted: to four times as many workers."""
+"""Speed-ups are predicted up to four times the largest measured number of workers."""
 _SAME = 0.02
-"""By how much batches may differ and still be called the same."""
+"""Relative difference up to which batches count as the same."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,12 @@ class ScalePoint(JsonData):
     """One number of workers, measured."""
 
     workers: int
-    """How many."""
     rates: tuple[float, ...]
     """Examples per second of each run."""
     speedup: Estimate
-    """Over one worker, by runs next to each other."""
+    """Over one worker, by neighbouring runs."""
     crowded: bool
-    """Whether its workers and their threads have fewer cores than they could use."""
+    """Whether there are fewer cores than its workers have threads."""
 
     @property
     def rate(self) -> float:
@@ -48,7 +47,7 @@ class ScalePoint(JsonData):
 
     @property
     def efficiency(self) -> float:
-        """Speed-up for each worker."""
+        """Speed-up per worker."""
         return self.speedup.value / self.workers
 
     @property
@@ -57,20 +56,20 @@ class ScalePoint(JsonData):
         return self.workers > 1 and self.speedup.low > self.workers
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """As JSON data."""
         more = {"rate": self.rate, "efficiency": self.efficiency, "superlinear": self.superlinear}
         return {"kind": "measured"} | super().plain() | more
 
 
 @dataclass(frozen=True)
 class Predicted(JsonData):
-    """A number of workers that was not measured, by the law that was fitted to others."""
+    """The speed-up on a number of workers that was not measured, by the fitted law."""
 
     workers: int
     speedup: Estimate
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """As JSON data."""
         return {"kind": "extrapolated"} | super().plain()
 
 
@@ -79,11 +78,11 @@ class Scaling(JsonData):
     """Measured speed-ups, the laws that they follow, and what those predict."""
 
     target: str
-    """What was run."""
+    """The script or task."""
     strategy: str
-    """How it was distributed; one worker alone ran `baseline`."""
+    """The strategy; one worker alone ran `baseline`."""
     baseline: str
-    """How one worker ran."""
+    """The strategy of one worker."""
     weak: bool
     """Whether the batch grew with the workers, instead of being divided over them."""
     steps: int
@@ -91,31 +90,31 @@ class Scaling(JsonData):
     threads: int
     """Threads of each worker."""
     cores: int
-    """Cores that there are."""
+    """Number of available cores."""
     unit: str
-    """What rates count: examples, or steps where nobody counts examples."""
+    """What rates count: examples, or steps if examples are not counted."""
     points: tuple[ScalePoint, ...]
-    """What was measured."""
+    """The measured points."""
     amdahl: Amdahl | None
     """The fit of Amdahl's law; None with fewer than two numbers of workers."""
     gunther: Gunther | None
     """The fit of Gunther's law; None with fewer than three."""
     predicted: tuple[Predicted, ...]
-    """What the richer of the two says of more workers."""
+    """Predictions of the richer law for more workers."""
     warnings: tuple[str, ...] = field(default=())
-    """What is to be borne in mind."""
+    """Caveats."""
 
     @property
     def most(self) -> int:
-        """The largest number of workers that was measured."""
+        """The largest measured number of workers."""
         return max(point.workers for point in self.points)
 
     def kind(self, workers: float) -> str:
-        """What a figure about so many workers is: fitted to what was measured around it, or extrapolated."""
+        """Whether a figure for this number of workers is `fitted` or `extrapolated`."""
         return "fitted" if workers <= self.most else "extrapolated"
 
     def plain(self) -> dict[str, Any]:
-        """For JSON; None stands for no limit."""
+        """As JSON data; None stands for no limit."""
         laws: dict[str, Any] = {}
         if self.amdahl is not None:
             laws["amdahl"] = self.amdahl.plain() | {"half_is": self.kind(self.amdahl.half.value)}
@@ -145,29 +144,30 @@ def scale(
     """Measure the speed-up of a task or script on several numbers of workers, and fit Amdahl's and Gunther's laws.
 
     Runs are interleaved (1, 2, 4, 1, 2, 4 ...), `repeats` of each; one worker is always among them. Each makes `steps`
-    steps, or as many as one worker makes in `seconds`. Only what steps take counts: input, computing, exchanging and
+    steps, or as many as one worker makes in `seconds`. Only the time of steps counts: input, computing, exchanging and
     waiting. The batch is divided over the workers; with `weak` each worker has one as large as one worker alone.
     """
     counts = _counts(workers)
-    check_budget(steps, seconds)
+    check_options(steps, seconds, threads, seed)
     limits.whole("--repeats", repeats, limits.REPEATS)
-    limits.whole("--threads", threads, limits.THREADS)
-    limits.seed("--seed", seed)
-    asked = combined(parse(str(strategy)))
+    parsed = combined(parse(str(strategy)))
     for count in counts[1:]:
-        asked.check(count)
-    with runs_of(target, arguments, threads, seed, out, launcher) as runs:
-        if weak and is_iterative(runs.what):
+        parsed.check(count)
+    with runs_of(target, arguments, threads, seed, out, launcher, tell) as runs:
+        if weak and runs.is_iterative:
             raise UsageError(
                 f"{runs.what} goes over all of its data in every step, so there is no batch that could grow with the "
-                f"workers. Measure strong scaling: leave --weak out."
+                f"workers. Measure strong scaling: omit --weak."
             )
-        alone = _alone(asked)
-        if steps is None:
-            tell(f"a first run of {runs.what}, to see how long a step takes")
-        length = steps or runs.steps_for(seconds, 1, alone)
-        found = _measured(runs, counts, asked, alone, length, repeats, weak, tell)
-        return _concluded(str(runs.what), asked, alone, weak, length, threads, found)
+        alone = _alone(parsed)
+        length = runs.length(steps, seconds, 1, alone)
+        results: dict[int, list[Result]] = {count: [] for count in counts}
+        for number, count in enumerate(counts * repeats, 1):
+            words = f"{count} worker{'s' if count > 1 else ''}, {length:,} steps"
+            tell(f"run {number} of {repeats * len(counts)}: {words}")
+            chosen = alone if count == 1 else str(parsed)
+            results[count].append(runs.once(count, chosen, length, count if weak else 1))
+        return _conclude(str(runs.what), parsed, alone, weak, length, threads, results)
 
 
 def _counts(workers: Sequence[int]) -> list[int]:
@@ -177,12 +177,12 @@ def _counts(workers: Sequence[int]) -> list[int]:
         limits.whole("--workers", count, limits.WORKERS, why="each is a process")
     counts = sorted({1, *workers})
     if len(counts) < 2:
-        raise UsageError("--workers 1 says nothing of more workers. Give several numbers: 1,2,4.")
+        raise UsageError("--workers 1 says nothing about more workers. Give several numbers: 1,2,4.")
     return counts
 
 
 def _alone(strategy: Combined) -> str:
-    """The plain loop of one worker, paced as the strategy paces where that makes sense alone."""
+    """The plain loop of one worker, with the strategy's pacing where one worker can have it."""
     single = combined(parse("single"))
     try:
         paced = Combined(single.exchange, strategy.when)
@@ -192,115 +192,83 @@ def _alone(strategy: Combined) -> str:
     return str(paced)
 
 
-def _measured(
-    runs: Runs, counts: list[int], strategy: Combined, alone: str, steps: int, repeats: int, weak: bool, tell: Tell
-) -> dict[int, list[Result]]:
-    found: dict[int, list[Result]] = {count: [] for count in counts}
-    for turn in range(repeats):
-        for place, count in enumerate(counts):
-            number = turn * len(counts) + place + 1
-            tell(f"run {number} of {repeats * len(counts)}: {count} worker{'s' if count > 1 else ''}, {steps:,} steps")
-            chosen = alone if count == 1 else str(strategy)
-            found[count].append(runs.once(count, chosen, steps, count if weak else 1))
-    return found
-
-
-def _concluded(
-    target: str, strategy: Combined, alone: str, weak: bool, steps: int, threads: int, found: dict[int, list[Result]]
+def _conclude(
+    target: str, strategy: Combined, alone: str, weak: bool, steps: int, threads: int, results: dict[int, list[Result]]
 ) -> Scaling:
     cores = len(os.sched_getaffinity(0))
-    counted = all(result.samples for results in found.values() for result in results)
+    counted = all(result.samples for own in results.values() for result in own)
     rates = {
-        count: [(one.samples if counted else one.steps) / busy_seconds(one) for one in results]
-        for count, results in found.items()
+        count: [(result.samples if counted else result.steps) / busy_seconds(result) for result in own]
+        for count, own in results.items()
     }
     points = tuple(
-        ScalePoint(count, tuple(each), paired_ratio(each, rates[1]), count > 1 and count * threads > cores)
-        for count, each in rates.items()
+        ScalePoint(count, tuple(own), paired_ratio(own, rates[1]), count > 1 and count * threads > cores)
+        for count, own in rates.items()
     )
-    listed = [(count, rate) for count, each in rates.items() for rate in each]
-    counts, flat = [count for count, _ in listed], [rate for _, rate in listed]
+    counts = [count for count, own in rates.items() for _ in own]
+    flat = [rate for own in rates.values() for rate in own]
     amdahl = fit_amdahl(counts, flat)
     gunther = fit_gunther(counts, flat) if len(rates) > 2 else None
-    law = gunther or amdahl
-    most = max(rates)
-    further = [most * 2**power for power in range(1, _DOUBLINGS + 1)]
-    predicted = tuple(Predicted(count, law.speedup(count)) for count in further)
-    scaling = Scaling(
-        target,
-        str(strategy),
-        alone,
-        weak,
-        steps,
-        threads,
-        cores,
-        "examples" if counted else "steps",
-        points,
-        amdahl,
-        gunther,
-        predicted,
-    )
-    warnings = (*_of_points(scaling), *_of_laws(scaling), *_of_runs(scaling, found))
+    further = [max(rates) * 2**power for power in range(1, _DOUBLINGS + 1)]
+    predicted = tuple(Predicted(count, (gunther or amdahl).speedup(count)) for count in further)
+    unit = "examples" if counted else "steps"
+    settings = (target, str(strategy), alone, weak, steps, threads, cores, unit)
+    scaling = Scaling(*settings, points, amdahl, gunther, predicted)
+    warnings = (*_of_points(scaling), *_of_laws(scaling), *_of_runs(scaling, results))
     return dataclasses.replace(scaling, warnings=warnings)
 
 
-def _of_points(scaling: Scaling) -> list[str]:
-    said: list[str] = []
+def _of_points(scaling: Scaling) -> Iterator[str]:
     crowded = [str(point.workers) for point in scaling.points if point.crowded]
     if crowded:
-        said.append(
+        yield (
             f"{' and '.join(crowded)} workers with {scaling.threads} thread(s) each have only {scaling.cores} cores: "
-            f"their speed-up, and the laws fitted to it, tell of too few cores as well as of the strategy."
+            f"their speed-up, and the laws fitted to it, show too few cores as well as the strategy."
         )
     above = [f"{point.workers} ({point.speedup})" for point in scaling.points if point.superlinear]
     if above:
-        said.append(
-            f"superlinear: {', '.join(above)} workers are faster than so many times one, as where each one's share "
-            f"fits into a cache. No law allows that; the fits are the nearest that are allowed."
+        yield (
+            f"superlinear: on {', '.join(above)} workers the speed-up exceeds the number of workers, as where each "
+            f"one's share fits into a cache. No law allows that; the fits are the nearest that are allowed."
         )
     if any(math.isinf(point.speedup.high) for point in scaling.points if point.workers > 1):
-        said.append("one run of each says nothing of how far it can be trusted. Ask for --repeats 3.")
-    return said
+        yield "a single run of each says nothing about its error. Ask for --repeats 3."
 
 
-def _of_laws(scaling: Scaling) -> list[str]:
-    said: list[str] = []
+def _of_laws(scaling: Scaling) -> Iterator[str]:
     law = scaling.gunther or scaling.amdahl
-    missed = [point for point in scaling.points if law is not None and _misses(law, point)]
-    if missed:
-        listed = ", ".join(f"{law.speedup(one.workers).value:.2f} on {one.workers}" for one in missed if law)
-        said.append(
-            f"the law does not follow what was measured: it says {listed}. Trust the measured figures, and nothing "
-            f"that is extrapolated."
+    misses = [
+        f"{law.speedup(one.workers).value:.2f} on {one.workers}" for one in scaling.points if law and _misses(law, one)
+    ]
+    if misses:
+        yield (
+            f"the law does not fit the measurements: it says {', '.join(misses)}. Trust the measured figures, and none "
+            f"that are extrapolated."
         )
     if scaling.gunther is None:
-        said.append("two numbers of workers cannot tell contention from coherency: Gunther's law was not fitted.")
+        yield "two numbers of workers cannot tell contention from coherency: Gunther's law was not fitted."
     elif scaling.kind(scaling.gunther.peak.value) == "extrapolated":
-        said.append(
-            f"the peak is extrapolated: no more than {scaling.most} workers were measured, and what holds up more of "
+        yield (
+            f"the peak is extrapolated: no more than {scaling.most} workers were measured, and what slows down more of "
             f"them may not have shown yet."
         )
     if scaling.amdahl is not None and scaling.kind(scaling.amdahl.half.value) == "extrapolated":
-        said.append(f"the half-performance point and the limit are extrapolated from {scaling.most} workers at most.")
-    return said
+        yield f"the half-performance point and the limit are extrapolated from {scaling.most} workers at most."
 
 
 def _misses(law: Amdahl | Gunther, point: ScalePoint) -> bool:
-    """Whether the law and the measured point have no value in common."""
-    said = law.speedup(point.workers)
-    return point.workers > 1 and not (said.low <= point.speedup.high and point.speedup.low <= said.high)
+    """Whether the intervals of the law and the measured point do not overlap."""
+    fit = law.speedup(point.workers)
+    return point.workers > 1 and not (fit.low <= point.speedup.high and point.speedup.low <= fit.high)
 
 
-def _of_runs(scaling: Scaling, found: dict[int, list[Result]]) -> list[str]:
-    said: list[str] = []
-    fewest = min(one.steps for results in found.values() for one in results)
+def _of_runs(scaling: Scaling, results: dict[int, list[Result]]) -> Iterator[str]:
+    fewest = min(result.steps for own in results.values() for result in own)
     if fewest < scaling.steps:
-        said.append(f"a run ended by itself after {fewest:,} of {scaling.steps:,} steps: its rate is of those.")
+        yield f"a run ended by itself after {fewest:,} of {scaling.steps:,} steps: its rate is over those."
     if scaling.unit == "examples":
-        batches = {count: median(one.samples / one.steps for one in results) for count, results in found.items()}
-        wanted = {count: batches[1] * (count if scaling.weak else 1) for count in batches}
-        other = [count for count in batches if abs(batches[count] / wanted[count] - 1) > _SAME]
-        if other:
+        batches = {count: median(result.samples / result.steps for result in own) for count, own in results.items()}
+        expected = {count: batches[1] * (count if scaling.weak else 1) for count in batches}
+        if any(abs(batches[count] / expected[count] - 1) > _SAME for count in batches):
             listed = ", ".join(f"{batches[count]:,.0f} examples on {count}" for count in batches)
-            said.append(f"a step is not the same work on all numbers of workers: {listed}.")
-    return said
+            yield f"a step is not the same work on all numbers of workers: {listed}."

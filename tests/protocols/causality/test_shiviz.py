@@ -11,7 +11,7 @@ from hypothesis import given
 
 from offbeat.errors import UsageError
 from offbeat.monitor.diagram.build import Scene
-from offbeat.monitor.diagram.chrome_trace import chrome_trace
+from offbeat.monitor.diagram.export import chrome_trace
 from offbeat.protocols.causality.cuts import is_consistent
 from offbeat.protocols.causality.histories import (
     Call,

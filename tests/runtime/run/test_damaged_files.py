@@ -82,7 +82,7 @@ def readers(folder: Path) -> dict[str, Callable[[], object]]:
 
     def page() -> None:
         run = RunView("x", folder)
-        assert json.dumps(run.told())
+        assert json.dumps(run.summary())
         run.lanes()
         for name in ("worker-0", "worker-1"):
             log_of(folder, name)

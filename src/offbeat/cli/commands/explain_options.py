@@ -11,7 +11,7 @@ from offbeat.cli.options import ExplainOptions
 from offbeat.errors import UsageError
 from offbeat.monitor import RecordedRun
 from offbeat.monitor.diagram.build import Scene
-from offbeat.monitor.diagram.cuts import asked, moment, window
+from offbeat.monitor.diagram.cuts import moment, parse_cut, window
 from offbeat.monitor.diagram.export import export, kind_of
 from offbeat.monitor.diagram.svg import check_name, save
 from offbeat.monitor.predicates import Possibilities, Predicate, predicate
@@ -72,7 +72,7 @@ class ActionOptions(ExplainOptions):
     def done(self, scene: Scene) -> ActionsDone:
         """Test the cuts, draw and export."""
         part = (scene.start, scene.stop) if self.window is None else window(self.window, scene.start, scene.stop)
-        cuts = {text: asked(scene.run, scene.times, text, part[1]) for text in self.cuts}
+        cuts = {text: parse_cut(scene.run, scene.times, text, part[1]) for text in self.cuts}
         lanes = scene.diagram(part, cuts)
         done = ActionsDone()
         for cut in lanes.cuts:

@@ -1,8 +1,7 @@
-"""A league as a table for a terminal, as Markdown, as CSV, as JSON, and as a page with pictures."""
+"""Reports of a comparison: a table for a terminal, Markdown, CSV, JSON, and an HTML page with charts."""
 
 from offbeat.league.report._cells import fine_print, problems
 from offbeat.league.report._page import page
-from offbeat.league.report._table import WIDTH, table
-from offbeat.league.report._text import csv_of, json_of, markdown
+from offbeat.league.report._text import WIDTH, csv_of, json_of, markdown, table
 
 __all__ = ["WIDTH", "csv_of", "fine_print", "json_of", "markdown", "page", "problems", "table"]

@@ -1,4 +1,4 @@
-"""A league as one HTML file: verdict, table, pictures, and everything that is needed to repeat it. It loads nothing."""
+"""A comparison as one HTML file that loads nothing: verdict, table, charts, and what is needed to repeat it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from html import escape
 
 from offbeat.league._contestants import EntryReason
 from offbeat.league._league import League
-from offbeat.league._rows import LeagueRow
 from offbeat.league.report import _cells as cells
 from offbeat.league.report._svg import COLORS, Dot, PlottedLine, bars, curves, dots
 from offbeat.league.report._text import provenance
@@ -46,20 +45,19 @@ ul{padding-left:1.2rem}li{margin:.2rem 0}code{font-size:.85em;overflow-wrap:anyw
 def page(league: League) -> str:
     """The whole file."""
     colors = {row.name: COLORS[number % len(COLORS)] for number, row in enumerate(league.rows)}
-    what = league.asked["what"]
-    name = what["script"] if "script" in what else what["task"]["source"]
+    name = escape(league.subject)
     verdict = "".join(f"<p>{escape(words)}</p>" for words in league.outcome.words)
     notes = [*cells.fine_print(league), *cells.problems(league)]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>League of {escape(name)}</title><style>{_STYLE}</style></head><body>"
-        f"<h1>Which strategy gets there first: {escape(name)}</h1>"
+        f"<title>Comparison on {name}</title><style>{_STYLE}</style></head><body>"
+        f"<h1>Which strategy is fastest to the target: {name}</h1>"
         f'<div class="tag">{league.asked["workers"]} workers, target {escape(str(league.target))}, '
         f"{len(league.seeds)} seeds. Every figure is measured.</div>"
-        f'<div class="verdict">{verdict}</div>{_table(league)}{_legend(league, colors)}'
-        f'<div class="pictures">{_pictures(league, colors)}</div>'
-        f"<h2>How it came about</h2><ul>{''.join(f'<li>{escape(words)}</li>' for words in notes)}</ul>"
+        f'<div class="verdict">{verdict}</div>{_table(league)}{_legend(colors)}'
+        f'<div class="pictures">{_charts(league, colors)}</div>'
+        f"<h2>How it was measured</h2><ul>{''.join(f'<li>{escape(words)}</li>' for words in notes)}</ul>"
         f"<h2>To repeat it</h2><ul>{''.join(f'<li>{_coded(words)}</li>' for words in provenance(league))}</ul>"
         "</body></html>\n"
     )
@@ -71,59 +69,43 @@ def _coded(words: str) -> str:
 
 
 def _table(league: League) -> str:
-    told = [cells.full_row(league, row) for row in league.rows]
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in told[0])
     rows: list[str] = []
-    for row, values in zip(league.rows, told, strict=True):
-        style = (
-            "won"
-            if row.name == league.winner
-            else "aside"
-            if row.part in (EntryReason.again, EntryReason.single)
-            else ""
-        )
-        filled = "".join(f"<td>{escape(value)}</td>" for value in values.values())
+    for row in league.rows:
+        style = "won" if row.name == league.winner else "" if row.part.eligible else "aside"
+        filled = "".join(f"<td>{escape(value)}</td>" for value in cells.full_row(league, row).values())
         rows.append(f'<tr class="{style}">{filled}</tr>')
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in cells.full_row(league, league.rows[0]))
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
-def _legend(league: League, colors: dict[str, str]) -> str:
-    names = "".join(f'<span><i style="background:{colors[r.name]}"></i>{escape(r.name)}</span>' for r in league.rows)
+def _legend(colors: dict[str, str]) -> str:
+    names = "".join(f'<span><i style="background:{c}"></i>{escape(name)}</span>' for name, c in colors.items())
     return f'<div class="legend">{names}</div>'
 
 
-def _figure(title: str, words: str, drawn: str) -> str:
-    return f"<figure><figcaption>{escape(title)} <small>(measured) {escape(words)}</small></figcaption>{drawn}</figure>"
+def _figure(title: str, words: str, chart: str, legend: str = "") -> str:
+    caption = f"{escape(title)} <small>(measured) {escape(words)}</small>"
+    return f"<div><figure><figcaption>{caption}</figcaption>{chart}</figure>{legend}</div>"
 
 
-def _pictures(league: League, colors: dict[str, str]) -> str:
+def _charts(league: League, colors: dict[str, str]) -> str:
     level = None if league.target is None else Target.parse(league.target).value
-    kinds = "".join(f'<span><i style="background:{c}"></i>{kind}</span>' for kind, c in KIND_COLORS.items())
     spent = [(row.name, row.seconds_by_kind) for row in league.rows if row.seconds_by_kind]
-    figures = [
-        _figure(
-            "Score against time",
-            "a thick line for the seed in the middle, thin ones for the others",
-            curves(_curves(league, colors, 1.0, "seconds"), "training time, s", "score", level),
-        ),
-        _figure(
-            "Score against bytes",
-            "payload of all workers",
-            curves(_curves(league, colors, 1e6, "bytes_sent"), "sent, MB", "score", level),
-        ),
-        _figure("Where the time went", "a typical run of each", bars(spent, KIND_COLORS, "seconds"))
-        + f'<div class="legend">{kinds}</div>',
-        _figure(
-            "Time and cores",
-            "who is nearest to the corner spends the least of both; joined: nobody is better in both",
-            dots(_dots(league, colors), "seconds to target", "core-seconds"),
-        ),
-    ]
-    return "".join(f"<div>{figure}</div>" for figure in figures)
+    times = curves(_curves(league, colors, 1.0, "seconds"), "training time, s", "score", level)
+    sent = curves(_curves(league, colors, 1e6, "bytes_sent"), "sent, MB", "score", level)
+    costs = dots(_dots(league, colors), "seconds to target", "core-seconds")
+    kinds = bars(spent, KIND_COLORS, "seconds")
+    near = "nearest to the corner is cheapest in both; joined: no other strategy is better in both"
+    return (
+        _figure("Score against time", "thick: the median seed, thin: the others", times)
+        + _figure("Score against bytes", "payload of all workers", sent)
+        + _figure("Where the time went", "a typical run of each", kinds, _legend(KIND_COLORS))
+        + _figure("Time and cores", near, costs)
+    )
 
 
 def _curves(league: League, colors: dict[str, str], unit: float, of: str) -> list[PlottedLine]:
-    found: list[PlottedLine] = []
+    lines: list[PlottedLine] = []
     for row in league.rows:
         if of == "bytes_sent" and row.part is EntryReason.single:
             continue
@@ -131,25 +113,16 @@ def _curves(league: League, colors: dict[str, str], unit: float, of: str) -> lis
         own = sorted((entry for entry in own if entry.seed in league.seeds), key=lambda entry: entry.arrival)
         for number, entry in enumerate(own):
             points = [(getattr(point, of) / unit, point.score) for point in entry.curve]
-            found.append(
-                PlottedLine(f"{row.name}, seed {entry.seed}", points, colors[row.name], number != len(own) // 2)
-            )
-    return sorted(found, key=lambda curve: not curve.faint)
+            name, faint = f"{row.name}, seed {entry.seed}", number != len(own) // 2
+            lines.append(PlottedLine(name, points, colors[row.name], faint))
+    return sorted(lines, key=lambda line: not line.faint)
 
 
 def _dots(league: League, colors: dict[str, str]) -> list[Dot]:
-    known = [row for row in league.rows if math.isfinite(row.time.median) and row.core_seconds is not None]
+    """One for each row; on the edge if no other row needs less time and less work."""
+    known = {row.name: (row.time.median, row.core_seconds) for row in league.rows if math.isfinite(row.time.median)}
+    costs = {name: (time, work) for name, (time, work) in known.items() if work is not None}
     return [
-        Dot(row.name, row.time.median, row.core_seconds or 0.0, colors[row.name], _unbeaten(row, known))
-        for row in known
+        Dot(name, x, y, colors[name], not any(a <= x and b <= y for other, (a, b) in costs.items() if other != name))
+        for name, (x, y) in costs.items()
     ]
-
-
-def _unbeaten(row: LeagueRow, rows: list[LeagueRow]) -> bool:
-    """Whether nobody needs less time and less work."""
-    return not any(
-        other.time.median <= row.time.median
-        and (other.core_seconds or 0.0) <= (row.core_seconds or 0.0)
-        and other is not row
-        for other in rows
-    )

@@ -1,21 +1,21 @@
-"""Pictures by hand: curves, stacked bars and dots in SVG, with axes that have round numbers."""
+"""Charts in SVG: curves, stacked bars and dots over axes with round numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
+from typing import NamedTuple
 
-from offbeat.monitor.diagram.plot import PixelScale, element, ticks
+from offbeat.monitor.diagram.shapes import PixelScale, ticks
+from offbeat.monitor.diagram.svg import element
 
 WIDTH, HEIGHT = 560, 340
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 44
 COLORS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f", "#78716c", "#1e293b")
 
 
-@dataclass(frozen=True)
-class PlottedLine:
-    """A line of a picture."""
+class PlottedLine(NamedTuple):
+    """A line of a chart."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -23,20 +23,19 @@ class PlottedLine:
     faint: bool = False
 
 
-@dataclass(frozen=True)
-class Dot:
-    """A marked place of a picture."""
+class Dot(NamedTuple):
+    """A labelled point of a chart."""
 
     name: str
     x: float
     y: float
     color: str
     edge: bool = False
-    """Whether nothing is better in both directions."""
+    """Whether no other dot is better in both directions."""
 
 
 class _PlotFrame:
-    """From numbers to places, with axes that have round numbers."""
+    """Two scales, and axes with round numbers."""
 
     def __init__(self, xs: Sequence[float], ys: Sequence[float], from_zero: bool) -> None:
         low, high = min(ys, default=0.0), max(ys, default=1.0)
@@ -55,7 +54,7 @@ class _PlotFrame:
 
 
 def _upright(x: PixelScale, name: str, height: float) -> list[str]:
-    """The grid and the numbers of an axis from left to right, and what it is called."""
+    """The grid, numbers and name of a horizontal axis."""
     bottom = height - BOTTOM
     parts = [_text((x.first + x.last) / 2, height - 6, name, "middle", class_="name")]
     for value in ticks(x.low, x.high):
@@ -73,7 +72,7 @@ def _places(points: Sequence[tuple[float, float]]) -> str:
 
 
 def curves(lines: Sequence[PlottedLine], across: str, up: str, level: float | None = None) -> str:
-    """Lines over common axes, and the level that is to be reached."""
+    """Lines over common axes, and the target level."""
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points] + ([] if level is None else [level])
     frame = _PlotFrame(xs, _without_outliers(ys, level), from_zero=False)
@@ -83,30 +82,28 @@ def curves(lines: Sequence[PlottedLine], across: str, up: str, level: float | No
         parts.append(element("line", x1=LEFT, y1=y, x2=WIDTH - RIGHT, y2=y, class_="target"))
         parts.append(_text(WIDTH - RIGHT - 4, y - 5, f"target {level:g}", "end"))
     for line in lines:
-        inside = [(frame.x(x), frame.y(frame.y.kept(y))) for x, y in line.points]
+        inside = [(frame.x(x), frame.y(min(max(y, frame.y.low), frame.y.high))) for x, y in line.points]
         look = {"stroke_opacity": "0.25", "stroke_width": "1"} if line.faint else {"stroke_width": "2"}
         title = element("title", escape(line.name))
         parts.append(element("polyline", title, points=_places(inside), fill="none", stroke=line.color, **look))
         if not line.faint and inside:
             x, y = inside[-1]
             parts.append(element("circle", cx=x, cy=y, r=3.2, fill=line.color))
-    return _drawn(parts)
+    return _svg(parts)
 
 
 def _without_outliers(ys: Sequence[float], level: float | None) -> list[float]:
-    """Scores of the first evaluations can be so far off that nothing else would be seen."""
+    """Without first scores that are so far off that they would hide everything else."""
     if len(ys) < 8:
         return list(ys)
-    ordered = sorted(ys)
     cut = len(ys) // 12
-    kept = ordered[cut : len(ys) - cut]
-    spread = kept[-1] - kept[0]
-    far = [y for y in ys if kept[0] - 2 * spread <= y <= kept[-1] + 2 * spread]
-    return [*far, *([] if level is None else [level])]
+    low, *_, high = sorted(ys)[cut : len(ys) - cut]
+    near = [y for y in ys if low - 2 * (high - low) <= y <= high + 2 * (high - low)]
+    return [*near, *([] if level is None else [level])]
 
 
 def dots(places: Sequence[Dot], across: str, up: str) -> str:
-    """Marked places over axes from zero; those on the edge are joined."""
+    """Labelled points over axes from zero; those on the edge are joined."""
     frame = _PlotFrame([dot.x for dot in places], [dot.y for dot in places], from_zero=True)
     parts = frame.axes(across, up)
     edge = sorted((dot for dot in places if dot.edge), key=lambda dot: dot.x)
@@ -120,11 +117,10 @@ def dots(places: Sequence[Dot], across: str, up: str) -> str:
         box = _free_place(x, y, 6.1 * len(dot.name), taken)
         taken.append(box)
         parts.append(_text(box.left, box.top + 11, dot.name))
-    return _drawn(parts)
+    return _svg(parts)
 
 
-@dataclass(frozen=True)
-class _Box:
+class _Box(NamedTuple):
     left: float
     top: float
     width: float
@@ -140,7 +136,7 @@ class _Box:
 
 
 def _free_place(x: float, y: float, width: float, taken: Sequence[_Box]) -> _Box:
-    """Beside a dot, where no other name is; further up or down if need be."""
+    """Where a label beside a dot overlaps no other; further up or down if necessary."""
     candidates = [
         _Box(left, y - 7 + shift, width, 14)
         for shift in (0, -13, 13, -26, 26, -39, 39)
@@ -151,27 +147,24 @@ def _free_place(x: float, y: float, width: float, taken: Sequence[_Box]) -> _Box
 
 
 def bars(rows: Sequence[tuple[str, Mapping[str, float]]], colors: Mapping[str, str], across: str) -> str:
-    """A stacked bar for each row, in the order of the colors."""
+    """A stacked bar for each row, in the order of the colours."""
     most = max((sum(parts.values()) for _, parts in rows), default=1.0) or 1.0
     high = 26
     height = TOP + high * len(rows) + BOTTOM
     scale = PixelScale(0.0, most * 1.02, 190, WIDTH - RIGHT)
-    drawn = _upright(scale, across, height)
+    shapes = _upright(scale, across, height)
     for number, (name, parts) in enumerate(rows):
         y, spent = TOP + number * high, 0.0
-        drawn.append(_text(scale.first - 8, y + 17, _cut(name), "end"))
+        label = name if len(name) <= 29 else name[:28] + "…"
+        shapes.append(_text(scale.first - 8, y + 17, label, "end"))
         for kind, color in colors.items():
             seconds = parts.get(kind, 0.0)
             x, width = scale(spent), scale(seconds) - scale.first
             title = element("title", escape(f"{name}: {kind} {seconds:.3g} s"))
-            drawn.append(element("rect", title, x=x, y=y + 4, width=width, height=high - 8, fill=color))
+            shapes.append(element("rect", title, x=x, y=y + 4, width=width, height=high - 8, fill=color))
             spent += seconds
-    return _drawn(drawn, height)
+    return _svg(shapes, height)
 
 
-def _cut(name: str) -> str:
-    return name if len(name) <= 29 else name[:28] + "…"
-
-
-def _drawn(parts: Sequence[str], height: int = HEIGHT) -> str:
+def _svg(parts: Sequence[str], height: int = HEIGHT) -> str:
     return element("svg", *parts, xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {WIDTH} {height}", role="img")

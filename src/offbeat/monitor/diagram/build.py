@@ -1,6 +1,6 @@
-"""From the events of a run to its space-time diagram: everything is looked up once, then any window is cut out of it.
+"""From the events of a run to its space-time diagram: a scene is indexed once, then any window is cut out of it.
 
-Events too many to be told apart are merged, and the diagram says so.
+Events too many to tell apart are merged, and the diagram says so.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from msgspec import structs
 
 from offbeat.errors import UsageError
 from offbeat.monitor.diagram import intervals
-from offbeat.monitor.diagram.cuts import crossed
+from offbeat.monitor.diagram.cuts import line_of
 from offbeat.monitor.diagram.intervals import INTERVAL, KINDS, NO_CALL, CallGroups, Window, apart, layered
-from offbeat.monitor.diagram.labels import Names
 from offbeat.monitor.diagram.model import LOGICAL, MANY, SECONDS, Arrow, Band, Diagram, Moment, Span, Stay
-from offbeat.monitor.diagram.waits import Floats, Table, joined, lane_of, stays_of
+from offbeat.monitor.diagram.waits import Floats, Names, Table, joined, lane_of, stays_of
 from offbeat.monitor.history import STEPS, history_of
 from offbeat.monitor.verdicts import worker_name
 from offbeat.protocols.causality.cuts import Cut
@@ -26,19 +25,19 @@ from offbeat.protocols.causality.histories import Computation, Edge, Event, Even
 from offbeat.runtime.events.recorder import Stamp
 
 SHAPES: Final = 2000
-"""About how many shapes of each sort a diagram has before they are merged."""
+"""Approximate number of shapes of each sort in a diagram before they are merged."""
 _COARSE: Final = 100
-"""A lane is divided into at least so many columns."""
+"""Minimum number of columns that a lane is divided into."""
 _OWN: Final[Mapping[str, int]] = {
     "computing": intervals.COMPUTE, "compute": intervals.COMPUTE, "unknown": intervals.COMPUTE,
     "exchanging": intervals.COMMUNICATE, "communicate": intervals.COMMUNICATE, "wait": intervals.WAIT,
     "input": intervals.INPUT, "evaluating": intervals.EVALUATE, "evaluate": intervals.EVALUATE,
 }  # fmt: skip
-"""Kinds of time, as events and stamps call them."""
+"""Interval kinds of the kinds of time that events and stamps name."""
 
 
 class Scene:
-    """A run, to be looked at in windows."""
+    """A run, indexed so that windows of it can be drawn."""
 
     def __init__(
         self,
@@ -48,24 +47,19 @@ class Scene:
         stamps: Mapping[int, Sequence[Stamp]] | None = None,
         notes: Iterable[str] = (),
     ) -> None:
-        """Look everything up; `stamps` are what the workers wrote down, where that says more than `run`."""
-        self.run = run
-        self.title = title
-        self.notes = tuple(notes)
-        self.axis = SECONDS if any(event.time for history in run.histories for event in history) else LOGICAL
+        """Index a run; `stamps` are the workers' own records, where they say more than `run`."""
+        self.run, self.title, self.notes = run, title, tuple(notes)
+        times = [event.time for history in run.histories for event in history]
+        self.axis = SECONDS if any(times) else LOGICAL
         self.start = 0.0 if self.axis == SECONDS else 1.0
-        self.origin = 0.0
-        if self.axis == SECONDS:
-            self.origin = min(event.time for history in run.histories for event in history)
+        self.origin = min(times) if self.axis == SECONDS else 0.0
         self.times = [self._times(process) for process in range(run.size)]
         self._names = Names()
         self._calls = CallGroups(self._stays(stamps), self._names, run.processes)
-        stays = self._calls.stays
-        failed = stays[stays["failed"]]
+        failed = self._calls.stays[self._calls.stays["failed"]]
         ends = [float(times[-1]) for times in self.times if times.size] + failed["ended"].tolist()
         self.stop = max(ends, default=self.start)
-        known = range(run.size if stamps is None else len(stamps))
-        self._window = Window(self._intervals(known), run.size)
+        self._window = Window(self._intervals(run.size if stamps is None else len(stamps)), run.size)
         self._bands = self._collectives()
         self._arrows = [self._arrow(edge) for edge in messages(run)]
         self._marks = [*self._moments(), *self._failures(failed)]
@@ -78,64 +72,63 @@ class Scene:
         dropped: int = 0,
         servers: Mapping[str, Sequence[Stamp]] | None = None,
     ) -> Scene:
-        """What the workers of a run have written down, and its servers."""
-        notes = [f"{dropped:,} older events were written over."] if dropped else []
+        """From the records of a run's workers and servers."""
+        notes = [f"{dropped:,} older events were overwritten."] if dropped else []
         return cls(history_of(stamps, servers), title, stamps=stamps, notes=notes)
 
     def diagram(
         self, window: tuple[float, float] | None = None, cuts: Mapping[str, Cut] | None = None, shapes: int = SHAPES
     ) -> Diagram:
-        """What lies in a window, with about so many shapes of each sort at most; `cuts` are drawn by their names."""
+        """A window of the run, with about `shapes` shapes of each sort at most; `cuts` are drawn by their names."""
         start, stop = window or (self.start, self.stop)
         if start > stop:
             raise UsageError(f"a window from {start:g} to {stop:g} ends before it begins: give the earlier time first.")
-        view = _Window(start, stop, max(_COARSE, shapes // max(1, self.run.size)), shapes)
+        view = _View(start, stop, max(_COARSE, shapes // max(1, self.run.size)), shapes)
         return Diagram(
-            self.title,
-            self.axis,
-            start,
-            stop,
-            self.run.processes,
-            tuple(self._spans(view)),
-            tuple(self._messages(view)),
-            tuple(self._meetings(view)),
-            tuple(self._marked(view)),
-            tuple(crossed(self.run, self.times, name, cut) for name, cut in (cuts or {}).items()),
-            sum(int(((times >= start) & (times <= stop)).sum()) for times in self.times),
-            self.origin,
-            (*self.notes, *view.notes()),
+            title=self.title,
+            axis=self.axis,
+            start=start,
+            stop=stop,
+            names=self.run.processes,
+            spans=tuple(self._spans(view)),
+            arrows=tuple(self._messages(view)),
+            bands=tuple(self._meetings(view)),
+            marks=tuple(self._marked(view)),
+            cuts=tuple(line_of(self.run, self.times, name, cut) for name, cut in (cuts or {}).items()),
+            events=sum(int(((times >= start) & (times <= stop)).sum()) for times in self.times),
+            origin=self.origin,
+            notes=(*self.notes, *view.notes()),
         )
 
-    # -- what there is ------------------------------------------------------------------------------------------------
+    # -- index --------------------------------------------------------------------------------------------------------
 
     def _times(self, process: int) -> Floats:
-        """When a process's events were; one that was written a little too late is not before the one before."""
         if self.axis == LOGICAL:
             return self.run.lamports[process][1:].astype(float)
         times = np.array([event.time - self.origin for event in self.run.histories[process]], float)
+        # An event that was recorded a little late is not before the previous one.
         return np.maximum.accumulate(times) if times.size else times
 
     def _stays(self, stamps: Mapping[int, Sequence[Stamp]] | None) -> Table:
         if stamps is None:
             return stays_of(self.run, self.times, self._names)
-        stays = joined([lane_of(worker_name(rank), some, self._names) for rank, some in stamps.items()])
+        stays = joined([lane_of(worker_name(rank), own, self._names) for rank, own in stamps.items()])
         for column in ("begun", "waited", "ended"):
             stays[column] -= self.origin
-        # Steps on servers are collectives that only the run as a whole knows of; waits in them were written down.
+        # Steps on servers are collectives that only the run as a whole shows; waits in them were recorded.
         steps = stays_of(self.run, self.times, self._names, {STEPS})
         steps["waited"] = np.inf
         return np.concatenate([stays, steps])
 
-    def _intervals(self, known: Iterable[int]) -> Table:
-        """What each process was in, and between that its own work; of a server neither is known."""
-        found = intervals.intervals(self._calls, self.stop, live=False)
-        found = found[found["kind"] != intervals.UNDER_WAY]
-        lanes: list[Table] = [found[:0]]
-        for process in known:
-            above = apart(found[found["lane"] == process])
-            history, times = self.run.histories[process], self.times[process].tolist()
-            rows = _own(history, times, process) if self.axis == SECONDS else []
-            lanes.append(layered(np.array(rows, INTERVAL), above))
+    def _intervals(self, workers: int) -> Table:
+        """The calls of each worker, and between them its own work; of a server neither is known."""
+        calls = intervals.intervals(self._calls, self.stop, live=False)
+        calls = calls[calls["kind"] != intervals.UNDER_WAY]
+        lanes: list[Table] = [calls[:0]]
+        for lane in range(workers):
+            history, times = self.run.histories[lane], self.times[lane].tolist()
+            rows = _own(history, times, lane) if self.axis == SECONDS else []
+            lanes.append(layered(np.array(rows, INTERVAL), apart(calls[calls["lane"] == lane])))
         return np.concatenate(lanes)
 
     def _arrow(self, edge: Edge) -> Arrow:
@@ -158,43 +151,49 @@ class Scene:
             yield Moment(int(stay["lane"]), "fail", float(stay["ended"]), f"failed: {label} #{stay['sequence']}")
 
     def _collectives(self) -> list[tuple[int, float, float, int]]:
-        """Each collective: its number, from when to when, and its channel."""
+        """Of each collective: number, start, stop and channel."""
         starts = self._calls.reduced(np.minimum, "begun")
         stops = np.minimum(self._calls.reduced(np.maximum, "ended"), self.stop)
         channels = self._calls.reduced(np.minimum, "channel")
         rows = zip(range(len(self._calls)), starts.tolist(), stops.tolist(), channels.tolist(), strict=True)
         return [row for row in rows if self._names.channels[row[3]].collective]
 
-    # -- what of it is in a window ------------------------------------------------------------------------------------
+    # -- contents of a window -----------------------------------------------------------------------------------------
 
-    def _spans(self, view: _Window) -> Iterator[Span]:
+    def _spans(self, view: _View) -> Iterator[Span]:
         alone, merged = self._window.seen(view.start, view.stop, view.columns, view.shapes)
-        for one in alone[np.lexsort((alone["start"], alone["lane"]))]:
-            known = one["call"] != NO_CALL
-            label = self._names.labels[int(one["label"])].said(int(one["sequence"])) if known else ""
-            kind, start, stop = KINDS[one["kind"]], float(one["start"]), float(one["stop"])
-            yield Span(int(one["lane"]), kind, start, stop, label, open=bool(one["open"]))
+        for row in alone[np.lexsort((alone["start"], alone["lane"]))]:
+            label = self._numbered(row) if row["call"] != NO_CALL else ""
+            kind, start, stop = KINDS[row["kind"]], float(row["start"]), float(row["stop"])
+            yield Span(int(row["lane"]), kind, start, stop, label, open=bool(row["open"]))
         view.merged["spans"] += int(merged["count"].sum())
-        rows = merged[np.lexsort((merged["start"], merged["lane"]))]
-        for (lane, start), some in groupby(rows, key=lambda one: (int(one["lane"]), float(one["start"]))):
-            yield _mixed(lane, start, list(some))
+        ordered = merged[np.lexsort((merged["start"], merged["lane"]))]
+        for (lane, start), group in groupby(ordered, key=lambda row: (int(row["lane"]), float(row["start"]))):
+            rows = list(group)
+            mix = {KINDS[row["kind"]]: float(row["share"]) for row in rows}
+            count = sum(int(row["count"]) for row in rows)
+            words = ", ".join(f"{kind} {share:.0%}" for kind, share in mix.items())
+            yield Span(lane, MANY, start, float(rows[0]["stop"]), f"{count:,} spans: {words}", count, mix)
 
-    def _messages(self, view: _Window) -> Iterator[Arrow]:
+    def _numbered(self, row: Any) -> str:
+        return self._names.labels[int(row["label"])].numbered(int(row["sequence"]))
+
+    def _messages(self, view: _View) -> Iterator[Arrow]:
         rows = self._arrows
         keys = [row.source * self.run.size + row.target for row in rows]
         for group in view.thinned("messages", [row.start for row in rows], [row.stop for row in rows], keys):
-            one, count = rows[group[0]], len(group)
-            yield one if count == 1 else structs.replace(one, label=f"{count:,} messages", count=count)
+            row, count = rows[group[0]], len(group)
+            yield row if count == 1 else structs.replace(row, label=f"{count:,} messages", count=count)
 
-    def _marked(self, view: _Window) -> Iterator[Moment]:
+    def _marked(self, view: _View) -> Iterator[Moment]:
         rows = self._marks
         numbers = {name: number for number, name in enumerate(dict.fromkeys(row.kind for row in rows))}
         times, keys = [row.time for row in rows], [row.lane * len(numbers) + numbers[row.kind] for row in rows]
         for group in view.thinned("marks", times, times, keys):
-            one, count = rows[group[0]], len(group)
-            yield one if count == 1 else structs.replace(one, label=f"{count:,} times {one.kind}", count=count)
+            row, count = rows[group[0]], len(group)
+            yield row if count == 1 else structs.replace(row, label=f"{count:,} times {row.kind}", count=count)
 
-    def _meetings(self, view: _Window) -> Iterator[Band]:
+    def _meetings(self, view: _View) -> Iterator[Band]:
         _, starts, stops, channels = zip(*self._bands, strict=True) if self._bands else ((), (), (), ())
         # A long one is never merged: it has a key of its own.
         keys = [
@@ -206,23 +205,20 @@ class Scene:
 
     def _band(self, call: int) -> Band:
         rows = self._calls.of(call)
-        label = self._names.labels[int(rows[0]["label"])].said(int(rows[0]["sequence"]))
-        stays = [
+        stays = tuple(
             Stay(
                 int(row["lane"]), float(row["begun"]), min(float(row["ended"]), self.stop), bool(np.isinf(row["ended"]))
             )
             for row in np.sort(rows, order="lane")
-        ]
-        members = self._names.channels[int(rows[0]["channel"])].members
-        absent = {number for number, name in enumerate(self.run.processes) if name in members} - set(
-            rows["lane"].tolist()
         )
+        members = self._names.channels[int(rows[0]["channel"])].members
+        absent = {lane for lane, name in enumerate(self.run.processes) if name in members} - set(rows["lane"].tolist())
         missing = tuple(sorted(lane for lane in absent if not self._came_later(lane, rows[0])))
         last = int(rows[-1]["lane"]) if not absent and len(rows) > 1 else None
-        return Band(label, tuple(stays), last, missing)
+        return Band(self._numbered(rows[0]), stays, last, missing)
 
     def _came_later(self, lane: int, stay: Any) -> bool:
-        """Whether a process entered a later call: then it entered this one, and that was written over."""
+        """Whether a process entered a later call: then it entered this one, and the record was overwritten."""
         stays = self._calls.stays
         own = (stays["lane"] == lane) & (stays["channel"] == stay["channel"])
         return bool((stays["sequence"][own] > stay["sequence"]).any())
@@ -234,37 +230,34 @@ class Scene:
         return Band(f"{len(group):,} collectives", stays, count=len(group))
 
 
-class _Window:
-    """A window, how finely it is drawn, and what had to be merged for that."""
+class _View:
+    """A window, its resolution, and the number of shapes merged for it."""
 
     def __init__(self, start: float, stop: float, columns: int, shapes: int) -> None:
-        self.start = start
-        self.stop = stop
-        self.columns = columns
+        self.start, self.stop, self.columns, self.shapes = start, stop, columns, shapes
         self.width = (stop - start) / columns or 1.0
-        """What is shorter cannot be told apart from its neighbour."""
-        self.shapes = shapes
+        """Anything shorter cannot be told apart from its neighbour."""
         self.merged = {"spans": 0, "collectives": 0, "messages": 0, "marks": 0}
 
     def thinned(
         self, name: str, starts: Sequence[float], stops: Sequence[float], keys: Sequence[int], each: int = 1
     ) -> list[list[int]]:
-        """What is drawn together: each by itself, or, if that were too many shapes, what begins in the same column.
+        """Indices to be drawn together: each alone, or, if too many, those that start in the same column.
 
         Args:
             name: What is thinned, for the notes.
             starts: When each begins.
             stops: When each ends.
             keys: Only those with the same key are drawn together.
-            each: How many shapes each takes.
+            each: Number of shapes that each takes.
 
         """
         begun, over, key = np.array(starts, float), np.array(stops, float), np.array(keys, np.int64)
-        found = np.flatnonzero((over >= self.start) & (begun <= self.stop))
-        if len(found) * each <= self.shapes:
-            return [[index] for index in found.tolist()]
+        inside = np.flatnonzero((over >= self.start) & (begun <= self.stop))
+        if len(inside) * each <= self.shapes:
+            return [[index] for index in inside.tolist()]
         column = np.floor((begun - self.start) / self.width).astype(np.int64)
-        order = found[np.lexsort((column[found], key[found]))]
+        order = inside[np.lexsort((column[inside], key[inside]))]
         same = (key[order][1:] == key[order][:-1]) & (column[order][1:] == column[order][:-1])
         groups = [group.tolist() for group in np.split(order, np.flatnonzero(~same) + 1)]
         self.merged[name] += sum(len(group) for group in groups if len(group) > 1)
@@ -277,16 +270,8 @@ class _Window:
             yield f"Too many for this window, and drawn together: {', '.join(merged)}. A smaller window shows them."
 
 
-def _mixed(lane: int, start: float, some: Sequence[Any]) -> Span:
-    """Several short intervals as one span."""
-    mix = {KINDS[one["kind"]]: float(one["share"]) for one in some}
-    count = sum(int(one["count"]) for one in some)
-    words = ", ".join(f"{kind} {share:.0%}" for kind, share in mix.items())
-    return Span(lane, MANY, start, float(some[0]["stop"]), f"{count:,} spans: {words}", count, mix)
-
-
 def _own(history: Sequence[Event], times: Sequence[float], lane: int) -> list[tuple[Any, ...]]:
-    """What the time between events was spent on, neighbours of the same kind joined."""
+    """How the time between events was spent, with neighbours of the same kind joined."""
     rows: list[tuple[float, float, int]] = []
     for event, start, stop in zip(history[1:], times[:-1], times[1:], strict=True):
         for kind, begin, end in _shares(event.spent, start, stop):
@@ -298,7 +283,7 @@ def _own(history: Sequence[Event], times: Sequence[float], lane: int) -> list[tu
 
 
 def _shares(spent: Mapping[str, float], start: float, stop: float) -> Iterator[tuple[int, float, float]]:
-    """The kinds of time between two events, one after another: in which order they came is not known."""
+    """The kinds of time between two events, one after another: their true order is not known."""
     if not spent:
         yield intervals.COMPUTE, start, stop
         return
@@ -311,17 +296,16 @@ def _shares(spent: Mapping[str, float], start: float, stop: float) -> Iterator[t
 
 
 def messages(run: Computation) -> Iterator[Edge]:
-    """From each sending to its receipt; of a log, from each event to those that learned of it first."""
+    """An edge from each send to its receipt; of a log, from each event to those that learned of it first."""
     for join in run.joins:
         if run.event(join.effects[0]).kind is EventKind.EXIT and run.event(join.causes[0]).kind is EventKind.ENTER:
             continue  # A collective is a band.
         for effect in join.effects:
-            for cause in _nearest(run, [cause for cause in join.causes if cause.process != effect.process]):
+            causes = [cause for cause in join.causes if cause.process != effect.process]
+            for cause in causes if len(causes) < 2 else _nearest(run, causes):
                 yield Edge(cause, effect)
 
 
-def _nearest(run: Computation, causes: Sequence[EventPosition]) -> Sequence[EventPosition]:
-    """Without those that are known of by way of another."""
-    if len(causes) < 2:
-        return causes
-    return [one for one in causes if not any(run.happened_before(one, other) for other in causes)]
+def _nearest(run: Computation, causes: Sequence[EventPosition]) -> list[EventPosition]:
+    """Without causes that are known through another."""
+    return [cause for cause in causes if not any(run.happened_before(cause, other) for other in causes)]

@@ -1,8 +1,8 @@
-"""From stays to intervals: waiting, communicating, under way; and what of them is seen through a window.
+"""From stays to intervals (waiting, communicating, in flight), and what of them a window shows.
 
-A wait for others ends when the last one that a call needs has entered it; the rest of the call is communication. What
-was begun and is not waited for is *under way*. What is shorter than a pixel of the window is put together with what
-lies beside it: the pixel then has a share, of how much of it was spent that way.
+A wait for others ends when the last member that a call needs has entered it; the rest of the call is communication. A
+call that was begun and is not waited for is *under way*. Intervals shorter than a pixel of the window are merged with
+their neighbours: the pixel then has a share, of how much of it was spent that way.
 """
 
 from __future__ import annotations
@@ -12,33 +12,24 @@ from typing import Final
 
 import numpy as np
 
-from offbeat.monitor.diagram.labels import Names
-from offbeat.monitor.diagram.waits import Floats, Table
+from offbeat.monitor.diagram.waits import Floats, Names, Table
 
 KINDS: Final = ("wait", "communicate", "under way", "failed", "stuck", "compute", "input", "evaluate", "other")
-"""`stuck`: the process was in it when the run ended, and never came out. The last four are a process's own work."""
+"""`stuck`: the process was in it when the run ended, and never left. The last four are a process's own work."""
 WAIT, COMMUNICATE, UNDER_WAY, FAILED, STUCK, COMPUTE, INPUT, EVALUATE, OTHER = range(len(KINDS))
 INTERVAL: Final = np.dtype(
     [
-        ("start", "<f8"),
-        ("stop", "<f8"),
-        ("call", "<u4"),
-        ("sequence", "<u4"),
-        ("count", "<u4"),
-        ("share", "<f4"),
-        ("label", "<u2"),
-        ("lane", "<u2"),
-        ("kind", "u1"),
-        ("open", "?"),
+        ("start", "<f8"), ("stop", "<f8"), ("call", "<u4"), ("sequence", "<u4"), ("count", "<u4"), ("share", "<f4"),
+        ("label", "<u2"), ("lane", "<u2"), ("kind", "u1"), ("open", "?"),
     ]
-)
-"""`call` is the same for all that belongs together; `count` and `share` are of intervals that were put together."""
+)  # fmt: skip
+"""`call` is the same for all intervals of one call; `count` and `share` are of merged intervals."""
 NO_CALL: Final = 2**32 - 1
-"""The call of a process's own work, and of what was put together from several."""
+"""The call of a process's own work, and of merged intervals."""
 
 
 class CallGroups:
-    """Which stays belong together, and when those that each one needs were there."""
+    """Stays grouped by call, and when the members that each stay needs had entered."""
 
     def __init__(self, stays: Table, names: Names, lanes: Sequence[str]) -> None:
         self.stays = stays
@@ -49,52 +40,52 @@ class CallGroups:
         self.of_stay = np.empty(len(stays), np.int64)
         """The number of each stay's call."""
         self.of_stay[order] = np.cumsum(new) - 1
-        there = np.diff(self._edges)
+        present = np.diff(self._edges)
         last = order[self._edges[1:] - 1]
-        self.decisive: Table = last[there > 1]
-        """The stays that were the last to enter a call of several."""
-        self.ready = self._ready(names, lanes, there, stays["begun"][last])
-        """For each stay when the last one that it needs came; infinite if somebody has not."""
+        self.decisive: Table = last[present > 1]
+        """The stays that were the last to enter a call of several members."""
+        self.ready = self._ready(names, lanes, present, stays["begun"][last])
+        """For each stay, when the last member that it needs entered; infinite if one has not."""
 
     def __len__(self) -> int:
         return len(self._edges) - 1
 
     def of(self, call: int) -> Table:
-        """The stays of a call, by their beginning."""
+        """The stays of a call, by their start."""
         return self.stays[self._order[self._edges[call] : self._edges[call + 1]]]
 
     def reduced(self, ufunc: np.ufunc, column: str) -> Table:
-        """One number for each call, such as the earliest of a column."""
+        """One number for each call, such as the minimum of a column."""
         return ufunc.reduceat(self.stays[column][self._order], self._edges[:-1]) if len(self) else np.zeros(0)
 
-    def _ready(self, names: Names, lanes: Sequence[str], there: Table, last: Floats) -> Floats:
+    def _ready(self, names: Names, lanes: Sequence[str], present: Table, last: Floats) -> Floats:
         stays, call = self.stays, self.of_stay
         members = np.array([len(channel.members) for channel in names.channels] or [0])
         needed = members[self.reduced(np.minimum, "channel").astype(np.int64)]
-        # Members whose events are gone, or who are not watched, count as there if somebody could leave.
+        # Members whose events are gone, or that are not watched, count as present if anyone could leave.
         left = self.reduced(np.minimum, "ended")
-        every = np.where((needed > 0) & ((there >= needed) | np.isfinite(left)), last, np.inf)[call]
+        all_in = np.where((needed > 0) & ((present >= needed) | np.isfinite(left)), last, np.inf)[call]
         index = {name: number for number, name in enumerate(lanes)}
-        root = np.array([index.get(one.name or "", -1) for one in names.roots])[stays["label"]]
-        gives = np.array([one.gives for one in names.roots])[stays["label"]]
+        root = np.array([index.get(root.name or "", -1) for root in names.roots])[stays["label"]]
+        gives = np.array([root.gives for root in names.roots])[stays["label"]]
         is_root = stays["lane"] == root
-        given = np.full(len(self), np.inf)
-        given[call[is_root]] = stays["begun"][is_root]
-        return np.where((root < 0) | (is_root & ~gives), every, np.where(gives & ~is_root, given[call], -np.inf))
+        root_in = np.full(len(self), np.inf)
+        root_in[call[is_root]] = stays["begun"][is_root]
+        return np.where((root < 0) | (is_root & ~gives), all_in, np.where(gives & ~is_root, root_in[call], -np.inf))
 
 
 def intervals(calls: CallGroups, now: float, live: bool) -> Table:
-    """Each stay in up to three parts; what has not ended goes on until `now`, and is stuck if the run is over."""
+    """Each stay in up to three parts; one that has not ended lasts until `now`, and is stuck if the run is over."""
     stays = calls.stays
     ended = np.minimum(stays["ended"], now)
     waited = np.minimum(stays["waited"], ended)
     over = np.isfinite(stays["ended"])
-    # Who left before the last one came did not need it; who was needed for what failed, nobody knows.
+    # A member that left before the last one came did not need it; whom a failed call needed is unknown.
     met = np.where(over & np.isfinite(calls.ready) | stays["failed"], waited, ended)
     met = np.where(calls.ready <= ended, np.maximum(calls.ready, waited), met)
     after = np.where(stays["failed"], FAILED, COMMUNICATE)
     waiting = np.where(over | live, WAIT, STUCK)
-    # What nobody has ever waited for and whose end nobody has seen may have ended long ago.
+    # A call that nobody waited for and whose end nobody saw may have ended long ago.
     beside = np.where(over | np.isfinite(stays["waited"]), waited, stays["begun"])
     parts: list[Table] = []
     for start, stop, kind in ((stays["begun"], beside, UNDER_WAY), (waited, met, waiting), (met, ended, after)):
@@ -106,16 +97,16 @@ def intervals(calls: CallGroups, now: float, live: bool) -> Table:
     return np.concatenate(parts)
 
 
-def apart(some: Table) -> Table:
-    """The intervals of one lane in order and without overlaps: what began first stays."""
-    some = some[np.lexsort((some["stop"], some["start"]))]
-    before = np.concatenate([[-np.inf], np.maximum.accumulate(some["stop"])[:-1]])
-    some["start"] = np.maximum(some["start"], before)
-    return some[some["start"] < some["stop"]]
+def apart(lane: Table) -> Table:
+    """The intervals of one lane in order and without overlaps: the one that began first wins."""
+    lane = lane[np.lexsort((lane["stop"], lane["start"]))]
+    before = np.concatenate([[-np.inf], np.maximum.accumulate(lane["stop"])[:-1]])
+    lane["start"] = np.maximum(lane["start"], before)
+    return lane[lane["start"] < lane["stop"]]
 
 
 def layered(below: Table, above: Table) -> Table:
-    """The intervals of one lane in order; those below are seen where none above hides them."""
+    """The intervals of one lane in order; those below show where none above hides them."""
     left = np.concatenate([[-np.inf], above["stop"]])
     right = np.concatenate([above["start"], [np.inf]])
     first = np.searchsorted(right, below["start"], "right")
@@ -123,26 +114,26 @@ def layered(below: Table, above: Table) -> Table:
     gap = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - first, counts)
     seen = np.repeat(below, counts)
     seen["start"], seen["stop"] = np.maximum(seen["start"], left[gap]), np.minimum(seen["stop"], right[gap])
-    found = np.concatenate([seen[seen["start"] < seen["stop"]], above])
-    return found[np.argsort(found["start"], kind="stable")]
+    lane = np.concatenate([seen[seen["start"] < seen["stop"]], above])
+    return lane[np.argsort(lane["start"], kind="stable")]
 
 
 class Window:
-    """Intervals as columns, each by itself: far faster to look through."""
+    """Intervals as separate columns, which are far faster to search."""
 
-    def __init__(self, some: Table, lanes: int) -> None:
-        self.all = some
+    def __init__(self, table: Table, lanes: int) -> None:
+        self.all = table
         self._lanes = lanes
-        self._starts, self._stops = some["start"].copy(), some["stop"].copy()
+        self._starts, self._stops = table["start"].copy(), table["stop"].copy()
         self._lengths = self._stops - self._starts
-        self._kinds = int(some["kind"].max(initial=0)) + 1
-        self._rows = some["lane"].astype(np.int64) * self._kinds + some["kind"]
+        self._kinds = int(table["kind"].max(initial=0)) + 1
+        self._rows = table["lane"].astype(np.int64) * self._kinds + table["kind"]
 
     def seen(self, start: float, stop: float, pixels: int, most: int | None = None) -> tuple[Table, Table]:
-        """What is seen between two times on so many pixels: long intervals as they are, and short ones put together.
+        """What this number of pixels shows between two times: long intervals as they are, and merged short ones.
 
-        There is one of the latter for each pixel, lane and kind at most. Short ones are left as they are if they are no
-        more than `most`; without it, than there are pixels.
+        There is at most one merged interval for each pixel, lane and kind. Short ones are not merged if there are at
+        most `most` of them; by default, as many as pixels.
         """
         inside = np.flatnonzero((self._starts < stop) & (self._stops > start))
         width = (stop - start) / pixels
@@ -154,11 +145,11 @@ class Window:
         cell = self._rows[short] * pixels + pixel
         size = self._lanes * self._kinds * pixels
         counts = np.bincount(cell, minlength=size)
-        some = np.flatnonzero(counts)
-        merged = np.zeros(len(some), INTERVAL)
-        row, pixel = np.divmod(some, pixels)
+        used = np.flatnonzero(counts)
+        merged = np.zeros(len(used), INTERVAL)
+        row, pixel = np.divmod(used, pixels)
         merged["start"], merged["stop"] = start + pixel * width, start + (pixel + 1) * width
         merged["lane"], merged["kind"] = np.divmod(row, self._kinds)
-        merged["call"], merged["count"] = NO_CALL, counts[some]
-        merged["share"] = np.bincount(cell, self._lengths[short], size)[some] / width
+        merged["call"], merged["count"] = NO_CALL, counts[used]
+        merged["share"] = np.bincount(cell, self._lengths[short], size)[used] / width
         return self.all[inside[~is_short]], merged

@@ -1,8 +1,8 @@
 """The space-time diagram of a run as plain data: what is drawn, not how.
 
-Each process has a lane, and time goes along it. Everything refers to lanes by their number, and to times on the
-diagram's own axis: seconds since the first event of the run, or, for logs without times, logical time, in which every
-effect comes after its causes. Pictures and traces are made from it.
+Each process has a lane, and time runs along it. Everything refers to lanes by number, and to times on the diagram's own
+axis: seconds since the first event of the run, or, for logs without times, logical time, in which every effect comes
+after its causes. Pictures and Chrome traces are made from it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from msgspec import Struct
 
 SECONDS: Final = "seconds"
 LOGICAL: Final = "logical"
-"""An axis by Lamport clocks: what is further right did not happen before what is further left, and nothing more."""
+"""An axis of Lamport clocks: an event did not happen before any event further left, and nothing more."""
 MANY: Final = "many"
-"""Intervals too short to be told apart at this size; `Span.mix` says of what."""
+"""Intervals too short to tell apart at this size; `Span.mix` lists their kinds."""
 
 
 class Span(Struct, frozen=True):
-    """What a process was in for a while. The spans of a lane do not overlap."""
+    """What a process was doing for a while. The spans of a lane do not overlap."""
 
     lane: int
     kind: str
@@ -28,26 +28,26 @@ class Span(Struct, frozen=True):
     start: float
     stop: float
     label: str = ""
-    """In words: `all_reduce #57 (sum of float32 x 4) of group world, called at train.py:88`."""
+    """For example `all_reduce #57 (sum of float32 x 4) of group world, called at train.py:88`."""
     count: int = 1
-    """How many spans were merged into it."""
+    """Number of spans merged into it."""
     mix: Mapping[str, float] = {}
-    """Of merged ones: which share of the span is of which kind."""
+    """Of merged spans: the share of each kind."""
     open: bool = False
-    """Whether it had not ended when the last event was written."""
+    """Whether it was still going on at the last event."""
 
 
 class Arrow(Struct, frozen=True):
-    """A message, from its sending to its receipt; in logs, from a cause to its effect."""
+    """A message, from sending to receipt; in logs, from a cause to its effect."""
 
     source: int
-    """The lane where it begins."""
+    """Lane of the sender."""
     target: int
     start: float
     stop: float
     label: str = ""
     count: int = 1
-    """How many messages were merged into it."""
+    """Number of messages merged into it."""
 
 
 class Stay(Struct, frozen=True):
@@ -57,7 +57,7 @@ class Stay(Struct, frozen=True):
     start: float
     stop: float
     open: bool = False
-    """Whether the member has never left it."""
+    """Whether the member never left it."""
 
 
 class Band(Struct, frozen=True):
@@ -65,17 +65,17 @@ class Band(Struct, frozen=True):
 
     label: str
     stays: tuple[Stay, ...]
-    """By lane; of several merged ones, from the first entry to the last exit."""
+    """By lane; of merged collectives, from the first entry to the last exit."""
     last: int | None = None
-    """The lane of whoever entered last; None of merged ones, and where not all have entered."""
+    """Lane of the last member to enter; None for merged collectives, and if some have not entered."""
     missing: tuple[int, ...] = ()
-    """Lanes of members that have never entered."""
+    """Lanes of members that never entered."""
     count: int = 1
-    """How many collectives were merged into it."""
+    """Number of collectives merged into it."""
 
 
 class Moment(Struct, frozen=True):
-    """Something that happened at one moment: a step, a checkpoint, a fault, an end, any event of a log."""
+    """Something at a single point in time: a step, a checkpoint, a fault, an end, any event of a log."""
 
     lane: int
     kind: str
@@ -83,17 +83,17 @@ class Moment(Struct, frozen=True):
     time: float
     label: str = ""
     count: int = 1
-    """How many were merged into it."""
+    """Number of moments merged into it."""
 
 
 class CutLine(Struct, frozen=True):
-    """A cut: a line through all lanes; what is left of it is in the cut."""
+    """A cut: a line through all lanes, with the events of the cut to its left."""
 
     label: str
     counts: tuple[int, ...]
-    """How many events of each lane are in it, from the run's beginning."""
+    """Number of events of each lane in the cut, from the start of the run."""
     times: tuple[float, ...]
-    """Where it crosses each lane: between the last event in it and the first behind it."""
+    """Where it crosses each lane: between the last event inside and the first outside."""
     consistent: bool
     words: str = ""
     """If it is not consistent: which effect is in it without its cause."""
@@ -106,18 +106,18 @@ class Diagram(Struct, frozen=True):
     axis: str
     """`seconds` or `logical`."""
     start: float
-    """The window, on the axis."""
+    """Start of the window, on the axis."""
     stop: float
     names: tuple[str, ...]
-    """One lane each, from top to bottom."""
+    """Of the lanes, from top to bottom."""
     spans: tuple[Span, ...] = ()
     arrows: tuple[Arrow, ...] = ()
     bands: tuple[Band, ...] = ()
     marks: tuple[Moment, ...] = ()
     cuts: tuple[CutLine, ...] = ()
     events: int = 0
-    """How many events the window holds."""
+    """Number of events in the window."""
     origin: float = 0.0
-    """The time of the events' own clock at which this axis is 0."""
+    """Time on the events' own clock at which this axis is 0."""
     notes: tuple[str, ...] = ()
-    """What the picture leaves out or puts together, in words, to be shown with it."""
+    """What the picture omits or merges, to be shown with it."""

@@ -1,51 +1,51 @@
-"""What pictures are made of: a few shapes in pixels, and how each sort of them looks.
+"""Shapes in pixels that pictures are made of, their styles, the scale of an axis and a plot with one lane per process.
 
-The colours are those of Okabe and Ito, which people with any kind of colour vision can tell apart; waiting is hatched,
-too, so that it is seen in black and white.
+The colours are those of Okabe and Ito, which people with any kind of colour vision can tell apart; waits are also
+hatched, so that they show in black and white.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 Point = tuple[float, float]
 
 
 class ShapeStyle(NamedTuple):
-    """How a sort of shape looks."""
+    """Colours, line and font of one kind of shape."""
 
     fill: str | None = None
     stroke: str | None = None
-    """Around it; around letters, a halo."""
+    """Outline; of text, a halo."""
     width: float = 1.0
     opacity: float = 1.0
     dash: tuple[float, ...] = ()
     hatch: str | None = None
-    """A colour to hatch the fill with."""
+    """Colour of hatching on top of the fill."""
     size: float = 11.0
-    """Of letters, in pixels."""
+    """Font size in pixels."""
     bold: bool = False
 
 
 class Polyline(NamedTuple):
-    """A polygon, or, if it is not closed, a line, which may have a head."""
+    """A polygon, or, if not closed, a line, optionally with an arrow head."""
 
     points: tuple[Point, ...]
     look: str
     closed: bool = True
     head: bool = False
     title: str = ""
-    """What is said when somebody points at it."""
+    """Tooltip."""
 
     def moved(self, x: float, y: float) -> Polyline:
-        """The same elsewhere."""
+        """A translated copy."""
         return self._replace(points=tuple((a + x, b + y) for a, b in self.points))
 
 
 class Rect(NamedTuple):
-    """A rectangle by its upper left corner: a polygon, too."""
+    """A rectangle by its upper left corner; usable as a polygon."""
 
     x: float
     y: float
@@ -64,7 +64,7 @@ class Rect(NamedTuple):
 
 
 class TextShape(NamedTuple):
-    """Words, of which the anchor is at a point: their `start`, `middle` or `end`."""
+    """A line of text; `anchor` is `start`, `middle` or `end`."""
 
     x: float
     y: float
@@ -77,7 +77,7 @@ Drawn = Rect | Polyline | TextShape
 
 
 class Drawing(NamedTuple):
-    """A whole picture: what is cut off at the edges of the plot, and what is around and above it."""
+    """A picture: shapes that are clipped to the plot, and shapes around and above it."""
 
     width: float
     height: float
@@ -88,7 +88,7 @@ class Drawing(NamedTuple):
 
 
 def dot(x: float, y: float, radius: float, look: str, title: str = "") -> Polyline:
-    """A circle, as far as the eye can tell."""
+    """A circle, approximated by 16 corners."""
     angles = [math.tau * part / 16 for part in range(16)]
     return Polyline(tuple((x + radius * math.cos(a), y + radius * math.sin(a)) for a in angles), look, title=title)
 
@@ -109,7 +109,7 @@ KINDS: Final[Mapping[str, ShapeStyle]] = {
     "evaluate": ShapeStyle(YELLOW),
     "other": ShapeStyle("#C9CED4"),
 }
-"""The kinds of time."""
+"""How a process spends its time."""
 LOOKS: Final[Mapping[str, ShapeStyle]] = {
     **KINDS,
     "paper": ShapeStyle("#ffffff"),
@@ -140,9 +140,78 @@ LOOKS: Final[Mapping[str, ShapeStyle]] = {
     "cut words": ShapeStyle(BLACK, "#ffffff", 2.5, size=11.0, bold=True),
     "wrong cut words": ShapeStyle(VERMILLION, "#ffffff", 2.5, size=11.0, bold=True),
 }
-"""By name, as shapes refer to them."""
+"""By name, as in the `look` of shapes."""
 
 
 def text_width(words: str, look: str) -> float:
-    """About how wide words are, in pixels."""
+    """Approximate width of a text in pixels."""
     return 0.56 * LOOKS[look].size * len(words)
+
+
+def ticks(low: float, high: float, about: int = 5, whole: bool = False) -> list[float]:
+    """About the given number of round values inside a range; integers if `whole`."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+    step = max(1.0, step) if whole else step
+    return [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+class PixelScale(NamedTuple):
+    """Maps values between `low` and `high` to pixels between `first` and `last`."""
+
+    low: float
+    high: float
+    first: float
+    last: float
+
+    def __call__(self, value: float) -> float:
+        """The pixel of a value."""
+        return self.first + (value - self.low) / ((self.high - self.low) or 1.0) * (self.last - self.first)
+
+
+class Plot(NamedTuple):
+    """One lane per process from top to bottom, time from left to right."""
+
+    x: PixelScale
+    """Maps times to pixels."""
+    top: float
+    pitch: float
+    """Distance between the middles of neighbouring lanes."""
+    lanes: int
+
+    @property
+    def left(self) -> float:
+        """Left edge."""
+        return self.x.first
+
+    @property
+    def right(self) -> float:
+        """Right edge."""
+        return self.x.last
+
+    @property
+    def bottom(self) -> float:
+        """Lower edge of the last lane."""
+        return self.top + self.lanes * self.pitch
+
+    @property
+    def area(self) -> Rect:
+        """The whole plot."""
+        return Rect(self.left, self.top, self.right - self.left, self.bottom - self.top, "paper")
+
+    def y(self, lane: float) -> float:
+        """The middle of a lane."""
+        return self.top + (lane + 0.5) * self.pitch
+
+    def names(self, names: Iterable[str]) -> Iterator[TextShape]:
+        """The lanes' names, to their left."""
+        for lane, name in enumerate(names):
+            yield TextShape(self.left - 10, self.y(lane) + 4, name, "name", "end")
+
+    def grid(self, moments: Iterable[float]) -> Iterator[Polyline]:
+        """A vertical line through all lanes at each of these times."""
+        for moment in moments:
+            yield Polyline(((self.x(moment), self.top), (self.x(moment), self.bottom)), "grid", False)

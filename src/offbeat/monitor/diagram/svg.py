@@ -1,4 +1,4 @@
-"""Drawings as files: SVG, written here; PNG, by matplotlib."""
+"""Drawings as files: SVG, written here, and PNG by matplotlib."""
 
 from __future__ import annotations
 
@@ -9,31 +9,30 @@ from typing import Any, Final
 from xml.sax.saxutils import escape, quoteattr
 
 from offbeat.errors import OutputError, UsageError, did_you_mean
-from offbeat.monitor.diagram.layout import drawn
+from offbeat.monitor.diagram.layout import lay_out
 from offbeat.monitor.diagram.model import Diagram
-from offbeat.monitor.diagram.plot import element, pixels
-from offbeat.monitor.diagram.shapes import LOOKS, Drawing, Drawn, Point, ShapeStyle, TextShape
+from offbeat.monitor.diagram.shapes import LOOKS, Drawing, Drawn, Point, TextShape
 
 SUFFIXES: Final = (".svg", ".png")
 _FONT: Final = "'DejaVu Sans', 'Segoe UI', Helvetica, Arial, sans-serif"
 _HEAD: Final = 7.0
 _SHARP: Final = 2
-"""Pixels of a PNG for each pixel of the drawing."""
+"""PNG pixels per pixel of the drawing."""
 
 
 def check_name(path: Path) -> None:
-    """Refuse a name whose ending does not say what kind of picture to make."""
+    """Refuse a file name that does not end in .svg or .png."""
     if path.suffix.lower() not in SUFFIXES:
         raise UsageError(f"{path} is not a name for a picture.{did_you_mean(path.suffix, SUFFIXES)}")
 
 
-def save(lanes: Diagram, path: Path) -> None:
-    """Write the picture of a diagram; the name's ending says as what."""
-    write(drawn(lanes), path)
+def save(diagram: Diagram, path: Path) -> None:
+    """Write the picture of a diagram, as SVG or PNG by the file name."""
+    write(lay_out(diagram), path)
 
 
 def write(drawing: Drawing, path: Path) -> None:
-    """Write a drawing; the name's ending says as what."""
+    """Write a drawing, as SVG or PNG by the file name."""
     check_name(path)
     try:
         if path.suffix.lower() == ".png":
@@ -41,23 +40,40 @@ def write(drawing: Drawing, path: Path) -> None:
         else:
             path.write_text(svg(drawing), encoding="utf-8")
     except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror or error}. Give another place.") from error
+        raise OutputError(f"{path} cannot be written: {error.strerror or error}. Choose another path.") from error
+
+
+# -- SVG --------------------------------------------------------------------------------------------------------------
+
+
+def pixels(value: float) -> str:
+    """A number rounded to a tenth of a pixel."""
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def element(tag: str, *children: str, **attributes: float | str) -> str:
+    """An SVG element. Attribute names have `_` for `-` and may end in one; numbers are pixels."""
+    pairs = "".join(
+        f" {name.strip('_').replace('_', '-')}={quoteattr(value if isinstance(value, str) else pixels(value))}"
+        for name, value in attributes.items()
+    )
+    return f"<{tag}{pairs}>{''.join(children)}</{tag}>" if children else f"<{tag}{pairs}/>"
 
 
 def svg(drawing: Drawing) -> str:
-    """A drawing as SVG: one file, nothing fetched, and words where somebody points."""
+    """A drawing as self-contained SVG with tooltips."""
     looks = {shape.look for shape in (*drawing.inside, *drawing.around)}
-    size = f"{pixels(drawing.width)} {pixels(drawing.height)}"
+    width, height = pixels(drawing.width), pixels(drawing.height)
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" width="{pixels(drawing.width)}" '
-        f'height="{pixels(drawing.height)}" font-family={quoteattr(_FONT)} role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" font-family={quoteattr(_FONT)} role="img">',
         f"<title>{escape(drawing.title or 'Space-time diagram')}</title>",
         f"<style>{''.join(_css(name) for name in LOOKS if name in looks)}</style>",
         "<defs>",
         *(_pattern(name) for name in LOOKS if name in looks and LOOKS[name].hatch),
         f'<clipPath id="plot"><path d="{_path(drawing.plot.points, True)}"/></clipPath>',
         "</defs>",
-        f'<rect width="{pixels(drawing.width)}" height="{pixels(drawing.height)}" fill="#fff"/>',
+        f'<rect width="{width}" height="{height}" fill="#fff"/>',
         '<g clip-path="url(#plot)">',
         *(_element(shape) for shape in drawing.inside),
         "</g>",
@@ -105,7 +121,7 @@ def _element(shape: Drawn) -> str:
     line = element("path", *title, class_=name, d=_path(shape.points, shape.closed), **more)
     if not shape.head:
         return line
-    head = _path(arrow_head(*shape.points[-2:]), True)
+    head = _path(_arrow_head(*shape.points[-2:]), True)
     return line + element("path", *title, class_=name, d=head, style=f"fill:{look.stroke};stroke:none")
 
 
@@ -113,12 +129,10 @@ def _path(points: Sequence[Point], closed: bool) -> str:
     return "M" + "L".join(f"{pixels(x)},{pixels(y)}" for x, y in points) + ("Z" if closed else "")
 
 
-def arrow_head(start: Point, stop: Point) -> tuple[Point, Point, Point]:
-    """The three corners of a head at the end of a line."""
+def _arrow_head(start: Point, stop: Point) -> tuple[Point, ...]:
     angle = math.atan2(stop[1] - start[1], stop[0] - start[0])
-    back = [(angle + turn, _HEAD) for turn in (math.pi - 0.4, math.pi + 0.4)]
-    left, right = ((stop[0] + length * math.cos(way), stop[1] + length * math.sin(way)) for way, length in back)
-    return stop, left, right
+    sides = (angle + math.pi - 0.4, angle + math.pi + 0.4)
+    return stop, *((stop[0] + _HEAD * math.cos(side), stop[1] + _HEAD * math.sin(side)) for side in sides)
 
 
 # -- PNG --------------------------------------------------------------------------------------------------------------
@@ -151,31 +165,24 @@ def _artists(shape: Drawn) -> Iterator[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Polygon
     from matplotlib.patheffects import withStroke
-    from matplotlib.text import Text as Words
+    from matplotlib.text import Text
 
     look = LOOKS[shape.look]
+    width = 0.72 * look.width
     if isinstance(shape, TextShape):
-        sides = {"start": "left", "middle": "center", "end": "right"}
-        weight = "bold" if look.bold else "normal"
-        size = 0.72 * look.size
-        yield Words(
-            shape.x, shape.y, shape.words, color=look.fill, fontsize=size, ha=sides[shape.anchor], weight=weight,
-            parse_math=False, path_effects=[withStroke(linewidth=0.72 * look.width, foreground=look.stroke)]
-            if look.stroke else None,
+        side = {"start": "left", "middle": "center", "end": "right"}[shape.anchor]
+        halo = [withStroke(linewidth=width, foreground=look.stroke)] if look.stroke else None
+        yield Text(
+            shape.x, shape.y, shape.words, color=look.fill, fontsize=0.72 * look.size, ha=side,
+            weight="bold" if look.bold else "normal", parse_math=False, path_effects=halo,
         )  # fmt: skip
     elif shape.closed:
-        yield Polygon(shape.points, closed=True, **_filled(look))
+        colors = {"facecolor": look.fill, "edgecolor": look.hatch or look.stroke, "alpha": look.opacity}
+        hatch: Any = {"hatch": "//////"} if look.hatch else {}
+        yield Polygon(shape.points, closed=True, linewidth=width if look.stroke else 0.0, **colors, **hatch)
     else:
         xs, ys = zip(*shape.points, strict=True)
         dash: Any = (0, [length / look.width for length in look.dash]) if look.dash else "-"
-        width = 0.72 * look.width
         yield Line2D(xs, ys, color=look.stroke, linewidth=width, alpha=look.opacity, linestyle=dash)
         if shape.head:
-            yield Polygon(arrow_head(*shape.points[-2:]), closed=True, color=look.stroke, alpha=look.opacity, lw=0)
-
-
-def _filled(look: ShapeStyle) -> dict[str, Any]:
-    edge = look.hatch or look.stroke
-    width = 0.72 * look.width if look.stroke else 0.0
-    kept = {"facecolor": look.fill, "edgecolor": edge, "linewidth": width, "alpha": look.opacity}
-    return kept | ({"hatch": "//////"} if look.hatch else {})
+            yield Polygon(_arrow_head(*shape.points[-2:]), closed=True, color=look.stroke, alpha=look.opacity, lw=0)

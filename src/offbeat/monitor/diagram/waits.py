@@ -1,64 +1,149 @@
-"""From records, or events, to stays: who was in which call, from when to when, and since when it did nothing else.
+"""From event records to stays: which process was in which call, from when to when, and since when it only waited.
 
-Records are worked on as whole columns, since a run of 64 workers may have a million of them.
+Records are processed as whole columns, since a run of 64 workers may have a million of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Container, Hashable, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
-from offbeat.monitor.diagram.labels import CallChannel, Label, Names
-from offbeat.protocols.causality.histories import Computation, EventKind
+from offbeat.monitor.calls import SEND, call_of
+from offbeat.monitor.verdicts import worker_name
+from offbeat.protocols.causality.histories import Call, Computation, EventKind
 from offbeat.runtime.events.recorder import RECORDS, About, Mark, Reader, Stamp
+from offbeat.runtime.events.servers import GROUP as SERVERS
 
 Floats = NDArray[np.float64]
 Table = NDArray[Any]
 
 STAY: Final = np.dtype(
     [
-        ("begun", "<f8"),
-        ("waited", "<f8"),
-        ("ended", "<f8"),
-        ("sequence", "<u8"),
-        ("channel", "<u4"),
-        ("label", "<u4"),
-        ("lane", "<u2"),
-        ("failed", "?"),
+        ("begun", "<f8"), ("waited", "<f8"), ("ended", "<f8"), ("sequence", "<u8"), ("channel", "<u4"),
+        ("label", "<u4"), ("lane", "<u2"), ("failed", "?"),
     ]
-)
-"""`waited`: from when on the process did nothing else, infinite if never; `ended`: infinite if it is under way."""
+)  # fmt: skip
+"""`waited`: since when the process only waited, infinite if never; `ended`: infinite if the call is in flight."""
 KEPT: Final = RECORDS
-"""How many stays of each process are kept, the latest ones: about two rings full of records."""
+"""Number of stays kept for each process, the latest ones: about two rings full of records."""
 _ROW: Final = np.dtype([("kind", "<u4"), ("name", "<u4"), ("sequence", "<u8"), ("time", "<f8"), ("number", "<u8")])
+_FROM_ROOT: Final = ("broadcast", "scatter")
+
+
+class Label(Struct, frozen=True, array_like=True):
+    """The name of a call in two parts; its number goes between them."""
+
+    what: str
+    """`all_reduce`, `send to worker 1` …"""
+    more: str = ""
+    """`(sum of float32 x 4) of group world, called at train.py:88`."""
+
+    def numbered(self, sequence: int) -> str:
+        """The name of the call with this number."""
+        return f"{self.what} #{sequence} {self.more}" if self.more else self.what
+
+
+UNKNOWN: Final = Label("something")
+
+
+class CallChannel(NamedTuple):
+    """A group or a pair of processes whose calls are numbered together."""
+
+    members: tuple[str, ...] = ()
+    """Processes that take part in each call; empty if unknown."""
+    collective: bool = False
+
+
+class Root(NamedTuple):
+    """The process that the members of a call wait for, or that waits for them."""
+
+    name: str | None = None
+    """The member that sends or receives everything; None: all wait for all."""
+    gives: bool = False
+    """Whether the others wait for the root, instead of the root for the others."""
+
+
+class Names:
+    """Numbers for the labels and channels of one run, over all its processes."""
+
+    def __init__(self) -> None:
+        self._labels: dict[tuple[Label, Root], int] = {}
+        self._channels: dict[Hashable, int] = {}
+        self.labels: list[Label] = []
+        """By number."""
+        self.roots: list[Root] = []
+        """Of each label."""
+        self.channels: list[CallChannel] = []
+        """By number."""
+        self.label(UNKNOWN)
+
+    def label(self, label: Label, root: Root = Root()) -> int:  # noqa: B008 (immutable)
+        """The number of a label."""
+        if (label, root) not in self._labels:
+            self._labels[label, root] = len(self.labels)
+            self.labels.append(label)
+            self.roots.append(root)
+        return self._labels[label, root]
+
+    def channel(self, key: Hashable, channel: CallChannel) -> int:
+        """The number of the channel with this key."""
+        if key not in self._channels:
+            self._channels[key] = len(self.channels)
+            self.channels.append(channel)
+        return self._channels[key]
+
+    def of_call(self, call: Call) -> tuple[int, int]:
+        """Channel and label of a collective."""
+        return self.channel((call.group,), CallChannel(call.members, True)), self._label_of(call)
+
+    def of_record(self, lane: str, about: About | None) -> tuple[int, int]:
+        """Channel and label of a record: all members of a group share a channel, and so do both ends of messages."""
+        if about is None:
+            return self.channel((lane, None), CallChannel()), self.label(UNKNOWN)
+        call = call_of(about, 0)
+        if about.group == SERVERS:  # Each worker counts its own pulls.
+            return self.channel((lane, about.group, about.operation), CallChannel()), self._label_of(call)
+        if about.peer is None:
+            return self.of_call(call)
+        peer = worker_name(about.peer) if about.peer >= 0 else "anybody"
+        label = self._label_of(call, f" {peer}", f", tag {about.tag}" if about.tag else "")
+        if about.peer < 0:
+            return self.channel((about.group, lane, about.operation, about.tag), CallChannel()), label
+        ends = (lane, peer) if about.operation == SEND else (peer, lane)
+        return self.channel((about.group, *ends, about.tag), CallChannel(ends)), label
+
+    def _label_of(self, call: Call, peer: str = "", tag: str = "") -> int:
+        what, _, more = str(call).partition(f" #{call.sequence} ")
+        root = Root() if call.root is None else Root(call.root, call.operation in _FROM_ROOT)
+        return self.label(Label(what + peer, more + tag), root)
 
 
 class Lane:
-    """What one process has done, as far as its records were taken in."""
+    """The stays and steps of one process, from the records read so far."""
 
     def __init__(self, name: str, names: Names, kept: int = KEPT) -> None:
         self.name = name
         self.ended: Table = np.zeros(0, STAY)
-        """Stays that have ended, in the order of their ends."""
+        """Stays that have ended, by their ends."""
         self.open: Table = np.zeros(0, STAY)
-        """Stays under way."""
+        """Stays in flight."""
         self.steps: Floats = np.zeros(0)
-        """When each step was made."""
+        """Times of the steps."""
         self.stepped = 0
-        """How many steps were seen, including those whose times are no longer kept."""
+        """Number of steps seen, including those whose times are no longer kept."""
         self.began: float | None = None
-        """When its first event was, of those that were read."""
+        """Time of the first event read."""
         self.last = 0.0
-        """When its last event was."""
+        """Time of the last event."""
         self.finished = False
         """Whether its program has returned."""
         self.entered: dict[int, int] = {}
-        """The highest number of its calls on each channel."""
-        self._names = names
-        self._kept = kept
+        """The highest call number on each channel."""
+        self._names, self._kept = names, kept
         self._known = np.zeros((0, 2), np.uint32)
         self._rows: Table = np.zeros(0, _ROW)
 
@@ -68,7 +153,7 @@ class Lane:
         return np.concatenate([self.ended, self.open])
 
     def take(self, fresh: Table, about: Callable[[int], About | None]) -> bool:
-        """Take in new records; returns whether there were any."""
+        """Process new records; returns whether there were any."""
         if not len(fresh):
             return False
         self.began = float(fresh["time"][0]) if self.began is None else self.began
@@ -82,7 +167,7 @@ class Lane:
         return True
 
     def _pair(self, rows: Table, about: Callable[[int], About | None]) -> None:
-        """Pair beginnings with ends; what has not ended is looked at again with the next rows."""
+        """Match begins with ends; rows of calls that have not ended are kept for the next time."""
         if not len(rows):
             return
         rows = rows[np.lexsort((rows["number"], rows["sequence"], rows["name"]))]
@@ -95,7 +180,11 @@ class Lane:
         stays["ended"] = np.minimum.reduceat(np.where(over, time, np.inf), new)
         stays["failed"] = np.maximum.reduceat(kind == Mark.FAIL, new)
         stays["sequence"] = rows["sequence"][new]
-        known = self._numbered(int(rows["name"].max()), about)[rows["name"][new]]
+        numbers = range(len(self._known), int(rows["name"].max()) + 1)
+        if numbers:
+            more = [self._names.of_record(self.name, about(number)) for number in numbers]
+            self._known = np.concatenate([self._known, np.array(more, np.uint32)])
+        known = self._known[rows["name"][new]]
         stays["channel"], stays["label"] = known[:, 0], known[:, 1]
         done = np.isfinite(stays["ended"])
         self._rows = rows[~np.repeat(done, np.diff(new, append=len(rows)))]
@@ -106,30 +195,23 @@ class Lane:
             highest = int(stays["sequence"][stays["channel"] == channel].max())
             self.entered[channel] = max(highest, self.entered.get(channel, 0))
 
-    def _numbered(self, most: int, about: Callable[[int], About | None]) -> NDArray[np.uint32]:
-        """Channel and label of each name up to this one."""
-        more = [self._names.of_record(self.name, about(number)) for number in range(len(self._known), most + 1)]
-        if more:
-            self._known = np.concatenate([self._known, np.array(more, np.uint32)])
-        return self._known
-
 
 class FileLane(Lane):
-    """A process whose file of events is read, perhaps while it is written."""
+    """A process whose events file is read, possibly while it is written."""
 
     def __init__(self, name: str, reader: Reader, names: Names) -> None:
         super().__init__(name, names)
         self.reader = reader
 
     def read(self) -> bool:
-        """Take in what is new; returns whether there was something."""
+        """Process new records; returns whether there were any."""
         return self.take(self.reader.rows(), self.reader.about)
 
 
 def lane_of(name: str, stamps: Sequence[Stamp], names: Names) -> Lane:
-    """A process by events that were read already; all of them are kept."""
+    """A process from events in memory; all of them are kept."""
     abouts = {about: number for number, about in enumerate(dict.fromkeys(stamp.about for stamp in stamps))}
-    rows = [(one.mark, abouts[one.about], one.sequence, one.time, i) for i, one in enumerate(stamps)]
+    rows = [(stamp.mark, abouts[stamp.about], stamp.sequence, stamp.time, i) for i, stamp in enumerate(stamps)]
     lane = Lane(name, names, kept=max(1, len(rows)))
     lane.take(np.array(rows, _ROW), list(abouts).__getitem__)
     return lane
@@ -144,10 +226,14 @@ def joined(lanes: Sequence[Lane]) -> Table:
 
 
 def stays_of(run: Computation, times: Sequence[Floats], names: Names, groups: Container[str] | None = None) -> Table:
-    """The stays in the collectives of these groups, by the events of a run; of all groups, also until messages came."""
+    """Stays in the collectives of these groups, from the events of a run; of all groups, also waits for messages."""
     messages: dict[object, int] = {}
     channel = names.channel("messages", CallChannel(("sender", "receiver")))
     rows: list[tuple[float, float, float, int, int, int, int, bool]] = []
+
+    def add(begun: float, ended: float, number: int, where: int, label: int) -> None:
+        rows.append((begun, begun, ended, number, where, label, lane, False))
+
     for lane, history in enumerate(run.histories):
         since: dict[tuple[int, int], tuple[float, int]] = {}
         awaited: tuple[float, int] | None = None
@@ -158,18 +244,16 @@ def stays_of(run: Computation, times: Sequence[Floats], names: Names, groups: Co
                     since[key] = time, names.of_call(event.call)[1]
                 elif event.kind is EventKind.EXIT and key in since:
                     begun, label = since.pop(key)
-                    rows.append((begun, begun, time, key[1], key[0], label, lane, False))
+                    add(begun, time, key[1], key[0], label)
             elif groups is None and event.kind is EventKind.SEND:
-                number = messages.setdefault(event.message, len(messages))
-                rows.append((time, time, time, number, channel, 0, lane, False))
+                add(time, time, messages.setdefault(event.message, len(messages)), channel, 0)
             elif event.kind is EventKind.AWAIT:
                 awaited = time, names.label(Label(event.what or "a receipt"))
             elif groups is None and event.kind is EventKind.RECEIVE and awaited is not None:
-                number = messages.setdefault(event.message, len(messages))
-                rows.append((awaited[0], awaited[0], time, number, channel, awaited[1], lane, False))
+                add(awaited[0], time, messages.setdefault(event.message, len(messages)), channel, awaited[1])
                 awaited = None
-        rows += [(begun, begun, np.inf, key[1], key[0], label, lane, False) for key, (begun, label) in since.items()]
+        for (where, number), (begun, label) in since.items():
+            add(begun, np.inf, number, where, label)
         if groups is None and awaited is not None:
-            number = messages.setdefault((lane, "never"), len(messages))
-            rows.append((awaited[0], awaited[0], np.inf, number, channel, awaited[1], lane, False))
+            add(awaited[0], np.inf, messages.setdefault((lane, "never"), len(messages)), channel, awaited[1])
     return np.array(rows, STAY)

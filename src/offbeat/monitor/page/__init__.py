@@ -1,1 +1,1 @@
-"""The page: runs, past ones and those under way, in a browser. Needs the extra `watch` (starlette, uvicorn)."""
+"""The page that shows finished and running runs in a browser. Needs the extra `watch` (starlette, uvicorn)."""

@@ -1,4 +1,4 @@
-"""What the page's server answers: the page itself, its data, and figures for Prometheus."""
+"""The page's web application: the page itself, its data, and metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import re
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
-from importlib.resources import files
 from typing import Any, Final
 
 import msgspec
@@ -19,42 +18,40 @@ from starlette.routing import Route
 
 from offbeat.errors import OffbeatError
 from offbeat.monitor.page.access import TokenGuard
-from offbeat.monitor.page.export import ASSETS, exported
-from offbeat.monitor.page.prometheus import CONTENT_TYPE, figures
+from offbeat.monitor.page.export import ASSETS, asset, exported
+from offbeat.monitor.page.prometheus import CONTENT_TYPE, exposition
 from offbeat.monitor.page.run_folders import Folder, log_of
 from offbeat.monitor.page.run_view import RunView
 
 TICK: Final = 1.0
 """Seconds between two messages to a page."""
 KEPT_RUNS: Final = 8
-"""Runs that are kept in memory, those that were asked for last."""
+"""Number of runs kept in memory, the most recently used."""
 WIDEST: Final = 8192
-"""Pixels that a window has at most."""
+"""Maximum number of pixels of a window."""
 _TYPES: Final = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
 class Page:
-    """Answers for one folder of runs."""
+    """Answers requests about one folder of runs."""
 
     def __init__(self, folder: Folder, chosen: str | None, closing: Callable[[], bool] = lambda: False) -> None:
-        self._folder = folder
-        self._chosen = chosen
-        self._closing = closing
+        self._folder, self._chosen, self._closing = folder, chosen, closing
         self._runs: dict[str, RunView] = {}
         self._lock = threading.Lock()
 
     def guarded(self, token: str, port: int) -> TokenGuard:
-        """The whole application, which answers only those who have the token."""
+        """The whole application, behind its token."""
         routes = [
             Route("/", self._page),
             Route("/static/{name}", self._static),
             Route("/api/runs", self._list),
-            Route("/api/run", self._told),
+            Route("/api/run", self._summary),
             Route("/api/lanes", self._lanes),
             Route("/api/follow", self._follow),
             Route("/api/log", self._log),
             Route("/api/export", self._export),
-            Route("/metrics", self._figures),
+            Route("/metrics", self._metrics),
         ]
         return TokenGuard(Starlette(routes=routes), token, port)
 
@@ -73,27 +70,27 @@ class Page:
                 del self._runs[next(iter(self._runs))]
         return run
 
-    # Functions without `async` are called in threads of their own, so that reading files holds up nobody.
+    # Functions without `async` are called in threads of their own, so reading files delays nobody else.
 
     def _page(self, _: Request) -> Response:
-        return HTMLResponse(_asset("page.html"))
+        return HTMLResponse(asset("page.html"))
+
+    def _list(self, _: Request) -> Response:
+        return _json(self._listed())
+
+    def _summary(self, request: Request) -> Response:
+        return _json(self._find(request).summary())
 
     def _static(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in ASSETS:
             raise HTTPException(404, "There is no such file.")
-        return Response(_asset(name), media_type=_TYPES[name.rpartition(".")[2]])
-
-    def _list(self, _: Request) -> Response:
-        return _json(self._listed())
+        return Response(asset(name), media_type=_TYPES[name.rpartition(".")[2]])
 
     def _listed(self) -> dict[str, Any]:
         briefs = self._folder.briefs()
         newest = briefs[0].name if briefs else None
         return {"folder": str(self._folder.path), "chosen": self._chosen or newest, "runs": briefs}
-
-    def _told(self, request: Request) -> Response:
-        return _json(self._find(request).told())
 
     def _lanes(self, request: Request) -> Response:
         lanes = self._find(request).lanes()
@@ -119,15 +116,12 @@ class Page:
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", run.name)
         return HTMLResponse(exported(run), headers={"content-disposition": f'attachment; filename="{name}.html"'})
 
-    def _figures(self, _: Request) -> Response:
-        return Response(figures(self._measured()), headers={"content-type": CONTENT_TYPE})
-
-    def _measured(self) -> list[dict[str, Any]]:
-        """The runs that go on, and the one that was chosen, or else the newest."""
-        briefs = self._folder.briefs()
-        chosen = self._chosen or (briefs[0].name if briefs else None)
-        wanted = [brief.name for brief in briefs if brief.state == "running" or brief.name == chosen]
-        return [self._run(name).told() for name in wanted[:KEPT_RUNS]]
+    def _metrics(self, _: Request) -> Response:
+        """Metrics of the runs in progress and of the chosen run, or else the newest."""
+        listed = self._listed()
+        names = [run.name for run in listed["runs"] if run.state == "running" or run.name == listed["chosen"]]
+        summaries = [self._run(name).summary() for name in names[:KEPT_RUNS]]
+        return Response(exposition(summaries), headers={"content-type": CONTENT_TYPE})
 
     async def _follow(self, request: Request) -> Response:
         run = await asyncio.to_thread(self._find, request)
@@ -136,24 +130,19 @@ class Page:
         return StreamingResponse(self._news(request, run, lines, epoch), media_type="text/event-stream")
 
     async def _news(self, request: Request, run: RunView, lines: int, epoch: int) -> AsyncIterator[bytes]:
-        """What is new, once a second: of the run, and which runs there are, if that has changed."""
-        told: bytes | None = None
-        listed: bytes | None = None
+        """Once a second: the run's state and the list of runs, each if it has changed."""
+        last_run: bytes | None = None
+        last_list: bytes | None = None
         while not self._closing() and not await request.is_disconnected():
-            news = await asyncio.to_thread(run.told, lines, epoch)
-            lines, epoch = news["lines"], news["epoch"]
-            text = msgspec.json.encode(news)
-            if text != told:
+            summary = await asyncio.to_thread(run.summary, lines, epoch)
+            lines, epoch = summary["lines"], summary["epoch"]
+            text = msgspec.json.encode(summary)
+            if text != last_run:
                 yield b"event: run\ndata: " + text + b"\n\n"
-            told = text
             runs = msgspec.json.encode(await asyncio.to_thread(self._listed))
-            yield b": still here\n\n" if runs == listed else b"event: runs\ndata: " + runs + b"\n\n"
-            listed = runs
+            yield b": still here\n\n" if runs == last_list else b"event: runs\ndata: " + runs + b"\n\n"
+            last_run, last_list = text, runs
             await asyncio.sleep(TICK)
-
-
-def _asset(name: str) -> bytes:
-    return (files("offbeat.monitor.page") / "static" / name).read_bytes()
 
 
 def _json(data: Any) -> Response:

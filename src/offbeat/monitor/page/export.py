@@ -1,11 +1,11 @@
-"""A run's page as one file of HTML that holds everything: it opens from disk, and asks nobody for anything."""
+"""A run's page as one self-contained HTML file that opens from disk and loads nothing."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 from importlib.resources import files
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -13,42 +13,42 @@ from offbeat.monitor.page.run_view import RunView
 
 STYLE: Final = "page.css"
 SCRIPTS: Final = ("common.js", "charts.js", "lanes.js", "runs.js", "page.js")
-"""In the order in which they are run."""
+"""In the order in which they run."""
 ASSETS: Final = (STYLE, *SCRIPTS, "icon.svg")
-"""All that the page loads."""
+"""Everything that the page loads."""
 MOST: Final = 400_000
-"""Intervals that are put into the file; beyond that, short ones are put together."""
+"""Maximum number of intervals in the file; beyond that, short ones are merged."""
 FINEST: Final = 8192
-"""How finely, in pixels over the whole run."""
+"""Resolution of merged intervals, in pixels over the whole run."""
 
 
 def exported(run: RunView) -> str:
     """The page with its data inside."""
     lanes = run.lanes()
-    some = lanes.intervals if len(lanes.intervals) <= MOST else lanes.window(lanes.start, lanes.now, FINEST)
-    data: dict[str, Any] = {
-        "run": run.told() | {"folder": ""},
-        "lanes": base64.b64encode(lanes.packed(some, lanes.start, lanes.now)).decode(),
-    }
-    style = _text(STYLE)
-    script = "\n".join(map(_text, SCRIPTS))
+    table = lanes.intervals if len(lanes.intervals) <= MOST else lanes.window(lanes.start, lanes.now, FINEST)
+    packed = base64.b64encode(lanes.packed(table, lanes.start, lanes.now)).decode()
+    data = {"run": run.summary() | {"folder": ""}, "lanes": packed}
+    style, script = asset(STYLE), "\n".join(map(asset, SCRIPTS))
     policy = f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:"
     # In a script element, only `<` could end the data or open a comment.
     held = msgspec.json.encode(data).decode().replace("<", "\\u003c")
-    head = [
-        '<meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-    ]
-    page = _text("page.html")
-    page = page.replace('<meta charset="utf-8">', "\n".join(head), 1)
-    page = page.replace(f'<link rel="stylesheet" href="static/{STYLE}">', f"<style>{style}</style>", 1)
-    page = page.replace('<link rel="icon" href="static/icon.svg">', '<link rel="icon" href="data:,">', 1)
-    tags = "\n".join(f'<script src="static/{name}"></script>' for name in SCRIPTS)
-    inside = f'<script type="application/json" id="held">{held}</script>\n<script>{script}</script>'
-    return page.replace(tags, inside, 1)
+    charset = '<meta charset="utf-8">'
+    replacements = {
+        charset: f'{charset}\n<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        f'<link rel="stylesheet" href="static/{STYLE}">': f"<style>{style}</style>",
+        '<link rel="icon" href="static/icon.svg">': '<link rel="icon" href="data:,">',
+        "\n".join(f'<script src="static/{name}"></script>' for name in SCRIPTS): (
+            f'<script type="application/json" id="held">{held}</script>\n<script>{script}</script>'
+        ),
+    }
+    page = asset("page.html")
+    for old, new in replacements.items():
+        page = page.replace(old, new, 1)
+    return page
 
 
-def _text(name: str) -> str:
+def asset(name: str) -> str:
+    """The text of one of the page's files."""
     return (files("offbeat.monitor.page") / "static" / name).read_text(encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""The page's server: on loopback only, in a thread of the process that wants it, gone with it."""
+"""The page's HTTP server: on loopback only, in a thread of the process that starts it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from offbeat.monitor.page.run_folders import Folder
 
 LOOPBACK: Final = "127.0.0.1"
 _PATIENCE: Final = 3.0
-"""Seconds that the thread has to end."""
-
-
+"""Seconds for the thread to end."""
 HOW_TO_GET: Final = "pip install 'offbeat[watch]'"
 
 
@@ -27,7 +25,7 @@ def missing() -> bool:
 
 
 class PageServer:
-    """A page that is served from now until it is closed."""
+    """Serves the page from its construction until it is closed."""
 
     def __init__(self, folder: Folder, chosen: str | None = None, port: int = 0) -> None:
         if missing():
@@ -42,11 +40,11 @@ class PageServer:
         self._thread.start()
 
     def _serve(self) -> None:
-        """In the thread: what it needs is imported here, so that a run need not wait for it."""
+        # Imported in the thread, so that a run need not wait for it.
         import uvicorn
 
+        from offbeat.monitor.page.access import MOST_WAITING, BoundedProtocol
         from offbeat.monitor.page.app import Page
-        from offbeat.monitor.page.connections import MOST_WAITING, BoundedProtocol
 
         page = Page(self._folder, self._chosen, self._closing.is_set)
         self._server = uvicorn.Server(
@@ -57,7 +55,7 @@ class PageServer:
                 access_log=False,
                 lifespan="off",
                 http=BoundedProtocol,
-                # So many are accepted at once, before any of them can be closed again.
+                # This many are accepted at once, before any of them can be closed again.
                 backlog=MOST_WAITING,
                 ws="none",
                 server_header=False,
@@ -68,22 +66,22 @@ class PageServer:
             asyncio.run(self._answer())
 
     async def _answer(self) -> None:
-        # A descriptor that cannot be had is asked for again; a traceback for each would bury what the run says.
+        # A descriptor that is not available is asked for again; a traceback for each would bury the run's output.
         asyncio.get_running_loop().set_exception_handler(lambda _loop, _context: None)
         await self._server.serve(sockets=[self._socket])
 
     @property
     def address(self) -> str:
-        """What to open in a browser; whoever has it may look."""
+        """The URL to open in a browser; whoever has it may look."""
         return f"http://{LOOPBACK}:{self.port}/?token={self.token}"
 
     def wait(self) -> None:
-        """Until it is closed, which from the main thread only Ctrl-C can do."""
+        """Block until it is closed, which from the main thread only Ctrl-C can do."""
         while self._thread.is_alive():
             self._thread.join(0.5)
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Stop serving."""
         self._closing.set()
         if self._server is not None:
             self._server.should_exit = True
@@ -100,15 +98,15 @@ class PageServer:
 
 
 def _listening(port: int) -> socket.socket:
-    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((LOOPBACK, port))
-        found.listen(64)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((LOOPBACK, port))
+        listener.listen(64)
     except (OSError, OverflowError) as error:
-        found.close()
+        listener.close()
         raise UsageError(
-            f"port {port} on loopback cannot be used for the page: {error}. Give another with --port, or leave it "
-            f"away, which takes a free one."
+            f"port {port} on loopback cannot be used for the page: {error}. Give another with --port, or omit it to "
+            f"use a free one."
         ) from error
-    return found
+    return listener

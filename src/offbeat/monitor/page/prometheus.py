@@ -1,4 +1,4 @@
-"""Figures of runs for Prometheus, by its own client library."""
+"""Metrics of runs for Prometheus, by its own client library."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ NAMES: Final = {
     "offbeat_step": "Updates done at the last report.",
     "offbeat_samples": "Training examples seen at the last report.",
     "offbeat_samples_per_second": "Examples per second between the last two reports.",
-    "offbeat_metric": "What was reported last, by name: score, loss and others.",
+    "offbeat_metric": "The last reported value, by name: score, loss and others.",
     "offbeat_seconds": "Training time so far, by kind.",
     "offbeat_staleness_reads": "Reads so far, by how many steps old they were.",
-    "offbeat_worker_steps": "Steps of each process, as its events tell.",
+    "offbeat_worker_steps": "Steps of each process, by its events.",
     "offbeat_worker_waiting_seconds": "How long each process has been waiting; 0 if it does not.",
-    "offbeat_events": "Events written down.",
-    "offbeat_events_dropped": "Events that were written over before they were read.",
+    "offbeat_events": "Events recorded.",
+    "offbeat_events_dropped": "Events overwritten before they were read.",
     "offbeat_verdict": "1 for each kind of verdict that holds.",
 }
-"""What each gauge means."""
+"""Help text of each gauge."""
 _NOT_METRICS: Final = ("step", "epoch", "samples", "seconds")
 
 Sample = tuple[str, dict[str, str], float]
 
 
-def figures(runs: Iterable[Mapping[str, Any]]) -> bytes:
-    """All figures of these runs, each as `Run.told` tells it."""
+def exposition(runs: Iterable[Mapping[str, Any]]) -> bytes:
+    """All metrics of these runs, given as `RunView.summary` returns them."""
     registry = CollectorRegistry()
     gauges: dict[str, Gauge] = {}
     for name, labels, value in (sample for run in runs for sample in _samples(run)):
@@ -43,9 +43,8 @@ def figures(runs: Iterable[Mapping[str, Any]]) -> bytes:
 
 def _samples(run: Mapping[str, Any]) -> Iterator[Sample]:
     label = {"run": str(run["name"])}
-    config = part(run, "config")
-    strategy = str(run["strategy"])
-    yield "offbeat_run", label | {"strategy": strategy, "workers": str(config.get("workers")), "state": run["state"]}, 1
+    workers, strategy = str(part(run, "config").get("workers")), str(run["strategy"])
+    yield "offbeat_run", label | {"strategy": strategy, "workers": workers, "state": run["state"]}, 1
     yield from _reported(label, run["metrics"])
     yield "offbeat_events", label, run["events"]
     yield "offbeat_events_dropped", label, run["dropped"]
@@ -61,25 +60,21 @@ def _samples(run: Mapping[str, Any]) -> Iterator[Sample]:
 def _reported(label: dict[str, str], lines: Sequence[Mapping[str, Any]]) -> Iterator[Sample]:
     if not lines:
         return
-    last = lines[-1]
+    last, before = lines[-1], lines[-2] if len(lines) > 1 else {"samples": 0, "seconds": 0.0}
     for name in ("step", "samples"):
         if _is_number(last.get(name)):
             yield f"offbeat_{name}", label, last[name]
-    before: Mapping[str, Any] = lines[-2] if len(lines) > 1 else {"samples": 0, "seconds": 0.0}
     if all(_is_number(line.get(name)) for line in (last, before) for name in ("samples", "seconds")):
         seconds = last["seconds"] - before["seconds"]
         if seconds > 0:
             yield "offbeat_samples_per_second", label, (last["samples"] - before["samples"]) / seconds
-    for name, value in last.items():
-        if _is_number(value) and name not in _NOT_METRICS:
-            yield "offbeat_metric", label | {"name": name}, value
-    for entry, name, by in (
-        ("seconds_by_kind", "offbeat_seconds", "kind"),
-        ("staleness", "offbeat_staleness_reads", "steps"),
+    metrics = {name: value for name, value in last.items() if name not in _NOT_METRICS}
+    for values, name, by in (
+        (metrics, "offbeat_metric", "name"),
+        (part(last, "seconds_by_kind"), "offbeat_seconds", "kind"),
+        (part(last, "staleness"), "offbeat_staleness_reads", "steps"),
     ):
-        for key, value in part(last, entry).items():
-            if _is_number(value):
-                yield name, label | {by: key}, value
+        yield from ((name, label | {by: key}, value) for key, value in values.items() if _is_number(value))
 
 
 def _is_number(value: Any) -> bool:

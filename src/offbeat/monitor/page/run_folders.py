@@ -1,6 +1,6 @@
-"""Run folders as the page sees them: which there are, what each says of itself, and its metrics as they grow.
+"""Run folders as the page sees them: the list of runs, a summary of each, its logs, and its metrics as they grow.
 
-Everything is read from disk while somebody else writes it: what is not whole yet is left for the next look.
+Everything is read from disk while another process writes it: what is incomplete is left for the next look.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from offbeat.runtime.run.folder import METRICS_FILE, RUN_FILE, part, strategy_of
 from offbeat.runtime.run.untrusted_files import LARGEST, is_file, is_folder, parse_json, read_object, regular_file
 
 MOST_RUNS: Final = 500
-"""How many runs are listed, the newest ones."""
+"""Maximum number of runs in the list, the newest ones."""
 MOST_LINES: Final = 200_000
-"""Lines of metrics that are kept, the first ones."""
+"""Maximum number of lines of metrics that are kept, the first ones."""
 LOG_TAIL: Final = 32 * 1024
-"""Bytes of a log that are shown, the last ones."""
+"""Number of bytes of a log that are shown, the last ones."""
 
 
 class Brief(Struct, frozen=True, omit_defaults=True):
     """One line in the list of runs."""
 
     name: str
-    """Its folder, seen from the folder of all runs."""
+    """Its folder, relative to the folder of all runs."""
     state: str
     strategy: str
     workers: int
@@ -43,7 +43,7 @@ class Brief(Struct, frozen=True, omit_defaults=True):
 
 
 class Folder:
-    """A folder of runs, two levels deep: what a comparison has made is seen, too."""
+    """A folder of runs, two levels deep, so that the runs of a comparison are included."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,31 +57,31 @@ class Folder:
         return {self.name_of(folder): folder for folder in newest}
 
     def name_of(self, folder: Path) -> str:
-        """What a run is called on the page."""
+        """The name of a run on the page."""
         return folder.name if folder == self.path else folder.relative_to(self.path).as_posix()
 
     def find(self, name: str) -> Path:
-        """The run of that name; only those that are listed can be had."""
-        found = self.runs().get(name)
-        if found is None:
+        """The run of that name, which must be in the list."""
+        folder = self.runs().get(name)
+        if folder is None:
             raise UsageError(f"there is no run {name[:200]!r} in {self.path}.")
-        return found
+        return folder
 
     def briefs(self) -> list[Brief]:
-        """What each run says of itself in a line; those that have not changed are not read again."""
-        found: list[Brief] = []
+        """The list of runs; those that have not changed are not read again."""
+        briefs: list[Brief] = []
         for name, folder in self.runs().items():
             with suppress(OSError):
                 status = (folder / RUN_FILE).stat()
                 mark = (status.st_mtime_ns, status.st_ino)
                 if self._read.get(folder, (None,))[0] != mark:
                     self._read[folder] = (mark, _brief(name, run_of(folder)))
-                found.append(self._read[folder][1])
-        return found
+                briefs.append(self._read[folder][1])
+        return briefs
 
 
 def opened(path: Path) -> tuple[Folder, str | None]:
-    """The folder of all runs, and the name of the one that was asked for, if it was one."""
+    """The folder of all runs, and the name of the requested run if `path` is one."""
     real = path.resolve()
     if is_file(real / RUN_FILE):
         folder = Folder(real.parent)
@@ -95,7 +95,7 @@ def opened(path: Path) -> tuple[Folder, str | None]:
 
 
 def run_of(folder: Path) -> dict[str, Any]:
-    """What run.json says; nothing if it cannot be read."""
+    """The contents of run.json; empty if it cannot be read."""
     try:
         return read_object(folder / RUN_FILE)
     except (OSError, ValueError):
@@ -117,12 +117,12 @@ def log_of(folder: Path, name: str) -> str:
 
 
 def logs_of(folder: Path) -> list[str]:
-    """Which processes have a log."""
+    """Names of the processes that have a log."""
     return sorted(file.stem for file in (folder / "logs").glob("*.log") if not file.is_symlink())
 
 
 class MetricsReader:
-    """`metrics.jsonl` as it grows. A line that is not whole, or no object, is left out."""
+    """Reads `metrics.jsonl` as it grows. A line that is incomplete or not an object is skipped."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / METRICS_FILE
@@ -130,10 +130,10 @@ class MetricsReader:
         self._mark: int | None = None
         self.lines: list[dict[str, Any]] = []
         self.epoch = 0
-        """How often the file was begun anew: a run that is resumed forgets what came after its checkpoint."""
+        """How often the file was started anew: a resumed run drops what came after its checkpoint."""
 
     def read(self) -> None:
-        """Take in what was written since."""
+        """Read what is new."""
         try:
             status = self._path.stat()
         except OSError:
@@ -149,7 +149,7 @@ class MetricsReader:
                 text = file.read(LARGEST)
         except (OSError, ValueError):
             return
-        # A line that is longer than all that is read at once is not one of ours: it is passed over.
+        # A line longer than what is read at once is not one of ours: it is skipped.
         whole = text[: text.rfind(b"\n") + 1] if len(text) < LARGEST or b"\n" in text else text
         self._at += len(whole)
         for line in whole.split(b"\n"):
@@ -160,15 +160,15 @@ class MetricsReader:
 
 
 def _finite(line: dict[str, Any]) -> dict[str, Any]:
-    """Without numbers that JSON does not know."""
+    """Without numbers that JSON cannot represent."""
     return {name: value for name, value in line.items() if not isinstance(value, float) or value - value == 0.0}
 
 
 def _brief(name: str, data: Mapping[str, Any]) -> Brief:
-    config, result = part(data, "config"), part(data, "result")
-    verdict = part(data, "verdict")
+    config, result, verdict = (part(data, name) for name in ("config", "result", "verdict"))
     what = part(config, "what")
     reached = result.get("reached_target")
+    figures = ("score", "seconds", "seconds_to_target", "samples_per_second")
     return Brief(
         name,
         str(data.get("state", "not readable")),
@@ -176,12 +176,9 @@ def _brief(name: str, data: Mapping[str, Any]) -> Brief:
         _number(config.get("workers")) or 0,
         str(result.get("task") or what.get("script") or part(what, "task").get("source") or ""),
         str(part(data, "environment").get("started") or ""),
-        score=_number(result.get("score")),
         reached_target=reached if isinstance(reached, bool) else None,
-        seconds=_number(result.get("seconds")),
-        seconds_to_target=_number(result.get("seconds_to_target")),
-        samples_per_second=_number(result.get("samples_per_second")),
         verdict=str(verdict["kind"]) if "kind" in verdict else None,
+        **{figure: _number(result.get(figure)) for figure in figures},
     )
 
 

@@ -1,4 +1,4 @@
-"""One run as the page shows it: verdicts in words, what each process does, how far it is; read again as it goes."""
+"""One run as the page shows it: verdicts, the state and progress of each process; read again while the run goes on."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import numpy as np
 from offbeat.errors import OffbeatError, UsageError
 from offbeat.monitor.cpu_wait import read_queues
 from offbeat.monitor.deadlocks import Judge
-from offbeat.monitor.diagram.labels import Names
-from offbeat.monitor.diagram.waits import FileLane
+from offbeat.monitor.diagram.waits import FileLane, Names
 from offbeat.monitor.page.run_folders import MetricsReader, logs_of, run_of
 from offbeat.monitor.page.windows import LaneView
 from offbeat.monitor.stragglers import ENOUGH, LATEST, blame
@@ -26,42 +25,45 @@ from offbeat.runtime.run.folder import FINISHED, part, strategy_of
 from offbeat.runtime.run.procfs import stat_fields
 
 EVERY: Final = 0.5
-"""Seconds between two looks at the files, however many ask."""
+"""Seconds between two looks at the files, however many clients ask."""
 RECENT: Final = 10.0
 """Seconds over which steps per second are counted."""
 BLAMED: Final = 200_000
-"""For each worker all workers' events are gone through to tell who held up whom: so many in all …"""
+"""Finding stragglers examines all workers' events once for each worker: at most this many in all …"""
 FEWEST: Final = 48
-"""… but at least so many of each, the last ones."""
+"""… but at least this many of each, the last ones."""
 CURVE: Final = 4000
-"""Lines of metrics that are told at once."""
+"""Maximum number of lines of metrics that are sent at once."""
 REST: Final = 20.0
-"""What takes a second to find out is found out anew after this many, while the run goes."""
+"""Verdicts that take a second to find are updated after this many seconds, while the run goes on."""
+_UNWATCHED: Final = (
+    "This run was not watched: its processes have recorded no events. Start it with `offbeat run --monitor` to see who "
+    "waits for whom."
+)
 
 
 class RunView:
     """One run's folder. All methods may be called from several threads."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        self.name = name
-        self.folder = folder
+        self.name, self.folder = name, folder
         self.metrics = MetricsReader(folder)
         self._lock = threading.RLock()
         self._names = Names()
         self._lanes: dict[Path, tuple[int, FileLane]] = {}
         self._looked = 0.0
         self._changed = True
-        self._drawn: LaneView | None = None
-        self._drawn_live = False
+        self._view: LaneView | None = None
+        self._view_live = False
         self._data: dict[str, Any] = {}
-        self._words: list[dict[str, Any]] = []
-        self._words_due = 0.0
-        self._words_state: str | None = None
+        self._verdicts: list[dict[str, Any]] = []
+        self._verdicts_due = 0.0
+        self._verdicts_state: str | None = None
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Take in what is new on disk, if the last look is a while ago."""
+        """Read what is new on disk, if the last look is a while ago."""
         with self._lock:
             if time.monotonic() - self._looked < EVERY:
                 return
@@ -74,8 +76,8 @@ class RunView:
             self._looked = time.monotonic()
 
     def _open(self, path: Path) -> None:
-        """Begin to read a file that is new; a run that is resumed puts another in its place."""
-        with suppress(OSError, UsageError):  # It is being made; the next look will find it.
+        """Open a file that is new; a resumed run replaces its files."""
+        with suppress(OSError, UsageError):  # It is being created; the next look will find it.
             inode = path.stat().st_ino
             known = self._lanes.get(path)
             if known is None or known[0] != inode:
@@ -90,35 +92,36 @@ class RunView:
 
     @property
     def live(self) -> bool:
-        """Whether it goes on, as far as can be seen: it says so, and not all of its processes are gone."""
+        """Whether it is still going, as far as can be seen: it says so, and not all of its processes are gone."""
         lanes = self._in_order
-        return self.state == "running" and (not lanes or any(_lives(lane.reader.pid) for lane in lanes))
+        return self.state == "running" and (not lanes or any(stat_fields(lane.reader.pid) for lane in lanes))
 
     @property
     def state(self) -> str:
-        """What run.json says."""
+        """The state in run.json."""
         return str(self._data.get("state", "not readable"))
 
     def lanes(self) -> LaneView:
-        """Everything that was read, ready to be drawn."""
+        """All events read so far, ready to be drawn."""
         with self._lock:
             self.look()
             live = self.live
-            going = live and any(len(lane.open) for lane in self._in_order)
-            if self._drawn is None or self._changed or going or live != self._drawn_live:
-                self._drawn = LaneView(self._in_order, self._names, time.monotonic() if live else None)
-                self._changed, self._drawn_live = False, live
-            return self._drawn
+            growing = live and any(len(lane.open) for lane in self._in_order)
+            if self._view is None or self._changed or growing or live != self._view_live:
+                self._view = LaneView(self._in_order, self._names, time.monotonic() if live else None)
+                self._changed, self._view_live = False, live
+            return self._view
 
-    # -- telling ------------------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
 
-    def told(self, lines: int = 0, epoch: int = 0) -> dict[str, Any]:
-        """Everything but the lanes as JSON data; of the metrics what follows on so many lines."""
+    def summary(self, lines: int = 0, epoch: int = 0) -> dict[str, Any]:
+        """Everything but the lanes as JSON data, with the metrics after the first `lines` lines."""
         with self._lock:
             self.look()
             lanes = self._in_order
-            began = [lane.began for lane in lanes if lane.began is not None]
-            first = lines if epoch == self.metrics.epoch else 0
+            environment = part(self._data, "environment")
+            metrics = self.metrics.lines[lines if epoch == self.metrics.epoch else 0 :]
+            stride = max(1, -(-len(metrics) // CURVE))  # Not more lines than a chart has pixels for.
             return {
                 "name": self.name,
                 "folder": str(self.folder),
@@ -126,17 +129,17 @@ class RunView:
                 "live": self.live,
                 "strategy": strategy_of(self._data),
                 "config": part(self._data, "config"),
-                "started": part(self._data, "environment").get("started", ""),
-                "command": part(self._data, "environment").get("command", []),
+                "started": environment.get("started", ""),
+                "command": environment.get("command", []),
                 "result": part(self._data, "result"),
                 "verdicts": self.verdicts(),
                 "processes": [self._process(lane) for lane in lanes] or self._unwatched(),
-                "metrics": _thinned(self.metrics.lines[first:]),
+                "metrics": metrics[::-1][::stride][::-1],
                 "lines": len(self.metrics.lines),
                 "epoch": self.metrics.epoch,
                 "events": sum(lane.reader.read for lane in lanes),
                 "dropped": sum(lane.reader.dropped for lane in lanes),
-                "first": min(began, default=0.0),
+                "first": min((lane.began for lane in lanes if lane.began is not None), default=0.0),
                 "last": time.monotonic() if self.live else self.lanes().now,
                 "logs": logs_of(self.folder),
             }
@@ -146,64 +149,62 @@ class RunView:
         return [{"name": _spoken(log), "state": state, "step": None} for log in logs_of(self.folder)]
 
     def _process(self, lane: FileLane) -> dict[str, Any]:
-        """What a process does now, or did at last."""
+        """What a process is doing now, or did last."""
         now = time.monotonic()
         waits = lane.open[np.isfinite(lane.open["waited"])]
-        told: dict[str, Any] = {
-            "name": lane.name,
-            "state": "over",
-            "step": lane.stepped,
-            "at_least": lane.reader.dropped > 0,
-            "events": lane.reader.read,
-        }
+        wait = self._wait(lane, waits[-1]) if len(waits) else {}
+        dropped, events = lane.reader.dropped, lane.reader.read
+        common: dict[str, Any] = {"name": lane.name, "step": lane.stepped, "at_least": dropped > 0, "events": events}
         if lane.finished:
-            return told | {"state": "ended"}
-        if not _lives(lane.reader.pid) or not self.live:
-            return told | {"state": "gone"} | (self._wait(lane, waits[-1]) if len(waits) else {})
+            return common | {"state": "ended"}
+        if not stat_fields(lane.reader.pid) or not self.live:
+            return common | {"state": "gone"} | wait
         recent = int((lane.steps > now - RECENT).sum())
-        told["steps_per_second"] = recent / min(RECENT, max(0.1, now - (lane.began or now)))
-        if not len(waits):
-            return told | {"state": "computing"}
-        return told | {"state": "waiting", "seconds": now - float(waits[-1]["waited"])} | self._wait(lane, waits[-1])
+        common["steps_per_second"] = recent / min(RECENT, max(0.1, now - (lane.began or now)))
+        if not wait:
+            return common | {"state": "computing"}
+        return common | {"state": "waiting", "seconds": now - float(waits[-1]["waited"])} | wait
 
     def _wait(self, lane: FileLane, wait: Any) -> dict[str, Any]:
         channel, sequence = int(wait["channel"]), int(wait["sequence"])
         others = {other.name: other.entered for other in self._in_order if other is not lane}
         members = [name for name in self._names.channels[channel].members if name != lane.name]
         late = [name for name in members if others.get(name, {}).get(channel, 0) < sequence]
-        return {"waits_in": self._names.labels[int(wait["label"])].said(sequence), "waits_for": late}
+        return {"waits_in": self._names.labels[int(wait["label"])].numbered(sequence), "waits_for": late}
 
     # -- verdicts -----------------------------------------------------------------------------------------------------
 
     def verdicts(self) -> list[dict[str, Any]]:
-        """What is to be said of the run, the worst first, in words: `kind`, `level` (good, fair, bad), `message`."""
+        """Verdicts on the run, the worst first: `kind`, `level` (good, fair, bad), `message`."""
         with self._lock:
-            changed = self.state != self._words_state
-            if changed or (self.live and time.monotonic() > self._words_due):
+            changed = self.state != self._verdicts_state
+            if changed or (self.live and time.monotonic() > self._verdicts_due):
                 start = time.monotonic()
-                self._words_state = self.state
-                self._words = self._find_words()
-                self._words_due = start + max(2.0, REST * (time.monotonic() - start))
-            return self._words
+                self._verdicts_state = self.state
+                self._verdicts = self._find_verdicts()
+                self._verdicts_due = start + max(2.0, REST * (time.monotonic() - start))
+            return self._verdicts
 
-    def _find_words(self) -> list[dict[str, Any]]:
-        verdict = part(self._data, "verdict") or self._judged()
-        found = [_said(verdict["kind"], "bad", verdict["message"], verdict.get("stacks", {}))] if verdict else []
-        if not found and self.state in ("failed", "interrupted"):
-            why = "It failed; the error is in the logs." if self.state == "failed" else "It was interrupted."
-            found.append(_said(self.state, "bad" if self.state == "failed" else "fair", why))
-        if not found and self.state == "running" and not self.live:
-            found.append(_said("gone", "bad", "It says that it runs, but no process of it lives: it was killed."))
+    def _find_verdicts(self) -> list[dict[str, Any]]:
+        verdict = part(self._data, "verdict") or self._from_events()
+        verdicts: list[dict[str, Any]] = []
+        if verdict:
+            verdicts.append(_entry(verdict["kind"], "bad", verdict["message"], verdict.get("stacks", {})))
+        elif self.state == "failed":
+            verdicts.append(_entry("failed", "bad", "It failed; the error is in the logs."))
+        elif self.state == "interrupted":
+            verdicts.append(_entry("interrupted", "fair", "It was interrupted."))
+        elif self.state == "running" and not self.live:
+            words = "Its state is `running`, but none of its processes is alive: it was killed."
+            verdicts.append(_entry("gone", "bad", words))
         if not self._lanes:
-            return [*found, _said("unwatched", "fair", _UNWATCHED)]
-        found += self._stragglers()
-        if not found:
-            words = "Nobody waits in vain so far." if self.live else "Nobody waited in vain."
-            found.append(_said("healthy", "good", words))
-        return found
+            return [*verdicts, _entry("unwatched", "fair", _UNWATCHED)]
+        verdicts += self._stragglers()
+        healthy = "No worker is stuck so far." if self.live else "No worker got stuck."
+        return verdicts or [_entry("healthy", "good", healthy)]
 
-    def _judged(self) -> Mapping[str, Any]:
-        """What the events say of a run whose launcher has said nothing, because it was killed."""
+    def _from_events(self) -> Mapping[str, Any]:
+        """The events' verdict on a run whose launcher left none because it was killed."""
         if "verdict" in self._data or self.live or self.state in FINISHED:
             return {}
         judge = Judge()
@@ -213,45 +214,29 @@ class RunView:
         for path in self._lanes:
             if path not in self._worker_files() and path.exists():
                 judge.feed_server(Reader(path, kept=True).new())
-        found = judge.final()
-        return {} if found is None else found.plain()
+        verdict = judge.final()
+        return {} if verdict is None else verdict.plain()
 
     def _stragglers(self) -> list[dict[str, Any]]:
-        # Nobody can have cost the others much who is seldom the last: then comparing can be saved.
-        if not self.lanes().often_last(1 / (4 * max(1, len(self._worker_files()))), ENOUGH):
-            return []
         files = self._worker_files()
+        # A worker that is seldom last cannot have cost the others much: then the comparison is skipped.
+        if not self.lanes().often_last(1 / (4 * max(1, len(files))), ENOUGH):
+            return []
         each = min(LATEST, max(FEWEST, BLAMED // len(files) ** 2))
-        with suppress(OffbeatError, ValueError):  # What is written over at this moment can be told at the next.
+        with suppress(OffbeatError, ValueError):  # What is being overwritten now can be read at the next look.
             latest = {reader.rank: _latest(reader, each) for reader in map(Reader, files)}
-            found = blame(latest, queues=read_queues(self.folder))
-            return [_said("straggler", "fair", f"{one}") for one in found if one.straggler]
+            workers = blame(latest, queues=read_queues(self.folder))
+            return [_entry("straggler", "fair", f"{worker}") for worker in workers if worker.straggler]
         return []
 
     def _worker_files(self) -> list[Path]:
         return [path for path in self._lanes if path.stem.startswith("worker-") and path.exists()]
 
 
-_UNWATCHED: Final = (
-    "This run was not watched: its processes have written no events. Start it with `offbeat run --monitor` to see who "
-    "waits for whom."
-)
-
-
-def _said(kind: str, level: str, message: str, stacks: Mapping[str, str] | None = None) -> dict[str, Any]:
-    return {
-        "kind": kind,
-        "level": "fair" if kind == "silent" else level,
-        "message": message,
-        "stacks": dict(stacks or {}),
-        "exit_code": EXIT_CODES.get(kind),
-    }
-
-
-def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Not more lines than a chart has pixels for; the last is always there."""
-    stride = -(-len(lines) // CURVE)
-    return lines if stride <= 1 else lines[::-1][::stride][::-1]
+def _entry(kind: str, level: str, message: str, stacks: Mapping[str, str] | None = None) -> dict[str, Any]:
+    level = "fair" if kind == "silent" else level
+    entry = {"kind": kind, "level": level, "message": message, "stacks": dict(stacks or {})}
+    return entry | {"exit_code": EXIT_CODES.get(kind)}
 
 
 def _latest(reader: Reader, count: int) -> list[Stamp]:
@@ -260,9 +245,5 @@ def _latest(reader: Reader, count: int) -> list[Stamp]:
 
 
 def _spoken(stem: str) -> str:
-    """`worker-3` as it is said."""
+    """`worker-3` as `worker 3`."""
     return stem.replace("-", " ")
-
-
-def _lives(process: int) -> bool:
-    return bool(stat_fields(process))

@@ -409,7 +409,7 @@ class AsyncGossipWorker(MixingWorker):
             return None
 
         def write_channel(folder: Path) -> None:
-            moves = chat.wait_for(cut.made)
+            moves = chat.wait_for(cut)
             if moves is not None:
                 write_moves(folder, *moves)
 

@@ -1,5 +1,5 @@
 "use strict";
-// Small charts as SVG: lines, shares that are stacked, bars.
+// Small charts as SVG: lines, stacked shares, bars.
 offbeat.charts = (() => {
   const { make, draw, number, ticks } = offbeat;
   const MARGIN = { left: 46, right: 10, top: 8, bottom: 22 };
@@ -44,7 +44,7 @@ offbeat.charts = (() => {
     }
     return [low, high];
   }
-  /** Says what is nearest to the pointer. */
+  /** Shows a tip for the point nearest to the pointer. */
   function pointing(box, svg, place, x, points, words) {
     const cursor = draw("line", { class: "cursor", y1: MARGIN.top, y2: place.bottom, visibility: "hidden" });
     svg.append(cursor);
@@ -135,7 +135,7 @@ offbeat.charts = (() => {
     names.filter((name) => row.shares[name] >= 0.005)
       .map((name) => `${name} ${Math.round(row.shares[name] * 100)} %`).join(between);
 
-  /** How often each: counts are [[name, count], ...]. */
+  /** A histogram: counts are [[name, count], ...]. */
   function bars(box, { counts, xName, empty }) {
     if (!counts.length) return kept(box, () => none(box, empty));
     return kept(box, () => {

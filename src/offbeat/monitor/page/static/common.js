@@ -1,5 +1,5 @@
 "use strict";
-// What all parts of the page share: elements, numbers in words, and where data comes from.
+// Shared by all parts of the page: elements, number formats, and the source of data.
 window.offbeat = (() => {
   const SVG = "http://www.w3.org/2000/svg";
 
@@ -31,7 +31,7 @@ window.offbeat = (() => {
     if (size >= 1e-3) return `${Number((seconds * 1e3).toPrecision(3))} ms`;
     return `${Number((seconds * 1e6).toPrecision(3))} µs`;
   }
-  /** Round places for a scale between two values, about so many. */
+  /** About `count` round values for a scale between two values. */
   function ticks(low, high, count) {
     const span = high - low;
     if (!(span > 0)) return [low];
@@ -57,7 +57,7 @@ window.offbeat = (() => {
     }
     return head;
   }
-  /** What is seen of all pieces through a window, put together as the server does it. */
+  /** The pieces in a window, merged as the server does it. */
   function windowed(all, start, stop, pixels) {
     const width = (stop - start) / pixels;
     const long = [];
@@ -113,7 +113,7 @@ window.offbeat = (() => {
     log: async (run, of) => (await answered("api/log", { run, of })).text(),
     follow: (run, lines, epoch) => new EventSource(`api/follow?${new URLSearchParams({ run, lines, epoch })}`),
   };
-  /** Data that is inside this file. */
+  /** Data inside this file. */
   function holding(text) {
     const held = JSON.parse(text);
     const bytes = Uint8Array.from(atob(held.lanes), (letter) => letter.charCodeAt(0));

@@ -340,7 +340,7 @@ offbeat.Lanes = class {
     this.paint();
     this.tell((this.view[0] + this.view[1]) / 2, this.chosen);
   }
-  /** Says what a lane is in at a time. */
+  /** Describes what a lane is doing at a time. */
   tell(time, lane) {
     const data = this.data;
     if (!data || !data.lanes[lane]) return;
@@ -360,13 +360,13 @@ offbeat.Lanes = class {
     if (data.call[found] === 0xffffffff) {
       const share = Math.round(Math.min(1, data.share[found]) * 100);
       const times = data.times[found].toLocaleString("en");
-      this.detail.textContent = `${when}: ${kind} for ${share} % of this moment, ${times} times; zoom in to see each.`;
+      this.detail.textContent = `${when}: ${kind} for ${share} % of this pixel, ${times} times; zoom in to see each.`;
       return;
     }
     const label = data.labels[data.label[found]] || ["something", ""];
     const length = offbeat.duration(data.length[found]);
-    const verb = { wait: "waits", communicate: "communicates", "under way": "has under way", failed: "fails",
-      stuck: "waits and never comes out" }[kind];
+    const verb = { wait: "waits", communicate: "communicates", "under way": "has in flight", failed: "fails",
+      stuck: "waits and never returns" }[kind];
     const how = kind === "stuck" ? "" : ` for ${length}`;
     this.detail.textContent = `${when}: ${verb}${how} in ${label[0]} #${data.sequence[found]} ${label[1]}`;
   }

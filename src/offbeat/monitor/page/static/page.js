@@ -1,5 +1,5 @@
 "use strict";
-// The page: chooses a run, shows it, and follows it.
+// The page: selects a run, shows it, and follows it.
 (() => {
   const { byId, make, number, duration, source, charts } = offbeat;
   const KINDS = ["compute", "input", "communicate", "wait", "evaluate", "other"];
@@ -10,7 +10,7 @@
   let stream = null;
   let against = "seconds";
 
-  /** The name of what counts as the score in lines of metrics. */
+  /** The name of the metric that is shown as the score. */
   offbeat.scored = (some) => {
     const last = some.at(-1) || {};
     const names = Object.keys(last).filter((name) => typeof last[name] === "number" && !NOT_SCORES.has(name));
@@ -34,11 +34,11 @@
   function verdicts() {
     const box = byId("verdicts");
     const text = JSON.stringify(run.verdicts);
-    if (box.dataset.shown === text) return; // Said once; a screen reader would say it again.
+    if (box.dataset.shown === text) return; // Otherwise a screen reader would repeat it.
     box.dataset.shown = text;
     box.replaceChildren(...run.verdicts.map((one) => {
       const stacks = Object.entries(one.stacks || {});
-      const more = stacks.length ? [make("details", {}, make("summary", { text: "What they were doing" }),
+      const more = stacks.length ? [make("details", {}, make("summary", { text: "Stacks" }),
         ...stacks.flatMap(([who, stack]) => [make("h3", { text: who }), make("pre", { text: stack })]))] : [];
       return make("div", { class: `verdict ${one.level}` }, make("strong", { text: `${one.kind}:` }), ` ${one.message}`, ...more);
     }));
@@ -48,7 +48,7 @@
     const pace = one.steps_per_second ? `${number(one.steps_per_second)} steps/s` : "";
     const whom = one.waits_for?.length ? ` for ${one.waits_for.slice(0, 3).join(", ")}${one.waits_for.length > 3 ? " …" : ""}` : "";
     const since = one.seconds > 1 ? `, ${duration(one.seconds)} so far` : "";
-    const state = { waiting: `waits${since}`, gone: "gone", over: "over", ended: "has ended", unwatched: "not watched" };
+    const state = { waiting: `waits${since}`, gone: "gone", over: "over", ended: "ended", unwatched: "not watched" };
     const wait = one.waits_in ? `${one.state === "gone" ? "was waiting" : ""}${whom} in ${one.waits_in}` : "";
     const said = [state[one.state] || one.state, step, pace];
     if (run.processes.length > MANY) said.unshift(...said.splice(1, 1)); // Only the first words have room.
@@ -77,7 +77,7 @@
     byId("log").hidden = false;
     byId("log-title").textContent = `Log of ${name}`;
     const text = await source.log(run.name, name.replaceAll(" ", "-")).catch((error) => error.message);
-    byId("log-text").textContent = text || "It has printed nothing.";
+    byId("log-text").textContent = text || "No output.";
     byId("log-text").scrollTop = byId("log-text").scrollHeight;
     byId("log-close").focus();
   }
@@ -88,7 +88,7 @@
   function curves() {
     byId("nothing").hidden = lines.length > 0;
     byId("charts").hidden = lines.length === 0;
-    byId("nothing").textContent = run.live ? "Nothing was reported yet." : "Nothing was reported: no report was made, or the script never called offbeat.init().";
+    byId("nothing").textContent = run.live ? "Nothing reported yet." : "Nothing was reported: the script made no report, or never called offbeat.init().";
     if (!lines.length) return;
     const xName = against === "seconds" ? "s" : "steps";
     const key = offbeat.scored(lines);
@@ -99,22 +99,22 @@
     charts.lines(byId("score"), {
       series: [key, ...others].map((name, i) => ({ name, color: `line-${i}`, points: points(name) })),
       xName, target: wanted && [key, "score", undefined].includes(wanted[1]) ? Number(wanted[2]) : null,
-      empty: "No score was reported yet.",
+      empty: "No score reported yet.",
     });
     charts.lines(byId("loss"), {
-      series: [{ name: "loss", color: "line-1", points: points("loss") }], xName, empty: "No loss was reported.",
+      series: [{ name: "loss", color: "line-1", points: points("loss") }], xName, empty: "No loss reported.",
     });
     const speeds = lines.map((line, i) => {
       const before = lines[i - 1] || { samples: 0, seconds: 0 };
       return [line[against], (line.samples - before.samples) / (line.seconds - before.seconds)];
     }).filter((point) => Number.isFinite(point[1]) && point[1] >= 0);
     charts.lines(byId("speed"), {
-      series: [{ name: "examples/s", color: "line-2", points: speeds }], xName, zero: true, empty: "Nothing was reported yet.",
+      series: [{ name: "examples/s", color: "line-2", points: speeds }], xName, zero: true, empty: "Nothing reported yet.",
     });
     split(xName);
     const counts = Object.entries(Object.keys(run.result.staleness || {}).length ? run.result.staleness : last.staleness || {})
       .sort((one, other) => one[0] - other[0]);
-    charts.bars(byId("staleness"), { counts, xName: "steps old", empty: "Nothing was said about staleness." });
+    charts.bars(byId("staleness"), { counts, xName: "steps old", empty: "No staleness reported." });
   }
   function split(xName) {
     const rows = lines.map((line, i) => {
@@ -125,7 +125,7 @@
       const shares = Object.fromEntries(KINDS.map((kind) => [kind, spent[kind] / (total || 1)]));
       return { from: lines[i - 1]?.[against] || 0, x: line[against], shares, total };
     }).filter((row) => row.total > 0 && row.x > row.from);
-    charts.stacked(byId("split"), { rows, names: KINDS, xName, empty: "Nothing was reported yet." });
+    charts.stacked(byId("split"), { rows, names: KINDS, xName, empty: "Nothing reported yet." });
     const sums = run.result.seconds_by_kind || lines.at(-1)?.seconds_by_kind || {};
     const total = Object.values(sums).reduce((sum, one) => sum + one, 0);
     charts.legend(byId("split-legend"), KINDS.map((kind) =>
@@ -134,7 +134,7 @@
   function showLanes() {
     byId("lanes-section").hidden = !run.events;
     byId("follow-label").hidden = !run.live;
-    const dropped = run.dropped ? `, ${number(run.dropped)} older ones written over` : "";
+    const dropped = run.dropped ? `, ${number(run.dropped)} older ones overwritten` : "";
     byId("lanes-sum").textContent = `${number(run.events)} events${dropped}`;
     if (run.events) lanes.show(run.name, run.first, run.last, run.live);
   }
@@ -150,8 +150,8 @@
     if (more) curves();
     showLanes();
     byId("foot").textContent = source.held
-      ? "A saved page: everything is in this file."
-      : "The same in words or as JSON: offbeat explain RUN. Figures for Prometheus: /metrics.";
+      ? "A saved page; all data is in this file."
+      : "As text or JSON: offbeat explain RUN. Prometheus metrics: /metrics.";
   }
   async function choose(name) {
     stream?.close();
@@ -172,8 +172,8 @@
     stream.addEventListener("runs", (event) => runs.show(JSON.parse(event.data), run?.name));
     stream.onerror = () => {
       byId("lost").hidden = false;
-      byId("lost").textContent = "The page's server has gone, maybe because the run is over. What you see stays. "
-        + `Open it again with: offbeat watch ${run?.folder || ""}`;
+      byId("lost").textContent = "The page's server is gone, perhaps because the run is over. What you see stays. "
+        + `Reopen it with: offbeat watch ${run?.folder || ""}`;
       // Reconnecting would begin where this stream began; a new one begins where the page is.
       stream.close();
       setTimeout(() => { if (run) source.run(run.name).then((again) => { run = null; show(again); follow(again); }, () => {}); }, 3000);
@@ -200,7 +200,7 @@
       radio.addEventListener("change", () => { against = radio.value; curves(); });
     }
     charts.legend(byId("lanes-legend"), [["computes", "base"], ["waits for others", "wait"],
-      ["communicates", "communicate"], ["under way beside it", "under-way"], ["stuck to the end", "stuck"], ["failed", "failed"]]);
+      ["communicates", "communicate"], ["in flight", "under-way"], ["stuck until the end", "stuck"], ["failed", "failed"]]);
   }
   async function begin() {
     if (location.search.includes("token=")) history.replaceState(null, "", location.pathname);
