@@ -16,7 +16,7 @@ class Option:
     help: str
     """What it does, in a sentence or two; examples in backticks are shown in bold."""
     short: str | None = None
-    """One-letter name, such as `-w`."""
+    """Single-character name, such as `-w`."""
     metavar: str | None = None
     """Placeholder for its value in the help; None: by its type."""
     name: str | None = None

@@ -63,7 +63,7 @@ def refused(said: Said, *pieces: str) -> None:
         ("--device nope", ["--device 'nope' is not a device", "cpu"]),
         ("--parts foo", ["'foo' is not a way to divide data", "dirichlet(0.3)"]),
         ("--parts dirichlet(0)", ["dirichlet(0.0) makes no sense", "above 0"]),
-        ("--parts dirichlet(a)", ["no way to divide data"]),
+        ("--parts dirichlet(a)", ["is not a way to divide data"]),
         ("--target foo", ["--target 'foo' is not a target", "accuracy=0.97"]),
         ("--target accuracy=0.9", ["a task has one score", "score=NUMBER"]),
         ("--target nan", ["is not a target"]),

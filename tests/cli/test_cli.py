@@ -151,7 +151,7 @@ def test_the_commands_and_their_options_are_these() -> None:
 
 def test_every_entry_of_a_goal_is_an_option_or_for_commands_that_measure() -> None:
     names = {"--" + field.name.replace("_", "-") for field in fields(Goal)}
-    assert names - RUN_OPTIONS == {"--monitor", "--check-finite", "--merge", "--gauge"}  # `watch` is --monitor.
+    assert names - RUN_OPTIONS == {"--watch", "--check-finite", "--merge", "--gauge"}  # `watch` is --monitor.
 
 
 def test_the_exports_are_these_and_all_can_be_had() -> None:

@@ -179,7 +179,9 @@ def test_more_processes_than_the_machine_has_memory_for_are_refused(monkeypatch:
 
 
 def test_more_threads_than_the_kernel_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "_thread_limits", lambda: iter([(100, "of the kernel")]))
+    threads_max = Path("/proc/sys/kernel/threads-max")
+    monkeypatch.setattr(capacity, "_number", lambda path: 100 if path == threads_max else None)
+    monkeypatch.setattr(capacity, "free_memory", lambda: None)
     capacity.check_room(4, 25)
     with pytest.raises(UsageError, match=r"5 processes with 25 threads .* 100 threads \(of the kernel\) suffice for 4"):
         capacity.check_room(5, 25)

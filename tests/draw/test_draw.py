@@ -292,10 +292,10 @@ def test_thirty_two_ranks_can_be_drawn_and_more_are_told_in_a_table_only(offbeat
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["ddp"], "ddp cannot be drawn: torch's own DistributedDataParallel sums on Gloo"),
+        (["ddp"], "ddp cannot be drawn: torch's own DistributedDataParallel decides when"),
         (["hogwild"], "hogwild cannot be drawn: its workers write to shared memory"),
         (["allreduce(auto)"], "Name one, such as ring"),
-        (["single", "-w", "1"], "nobody to send anything to"),
+        (["single", "-w", "1"], "a single worker sends nothing"),
         (["allgather(ring)"], "'allgather' is neither a strategy nor a collective. Did you mean 'all_gather'?"),
         (["all_gather(rng)"], "Did you mean 'ring'?"),
         (["all_gather"], "all_gather has several algorithms; name one"),

@@ -143,7 +143,7 @@ def test_of_several_executions_in_a_log_one_is_named(offbeat_: Offbeat, tmp_path
 def test_a_pattern_that_would_never_end_is_given_up(
     offbeat_: Offbeat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offbeat.cli.commands.explain_diagram.MATCHING", 0.2)
+    monkeypatch.setattr("offbeat.cli.commands.explain.MATCHING", 0.2)
     pattern = r"(?<host>(a+)+) (?<clock>{.*}) (?<event>.*)"
     said = offbeat_("explain", write(tmp_path / "a.log", f"{pattern}\n\n{'a' * 200}\n"))
     assert said.code == 2

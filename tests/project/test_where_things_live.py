@@ -23,7 +23,7 @@ QUESTIONS = [
     ("Who decides whether a worker may start its next step?", "protocols/servers/pacing.py", "who may start a step"),
     ("When does a worker push, pull and wait?", "protocols/servers/worker/rhythm.py", "worker"),
     ("Where are the messages between workers and servers?", "protocols/servers/messages.py", "say to each other"),
-    ("Where is the ring all-reduce as a schedule?", "protocols/collectives/reducing.py", "all-reduce"),
+    ("Where is the ring all-reduce as a schedule?", "protocols/collectives/reductions.py", "all-reduce"),
     ("Where is a schedule proved correct?", "protocols/checker.py", "schedule"),
     ("Where do schedules run over messages?", "runtime/collectives/two_sided.py", "two-sided"),
     ("Where is shared memory between ranks laid out?", "runtime/collectives/one_sided/arena.py", "share"),

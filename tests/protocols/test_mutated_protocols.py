@@ -29,7 +29,7 @@ from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.pacing import Pacing
 from offbeat.protocols.servers.replica.shard import Shard
 from offbeat.protocols.servers.worker.rhythm import Eagerly, Lazily, PushAndFetch
-from offbeat.runtime.groups.coordinated import CoordinatedGroup
+from offbeat.runtime.groups.coordinated_group import CoordinatedGroup
 from offbeat.runtime.run.rank_environment import Place
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.runtime.servers.coordination import Coordination

@@ -14,7 +14,7 @@ from offbeat.protocols.compression import SumMethod
 from offbeat.protocols.exchanges import Exchanged
 from offbeat.protocols.gossip.topology import GraphShape, mixing
 from offbeat.protocols.schedule import Layout, Op, View
-from offbeat.protocols.stepping import beside, in_turn
+from offbeat.protocols.step_schedule import beside, in_turn
 from offbeat.run.predicted_step import GIVEN, MEASURED, predicted
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.launch import Launcher

@@ -140,7 +140,7 @@ def test_the_parts_of_a_task_cover_its_examples(name: str, count: int) -> None:
 
 
 def test_holding_out_everything_is_refused() -> None:
-    with pytest.raises(TaskError, match="none is left to learn from"):
+    with pytest.raises(TaskError, match="none is left for training"):
         divide(torch.arange(10), validation=5, test=5)
 
 

@@ -326,7 +326,7 @@ def test_a_contract_with_unknown_faults_or_nameless_machines_is_refused() -> Non
         def machines(self, size: int, seed: int) -> Sequence[Any]:
             return [_Worker(Gossiper("twin", [], 0)) for _ in range(size)]
 
-    with pytest.raises(UsageError, match="give each machine a name of its own"):
+    with pytest.raises(UsageError, match="give each machine a unique name"):
         check_machine(Twins())
 
 

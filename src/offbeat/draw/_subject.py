@@ -135,7 +135,7 @@ def _strategy(strategy: Combined, text: str, setting: Scenario) -> Timeline:
     if rhythm is not None and needed is not None:
         if strategy.when is not None:
             _alone(strategy, text)
-        pushed = forms[0].letter(as_matrix(setting.nbytes), 4, *forms[1:]) if forms else setting.nbytes
+        pushed = forms[0].message_bytes(as_matrix(setting.nbytes), 4, *forms[1:]) if forms else setting.nbytes
         training = ServerTraining(needed[2], rhythm, needed[0], setting.network.between, setting.nbytes, pushed)
         durations = setting.seconds(setting.steps or SERVER_STEPS, exchange.work)
         return server_timeline(training, durations, text)

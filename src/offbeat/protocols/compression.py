@@ -56,7 +56,7 @@ class RowFormat(Struct, frozen=True, tag=True):
         """Bytes of each exchange of one sum, where one must wait for the other."""
         raise NotImplementedError
 
-    def letter(self, shapes: Shapes, width: int = 4, inner: RowFormat | None = None) -> int:
+    def message_bytes(self, shapes: Shapes, width: int = 4, inner: RowFormat | None = None) -> int:
         """Bytes of a payload to one receiver, such as a server."""
         return self.nbytes(shapes, width, inner)
 
@@ -142,7 +142,7 @@ class RandomKFormat(RowFormat, frozen=True, tag="randomk"):
         kept = kept_of(numbers_in(shapes), self.fraction)
         return (kept * width,) if inner is None else inner.sums([(kept,)], width)
 
-    def letter(self, shapes: Shapes, width: int = 4, inner: RowFormat | None = None) -> int:
+    def message_bytes(self, shapes: Shapes, width: int = 4, inner: RowFormat | None = None) -> int:
         """With a prefix that tells the receiver which draw it was."""
         return COUNT_BYTES + self.nbytes(shapes, width, inner)
 

@@ -16,7 +16,7 @@ from offbeat.protocols.checker import cost
 from offbeat.protocols.collectives import Collective, algorithm
 from offbeat.protocols.gossip.mixing import mix, tell
 from offbeat.protocols.schedule import Layout, Schedule, View
-from offbeat.protocols.stepping import Part
+from offbeat.protocols.step_schedule import Part
 
 SMALL_GRADIENT = 1 << 14
 """Gradients of up to this many elements are packed together."""

@@ -37,7 +37,7 @@ from offbeat.task import AnyTask, reference_to
 
 WARM = (
     *(*launch.PRELOAD, "torch._dynamo", "offbeat.worker.loop"),
-    *("offbeat.runtime.servers.process", "offbeat.runtime.groups.coordinated"),
+    *("offbeat.runtime.servers.process", "offbeat.runtime.groups.coordinated_group"),
 )
 """What the fork server imports, so that workers start with everything loaded (torch's optimizers import _dynamo)."""
 

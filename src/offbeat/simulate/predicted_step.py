@@ -18,7 +18,7 @@ from offbeat.protocols.exchanges import Exchanged, Matrix
 from offbeat.protocols.gossip.mixing import mix
 from offbeat.protocols.gossip.topology import Mixing
 from offbeat.protocols.schedule import Layout, Schedule, View
-from offbeat.protocols.stepping import Part, beside, in_turn, steps
+from offbeat.protocols.step_schedule import Part, beside, in_turn, steps
 from offbeat.simulate.fit import cost_of, fit_link
 from offbeat.simulate.network import Link, Network, Ports
 from offbeat.simulate.schedules import finish_times

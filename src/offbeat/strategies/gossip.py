@@ -17,7 +17,7 @@ from offbeat.protocols.exchanges import Exchanged
 from offbeat.protocols.gossip.topology import GraphShape, Mixing, RandomRegular, mixing
 from offbeat.protocols.schedule import View
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.runtime.groups.coordinated import CoordinatedGroup
+from offbeat.runtime.groups.coordinated_group import CoordinatedGroup
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.simulate.predicted_step import Step
@@ -109,7 +109,7 @@ class Gossip(Exchanging):
         sent = [Exchanged(what="mix", by="0", nbytes=nbytes, itemsize=4)]
         if forms:
             lengths = [] if forms[0].fixed else [8]
-            message = forms[0].letter(as_matrix(nbytes), 4, *forms[1:])
+            message = forms[0].message_bytes(as_matrix(nbytes), 4, *forms[1:])
             sent = [Exchanged(what="tell", by="0", nbytes=length) for length in (*lengths, message)]
         return every_turn(sent, self.mixing(view.size), view)
 

@@ -6,7 +6,7 @@ from typing import cast
 
 from offbeat.errors import UsageError
 from offbeat.runtime.events.recorder import RECORDER, Mark
-from offbeat.runtime.groups.coordinated import CoordinatedMembership
+from offbeat.runtime.groups.coordinated_group import CoordinatedMembership
 from offbeat.strategies.worker.capabilities import Snapshotting
 from offbeat.team.context import Workplace
 

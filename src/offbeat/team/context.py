@@ -12,7 +12,7 @@ from offbeat.protocols.partition import mixed
 from offbeat.runtime.data.loaders import Share
 from offbeat.runtime.disturb import Disturber
 from offbeat.runtime.gradients.noise import Gauge
-from offbeat.runtime.groups.coordinated import group_for
+from offbeat.runtime.groups.coordinated_group import group_for
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.assignment import Assignment
 from offbeat.runtime.run.metrics import Reports
@@ -22,7 +22,7 @@ from offbeat.runtime.run.settings import Goal, Target
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.runtime.state import random_state
 from offbeat.runtime.state.checkpoint_manager import Memory, open_memory
-from offbeat.runtime.state.prepared import Holdings
+from offbeat.runtime.state.prepared_objects import Holdings
 from offbeat.strategies import Combined, combined, parse
 from offbeat.strategies.compressors import Compressing
 from offbeat.strategies.worker.capabilities import Accounted, Metered, Observed, Starter, refuse_halves

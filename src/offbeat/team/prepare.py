@@ -17,7 +17,7 @@ from offbeat.runtime.data.loaders import Batch, Loader, Share, agreed_state, div
 from offbeat.runtime.gradients.first_loss import FirstLoss
 from offbeat.runtime.gradients.learning_rate_factor import ScaledRate
 from offbeat.runtime.state import random_state
-from offbeat.runtime.state.prepared import Stateful
+from offbeat.runtime.state.prepared_objects import Stateful
 from offbeat.strategies.worker.capabilities import ModelHooks, OptimizerHooks, Sliced, StepHooks
 from offbeat.strategies.worker.exchange import adopt
 from offbeat.team.between_steps import Boundaries

@@ -28,7 +28,7 @@ from offbeat.protocols.gossip.topology import (
     mixing,
 )
 from offbeat.protocols.schedule import Layout, Op, Round, Schedule, View
-from offbeat.protocols.stepping import steps
+from offbeat.protocols.step_schedule import steps
 from offbeat.simulate import Link, Network, Ports, finish_times, gossip_step_time, local_step_time
 
 LAYOUT = Layout(1000)

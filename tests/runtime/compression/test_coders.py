@@ -68,7 +68,7 @@ def read(maker: Coder, letter: Tensor, count: int, dtype: torch.dtype = torch.fl
 def length_of(form: RowFormat, inner: RowFormat | None, row: Tensor) -> int:
     if isinstance(form, ThresholdFormat):
         return form.holding(int((row.abs() > form.above).sum()), row.element_size(), inner)
-    return form.letter([(row.numel(),)], row.element_size(), inner)
+    return form.message_bytes([(row.numel(),)], row.element_size(), inner)
 
 
 # --- bytes

@@ -110,8 +110,8 @@ def test_only_memory_that_was_made_to_be_shared_is_mapped() -> None:
         "does not name shared memory of offbeat": memory(name="x"),
     }
     reader, writer = os.pipe()
-    tickets = {**others, "not shared memory": f"{os.getpid()}:{reader}:4096"}
-    for why, ticket in tickets.items():
+    pipe = ("does not name shared memory of offbeat", f"{os.getpid()}:{reader}:4096")
+    for why, ticket in (*others.items(), pipe):
         with pytest.raises(SegmentError, match=why):
             Segment.attach(ticket, 4096)
     with pytest.raises(SegmentError, match="8192 bytes"):

@@ -27,7 +27,7 @@ P, B = "server 0.0", "server 0.1"
 def test_a_trial_is_looked_at_and_answered_and_leaves_the_shard_as_it_is() -> None:
     server = ServerMachine(P, 0, Rule(0), VIEW)
     payload = Payload(8, "numbers")
-    trial = Trial(worker=1, number=7, letter=True)
+    trial = Trial(worker=1, number=7, compressed=True)
     (begun,) = server.on(Received("worker 1", trial, payload), 0.0)
     assert isinstance(begun, Start)
     assert begun.work == InspectPayload(payload, True)
@@ -47,7 +47,7 @@ def test_only_who_serves_the_shard_is_tried_and_only_in_ones_own_name() -> None:
 
 def test_a_trial_that_is_lost_is_sent_again_until_it_is_answered() -> None:
     machine = ClientMachine(0, VIEW)
-    asked = machine.ask(TrialRequest([PushedRange(0, Payload(4))], letter=False), 0.0)
+    asked = machine.ask(TrialRequest([PushedRange(0, Payload(4))], compressed=False), 0.0)
     (first,) = asked.effects
     assert isinstance(first, Send)
     assert isinstance(first.message, Trial)

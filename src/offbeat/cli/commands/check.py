@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, NoReturn
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -122,7 +123,7 @@ def _check_own_machines(contract: MachineContract, console: Console, options: Ch
     except MachineError as error:
         _fail(console, options, {"machines": text}, error, seed=error.seed)
     if options.as_json:
-        print_json({"machines": text, "holds": True, **vars(report)})
+        print_json({"machines": text, "holds": True, **msgspec.structs.asdict(report)})
         return
     faults = ", ".join(f"{kind} in {count}" for kind, count in sorted(report.faults.items())) or "no faults"
     counts = f"{report.runs:,} runs, {report.events:,} events, {report.lost:,} messages lost"

@@ -177,9 +177,9 @@ class _Layout:
         for marks in lanes.values():  # Labels of a log's events, where there is room.
             for mark, following in zip(marks, [*marks[1:], None], strict=True):
                 x, end = self._x(mark.time), self.plot.right if following is None else self._x(following.time)
-                letters = int((end - x - 10) / text_width("x", "inside"))
-                if letters >= 5:
-                    yield TextShape(x + 3, self._y(mark.lane) - 9, _cropped(mark.label, letters), "inside")
+                characters = int((end - x - 10) / text_width("x", "inside"))
+                if characters >= 5:
+                    yield TextShape(x + 3, self._y(mark.lane) - 9, _cropped(mark.label, characters), "inside")
 
     def _cut(self, cut: CutLine) -> Iterator[Drawn]:
         xs = [self._x(time) for time in cut.times]
@@ -213,5 +213,5 @@ def _seconds(start: float, stop: float) -> str:
     return f"{start * 1000:.1f} to {stop * 1000:.1f} ms" if small else f"{start:.3g} to {stop:.3g} s"
 
 
-def _cropped(words: str, letters: int) -> str:
-    return words if len(words) <= letters else words[: max(1, letters - 1)] + "…"
+def _cropped(words: str, characters: int) -> str:
+    return words if len(words) <= characters else words[: max(1, characters - 1)] + "…"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from offbeat.protocols.collectives.reducing import by_host
+from offbeat.protocols.collectives.reductions import by_host
 from offbeat.protocols.collectives.simple import Algorithm, Collective, simple
 from offbeat.protocols.schedule import IntArray, Layout, Round, View
 

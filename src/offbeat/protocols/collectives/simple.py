@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
-from offbeat.protocols.collectives import moving, reducing, shared
+from offbeat.protocols.collectives import data_movement as moving
+from offbeat.protocols.collectives import reductions
+from offbeat.protocols.collectives import shared_memory as shared
 from offbeat.protocols.schedule import Schedule
 
 
@@ -41,23 +43,23 @@ class Algorithm:
 
 _C = Collective
 _TWO_SIDED = (
-    Algorithm("naive", _C.ALL_REDUCE, reducing.naive, "every rank sends everything to all others"),
-    Algorithm("star", _C.ALL_REDUCE, reducing.star, "all send to the root, which adds up and answers"),
-    Algorithm("tree", _C.ALL_REDUCE, reducing.tree, "up a binomial tree, and down again"),
-    Algorithm("ring", _C.ALL_REDUCE, reducing.ring, "blocks travel round a ring twice"),
-    Algorithm("halving_doubling", _C.ALL_REDUCE, reducing.halving_doubling, "the fewest bytes in few hops"),
-    Algorithm("recursive_doubling", _C.ALL_REDUCE, reducing.recursive_doubling, "the fewest hops"),
-    Algorithm("hierarchical", _C.ALL_REDUCE, reducing.hierarchical, "trees inside hosts, halving between"),
-    Algorithm("hierarchical_ring", _C.ALL_REDUCE, reducing.hierarchical_ring, "trees inside hosts, a ring between"),
+    Algorithm("naive", _C.ALL_REDUCE, reductions.naive, "every rank sends everything to all others"),
+    Algorithm("star", _C.ALL_REDUCE, reductions.star, "all send to the root, which adds up and answers"),
+    Algorithm("tree", _C.ALL_REDUCE, reductions.tree, "up a binomial tree, and down again"),
+    Algorithm("ring", _C.ALL_REDUCE, reductions.ring, "blocks travel round a ring twice"),
+    Algorithm("halving_doubling", _C.ALL_REDUCE, reductions.halving_doubling, "the fewest bytes in few hops"),
+    Algorithm("recursive_doubling", _C.ALL_REDUCE, reductions.recursive_doubling, "the fewest hops"),
+    Algorithm("hierarchical", _C.ALL_REDUCE, reductions.hierarchical, "trees inside hosts, halving between"),
+    Algorithm("hierarchical_ring", _C.ALL_REDUCE, reductions.hierarchical_ring, "trees inside hosts, a ring between"),
     Algorithm("star", _C.BROADCAST, moving.broadcast_star, "the root sends to all"),
     Algorithm("tree", _C.BROADCAST, moving.broadcast_tree, "down a binomial tree"),
     Algorithm("doubling", _C.BROADCAST, moving.broadcast_doubling, "those who know tell as many others, as in Gloo"),
     Algorithm("ring", _C.BROADCAST, moving.broadcast_ring, "blocks go down a tree, then round a ring"),
-    Algorithm("star", _C.REDUCE, reducing.reduce_star, "all send to the root"),
-    Algorithm("tree", _C.REDUCE, reducing.reduce_tree, "up a binomial tree"),
-    Algorithm("naive", _C.REDUCE_SCATTER, reducing.reduce_scatter_naive, "everybody sends everybody its block"),
-    Algorithm("ring", _C.REDUCE_SCATTER, reducing.reduce_scatter_ring, "blocks travel round a ring"),
-    Algorithm("halving", _C.REDUCE_SCATTER, reducing.reduce_scatter_halving, "partners swap halves, then quarters"),
+    Algorithm("star", _C.REDUCE, reductions.reduce_star, "all send to the root"),
+    Algorithm("tree", _C.REDUCE, reductions.reduce_tree, "up a binomial tree"),
+    Algorithm("naive", _C.REDUCE_SCATTER, reductions.reduce_scatter_naive, "everybody sends everybody its block"),
+    Algorithm("ring", _C.REDUCE_SCATTER, reductions.reduce_scatter_ring, "blocks travel round a ring"),
+    Algorithm("halving", _C.REDUCE_SCATTER, reductions.reduce_scatter_halving, "partners swap halves, then quarters"),
     Algorithm("naive", _C.ALL_GATHER, moving.all_gather_naive, "everybody sends its block to everybody"),
     Algorithm("ring", _C.ALL_GATHER, moving.all_gather_ring, "blocks travel round a ring"),
     Algorithm("doubling", _C.ALL_GATHER, moving.all_gather_doubling, "partners swap all they know"),

@@ -221,7 +221,7 @@ class Fresh(Struct, frozen=True, tag=True, kw_only=True):
 class Trial(_WorkerRequest, frozen=True, tag=True, kw_only=True):
     """A payload to be delivered and inspected like a push, to time it: nothing changes."""
 
-    letter: bool = False
+    compressed: bool = False
     """Whether it is compressed as pushes are; else plain numbers."""
 
 

@@ -29,7 +29,7 @@ from offbeat.protocols.gossip.snapshots import GossipCut
 from offbeat.protocols.machine import NOTHING, Done, Effect, Ended, Event, Machine, Payload, Received, Send, Start
 from offbeat.protocols.servers.messages import worker_name
 from offbeat.runtime.events.recorder import RECORDER, About, Mark, Recorder
-from offbeat.runtime.groups.coordinated import CoordinatedMembership
+from offbeat.runtime.groups.coordinated_group import CoordinatedMembership
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.messages import Codec, Endpoint, Inbox, Keys, address_in, drive, private_directory
 from offbeat.runtime.servers.plan import ServerPlan

@@ -32,7 +32,7 @@ from offbeat.runtime.groups.presence import Presence
 from offbeat.runtime.run.rank_environment import Place
 
 if TYPE_CHECKING:
-    from offbeat.runtime.groups.coordinated import CoordinatedMembership
+    from offbeat.runtime.groups.coordinated_group import CoordinatedMembership
 
 _CACHED = 4096
 """Exchanges whose bytes are cached; sizes that differ each time must not fill the memory."""

@@ -20,7 +20,7 @@ import zmq
 from offbeat.errors import UsageError
 from offbeat.runtime.messages.frames import Buffer, Bytes, Codec, EndpointHello, FrameError, MemoryReference, as_bytes
 from offbeat.runtime.messages.keys import Keys
-from offbeat.runtime.messages.lending import Borrowed, LendingError, Loans
+from offbeat.runtime.messages.shared_payloads import Borrowed, LendingError, Loans
 from offbeat.runtime.messages.sockets import Socket, Sockets, check_address
 
 if TYPE_CHECKING:

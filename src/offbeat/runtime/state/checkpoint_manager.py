@@ -11,7 +11,7 @@ from offbeat.errors import CheckpointError
 from offbeat.runtime.data.loaders import Loader
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.state.checkpoint import Checkpoints, newest_step
-from offbeat.runtime.state.prepared import Holdings, Stateful
+from offbeat.runtime.state.prepared_objects import Holdings, Stateful
 from offbeat.runtime.state.snapshots import CutWriter, SnapshotCut, discard
 
 _SHARE = 0.05  # Share of a run's time that checkpoints at reports may take.

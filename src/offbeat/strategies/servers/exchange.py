@@ -242,7 +242,7 @@ class PushWorker(Exchange):
     def own_state(self, driver: ServerDriver) -> dict[str, Any]:
         """The state of this worker alone: its clock and error feedback."""
         compressed = driver.queue.compressed
-        return {"clock": self.link.clock, "letters": [] if compressed is None else compressed.state()}
+        return {"clock": self.link.clock, "compressed": [] if compressed is None else compressed.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the shards' state, and continue from that clock."""
@@ -254,7 +254,7 @@ class PushWorker(Exchange):
             return
         self.link.clock = int(state["clock"])
         if self.driver.queue.compressed is not None:
-            self.driver.queue.compressed.load(state["letters"])
+            self.driver.queue.compressed.load(state["compressed"])
         if "resumed" in state:
             _resume(self.driver, state["resumed"])
         else:

@@ -17,7 +17,7 @@ from offbeat.errors import StrategyError
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import PullReply, PushReply, Status, server_name, worker_name
 from offbeat.protocols.servers.worker.notices import FetchRequest, PullRequest
-from offbeat.runtime.groups.coordinated import CoordinatedGroup
+from offbeat.runtime.groups.coordinated_group import CoordinatedGroup
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.runtime.servers.client import Client

@@ -18,7 +18,7 @@ from offbeat.errors import NonFiniteError, OffbeatWarning, RunError, StrategyErr
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.metrics import KEPT
 from offbeat.runtime.run.progress import Ledger
-from offbeat.runtime.state.prepared import Holdings
+from offbeat.runtime.state.prepared_objects import Holdings
 from offbeat.strategies.worker.capabilities import Overtaken, StepGuard
 from offbeat.strategies.worker.exchange import EveryBatch, Exchange, Pace, closure_of
 from offbeat.strategies.worker.flat_rows import parameters_of

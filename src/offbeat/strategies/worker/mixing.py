@@ -25,7 +25,7 @@ from offbeat.protocols.partition import mixed
 from offbeat.protocols.schedule import Layout, View
 from offbeat.runtime.collectives.two_sided import programs
 from offbeat.runtime.compression import Coder, CompressionAccount, together
-from offbeat.runtime.groups.coordinated import CoordinatedGroup
+from offbeat.runtime.groups.coordinated_group import CoordinatedGroup
 from offbeat.runtime.groups.gossip_thread import GossipThread
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.groups.neighbours import Neighbours

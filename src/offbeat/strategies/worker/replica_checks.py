@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import UsageError
 from offbeat.runtime.gradients.buckets import hook
-from offbeat.runtime.state.prepared import Holdings
+from offbeat.runtime.state.prepared_objects import Holdings
 from offbeat.strategies.worker.flat_rows import parameters_of
 
 _PASSES = 3

@@ -236,7 +236,7 @@ class ServerMachine:
         elif isinstance(message, msg.Enter):
             self._append(message, NOTHING, now)
         elif isinstance(message, msg.Trial):
-            self._out.start(InspectPayload(event.payload, message.letter), ("look", message))
+            self._out.start(InspectPayload(event.payload, message.compressed), ("look", message))
         elif isinstance(message, msg.Turned):
             self._out.send(event.sender, msg.Acknowledged(life=message.life, number=message.number))
             self._colour.told(message, self._out)

@@ -129,4 +129,4 @@ class InspectPayload(Struct, frozen=True):
     """Check a payload as a push is checked, and drop it: only the time it takes matters."""
 
     payload: Payload
-    letter: bool
+    compressed: bool

@@ -65,7 +65,7 @@ class Composer:
                     yield shard, load, state.payload
             case notices.TrialRequest():
                 for part in request.parts:
-                    yield part.shard, msg.Trial(**self.header(), letter=request.letter), part.payload
+                    yield part.shard, msg.Trial(**self.header(), compressed=request.compressed), part.payload
             case notices.MeetRequest(what, values, admits, kind, row):
                 colour = self._colour.own
                 arrival = msg.MeetingArrival(

@@ -103,7 +103,7 @@ class TrialRequest(Struct, frozen=True):
     """Deliver payloads to shards for inspection, without changing anything."""
 
     parts: Sequence[PushedRange]
-    letter: bool
+    compressed: bool
     """Whether they are compressed as pushes are."""
 
 

@@ -15,9 +15,9 @@ from functools import partial
 import numpy as np
 
 from offbeat.errors import UsageError
-from offbeat.protocols.collectives.moving import equal_blocks, token
+from offbeat.protocols.collectives.data_movement import equal_blocks, token
 from offbeat.protocols.collectives.phases import At, Phase, block_reduced, blocks_gathered, exchange, reduced_in_order
-from offbeat.protocols.collectives.reducing import from_root
+from offbeat.protocols.collectives.reductions import from_root
 from offbeat.protocols.schedule import IntArray, Layout, Op, Round, Schedule, View, entries
 
 

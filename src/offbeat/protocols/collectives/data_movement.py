@@ -9,7 +9,7 @@ import numpy as np
 from offbeat.errors import UsageError
 from offbeat.protocols.collectives import phases
 from offbeat.protocols.collectives.phases import At, Fold, Tree, exchange, tree_reduced, tree_spread
-from offbeat.protocols.collectives.reducing import from_root
+from offbeat.protocols.collectives.reductions import from_root
 from offbeat.protocols.schedule import IntArray, Layout, Op, Round, View, entries
 
 
