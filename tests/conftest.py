@@ -22,19 +22,30 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 
 
+_STARTS_PROCESSES = {"launcher", "cli", "networks"}
+_SMOKE = {"test_fit.py", "test_launch.py"}
+"""Files of which `make check` runs what is not marked slow, although it starts processes."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--wide", action="store_true", help="run the variants of `tests/wide.py`, and nothing else")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """One alone may always be named; in a run of files or all of them, wide ones are left out."""
+    """Mark tests that start processes as slow; deselect wide variants unless they are named or asked for."""
+    for item in items:
+        starts_processes = _STARTS_PROCESSES & set(getattr(item, "fixturenames", ()))
+        if starts_processes and item.path.name not in _SMOKE:
+            item.add_marker("slow")
     if any("::" in argument for argument in config.args):
         return
     wide = bool(config.getoption("--wide"))
-    left_out = [item for item in items if bool(WIDE.search(item.nodeid)) is not wide]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+    wanted, omitted = [], []
+    for item in items:
+        (wanted if bool(WIDE.search(item.nodeid)) is wide else omitted).append(item)
+    if omitted:
+        config.hook.pytest_deselected(items=omitted)
+        items[:] = wanted
 
 
 DEADLINE = 90.0
