@@ -233,6 +233,6 @@ def test_silent_ranks_under_mpiexec_are_given_up_and_leave_no_process(monkeypatc
         assert descendants() != []
         monkeypatch.setattr("offbeat.bench._mpi.SILENCE", 0.0)
 
-    with mpi_config(["mpi"]) as config, pytest.raises(WaitError, match="said nothing"):
+    with mpi_config(["mpi"]) as config, pytest.raises(WaitError, match="printed nothing"):
         run_under_mpi(config | {"blocks": 10**6}, lose_patience)
     wait_until(lambda: not descendants(), "the ranks to be gone")

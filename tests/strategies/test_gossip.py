@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import paths
 import pytest
 import torch
 from cli_support import write
@@ -199,7 +200,7 @@ def test_models_of_several_kinds_are_refused_without_a_beat(launcher: Launcher, 
 VICTIM = """
     import sys
     from pathlib import Path
-    sys.path.insert(0, sys.argv[2])
+    sys.path[:0] = sys.argv[2:]
     from test_gossip import talk
     talk(Path(sys.argv[1]), 2, lambda worker: False)
 """
@@ -250,7 +251,7 @@ def test_the_living_go_on_when_a_neighbour_is_killed(tmp_path: Path) -> None:
     script = write(tmp_path / "victim.py", VICTIM)
     deadline = time.monotonic() + DEADLINE
     with private_directory() as folder, ThreadPoolExecutor() as threads:
-        command = [sys.executable, str(script), str(folder), str(Path(__file__).parent)]
+        command = [sys.executable, str(script), str(folder), str(Path(__file__).parent), *map(str, paths.IMPORTED)]
         killed: list[int] = []
         since: dict[str, int] = {}
         done: set[str] = set()

@@ -528,7 +528,7 @@ def test_numbers_that_make_no_sense_are_refused(text: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "case", "words"),
     [
-        ("elastic(rho=10.0)", "steps", "alpha = rate \\* rho is 1, and a worker would throw .* rho below 10"),
+        ("elastic(rho=10.0)", "steps", "alpha = rate \\* rho is 1, and a worker would move .* rho below 10"),
         ("elastic(rho=6.0, asynchronous=False)", "steps", "is 0.6, and 2 workers at once would .* rho below 5"),
         ("elastic", "a_closure", r"elastic cannot be used with optimizer.step\(closure\)"),
         ("downpour", "a_closure", r"downpour cannot be used with optimizer.step\(closure\)"),

@@ -72,11 +72,11 @@ def test_the_least_that_an_all_reduce_can_do_with() -> None:
 # -- a line changed ---------------------------------------------------------------------------------------------------
 
 MUTANTS: dict[str, tuple[str, str, tuple[str, str], str]] = {
-    "ring": ("phases", "window = slice(p - step - 1, 2 * p - step - 1)", (" - 1", ""), "reducing"),
-    "halving_doubling": ("phases", "low = partner & -distance", ("partner", "mine"), "reducing"),
-    "recursive_doubling": ("reducing", "exchange(at, Op.REDUCE, fold.kept, fold", ("REDUCE", "COPY"), "reducing"),
-    "tree": ("phases", "exchange(at, Op.REDUCE, tree.ranks[sender]", ("REDUCE", "COPY"), "reducing"),
-    "hierarchical": ("hierarchical", "tree_spread(at, hosts, layout.count)", ("count", "count // 2"), "hierarchical"),
+    "ring": ("phases", "window = slice(p - step - 1, 2 * p - step - 1)", (" - 1", ""), "reductions"),
+    "halving_doubling": ("phases", "low = partner & -distance", ("partner", "mine"), "reductions"),
+    "recursive_doubling": ("reductions", "exchange(at, Op.REDUCE, fold.kept, fold", ("REDUCE", "COPY"), "reductions"),
+    "tree": ("phases", "exchange(at, Op.REDUCE, tree.ranks[sender]", ("REDUCE", "COPY"), "reductions"),
+    "hierarchical": ("reductions", "tree_spread(at, hosts, layout.count)", ("count", "count // 2"), "reductions"),
 }
 """By algorithm: the module and the line that is changed, what of it becomes what, and where the algorithm is."""
 
@@ -84,11 +84,14 @@ MUTANTS: dict[str, tuple[str, str, tuple[str, str], str]] = {
 def mutated(name: str, folder: Path) -> OwnSchedule:
     """The algorithm from the bundled source, with one line changed."""
     where, line, change, home = MUTANTS[name]
-    for module in ("phases", "reducing", "moving", "shared", "hierarchical"):
+    for module in ("phases", "reductions", "data_movement", "shared_memory"):
         text = (SOURCES / "collectives" / f"{module}.py").read_text()
         if module == where:
             assert text.count(line) == 1, f"{name}'s line is not there once: choose another"
             text = text.replace(line, line.replace(*change))
+        text = text.replace(
+            "from offbeat.protocols.collectives import phases", f"import mutant_{name}_phases as phases"
+        )
         text = text.replace("offbeat.protocols.collectives.", f"mutant_{name}_")
         (folder / f"mutant_{name}_{module}.py").write_text(text)
     own = find_own(f"{folder}/mutant_{name}_{home}.py:{name}")
@@ -114,10 +117,10 @@ def test_a_changed_line_fails_checker_simulator_and_real_run(name: str, tmp_path
 
 MIX = """\
 from {module} import mix
-from offbeat.protocols.gossip.topology import Shape, mixing
+from offbeat.protocols.gossip.topology import GraphShape, mixing
 
 def my_mix(view, layout):
-    return mix(mixing(Shape.{shape}, view.size).matrices[0])(view, layout)
+    return mix(mixing(GraphShape.{shape}, view.size).matrices[0])(view, layout)
 """
 
 

@@ -60,7 +60,7 @@ def test_a_run_elsewhere_is_listed_read_and_ended_as_by_ctrl_c(offbeat_: Offbeat
         assert "interrupted; all processes were ended" in run.stderr.read()
         assert run.wait(30) == 130
     assert [seen(pid) for pid in pids] == [None, None]
-    assert "No run in runs is alive" in offbeat_("ps").out
+    assert "No run in runs is running" in offbeat_("ps").out
     assert ": interrupted" in offbeat_("ps", "--all").out
     again = offbeat_("stop", "latest")
     assert again.code == 2

@@ -141,7 +141,7 @@ def test_one_nan_reaches_all_in_its_step_and_nobody_later(launcher: Launcher, tm
 @pytest.mark.slow
 def test_what_cannot_be_exchanged_rightly_is_refused_with_the_reason(launcher: Launcher, tmp_path: Path) -> None:
     cases = (
-        ("one_graph_twice", "ddp", "a second backward pass came to a model"),
+        ("one_graph_twice", "ddp", "a second backward pass reached a model"),
         ("parts_called", "ddp", "gradients of a model that was not called so since the last step"),
         ("skipped_step", "allreduce", "have made different numbers of steps (worker 0 4, worker 1 2)"),
         ("skipped_step", "ddp", "have made different numbers of steps (worker 0 4, worker 1 2)"),
