@@ -70,11 +70,8 @@ _PATTERNS = (
     r"test_contracts\.py::test_other_kinds.*\[(gossip\(exp|gossip \+|server\(shards|elastic|coded|ddp)",
     r"test_unseen_updates\.py::.*servers\[(server\(consistency=asp|server\]|downpour|elastic|coded)",
     r"test_docs\.py::test_a_documented_strategy.*\[(every_nth|one_byte)",
-    r"test_commands\.py::test_a_documented.*\[(?!offbeat (keys|ps|logs|stop|doctor|watch runs/latest --export)"
-    r"|offbeat draw (couriers|'allreduce\(ring)|offbeat explain (--verify|other\.log\]|runs/latest\]|.*--cut latest)"
-    r"|offbeat bench server --simulate --workers 1000 [^-]*--stragglers 'transient\(0\.2, 0\.15\)'\]"
-    r"|offbeat run (train\.py --workers 2 --target|--resume runs/latest\]|examples/hanging)"
-    r"|python docs)",
+    r"test_commands\.py::test_a_documented.*\[(?!offbeat (keys new|ps|draw 'allreduce\(ring|explain runs/latest\])"
+    r"|offbeat run (train\.py --workers 2 --target|examples/hanging)|python docs)",
     r"test_server_machines\.py::test_a_thousand",
     r"test_frames\.py::test_mutated_frames.*\[1000000\]",
     r"test_loaders\.py::test_nested_and_zipped.*\[shuffled\]",

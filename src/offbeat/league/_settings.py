@@ -18,7 +18,6 @@ from offbeat.errors import CheckpointError, UsageError
 from offbeat.run.job import Job, target_from_plain
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.run.settings import Goal
-from offbeat.task import TaskReference
 
 GRID = (0.5, 1.0, 2.0)
 """Default factors of learning rates."""
@@ -98,13 +97,11 @@ class LeagueSettings:
 
     def command(self, hosts_file: str = "hosts.toml") -> str:
         """The command that repeats the comparison; `hosts_file` describes its hosts."""
-        if "script" in self.what:
-            subject, arguments = self.what["script"], list(self.what["arguments"])
-        else:
-            task = self.what["task"]
-            subject = str(TaskReference(**task))
-            arguments = [f"--{name}={value}" for name, value in task["arguments"].items()]
-        words = ["offbeat", "compare", subject]
+        subject = target_from_plain(self.what)
+        arguments = subject.arguments
+        if isinstance(arguments, dict):
+            arguments = [f"--{name}={value}" for name, value in arguments.items()]
+        words = ["offbeat", "compare", str(subject)]
         for text in self.strategies:
             words += ["--strategy", text]
         words += ["--workers", str(self.workers)] if self.hosts is None else ["--hosts", hosts_file]

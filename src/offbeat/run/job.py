@@ -267,6 +267,7 @@ def identity_of(job: Job) -> dict[str, Any]:
 
 def named(what: Mapping[str, Any]) -> str:
     """The text of such data."""
-    if "script" in what:
-        return " ".join([what["script"], *what["arguments"]])
-    return f"{TaskReference(**what['task'])} {what['task']['arguments'] or ''}".rstrip()
+    target = target_from_plain(what)
+    if isinstance(target, Script):
+        return " ".join([target.path, *target.arguments])
+    return f"{target} {target.arguments or ''}".rstrip()

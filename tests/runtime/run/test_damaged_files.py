@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import typer
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from league_support import league
 
@@ -216,6 +216,7 @@ def test_a_run_that_was_damaged_anywhere_is_read_or_refused_with_a_reason(
 
 
 @given(st.integers(0, 2**32))
+@example(31)  # It took the arguments of the task away.
 @settings(max_examples=60)
 def test_a_league_that_was_edited_is_read_or_refused_with_a_reason(
     tmp_path_factory: pytest.TempPathFactory, seed: int
