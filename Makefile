@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 .DEFAULT_GOAL := demo
 
 # One stamp for the product and one for the tools around it, so that a demo need not wait for linters.
-$(VENV)/.product: pyproject.toml constraints.txt hatch_build.py src/offbeat/runtime/collectives/one_sided/native.c src/offbeat/runtime/backend/quick.c
+$(VENV)/.product: pyproject.toml constraints.txt hatch_build.py src/offbeat/runtime/collectives/one_sided/native.c src/offbeat/runtime/collectives/messages/channels.c $(wildcard src/offbeat/runtime/collectives/*.h) src/offbeat/runtime/backend/quick.c
 	@echo "Setting up $(VENV) (torch is large: the first time takes a minute or two) ..."
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "offbeat needs Python 3.11 or newer; set PYTHON=python3.11")'
 	@$(PYTHON) -m venv $(VENV)

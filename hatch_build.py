@@ -12,8 +12,13 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 RUNTIME = Path("src/offbeat/runtime")
 FLAGS = ("-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
-PARTS = (("collectives/one_sided/native.c", "collectives/one_sided/_native.so"), ("backend/quick.c", "backend/_quicker.abi3.so"))
-"""What is compiled into what: a library without headers of Python's, and an extension module of its stable ABI."""
+EXTENSION = "backend/_quicker.abi3.so"
+PARTS = {
+    "collectives/one_sided/native.c": "collectives/one_sided/_native.so",
+    "collectives/messages/channels.c": "collectives/messages/_channels.so",
+    "backend/quick.c": EXTENSION,
+}
+"""What is compiled into what: libraries without headers of Python's, and an extension module of its stable ABI."""
 
 
 class NativeLibrary(BuildHookInterface):
@@ -22,9 +27,9 @@ class NativeLibrary(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called before files are collected."""
         del version
-        built = [self._build(source, library) for source, library in PARTS]
-        if any(built):
-            python = "cp311-abi3" if built[1] else "py3-none"
+        built = [library for source, library in PARTS.items() if self._build(source, library)]
+        if built:
+            python = "cp311-abi3" if EXTENSION in built else "py3-none"
             build_data["pure_python"] = False
             build_data["tag"] = f"{python}-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
 

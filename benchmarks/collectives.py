@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,14 +100,20 @@ def schedule_for(size: int) -> Schedule:
     return algorithm(Collective.ALL_REDUCE, "one_shot" if size <= ONE_SHOT else "two_shot").schedule
 
 
-def predicted(ranks: int, seconds: Mapping[int, float], size: int) -> float:
+def predicted(
+    ranks: int,
+    seconds: Mapping[int, float],
+    size: int,
+    schedule: Callable[[int], Schedule] = schedule_for,
+    sizes: Sequence[int] = FITTED,
+) -> float:
     """The time at a size, from those at the fitted sizes and what the schedules cost."""
     view = View.of(ranks)
-    costs = [cost_of(schedule_for(fitted), view, Layout(fitted // 4)) for fitted in FITTED]
+    costs = [cost_of(schedule(fitted), view, Layout(fitted // 4)) for fitted in sizes]
     knots = [cache() // (4 * ranks)]
-    regimes = fit_regimes(FITTED, [seconds[fitted] for fitted in FITTED], costs, knots, calls=True)
+    regimes = fit_regimes(sizes, [seconds[fitted] for fitted in sizes], costs, knots, calls=True)
     layout = Layout(size // 4)
-    rounds = schedule_for(size)(view, layout)
+    rounds = schedule(size)(view, layout)
     return regimes.call + float(finish_times(rounds, view, layout, Network.uniform(regimes.link(size))).max())
 
 

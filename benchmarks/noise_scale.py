@@ -28,7 +28,7 @@ from offbeat.run.job import Job, target_of
 from offbeat.runtime.gradients.noise import read_gradients
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.settings import Goal
-from offbeat.scaling._noise import Noise, by_samples, noise_of
+from offbeat.scaling._batch_size import Noise, by_samples, noise_of
 
 RESULTS = Path(__file__).parent / "results"
 WITHIN = 0.15

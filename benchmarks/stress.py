@@ -1,12 +1,13 @@
-"""Ten thousand all-reduces of random sizes, kinds, operations and groups: every value right, every rank the same bits.
+"""Ten thousand calls of random kinds, sizes, dtypes, operations, tags and groups: every value right.
 
-Claim: at 2, 3, 4 and 5 ranks the backend `offbeat` gives, in 10,000 all-reduces of random size (nothing to 4 MiB,
-log-uniform), dtype, operation and group (the world and random subgroups, several calls at once), the values that a
-reduction computed locally gives, with the same bits on all ranks of the group; also with two processes beside it that
+Claim: at 2, 3, 4 and 5 ranks the backend `offbeat` gives, in 10,000 calls of random kind (all-reduces, all other
+collectives with even and uneven blocks, and messages with tags), size (nothing to 4 MiB, log-uniform), dtype, operation
+and group (the world and random subgroups, several calls at once), the values that follow from what the ranks brought,
+computed locally, and all-reduces with the same bits on all ranks of the group; also with two processes beside it that
 never yield a core.
 
 What everybody brings is known to all: slices of tables that each rank makes from seeds. So each rank checks each of
-its results against a reduction in the order of the ranks, and the ranks compare digests of all results in the end.
+its results against a reduction in the order of the ranks, and the ranks compare digests of all sums in the end.
 """
 
 from __future__ import annotations
@@ -54,16 +55,24 @@ STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+MOVES = ("broadcast", "all_gather", "all_gather_uneven", "gather", "scatter", "all_to_all", "all_to_all_uneven")
+KINDS = (*MOVES, "all_reduce", "all_reduce", "all_reduce", "reduce_scatter", "reduce", "ring", "ring", "barrier")
+"""Kinds of calls, some of which are more frequent; in a `ring`, everybody sends to the next rank."""
+
+
 @dataclass(frozen=True)
 class Call:
-    """One all-reduce, the same for all members of its group."""
+    """One call, the same for all members of its group."""
 
+    kind: str
     group: int
     dtype: torch.dtype
     operation: str
     count: int
     offset: int
     asynchronous: bool
+    root: int
+    tag: int
 
 
 def subgroups(size: int, seed: int) -> list[list[int]]:
@@ -81,12 +90,15 @@ def calls(amount: int, groups: int, seed: int) -> Iterator[Call]:
         dtype = kinds[chosen.integers(len(kinds))]
         operations = ARITHMETIC + (("AVG",) if dtype in FLOATS else ("BAND", "BOR", "BXOR"))
         yield Call(
+            kind=KINDS[chosen.integers(len(KINDS))],
             group=0 if chosen.random() < 0.5 else int(chosen.integers(groups)),
             dtype=dtype,
             operation=operations[chosen.integers(len(operations))],
             count=int(2 ** chosen.uniform(0, np.log2(LARGEST + 1)) - 1) // dtype.itemsize,
             offset=int(chosen.integers(1000)),
             asynchronous=bool(chosen.random() < 0.5),
+            root=int(chosen.integers(1000)),
+            tag=int(chosen.integers(3)),
         )
 
 
@@ -105,22 +117,112 @@ class Checker:
     def __init__(self, size: int) -> None:
         self._tables = {dtype: [table(rank, dtype) for rank in range(size)] for dtype in FLOATS + INTEGERS}
 
-    def brought(self, call: Call, rank: int) -> Tensor:
-        """A rank's contribution to a call."""
-        return self._tables[call.dtype][rank][call.offset : call.offset + call.count]
+    def brought(self, call: Call, rank: int, block: int = 0, count: int | None = None) -> Tensor:
+        """A rank's contribution to a call, or to a block of one."""
+        start = call.offset + 7 * block
+        return self._tables[call.dtype][rank][start : start + (call.count if count is None else count)]
 
-    def fault(self, call: Call, ranks: Sequence[int], found: Tensor) -> str:
-        """What is wrong with a result; nothing if it is right."""
-        total = self.brought(call, ranks[0]).clone()
+    def sum_of(self, call: Call, ranks: Sequence[int], block: int = 0, count: int | None = None) -> Tensor:
+        """The reduction of what ranks bring, in their order."""
+        total = self.brought(call, ranks[0], block, count).clone()
         for rank in ranks[1:]:
-            total = STEPS[call.operation](total, self.brought(call, rank))
-        if call.operation == "AVG":
-            total = total / len(ranks)
-        tolerance = TOLERANCE.get(call.dtype, 0.0)
-        if torch.equal(found, total) or torch.allclose(found, total, rtol=tolerance, atol=tolerance):
-            return ""
-        wrong = int((found != total).sum())
-        return f"{call} among {ranks}: {wrong} of {call.count} elements are wrong"
+            total = STEPS[call.operation](total, self.brought(call, rank, block, count))
+        return total / len(ranks) if call.operation == "AVG" else total
+
+
+def length(call: Call, source: int, target: int, ranks: int) -> int:
+    """Elements of the block from one rank of a group to another; uneven ones differ, and some are empty."""
+    each = max(0, call.count // ranks - 40)
+    return each if not call.kind.endswith("uneven") else each * ((source + 2 * target + call.tag) % 3) // 2
+
+
+class Attempt:
+    """One rank's part of a call: begun, and later checked."""
+
+    def __init__(self, call: Call, checker: Checker, ranks: Sequence[int], group: Any) -> None:
+        self.call, self.checker, self.ranks = call, checker, ranks
+        self.me, self.size, self.root = ranks.index(dist.get_rank()), len(ranks), call.root % len(ranks)
+        self.found: list[Tensor] = []
+        self.expected: list[Tensor] = []
+        options: dict[str, Any] = {"group": group, "async_op": call.asynchronous}
+        work = getattr(self, f"_{call.kind.removesuffix('_uneven')}")(options)
+        self.works: list[Any] = work if isinstance(work, list) else [work]
+
+    def _block(self, source: int, target: int, from_all: bool = False) -> Tensor:
+        """What one rank sends to another; `from_all`: the same to everybody."""
+        count = length(self.call, source, 0 if from_all else target, self.size)
+        return self.checker.brought(self.call, self.ranks[source], 0 if from_all else target, count)
+
+    def _results(self, expected: Sequence[Tensor]) -> list[Tensor]:
+        self.expected = list(expected)
+        self.found = [torch.zeros_like(tensor) for tensor in expected]
+        return self.found
+
+    def _all_reduce(self, options: Any) -> Any:
+        self.found = [self.checker.brought(self.call, self.ranks[self.me]).clone()]
+        self.expected = [self.checker.sum_of(self.call, self.ranks)]
+        return dist.all_reduce(self.found[0], getattr(dist.ReduceOp, self.call.operation), **options)
+
+    def _reduce(self, options: Any) -> Any:
+        tensor = self.checker.brought(self.call, self.ranks[self.me]).clone()
+        if self.me == self.root:
+            self.found, self.expected = [tensor], [self.checker.sum_of(self.call, self.ranks)]
+        return dist.reduce(tensor, self.ranks[self.root], getattr(dist.ReduceOp, self.call.operation), **options)
+
+    def _reduce_scatter(self, options: Any) -> Any:
+        count = self.call.count // self.size
+        inputs = [self.checker.brought(self.call, self.ranks[self.me], block, count) for block in range(self.size)]
+        output = self._results([self.checker.sum_of(self.call, self.ranks, self.me, count)])[0]
+        return dist.reduce_scatter(output, inputs, getattr(dist.ReduceOp, self.call.operation), **options)
+
+    def _broadcast(self, options: Any) -> Any:
+        self.found = [self.checker.brought(self.call, self.ranks[self.me]).clone()]
+        self.expected = [self.checker.brought(self.call, self.ranks[self.root])]
+        return dist.broadcast(self.found[0], self.ranks[self.root], **options)
+
+    def _all_gather(self, options: Any) -> Any:
+        outputs = self._results([self._block(rank, 0, from_all=True) for rank in range(self.size)])
+        return dist.all_gather(outputs, self._block(self.me, 0, from_all=True).clone(), **options)
+
+    def _gather(self, options: Any) -> Any:
+        root, mine = self.me == self.root, self._block(self.me, 0, from_all=True).clone()
+        outputs = self._results([self._block(rank, 0, from_all=True) for rank in range(self.size)]) if root else None
+        return dist.gather(mine, outputs, self.ranks[self.root], **options)
+
+    def _scatter(self, options: Any) -> Any:
+        inputs = [self._block(self.root, rank) for rank in range(self.size)] if self.me == self.root else None
+        output = self._results([self._block(self.root, self.me)])[0]
+        return dist.scatter(output, inputs, self.ranks[self.root], **options)
+
+    def _all_to_all(self, options: Any) -> Any:
+        outputs = self._results([self._block(rank, self.me) for rank in range(self.size)])
+        return dist.all_to_all(outputs, [self._block(self.me, rank).clone() for rank in range(self.size)], **options)
+
+    def _ring(self, options: Any) -> Any:
+        before, after = self.ranks[self.me - 1], self.ranks[(self.me + 1) % self.size]
+        output = self._results([self.checker.brought(self.call, before)])[0]
+        mine = self.checker.brought(self.call, self.ranks[self.me]).clone()
+        places: dict[str, Any] = {"group": options["group"], "tag": self.call.tag}
+        works = [dist.irecv(output, before, **places)]
+        if self.call.asynchronous:
+            return [*works, dist.isend(mine, after, **places)]
+        dist.send(mine, after, **places)
+        return works
+
+    def _barrier(self, options: Any) -> Any:
+        return dist.barrier(**options)
+
+    def fault(self) -> str:
+        """Wait for it; what is wrong with the results, or nothing."""
+        for work in self.works:
+            if work is not None:
+                work.wait()
+        tolerance = TOLERANCE.get(self.call.dtype, 0.0)
+        for found, expected in zip(self.found, self.expected, strict=True):
+            if not torch.equal(found, expected) and not torch.allclose(found, expected, tolerance, tolerance):
+                wrong = int((found != expected).sum())
+                return f"{self.call} among {self.ranks}: {wrong} of {found.numel()} elements are wrong"
+        return ""
 
 
 def worker(config: Mapping[str, Any], control: Control) -> None:
@@ -134,24 +236,21 @@ def worker(config: Mapping[str, Any], control: Control) -> None:
     faults: list[str] = []
     done = moved = 0
 
-    def finish(pending: list[tuple[Call, Tensor, Any]]) -> None:
-        for call, found, work in pending:
-            if work is not None:
-                work.wait()
-            fault = checker.fault(call, members[call.group], found)
+    def finish(pending: list[Attempt]) -> None:
+        for attempt in pending:
+            fault = attempt.fault()
             faults.extend([fault] if fault else [])
-            digests[call.group] = zlib.crc32(found.view(torch.uint8).numpy().data, digests[call.group])
+            if attempt.call.kind == "all_reduce":
+                raw = attempt.found[0].view(torch.uint8).numpy().data
+                digests[attempt.call.group] = zlib.crc32(raw, digests[attempt.call.group])
         pending.clear()
 
-    pending: list[tuple[Call, Tensor, Any]] = []
+    pending: list[Attempt] = []
     for call in calls(config["calls"], len(groups), config["seed"]):
         if rank not in members[call.group]:
             continue
-        found = checker.brought(call, rank).clone()
-        operation = getattr(dist.ReduceOp, call.operation)
-        work = dist.all_reduce(found, operation, groups[call.group], async_op=call.asynchronous)
-        pending.append((call, found, work))
-        done, moved = done + 1, moved + found.nbytes
+        pending.append(Attempt(call, checker, members[call.group], groups[call.group]))
+        done, moved = done + 1, moved + sum(tensor.nbytes for tensor in pending[-1].found)
         if len(pending) >= TOGETHER:
             finish(pending)
     finish(pending)
@@ -191,9 +290,9 @@ def run(launcher: Launcher, ranks: int, config: Mapping[str, Any]) -> dict[str, 
     faults = [fault for message in heard.values() for fault in message["faults"]]
     same = all(len(found) == 1 for found in digests.values())
     return {
-        "all-reduces": config["calls"],
-        "all-reduces that each rank took part in": [heard[rank]["calls"] for rank in range(ranks)],
-        "bytes reduced by each rank": [heard[rank]["bytes"] for rank in range(ranks)],
+        "calls": config["calls"],
+        "calls that each rank took part in": [heard[rank]["calls"] for rank in range(ranks)],
+        "bytes of results on each rank": [heard[rank]["bytes"] for rank in range(ranks)],
         "seconds": round(time.perf_counter() - start, 1),
         "all ranks bitwise equal": same,
         "faults": faults,
@@ -220,13 +319,13 @@ def main() -> None:
                 with hogs(beside):
                     found = results[name] = run(launcher, ranks, config)
                 verdict = "holds" if found["holds"] else "MISSED"
-                print(f"{name:60} {options.calls} all-reduces in {found['seconds']:.0f} s: {verdict}", flush=True)
+                print(f"{name:60} {options.calls} calls in {found['seconds']:.0f} s: {verdict}", flush=True)
     machine = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
     holds = all(entry["holds"] for entry in results.values())
     report = {"benchmark": "stress", "environment": machine, "results": results, "holds": holds}
     options.out.write_text(json.dumps(report, indent=2) + "\n")
     if not holds:
-        sys.exit("an all-reduce went wrong")
+        sys.exit("a call went wrong")
 
 
 if __name__ == "__main__":

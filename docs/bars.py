@@ -1,14 +1,15 @@
-"""Write docs/bars.md: every performance goal and its measured value, from benchmarks/results/*.json."""
+"""Write docs/bars.md, every performance goal and its measured value, and README's figures, from benchmarks/results/."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = (
-    *("collectives", "training", "stress", "servers", "staleness", "hogwild", "simulated_servers"),
+    *("collectives", "calls", "training", "stress", "servers", "staleness", "hogwild", "simulated_servers"),
     *("compressors", "slow_links", "sick_runs", "stamping", "page", "laws", "noise_scale", "league"),
 )
 HEAD = """# Bars
@@ -46,5 +47,17 @@ def page() -> str:
     return "\n".join(parts)
 
 
+def readme() -> str:
+    """Return the README with the figures of the bars that it names."""
+    text = (ROOT / "README.md").read_text()
+    for name in PROGRAMS:
+        for bar in json.loads((ROOT / f"benchmarks/results/{name}.json").read_text()).get("bars", []):
+            shown = line(bar).split(" | ")[-1].removesuffix(" |")
+            row = re.compile(rf"^\| {re.escape(bar['bar'])} \| .* \|$", re.MULTILINE)
+            text = row.sub(lambda _, bar=bar, shown=shown: f"| {bar['bar']} | {shown} |", text)
+    return text
+
+
 if __name__ == "__main__":
+    (ROOT / "README.md").write_text(readme())
     (ROOT / "docs/bars.md").write_text(page())

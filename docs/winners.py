@@ -9,7 +9,8 @@ from pathlib import Path
 
 import offbeat
 from offbeat.league import League
-from offbeat.league.report import _cells as cells
+from offbeat.league.report import problems as problems_of
+from offbeat.league.report._text import full_row
 from offbeat.run.drive import WARM
 from offbeat.runtime.launch import Launcher
 
@@ -85,9 +86,9 @@ def section(setup: Setup, comparison: League) -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in comparison.rows:
-        row_cells = cells.full_row(comparison, row)
+        row_cells = full_row(comparison, row)
         lines.append(f"| {' | '.join(row_cells[name] for name in COLUMNS)} |")
-    problems = dict.fromkeys(words.partition(" Its log")[0] for words in cells.problems(comparison))
+    problems = dict.fromkeys(words.partition(" Its log")[0] for words in problems_of(comparison))
     lines += ["", *(f"- {words}" for words in problems)]
     return "\n".join(lines).rstrip() + "\n"
 

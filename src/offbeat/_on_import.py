@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 
 def once_imported(name: str, act: Callable[[], None]) -> None:
@@ -16,12 +17,13 @@ def once_imported(name: str, act: Callable[[], None]) -> None:
     if loaded is not None and not getattr(loaded.__spec__, "_initializing", False):
         act()
     else:
-        sys.meta_path.insert(0, _Finder(name, act))
+        sys.meta_path.insert(0, _Hook(name, act))
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _Hook(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, name: str, act: Callable[[], None]) -> None:
         self._name, self._act = name, act
+        self._own: Any = None  # The module's own loader.
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Let the others find it, and stand in for its loader once."""
@@ -31,13 +33,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._act)
+            self._own, spec.loader = spec.loader, self
         return spec
-
-
-class _Loader(importlib.abc.Loader):
-    def __init__(self, own: importlib.abc.Loader, act: Callable[[], None]) -> None:
-        self._own, self._act = own, act
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """As its own loader does."""

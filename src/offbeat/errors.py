@@ -1,23 +1,6 @@
 """Every error that offbeat raises, as one tree.
 
 Each message says what was wrong (with the offending value), why it matters, and what to do.
-
-    OffbeatError
-    ├── UsageError                 wrong options or arguments; nothing has been started
-    │   ├── StrategyError          unknown strategy or parameter, or two that cannot be combined
-    │   ├── TaskError              unknown task or script, or one that cannot be used this way
-    │   ├── DataError              data that cannot be split this way
-    │   ├── ScheduleError          rounds that lose, duplicate or misplace a contribution, or race
-    │   └── MachineError           a machine that breaks its invariant or makes no progress; carries the seed
-    ├── RunError                   a run was started and failed
-    │   ├── WorkerError            a process raised or was killed; carries role, rank and traceback
-    │   ├── WaitError              a wait passed its deadline; names the missing process
-    │   ├── VerdictError           a monitored run can never finish; carries the kind of verdict
-    │   └── NonFiniteError         a loss or gradient became NaN or infinite
-    ├── CheckpointError            a checkpoint is missing, damaged, or of another run
-    └── OutputError                a run folder that cannot be written
-
-    OffbeatWarning                 a run that goes on, and probably does not do what was intended
 """
 
 from __future__ import annotations

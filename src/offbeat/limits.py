@@ -1,8 +1,7 @@
 """Upper limits of all numbers that offbeat takes, and the checks that enforce them.
 
-A typo, or a file from a stranger, must not start a million processes or fill the memory: settings types check their
-numbers in `__post_init__`, so that the command line, Python and files are refused alike, before anything starts. Limits
-are far above sensible values; whether this machine has room is checked in `runtime.system.capacity`.
+Settings types check their numbers in `__post_init__`, so that the command line, Python and files are refused alike.
+Limits are far above sensible values; whether this machine has room is checked in `runtime.system.capacity`.
 """
 
 from __future__ import annotations

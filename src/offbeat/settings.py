@@ -1,17 +1,18 @@
-"""How fields of settings types appear on a command line and in a config file.
+"""Fields of settings types that are options on a command line and in a config file.
 
-A settings type is a frozen dataclass. A field annotated with an `Option` is an option of every command that is made
-from the type (`cli.from_settings`): its name, type, default and help are written once, where the field is.
+A settings type is a frozen dataclass. A field made by `option` or `argument` is one of every command that is made from
+the type (`cli.from_settings`): its name, type, default and help are written once, where the field is.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Option:
-    """A field that is an option: `--` and its name, with `-` for `_`."""
+    """How a field appears on the command line: as `--` and its name, with `-` for `_`, or by position."""
 
     help: str
     """What it does, in a sentence or two; examples in backticks are shown in bold."""
@@ -25,13 +26,15 @@ class Option:
     """Group of options that it belongs to in the help."""
     command_line_only: bool = False
     """Whether a config file may not set it."""
+    positional: bool = False
+    """Whether it is given by position, without a name."""
 
 
-@dataclass(frozen=True)
-class Argument:
-    """A field that is given by position, without a name."""
+def option(default: Any, help: str, short: str | None = None, **more: Any) -> Any:  # noqa: A002 (as in `Option`)
+    """A field that is an option; `more` are fields of `Option`."""
+    return field(default=default, metadata={"option": Option(help, short, **more)})
 
-    help: str
-    """What it is."""
-    metavar: str
-    """Its placeholder in the help."""
+
+def argument(help: str, metavar: str, default: Any = MISSING) -> Any:  # noqa: A002
+    """A field that is given by position; required unless it has a default."""
+    return field(default=default, metadata={"option": Option(help, metavar=metavar, positional=True)})

@@ -6,7 +6,7 @@ scipy is imported where it is used: it takes longer to import than most commands
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -33,14 +33,15 @@ class JsonData:
 
     def plain(self) -> dict[str, Any]:
         """All fields as JSON data."""
-        return _finite(asdict(self))  # pyright: ignore[reportArgumentType]
+        return finite(asdict(self))  # pyright: ignore[reportArgumentType]
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(one) for name, one in cast("dict[str, Any]", value).items()}
+def finite(value: Any) -> Any:
+    """JSON data with None in place of infinities and NaN, which JSON lacks."""
+    if isinstance(value, Mapping):
+        return {name: finite(one) for name, one in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in cast("Sequence[Any]", value)]
+        return [finite(one) for one in cast("Sequence[Any]", value)]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

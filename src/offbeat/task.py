@@ -1,8 +1,5 @@
 """Tasks: a model, its data, loss, optimizer and score, and the score to reach.
 
-A learning problem is defined by its experience (`data`), its task (`model`, `criterion`) and its performance measure
-(`score`, `target`). Everything else, above all how the work is distributed, is up to the system.
-
 Workers are other processes and nothing is pickled, so a task is sent as a *reference*: where its class is defined, and
 its plain arguments.
 """
@@ -44,8 +41,12 @@ class Data:
 
 
 class _Referable(ABC):
-    """Remembers an object's arguments, so that a worker can create it again."""
+    """What tasks of both kinds have. Remembers an object's arguments, so that a worker can create it again."""
 
+    target: float | None = None
+    """The validation score at which training ends; None trains until the budget is spent."""
+    collate: Callable[[list[Any]], Any] | None = None
+    """Collates a list of examples into a batch; None is PyTorch's default."""
     _arguments: dict[str, Any]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -66,8 +67,6 @@ class _Referable(ABC):
 class Task(_Referable):
     """A task for gradient descent. Subclass it, fill in the methods, and pass it to `offbeat.fit`."""
 
-    target: float | None = None
-    """The validation score at which training ends; None trains until the budget is spent."""
     global_batch: int = 64
     """Examples per step, split over the workers."""
     epochs: int = 20
@@ -78,8 +77,6 @@ class Task(_Referable):
     """Examples per batch when scoring; affects the speed, not the score."""
     score_by_parts: bool = False
     """True if `score` is a mean over examples: then each worker scores a part and the parts are averaged."""
-    collate: Callable[[list[Any]], Any] | None = None
-    """Collates a list of examples into a batch; None is PyTorch's default."""
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -120,16 +117,12 @@ class IterativeTask(_Referable):
     parameters. So the result does not depend on the number of workers.
     """
 
-    target: float | None = None
-    """The validation score at which training ends; None iterates until the budget is spent."""
     global_batch: int | None = None
     """Examples passed to `statistics` at once, over all workers; None passes each worker's whole part."""
     steps: int = 100
     """The budget, in updates, if the target is not reached before."""
     evaluate_every: int = 1
     """Steps between two evaluations."""
-    collate: Callable[[list[Any]], Any] | None = None
-    """Collates a list of examples into a batch; None is PyTorch's default."""
 
     @abstractmethod
     def initial(self) -> Mapping[str, Tensor]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import paths
 import pytest
@@ -171,11 +172,23 @@ def test_the_commands_on_the_page_do_what_it_says(said: Say) -> None:
 def test_without_simulating_the_options_go_to_the_measurement(said: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
-    def collectives(*words: object) -> dict[str, object]:
-        asked.extend(words[:-1])
-        return {"rows": []}
+    def collectives(*words: object) -> list[dict[str, object]]:
+        asked.extend([*words[:6], *words[7:]])
+        return [{"rows": []}] * len(cast("list[str]", words[7]))
 
     monkeypatch.setattr("offbeat.bench.collectives", collectives)
     words = ("--ranks", "3", "--size", "1MB", "--peers", "gloo, offbeat", "--blocks", "7", "--report", "found.json")
     assert said(*words, "--format", "json") == (0, '{"rows": []}\n', "")
-    assert asked == [3, [4000, 32_000, 256_000, 10**6], ["gloo", "offbeat"], 7, Path("found.json"), None]
+    assert asked == [
+        3,
+        [4000, 32_000, 256_000, 10**6],
+        ["gloo", "offbeat"],
+        7,
+        Path("found.json"),
+        None,
+        ["all_reduce"],
+    ]
+    asked.clear()
+    found = said("--call", "send", "--call", "all-gather", "--format", "json")
+    assert found == (0, '{"results": [{"rows": []}, {"rows": []}]}\n', "")
+    assert asked[-1] == ["send", "all_gather"]

@@ -15,8 +15,9 @@ from rich.console import Console
 
 from conftest import wait_until
 from offbeat.bench import Spread, collectives, geometric_mean, holds, measured, picture, ratio, table, why_no_mpi
+from offbeat.bench._calls import BLOCKWISE, CALLS, FIRST, Exercise, FloatArray
 from offbeat.bench._mpi import run_under_mpi
-from offbeat.bench._ranks import FIRST, MOST_CALLS, FloatArray, PeerArray, repeats, verify
+from offbeat.bench._ranks import MOST_CALLS, repeats
 from offbeat.bench._show import in_bytes, in_seconds
 from offbeat.errors import RunError, UsageError, WaitError
 from offbeat.runtime.launch import private_store
@@ -64,12 +65,18 @@ def summed(own: FloatArray, ranks: int, calls: int) -> FloatArray:
     return (own.astype(np.float64) * float(ranks) ** calls).astype(np.float32)
 
 
+def all_reduce(data: FloatArray, own: FloatArray, ranks: int) -> Exercise:
+    expected = [(data, own.astype(np.float64) * ranks)]
+    return Exercise(lambda: None, expected, growth=float(ranks), scale=ranks * FIRST)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 def test_sums_of_sums_stay_finite_for_as_many_calls_as_a_block_has(ranks: int) -> None:
     calls = repeats(4096, ranks)
     own = np.full(8, 5 * FIRST, dtype=np.float32)
-    place = PeerArray(summed(own, ranks, calls + 1), lambda: None)
-    verify(place, own, own.astype(np.float64) * ranks, ranks, calls + 1, "an exact peer")
+    place = summed(own, ranks, calls + 1)
+    exercise = all_reduce(place, own, ranks)
+    exercise.verify(calls + 1, "an exact peer")
 
 
 @pytest.mark.parametrize("damage", [np.nan, 0.0, 1.01])
@@ -78,7 +85,7 @@ def test_one_wrong_value_is_refused_before_timing(damage: float) -> None:
     data = summed(own, 2, 3)
     data[np.argmax(np.abs(data))] *= np.float32(damage)
     with pytest.raises(RunError, match="wrong result of a liar"):
-        verify(PeerArray(data, lambda: None), own, own.astype(np.float64) * 2, 2, 3, "a liar")
+        all_reduce(data, own, 2).verify(3, "a liar")
 
 
 def test_blocks_have_many_calls_of_small_sizes_and_few_of_large_ones() -> None:
@@ -100,6 +107,7 @@ def test_numbers_read_as_people_write_them() -> None:
         ({"sizes": [6]}, "multiple of 4"),
         ({"sizes": []}, "at least one size"),
         ({"peers": ["glo"]}, "Did you mean 'gloo'"),
+        ({"calls": ["sned"]}, "Did you mean 'send'"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_any_process_starts(change: dict[str, Any], says: str) -> None:
@@ -166,13 +174,38 @@ def test_each_size_is_measured_at_the_thread_level_at_which_mpi_is_faster(monkey
 def test_peers_are_measured_on_real_processes_and_written_down(tmp_path: Path) -> None:
     said: list[str] = []
     out, drawn = tmp_path / "a/found.json", tmp_path / "b/found.png"
-    result = collectives(2, [64, 4096], ["offbeat", "gloo"], 2, out, drawn, said.append)
+    (result,) = collectives(2, [64, 4096], ["offbeat", "gloo"], 2, out, drawn, said.append)
     assert json.loads(out.read_text()) == result
     assert drawn.exists()
     assert [row["bytes"] for row in result["rows"]] == [64, 4096]
     assert all(row["seconds"]["gloo"] > 0 and row["noise"]["median"] > 0 for row in result["rows"])
     assert all(row["ratios"]["gloo / offbeat"]["median"] > 0 for row in result["rows"])
-    assert said == ["64 bytes on 2 ranks", "4096 bytes on 2 ranks"]
+    assert said == ["all_reduce, 64 bytes on 2 ranks", "all_reduce, 4096 bytes on 2 ranks"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_call_is_measured_with_blocks_of_whole_numbers(ranks: int, tmp_path: Path) -> None:
+    others = [call for call in CALLS if call != "all_reduce"]
+    out = tmp_path / "found.json"
+    results = collectives(ranks, [1000], ["offbeat"], 1, out, None, print, others)
+    assert json.loads(out.read_text()) == results
+    assert [result["operation"].replace("-", "_") for result in results] == others
+    for call, result in zip(others, results, strict=True):
+        (row,) = result["rows"]
+        rounded = 1000 - 1000 % (4 * ranks) if call in BLOCKWISE else 1000
+        assert row["bytes"] == (4 if call == "barrier" else rounded)
+        assert row["seconds"]["offbeat"] > 0
+
+
+@pytest.mark.slow
+@needs_mpi
+@pytest.mark.parametrize("call", [call for call in CALLS if call != "all_reduce"])
+def test_mpi_makes_every_call_with_the_same_result(call: str) -> None:
+    heard: list[Mapping[str, Any]] = []
+    with mpi_config(["mpi", "offbeat"]) as config:
+        run_under_mpi(config | {"call": call}, heard.append)
+    assert min(heard[2]["seconds"]["mpi"]) > 0
 
 
 @pytest.mark.slow
@@ -183,7 +216,15 @@ def test_tensors_in_shared_memory_are_measured_beside_a_plain_copy() -> None:
 
 @contextmanager
 def mpi_config(peers: list[str]) -> Generator[dict[str, Any]]:
-    config = {"ranks": 2, "sizes": [64], "peers": peers, "blocks": 2, "hurry": 100, "thread level": "multiple"}
+    config: dict[str, Any] = {
+        "ranks": 2,
+        "sizes": [64],
+        "peers": peers,
+        "blocks": 2,
+        "hurry": 100,
+        "thread level": "multiple",
+    }
+    config |= {"call": "all_reduce", "seconds": 0.01}
     with private_store() as store:
         yield config | {"store": store.path}
 

@@ -31,7 +31,7 @@ COMMANDS = [
 ]  # fmt: skip
 BENCH_OPTIONS = {
     "--ranks", "-r", "--size", "--sizes", "--simulate", "--network", "--inside", "--host-count", "--per-host",
-    "--ports", "--collective", "--peers", "--blocks", "--report", "-o", "--picture", "--format",
+    "--ports", "--collective", "--call", "--peers", "--blocks", "--report", "-o", "--picture", "--format",
 }  # fmt: skip
 RUN_OPTIONS = {
     "--strategy", "-s", "--workers", "-w", "--target", "-t", "--epochs", "--steps", "--seed", "--device",
@@ -255,6 +255,7 @@ def test_the_doctor_finds_this_machine_well(cli: Cli) -> None:
         "shared_memory_gib",
         "compiled_executor",
         "compiled_calls",
+        "compiled_messages",
         "backends",
     } <= set(found)
 

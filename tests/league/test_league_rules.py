@@ -25,15 +25,17 @@ from torch.utils.data import TensorDataset
 from offbeat.cli.commands.compare import _factors, _seconds
 from offbeat.errors import CheckpointError, StrategyError, UsageError
 from offbeat.league import League, report
-from offbeat.league._conductor import Conductor, LeaguePlan, Planned, quality
+from offbeat.league._conductor import Conductor, LeaguePlan, quality
 from offbeat.league._contestants import field_of
 from offbeat.league._facts import crowded, hashed
-from offbeat.league._records import Entry, LeagueFolder
+from offbeat.league._league import LATEST
+from offbeat.league._records import Entry, Planned
 from offbeat.league._settings import LeagueSettings
 from offbeat.monitor.diagram.shapes import ticks
 from offbeat.run.job import Job, target_of
 from offbeat.runtime.data.fingerprint import fingerprint
-from offbeat.runtime.gradients.learning_rate_factor import ScaledRate
+from offbeat.runtime.gradients.optimizers import ScaledRate
+from offbeat.runtime.run.folder import new_folder
 from offbeat.runtime.run.settings import Goal
 from offbeat.statistics import Spread, ratios, spread
 
@@ -71,15 +73,15 @@ def test_a_seed_that_was_missed_counts_against_whoever_missed_it() -> None:
 
 
 def test_ddp_its_copy_and_one_worker_take_part_and_sets_mean_several() -> None:
-    field = field_of(DIGITS, ["local({4,16})", "ddp", "allreduce + local(4)", "single"], single=True)
-    assert [one.name for one in field.contestants] == ["ddp", "ddp, again", "local(4)", "local(16)", "single"]
-    assert [one.workers for one in field.contestants] == [2, 2, 2, 2, 1]
-    assert [one.part.eligible for one in field.contestants] == [True, False, True, True, False]
-    assert not field.refused
+    contestants, refused = field_of(DIGITS, ["local({4,16})", "ddp", "allreduce + local(4)", "single"], single=True)
+    assert [one.name for one in contestants] == ["ddp", "ddp, again", "local(4)", "local(16)", "single"]
+    assert [one.workers for one in contestants] == [2, 2, 2, 2, 1]
+    assert [one.part.eligible for one in contestants] == [True, False, True, True, False]
+    assert not refused
 
 
 def test_the_default_strategies_fit_a_task_and_none_is_needed() -> None:
-    names = [one.name for one in field_of(DIGITS, (), single=False).contestants]
+    names = [one.name for one in field_of(DIGITS, (), single=False)[0]]
     assert names == [
         *("ddp", "ddp, again", "allreduce", "local(4)", "local(16)", "gossip", "hogwild"),
         "server(consistency=ssp(3))",
@@ -88,9 +90,9 @@ def test_the_default_strategies_fit_a_task_and_none_is_needed() -> None:
 
 def test_a_strategy_that_does_not_fit_is_listed_with_its_reason_and_a_misspelled_one_is_an_error() -> None:
     mixture = dataclasses.replace(DIGITS, what=target_of("offbeat.tasks.mixture", ()))
-    field = field_of(mixture, ["local(4)", "allreduce"], single=True)
-    assert "no gradients to accumulate" in field.refused["local(4)"]
-    assert "allreduce" in {one.name for one in field.contestants}
+    contestants, refused = field_of(mixture, ["local(4)", "allreduce"], single=True)
+    assert "no gradients to accumulate" in refused["local(4)"]
+    assert "allreduce" in {one.name for one in contestants}
     with pytest.raises(StrategyError, match="Did you mean 'gossip'"):
         field_of(DIGITS, ["gosip"], single=True)
 
@@ -98,7 +100,7 @@ def test_a_strategy_that_does_not_fit_is_listed_with_its_reason_and_a_misspelled
 def test_a_disturbance_of_servers_is_left_out_where_there_are_none() -> None:
     sentences = ("worker 1: pause 20ms every 1s", "server 0: stop 1s at step 5", "worker *: pace 4ms")
     job = dataclasses.replace(DIGITS, goal=Goal(disturb=sentences))
-    by_name = {one.name: one.left_out for one in field_of(job, ["server"], single=True).contestants}
+    by_name = {one.name: one.left_out for one in field_of(job, ["server"], single=True)[0]}
     assert by_name == {"ddp": sentences[1:2], "ddp, again": sentences[1:2], "server": (), "single": sentences[:2]}
 
 
@@ -360,12 +362,12 @@ def test_ticks_are_few_and_inside(low: float, width: float) -> None:
 
 
 def test_a_league_is_the_same_after_it_was_written_and_read(told: League, tmp_path: Path) -> None:
-    folder = LeagueFolder.create(tmp_path, "x")
-    folder.write(told.kept())
-    again = League.read(folder.path)
+    folder = new_folder(tmp_path, "league-x", LATEST)
+    dataclasses.replace(told, folder=folder).write()
+    again = League.read(folder)
     assert again.rows == told.rows
     assert again.outcome == told.outcome
-    assert (tmp_path / "latest-league").resolve() == folder.path.resolve()
+    assert (tmp_path / "latest-league").resolve() == folder.resolve()
     with pytest.raises(CheckpointError, match="is not a comparison"):
         League.read(tmp_path)
 
@@ -378,9 +380,10 @@ def test_reading_a_league_never_runs_code_that_its_file_names(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "stranger", raising=False)
     name = named.format(folder=tmp_path)
-    folder = LeagueFolder.create(tmp_path, "x")
-    folder.write(league({"ddp": [2.0] * 3, name: [1.0] * 3, "single": [3.0] * 3}).kept())
-    found = League.read(folder.path)
+    folder = new_folder(tmp_path, "league-x", LATEST)
+    made = league({"ddp": [2.0] * 3, name: [1.0] * 3, "single": [3.0] * 3})
+    dataclasses.replace(made, folder=folder).write()
+    found = League.read(folder)
     assert found.winner == name
     assert found.outcome.words
     assert report.page(found)

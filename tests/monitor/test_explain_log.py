@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from causal_support import computations, few, lines, places
+from causal_support import computations, few, lines, parse, places
 from cli_support import Offbeat, in_process, write
 from hypothesis import given
 
@@ -17,7 +17,7 @@ from offbeat.monitor.diagram.build import Scene
 from offbeat.monitor.diagram.export import export, exported
 from offbeat.monitor.foreign_log import account, longest_chain
 from offbeat.protocols.causality.histories import Computation
-from offbeat.protocols.causality.shiviz import ShivizLog, parse
+from offbeat.protocols.causality.shiviz import ShivizLog
 from offbeat.runtime.launch import Launcher
 
 LOG = """\

@@ -22,7 +22,7 @@ from offbeat.monitor.diagram.intervals import (
     Window,
 )
 from offbeat.monitor.diagram.waits import FileLane, Names
-from offbeat.monitor.page.windows import LaneView
+from offbeat.monitor.page.run_view import LaneView
 from offbeat.runtime.events.recorder import About, Mark, Reader, Recorder
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cli_support import Offbeat, in_process
 
-from offbeat.cli.commands.explain_options import ActionOptions
+from offbeat.cli.commands.explain import ActionOptions
 from offbeat.errors import UsageError
 from offbeat.monitor.diagram.build import Scene
 from offbeat.monitor.predicates import Possibilities, predicate

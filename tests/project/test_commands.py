@@ -120,7 +120,7 @@ def shortened(words: list[str]) -> list[str]:
         "collectives": {"--blocks": "1"},
     }
     kind = next((word for word in said[1:3] if word in small), "")
-    if "--resume" in said or "--simulate" in said:
+    if "--resume" in said or "--simulate" in said or "config" in said[1:2]:
         return words
     missing = {option: value for option, value in small.get(kind, {}).items() if option not in said}
     return [*said, *(word for pair in missing.items() for word in pair), *rest]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import offbeat
-from offbeat.run.compression_payoff import verdict, without_compression
+from offbeat.run.step_times import verdict, without_compression
 from offbeat.runtime.launch import Launcher
 from offbeat.tasks.digits import Digits
 

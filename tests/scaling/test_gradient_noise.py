@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from offbeat.errors import DataError
 from offbeat.runtime.data.label_skew import Parts
 from offbeat.runtime.data.loaders import Share, divide
-from offbeat.scaling import Noise, largest_batch, noise_of, worth
+from offbeat.scaling._batch_size import Noise, largest_batch, noise_of, worth
 
 
 def population(examples: int, dimensions: int, noise: float, seed: int) -> np.ndarray:

@@ -11,12 +11,12 @@ import pytest
 from cli_support import in_process
 
 import offbeat
-from offbeat.cli.commands import batch_size as batch_size_command
-from offbeat.cli.commands import scale as scale_command
+from offbeat.cli.commands.scale import print_batch_size, print_scaling
 from offbeat.errors import OffbeatError, StrategyError, TaskError, UsageError
 from offbeat.run.drive import Result
 from offbeat.runtime.launch import Launcher
-from offbeat.scaling import BatchSize, RunStage, Scaling, batch_size, scale
+from offbeat.scaling import BatchSize, Scaling, batch_size, scale
+from offbeat.scaling._batch_size import RunStage
 from offbeat.scaling._scale import _conclude  # pyright: ignore[reportPrivateUsage]
 from offbeat.simulate.laws import gunther
 from offbeat.statistics import Estimate
@@ -216,7 +216,7 @@ def test_the_command_measures_weak_scaling_of_a_script(
 
 
 def test_the_tables_say_what_was_measured_and_what_was_not(capsys: pytest.CaptureFixture[str]) -> None:
-    scale_command._print(concluded(followed(0.05, 0.01, 1, 2, 4)))  # pyright: ignore[reportPrivateUsage]
+    print_scaling(concluded(followed(0.05, 0.01, 1, 2, 4)))
     said = capsys.readouterr().out
     assert said.count("measured") >= 3
     assert said.count("extrapolated") >= 2
@@ -226,7 +226,7 @@ def test_the_tables_say_what_was_measured_and_what_was_not(capsys: pytest.Captur
         RunStage(51, 100, Estimate(300.0, 90.0, math.inf), None),
     )
     found = BatchSize("t", 2, 100, 64, 64, 1197, 0.25, stages)
-    batch_size_command._print(found)  # pyright: ignore[reportPrivateUsage]
+    print_batch_size(found)
     said = capsys.readouterr().out
     assert "30 [20, 50]" in said
     assert "76 [24, 1,197]" in said  # No batch is larger than all data.

@@ -11,11 +11,10 @@ import pytest
 import offbeat
 from offbeat.protocols.collectives import Collective, algorithm
 from offbeat.protocols.compression import SumMethod
-from offbeat.protocols.exchanges import Exchanged
+from offbeat.protocols.exchanges import Exchanged, beside, in_turn
 from offbeat.protocols.gossip.topology import GraphShape, mixing
 from offbeat.protocols.schedule import Layout, Op, View
-from offbeat.protocols.step_schedule import beside, in_turn
-from offbeat.run.predicted_step import GIVEN, MEASURED, predicted
+from offbeat.run.step_times import GIVEN, MEASURED, predicted
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.launch import Launcher
 from offbeat.simulate import Link, Network, compressed_sum_time, finish_times, gossip_step_time, local_step_time

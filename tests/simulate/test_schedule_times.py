@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from offbeat.errors import UsageError
 from offbeat.protocols.collectives import ALGORITHMS, Collective, algorithm
 from offbeat.protocols.schedule import Layout, Op, Round, Schedule, Stream, View, entries
-from offbeat.simulate.algorithm_ranking import compare_collectives
-from offbeat.simulate.curves import curve, played
+from offbeat.simulate.algorithm_ranking import compare_collectives, curve, played
 from offbeat.simulate.fit import CostTerms, cost_of, fit_link, fit_regimes
 from offbeat.simulate.network import Link, Network, Ports
 from offbeat.simulate.schedules import finish_by_scale, finish_times, trace

@@ -3,25 +3,50 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import pytest
+import torch
+from torch import Tensor
 
 from offbeat.errors import StrategyError
-from offbeat.protocols.servers.messages import place_of, server_name
+from offbeat.protocols.servers.messages import PushReply, Status, place_of, server_name
 from offbeat.run.drive import Result
+from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.report import ages_in_words, served_in_words
 from offbeat.strategies import parse
-from offbeat.strategies.servers.link import OLDEST, WorkerStatistics, together
+from offbeat.strategies.servers.link import OLDEST, PushRecord
 
-ONE = WorkerStatistics(0, 1.5, {"applied": 3, "refused": 1}, {0: 2, 2: 1}, {(0, 0): (80, 160), (1, 2): (8, 16)})
-OTHER = WorkerStatistics(2, 0.25, {"applied": 4, "late": 2}, {1: 5})
+
+class Meeting:
+    """Stands in for a group: the others' rows come first, and all are padded with zeros to one length."""
+
+    def __init__(self, rank: int, others: list[list[float]]) -> None:
+        self.rank, self.rows = rank, others
+
+    def gather(self, values: list[int], what: str) -> Tensor:
+        self.rows.append([float(value) for value in values])
+        width = max(map(len, self.rows))
+        return torch.tensor([[*row, *[0.0] * (width - len(row))] for row in self.rows])
+
+
+def record(pushes: dict[Status, int], ages: dict[int, int]) -> PushRecord:
+    seen = PushRecord()
+    for status, count in pushes.items():
+        for _ in range(count):
+            seen.answered(0, PushReply(number=0, version=0, clock=0, epoch=0, status=status), counts=True)
+    for age, count in ages.items():
+        for _ in range(count):
+            seen.read(age)
+    return seen
 
 
 def test_an_account_goes_to_a_meeting_as_a_row_of_numbers() -> None:
-    rows = [ONE.row(), OTHER.row()]
-    width = max(map(len, rows))
-    told = together(WorkerStatistics.of([*row, *[0.0] * (width - len(row))]) for row in rows)
-    assert told == {
+    rows: list[list[float]] = []
+    links = {(0, 0): (80, 160), (1, 2): (8, 16)}
+    record({"applied": 3, "refused": 1}, {0: 2, 2: 1}).accounts(cast("Group", Meeting(0, rows)), 1.5, links)
+    other = record({"applied": 4, "late": 2}, {1: 5})
+    assert other.accounts(cast("Group", Meeting(2, rows)), 0.25, {}) == {
         "pushes": {"applied": 7, "late": 2, "refused": 1},
         "staleness": {"0": 2, "1": 5, "2": 1},
         "waits": {"worker 0": 1.5, "worker 2": 0.25},
@@ -33,8 +58,10 @@ def test_an_account_goes_to_a_meeting_as_a_row_of_numbers() -> None:
 
 
 def test_what_is_very_old_is_counted_together() -> None:
-    row = WorkerStatistics(0, 0.0, {}, {OLDEST: 1, OLDEST + 7: 2, 10**9: 4}).row()
-    assert together([WorkerStatistics.of(row)])["staleness"] == {str(OLDEST): 7}
+    seen = record({}, {OLDEST: 1, OLDEST + 7: 2, 10**9: 4})
+    assert seen.accounts(cast("Group", Meeting(0, [])), 0.0, {})["staleness"] == {str(OLDEST): 7}
+    whole = seen.staleness(cast("Group", Meeting(0, [])))
+    assert whole == {str(OLDEST): 1, str(OLDEST + 7): 2, str(10**9): 4}
 
 
 def test_servers_are_known_by_their_names() -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 import offbeat as library
 from offbeat.protocols.machine import Ended, Payload, Received, Start, Timer
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.coordination.coordinator import CoordinatorMachine
+from offbeat.protocols.servers.coordinator import CoordinatorMachine
 from offbeat.protocols.servers.messages import ClusterView, Heartbeat, Push, PushRefused
 from offbeat.protocols.servers.replica.shard import Shard
 from offbeat.protocols.servers.replica.works import Update

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from offbeat.protocols.causality.cuts import Cut
 from offbeat.protocols.causality.histories import Call, Computation, Edge, Event, EventKind, EventPosition, computation
+from offbeat.protocols.causality.shiviz import ShivizLog, parse_all
 
 few = settings(max_examples=40)
 COLLECTIVES = ("barrier", "all_reduce", "broadcast", "reduce")
@@ -103,3 +104,9 @@ def reaches(run: Computation, one: EventPosition, other: EventPosition) -> bool:
                 seen.add(cause)
                 todo.append(cause)
     return False
+
+
+def parse(text: str, pattern: str | None = None, execution: str | None = None) -> ShivizLog:
+    """The only execution in a log, or the one of this name."""
+    (log,) = parse_all(text, pattern, execution=execution).values()
+    return log

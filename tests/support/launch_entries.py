@@ -245,9 +245,9 @@ def leave_a_thread_for_ever(config: Config, control: Control) -> None:
 
 def leave_a_process_working(config: Config, control: Control) -> None:
     """End while a process that is not a daemon has its work to do, as multiprocessing allows."""
-    from offbeat.runtime.launch import _shutdown
+    from offbeat.runtime.launch import _child
 
-    _shutdown.NOTICE_SECONDS = 0.1
+    _child.NOTICE_SECONDS = 0.1
     process = multiprocessing.get_context("fork").Process(target=_touch_later, args=(config["mark"],), name="exporter")
     process.start()
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from offbeat.protocols.machine import Effect, Event, Name, Payload, Received, Send, SetTimer, Start, Timer
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.coordination.coordinator import Changed, CoordinatorMachine
+from offbeat.protocols.servers.coordinator import Changed, CoordinatorMachine
 from offbeat.protocols.servers.messages import (
     COORDINATOR,
     ClusterView,

@@ -16,6 +16,7 @@ import torch
 
 from offbeat import limits
 from offbeat._version import __version__
+from offbeat.bench._calls import BLOCKWISE, CALLS
 from offbeat.bench._mpi import LEVELS, run_under_mpi, why_no_mpi
 from offbeat.bench._show import picture as draw
 from offbeat.errors import UsageError, did_you_mean
@@ -27,6 +28,8 @@ PEERS = ("offbeat", "gloo", "mpi")
 """Peers that can be measured."""
 AGAIN = "gloo again"
 """A second gloo beside the first: their ratio is the noise."""
+LONG = 0.2
+"""Minimum seconds of a fast peer's block."""
 PROBE_BLOCKS, PROBE_HURRY = 3, 10
 """The search for MPI's better thread level: blocks, and the factor by which each has fewer calls."""
 _ITEM = 4
@@ -41,6 +44,7 @@ class Measured:
     """Seconds per call of the slowest rank, for each block of each peer at each size."""
 
     ranks: int
+    call: str = "all_reduce"
     times: dict[int, dict[str, list[float]]] = field(default_factory=dict[int, dict[str, list[float]]])
     """By size in bytes, then by peer."""
     calls: dict[int, int] = field(default_factory=dict[int, int])
@@ -67,20 +71,27 @@ class Measured:
 
 
 def measured(
-    ranks: int, sizes: Sequence[int], peers: Sequence[str], blocks: int, say: Say, launches: int = 1
+    ranks: int,
+    sizes: Sequence[int],
+    peers: Sequence[str],
+    blocks: int,
+    say: Say,
+    launches: int = 1,
+    call: str = "all_reduce",
+    seconds: float = LONG,
 ) -> Measured:
     """Measure peers in turn; with MPI among them, each size at MPI's faster thread level.
 
     Each of the `launches` has its own blocks and processes: the pages and cores that these get are luck that lasts as
     long as they live.
     """
-    result = Measured(ranks)
+    result = Measured(ranks, call)
     if "mpi" in peers:
         _choose_levels(result, sizes, say)
     for _ in range(launches):
         for level in LEVELS if result.levels else (None,):
             if here := [size for size in sizes if result.levels.get(size) == level]:
-                result.add(_run(ranks, here, peers, blocks, say, level))
+                result.add(_run(ranks, here, peers, blocks, say, level, call=call, seconds=seconds))
     result.times = {size: result.times[size] for size in sizes}
     return result
 
@@ -92,7 +103,7 @@ def _choose_levels(result: Measured, sizes: Sequence[int], say: Say) -> None:
         return
     for level in LEVELS:
         say(f"trying MPI's thread level {level}")
-        probe = _run(result.ranks, sizes, ["mpi"], PROBE_BLOCKS, lambda _: None, level, PROBE_HURRY)
+        probe = _run(result.ranks, sizes, ["mpi"], PROBE_BLOCKS, lambda _: None, level, PROBE_HURRY, result.call)
         result.probed[level] = {size: probe.median(size, "mpi") for size in sizes}
     result.levels = {size: min(LEVELS, key=lambda level: result.probed[level][size]) for size in sizes}
 
@@ -105,19 +116,22 @@ def _run(
     say: Say,
     level: str | None = None,
     hurry: int = 1,
+    call: str = "all_reduce",
+    seconds: float = LONG,
 ) -> Measured:
-    result = Measured(ranks)
+    result = Measured(ranks, call)
 
     def receive(message: Mapping[str, Any]) -> None:
         if "library" in message:
             result.library = message["library"]
         elif "begins" in message:
-            say(f"{message['begins']} bytes on {ranks} ranks")
+            say(f"{call}, {message['begins']} bytes on {ranks} ranks")
         else:
             result.calls[message["bytes"]] = message["calls"]
             result.times[message["bytes"]] = message["seconds"]
 
-    config = {"ranks": ranks, "sizes": list(sizes), "peers": list(peers), "blocks": blocks, "hurry": hurry}
+    config: dict[str, Any] = {"ranks": ranks, "sizes": list(sizes), "peers": list(peers), "blocks": blocks}
+    config |= {"hurry": hurry, "call": call, "seconds": seconds}
     with private_store() as store:
         config |= {"store": store.path, "thread level": level}
         if level is not None:
@@ -141,30 +155,37 @@ def collectives(
     out: Path | None,
     picture: Path | None,
     say: Say,
-) -> dict[str, Any]:
-    """Time an all-reduce of float32 by several peers in turn; returns, and on request writes and draws, the result.
+    calls: Sequence[str] = ("all_reduce",),
+) -> list[dict[str, Any]]:
+    """Time calls on float32 tensors by several peers in turn; returns, and on request writes and draws, a result each.
 
-    Sizes are in bytes. Peers that cannot be measured here are skipped, and the result says why.
+    Sizes are in bytes. Peers that cannot be measured here are skipped, and the results say why.
     """
-    _check(ranks, sizes, peers, blocks)
+    _check(ranks, sizes, peers, blocks, calls)
     skipped = {"mpi": why} if "mpi" in peers and (why := why_no_mpi()) else {}
     for name, why in skipped.items():
         say(f"{name} is left out: {why}")
     present = [name for name in dict.fromkeys(peers) if name not in skipped]
     if not present:
         raise UsageError(f"no peer is left to measure: {skipped}")
-    measurement = measured(ranks, sizes, [*present, *([AGAIN] if "gloo" in present else [])], blocks, say)
-    result = described(measurement, present, blocks) | {"left out": skipped}
+    everybody = [*present, *([AGAIN] if "gloo" in present else [])]
+    results: list[dict[str, Any]] = []
+    for call in dict.fromkeys(calls):
+        here = [_ITEM] if call == "barrier" else sizes
+        if call in BLOCKWISE:
+            here = sorted({max(size - size % (_ITEM * ranks), _ITEM * ranks) for size in sizes})
+        measurement = measured(ranks, here, everybody, blocks, say, call=call)
+        results.append(described(measurement, present, blocks) | {"left out": skipped})
     for path in filter(None, (out, picture)):
         path.parent.mkdir(parents=True, exist_ok=True)
     if out is not None:
-        out.write_text(json.dumps(result, indent=2) + "\n")
+        out.write_text(json.dumps(results[0] if len(results) == 1 else results, indent=2) + "\n")
     if picture is not None:
-        draw([result], picture)
-    return result
+        draw(results, picture)
+    return results
 
 
-def _check(ranks: int, sizes: Sequence[int], peers: Sequence[str], blocks: int) -> None:
+def _check(ranks: int, sizes: Sequence[int], peers: Sequence[str], blocks: int, calls: Sequence[str]) -> None:
     if ranks < 2:
         raise UsageError(f"{ranks} ranks have nothing to exchange: give 2 or more")
     limits.whole("--ranks", ranks, limits.WORKERS, why="each is a process")
@@ -172,6 +193,9 @@ def _check(ranks: int, sizes: Sequence[int], peers: Sequence[str], blocks: int) 
     check_room(ranks, 1)
     if not sizes or not peers:
         raise UsageError("give at least one size and one peer to measure")
+    for call in calls:
+        if call not in CALLS:
+            raise UsageError(f"there is no call {call!r} to measure.{did_you_mean(call, CALLS)}")
     for size in sizes:
         if size < _ITEM or size % _ITEM:
             raise UsageError(f"{size} bytes hold no whole number of float32 values: give a multiple of {_ITEM}")
@@ -190,7 +214,7 @@ def described(result: Measured, peers: Sequence[str], blocks: int) -> dict[str, 
     """A measurement as JSON data: medians, and the ratio of each peer's time to the first one's."""
     data: dict[str, Any] = {
         "benchmark": "collectives",
-        "operation": "all-reduce",
+        "operation": result.call.replace("_", "-"),
         "dtype": "float32",
         "ranks": result.ranks,
         "blocks": blocks,

@@ -6,13 +6,12 @@ import contextlib
 import importlib.util
 import json
 import os
-import queue
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -58,10 +57,16 @@ def run_under_mpi(config: Mapping[str, Any], receive: Callable[[Mapping[str, Any
 
 
 @contextlib.contextmanager
-def _started(command: list[str], errors: IO[bytes]) -> Generator[subprocess.Popen[str]]:
+def _started(command: list[str], errors: IO[bytes]) -> Generator[subprocess.Popen[bytes]]:
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors}
-    process = subprocess.Popen(command, **pipes, text=True, env=environment, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        env=environment,
+        start_new_session=True,
+    )
     try:
         yield process
     finally:  # Ask mpiexec to end its ranks; if it does not, kill it and its proxies.
@@ -77,24 +82,14 @@ def _started(command: list[str], errors: IO[bytes]) -> Generator[subprocess.Pope
                 process.stdout.close()
 
 
-def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
+def _lines(process: subprocess.Popen[bytes]) -> Iterator[bytes]:
     """The lines that the ranks print, with a deadline for each, which a pipe alone does not have."""
-    waiting: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-
-    def read() -> None:
-        assert process.stdout is not None  # noqa: S101 (it is a pipe)
-        # A pipe may be closed because the reader gave up.
-        with contextlib.suppress(ValueError, OSError):
-            for line in process.stdout:
-                waiting.put(line)
-        waiting.put(None)
-
-    threading.Thread(target=read, name="offbeat-mpiexec", daemon=True).start()
-    while True:
-        try:
-            line = waiting.get(timeout=SILENCE)
-        except queue.Empty:
-            raise WaitError(f"ranks under mpiexec printed nothing for {SILENCE:g} s; they were ended") from None
-        if line is None:
+    assert process.stdout is not None  # noqa: S101 (it is a pipe)
+    rest = b""
+    while select.select([process.stdout], [], [], SILENCE)[0]:
+        new = os.read(process.stdout.fileno(), 1 << 16)
+        if not new:
             return
-        yield line
+        *lines, rest = (rest + new).split(b"\n")
+        yield from lines
+    raise WaitError(f"ranks under mpiexec printed nothing for {SILENCE:g} s; they were ended")

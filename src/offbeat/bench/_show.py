@@ -64,7 +64,7 @@ def picture(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     panels: Any = figure.subplots(1, len(results), sharey=True, squeeze=False)
     for panel, result in zip(panels[0], results, strict=True):
         _panel(panel, result)
-    panels[0][0].set_ylabel("time of one all-reduce, slowest rank")
+    panels[0][0].set_ylabel("time of one call, slowest rank")
     figure.savefig(path, dpi=130)
 
 
@@ -78,7 +78,8 @@ def _panel(axes: Any, result: Mapping[str, Any]) -> None:
         times = [row["seconds"][name] for row in result["rows"]]
         axes.plot(sizes, times, marker="o", markersize=4, color=COLORS.get(name), label=name)
     axes.set(xscale="log", yscale="log", xlabel="size of each rank's float32 tensor")
-    axes.set_title(f"{result['ranks']} ranks, {result['environment']['cores']} cores", fontsize=10)
+    title = f"{result['operation']}, {result['ranks']} ranks, {result['environment']['cores']} cores"
+    axes.set_title(title, fontsize=10)
     axes.set_xticks(sizes, [in_bytes(size) for size in sizes], rotation=30, ha="right")
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(_tick)

@@ -119,7 +119,7 @@ COMMANDS: Final = (
     ),
     Command(
         "batch-size",
-        "batch_size:measure_batch_size",
+        "scale:measure_batch_size",
         ("batch-size offbeat.tasks.digits --per-example", "batch-size train.py --seconds 30 -- --lr 0.1"),
         options.BatchSizeOptions,
         leading=("workers",),

@@ -8,9 +8,10 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn, cast
+
+import msgspec
 
 from offbeat.cli.from_settings import Command, CommandOption
 from offbeat.errors import UsageError
@@ -104,10 +105,11 @@ def _entries(
             numbers = any(option.kind is int for _, option in takers)
             for command, option in takers:
                 # `scale --workers` takes text, 1,2,4; a number is meant for it, too.
-                shown = str(value) if numbers and option.kind is str and type(value) is int else value
-                if not _fits(option, shown):
-                    raise UsageError(f"{where} {key} = {toml(value)}, but {_expected(command, option)}")
-                yield command.name, option.field, Configured(_convert(option, shown), layer, section)
+                meant = str(value) if numbers and option.kind is str and type(value) is int else value
+                try:
+                    yield command.name, option.field, Configured(_converted(option, meant), layer, section)
+                except msgspec.ValidationError:
+                    raise UsageError(f"{where} {key} = {toml(value)}, but {_expected(command, option)}") from None
     depth = len(section.split())
     names = [command.name.split() for command, options in known if options]
     inner = {words[depth] for words in names if len(words) > depth}
@@ -134,31 +136,17 @@ def _nearest(name: str, valid: Collection[str], section: str) -> str:
     return f"{hint} `offbeat {section or 'COMMAND'} --help` lists what can be set."
 
 
-def _fits(option: CommandOption, value: Any) -> bool:
-    if option.repeated and isinstance(value, list):
-        return all(_fits_once(option, each) for each in cast("list[Any]", value))
-    return _fits_once(option, value)
-
-
-def _fits_once(option: CommandOption, value: Any) -> bool:
-    if option.choices:
-        return value in option.choices
-    if option.kind is float:
-        return type(value) in (int, float)
-    return type(value) is (str if option.kind is Path else option.kind)
+def _converted(option: CommandOption, value: Any) -> Any:
+    """A value of TOML as the command line would give it."""
+    values = cast("list[Any]", value) if option.repeated and isinstance(value, list) else [value]
+    plain: Any = str if option.kind is Path else option.kind
+    converted = tuple(option.kind(each) for each in msgspec.convert(values, list[plain]))
+    return converted if option.repeated else converted[0]
 
 
 def _expected(command: Command, option: CommandOption) -> str:
     kind = f"one of {', '.join(option.choices)}" if option.choices else _TYPES[option.kind]
     return f"--{option.name} of `offbeat {command.name}` takes {kind}{', or a list of such' * option.repeated}."
-
-
-def _convert(option: CommandOption, value: Any) -> Any:
-    """A value of TOML as the command line would give it."""
-    values: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
-    kind = option.kind if issubclass(option.kind, StrEnum | Path | float) else None
-    converted = [each if kind is None else kind(each) for each in values]
-    return tuple(converted) if option.repeated else converted[0]
 
 
 def toml(value: Any) -> str:

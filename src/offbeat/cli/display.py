@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, Group
@@ -17,7 +18,6 @@ from rich.markup import escape
 from rich.text import Text
 
 from offbeat.cli.commands.watch import LivePage
-from offbeat.cli.next_steps import this_command
 from offbeat.errors import OffbeatError
 from offbeat.monitor import Verdict
 from offbeat.run.job import Job, Script
@@ -27,15 +27,9 @@ from offbeat.runtime.run.report import kinds_in_words, pushes_in_words, shares, 
 from offbeat.runtime.state.checkpoint import newest
 
 PANEL_WIDTH = 58
-"""Most columns of a live panel.
-
-Narrower than any terminal it is made for: when a window is resized, terminals rewrap lines that are too long, and then
-it is unknown how many lines to erase.
-"""
-_LINE_EVERY = 5.0
-"""Seconds between plain lines of progress while nothing is reported."""
-_SCRIPT_LINE_EVERY = 60.0
-"""The same for a script that has joined no team: all that is known is that it runs."""
+"""Most columns of a live panel: a resized terminal rewraps longer lines, and then it is unknown how many to erase."""
+_LINE_EVERY = 5.0  # Seconds between plain lines of progress while nothing is reported.
+_SCRIPT_LINE_EVERY = 60.0  # The same for a script that has joined no team: all that is known is that it runs.
 _COLORS = {
     "input": "cyan",
     "compute": "green",
@@ -46,13 +40,47 @@ _COLORS = {
 }
 
 
-class Display:
-    """Shows one run; a `Watcher` of it."""
+class LivePanel(ABC):
+    """Lines on stderr, and on a terminal a live panel below them."""
 
-    def __init__(self, quiet: bool = False) -> None:
+    def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
         self._console = Console(stderr=True, highlight=False)
         self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live is not None:
+            self._live.update(self._panel())
+            self._live.stop()
+            self._live = None
+
+    @abstractmethod
+    def _panel(self) -> Group:
+        """The panel as it is now."""
+
+    def _open_panel(self) -> None:
+        if self._console.is_terminal:
+            self._live = Live(self._panel(), console=self._console, refresh_per_second=8, transient=True)
+            self._live.start()
+
+    def _refresh(self) -> None:
+        if self._live is not None:
+            self._live.update(self._panel())
+
+    def _print(self, text: str, style: str = "") -> None:
+        """Print a line above the panel."""
+        console = self._console if self._live is None else self._live.console
+        console.print(text, style=style, soft_wrap=True, markup=False)
+
+
+class Display(LivePanel):
+    """Shows one run; a `Watcher` of it."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        super().__init__(quiet)
         self._job: Job | None = None
         self._folder: RunFolder | None = None
         self._log: LogFollower | None = None
@@ -64,19 +92,11 @@ class Display:
         self._script_alone = False  # a script runs that has joined no team
         self._last_line = self._start
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._echo(final=True)
         if self._page is not None:
             self._page.close()
-        if self._live is not None:
-            self._live.update(self._panel())
-            self._live.stop()
-            self._live = None
+        super().__exit__(*error)
 
     def begin(self, job: Job, folder: RunFolder) -> None:
         """Print what will run; on a terminal, open the live panel."""
@@ -87,17 +107,12 @@ class Display:
         workers = f"{job.workers} worker{'s' if job.workers > 1 else ''}"
         how = f", {job.goal.strategy}" if job.goal.strategy else ""  # A script may still choose it.
         resumed = ", resumed" if job.resume else ""
-        self._console.print(
-            f"[bold]{escape(str(job.what))}[/bold] "
-            + escape(f"on {workers}{how}{resumed} (logs in {folder.path / 'logs'})"),
-            soft_wrap=True,
-        )
+        where = escape(f"on {workers}{how}{resumed} (logs in {folder.path / 'logs'})")
+        self._console.print(f"[bold]{escape(str(job.what))}[/bold] {where}", soft_wrap=True)
         if job.goal.watch:
             self._page = LivePage(folder.path)
-            self._console.print(self._page.words, soft_wrap=True, markup=False)
-        if self._console.is_terminal:
-            self._live = Live(self._panel(), console=self._console, refresh_per_second=8, transient=True)
-            self._live.start()
+            self._print(self._page.words)
+        self._open_panel()
 
     def message(self, role: Role, message: Mapping[str, Any]) -> None:
         """Take in a worker's progress; print whom it waits for at its end."""
@@ -113,8 +128,7 @@ class Display:
                 self._metrics = dict(message["metrics"])
                 self._line()
             case "lingering" if role.rank or self._log is None:  # The log of worker 0 is shown.
-                console = self._console if self._live is None else self._live.console
-                console.print(message["text"], soft_wrap=True, markup=False)
+                self._print(message["text"])
             case _:
                 pass
 
@@ -127,26 +141,21 @@ class Display:
     def tick(self) -> None:
         """Refresh what is shown."""
         self._echo()
+        self._refresh()
         alone = self._script_alone and not self._progress
-        if self._live is not None:
-            self._live.update(self._panel())
-        elif time.monotonic() - self._last_line > (_SCRIPT_LINE_EVERY if alone else _LINE_EVERY):
+        if time.monotonic() - self._last_line > (_SCRIPT_LINE_EVERY if alone else _LINE_EVERY):
             self._line()
 
     def verdict(self, verdict: Verdict) -> None:
         """Print a verdict, also with --format json: this is stderr."""
-        console = self._console if self._live is None else self._live.console
-        console.print(str(verdict), soft_wrap=True, markup=False)
+        self._print(str(verdict))
 
     def say_how_to_resume(self) -> None:
         """Print, after a failure, the last checkpoint and the command that resumes it."""
-        if self._folder is None:
-            return
-        kept = newest(self._folder.checkpoints)
-        if kept is not None:
+        kept = None if self._folder is None else newest(self._folder.checkpoints)
+        if self._folder is not None and kept is not None:
             command = f"{this_command()} run --resume {shlex.quote(str(self._folder.path))}"
-            text = f"The last checkpoint is complete ({kept.name}). Resume with: {command}"
-            self._console.print(text, soft_wrap=True, markup=False)
+            self._print(f"The last checkpoint is complete ({kept.name}). Resume with: {command}")
 
     def result_so_far(self) -> dict[str, Any]:
         """The partial result in the run folder after a failure; empty if no run was started."""
@@ -170,10 +179,9 @@ class Display:
             sys.stdout.flush()
 
     def _line(self) -> None:
-        if self._quiet or self._live is not None:
-            return
-        self._last_line = time.monotonic()
-        self._console.print(self.in_words(), soft_wrap=True, markup=False)
+        if not self._quiet and self._live is None:
+            self._last_line = time.monotonic()
+            self._print(self.in_words())
 
     def in_words(self) -> str:
         """Progress in one line."""
@@ -192,23 +200,17 @@ class Display:
     def _numbers(self) -> list[str]:
         progress = self._progress
         speed = progress["samples"] / progress["seconds"] if progress.get("seconds") else 0.0
-        epoch = "" if progress.get("epoch") is None else f"epoch {progress['epoch']}"
-        loss = "" if progress.get("loss") is None else f"loss {progress['loss']:.4f}"
-        scores = [f"{name} {value:.4g}" for name, value in self._metrics.items()]
-        return [
-            part
-            for part in (
-                f"step {progress['step']}",
-                epoch,
-                loss,
-                *scores,
-                f"{speed:,.0f} examples/s" if speed else "",
-                staleness_in_words(progress.get("staleness", {})),
-                pushes_in_words(progress.get("pushes", {}), trouble_only=True),
-                f"replicas {progress['distance']:.2g} apart" if progress.get("distance") else "",
-            )
-            if part
+        parts = [
+            f"step {progress['step']}",
+            "" if progress.get("epoch") is None else f"epoch {progress['epoch']}",
+            "" if progress.get("loss") is None else f"loss {progress['loss']:.4f}",
+            *(f"{name} {value:.4g}" for name, value in self._metrics.items()),
+            f"{speed:,.0f} examples/s" if speed else "",
+            staleness_in_words(progress.get("staleness", {})),
+            pushes_in_words(progress.get("pushes", {}), trouble_only=True),
+            f"replicas {progress['distance']:.2g} apart" if progress.get("distance") else "",
         ]
+        return list(filter(None, parts))
 
     def _panel(self) -> Group:
         width = panel_width(self._console)
@@ -270,3 +272,10 @@ def _time_rows(seconds: Mapping[str, float], whose: str, width: int) -> list[Tex
         drawn = round(reached)
     names = [Text(f"{kind} {100 * share:.0f} %", style=_COLORS.get(kind, "white")) for kind, share in split]
     return [bar, *folded([Text(whose.strip()), *names] if whose else names, width)]
+
+
+def this_command() -> str:
+    """How to call this program again: by its name, if that is on the path."""
+    if shutil.which("offbeat"):
+        return "offbeat"
+    return shlex.quote(sys.argv[0]) if Path(sys.argv[0]).name == "offbeat" else "python -m offbeat"

@@ -11,19 +11,26 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from offbeat.settings import Argument, Option
+from offbeat.settings import Option, option
 
 PLACEHOLDERS: Mapping[type, str] = {bool: "", int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}
-CONFIG = Option(
-    "Config file to read instead of offbeat.toml; see docs/cli.md. `--no-FLAG` switches off a flag set there.",
-    metavar="FILE",
-    panel="Config file",
-    command_line_only=True,
-)
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """The option of every command whose other options config files can set."""
+
+    config: Path | None = option(
+        None,
+        "Config file to read instead of offbeat.toml; see docs/cli.md. `--no-FLAG` switches off a flag set there.",
+        metavar="FILE",
+        panel="Config file",
+        command_line_only=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -35,13 +42,13 @@ class CommandOption:
     """Type of its value, or of each value if it is repeated."""
     default: Any
     """`MISSING` if it is required."""
-    declared: Option | Argument
+    declared: Option
     repeated: bool
 
     @property
     def name(self) -> str:
         """Name on the command line and in config files, without dashes in front."""
-        return (getattr(self.declared, "name", None) or self.field).replace("_", "-")
+        return (self.declared.name or self.field).replace("_", "-")
 
     @property
     def choices(self) -> list[str]:
@@ -56,16 +63,15 @@ class CommandOption:
             default, kind = None, list[kind] | None
         elif default is None:
             kind = kind | None
-        if isinstance(self.declared, Argument):
-            info = typer.Argument(help=_bold(self.declared.help), metavar=self.declared.metavar)
-            return [_parameter(self.field, kind, default, info)]
+        # What is quoted by backticks is bold.
+        words = re.sub(r"`([^`]+)`", r"[bold]\1[/bold]", self.declared.help)
+        if self.declared.positional:
+            return [_parameter(self.field, kind, default, typer.Argument(help=words, metavar=self.declared.metavar))]
         metavar = self.declared.metavar or PLACEHOLDERS.get(self.kind, "|".join(self.choices))
         names = [f"--{self.name}", *([self.declared.short] if self.declared.short else [])]
         if self.default is True:  # The name that switches it off is the useful one.
             names[0] += f"/--no-{self.name}"
-        shown = typer.Option(
-            *names, help=_bold(self.declared.help), metavar=metavar, rich_help_panel=self.declared.panel
-        )
+        shown = typer.Option(*names, help=words, metavar=metavar, rich_help_panel=self.declared.panel)
         off = typer.Option(f"--no-{self.name}", hidden=True)
         negation = [_parameter(f"no_{self.field}", bool, False, off)] if self.default is False else []
         return [_parameter(self.field, kind, default, shown), *negation]
@@ -77,15 +83,14 @@ def _parameter(name: str, kind: Any, default: Any, info: Any) -> inspect.Paramet
 
 def options_of(settings: type) -> list[CommandOption]:
     """The fields of a settings type that are options or arguments."""
-    hints = get_type_hints(settings, include_extras=True)
+    hints = get_type_hints(settings)
     options: list[CommandOption] = []
     for entry in dataclasses.fields(settings):
-        if get_origin(hints[entry.name]) is Annotated:
-            hint, declared = get_args(hints[entry.name])
+        if "option" in entry.metadata:
+            hint = hints[entry.name]
+            kind = next(kind for kind in (*get_args(hint), hint) if kind is not NoneType)
             repeated = get_origin(hint) is tuple
-            kinds = [hint, *get_args(hint)]
-            kind = next(kind for kind in kinds if isinstance(kind, type) and kind is not NoneType and kind is not tuple)
-            options.append(CommandOption(entry.name, kind, entry.default, declared, repeated))
+            options.append(CommandOption(entry.name, kind, entry.default, entry.metadata["option"], repeated))
     return options
 
 
@@ -140,8 +145,8 @@ class Command:
 
     def configurable(self) -> dict[str, CommandOption]:
         """The options that config files may set, by name."""
-        options = [entry for entry in self.entries() if isinstance(entry.declared, Option)]
-        return {entry.name: entry for entry in options if not cast("Option", entry.declared).command_line_only}
+        entries = [entry for entry in self.entries() if not entry.declared.positional]
+        return {entry.name: entry for entry in entries if not entry.declared.command_line_only}
 
     def function(self, configuration: Configuration) -> Callable[..., None]:
         """The function that typer makes a command of."""
@@ -164,21 +169,13 @@ class Command:
         parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
         parameters += [parameter for entry in entries for parameter in entry.parameters()]
         if self.configurable() and not any(entry.field == "config" for entry in entries):
-            parameters += CommandOption("config", Path, None, CONFIG, False).parameters()
-        command.__name__, command.__doc__ = self.name.split()[-1], _paragraphs(self.settings.__doc__)
+            parameters += options_of(ConfigFile)[0].parameters()
+        # Each paragraph on one line: typer wraps it to the terminal.
+        help_text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(self.settings.__doc__ or ""))
+        command.__name__, command.__doc__ = self.name.split()[-1], help_text
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         vars(command)["__signature__"] = inspect.Signature(parameters)
         return command
-
-
-def _paragraphs(text: str | None) -> str:
-    """A docstring with each paragraph on one line: typer wraps it to the terminal."""
-    return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(text or ""))
-
-
-def _bold(text: str) -> str:
-    """Help text in rich's markup: what is quoted by backticks is bold."""
-    return re.sub(r"`([^`]+)`", r"[bold]\1[/bold]", text)
 
 
 def _configure(context: typer.Context, values: dict[str, Any], configured: Mapping[str, tuple[Any, str]]) -> None:

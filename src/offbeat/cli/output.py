@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import io
 import json
-import math
 import os
 import re
 import select
@@ -48,17 +47,9 @@ def print_failure(error: BaseException, code: int, message: str, known: Mapping[
 
 def print_json(data: Any) -> None:
     """Print one JSON value; NaN and infinities, which JSON does not have, become null."""
-    print(json.dumps(_finite(data)))
+    from offbeat.statistics import finite  # Needs numpy, which would slow down `offbeat --help`.
 
-
-def _finite(data: Any) -> Any:
-    if isinstance(data, float):
-        return data if math.isfinite(data) else None
-    if isinstance(data, Mapping):
-        return {key: _finite(value) for key, value in cast("Mapping[Any, Any]", data).items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in cast("Sequence[Any]", data)]
-    return data
+    print(json.dumps(finite(data)))
 
 
 def printable(text: str) -> str:
@@ -117,8 +108,7 @@ class _Tolerant(io.FileIO):
     def __init__(self, number: int, goes_on: bool) -> None:
         super().__init__(number, "wb", closefd=False)
         self._goes_on = goes_on
-        self.lost: OSError | None = None
-        """Why it could not be written."""
+        self.lost: OSError | None = None  # Why it could not be written.
 
     def write(self, data: Any, /) -> int:
         """Write, or drop the data once that fails."""

@@ -29,23 +29,14 @@ def port_rows(timeline: Timeline) -> list[PortRow]:
     for lane, name in enumerate(timeline.lanes):
         out = [each for each in timeline.messages if each.source == lane]
         into = [each for each in timeline.messages if each.target == lane and not math.isnan(each.arrives)]
-        spent = {
-            activity: sum(
-                each.end - each.begin for each in timeline.intervals if (each.lane, each.activity) == (lane, activity)
-            )
-            for activity in Activity
-        }
-        rows.append(
-            PortRow(
-                name,
-                sum(each.nbytes for each in out),
-                sum(each.nbytes for each in into),
-                sum(each.left - each.leaves for each in out),
-                sum(each.came - each.comes for each in into),
-                spent[Activity.COMPUTE],
-                spent[Activity.WAIT],
-            )
+        computing, waiting = (
+            sum(each.end - each.begin for each in timeline.intervals if (each.lane, each.activity) == (lane, activity))
+            for activity in (Activity.COMPUTE, Activity.WAIT)
         )
+        sent, received = (sum(each.nbytes for each in part) for part in (out, into))
+        sending = sum(each.left - each.leaves for each in out)
+        receiving = sum(each.came - each.comes for each in into)
+        rows.append(PortRow(name, sent, received, sending, receiving, computing, waiting))
     return rows
 
 
@@ -58,8 +49,7 @@ def round_rows(timeline: Timeline) -> tuple[Sequence[str], list[tuple[str, ...]]
                 each.op.value,
                 _pairs(each),
                 _bytes(each),
-                seconds_in_words(each.begin),
-                seconds_in_words(each.end),
+                *map(seconds_in_words, (each.begin, each.end)),
             )
             for each in timeline.rounds
         ]

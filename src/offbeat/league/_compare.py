@@ -13,19 +13,20 @@ from typing import Any, Protocol
 
 from offbeat import limits
 from offbeat.errors import CheckpointError, OffbeatError, RunError, StrategyError, UsageError
-from offbeat.league._conductor import Conductor, LeaguePlan, Planned
+from offbeat.league._conductor import Conductor, LeaguePlan
 from offbeat.league._contestants import field_of, resolved
 from offbeat.league._facts import facts_of
-from offbeat.league._league import League
-from offbeat.league._records import HOSTS_FILE, Entry, LeagueFolder, of_result
+from offbeat.league._league import HOSTS_FILE, LATEST, League
+from offbeat.league._records import Entry, Planned, of_result
 from offbeat.league._settings import GRID, SEEDS, LeagueSettings
 from offbeat.run.drive import WARM, Watcher, drive
 from offbeat.run.job import Job, Script, agreed_workers, plain_target, short_name, target_of
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.launch import Launcher
-from offbeat.runtime.run.folder import RunFolder, write_whole
+from offbeat.runtime.run.folder import RunFolder, new_folder, write_whole
+from offbeat.runtime.run.settings import Target
 from offbeat.strategies import Strategy
-from offbeat.task import AnyTask, IterativeTask, reference_to
+from offbeat.task import AnyTask, IterativeTask
 
 _NO_TARGET = (
     "there is no target, so no strategy can be the first to reach it. Give one: --target 0.97, or --target "
@@ -38,15 +39,12 @@ class Spectator(Protocol):
 
     def begin(self, league: League, left: int, seconds: float) -> None:
         """The number of remaining runs, and the seconds that they will take (0: unknown)."""
-        ...
 
     def starting(self, planned: Planned) -> Watcher | None:
         """A run starts; the result is notified of its progress."""
-        ...
 
     def ended(self, entry: Entry, league: League, left: int, seconds: float) -> None:
         """A run has ended."""
-        ...
 
 
 def compare(
@@ -89,9 +87,8 @@ def compare(
     asked = None
     if what is not None:
         machines = Hosts.read(Path(hosts)) if isinstance(hosts, str | Path) else hosts
-        known = target_of(str(what), tuple(arguments)) if isinstance(what, str | Path) else reference_to(what)
         asked = LeagueSettings(
-            what=plain_target(known),
+            what=plain_target(target_of(what, arguments)),
             strategies=tuple(map(str, strategies)),
             workers=agreed_workers(machines, workers, max(2, len(os.sched_getaffinity(0)))),
             seeds=SEEDS if seeds is None else seeds,
@@ -109,40 +106,39 @@ def compare(
     with nullcontext(launcher) if launcher else Launcher(WARM) as starter:
         starter.start()  # Imports torch there while everything is checked here.
         if resume is not None:
-            folder, league = _resume(asked, Path(resume), seeds)
+            league = _resume(asked, resume, seeds)
         else:
             assert asked is not None  # noqa: S101 (checked above)
-            folder, league = _begin(asked, Path(out))
-        return _play(league, folder, starter, spectator, budget)
+            league = _begin(asked, Path(out))
+        return _play(league, starter, spectator, budget)
 
 
-def _begin(asked: LeagueSettings, out: Path) -> tuple[LeagueFolder, League]:
+def _begin(asked: LeagueSettings, out: Path) -> League:
     job = asked.job(out)
-    field = field_of(job, asked.strategies, asked.single)
+    contestants, refused = field_of(job, asked.strategies, asked.single)
     # A task must have a target; a script's is known only when it runs.
-    if resolved(job, field.contestants[0]).goal.target is None and not isinstance(job.what, Script):
+    if resolved(job, contestants[0]).goal.target is None and not isinstance(job.what, Script):
         raise UsageError(_NO_TARGET)
     facts = facts_of(job)
-    folder = LeagueFolder.create(out, short_name(job.what))
+    folder = new_folder(out, f"league-{short_name(job.what)}", LATEST)
     if job.hosts is not None:
-        write_whole(folder.path / HOSTS_FILE, job.hosts.text())
-    league = League(folder.path, asked.plain(), facts, field.contestants, field.refused, ())
-    folder.write(league.kept())
-    return folder, league
+        write_whole(folder / HOSTS_FILE, job.hosts.text())
+    league = League(folder, asked.plain(), facts, contestants, refused, ())
+    league.write()
+    return league
 
 
-def _resume(asked: LeagueSettings | None, path: Path, seeds: int | None) -> tuple[LeagueFolder, League]:
-    folder = LeagueFolder.open(path)
-    league = League.from_plain(folder.path, folder.read())
+def _resume(asked: LeagueSettings | None, path: str | Path, seeds: int | None) -> League:
+    league = League.read(path)
     before = LeagueSettings.from_plain(league.asked)
     if asked is not None:
         asked.check_same(before)
-    now = facts_of(before.job(folder.path))
+    now = facts_of(before.job(league.folder))
     for name, what in (("source", "the script or the task's file"), ("data", "the data")):
         then = league.facts[name]
         if now[name] != then and not (name == "data" and now[name]["hash"] is None):
             raise CheckpointError(
-                f"{what} has changed since {folder.path.name} was begun ({then} then, {now[name]} now): its runs and "
+                f"{what} has changed since {league.folder.name} was begun ({then} then, {now[name]} now): its runs and "
                 f"new ones would not be comparable. Start a new comparison."
             )
     changes = [
@@ -152,8 +148,7 @@ def _resume(asked: LeagueSettings | None, path: Path, seeds: int | None) -> tupl
     ]
     settings = dict(league.asked) | ({} if seeds is None else {"seeds": seeds})
     LeagueSettings.from_plain(settings)
-    changes = dict.fromkeys([*league.said, *changes])
-    return folder, dataclasses.replace(league, asked=settings, said=tuple(changes))
+    return dataclasses.replace(league, asked=settings, said=tuple(dict.fromkeys([*league.said, *changes])))
 
 
 def _without_start(fact: Any) -> Any:
@@ -162,11 +157,9 @@ def _without_start(fact: Any) -> Any:
     return {name: value for name, value in dict[str, Any](fact).items() if name != "started"}
 
 
-def _play(
-    league: League, folder: LeagueFolder, starter: Launcher, spectator: Spectator | None, budget: float | None
-) -> League:
+def _play(league: League, starter: Launcher, spectator: Spectator | None, budget: float | None) -> League:
     asked = LeagueSettings.from_plain(league.asked)
-    job = asked.job(folder.path / "runs")
+    job = asked.job(league.folder / "runs")
     # A task that is not gradient descent has no learning rate.
     tunable = isinstance(job.what, Script) or not issubclass(job.what.find(), IterativeTask)
     plan = LeaguePlan(league.contestants, asked.seed, asked.seeds, asked.tune if tunable else (1.0,))
@@ -182,7 +175,7 @@ def _play(
             undone=tuple(conductor.undone),
             facts=_with_first_batch(league.facts, conductor.entries),
         )
-        folder.write(current.kept())
+        current.write()
         return current
 
     def changed() -> None:
@@ -202,7 +195,7 @@ def _play(
 def _one_run(planned: Planned, job: Job, conductor: Conductor, starter: Launcher, spectator: Spectator | None) -> Entry:
     contestant = next(one for one in conductor.plan.contestants if one.name == planned.name)
     watcher = None if spectator is None else spectator.starting(planned)
-    entry = Entry(planned.name, planned.seed, planned.factor, planned.tuning)
+    entry = Entry(*planned.key)
     start = time.monotonic()
     try:
         result = drive(resolved(job, contestant, planned.seed, planned.factor), launcher=starter, watcher=watcher)
@@ -218,7 +211,9 @@ def _one_run(planned: Planned, job: Job, conductor: Conductor, starter: Launcher
         raise UsageError(_NO_TARGET)
     # These runs are never resumed, and checkpoints of all of them could fill a disk.
     shutil.rmtree(RunFolder(result.run).checkpoints, ignore_errors=True)
-    return dataclasses.replace(of_result(entry, result), wall_seconds=time.monotonic() - start)
+    return dataclasses.replace(
+        of_result(entry, result, Target.parse(result.target)), wall_seconds=time.monotonic() - start
+    )
 
 
 def _refuse_hopeless(conductor: Conductor, failed: Entry) -> None:

@@ -13,26 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from offbeat.league._contestants import AGAIN, BASELINE, Contestant, EntryReason
-from offbeat.league._records import Entry
+from offbeat.league._records import Entry, Planned
 
 TRIES = 2
 """Failures after which a contestant that has never succeeded is not run again."""
 TUNING_SEED = 10_000
 """Distance of the seed on which learning rates are tuned from the first seed that counts."""
-
-
-@dataclass(frozen=True)
-class Planned:
-    """One run."""
-
-    name: str
-    """The contestant."""
-    seed: int
-    """Determines model, data and random numbers."""
-    factor: float
-    """Factor on its learning rates."""
-    tuning: bool
-    """Whether it only serves to choose that factor."""
 
 
 @dataclass(frozen=True)
@@ -69,20 +55,14 @@ class LeaguePlan:
 
     def chosen(self, entries: Sequence[Entry]) -> dict[str, float]:
         """The best factor of each contestant by its tuning runs."""
-        factors: dict[str, float] = {}
-        for name in self.tuned:
-            tried = [entry for entry in entries if entry.tuning and entry.name == name]
-            default = min(self.grid, key=_change, default=1.0)
-            factors[name] = min(tried, key=quality).factor if tried else default
+        default = min(self.grid, key=_change, default=1.0)
+        tried = {name: [entry for entry in entries if entry.tuning and entry.name == name] for name in self.tuned}
+        factors = {name: min(own, key=quality).factor if own else default for name, own in tried.items()}
         return factors | {AGAIN: factors.get(BASELINE, 1.0)}
 
 
 def quality(entry: Entry) -> tuple[float, float, float]:
-    """Smaller is better: steps to the target, then the best score, then the distance of the factor from 1.
-
-    Steps, not seconds: the rate does not change the duration of a step, so the fewest steps arrive first, and what else
-    the machine did meanwhile has no influence.
-    """
+    """Smaller is better: steps (not seconds, which depend on the machine) to the target, best score, factor near 1."""
     steps = math.inf if entry.steps_to_target is None else float(entry.steps_to_target)
     score = math.inf if entry.best_score is None else entry.best_score * (1 if entry.lower_is_better else -1)
     return steps, score, _change(entry.factor)
@@ -138,12 +118,8 @@ class Conductor:
     def given_up(self) -> list[str]:
         """Contestants that failed in every run, often enough."""
         needed = max(TRIES, len(self.plan.grid) if len(self.plan.grid) > 1 else 0)
-        names: list[str] = []
-        for contestant in self.plan.contestants:
-            own = [entry for entry in self.entries if entry.name == contestant.name]
-            if len(own) >= needed and all(entry.reason is not None for entry in own):
-                names.append(contestant.name)
-        return names
+        reasons = {one.name: [e.reason for e in self.entries if e.name == one.name] for one in self.plan.contestants}
+        return [name for name, own in reasons.items() if len(own) >= needed and None not in own]
 
     def left(self) -> list[Planned]:
         """The remaining runs, if time allows."""
@@ -173,9 +149,7 @@ class Conductor:
         return [
             one
             for one in planned
-            if (one.name, one.seed, one.factor, one.tuning) not in done
-            and (one.tuning or (one.name, one.seed) not in counted)
-            and one.name not in out
+            if one.key not in done and (one.tuning or (one.name, one.seed) not in counted) and one.name not in out
         ]
 
     def _play(self, planned: Sequence[Planned], sure: bool) -> bool:

@@ -57,17 +57,13 @@ class Contestant:
     """Disturbances of processes that it does not have."""
 
 
-@dataclass(frozen=True)
-class Entrants:
-    """The contestants, and the strategies that cannot take part."""
+def field_of(
+    job: Job, strategies: Sequence[str | Strategy], single: bool
+) -> tuple[tuple[Contestant, ...], dict[str, str]]:
+    """The contestants of a comparison on this job, and the strategies that cannot be used here, each with the reason.
 
-    contestants: tuple[Contestant, ...]
-    refused: dict[str, str]
-    """Strategies that cannot be used here, and why."""
-
-
-def field_of(job: Job, strategies: Sequence[str | Strategy], single: bool) -> Entrants:
-    """The contestants of a comparison on this job; a misspelled strategy is an error, an unusable one is listed."""
+    A misspelled strategy is an error.
+    """
     texts = {BASELINE: BASELINE}
     for strategy in (strategy for text in strategies or DEFAULT for strategy in expand(str(text))):
         texts.setdefault(str(combined(strategy)), str(strategy))  # Strategies that mean the same take part once.
@@ -89,7 +85,7 @@ def field_of(job: Job, strategies: Sequence[str | Strategy], single: bool) -> En
             refused[candidate.name] = str(error)
     if not any(one.part.eligible for one in contestants):
         raise StrategyError(f"none of the strategies can be used here: {'; '.join(refused.values())}")
-    return Entrants(tuple(contestants), refused)
+    return tuple(contestants), refused
 
 
 def resolved(job: Job, one: Contestant, seed: int = 0, factor: float = 1.0) -> Job:

@@ -1,7 +1,9 @@
-"""A comparison: its settings, every finished run, the table and the verdict."""
+"""A comparison: its settings, every finished run, the table and the verdict; kept in `league.json` of its folder."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -12,12 +14,20 @@ import msgspec
 
 from offbeat.errors import CheckpointError, OffbeatError
 from offbeat.league._contestants import Contestant
-from offbeat.league._records import LEAGUE_FILE, Entry, LeagueFolder
+from offbeat.league._records import Entry
 from offbeat.league._rows import LeagueRow, complete_seeds, rows_of
 from offbeat.league._settings import LeagueSettings
 from offbeat.league._words import LeagueVerdict, outcome, ranking
+from offbeat.runtime.run.folder import write_whole
 from offbeat.runtime.run.settings import Target
+from offbeat.runtime.run.untrusted_files import is_file, read_object
 
+LEAGUE_FILE = "league.json"
+HOSTS_FILE = "hosts.toml"
+LATEST = "latest-league"
+VERSION = 1
+"""Version of the file format."""
+_LARGEST = 256 * 2**20  # Maximum size of the file in bytes: it has every evaluation of every run.
 TAGS = {
     "time, relative, speedup, step_seconds, core_seconds, startup_seconds, seconds_by_kind": "measured",
     "reached, steps, samples, score, test_score": "measured",
@@ -26,8 +36,7 @@ TAGS = {
     "curve": "measured; bytes between evaluations are scaled from one worker's to all",
 }
 """The origin of each figure; nothing in a comparison is simulated or extrapolated."""
-_MOST = 1e18
-"""Beyond any figure of a run."""
+_MOST = 1e18  # Beyond any figure of a run.
 
 
 class _LeagueEnvironment(msgspec.Struct):
@@ -54,36 +63,6 @@ class _Facts(msgspec.Struct):
     crowded: str | None = None
 
 
-class _LeagueFile(msgspec.Struct):
-    """The required contents of league.json."""
-
-    asked: dict[str, Any]
-    facts: _Facts
-    contestants: tuple[Contestant, ...]
-    refused: dict[str, str]
-    runs: tuple[Entry, ...]
-    given_up: tuple[str, ...]
-    undone: tuple[str, ...]
-    said: tuple[str, ...] = ()
-
-
-def _check(file: _LeagueFile) -> None:
-    """Check what types do not: figures are finite and not huge, targets can be parsed, and names are unique."""
-    names = [one.name for one in file.contestants]
-    if not names:
-        raise ValueError("it has no contestants")
-    if len(set(names)) < len(names):
-        raise ValueError(f"it has a contestant twice: {', '.join(names)[:200]}")
-    for entry in file.runs:
-        numbers = [getattr(entry, one.name) for one in fields(entry)] + list(entry.seconds_by_kind.values())
-        numbers += [getattr(point, one.name) for point in entry.curve for one in fields(point)]
-        wrong = [value for value in numbers if isinstance(value, int | float) and not -_MOST < value < _MOST]
-        if wrong:
-            raise ValueError(f"a run of {entry.name[:200]!r} has the figure {wrong[0]:g}"[:400])
-        if entry.target is not None:
-            Target.parse(entry.target)
-
-
 @dataclass(frozen=True)
 class League:
     """Strategies compared by their time to a target, over the same seeds; the result of `offbeat.compare`."""
@@ -107,24 +86,49 @@ class League:
     """What changed before a comparison was resumed."""
 
     @classmethod
-    def from_plain(cls, folder: Path, data: Mapping[str, Any]) -> League:
-        """From the contents of league.json, which are checked."""
-        try:
-            file = msgspec.convert(dict(data), _LeagueFile)
-            asked = LeagueSettings.from_plain(file.asked).plain()
-            _check(file)
-        except (ValueError, OffbeatError) as error:
-            raise CheckpointError(
-                f"{folder / LEAGUE_FILE} cannot be read: {error}. It may have been edited."
-            ) from error
-        rest = (file.contestants, file.refused, file.runs, file.given_up, file.undone, file.said)
-        return cls(folder, asked, data["facts"], *rest)
-
-    @classmethod
     def read(cls, path: str | Path) -> League:
-        """An earlier comparison, from its folder."""
-        folder = LeagueFolder.open(Path(path))
-        return cls.from_plain(folder.path, folder.read())
+        """An earlier comparison, from its folder; its file is checked."""
+        folder = Path(path).resolve()
+        file = folder / LEAGUE_FILE
+        if not is_file(file):
+            raise CheckpointError(
+                f"{path} is not a comparison: it has no {LEAGUE_FILE}. Give a folder that `offbeat compare` has made."
+            )
+        try:
+            data = read_object(file, _LARGEST)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        if data.get("version") != VERSION:
+            raise CheckpointError(f"{file} is from another version of offbeat. Start a new one.")
+        try:
+            league = msgspec.convert({**data, "folder": folder, "entries": data.get("runs")}, cls)
+            asked = LeagueSettings.from_plain(league.asked).plain()
+            league._check()
+        except (ValueError, OffbeatError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}. It may have been edited.") from error
+        return dataclasses.replace(league, asked=asked)
+
+    def _check(self) -> None:
+        """Check what types do not: facts, names are unique, figures are finite and not huge, targets can be parsed."""
+        msgspec.convert(self.facts, _Facts)
+        names = [one.name for one in self.contestants]
+        if not names:
+            raise ValueError("it has no contestants")
+        if len(set(names)) < len(names):
+            raise ValueError(f"it has a contestant twice: {', '.join(names)[:200]}")
+        for entry in self.entries:
+            numbers = [getattr(entry, one.name) for one in fields(entry)] + list(entry.seconds_by_kind.values())
+            numbers += [getattr(point, one.name) for point in entry.curve for one in fields(point)]
+            wrong = [value for value in numbers if isinstance(value, int | float) and not -_MOST < value < _MOST]
+            if wrong:
+                raise ValueError(f"a run of {entry.name[:200]!r} has the figure {wrong[0]:g}"[:400])
+            if entry.target is not None:
+                Target.parse(entry.target)
+
+    def write(self) -> None:
+        """Replace its file, at once or not at all."""
+        text = json.dumps({"version": VERSION, **self.kept()}, indent=1, default=str)
+        write_whole(self.folder / LEAGUE_FILE, text + "\n")
 
     @cached_property
     def rows(self) -> tuple[LeagueRow, ...]:

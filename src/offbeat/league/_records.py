@@ -1,28 +1,35 @@
-"""The record of a comparison on disk: `league.json` with one entry for each finished run."""
+"""The runs of a comparison: planned, finished, and as points of a curve."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-from offbeat.errors import CheckpointError
 from offbeat.run.drive import Result
-from offbeat.runtime.run.folder import METRICS_FILE, new_folder, write_whole
+from offbeat.runtime.run.folder import METRICS_FILE
 from offbeat.runtime.run.settings import Target
-from offbeat.runtime.run.untrusted_files import is_file, read_object
 
-LEAGUE_FILE = "league.json"
-HOSTS_FILE = "hosts.toml"
-LATEST = "latest-league"
-VERSION = 1
-"""Version of the file format."""
-_LARGEST = 256 * 2**20
-"""Maximum size of the file in bytes: it has every evaluation of every run."""
+
+@dataclass(frozen=True)
+class Planned:
+    """One run."""
+
+    name: str
+    """The contestant."""
+    seed: int
+    """Determines model, data and random numbers."""
+    factor: float
+    """Factor on its learning rates."""
+    tuning: bool
+    """Whether it only serves to choose that factor."""
+
+    @property
+    def key(self) -> tuple[str, int, float, bool]:
+        """Identifies the run."""
+        return self.name, self.seed, self.factor, self.tuning
 
 
 @dataclass(frozen=True)
@@ -40,14 +47,9 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Entry:
+class Entry(Planned):
     """One finished run, successful or not."""
 
-    name: str
-    """The contestant."""
-    seed: int
-    factor: float
-    tuning: bool
     wall_seconds: float = 0.0
     """From start to end, including start-up."""
     reason: str | None = None
@@ -91,17 +93,11 @@ class Entry:
         """Whether the score is a loss."""
         return self.target is not None and Target.parse(self.target).lower
 
-    @property
-    def key(self) -> tuple[str, int, float, bool]:
-        """Identifies the run."""
-        return self.name, self.seed, self.factor, self.tuning
 
-
-def of_result(entry: Entry, result: Result) -> Entry:
+def of_result(entry: Entry, result: Result, target: Target) -> Entry:
     """The entry of a successful run."""
-    target = None if result.target is None else Target.parse(result.target)
-    curve = [] if target is None else _curve(result, target)
-    reached = next((point for point in curve if target is not None and target.reached(point.score)), None)
+    curve = _curve(result, target)
+    reached = next((point for point in curve if target.reached(point.score)), None)
     names = {f.name for f in dataclasses.fields(Entry)} & {f.name for f in dataclasses.fields(Result)}
     counted = [host.get("sent_bytes") for host in result.hosts]
     return dataclasses.replace(
@@ -133,39 +129,3 @@ def _curve(result: Result, target: Target) -> list[Evaluation]:
             evaluation = line["seconds_by_kind"]["evaluate"]
             points.append(Evaluation(line["step"], line["samples"], line["seconds"], sent, score[1], evaluation))
     return points
-
-
-class LeagueFolder:
-    """The folder of a comparison. Writes are atomic."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @classmethod
-    def create(cls, parent: Path, name: str) -> LeagueFolder:
-        """A new folder `<parent>/<time>-league-<name>`, and the link `latest-league` to it."""
-        return cls(new_folder(parent, f"league-{name}", LATEST))
-
-    @classmethod
-    def open(cls, path: Path) -> LeagueFolder:
-        """The folder of an earlier comparison, to resume or read it."""
-        if not is_file(path / LEAGUE_FILE):
-            raise CheckpointError(
-                f"{path} is not a comparison: it has no {LEAGUE_FILE}. Give a folder that `offbeat compare` has made."
-            )
-        return cls(path.resolve())
-
-    def read(self) -> dict[str, Any]:
-        """The contents of league.json."""
-        try:
-            data = read_object(self.path / LEAGUE_FILE, _LARGEST)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path / LEAGUE_FILE} cannot be read: {error}") from error
-        if data.get("version") != VERSION:
-            raise CheckpointError(f"{self.path / LEAGUE_FILE} is from another version of offbeat. Start a new one.")
-        return data
-
-    def write(self, data: Mapping[str, Any]) -> None:
-        """Replace league.json."""
-        text = json.dumps({"version": VERSION, **data}, indent=1, default=str)
-        write_whole(self.path / LEAGUE_FILE, text + "\n")

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from offbeat.league._contestants import AGAIN, BASELINE, SINGLE, Contestant, Ent
 from offbeat.league._records import Entry
 from offbeat.runtime.run.stopwatch import KINDS
 from offbeat.statistics import JsonData, Spread, ratios, spread
+
+_MEDIANS = ("kernel_bytes", "core_seconds", "startup_seconds", "test_score")
 
 
 @dataclass(frozen=True)
@@ -122,12 +125,9 @@ def _row(
         step_seconds=middle(_step_seconds),
         samples=middle(lambda e: e.samples if e.samples_to_target is None else e.samples_to_target),
         bytes_sent=middle(lambda e: e.bytes_sent if e.bytes_to_target is None else e.bytes_to_target),
-        kernel_bytes=middle(lambda e: e.kernel_bytes),
-        core_seconds=middle(lambda e: e.core_seconds),
-        startup_seconds=middle(lambda e: e.startup_seconds),
         seconds_by_kind=kinds if well else None,
         score=middle(lambda e: e.best_score),
-        test_score=middle(lambda e: e.test_score),
+        **{name: middle(attrgetter(name)) for name in _MEDIANS},
         resolution=_resolution(well),
         failures=tuple(dict.fromkeys(e.reason for e in entries if e.reason is not None)),
         left_out=one.left_out,

@@ -12,8 +12,7 @@ from offbeat.league._rows import LeagueRow
 from offbeat.statistics import ENOUGH
 from offbeat.strategies import Local, combined, parse_built_in
 
-_DIFFERENT = 0.05
-"""Relative difference of two figures that is worth mentioning."""
+_DIFFERENT = 0.05  # Relative difference of two figures that is worth mentioning.
 
 
 @dataclass(frozen=True)

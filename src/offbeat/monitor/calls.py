@@ -12,15 +12,14 @@ from typing import NamedTuple
 
 from offbeat.monitor.server_state import ServerState, members_of
 from offbeat.monitor.verdicts import worker_name
+from offbeat.protocols.causality.deadlock import Matching, Mismatch
 from offbeat.protocols.causality.histories import Call
-from offbeat.protocols.causality.matching import Matching, Mismatch
 from offbeat.runtime.events.recorder import About, Mark, Stamp
 from offbeat.runtime.events.servers import GROUP as SERVERS
 from offbeat.runtime.events.servers import MEETINGS
 
 SEND = "send to"
-_TIDY = 256
-"""Entries into collectives after which finished calls are forgotten."""
+_TIDY = 256  # Entries into collectives after which finished calls are forgotten.
 
 
 class OpenCall(NamedTuple):
@@ -29,10 +28,8 @@ class OpenCall(NamedTuple):
     about: About
     sequence: int
     since: float
-    waited: bool
-    """Whether the worker only waits for it."""
-    failed: bool = False
-    """Whether the wait has ended with an error, which the program may recover from."""
+    waited: bool  # Whether the worker only waits for it.
+    failed: bool = False  # Whether the wait has ended with an error, which the program may recover from.
     step: int = 0
 
     def __str__(self) -> str:
@@ -72,8 +69,7 @@ class OpenCalls:
         self._matching = Matching()
         self._taken: dict[tuple[str, int, int, int], int] = defaultdict(int)
         self._untidy = 0
-        self.mismatch: Mismatch | None = None
-        """The first call that one worker made differently than the others, if any."""
+        self.mismatch: Mismatch | None = None  # The first call that a worker made differently than the others.
 
     def all(self) -> Iterator[tuple[int, OpenCall]]:
         """Rank and call of each."""

@@ -20,13 +20,10 @@ from offbeat.runtime.events.recorder import FOLDER
 from offbeat.runtime.run.untrusted_files import read_bytes
 
 FILE: Final = "cores-waited.jsonl"
-EVERY: Final = 0.4
-"""Minimum seconds between two lines …"""
-RARELY: Final = 0.01
-"""… and minimum share of the time since the first, so that a long run does not fill the disk."""
+EVERY: Final = 0.4  # Minimum seconds between two lines …
+RARELY: Final = 0.01  # … and minimum share of the time since the first, so that a long run does not fill the disk.
 
-Queues = Mapping[int, Sequence[tuple[float, float]]]
-"""Of each worker: times, and the seconds that it had waited for a core by then."""
+Queues = Mapping[int, Sequence[tuple[float, float]]]  # Of each worker: times, and its seconds without a core by then.
 
 
 class QueueWriter:

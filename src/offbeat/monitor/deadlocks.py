@@ -29,15 +29,11 @@ class Judge:
     """The state of a run by its events so far, and verdicts on it."""
 
     def __init__(self) -> None:
-        self.served = ServerState()
-        """State of the run's servers."""
+        self.served = ServerState()  # State of the run's servers.
         self._calls = OpenCalls(self.served)
-        self.ended: dict[int, str] = {}
-        """Workers that have ended, and how."""
-        self.steps: dict[int, int] = {}
-        """Number of steps of each worker."""
-        self.unfit = 0
-        """Number of times that NaN or infinite numbers were sent or refused."""
+        self.ended: dict[int, str] = {}  # Workers that have ended, and how.
+        self.steps: dict[int, int] = {}  # Number of steps of each worker.
+        self.unfit = 0  # Number of times that NaN or infinite numbers were sent or refused.
 
     def feed(self, rank: int, stamps: Iterable[Stamp]) -> None:
         """Take in new events of a worker."""

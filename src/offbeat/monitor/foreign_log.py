@@ -12,8 +12,7 @@ from offbeat.monitor.diagram.build import messages
 from offbeat.protocols.causality.histories import Computation, EventPosition
 from offbeat.protocols.causality.shiviz import ShivizLog
 
-_LISTED = 12
-"""Number of lines, or processes of a chain, that are listed before the rest is counted."""
+_LISTED = 12  # Number of lines, or processes of a chain, that are listed before the rest is counted.
 
 
 class ProcessEnd(Struct, frozen=True):
@@ -21,15 +20,11 @@ class ProcessEnd(Struct, frozen=True):
 
     process: str
     events: int
-    last: str
-    """Its last event, in words."""
-    at: int
-    """Logical time of that event."""
-    known: int
-    """Number of its events that any other process knows of."""
+    last: str  # Its last event, in words.
+    at: int  # Logical time of that event.
+    known: int  # Number of its events that any other process knows of.
 
     def __str__(self) -> str:
-        """In words."""
         heard = "nobody else has heard of it" if not self.known else f"others know of its first {self.known:,}"
         heard = "others know of all of them" if self.known == self.events else heard
         return f"{self.process}: {self.events:,} events, {heard}; the last, at {self.at:,}: {self.last or '(no words)'}"
@@ -40,20 +35,14 @@ class LogFindings(Struct, frozen=True):
 
     processes: int
     events: int
-    messages: int
-    """Pairs of an event and one elsewhere that learned of it first: messages, as far as clocks tell."""
-    concurrent: int
-    """Pairs of events of different processes of which neither happened before the other."""
-    pairs: int
-    """Number of pairs in all."""
-    chain: tuple[str, ...]
-    """The processes along the longest causal chain of events, neighbours joined."""
+    messages: int  # Pairs of an event and one elsewhere that learned of it first: messages, as far as clocks tell.
+    concurrent: int  # Pairs of events of different processes of which neither happened before the other.
+    pairs: int  # Number of pairs in all.
+    chain: tuple[str, ...]  # The processes along the longest causal chain of events, neighbours joined.
     chain_events: int
-    completed: tuple[int, ...]
-    """Lines whose clock omitted what follows from it."""
+    completed: tuple[int, ...]  # Lines whose clock omitted what follows from it.
     endings: tuple[ProcessEnd, ...]
-    skipped: tuple[int, ...] = ()
-    """Lines that are not part of any event."""
+    skipped: tuple[int, ...] = ()  # Lines that are not part of any event.
 
     def plain(self) -> dict[str, Any]:
         """As JSON data."""

@@ -25,26 +25,21 @@ from offbeat.runtime.events.recorder import FOLDER, KINDS, OTHER, About, Mark, R
 from offbeat.runtime.events.servers import GROUP as SERVERS
 from offbeat.runtime.events.servers import PULL, PUSH
 
-STEPS: Final = "steps"
-"""The group of the steps that servers complete."""
+STEPS: Final = "steps"  # The group of the steps that servers complete.
 LOCAL: Final = frozenset({Mark.STEP, Mark.CHECKPOINT, Mark.FAULT, Mark.NAN, Mark.END, Mark.LEAVE})
 _USED: Final = frozenset({Mark.APPLIED, Mark.REFUSED, Mark.LATE})
 
-Stamps = Mapping[int, Sequence[Stamp]]
-"""Events of each worker, by rank."""
-ServerStamps = Mapping[str, Sequence[Stamp]]
-"""Events of each server, by name."""
+Stamps = Mapping[int, Sequence[Stamp]]  # Events of each worker, by rank.
+ServerStamps = Mapping[str, Sequence[Stamp]]  # Events of each server, by name.
 
 
 class RecordedRun(Struct, frozen=True):
     """The events in a run's folder."""
 
     stamps: Stamps
-    dropped: int
-    """Number of older events that were overwritten."""
+    dropped: int  # Number of older events that were overwritten.
     servers: ServerStamps = {}
-    queues: Queues = {}
-    """How long each worker had waited for a core, as far as recorded."""
+    queues: Queues = {}  # How long each worker had waited for a core, as far as recorded.
 
 
 def recorded(folder: Path) -> RecordedRun:
@@ -76,10 +71,8 @@ class FullHistory(NamedTuple):
     """A run in which every record is an event, even those that cannot have affected other processes."""
 
     run: Computation
-    stamps: tuple[tuple[Stamp | None, ...], ...]
-    """The record of each event of each process; None if it shares the previous event's record."""
-    counts: tuple[tuple[int, ...], ...]
-    """How many of the first 0, 1, 2 … events of each process `history_of` has, too."""
+    stamps: tuple[tuple[Stamp | None, ...], ...]  # Of each event its record; None if it shares the previous one's.
+    counts: tuple[tuple[int, ...], ...]  # How many of the first 0, 1, 2 … events `history_of` has, too.
 
     def describe(self, cut: Cut) -> str:
         """A cut in words: the position of each process, by the numbers of `history_of`."""

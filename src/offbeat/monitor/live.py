@@ -18,39 +18,28 @@ from offbeat.monitor.history import recorded
 from offbeat.monitor.staleness_and_nans import Unfit, unfit
 from offbeat.monitor.stragglers import ENOUGH, Blame, blame
 from offbeat.monitor.verdicts import DESYNC, NAN, SILENT, STRAGGLER, Verdict, worker_name
-from offbeat.protocols.causality.delivery import ByTime, Delivery, EventReport, LateReport
+from offbeat.protocols.causality.delivery import ByTime, Delivery, EventReport
 from offbeat.protocols.machine import Effect, Name, Received, Start, Timer
 from offbeat.runtime.events.recorder import FOLDER, Reader, events_file, stack_file
 from offbeat.runtime.events.worker import ask
 from offbeat.runtime.launch import RoleOutcome
 from offbeat.runtime.run.procfs import stat_fields
 
-EVERY: Final = 0.4
-"""Seconds between looks."""
-AGE: Final = 0.05
-"""Seconds after which an event is judged, because nothing older is still being recorded."""
-PATIENCE: Final = 10.0
-"""Seconds of waiting for a worker that does something else before that is reported."""
-ANSWER: Final = 0.5
-"""Seconds for a worker to write its stack."""
-STOPPED: Final = 0.8
-"""Seconds for which a process that others wait for is stopped before that is reported."""
-RECENT: Final = 4096
-"""Number of events of each worker that are compared to find a straggler."""
-IDLE: Final = 2
-"""Looks between which a worker must not have computed to count as waiting inside torch."""
-NOTICE: Final = 1.0
-"""Seconds for a run to notice a death before that is reported."""
+EVERY: Final = 0.4  # Seconds between looks.
+AGE: Final = 0.05  # Seconds after which an event is judged, because nothing older is still being recorded.
+PATIENCE: Final = 10.0  # Seconds of waiting for a worker that does something else before that is reported.
+ANSWER: Final = 0.5  # Seconds for a worker to write its stack.
+STOPPED: Final = 0.8  # Seconds for which a process that others wait for is stopped before that is reported.
+RECENT: Final = 4096  # Number of events of each worker that are compared to find a straggler.
+IDLE: Final = 2  # Looks between which a worker must not have computed to count as waiting inside torch.
+NOTICE: Final = 1.0  # Seconds for a run to notice a death before that is reported.
 
-_SERVERS: Final = "servers"
-_LAUNCHER: Final = "launcher"
-"""Sources of events beside the workers."""
+_SERVERS, _LAUNCHER = "servers", "launcher"  # Sources of events beside the workers.
 
 _FRAME: Final = re.compile(r'\s*File "(?P<file>[^"]*)", line \d+ in (?P<name>.*)')
 _OFFBEAT: Final = Path(__file__).parents[1]
 _STAMPING: Final = (_OFFBEAT / "runtime/events/groups.py", _OFFBEAT / "runtime/events/calls.py")
-_STARTING: Final = frozenset({"_run_script", "_work", "work"})
-"""Functions of ours that are on every worker's stack."""
+_STARTING: Final = frozenset({"_run_script", "_work", "work"})  # Functions of ours that are on every worker's stack.
 
 
 class Listener:
@@ -74,7 +63,7 @@ class Listener:
         """Processes and events that are old enough, in order; with an infinite time, all of them."""
         effects, self._ready = [*self._ready, *self._machine.on(Timer("look"), now)], []
         for effect in effects:
-            if isinstance(effect, Start) and isinstance(effect.work, Delivery | LateReport):
+            if isinstance(effect, Start) and isinstance(effect.work, Delivery):
                 yield effect.work.process, effect.work.report.event
 
 
@@ -83,8 +72,7 @@ class _End(NamedTuple):
 
     process: str
     how: str
-    early: bool = False
-    """Whether the run goes on without it."""
+    early: bool = False  # Whether the run goes on without it.
 
 
 class LiveWatch:

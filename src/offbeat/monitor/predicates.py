@@ -1,9 +1,7 @@
 """Predicates that held possibly or definitely, over all the orders in which a run may have gone.
 
-Which of two events of different workers came first is unknown unless one caused the other. A predicate held *possibly*
-if it holds on some consistent cut, and *definitely* if every order that the run can have had passes through one where
-it holds. Predicates that are a condition on each worker are decided exactly; others are searched for in the lattice of
-consistent cuts, up to a limit.
+Predicates that are a condition on each worker are decided exactly; others are searched for in the lattice of consistent
+cuts, up to a limit.
 """
 
 from __future__ import annotations
@@ -55,14 +53,11 @@ def predicate(text: str) -> Predicate:
 class Answered(Struct, frozen=True):
     """Whether a predicate held, and where."""
 
-    asked: str
-    """`possibly` or `definitely`."""
+    asked: str  # `possibly` or `definitely`.
     predicate: str
     answer: str
-    cut: str | None
-    """A consistent cut on which it holds, in words."""
-    limit: int
-    """Number of cuts examined before the search was given up; 0: it was not."""
+    cut: str | None  # A consistent cut on which it holds, in words.
+    limit: int  # Number of cuts examined before the search was given up; 0: it was not.
 
     def __str__(self) -> str:
         """In words: `possibly steps-apart>3: yes, for example at worker 0:12 (step), worker 1:5 (enter …)`."""

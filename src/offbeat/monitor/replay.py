@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from msgspec import Struct, to_builtins
+from numpy.typing import NDArray
 
 from offbeat.errors import UsageError, did_you_mean
 from offbeat.monitor.deadlocks import Judge
@@ -25,12 +26,9 @@ from offbeat.protocols.machine import Effect, Event, Machine, Name, Received, Se
 from offbeat.runtime.events.recorder import Mark, Stamp
 from offbeat.simulate.machines import Kill, LossyNetwork, Simulation
 
-DELAY: Final = 0.005
-"""Default mean delay of a report in seconds."""
-BOUND: Final = 10
-"""The longest delay, as a multiple of the mean, for the rules that need one."""
-MOST: Final = 20_000
-"""Maximum number of events that are replayed, the last ones of the run."""
+DELAY: Final = 0.005  # Default mean delay of a report in seconds.
+BOUND: Final = 10  # The longest delay, as a multiple of the mean, for the rules that need one.
+MOST: Final = 20_000  # Maximum number of events that are replayed, the last ones of the run.
 RULES: Final[Mapping[str, Callable[[Sequence[Name], float], Machine]]] = {
     "arrival": lambda names, _: delivery.ByArrival(names),
     "fifo": lambda names, delay: delivery.ByNumber(names, BOUND * delay),
@@ -38,8 +36,7 @@ RULES: Final[Mapping[str, Callable[[Sequence[Name], float], Machine]]] = {
     "lamport": lambda names, delay: delivery.ByLamport(names, 2 * delay, BOUND * delay),
     "vector": lambda names, delay: delivery.ByVector(names, BOUND * delay),
 }
-_SOON: Final = 1e-9
-"""Minimum seconds from a cause to its effect, whatever the wall clocks say."""
+_SOON: Final = 1e-9  # Minimum seconds from a cause to its effect, whatever the wall clocks say.
 _TELLING: Final = frozenset({Mark.ENTER, Mark.START, Mark.WAIT, Mark.END, Mark.VIEW})
 """Marks after which the verdict may change."""
 
@@ -48,15 +45,11 @@ class Phantom(Struct, frozen=True):
     """A verdict on the way that the whole run refutes."""
 
     verdict: str
-    after: int
-    """Number of events delivered before it."""
-    cut: str
-    """The latest consistent cut inside them, in words."""
-    refuted: bool
-    """Whether there is no such verdict on that cut."""
+    after: int  # Number of events delivered before it.
+    cut: str  # The latest consistent cut inside them, in words.
+    refuted: bool  # Whether there is no such verdict on that cut.
 
     def __str__(self) -> str:
-        """In words."""
         why = "which has none" if self.refuted else "and the run went on from it"
         return f"phantom after {self.after:,} events: {self.verdict} The latest consistent cut was {self.cut}, {why}."
 
@@ -67,25 +60,17 @@ class Replay(Struct, frozen=True, kw_only=True):
     rule: str
     delay: float
     events: int
-    left_out: int
-    """Number of older events that were not replayed."""
-    overtaken: int
-    """Number of reports that came after a later one of their process."""
-    held: int
-    """Number of reports that were held back."""
-    longest: float
-    """Longest time that a report was held back, in seconds."""
+    left_out: int  # Number of older events that were not replayed.
+    overtaken: int  # Number of reports that came after a later one of their process.
+    held: int  # Number of reports that were held back.
+    longest: float  # Longest time that a report was held back, in seconds.
     longest_held: str
-    late: int
-    """Number of reports that came too late for their place in the order."""
+    late: int  # Number of reports that came too late for their place in the order.
     probes: int
-    disorder: int
-    """Number of events that were delivered before one of their causes."""
-    example: str
-    """The first of them, in words."""
+    disorder: int  # Number of events that were delivered before one of their causes.
+    example: str  # The first of them, in words.
     phantoms: tuple[Phantom, ...]
-    verdict: str | None
-    """On the whole run, after the last delivery."""
+    verdict: str | None  # On the whole run, after the last delivery.
 
     @property
     def consistent(self) -> bool:
@@ -233,11 +218,11 @@ class _Reporter:
 
 def _reporters(run: Computation, dropped: Vector) -> list[_Reporter]:
     """All processes of a run, on one clock: each event at its time, or right after its causes if theirs are later."""
-    at = [[0.0] * length for length in run.lengths]
-    for place in run.order:
-        before = [at[i][k - 1] for i, k in run.causes(place)]
-        before += [at[place.process][place.number - 2]] if place.number > 1 else []
-        at[place.process][place.number - 1] = max([run.event(place).time, *(time + _SOON for time in before)])
+
+    def soonest(place: EventPosition, row: NDArray[Any]) -> None:
+        row[0] = max(run.event(place).time, row[0] + _SOON)
+
+    at = [rows[1:, 0].tolist() for rows in run.fold(1, soonest, float)]
     clocks: dict[EventPosition, tuple[int, Vector]] = {}
     return [_Reporter(run, process, at[process], dropped, clocks) for process in range(run.size)]
 
@@ -259,7 +244,7 @@ class _Audience:
         place: EventPosition = work.report.event
         if hold > 0:
             self.holds.append((hold, place))
-        self.late += isinstance(work, delivery.LateReport)
+        self.late += work.late
         before = [EventPosition(place.process, place.number - 1)] if place.number > 1 else []
         missing = [cause for cause in (*before, *self._trace.run.causes(place)) if cause not in self._delivered]
         if missing:

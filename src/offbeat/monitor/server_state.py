@@ -32,10 +32,8 @@ class ServerState:
     """The servers of a run, as far as its events tell."""
 
     def __init__(self) -> None:
-        self.left: set[int] = set()
-        """Workers that have done their part."""
-        self.gone: dict[str, str] = {}
-        """Workers and servers whose process ended before the run did, and how."""
+        self.left: set[int] = set()  # Workers that have done their part.
+        self.gone: dict[str, str] = {}  # Workers and servers whose process ended before the run did, and how.
         self._clocks: dict[int, int] = {}
         self._floor = 0
         self._joined: set[int] = set()

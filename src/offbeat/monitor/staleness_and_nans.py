@@ -10,14 +10,13 @@ from typing import Any, Final
 from msgspec import Struct
 
 from offbeat.monitor.calls import call_of
-from offbeat.monitor.history import ServerStamps, Stamps, history_of
+from offbeat.monitor.history import ServerStamps, Stamps, trace_of
 from offbeat.monitor.verdicts import worker_name
 from offbeat.protocols.causality.histories import Computation, EventKind, EventPosition
 from offbeat.runtime.events.recorder import Mark, Stamp
 from offbeat.runtime.events.servers import PULL, PUSH
 
-AFTER: Final = 2000
-"""Number of events of each process that are searched for where numbers went."""
+AFTER: Final = 2000  # Number of events of each process that are searched for where numbers went.
 
 
 # -- reads -----------------------------------------------------------------------------------------------------------
@@ -27,11 +26,9 @@ class Staleness(Struct, frozen=True):
     """Staleness of a worker's reads."""
 
     worker: str
-    reads: Mapping[int, int]
-    """Number of reads by how many steps old they were."""
+    reads: Mapping[int, int]  # Number of reads by how many steps old they were.
     worst: int
-    step: int
-    """The first step with the oldest read."""
+    step: int  # The first step with the oldest read.
 
     def __str__(self) -> str:
         """In words: `worker 0: 12 x 0, 5 x 1; the oldest in step 41`."""
@@ -60,7 +57,6 @@ class Held(Struct, frozen=True):
     seconds: float
 
     def __str__(self) -> str:
-        """In words."""
         return f"{self.worker} held up {self.pulls:,} pulls of the others, for {self.seconds:.3g} s in all"
 
 
@@ -113,15 +109,11 @@ class Unfit(Struct, frozen=True):
 
     worker: str
     step: int
-    what: str
-    """The exchange in which they were sent."""
-    reached: tuple[str, ...] = ()
-    """Processes known to have received them, in order of arrival."""
-    refused: bool = False
-    """Whether servers detected and discarded them."""
+    what: str  # The exchange in which they were sent.
+    reached: tuple[str, ...] = ()  # Processes known to have received them, in order of arrival.
+    refused: bool = False  # Whether servers detected and discarded them.
 
     def __str__(self) -> str:
-        """In words."""
         if self.refused:
             return f"{self.worker} pushed numbers that are not fit to be used in step {self.step}: {self.what}"
         whom = f"they reached {', '.join(self.reached)}" if self.reached else "nobody is known to have got them"
@@ -149,21 +141,15 @@ def _spread(stamps: Stamps, servers: ServerStamps) -> list[Unfit]:
     first = min((stamp.time for own in stamps.values() for stamp in own if stamp.mark is Mark.NAN), default=None)
     if first is None:
         return []
-    run = history_of(_since(stamps, first), _since(servers, first))
-    sick = [
-        (place, stamp)
-        for process, (_, own) in enumerate(stamps.items())
-        for stamp, place in zip(
-            (stamp for stamp in own if stamp.mark is Mark.NAN),
-            (EventPosition(process, n) for n, event in enumerate(run.histories[process], 1) if event.what == "nan"),
-            strict=False,
-        )
-    ]
-    return [
-        _case(run, place, stamp)
-        for place, stamp in sick
-        if not any(run.happened_before(other, place) for other, _ in sick)
-    ]
+    trace = trace_of(_since(stamps, first), _since(servers, first))
+    sick = {
+        EventPosition(process, number): stamp
+        for process, own in enumerate(trace.stamps)
+        for number, stamp in enumerate(own, 1)
+        if stamp is not None and stamp.mark is Mark.NAN
+    }
+    sources = (place for place in sick if not any(trace.run.happened_before(other, place) for other in sick))
+    return [_case(trace.run, place, sick[place]) for place in sources]
 
 
 def _case(run: Computation, source: EventPosition, stamp: Stamp) -> Unfit:

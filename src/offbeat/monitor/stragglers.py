@@ -23,28 +23,17 @@ from offbeat.protocols.causality.histories import Computation, Event
 from offbeat.runtime.events.recorder import KINDS, UNKNOWN, Mark, Stamp
 from offbeat.runtime.events.servers import WARM_START, meeting
 
-LATEST: Final = 8192
-"""Number of each worker's latest events that are examined in a run without steps."""
-STRETCH: Final = 2048
-"""Approximate maximum number of each worker's events in a stretch."""
-STRETCHES: Final = 24
-"""Maximum number of stretches that are examined."""
-LOOKED: Final = 4 * STRETCH * STRETCHES
-"""Approximate maximum number of events examined in all: with many workers, fewer in a stretch."""
-OFTEN: Final = 0.75
-"""A lateness has one cause if that makes up at least this share of it, in at least this share of all steps."""
-MUCH: Final = 0.1
-"""A straggler costs the run at least this share of its time, beyond what the others and the lack of a core cost …"""
-NOTICEABLE: Final = 0.1
-"""… and at least this many seconds: less is how a busy machine happened to schedule a short run …"""
-ENOUGH: Final = 10
-"""… over at least this many steps …"""
-BLOCKS: Final = 16
-"""… of which this many parts are compared, or as many as there are steps: …"""
-SURE: Final = 2.5
-"""… this many standard deviations more than chance explains if all workers are equally late."""
-_LITTLE: Final = 0.05
-"""Kinds that make up less of a lateness than this are not mentioned."""
+LATEST: Final = 8192  # Number of each worker's latest events that are examined in a run without steps.
+STRETCH: Final = 2048  # Approximate maximum number of each worker's events in a stretch.
+STRETCHES: Final = 24  # Maximum number of stretches that are examined.
+LOOKED: Final = 4 * STRETCH * STRETCHES  # Most events examined in all: with many workers, fewer in a stretch.
+OFTEN: Final = 0.75  # A lateness has one cause if that is this share of it, in this share of all steps, or more.
+MUCH: Final = 0.1  # A straggler costs this share of the run, beyond what the others and the lack of a core cost …
+NOTICEABLE: Final = 0.1  # … and at least this many seconds: less is how a busy machine treats a short run …
+ENOUGH: Final = 10  # … over at least this many steps …
+BLOCKS: Final = 16  # … of which this many parts are compared, or as many as there are steps: …
+SURE: Final = 2.5  # … this many standard deviations more than chance explains if all workers are equally late.
+_LITTLE: Final = 0.05  # Kinds that make up less of a lateness than this are not mentioned.
 
 
 class LateWorker(NamedTuple):
@@ -65,36 +54,21 @@ class Blame(Struct, frozen=True):
     """What a worker has cost the others."""
 
     worker: str
-    last: int
-    """Number of steps in which it was the latest; in a run without steps, collectives."""
-    steps: int
-    """Number of steps in all."""
-    unit: str
-    """What is counted: `steps`, or `collectives` in a run without steps."""
-    late: float
-    """Its mean lateness in those steps, in seconds."""
-    by_kind: Mapping[str, float]
-    """The lateness by kind of time."""
-    steady: float
-    """Share of all steps in which it was late by at least half of that."""
-    collectives: int
-    """Number of collectives."""
-    run_seconds_lost: float
-    """How much shorter the run would have been, had this worker never been later than the others are on average."""
-    worker_seconds_lost: float
-    """Seconds that the others together have waited for it: two that wait for a second are two worker-seconds."""
-    wall_seconds: float
-    """Duration of what was examined."""
-    usual_seconds_lost: float
-    """What the run lost to each of the others, on average."""
-    queued_seconds: float | None
-    """How much longer than the others it waited for a core, which other programs may have used; None: unknown."""
-    deviations: float
-    """How far it is from being late as often as the others: standard deviations, over parts of the run."""
-    seconds: float
-    """Duration of a step; in a run without steps, of the whole."""
-    without: float
-    """What that would have been, had this worker never been later than the others are on average."""
+    last: int  # Number of steps in which it was the latest; in a run without steps, collectives.
+    steps: int  # Number of steps in all.
+    unit: str  # What is counted: `steps`, or `collectives` in a run without steps.
+    late: float  # Its mean lateness in those steps, in seconds.
+    by_kind: Mapping[str, float]  # The lateness by kind of time.
+    steady: float  # Share of all steps in which it was late by at least half of that.
+    collectives: int  # Number of collectives.
+    run_seconds_lost: float  # What the run would have saved, had it never been later than the others on average.
+    worker_seconds_lost: float  # What the others waited for it: two that wait for a second are two worker-seconds.
+    wall_seconds: float  # Duration of what was examined.
+    usual_seconds_lost: float  # What the run lost to each of the others, on average.
+    queued_seconds: float | None  # How much longer than the others it waited for a core; None: unknown.
+    deviations: float  # How far from being late as often as the others: standard deviations, over parts of the run.
+    seconds: float  # Duration of a step; in a run without steps, of the whole.
+    without: float  # What that would have been, had this worker never been later than the others are on average.
 
     @property
     def straggler(self) -> bool:
@@ -119,7 +93,6 @@ class Blame(Struct, frozen=True):
         return kind if self.by_kind[kind] >= OFTEN * self.late > 0 else None
 
     def __str__(self) -> str:
-        """In words."""
         whole = "a step" if self.unit == "steps" else "the run"
         return (
             f"{self.worker} was last in {self.last:,} of {self.steps:,} {self.unit}, by {_time(self.late)} in the "

@@ -7,22 +7,14 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-DEADLOCK: Final = "deadlock"
-"""Workers wait for each other."""
-DESYNC: Final = "desync"
-"""Workers have made different calls where all should make the same one."""
-ENDED: Final = "ended"
-"""A wait for a worker that has ended."""
-SILENT: Final = "silent"
-"""A long wait for a worker that does something else; it may still arrive."""
-DEAD: Final = "dead"
-"""A worker or a server has died, and the run has handled it."""
-NAN: Final = "nan"
-"""A worker has sent NaN or infinite numbers to the others."""
-STRAGGLER: Final = "straggler"
-"""One worker has cost the run a notable part of its time."""
-LASTING: Final = frozenset({DEAD, NAN})
-"""Verdicts that stay true of a run that continues and finishes."""
+DEADLOCK: Final = "deadlock"  # Workers wait for each other.
+DESYNC: Final = "desync"  # Workers have made different calls where all should make the same one.
+ENDED: Final = "ended"  # A wait for a worker that has ended.
+SILENT: Final = "silent"  # A long wait for a worker that does something else; it may still arrive.
+DEAD: Final = "dead"  # A worker or a server has died, and the run has handled it.
+NAN: Final = "nan"  # A worker has sent NaN or infinite numbers to the others.
+STRAGGLER: Final = "straggler"  # One worker has cost the run a notable part of its time.
+LASTING: Final = frozenset({DEAD, NAN})  # Verdicts that stay true of a run that continues and finishes.
 
 EXIT_CODES: Final[Mapping[str, int]] = {
     DEADLOCK: 10, DESYNC: 11, ENDED: 12, SILENT: 13, DEAD: 14, NAN: 15, STRAGGLER: 0,
@@ -34,14 +26,10 @@ class Verdict(Struct, frozen=True):
     """What is wrong with a run, and which workers to look at."""
 
     kind: str
-    message: str
-    """Who waits for whom in what, in words."""
-    missing: tuple[int, ...] = ()
-    """Workers whose stack tells more: those that others wait for and that are alive."""
-    stacks: Mapping[str, str] = {}
-    """Stacks of those workers, by name."""
-    who: tuple[str, ...] = ()
-    """Processes that it is about, if not in `missing`, such as dead ones."""
+    message: str  # Who waits for whom in what, in words.
+    missing: tuple[int, ...] = ()  # Workers whose stack tells more: those that others wait for and that are alive.
+    stacks: Mapping[str, str] = {}  # Stacks of those workers, by name.
+    who: tuple[str, ...] = ()  # Processes that it is about, if not in `missing`, such as dead ones.
 
     @property
     def final(self) -> bool:

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 HERE, WAITING, LEAVING, LEFT, FAILED = "here", "waiting", "leaving", "left", "failed"
-GONE = (LEFT, FAILED)
-"""Final states."""
+GONE = (LEFT, FAILED)  # Final states.
 
 
 class Attendance(Struct, frozen=True):
@@ -22,20 +21,13 @@ class Attendance(Struct, frozen=True):
 
     state: str = HERE
     """`here`: at work, as far as is known; `waiting` in an exchange; `leaving` once the others do; `left`; `failed`."""
-    step: int = 0
-    """Finished steps."""
-    what: str = ""
-    """What it waits in, or why it failed."""
-    lane: str = ""
-    """The lane of the exchange that it waits in."""
-    number: int = 0
-    """Which exchange of that lane: it waits for all that have begun fewer."""
-    spare: int = 0
-    """How many workers may be missing there."""
-    counts: dict[str, int] = {}
-    """Exchanges begun, by lane."""
-    look: int = 0
-    """Grows while the worker stays there: it has been there since it wrote a smaller one."""
+    step: int = 0  # Finished steps.
+    what: str = ""  # What it waits in, or why it failed.
+    lane: str = ""  # The lane of the exchange that it waits in.
+    number: int = 0  # Which exchange of that lane: it waits for all that have begun fewer.
+    spare: int = 0  # How many workers may be missing there.
+    counts: dict[str, int] = {}  # Exchanges begun, by lane.
+    look: int = 0  # Grows while the worker stays there: it has been there since it wrote a smaller one.
 
 
 def hopeless(team: Mapping[int, Attendance]) -> dict[int, tuple[int, ...]]:

@@ -25,8 +25,7 @@ from offbeat.protocols.schedule import FloatArray, IntArray, Layout, Op, Round, 
 
 Bits = NDArray[np.uint64]
 Flags = NDArray[np.bool_]
-Counts = NDArray[Any]
-"""Whole numbers, or, where there are weights, numbers."""
+Counts = NDArray[Any]  # Whole numbers, or, where there are weights, numbers.
 
 
 @dataclass(frozen=True)
@@ -34,24 +33,18 @@ class Cost:
     """What a schedule moves; bytes from a rank to itself are not counted."""
 
     rounds: int
-    hops: int
-    """Rounds that bring something, along the longest chain of `after`."""
-    port_bytes: int
-    """Bytes through the busiest port: the largest of what any rank sends or receives."""
-    bytes_sent: IntArray
-    """Bytes that leave each rank."""
-    bytes_received: IntArray
-    """Bytes that reach each rank."""
-    reduced_bytes: IntArray
-    """Bytes that each rank combines with its own."""
+    hops: int  # Rounds that bring something, along the longest chain of `after`.
+    port_bytes: int  # Bytes through the busiest port: the largest of what any rank sends or receives.
+    bytes_sent: IntArray  # Bytes that leave each rank.
+    bytes_received: IntArray  # Bytes that reach each rank.
+    reduced_bytes: IntArray  # Bytes that each rank combines with its own.
 
 
 @dataclass(frozen=True)
 class CheckReport(Cost):
     """Result of checking a correct schedule."""
 
-    lingering: bool
-    """Whether a rank can be done while its live buffer is still read, so that it must wait before it writes there."""
+    lingering: bool  # Whether a rank can be done while its live buffer is still read: it must wait before it writes.
 
 
 def cost(rounds: Iterable[Round], view: View, layout: Layout) -> Cost:
@@ -212,8 +205,6 @@ class _Walk:
         self.live.counts[rank, piece, rank] = 1
         self.live.counts[..., size] = ~brings
 
-    # -- order -------------------------------------------------------------------------------------------------------
-
     def bit(self, number: int, ranks: IntArray) -> tuple[IntArray, Bits]:
         """Word and bit of a rank's part of a round."""
         index = number * self.size + ranks
@@ -259,8 +250,6 @@ class _Walk:
             )
         word, bit = self.bit(self.number, actor)
         np.bitwise_or.at(memory.written if write else memory.read, (rank, piece, word), bit)
-
-    # -- values ------------------------------------------------------------------------------------------------------
 
     def _bring(self, one: Round) -> None:
         entry, piece = self.pieces.expand(one.start, one.stop)
@@ -347,8 +336,6 @@ class _Walk:
         counts = np.concatenate([value[0][low:high] for value, (_, low, high) in zip(values, taken, strict=True)])
         origin = np.concatenate([value[1][low:high] for value, (_, low, high) in zip(values, taken, strict=True)])
         return counts, origin
-
-    # -- the end -----------------------------------------------------------------------------------------------------
 
     @property
     def lingering(self) -> bool:

@@ -30,14 +30,10 @@ from offbeat.protocols.partition import mixed
 
 Matrix = NDArray[np.float64]
 
-EXACT: Final = 1e-8
-"""How far a decoded sum may be from the sum, in the coefficient of any part."""
-SOUND: Final = 1e4
-"""How much rounding errors may be amplified: with float32 gradients, three digits are then right."""
-_DRAWS: Final = 16
-"""Random matrices to try; the soundest is kept."""
-_TRIED: Final = 200
-"""Most sets of answers on which a matrix is judged."""
+EXACT: Final = 1e-8  # How far a decoded sum may be from the sum, in the coefficient of any part.
+SOUND: Final = 1e4  # How much rounding errors may be amplified: with float32 gradients, three digits are then right.
+_DRAWS: Final = 16  # Random matrices to try; the soundest is kept.
+_TRIED: Final = 200  # Most sets of answers on which a matrix is judged.
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +42,7 @@ class Code:
 
     matrix: Matrix
     """B: row k is what worker k sends, as coefficients of the parts' gradients; 0 for parts it does not compute."""
-    tolerated: int
-    """s: how many answers may be missing."""
+    tolerated: int  # s: how many answers may be missing.
 
     @property
     def workers(self) -> int:

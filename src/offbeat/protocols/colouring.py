@@ -20,8 +20,7 @@ from offbeat.protocols.machine import Payload
 class Record(Struct, frozen=True):
     """Work: keep a copy of the whole state, as it is after all work begun before."""
 
-    colour: int
-    """0: it is too late, and there is nothing to keep."""
+    colour: int  # 0: it is too late, and there is nothing to keep.
 
 
 class Keep(Struct, frozen=True):
@@ -44,12 +43,9 @@ class Colour:
     """Which snapshots a process has been cut by, and which it has heard of."""
 
     own: int = 0
-    heard: int = 0
-    """The newest colour received from others."""
-    announced: int = 0
-    """The newest snapshot announced, without being cut by it."""
-    missed: int = 0
-    """The newest snapshot that this process was too late for."""
+    heard: int = 0  # The newest colour received from others.
+    announced: int = 0  # The newest snapshot announced, without being cut by it.
+    missed: int = 0  # The newest snapshot that this process was too late for.
 
     @property
     def due(self) -> bool:

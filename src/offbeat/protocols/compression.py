@@ -13,35 +13,27 @@ from typing import ClassVar, NamedTuple
 
 from msgspec import Struct
 
-BLOCK = 2048
-"""Numbers that share a scale: few enough that an outlier spoils little, enough that scales cost next to nothing."""
+BLOCK = 2048  # Numbers that share a scale: few, so that an outlier spoils little, but scales cost next to nothing.
 SCALE_BYTES = 4
 INDEX_BYTES = 4
-COUNT_BYTES = 8
-"""Prefix of a payload whose reader cannot know how many numbers it holds, or which draw chose them."""
-SUMMED_AT_ONCE = 1 << 20
-"""Numbers that are summed at once: narrow ones then stay in the cache, and each exchange is long enough to pay."""
-LARGEST_ROW = 2**31 - 1
-"""Indices are 32-bit integers."""
+COUNT_BYTES = 8  # Prefix of a payload whose reader cannot know how many numbers it holds, or which draw chose them.
+SUMMED_AT_ONCE = 1 << 20  # Numbers summed at once: narrow ones stay in the cache, and exchanges are long enough.
+LARGEST_ROW = 2**31 - 1  # Indices are 32-bit integers.
 
-Shapes = Sequence[tuple[int, ...]]
-"""The tensors that lie side by side in a row."""
+Shapes = Sequence[tuple[int, ...]]  # The tensors that lie side by side in a row.
 
 
 class SumMethod(StrEnum):
     """How compressed payloads are summed."""
 
-    GATHER = "gather"
-    """Every worker reads every payload."""
-    REDUCE = "reduce"
-    """Payloads are summed on the way, as numbers of their own type."""
+    GATHER = "gather"  # Every worker reads every payload.
+    REDUCE = "reduce"  # Payloads are summed on the way, as numbers of their own type.
 
 
 class RowFormat(Struct, frozen=True, tag=True):
     """What is kept of a row; the fields say how much."""
 
-    fixed: ClassVar[bool] = True
-    """Whether the number of bytes depends only on the row's length; else `nbytes` is an upper bound."""
+    fixed: ClassVar[bool] = True  # Whether bytes depend only on the row's length; else `nbytes` is an upper bound.
     summed: ClassVar[SumMethod] = SumMethod.GATHER
 
     def way(self, inner: RowFormat | None = None) -> SumMethod:  # noqa: ARG002

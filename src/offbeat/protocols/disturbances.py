@@ -1,10 +1,4 @@
-"""Injected faults, written as sentences: which process is disturbed, how, and when.
-
-    worker 1: pause 200ms every 1s
-    any worker: pause 200ms with probability 0.15
-    worker 2: kill at step 50
-    server 0: stop 5s at step 50
-    worker *: pace 40ms
+"""Injected faults, written as sentences (`FORMS`): which process is disturbed, how, and when.
 
 What fires in which step depends on the seed, the role, the rank and the step alone: the same seed gives the same
 faults, on real processes and in the simulator.
@@ -16,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import numpy as np
 from msgspec import Struct
@@ -26,8 +20,7 @@ from offbeat.errors import UsageError
 from offbeat.limits import SECONDS
 from offbeat.protocols.partition import mixed
 
-ROLES = ("worker", "server")
-"""Roles that can be disturbed."""
+ROLES = ("worker", "server")  # Roles that can be disturbed.
 FORMS = (
     "worker 1: pause 200ms every 1s",
     "any worker: pause 200ms with probability 0.15",
@@ -36,14 +29,11 @@ FORMS = (
     "worker *: pace 40ms",
 )
 """One example of each form; every error shows them."""
-BLOCK = 1024
-"""Steps whose chances are drawn together."""
+BLOCK = 1024  # Steps whose chances are drawn together.
 
+Value = TypeVar("Value")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _DURATION = re.compile(r"([0-9]*\.?[0-9]+)(us|ms|s)")
-
-
-# -- what can be asked for -------------------------------------------------------------------------------------------
 
 
 class AtStep(Struct, frozen=True):
@@ -89,18 +79,10 @@ Action = KillFault | Pause | PaceFault
 class Disturbance(Struct, frozen=True):
     """One parsed sentence."""
 
-    text: str
-    """The sentence as written."""
-    role: str
-    """worker or server."""
-    rank: int | None
-    """Which of them; None: all."""
-    action: Action
-    """What happens to it."""
-
-    def concerns(self, role: str, rank: int) -> bool:
-        """Whether it applies to this process."""
-        return self.role == role and self.rank in (None, rank)
+    text: str  # The sentence as written.
+    role: str  # worker or server.
+    rank: int | None  # Which of them; None: all.
+    action: Action  # What happens to it.
 
 
 def check(disturbances: Sequence[Disturbance], cast: Mapping[str, int]) -> None:
@@ -125,15 +107,11 @@ def asked(disturbances: Sequence[Disturbance], cast: Mapping[str, int]) -> int:
     return sum(1 if one.rank is not None else cast.get(one.role, 0) for one in disturbances)
 
 
-# -- what fires when -------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class FaultPlan:
     """All faults of one process."""
 
-    disturbances: Sequence[Disturbance]
-    """All sentences of the run, in their order: a sentence is known by its number."""
+    disturbances: Sequence[Disturbance]  # All sentences of the run, in their order: a sentence is known by its number.
     role: str
     rank: int
     seed: int
@@ -142,8 +120,11 @@ class FaultPlan:
     )
 
     def __post_init__(self) -> None:
-        numbered = enumerate(self.disturbances)
-        self._mine = [(number, one.action) for number, one in numbered if one.concerns(self.role, self.rank)]
+        self._mine = [
+            (number, one.action)
+            for number, one in enumerate(self.disturbances)
+            if one.role == self.role and one.rank in (None, self.rank)
+        ]
 
     def __bool__(self) -> bool:
         """Whether it has any faults."""
@@ -197,9 +178,6 @@ class FaultPlan:
 def chances(seed: int, role: str, rank: int, number: int, block: int) -> NDArray[np.float64]:
     """Numbers in [0, 1), one for each of a block of steps: what is below a sentence's probability fires."""
     return np.random.default_rng(mixed(seed, ROLES.index(role), rank, number, block)).random(BLOCK)
-
-
-# -- the grammar -----------------------------------------------------------------------------------------------------
 
 
 def parse(text: str) -> Disturbance:
@@ -258,32 +236,26 @@ class _Sentence:
         return AtStep(self._whole("the number of steps that are finished then"))
 
     def _seconds(self) -> float:
-        found = _DURATION.fullmatch(self._word() or "")
+        found = _DURATION.fullmatch(self._word())
         seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
-        if not 0 < seconds <= SECONDS:
-            self._refuse("a time above 0 and up to a year, with its unit, such as 200ms or 5s")
-        self._next += 1
-        return seconds
+        return self._take(
+            0 < seconds <= SECONDS, seconds, "a time above 0 and up to a year, with its unit, such as 200ms or 5s"
+        )
 
     def _probability(self) -> float:
         try:
-            value = float(self._word() or "")
+            value = float(self._word())
         except ValueError:
             value = math.nan
-        if not 0 <= value <= 1:
-            self._refuse("a probability from 0 to 1")
-        self._next += 1
-        return value
+        return self._take(0 <= value <= 1, value, "a probability from 0 to 1")
 
     def _whole(self, what: str) -> int:
-        word = self._word() or ""
-        if not re.fullmatch(r"[0-9]{1,15}", word):
-            self._refuse(what)
-        self._next += 1
-        return int(word)
+        is_whole = re.fullmatch(r"[0-9]{1,15}", self._word()) is not None
+        return self._take(is_whole, int(self._word()) if is_whole else 0, what)
 
-    def _word(self) -> str | None:
-        return self._words[self._next] if self._next < len(self._words) else None
+    def _word(self) -> str:
+        """The next word; empty at the end."""
+        return self._words[self._next] if self._next < len(self._words) else ""
 
     def _take_if(self, word: str) -> bool:
         taken = self._word() == word
@@ -291,19 +263,21 @@ class _Sentence:
         return taken
 
     def _expect(self, word: str) -> None:
-        if not self._take_if(word):
-            self._refuse(repr(word))
+        self._take(self._word() == word, word, repr(word))
 
     def _one_of(self, *words: str) -> str:
-        word = self._word()
-        if word is None or word not in words:
-            self._refuse(f"{', '.join(words[:-1])} or {words[-1]}")
+        return self._take(self._word() in words, self._word(), f"{', '.join(words[:-1])} or {words[-1]}")
+
+    def _take(self, right: bool, value: Value, wanted: str) -> Value:
+        """Go on to the next word, and return what this one means; an error says what should come here."""
+        if not right:
+            self._refuse(wanted)
         self._next += 1
-        return word
+        return value
 
     def _refuse(self, wanted: str) -> NoReturn:
         word = self._word()
-        what = "the sentence ends too early" if word is None else f"{word!r} is not understood"
+        what = f"{word!r} is not understood" if word else "the sentence ends too early"
         self._fail(f"{what}; what should come here is {wanted}")
 
     def _fail(self, why: str) -> NoReturn:

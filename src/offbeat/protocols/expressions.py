@@ -19,12 +19,9 @@ from msgspec import Struct
 
 from offbeat.errors import StrategyError, UsageError
 
-RULE: Final = "values are names, numbers and calls, never quoted"
-"""What may stand in a strategy's text."""
-LONGEST: Final = 10_000
-"""Characters; far beyond any strategy, and little enough to parse at once."""
-DEEPEST: Final = 20
-"""Brackets inside brackets."""
+RULE: Final = "values are names, numbers and calls, never quoted"  # What may stand in a strategy's text.
+LONGEST: Final = 10_000  # Characters; far beyond any strategy, and little enough to parse at once.
+DEEPEST: Final = 20  # Brackets inside brackets.
 
 _REFERENCE: Final = re.compile(
     r"""(?:^|[+(])\s*+                                        # where a part of a sum starts
@@ -40,25 +37,18 @@ _FOREIGN: Final = re.compile(r"[^ -~]|[#\\]")
 class ClassReference(Struct, frozen=True):
     """A user-defined class: where it is defined, and its name."""
 
-    source: str
-    """A file, or a dotted module."""
-    cls: str
-    """The class's name."""
+    source: str  # A file, or a dotted module.
+    cls: str  # The class's name.
 
 
 class ParsedText(Struct, frozen=True):
     """A text, parsed."""
 
-    text: str
-    """As written, on one line."""
-    body: ast.expr
-    """What Python's parser made of it."""
-    references: Mapping[int, ClassReference]
-    """User-defined classes, by the column they start at."""
-    noun: str
-    """What the text describes."""
-    failure: type[UsageError]
-    """The error to raise where it is wrong."""
+    text: str  # As written, on one line.
+    body: ast.expr  # What Python's parser made of it.
+    references: Mapping[int, ClassReference]  # User-defined classes, by the column they start at.
+    noun: str  # What the text describes.
+    failure: type[UsageError]  # The error to raise where it is wrong.
 
     def reference_at(self, node: ast.expr) -> ClassReference | None:
         """The user-defined class at this node, if any."""
@@ -124,8 +114,7 @@ def read(
     return ParsedText(text, _parsed(plain, noun, wrong), references, noun, failure)
 
 
-Value = int | float | str
-"""An argument of a plain call: a number, or a name."""
+Value = int | float | str  # An argument of a plain call: a number, or a name.
 
 
 def calls(text: str, noun: str, example: str) -> list[tuple[str, tuple[Value, ...]]]:
@@ -154,8 +143,7 @@ def _value(source: ParsedText, node: ast.expr) -> Value:
     )
 
 
-Wrong = Callable[[int, int, str], UsageError]
-"""Makes the error about a range of the text."""
+Wrong = Callable[[int, int, str], UsageError]  # Makes the error about a range of the text.
 
 
 def _pointed(text: str, start: int, stop: int, noun: str, message: str) -> str:

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-Name = str
-"""A participant: `worker 3`, `server 1.0` (shard 1, replica 0), `coordinator`."""
+Name = str  # A participant: `worker 3`, `server 1.0` (shard 1, replica 0), `coordinator`.
 
 
 class Payload(Struct, frozen=True):

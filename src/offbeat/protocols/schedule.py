@@ -24,10 +24,9 @@ the left, so that both get the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -42,18 +41,12 @@ FloatArray = NDArray[np.float64]
 class Op(StrEnum):
     """What happens in a round."""
 
-    SEND = "send"
-    """Two-sided: source and target both take part."""
-    FETCH = "fetch"
-    """One-sided: the target reads the source's published (or live) range."""
-    REDUCE = "reduce"
-    """The target combines what came from the source with what it has."""
-    COPY = "copy"
-    """The target puts what came from the source in its place; from itself to itself, it publishes."""
-    SCALE = "scale"
-    """The target multiplies what it has by a weight; source equals target."""
-    COMPUTE = "compute"
-    """Work that moves no data; source equals target."""
+    SEND = "send"  # Two-sided: source and target both take part.
+    FETCH = "fetch"  # One-sided: the target reads the source's published (or live) range.
+    REDUCE = "reduce"  # The target combines what came from the source with what it has.
+    COPY = "copy"  # The target puts what came from the source in its place; from itself to itself, it publishes.
+    SCALE = "scale"  # The target multiplies what it has by a weight; source equals target.
+    COMPUTE = "compute"  # Work that moves no data; source equals target.
 
 
 class Stream(StrEnum):
@@ -67,10 +60,8 @@ class Stream(StrEnum):
 class Member:
     """One rank of a view."""
 
-    name: int
-    """Its identity outside of this view, such as its global rank."""
-    host: int = 0
-    """Which host it lives on; ranks of one host share memory."""
+    name: int  # Its identity outside of this view, such as its global rank.
+    host: int = 0  # Which host it lives on; ranks of one host share memory.
 
 
 @dataclass(frozen=True)
@@ -79,8 +70,6 @@ class View:
 
     members: tuple[Member, ...]
     epoch: int = 0
-    axes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}), hash=False)
-    """Lengths of the axes that ranks are arranged along (data, stage, tensor); one that is absent is 1."""
 
     def __post_init__(self) -> None:
         """Refuse a view of nobody."""
@@ -110,12 +99,9 @@ class View:
 class Layout:
     """What is exchanged."""
 
-    count: int
-    """Elements in a rank's buffer: of the whole result, also where a rank brings only a block of it."""
-    itemsize: int = 4
-    """Bytes of an element."""
-    root: int = 0
-    """The rank that a broadcast starts from, and that a reduce, gather or scatter is about."""
+    count: int  # Elements in a rank's buffer: of the whole result, also where a rank brings only a block of it.
+    itemsize: int = 4  # Bytes of an element.
+    root: int = 0  # The rank that a broadcast starts from, and that a reduce, gather or scatter is about.
 
     def blocks(self, pieces: int) -> IntArray:
         """Boundaries that cut the buffer into `pieces` blocks, as even as can be, the longer ones first."""
@@ -133,15 +119,11 @@ class Round:
     target: IntArray
     start: IntArray
     stop: IntArray
-    place: IntArray
-    """Where the range begins in the target's buffer; almost always where it begins in the source's."""
-    after: tuple[int, ...]
-    """Numbers of earlier rounds that a rank must have done its part of."""
+    place: IntArray  # Where the range begins in the target's buffer; almost always where it begins in the source's.
+    after: tuple[int, ...]  # Numbers of earlier rounds that a rank must have done its part of.
     stream: Stream = Stream.COMMUNICATE
-    seconds: float = 0.0
-    """How long a COMPUTE takes; other rounds take what their bytes cost."""
-    weight: FloatArray | None = None
-    """By what each entry of a REDUCE or SCALE multiplies; None: by 1."""
+    seconds: float = 0.0  # How long a COMPUTE takes; other rounds take what their bytes cost.
+    weight: FloatArray | None = None  # By what each entry of a REDUCE or SCALE multiplies; None: by 1.
 
     @property
     def lengths(self) -> IntArray:
@@ -153,8 +135,7 @@ class Round:
         return Round(op, self.source, self.target, self.start, self.stop, self.place, after, self.stream)
 
 
-Schedule = Callable[[View, Layout], Iterator[Round]]
-"""The protocol itself: the rounds for a view and a layout."""
+Schedule = Callable[[View, Layout], Iterator[Round]]  # The protocol itself: the rounds for a view and a layout.
 
 
 def entries(

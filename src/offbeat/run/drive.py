@@ -19,21 +19,19 @@ from offbeat.errors import CheckpointError, OutputError, RunError, TaskError, Us
 from offbeat.monitor import LASTING, STRAGGLER, LiveWatch, Verdict
 from offbeat.protocols.disturbances import asked, check
 from offbeat.run import job as jobs
-from offbeat.run.compression_payoff import verdict
 from offbeat.run.job import Job, Script, agreed_workers, earlier, plain_target, resolve
-from offbeat.run.predicted_step import predicted
 from offbeat.run.server_supervisor import Serving, servers_of, serving
+from offbeat.run.step_times import predicted, verdict
 from offbeat.runtime import launch
 from offbeat.runtime.hosts import Hosts, Placed, placed
 from offbeat.runtime.launch import Launcher, PrivateStore, Role, RoleOutcome, threads_for
-from offbeat.runtime.run.assignment import ASSIGNED
 from offbeat.runtime.run.folder import BY_SCRIPT, RunFolder, environment, part
 from offbeat.runtime.run.procfs import passport
 from offbeat.runtime.run.result import Result, failure
-from offbeat.runtime.run.settings import Goal
+from offbeat.runtime.run.settings import ASSIGNED, Goal
 from offbeat.runtime.system.capacity import check_room
 from offbeat.strategies import Strategy
-from offbeat.task import AnyTask, reference_to
+from offbeat.task import AnyTask
 
 WARM = (
     *(*launch.PRELOAD, "torch._dynamo", "offbeat.worker.loop"),
@@ -112,7 +110,7 @@ def fit(
     before = None if resume is None else Path(resume)
     places = Hosts.read(Path(hosts)) if isinstance(hosts, str | Path) else hosts
     count = agreed_workers(places, workers, 1 if before is None else earlier(before)["workers"])
-    what = jobs.target_of(task, ()) if isinstance(task, str) else reference_to(task)
+    what = jobs.target_of(task)
     if isinstance(what, Script):
         raise TaskError(
             f"{task!r} is a script, not a task. Run it with `offbeat run`, or name a class in it: '{task}:Class'."
@@ -145,7 +143,7 @@ def drive(job: Job, *, launcher: Launcher | None = None, watcher: Watcher | None
         with nullcontext() if job.hosts is None else placed(job.hosts) as there, _store(job, there) as store:
             # After the store, so that a port that is taken leaves no folder behind.
             folder = _folder_for(job)
-            collected = _Collected(watcher or _Unwatched(), start, _FaultCounts(job), folder)
+            collected = _Collected(job, folder, watcher or _Unwatched(), start)
             collected.watcher.begin(job, folder)
             _launch(starter, job, folder, store, collected, there)
         return _finish(job, folder, collected)
@@ -194,7 +192,7 @@ def _launch(
                         watch.lost_server(str(outcome.role), outcome)
                 new = servers.replacement(outcome, job.goal.replace)
                 if new is not None:
-                    config = {**new.config, "disturbed": collected.faults.fired_for(new)}
+                    config = {**new.config, "disturbed": collected.fired_for(new)}
                     starter.add(dataclasses.replace(new, config=config))
 
             starter.run(
@@ -210,7 +208,7 @@ def _launch(
         with suppress(OutputError, CheckpointError):  # A full disk may be the cause.
             state = "failed" if isinstance(error, Exception) else "interrupted"
             result = _result_so_far(job, folder, collected, error)
-            folder.write(state=state, result=result, **collected.faults.summary())
+            folder.write(state=state, result=result, **collected.fault_summary())
             if watch is not None:
                 _conclude(watch, folder, error)
         raise
@@ -303,20 +301,19 @@ def _roles(
 class _Collected:
     """What the workers have reported."""
 
-    def __init__(self, watcher: Watcher, start: float, faults: _FaultCounts, folder: RunFolder) -> None:
-        self.watcher, self.start, self.faults, self._folder = watcher, start, faults, folder
-        self.strategy: str | None = None
-        """The strategy of the workers' team; None as long as there is no team."""
+    def __init__(self, job: Job, folder: RunFolder, watcher: Watcher, start: float) -> None:
+        self.watcher, self.start, self._job, self._folder = watcher, start, job, folder
+        self.strategy: str | None = None  # The strategy of the workers' team; None as long as there is no team.
         self.startup_seconds = 0.0
         self.result: dict[str, Any] | None = None
-        self.progress: dict[str, Any] = {}
-        """The leading worker's latest progress."""
-        self.metrics: dict[str, float] = {}
-        """The latest report's."""
+        self.progress: dict[str, Any] = {}  # The leading worker's latest progress.
+        self.metrics: dict[str, float] = {}  # The latest report's.
         self.servers: dict[int, dict[str, Any]] = {}
         self.died: list[str] = []
         self.joined: list[str] = []
         self.hosts: list[dict[str, Any]] = []
+        self._fired: Counter[tuple[int, str]] = Counter()
+        """How often each injected fault, by its number, has fired for each role, also for one that it killed."""
 
     def message(self, role: Role, message: Mapping[str, Any]) -> None:
         """Keep what matters for the result, and pass everything on."""
@@ -336,7 +333,7 @@ class _Collected:
                 if known is None or known["epoch"] < fields["epoch"]:
                     self.servers[fields["shard"]] = fields
             case "disturbed":
-                self.faults.fired[message["number"], str(role)] += 1
+                self._fired[message["number"], str(role)] += 1
             case _:
                 pass
         self.watcher.message(role, message)
@@ -349,32 +346,22 @@ class _Collected:
             config["goal"]["strategy"] = strategy
             self._folder.write(config=config)
 
-
-class _FaultCounts:
-    """Counts injected faults in the launcher, which also hears the last message of a killed process."""
-
-    def __init__(self, job: Job) -> None:
-        self._sentences = job.goal.disturb
-        self._asked = asked(job.goal.disturbances, _role_counts(job))
-        self.fired: Counter[tuple[int, str]] = Counter()
-        """How often each sentence, by its number, has fired for each role."""
-
-    def counts(self) -> dict[str, int]:
-        return {"asked": self._asked, "fired": self.fired.total()}
+    def fault_counts(self) -> dict[str, int]:
+        """How many faults were requested, and how many have fired."""
+        requested = asked(self._job.goal.disturbances, _role_counts(self._job))
+        return {"asked": requested, "fired": self._fired.total()}
 
     def fired_for(self, role: Role) -> list[int]:
-        """Numbers of the sentences that have fired for earlier processes of this role."""
-        return [number for number, name in self.fired if name == str(role)]
+        """Numbers of the faults that have fired for earlier processes of this role."""
+        return [number for number, name in self._fired if name == str(role)]
 
-    def summary(self) -> dict[str, Any]:
-        """For run.json: how often each sentence has fired; empty if there are none."""
-        if not self._sentences:
-            return {}
-        fired: Counter[int] = Counter()
-        for (number, _), count in self.fired.items():
-            fired[number] += count
-        each = [{"sentence": sentence, "fired": fired[i]} for i, sentence in enumerate(self._sentences)]
-        return {"disturbances": {**self.counts(), "each": each}}
+    def fault_summary(self) -> dict[str, Any]:
+        """For run.json: how often each fault has fired; empty if there are none."""
+        each = [
+            {"sentence": sentence, "fired": sum(count for (i, _), count in self._fired.items() if i == number)}
+            for number, sentence in enumerate(self._job.goal.disturb)
+        ]
+        return {"disturbances": {**self.fault_counts(), "each": each}} if each else {}
 
 
 def _facts(job: Job, folder: RunFolder, collected: _Collected) -> dict[str, Any]:
@@ -386,7 +373,7 @@ def _facts(job: Job, folder: RunFolder, collected: _Collected) -> dict[str, Any]
         "run": str(folder.path),
         "target": job.goal.target,
         "startup_seconds": collected.startup_seconds,
-        "disturbances": collected.faults.counts(),
+        "disturbances": collected.fault_counts(),
     }
 
 
@@ -422,5 +409,5 @@ def _finish(job: Job, folder: RunFolder, collected: _Collected) -> Result:
     # A worker that was missing for long has come back after all; the dead stay dead.
     lasting = (folder.read().get("verdict") or {}).get("kind") in LASTING
     healthy = {"verdict": None} if job.goal.watch and not lasting else {}
-    folder.write(state=state, result=result.plain(), **collected.faults.summary(), **healthy)
+    folder.write(state=state, result=result.plain(), **collected.fault_summary(), **healthy)
     return result

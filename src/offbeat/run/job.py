@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +21,7 @@ from offbeat.runtime.run.settings import Goal, Target
 from offbeat.runtime.run.untrusted_files import is_file, is_folder, is_there
 from offbeat.runtime.state.checkpoint import newest, newest_step
 from offbeat.strategies import combined, parse
-from offbeat.task import AnyTask, IterativeTask, Task, TaskReference
+from offbeat.task import AnyTask, IterativeTask, Task, TaskReference, reference_to
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,19 @@ class Job:
         agreed_workers(self.hosts, self.workers, self.workers)
 
 
-def target_of(text: str, arguments: tuple[str, ...]) -> Script | TaskReference:
-    """The script (`file.py`) or task (`file.py:Class`, or a module) that a command-line target denotes."""
+def target_of(target: AnyTask | str | Path, arguments: Sequence[str] = ()) -> Script | TaskReference:
+    """The script (`file.py`) or task (`file.py:Class`, or a module) that a target names, or the task that it is."""
+    if isinstance(target, Task | IterativeTask):
+        return reference_to(target)
+    text = str(target)
     source, _, name = text.partition(":")
     if source.endswith(".py"):
         if not is_file(Path(source)):
             raise TaskError(f"There is no file {source!r} (looked in {Path.cwd()}). Check the path.")
         if not name:
-            return Script(str(Path(source).resolve()), arguments)
+            return Script(str(Path(source).resolve()), tuple(arguments))
         source = str(Path(source).resolve())
-    elif "/" in source or not source or is_file(Path(source)) or not _importable(Path(source)):
+    elif "/" in source or not source or is_file(Path(source)) or _is_plain_folder(Path(source)):
         raise TaskError(
             f"{text!r} is neither a Python file nor a module. Give `file.py`, `file.py:Class` or e.g. "
             f"offbeat.tasks.digits."
@@ -83,11 +86,11 @@ def target_of(text: str, arguments: tuple[str, ...]) -> Script | TaskReference:
     return dataclasses.replace(reference, arguments=_constructor_arguments(reference, arguments))
 
 
-def _importable(folder: Path) -> bool:
-    return not is_folder(folder) or is_there(folder / "__init__.py")
+def _is_plain_folder(path: Path) -> bool:
+    return is_folder(path) and not is_there(path / "__init__.py")
 
 
-def _constructor_arguments(reference: TaskReference, arguments: tuple[str, ...]) -> dict[str, Any]:
+def _constructor_arguments(reference: TaskReference, arguments: Sequence[str]) -> dict[str, Any]:
     """`--name value --flag` after `--`, as keyword arguments of the task's class; values may be JSON."""
     keywords: dict[str, Any] = {}
     words = list(arguments)

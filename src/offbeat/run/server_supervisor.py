@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -58,8 +58,7 @@ class Serving:
         """Shard and replica of every server process, by its rank."""
         self._make: Callable[[int, Path | None], Role] | None = None
         self._succeeded: set[str] = set()
-        self._ended: dict[str, str] = {}
-        """Servers that ended before the workers did, and how."""
+        self._ended: dict[str, str] = {}  # Servers that ended before the workers did, and how.
 
     def roles(self, job: Job, folder: RunFolder) -> list[Role]:
         """A process for every replica of every shard."""
@@ -244,6 +243,7 @@ def serving(job: Job, folder: RunFolder, placed: Placed | None = None) -> Genera
     from offbeat.runtime.messages import private_directory
     from offbeat.runtime.servers.coordination import Coordination
     from offbeat.runtime.servers.plan import ServerPlan
+    from offbeat.runtime.state.snapshots import discard
 
     shards, replicas, rule = needs
     with private_directory() as sockets:
@@ -260,7 +260,9 @@ def serving(job: Job, folder: RunFolder, placed: Placed | None = None) -> Genera
         with nullcontext() if placed is None else placed.inside():
             coordination = Coordination(plan, _publisher(job, folder))
         plan = msgspec.structs.replace(plan, addresses=plan.addresses | {COORDINATOR: coordination.address})
-        with _without_drafts(folder), coordination:
+        with ExitStack() as stack, coordination:
+            discard(folder.checkpoints)  # Drafts of incomplete snapshots, before and after.
+            stack.callback(discard, folder.checkpoints)
             supervisor = Serving(plan, coordination, placed)
             try:
                 yield supervisor
@@ -270,18 +272,6 @@ def serving(job: Job, folder: RunFolder, placed: Placed | None = None) -> Genera
                     raise
                 raise explained from error
             supervisor.conclude()
-
-
-@contextmanager
-def _without_drafts(folder: RunFolder) -> Generator[None]:
-    """Discard drafts of incomplete snapshots before and after."""
-    from offbeat.runtime.state.snapshots import discard
-
-    discard(folder.checkpoints)
-    try:
-        yield
-    finally:
-        discard(folder.checkpoints)
 
 
 def _publisher(job: Job, folder: RunFolder) -> Callable[[Snapshot | GivenUp], None]:

@@ -14,22 +14,16 @@ from offbeat.run.drive import WARM, Result, drive
 from offbeat.run.job import Job, Script, target_of
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.settings import Goal
-from offbeat.task import AnyTask, IterativeTask, TaskReference, reference_to
+from offbeat.task import AnyTask, IterativeTask, TaskReference
 
 FIRST_STEPS = 20
 """Steps of the first run, which warms up and shows how long a step takes."""
 FEWEST_STEPS = 30
 _BUSY = ("input", "compute", "communicate", "wait")
 """Kinds of time that steps take; evaluations, checkpoints and reports are not among them."""
-_NEVER = "score=1e300"
-"""A target that no score reaches: a measuring run continues to its last step."""
+_NEVER = "score=1e300"  # A target that no score reaches: a measuring run continues to its last step.
 
 Tell = Callable[[str], None]
-
-
-def nobody(text: str) -> None:
-    """Ignore progress messages."""
-    del text
 
 
 @dataclass(frozen=True)
@@ -88,7 +82,7 @@ def runs_of(
     tell: Tell,
 ) -> Generator[Runs]:
     """Runs of a target, in a folder that is kept only if it was named."""
-    what = target_of(target, tuple(arguments)) if isinstance(target, str) else reference_to(target)
+    what = target_of(target, arguments)
     with (
         TemporaryDirectory(prefix="offbeat-") if out is None else nullcontext(str(out)) as folder,
         nullcontext(launcher) if launcher else Launcher(WARM) as starter,

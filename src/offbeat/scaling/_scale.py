@@ -15,17 +15,15 @@ from offbeat import limits
 from offbeat.errors import StrategyError, UsageError
 from offbeat.run.drive import Result
 from offbeat.runtime.launch import Launcher
-from offbeat.scaling._runs import Tell, busy_seconds, check_options, nobody, runs_of
+from offbeat.scaling._runs import Tell, busy_seconds, check_options, runs_of
 from offbeat.simulate.laws import Amdahl, Gunther, fit_amdahl, fit_gunther
 from offbeat.statistics import Estimate, JsonData, paired_ratio
 from offbeat.strategies import Strategy, combined, parse
 from offbeat.strategies._base import Combined
 from offbeat.task import AnyTask
 
-_DOUBLINGS = 2
-"""Speed-ups are predicted up to four times the largest measured number of workers."""
-_SAME = 0.02
-"""Relative difference up to which batches count as the same."""
+_DOUBLINGS = 2  # Speed-ups are predicted up to four times the largest measured number of workers.
+_SAME = 0.02  # Relative difference up to which batches count as the same.
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ def scale(
     seed: int = 0,
     out: str | Path | None = None,
     launcher: Launcher | None = None,
-    tell: Tell = nobody,
+    tell: Tell = lambda _: None,
 ) -> Scaling:
     """Measure the speed-up of a task or script on several numbers of workers, and fit Amdahl's and Gunther's laws.
 

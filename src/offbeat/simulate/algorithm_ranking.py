@@ -1,4 +1,10 @@
-"""Which algorithm of a collective is the fastest at which size, on a simulated network."""
+"""Which algorithm of a collective is the fastest at which size, on a simulated network.
+
+When all ranks arrive together, a schedule's time is built from sums and maxima of what is constant or grows in
+proportion to the size. So it is a convex chain of straight lines, and two neighbouring pieces of the same slope are
+one line: nothing needs to be simulated in between. What is left out is that ranges end at whole elements, which moves
+each round by less than one element's time.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +13,79 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 
 from offbeat.errors import UsageError
 from offbeat.protocols.collectives import ALGORITHMS, Algorithm, Collective
-from offbeat.protocols.schedule import Layout, View
-from offbeat.simulate.curves import Curve, curve, played
+from offbeat.protocols.schedule import FloatArray, IntArray, Layout, Schedule, View
 from offbeat.simulate.network import Network
+from offbeat.simulate.schedules import finish_by_scale, finish_times
 from offbeat.statistics import JsonData
 
-TIE = 1e-9
-"""Times that differ by less, relatively, are equal; the algorithm listed first is then the best."""
-STEPS = 400
-"""Sizes at which the best is looked up before crossovers are narrowed down."""
+TIE = 1e-9  # Times that differ by less, relatively, are equal; the algorithm listed first is then the best.
+STEPS = 400  # Sizes at which the best is looked up before crossovers are narrowed down.
 ITEMSIZE = 4
+STRAIGHT = 1e-9  # How far from a line, relative to the time, is still called one: what rounding does.
+REFINEMENTS = 24  # How often corners are looked for; each finds at least one in every gap, and schedules have a few.
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds against bytes, as a chain of straight lines."""
+
+    sizes: FloatArray  # Bytes at the corners.
+    seconds: FloatArray  # Seconds at the corners.
+
+    def __call__(self, sizes: ArrayLike) -> FloatArray:
+        """The time at some sizes between the smallest and the largest that were asked for."""
+        return np.interp(np.asarray(sizes, dtype=np.float64), self.sizes, self.seconds)
+
+
+def curve(schedule: Schedule, view: View, network: Network, sizes: Sequence[int], itemsize: int = 4) -> Curve:
+    """How long a schedule takes between the smallest and the largest of these sizes, until the last rank is done."""
+    low, high = min(sizes), max(sizes)
+    layout = Layout(-(-high // (itemsize * view.size)) * view.size, itemsize)  # Blocks of equal length.
+    whole = layout.count * itemsize
+
+    def simulated(asked: FloatArray) -> FloatArray:
+        return finish_by_scale(schedule(view, layout), view, layout, network, asked / whole)
+
+    known = np.unique(np.array([low / 2, low, high, 2 * high], dtype=np.float64))
+    seconds = simulated(known)
+    for _ in range(REFINEMENTS):
+        corners = _possible_corners(known, seconds)
+        if not len(corners):
+            break
+        known, seconds = np.concatenate([known, corners]), np.concatenate([seconds, simulated(corners)])
+        order = np.argsort(known)
+        known, seconds = known[order], seconds[order]
+    return Curve(known, seconds)
+
+
+def played(schedule: Schedule, view: View, network: Network, sizes: Sequence[int], itemsize: int = 4) -> Curve:
+    """The same for a schedule that has more rounds the larger the buffer is: exact at these sizes, joined by lines."""
+    layouts = [Layout(-(-size // itemsize), itemsize) for size in sorted(set(sizes))]
+    seconds = [finish_times(schedule(view, one), view, one, network).max() for one in layouts]
+    return Curve(np.array(sorted(set(sizes)), dtype=np.float64), np.array(seconds))
+
+
+def _possible_corners(sizes: FloatArray, seconds: FloatArray) -> FloatArray:
+    """Where the lines on both sides of a gap meet: if it hides a single corner, it is there."""
+    slopes = np.diff(seconds) / np.diff(sizes)
+    before, here, after = slopes[:-2], slopes[1:-1], slopes[2:]
+    left, right = sizes[1:-2], sizes[2:-1]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        meeting = left + (right - left) * (after - here) / (after - before)
+    hidden = (here - before) * (meeting - left) > STRAIGHT * seconds[2:-1]
+    inner = (meeting - left > STRAIGHT * right) & (right - meeting > STRAIGHT * right)
+    return meeting[hidden & inner]
 
 
 @dataclass(frozen=True)
 class Crossover:
     """A size at which another algorithm becomes the fastest."""
 
-    size: int
-    """The smallest size, in bytes, at which `after` wins."""
+    size: int  # The smallest size, in bytes, at which `after` wins.
     before: str
     after: str
 
@@ -40,18 +97,15 @@ class Comparison(JsonData):
     collective: Collective
     ranks: int
     hosts: int
-    sizes: tuple[int, ...]
-    """Bytes of a rank's buffer: of the whole result, even if each rank contributes only a block."""
-    seconds: Mapping[str, tuple[float, ...]]
-    """By algorithm, a time for each size: until the last rank is done, if all arrive together."""
-    crossovers: tuple[Crossover, ...]
-    """Between the smallest and the largest size, in order."""
-    left_out: Mapping[str, str]
-    """Algorithms that cannot be used here, with the reason."""
+    sizes: tuple[int, ...]  # Bytes of a rank's buffer: of the whole result, even if each rank contributes only a block.
+    seconds: Mapping[str, tuple[float, ...]]  # By algorithm and size: until the last rank is done.
+    crossovers: tuple[Crossover, ...]  # Between the smallest and the largest size, in order.
+    left_out: Mapping[str, str]  # Algorithms that cannot be used here, with the reason.
 
     def best(self, column: int) -> str:
         """The fastest algorithm at the size in a column."""
-        return _best({name: times[column] for name, times in self.seconds.items()})
+        least = min(times[column] for times in self.seconds.values())
+        return next(name for name, times in self.seconds.items() if times[column] <= least * (1 + TIE))
 
     def plain(self) -> dict[str, Any]:
         """The same as plain data, for JSON."""
@@ -103,18 +157,13 @@ def _obstacle(algorithm: Algorithm, view: View) -> str | None:
     return None
 
 
-def _best(times: Mapping[str, float]) -> str:
-    least = min(times.values())
-    return next(name for name, time in times.items() if time <= least * (1 + TIE))
-
-
 def _crossovers(curves: Mapping[str, Curve], low: int, high: int) -> tuple[Crossover, ...]:
     """Where the best changes: looked up at many sizes, and narrowed down to the byte."""
     names = list(curves)
     if not names:
         return ()
 
-    def winners(sizes: NDArray[np.int64]) -> list[str]:
+    def winners(sizes: IntArray) -> list[str]:
         table = np.stack([curves[name](sizes) for name in names])
         return [names[first] for first in np.argmax(table <= table.min(axis=0) * (1 + TIE), axis=0)]
 
@@ -127,7 +176,7 @@ def _crossovers(curves: Mapping[str, Curve], low: int, high: int) -> tuple[Cross
 
 
 def _narrowed(
-    winners: Callable[[NDArray[np.int64]], list[str]], low: int, high: int, before: str, after: str
+    winners: Callable[[IntArray], list[str]], low: int, high: int, before: str, after: str
 ) -> list[Crossover]:
     """The changes between two sizes; a third algorithm may win in between."""
     if before == after:

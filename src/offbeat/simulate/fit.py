@@ -26,14 +26,10 @@ from offbeat.statistics import not_negative
 class CostTerms(NamedTuple):
     """The factors of alpha, beta, gamma and copy in a schedule's time."""
 
-    hops: float
-    """Transfers one after the other."""
-    moved: float
-    """Bytes through the busiest ports, one after the other."""
-    reduced: float
-    """Bytes combined, one after the other."""
-    copied: float
-    """Bytes copied, one after the other."""
+    hops: float  # Transfers one after the other.
+    moved: float  # Bytes through the busiest ports, one after the other.
+    reduced: float  # Bytes combined, one after the other.
+    copied: float  # Bytes copied, one after the other.
 
 
 def cost_of(schedule: Schedule, view: View, layout: Layout) -> CostTerms:
@@ -48,14 +44,11 @@ class Regimes:
     """A link whose cost per byte changes at certain working sets, such as the size of a cache."""
 
     alpha: float
-    betas: tuple[float, ...]
-    """Seconds per byte: of the part up to the first knot, of the part up to the second, and so on."""
+    betas: tuple[float, ...]  # Seconds per byte: up to the first knot, from there to the second, and so on.
     gamma: float
     copy: float
-    knots: tuple[int, ...] = ()
-    """Working sets, in bytes of a rank's buffer, at which the cost per byte changes."""
-    call: float = 0.0
-    """Seconds of any call, however many hops there are: overhead of the program around it."""
+    knots: tuple[int, ...] = ()  # Working sets, in bytes of a rank's buffer, at which the cost per byte changes.
+    call: float = 0.0  # Seconds of any call, however many hops there are: overhead of the program around it.
 
     def link(self, size: int) -> Link:
         """The link for data of this size: with the mean cost of its bytes."""

@@ -23,10 +23,8 @@ from numpy.typing import ArrayLike
 from offbeat.errors import UsageError
 from offbeat.statistics import CONFIDENCE, Estimate, Floats, JsonData, furthest, not_negative, student
 
-_GRID = 81
-"""Values of each parameter on the grid of allowed pairs."""
-_FLAT = 1e-12
-"""A sum of squares that is only rounding."""
+_GRID = 81  # Values of each parameter on the grid of allowed pairs.
+_FLAT = 1e-12  # A sum of squares that is only rounding.
 
 
 def amdahl(p: ArrayLike, f: float) -> Floats:
@@ -59,10 +57,8 @@ def gunther_peak(sigma: float, kappa: float) -> float:
 class Amdahl(JsonData):
     """Amdahl's law, fitted."""
 
-    f: Estimate
-    """The share of the work that can be divided."""
-    scatter: float
-    """Root mean square of the measured rates' relative distance from the law."""
+    f: Estimate  # The share of the work that can be divided.
+    scatter: float  # Root mean square of the measured rates' relative distance from the law.
 
     @property
     def limit(self) -> Estimate:
@@ -87,14 +83,10 @@ class Amdahl(JsonData):
 class Gunther:
     """Gunther's law, fitted."""
 
-    sigma: Estimate
-    """Contention for shared resources."""
-    kappa: Estimate
-    """Coherency: cost of every pair of workers."""
-    scatter: float
-    """Root mean square of the measured rates' relative distance from the law."""
-    allowed: Floats
-    """Pairs of sigma and kappa that the measured rates allow, one per row; the best first."""
+    sigma: Estimate  # Contention for shared resources.
+    kappa: Estimate  # Coherency: cost of every pair of workers.
+    scatter: float  # Root mean square of the measured rates' relative distance from the law.
+    allowed: Floats  # Pairs of sigma and kappa that the measured rates allow, one per row; the best first.
 
     @property
     def peak(self) -> Estimate:

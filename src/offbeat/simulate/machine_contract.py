@@ -21,21 +21,16 @@ from offbeat.simulate.machines import Fault, Happening, Kill, LossyNetwork, Part
 
 FAULTS: Final = ("delay", "reorder", "loss", "duplicate", "stop", "partition", "kill")
 """Messages are slow, reordered, lost or duplicated; processes stop, are partitioned, are killed."""
-SHOWN: Final = 25
-"""Events that an error lists."""
+SHOWN: Final = 25  # Events that an error lists.
 
 
 class MachineContract:
     """What must hold for machines that run together; subclass it, and give it to `offbeat check`."""
 
-    survives: ClassVar[Sequence[str]] = FAULTS
-    """The faults that it must hold under."""
-    sizes: ClassVar[Sequence[int]] = (2, 3, 5)
-    """Number of machines: one of these, by the seed."""
-    calm: ClassVar[float] = 10.0
-    """Virtual seconds after which no more faults happen."""
-    patience: ClassVar[float] = 120.0
-    """Virtual seconds by which it must be done."""
+    survives: ClassVar[Sequence[str]] = FAULTS  # The faults that it must hold under.
+    sizes: ClassVar[Sequence[int]] = (2, 3, 5)  # Number of machines: one of these, by the seed.
+    calm: ClassVar[float] = 10.0  # Virtual seconds after which no more faults happen.
+    patience: ClassVar[float] = 120.0  # Virtual seconds by which it must be done.
     observer: ClassVar[Name] = "coordinator"
     """The machine that gets `Ended` when a process was killed, if there is one."""
 
@@ -108,12 +103,9 @@ class MachineReport(Struct, frozen=True):
     """What was tried without a failure."""
 
     runs: int
-    events: int
-    """Events handled in all runs."""
-    lost: int
-    """Lost messages."""
-    faults: Mapping[str, int]
-    """Number of runs with each kind."""
+    events: int  # Events handled in all runs.
+    lost: int  # Lost messages.
+    faults: Mapping[str, int]  # Number of runs with each kind.
 
 
 @dataclass

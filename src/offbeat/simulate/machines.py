@@ -24,8 +24,7 @@ class Sent(Struct, frozen=True):
     to: Name
     message: Any
     nbytes: int
-    arrivals: tuple[float, ...]
-    """Arrival times: two if it is duplicated, none if it is lost."""
+    arrivals: tuple[float, ...]  # Arrival times: two if it is duplicated, none if it is lost.
 
 
 class Told(Struct, frozen=True):
@@ -37,27 +36,19 @@ class Told(Struct, frozen=True):
 
 
 Happening = Sent | Told
-Perform = Callable[[Any], Any]
-"""Does the work of a `Start`, and returns the result of the `Done`."""
+Perform = Callable[[Any], Any]  # Does the work of a `Start`, and returns the result of the `Done`.
 
 
 class LossyNetwork(Struct, frozen=True):
     """What happens to messages. Each has its own delay, so one may overtake another."""
 
-    delay: float = 0.001
-    """Minimum delay, in seconds."""
-    jitter: float = 0.0
-    """Mean of an exponentially distributed extra delay, so that a few take very long."""
-    loss: float = 0.0
-    """Share of messages that are lost."""
-    duplicate: float = 0.0
-    """Share of messages that are duplicated."""
-    per_byte: float = 0.0
-    """Seconds that each byte of a payload adds to the delay."""
-    ordered: bool = False
-    """Messages between two processes arrive in order, as on one connection."""
-    until: float = float("inf")
-    """When losses and duplicates cease."""
+    delay: float = 0.001  # Minimum delay, in seconds.
+    jitter: float = 0.0  # Mean of an exponentially distributed extra delay, so that a few take very long.
+    loss: float = 0.0  # Share of messages that are lost.
+    duplicate: float = 0.0  # Share of messages that are duplicated.
+    per_byte: float = 0.0  # Seconds that each byte of a payload adds to the delay.
+    ordered: bool = False  # Messages between two processes arrive in order, as on one connection.
+    until: float = float("inf")  # When losses and duplicates cease.
 
 
 class Kill(Struct, frozen=True):
@@ -65,8 +56,7 @@ class Kill(Struct, frozen=True):
 
     name: Name
     at: float
-    seen_after: float | None = None
-    """Seconds until `Ended` reaches the observer; None: only its silence tells."""
+    seen_after: float | None = None  # Seconds until `Ended` reaches the observer; None: only its silence tells.
 
 
 class Stop(Struct, frozen=True):
@@ -90,8 +80,7 @@ class Restart(Struct, frozen=True):
 
     name: Name
     at: float
-    machine: Callable[[], Machine]
-    """Makes the new process's machine."""
+    machine: Callable[[], Machine]  # Makes the new process's machine.
 
 
 Fault = Kill | Stop | Partition | Restart
@@ -99,8 +88,7 @@ Fault = Kill | Stop | Partition | Restart
 
 class _Process(Struct):
     machine: Machine
-    birth: int
-    """Which process of this name it is."""
+    birth: int  # Which process of this name it is.
     stopped_until: float = 0.0
     alive: bool = True
 
@@ -120,10 +108,8 @@ class Simulation:
         log: Callable[[Happening], None] | None = None,
     ) -> None:
         self.now = 0.0
-        self.events = 0
-        """Number of events so far."""
-        self.lost = 0
-        """Number of lost messages."""
+        self.events = 0  # Number of events so far.
+        self.lost = 0  # Number of lost messages.
         self._random = Random(seed)  # noqa: S311 - faults to be repeated, not secrets
         self._network = network or LossyNetwork()
         self._perform = dict(perform or {})
@@ -241,8 +227,7 @@ class Simulation:
             if network.ordered:
                 arrival = self._latest[sender, effect.to] = max(arrival, self._latest.get((sender, effect.to), 0.0))
             arrivals.append(arrival)
-            event = Received(sender, effect.message, effect.payload)
-            self._at(arrival, lambda event=event: self._arrive(effect.to, event))
+            self._at(arrival, lambda: self._arrive(effect.to, Received(sender, effect.message, effect.payload)))
         if self._log is not None:
             self._log(Sent(self.now, sender, effect.to, effect.message, effect.payload.nbytes, tuple(arrivals)))
 
@@ -259,18 +244,13 @@ class Simulation:
 
     def _strike(self, fault: Kill | Stop | Restart) -> None:
         process = self._processes.get(fault.name)
-        match fault:
-            case Kill():
-                if process is not None:
-                    process.alive = False
-                if fault.seen_after is not None and self._observer in self._processes:
-                    observer = self._processes[self._observer]
-                    ended = Ended(fault.name)
-                    self._at(self.now + fault.seen_after, lambda: self._happen(self._observer, observer, ended))
-            case Stop():
-                if process is not None:
-                    process.stopped_until = max(process.stopped_until, self.now + fault.seconds)
-            case Restart():
-                if process is not None:
-                    process.alive = False
-                self._give_birth(fault.machine())
+        if process is not None and isinstance(fault, Stop):
+            process.stopped_until = max(process.stopped_until, self.now + fault.seconds)
+        elif process is not None:
+            process.alive = False
+        if isinstance(fault, Restart):
+            self._give_birth(fault.machine())
+        observer = self._processes.get(self._observer)
+        if isinstance(fault, Kill) and fault.seen_after is not None and observer is not None:
+            ended = Ended(fault.name)
+            self._at(self.now + fault.seen_after, lambda: self._happen(self._observer, observer, ended))

@@ -30,14 +30,10 @@ class Ports(StrEnum):
 class Link:
     """What it costs to bring bytes from one rank to another, and to do something with them there."""
 
-    alpha: float
-    """Seconds until the first byte arrives."""
-    beta: float
-    """Seconds per byte on the way."""
-    gamma: float = 0.0
-    """Seconds per byte that is combined with what is there."""
-    copy: float = 0.0
-    """Seconds per byte that is copied: published, or put in its place when it was not received there."""
+    alpha: float  # Seconds until the first byte arrives.
+    beta: float  # Seconds per byte on the way.
+    gamma: float = 0.0  # Seconds per byte that is combined with what is there.
+    copy: float = 0.0  # Seconds per byte that is copied: published, or put in its place when it was not received there.
 
     def __post_init__(self) -> None:
         """Refuse negative values and NaN."""
@@ -56,20 +52,16 @@ class Link:
         return cls(parse_duration(latency), 1 / parse_rate(rate), *(1 / parse_rate(part) for part in rest))
 
 
-SHARED_MEMORY = Link(1e-6, 1 / 12.5e9)
-"""Default for ranks on one host: 100 Gbit/s, 1 us."""
+SHARED_MEMORY = Link(1e-6, 1 / 12.5e9)  # Default for ranks on one host: 100 Gbit/s, 1 us.
 
 
 @dataclass(frozen=True)
 class Network:
     """The links of a view: one kind inside hosts, one between them."""
 
-    between: Link
-    """Between ranks of different hosts."""
-    inside: Link = SHARED_MEMORY
-    """Between ranks of one host."""
-    ports: Ports = Ports.RANK
-    """Whether every rank has its own network card, or every host has one."""
+    between: Link  # Between ranks of different hosts.
+    inside: Link = SHARED_MEMORY  # Between ranks of one host.
+    ports: Ports = Ports.RANK  # Whether every rank has its own network card, or every host has one.
 
     @classmethod
     def parse(cls, between: str, inside: str | None = None, ports: Ports = Ports.RANK) -> Network:

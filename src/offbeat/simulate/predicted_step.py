@@ -14,19 +14,17 @@ from msgspec.structs import replace
 
 from offbeat.protocols.collectives import Collective, algorithm
 from offbeat.protocols.compression import SumMethod
-from offbeat.protocols.exchanges import Exchanged, Matrix
+from offbeat.protocols.exchanges import Exchanged, Matrix, Part, beside, in_turn, steps
 from offbeat.protocols.gossip.mixing import mix
 from offbeat.protocols.gossip.topology import Mixing
 from offbeat.protocols.schedule import Layout, Schedule, View
-from offbeat.protocols.step_schedule import Part, beside, in_turn, steps
 from offbeat.simulate.fit import cost_of, fit_link
 from offbeat.simulate.network import Link, Network, Ports
 from offbeat.simulate.schedules import finish_times
 
-FORWARD = 1 / 3
-"""Share of computing before the first gradient: backward takes about twice as long as forward."""
-MIXED = 4
-"""Least number of mixing steps to play: ranks that differ drift apart until they wait for each other."""
+FORWARD = 1 / 3  # Share of computing before the first gradient: backward takes about twice as long as forward.
+MIXED = 4  # Least number of mixing steps to play: ranks that differ drift apart until they wait for each other.
+_ByStep = Callable[[int], Schedule | None]  # What is exchanged after a step, by its number.
 
 
 class Timed(Struct, frozen=True):
@@ -39,20 +37,13 @@ class Timed(Struct, frozen=True):
 class Step(Struct, frozen=True, kw_only=True):
     """What workers exchange in a step, or in a period of them."""
 
-    hosts: tuple[int, ...]
-    """The host of each worker."""
-    exchanges: tuple[Exchanged, ...]
-    """One after the other."""
-    period: int = 1
-    """They are made every n-th step."""
-    beside: bool = False
-    """Whether they begin while gradients are still computed, each when its share of the bytes is there."""
-    behind: int = 0
-    """How many of the last of them begin only when all is computed, such as an all-gather of slices after a step."""
-    matrices: tuple[Matrix, ...] = ()
-    """Mixing matrices, in turn."""
-    trials: tuple[Timed, ...] = ()
-    """Measured exchanges that tell what the links cost."""
+    hosts: tuple[int, ...]  # The host of each worker.
+    exchanges: tuple[Exchanged, ...]  # One after the other.
+    period: int = 1  # They are made every n-th step.
+    beside: bool = False  # Whether they begin during computing, each when its share of the bytes is there.
+    behind: int = 0  # How many of the last begin when all is computed, such as an all-gather after a step.
+    matrices: tuple[Matrix, ...] = ()  # Mixing matrices, in turn.
+    trials: tuple[Timed, ...] = ()  # Measured exchanges that tell what the links cost.
 
     @property
     def view(self) -> View:
@@ -94,17 +85,21 @@ def step_schedule(step: Step, computing: Sequence[Sequence[float]], count: int |
             parts[0] = (parts[0][0] + FORWARD, parts[0][1])
         parts += [(0.0, _part(step, each)) for each in step.exchanges[len(early) :]]
         return in_turn([(beside(own, parts), Layout(0, 1)) for own in seconds]), count
+    chosen = [
+        [each for each in step.exchanges if each.what not in ("mix", "tell") or int(each.by) == turn]
+        for turn in range(turns)
+    ]
+    return steps(seconds, _every(step.period, [in_turn([_part(step, each) for each in own]) for own in chosen])), count
 
-    def exchange(number: int) -> Schedule | None:
-        turn, rest = divmod(number + 1, step.period)
-        if rest:
-            return None
-        chosen = [
-            each for each in step.exchanges if each.what not in ("mix", "tell") or int(each.by) == (turn - 1) % turns
-        ]
-        return in_turn([_part(step, each) for each in chosen])
 
-    return steps(seconds, exchange), count
+def _every(period: int, schedules: Sequence[Schedule]) -> _ByStep:
+    """One of the schedules, in turn, after every `period`-th step."""
+
+    def exchange(step: int) -> Schedule | None:
+        turn, rest = divmod(step + 1, period)
+        return None if rest else schedules[(turn - 1) % len(schedules)]
+
+    return exchange
 
 
 def _played(schedule: Schedule, view: View, layout: Layout, network: Network) -> float:
@@ -121,8 +116,6 @@ def _costed(step: Step, each: Exchanged) -> tuple[Schedule, View, Layout]:
     return schedule, step.view, layout
 
 
-# -- single exchanges --------------------------------------------------------------------------------------------------
-
 Compute = float | Sequence[float] | Sequence[Sequence[float]]
 """Seconds of computing: of every step; of each rank's steps; or of each rank's, for each step."""
 
@@ -131,27 +124,21 @@ def local_step_time(
     view: View, layout: Layout, network: Network, compute: Compute, period: int, periods: int = 1, by: str = "ring"
 ) -> float:
     """Seconds per step of `local(period)` whose models are averaged by this algorithm: the last rank's."""
-    average, count = algorithm(Collective.ALL_REDUCE, by).schedule, period * periods
-    schedule = _stepped(view, compute, count, lambda step: average if (step + 1) % period == 0 else None)
-    return _played(schedule, view, layout, network) / count
+    average = algorithm(Collective.ALL_REDUCE, by).schedule
+    return _mean_step(view, layout, network, compute, period * periods, _every(period, [average]))
 
 
 def gossip_step_time(
     view: View, layout: Layout, network: Network, compute: Compute, mixing: Mixing, count: int = 1, period: int = 1
 ) -> float:
     """Seconds per step of gossip on this graph, over `count` steps; models mix in every `period`-th of them."""
-    schedules = [mix(matrix) for matrix in mixing.matrices]
-
-    def exchange(step: int) -> Schedule | None:
-        turn, rest = divmod(step + 1, period)
-        return None if rest else schedules[(turn - 1) % len(schedules)]
-
-    return _played(_stepped(view, compute, count, exchange), view, layout, network) / count
+    exchange = _every(period, [mix(matrix) for matrix in mixing.matrices])
+    return _mean_step(view, layout, network, compute, count, exchange)
 
 
-def _stepped(view: View, compute: Compute, count: int, exchange: Callable[[int], Schedule | None]) -> Schedule:
+def _mean_step(view: View, layout: Layout, network: Network, compute: Compute, count: int, exchange: _ByStep) -> float:
     seconds: list[list[float]] = np.broadcast_to(np.asarray(compute, dtype=np.float64), (count, view.size)).tolist()
-    return steps(seconds, exchange)
+    return _played(steps(seconds, exchange), view, layout, network) / count
 
 
 def exchange_of(nbytes: int, way: SumMethod) -> Exchanged:

@@ -24,10 +24,8 @@ class Places:
         self.count = count
         self.straight = len(index) == count and bool((index[1:] > index[:-1]).all())
         """Every place once, in order: entry i is about place i."""
-        self.once = self.straight or _no_repeats(index, count)
-        """No place comes up twice."""
-        self.everyone = self.once and len(index) == count
-        """Every place comes up exactly once."""
+        self.once = self.straight or _no_repeats(index, count)  # No place comes up twice.
+        self.everyone = self.once and len(index) == count  # Every place comes up exactly once.
 
     @cached_property
     def order(self) -> IntArray:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -29,30 +30,37 @@ Of older ones only the latest times of all together are known, which serves a ro
 """
 
 
-class Transfer(NamedTuple):
-    """One entry of a round that passes ports: the times for which it holds its sender's and its receiver's."""
+class Activity(StrEnum):
+    """What a participant does with its time, apart from sending and receiving."""
 
-    round: int
+    COMPUTE = "compute"
+    REDUCE = "reduce"
+    WAIT = "wait"
+
+
+class Interval(NamedTuple):
+    """A participant is busy, or waits."""
+
+    lane: int
+    begin: float
+    end: float
+    activity: Activity
+    label: str
+
+
+class Message(NamedTuple):
+    """Bytes from one participant to another."""
+
     source: int
     target: int
     nbytes: int
-    leaves: float
-    """When its first byte enters the sender's port."""
-    left: float
-    """When the sender's port is free again; a FETCH does not hold it."""
-    comes: float
-    """When its first byte enters the receiver's port."""
-    arrives: float
-    """When the receiver has all of it."""
-
-
-class ComputeWork(NamedTuple):
-    """What a rank's processor did in a round."""
-
-    round: int
-    rank: int
-    begin: float
-    end: float
+    leaves: float  # When the first byte enters the sender's port.
+    left: float  # When the sender's port is free again.
+    comes: float  # When the first byte enters the receiver's port.
+    came: float  # When the receiver's port is free again.
+    arrives: float  # When the receiver has all of it; NaN: it is lost.
+    label: str
+    round: int | None = None  # Of the schedule.
 
 
 @dataclass(frozen=True)
@@ -60,16 +68,11 @@ class Trace:
     """What every rank did in every round, as arrays of rounds by ranks; NaN where it had no part."""
 
     rounds: tuple[Round, ...]
-    begin: NDArray[np.float64]
-    """When the rank was ready to do its part."""
-    end: NDArray[np.float64]
-    """When it had done it."""
-    waited: NDArray[np.float64]
-    """How much of that it only waited for another rank to be ready."""
-    transfers: tuple[Transfer, ...]
-    """What passed ports, in the order of rounds."""
-    work: tuple[ComputeWork, ...]
-    """What took time of processors, in the order of rounds."""
+    begin: NDArray[np.float64]  # When the rank was ready to do its part.
+    end: NDArray[np.float64]  # When it had done it.
+    waited: NDArray[np.float64]  # How much of that it only waited for another rank to be ready.
+    transfers: tuple[Message, ...]  # What passed ports, in the order of rounds.
+    work: tuple[Interval, ...]  # What took time of processors, in the order of rounds.
 
     @property
     def finish(self) -> NDArray[np.float64]:
@@ -108,7 +111,7 @@ def trace(
     shape = (len(played), view.size)
     begin, end, waited = np.full(shape, np.nan), np.full(shape, np.nan), np.full(shape, np.nan)
     for number, one in enumerate(played):
-        log.round = number
+        log.enter(number, one)
         here = spread(clockwork.begun(one), view.size)[:, 0]
         done = spread(clockwork.play(one), view.size)[:, 0]
         part = np.unique(np.concatenate([one.source, one.target] if one.op is Op.SEND else [one.target]))
@@ -127,29 +130,40 @@ def _waited(one: Round, begun: NDArray[np.float64]) -> NDArray[np.float64]:
     return latest - begun
 
 
+def label_of(number: int, one: Round) -> str:
+    """What a round is called in pictures and tables."""
+    return "computes" if one.op is Op.COMPUTE else f"round {number} ({one.op})"
+
+
 class TraceLog:
     """Logs what passes ports and what processors do, for the first case."""
 
     def __init__(self, itemsize: int) -> None:
-        self.round = 0
-        self.transfers: list[Transfer] = []
-        self.work: list[ComputeWork] = []
+        self.transfers: list[Message] = []
+        self.work: list[Interval] = []
         self._itemsize = itemsize
+        self._round, self._label, self._activity = 0, "", Activity.REDUCE
+
+    def enter(self, number: int, one: Round) -> None:
+        """Play this round next."""
+        self._round, self._label = number, label_of(number, one)
+        self._activity = Activity.COMPUTE if one.op is Op.COMPUTE else Activity.REDUCE
 
     def transfer(self, op: Op, source: IntArray, target: IntArray, lengths: IntArray, times: tuple[Times, ...]) -> None:
         """Entries of the round that is played; `times`: when each leaves, arrives, and how long it holds a port."""
         leaves, arrives, held = (np.broadcast_to(one[:, 0], len(source)).tolist() for one in times)
-        entries = zip(source.tolist(), target.tolist(), lengths.tolist(), leaves, arrives, held, strict=True)
-        for here, there, length, start, stop, took in entries:
+        columns = (source, target, lengths * self._itemsize)
+        ends = (column.tolist() for column in columns)
+        for here, there, nbytes, start, stop, took in zip(*ends, leaves, arrives, held, strict=True):
             left = start + took if op is Op.SEND else start
-            nbytes = length * self._itemsize
-            self.transfers.append(Transfer(self.round, here, there, nbytes, start, left, stop - took, stop))
+            times_held = (start, left, stop - took, stop, stop)
+            self.transfers.append(Message(here, there, nbytes, *times_held, self._label, self._round))
 
     def busy(self, target: IntArray, begin: Times, duration: Times) -> None:
         """Work of processors in the round that is played."""
         starts, lasts = (np.broadcast_to(one[:, 0], len(target)).tolist() for one in (begin, duration))
         for rank, start, took in zip(target.tolist(), starts, lasts, strict=True):
-            self.work.append(ComputeWork(self.round, rank, start, start + took))
+            self.work.append(Interval(rank, start, start + took, self._activity, self._label))
 
 
 class Clockwork:
@@ -163,8 +177,7 @@ class Clockwork:
         arrivals: ArrayLike | None = None,
         scales: ArrayLike = (1.0,),
     ) -> None:
-        self.log: TraceLog | None = None
-        """Log of what happens, if wanted."""
+        self.log: TraceLog | None = None  # Log of what happens, if wanted.
         self._size = view.size
         self._itemsize = layout.itemsize
         self._network = network
@@ -174,8 +187,7 @@ class Clockwork:
         self._apart = len(np.unique(hosts)) == view.size
         self._together = not hosts.any()
         self._arrivals = self._arrived(arrivals)
-        self.finish: Times = self._arrivals
-        """When each rank has done all its parts so far."""
+        self.finish: Times = self._arrivals  # When each rank has done all its parts so far.
         self._done: dict[int, Times] = {}
         self._played = 0
         self._forgotten = 0

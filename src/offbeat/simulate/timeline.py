@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from enum import StrEnum
 from typing import Any, NamedTuple
 
 from msgspec import Struct
@@ -21,50 +20,10 @@ from offbeat.simulate.machines import LossyNetwork as Delays
 from offbeat.simulate.machines import Perform, Sent, Simulation
 from offbeat.simulate.network import Link, Network
 from offbeat.simulate.queues import Times
-from offbeat.simulate.schedules import Trace, trace
+from offbeat.simulate.schedules import Activity, Interval, Message, Trace, label_of, trace
 from offbeat.simulate.servers.events import Drive, ServerPorts, Worker
 
-PULLED = "values"
-"""What servers send."""
-
-
-class Activity(StrEnum):
-    """What a participant does with its time, apart from sending and receiving."""
-
-    COMPUTE = "compute"
-    REDUCE = "reduce"
-    WAIT = "wait"
-
-
-class Interval(NamedTuple):
-    """A participant is busy, or waits."""
-
-    lane: int
-    begin: float
-    end: float
-    activity: Activity
-    label: str
-
-
-class Message(NamedTuple):
-    """Bytes from one participant to another."""
-
-    source: int
-    target: int
-    nbytes: int
-    leaves: float
-    """When the first byte enters the sender's port."""
-    left: float
-    """When the sender's port is free again."""
-    comes: float
-    """When the first byte enters the receiver's port."""
-    came: float
-    """When the receiver's port is free again."""
-    arrives: float
-    """When the receiver has all of it; NaN: it is lost."""
-    label: str
-    round: int | None = None
-    """Of the schedule."""
+PULLED = "values"  # What servers send.
 
 
 class RoundSummary(NamedTuple):
@@ -72,15 +31,11 @@ class RoundSummary(NamedTuple):
 
     number: int
     op: Op
-    pairs: tuple[tuple[int, int], ...]
-    """Sources and targets, in order; each once."""
-    smallest: int
-    """Bytes of its smallest entry."""
+    pairs: tuple[tuple[int, int], ...]  # Sources and targets, in order; each once.
+    smallest: int  # Bytes of its smallest entry.
     largest: int
-    begin: float
-    """When the first rank was ready for it."""
-    end: float
-    """When the last rank had done it."""
+    begin: float  # When the first rank was ready for it.
+    end: float  # When the last rank had done it.
 
 
 class Timeline(Struct, frozen=True):
@@ -88,12 +43,10 @@ class Timeline(Struct, frozen=True):
 
     title: str
     lanes: tuple[str, ...]
-    hosts: tuple[int, ...]
-    """The host of each lane; a server has its own."""
+    hosts: tuple[int, ...]  # The host of each lane; a server has its own.
     intervals: tuple[Interval, ...]
     messages: tuple[Message, ...]
-    rounds: tuple[RoundSummary, ...] = ()
-    """Of a schedule; empty where there is none."""
+    rounds: tuple[RoundSummary, ...] = ()  # Of a schedule; empty where there is none.
 
     @property
     def end(self) -> float:
@@ -107,28 +60,15 @@ def schedule_timeline(
 ) -> Timeline:
     """A schedule, round by round; `role` is what its ranks are called."""
     played = trace(schedule(view, layout), view, layout, network)
-    names = [
-        "computes" if each.op is Op.COMPUTE else f"round {number} ({each.op})"
-        for number, each in enumerate(played.rounds)
-    ]
     waits = [
-        Interval(rank, begin, begin + waited, Activity.WAIT, f"waits for {names[number]}")
-        for number in range(len(played.rounds))
+        Interval(rank, begin, begin + waited, Activity.WAIT, f"waits for {label_of(number, each)}")
+        for number, each in enumerate(played.rounds)
         for rank, (begin, waited) in enumerate(zip(played.begin[number], played.waited[number], strict=True))
         if waited > 0
     ]
-    work = [
-        Interval(work.rank, work.begin, work.end, Activity.COMPUTE if computes else Activity.REDUCE, names[work.round])
-        for work in played.work
-        for computes in [played.rounds[work.round].op is Op.COMPUTE]
-    ]
-    messages = [
-        Message(sent.source, sent.target, sent.nbytes, *sent[4:], sent.arrives, names[sent.round], sent.round)
-        for sent in played.transfers
-    ]
     lanes = tuple(f"{role} {rank}" for rank in range(view.size))
     hosts = tuple(view.hosts.tolist())
-    return Timeline(title, lanes, hosts, (*waits, *work), tuple(messages), _summaries(played, layout))
+    return Timeline(title, lanes, hosts, (*waits, *played.work), played.transfers, _summaries(played, layout))
 
 
 def _summaries(played: Trace, layout: Layout) -> tuple[RoundSummary, ...]:
@@ -155,10 +95,8 @@ class ServerTraining(Struct, frozen=True):
     rhythm: RhythmOf
     servers: int
     link: Link
-    pulled: int
-    """Bytes of all parameters."""
-    pushed: int
-    """Bytes of a push: fewer than all, where it is compressed."""
+    pulled: int  # Bytes of all parameters.
+    pushed: int  # Bytes of a push: fewer than all, where it is compressed.
 
 
 def server_timeline(training: ServerTraining, durations: Times, title: str) -> Timeline:
@@ -261,10 +199,8 @@ class Ensemble(Struct, frozen=True):
     """Machines that are run together."""
 
     machines: Sequence[Machine]
-    perform: Callable[[Name], Perform | None] = lambda _: None
-    """Does the work that a machine starts."""
-    computing: Callable[[], Iterable[Interval]] = lambda: ()
-    """Computing intervals, called when the run is over."""
+    perform: Callable[[Name], Perform | None] = lambda _: None  # Does the work that a machine starts.
+    computing: Callable[[], Iterable[Interval]] = lambda: ()  # Computing intervals, called when the run is over.
 
 
 def machine_timeline(

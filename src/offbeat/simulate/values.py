@@ -1,14 +1,13 @@
 """Schedules in virtual time with numbers in their buffers: what ranks end with, whatever is slow.
 
-Every transfer and every use takes a random time, from a seed. What a schedule's `after` leaves open thus happens in
-another order with every seed; a rank that waits for a message that never comes is an error.
+Of all transfers and uses that may happen next, a random choice does, from a seed. What a schedule's `after` leaves open
+thus happens in another order with every seed; a rank that uses a message that has not come is an error.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -19,93 +18,74 @@ from offbeat.errors import ScheduleError
 from offbeat.protocols.schedule import Layout, Op, Round, Schedule, View
 
 Buffers = list[NDArray[Any]]
-_Key = tuple[int, ...]
+_BRINGS = (Op.SEND, Op.FETCH)
 
 
 def play_values(schedule: Schedule, view: View, layout: Layout, buffers: Sequence[NDArray[Any]], seed: int) -> Buffers:
-    """Each rank's final buffer; a ScheduleError if some rank never gets there."""
-    return _Play(list(schedule(view, layout)), view, buffers, seed).run()
+    """Each rank's final buffer; a ScheduleError if what a rank uses has not come, or what has come is never used."""
+    return _Play(list(schedule(view, layout)), view, buffers).run(Random(seed))  # noqa: S311 - not a secret
 
 
 class _Play:
-    def __init__(self, rounds: list[Round], view: View, buffers: Sequence[NDArray[Any]], seed: int) -> None:
-        self._rounds, self._size = rounds, view.size
+    def __init__(self, rounds: list[Round], view: View, buffers: Sequence[NDArray[Any]]) -> None:
+        self._rounds = rounds
         self._live = [buffer.copy() for buffer in buffers]
         self._published = [buffer.copy() for buffer in buffers]
         self._is_published = [np.zeros(len(buffer), dtype=np.bool_) for buffer in buffers]
-        self._chance = Random(seed)  # noqa: S311 - an order to be repeated, not a secret
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._now, self._entered = 0.0, 0
-        self._inbox: defaultdict[_Key, deque[NDArray[Any]]] = defaultdict(deque)
-        self._entries = [_by_rank(each, view.size) for each in rounds]
-        self._open = [[len(set(each.after)) for _ in range(view.size)] for each in rounds]
-        self._left = [[len(own) for own in ranks] for ranks in self._entries]
-        self._ready = [[False] * view.size for _ in rounds]
-        self._begun = [[False] * len(each.source) for each in rounds]
-        self._done = [[False] * view.size for _ in rounds]
-        self._followers: defaultdict[int, list[int]] = defaultdict(list)
+        self._inbox: defaultdict[tuple[int, ...], deque[NDArray[Any]]] = defaultdict(deque)
+        self._left = np.zeros((len(rounds), view.size), dtype=np.int64)  # What each rank still has to do in each round.
+        todo: list[tuple[int, tuple[int, ...], list[int]]] = []  # Round, ranks that must be ready, entries.
         for number, each in enumerate(rounds):
-            for earlier in set(each.after):
+            for earlier in each.after:
                 if not 0 <= earlier < number:
                     raise ScheduleError(f"round {number} comes after round {earlier}, which is not an earlier one")
-                self._followers[earlier].append(number)
+            if each.op in _BRINGS:
+                pairs = zip(each.source.tolist(), each.target.tolist(), strict=True)
+                todo += [(number, pair, [entry]) for entry, pair in enumerate(pairs)]
+            else:  # A rank uses all that has come for it at once.
+                ranks = np.unique(each.target).tolist()
+                todo += [(number, (rank,), np.flatnonzero(each.target == rank).tolist()) for rank in ranks]
+        for number, ranks, _ in todo:
+            self._left[number, self._busy(number, ranks)] += 1
+        self._todo = dict(enumerate(todo))
 
-    def run(self) -> Buffers:
-        for number, each in enumerate(self._rounds):
-            if not each.after:
-                for rank in range(self._size):
-                    self._prepare(number, rank)
-        while self._queue:
-            self._now, _, act = heappop(self._queue)
-            act()
-        self._conclude()
+    def _busy(self, number: int, ranks: tuple[int, ...]) -> list[int]:
+        """The ranks whose part of the round this belongs to: a source is only read by a FETCH."""
+        return list(set(ranks)) if self._rounds[number].op is Op.SEND else [ranks[-1]]
+
+    def run(self, chance: Random) -> Buffers:
+        while self._todo:
+            begun = self._begun()
+            ready = [key for key, (number, ranks, _) in self._todo.items() if begun[number, list(ranks)].all()]
+            for key in chance.sample(ready, chance.randint(1, len(ready))):
+                number, ranks, entries = self._todo.pop(key)
+                act = self._bring if self._rounds[number].op in _BRINGS else self._use
+                for entry in entries:
+                    act(number, entry)
+                self._left[number, self._busy(number, ranks)] -= 1
+        for key, left in self._inbox.items():
+            if left:
+                raise ScheduleError(f"[{key[2]}, {key[3]}) from rank {key[0]} reaches rank {key[1]} and is never used")
         return self._live
 
-    def _later(self, act: Callable[[], None]) -> None:
-        self._entered += 1
-        heappush(self._queue, (self._now + self._chance.expovariate(1.0), self._entered, act))
-
-    def _prepare(self, number: int, rank: int) -> None:
-        """A rank has done all that comes before its part of a round."""
-        self._ready[number][rank] = True
-        each = self._rounds[number]
-        if each.op in (Op.SEND, Op.FETCH):
-            for entry in np.flatnonzero((each.source == rank) | (each.target == rank)).tolist():
-                self._bring(number, entry)
-        elif self._left[number][rank]:
-            self._later(lambda: self._use(number, rank))
-        if not self._left[number][rank]:
-            self._finish(number, rank)
+    def _begun(self) -> NDArray[np.bool_]:
+        """Which rank may do its part of which round; a part that is empty is done when it may begin."""
+        begun = np.ones(self._left.shape, dtype=np.bool_)
+        for number, each in enumerate(self._rounds):
+            for earlier in each.after:
+                begun[number] &= begun[earlier] & (self._left[earlier] == 0)
+        return begun
 
     def _bring(self, number: int, entry: int) -> None:
-        """Start a transfer if both sides are ready, and it has not begun."""
         each = self._rounds[number]
-        source, target = int(each.source[entry]), int(each.target[entry])
-        if self._begun[number][entry] or not (self._ready[number][source] and self._ready[number][target]):
-            return
-        self._begun[number][entry] = True
-        start, stop = int(each.start[entry]), int(each.stop[entry])
+        source, start, stop = int(each.source[entry]), int(each.start[entry]), int(each.stop[entry])
         data = self._live[source][start:stop].copy()
         if each.op is Op.FETCH:
-            chosen = self._is_published[source][start:stop]
-            data = np.where(chosen, self._published[source][start:stop], data)
+            data = np.where(self._is_published[source][start:stop], self._published[source][start:stop], data)
+        self._inbox[_key(each, entry)].append(data)
 
-        def arrive() -> None:
-            self._inbox[_key(each, entry)].append(data)
-            for rank in {source, target} if each.op is Op.SEND else {target}:
-                self._left[number][rank] -= 1
-                if not self._left[number][rank]:
-                    self._finish(number, rank)
-
-        self._later(arrive)
-
-    def _use(self, number: int, rank: int) -> None:
-        for entry in self._entries[number][rank]:
-            self._apply(number, self._rounds[number], rank, entry)
-        self._left[number][rank] = 0
-        self._finish(number, rank)
-
-    def _apply(self, number: int, each: Round, rank: int, entry: int) -> None:
+    def _use(self, number: int, entry: int) -> None:
+        each, rank = self._rounds[number], int(self._rounds[number].target[entry])
         start, stop, place = int(each.start[entry]), int(each.stop[entry]), int(each.place[entry])
         weight = 1 if each.weight is None else float(each.weight[entry])
         mine = self._live[rank][place : place + stop - start]
@@ -127,34 +107,6 @@ class _Play:
         came = waiting.popleft()
         mine[:] = mine + weight * came if each.op is Op.REDUCE else came
 
-    def _finish(self, number: int, rank: int) -> None:
-        if self._done[number][rank]:
-            return
-        self._done[number][rank] = True
-        for later in self._followers[number]:
-            self._open[later][rank] -= 1
-            if not self._open[later][rank]:
-                self._prepare(later, rank)
 
-    def _conclude(self) -> None:
-        for number, done in enumerate(self._done):
-            for rank, here in enumerate(done):
-                if not here:
-                    raise ScheduleError(f"rank {rank} waits for ever in round {number} ({self._rounds[number].op})")
-        for key, left in self._inbox.items():
-            if left:
-                raise ScheduleError(f"[{key[2]}, {key[3]}) from rank {key[0]} reaches rank {key[1]} and is never used")
-
-
-def _key(each: Round, entry: int) -> _Key:
+def _key(each: Round, entry: int) -> tuple[int, ...]:
     return tuple(int(column[entry]) for column in (each.source, each.target, each.start, each.stop, each.place))
-
-
-def _by_rank(each: Round, size: int) -> list[list[int]]:
-    """The entries that each rank's part consists of, in their order."""
-    own: list[list[int]] = [[] for _ in range(size)]
-    for entry, (source, target) in enumerate(zip(each.source.tolist(), each.target.tolist(), strict=True)):
-        own[target].append(entry)
-        if each.op is Op.SEND and source != target:
-            own[source].append(entry)
-    return own

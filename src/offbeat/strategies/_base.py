@@ -1,7 +1,6 @@
 """Strategies: values that say how a task is distributed, and sums of them.
 
-A strategy is on one of three axes: what is exchanged between whom, when, and how it is compressed. `a + b` composes
-along them. These are the values only; they know nothing of processes.
+`a + b` composes along the axes. These are the values only; they know nothing of processes.
 """
 
 from __future__ import annotations
@@ -136,11 +135,8 @@ class Combined(Strategy):
 
     def __post_init__(self) -> None:
         """Refuse parts on the wrong axis, and parts that refuse each other."""
-        axes = [
-            Axis.EXCHANGE,
-            *([] if self.when is None else [Axis.WHEN]),
-            *[Axis.COMPRESSION] * len(self.compressions),
-        ]
+        when = [] if self.when is None else [Axis.WHEN]
+        axes = [Axis.EXCHANGE, *when, *[Axis.COMPRESSION] * len(self.compressions)]
         for part, axis in zip(self.parts(), axes, strict=True):
             if isinstance(part, Combined) or part.axis is not axis:
                 raise StrategyError(
@@ -232,10 +228,9 @@ def verify(cls: type[Strategy]) -> None:
 
 
 def _default_exchange() -> Strategy:
-    # Imported late: the registry imports the strategies, which import this module.
-    from offbeat.strategies.language.registry import default_exchange
+    from offbeat.strategies.allreduce import AllReduce  # Late: it imports this module.
 
-    return default_exchange()
+    return AllReduce()
 
 
 def _reference(cls: type[Strategy]) -> str:

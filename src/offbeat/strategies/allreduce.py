@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,21 +23,21 @@ from offbeat.protocols.exchanges import Exchanged, GradientShape, sums_in_memory
 from offbeat.protocols.partition import mixed
 from offbeat.protocols.schedule import View
 from offbeat.runtime.backend import GLOO
-from offbeat.runtime.compression import CompressionAccount, Feedback, GroupLink, together
-from offbeat.runtime.compression.account import COMPARING
+from offbeat.runtime.compression import CompressionAccount, Feedback, together
 from offbeat.runtime.compression.coder import finite
 from offbeat.runtime.compression.sums import CompressedSums
 from offbeat.runtime.gradients.algorithm_choice import Sums, stored_choices
 from offbeat.runtime.gradients.buckets import GradientBuckets, hook
 from offbeat.runtime.gradients.in_place import GradientSums
+from offbeat.runtime.gradients.optimizers import ELEMENT_WISE, why_not
 from offbeat.runtime.groups.group import DirectGroup, Group
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.simulate.predicted_step import Step, Timed
 from offbeat.strategies._base import BUCKET, Axis, Strategy, Traits
 from offbeat.strategies.compressors import compressor
 from offbeat.strategies.worker import step_cost
-from offbeat.strategies.worker.exchange import Exchange, Exchanging
-from offbeat.strategies.worker.optimizer_sharding import OptimizerShards, ShardedSteps
+from offbeat.strategies.worker.exchange import Exchange, Exchanging, refuse_closure
+from offbeat.strategies.worker.optimizer_sharding import OptimizerShards
 
 _MIB = 1 << 20
 
@@ -167,7 +167,7 @@ class AllReduceWorker(Exchange):
         self._known: set[int] = set()
         self._held = False
         self._sums: list[GradientBuckets | GradientSums] = []
-        self._sparse: list[_SparseSums] = []
+        self._has_sparse = False
         self._means: dict[str, tuple[Feedback, CompressionAccount]] = {}
         self._saved_means: dict[str, Any] = {}
         self._lane: Group = group
@@ -186,7 +186,24 @@ class AllReduceWorker(Exchange):
         sums.suspended = self._held
         self._sums.append(sums)
         if sparse:
-            self._sparse.append(_SparseSums([p for p in new if id(p) in sparse], lane, self.stopwatch, sums))
+            self._has_sparse = True
+            parameters = [p for p in new if id(p) in sparse]
+            self.handles += [hook(p, sums.begin) for p in parameters]
+            sums.afterwards.append(partial(self._sum_sparse, parameters, lane, sums))
+
+    def _sum_sparse(self, parameters: Sequence[Parameter], lane: Group, dense: GradientBuckets | GradientSums) -> None:
+        """Backward is over, and dense gradients are summed: sum the sparse ones that any worker has used."""
+        with self.stopwatch.spent_on("communicate"), torch.no_grad():
+            used = [float(p.grad is not None) for p in parameters]
+            counts = torch.tensor([dense.examples, *used], dtype=torch.float64)
+            total, *users = lane.sum(counts, "the count of examples").tolist()
+            for parameter in itertools.compress(parameters, users):
+                gradient = parameter.grad
+                if gradient is None:
+                    nowhere = torch.zeros(1, 0, dtype=torch.long, device=parameter.device)
+                    gradient = torch.sparse_coo_tensor(nowhere, parameter.detach()[:0], parameter.shape)
+                weighted = gradient * (dense.examples / max(total, 1.0))
+                parameter.grad = lane.sum_sparse(weighted, "the sum of a sparse gradient")
 
     def _summed(self, dense: Sequence[Parameter], lane: DirectGroup) -> GradientBuckets | GradientSums:
         settings = self._settings
@@ -216,15 +233,10 @@ class AllReduceWorker(Exchange):
                 feedback.load_state_dict(self._saved_means.pop(name))
             self._means[name] = feedback, CompressionAccount()
         feedback, account = self._means[name]
-        if account.due:
-            account.probe(self.group, partial(self.group.sum, row.clone(), COMPARING))
         narrow = row.dtype not in (torch.float32, torch.float64)
-        with account.compared(self.group):
-            link, start = GroupLink(self.group.direct, what), time.perf_counter()
+        with account.counted(self.group.direct, row, what) as link:
             wide = row.float() if narrow else row
             feedback.sum(wide.div_(self.group.size), link)
-            seconds = time.perf_counter() - start
-        account.note(row.nbytes, link.nbytes, seconds - link.seconds, link.seconds)
         if narrow:
             row.copy_(wide)
 
@@ -237,7 +249,7 @@ class AllReduceWorker(Exchange):
     def _why_unpredicted(self) -> str | None:
         if self._settings.algorithm is SumAlgorithm.AUTO:
             return "auto has measured every algorithm by itself; see choices"
-        if self._sparse:
+        if self._has_sparse:
             return "the size of sparse gradients depends on the data"
         return step_cost.why_not(self._lane, self.compressions)
 
@@ -272,8 +284,6 @@ class AllReduceWorker(Exchange):
         """Weigh gradients by their examples."""
         for sums in self._sums:
             sums.weigh(examples, total)
-        for sums in self._sparse:
-            sums.examples = float(examples)
 
     def suspend(self, held: bool) -> None:
         """While held, hooks leave gradients alone."""
@@ -309,31 +319,37 @@ class AllReduceWorker(Exchange):
 
     def close(self) -> None:
         """Remove the hooks."""
-        for hooked in (*self._sums, *self._sparse):
-            hooked.close()
+        super().close()
+        for sums in self._sums:
+            sums.close()
 
 
 class ShardedAllReduceWorker(AllReduceWorker):
-    """Has the sums of its own slices only, and updates those."""
+    """Has the sums of its own slices only, and updates those.
+
+    The optimizer stays the user's object. While it steps, and while it saves or loads its state, it sees this worker's
+    slices in place of the parameters. That is right for optimizers that treat every number by itself, which most do.
+    """
 
     replicated = False
     acts_in_steps = True
 
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: AllReduce) -> None:
         super().__init__(group, stopwatch, settings)
-        self._steps = ShardedSteps()
+        self._shards: list[OptimizerShards] = []
+        self._optimizers: list[Optimizer] = []
 
     def predicted(self) -> Step | str:
         """Sums of gradients, followed by the exchanges that distribute updated slices."""
         step = super().predicted()
         if isinstance(step, str):
             return step
-        behind = [each for shards in self._steps.shards for each in shards.exchanges]
+        behind = [each for shards in self._shards for each in shards.exchanges]
         return structs.replace(step, exchanges=(*step.exchanges, *behind), behind=len(behind))
 
     def _summed(self, dense: Sequence[Parameter], lane: DirectGroup) -> GradientBuckets | GradientSums:
         shards = OptimizerShards(dense, lane)
-        self._steps.shards.append(shards)
+        self._shards.append(shards)
         if lane.shares_memory:
             sums = GradientSums(dense, lane, self.stopwatch, own_blocks=True)
         else:
@@ -342,49 +358,55 @@ class ShardedAllReduceWorker(AllReduceWorker):
         return sums
 
     def attend(self, optimizer: Optimizer) -> None:
-        """Make the optimizer step on slices."""
-        if self.group.size > 1:
-            self._steps.attend(optimizer)
+        """Make this optimizer update, and keep state for, slices only."""
+        if self.group.size == 1:
+            return
+        if why := why_not(type(optimizer)):
+            raise StrategyError(
+                f"shard=optimizer cannot divide {type(optimizer).__name__}: each worker updates slices only, and "
+                f"{why}. It can divide those that treat every number by itself: {', '.join(ELEMENT_WISE)}. Use "
+                f"allreduce without shard."
+            )
+        self._optimizers.append(optimizer)
+        to_slices, to_parameters = partial(self._show, True), partial(self._show, False)
+        self._hook_steps(optimizer, self._before_step, self._after_step)
+        self.handles += [
+            optimizer.register_state_dict_pre_hook(to_slices),
+            optimizer.register_state_dict_post_hook(to_parameters),
+            optimizer.register_load_state_dict_pre_hook(to_slices),
+            optimizer.register_load_state_dict_post_hook(to_parameters),
+        ]
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        refuse_closure("shard=optimizer", args, kwargs, "allreduce alone")
+        for shards in self._shards:
+            shards.hand_gradients()
+        self._show(True, optimizer)
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._show(False, optimizer)
+        for shards in self._shards:
+            shards.publish()
+
+    def _show(self, slices: bool, optimizer: Optimizer, *_: Any) -> None:
+        """Let an optimizer see slices in place of parameters, or parameters again."""
+        pairs = [pair for shards in self._shards for pair in zip(shards.parameters, shards.slices, strict=True)]
+        places: dict[int, Tensor] = {id(p): own for p, own in pairs} if slices else {id(own): p for p, own in pairs}
+        for group in optimizer.param_groups:
+            group["params"] = [places.get(id(member), member) for member in group["params"]]
 
     def notes(self) -> dict[str, Any]:
         """Bytes of optimizer state on each worker."""
-        counts = self.group.gather([float(self._steps.state_bytes())], "the count of memory")
+        states = (state for optimizer in self._optimizers for state in optimizer.state.values())
+        mine = sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
+        counts = self.group.gather([float(mine)], "the count of memory")
         return {"optimizer_bytes": [int(count) for count in counts[:, 0]]}
 
     def close(self) -> None:
         """Remove the hooks, and give every worker a private copy of the parameters."""
-        self._steps.close()
         super().close()
-
-
-class _SparseSums:
-    """Sparse gradients of one model, summed when backward is over, if any worker used them."""
-
-    def __init__(
-        self, parameters: Sequence[Parameter], group: Group, stopwatch: Stopwatch, dense: GradientBuckets | GradientSums
-    ) -> None:
-        self.examples = 1.0
-        self._parameters, self._group, self._stopwatch = parameters, group, stopwatch
-        self._handles = [hook(p, dense.begin) for p in parameters]
-        dense.afterwards.append(self._sum)
-
-    def _sum(self) -> None:
-        with self._stopwatch.spent_on("communicate"), torch.no_grad():
-            used = [float(p.grad is not None) for p in self._parameters]
-            counts = torch.tensor([self.examples, *used], dtype=torch.float64)
-            total, *users = self._group.sum(counts, "the count of examples").tolist()
-            for parameter, count in zip(self._parameters, users, strict=True):
-                if count:
-                    gradient = parameter.grad
-                    if gradient is None:
-                        nowhere = torch.zeros(1, 0, dtype=torch.long, device=parameter.device)
-                        gradient = torch.sparse_coo_tensor(nowhere, parameter.detach()[:0], parameter.shape)
-                    weighted = gradient * (self.examples / max(total, 1.0))
-                    parameter.grad = self._group.sum_sparse(weighted, "the sum of a sparse gradient")
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        for shards in self._shards:
+            shards.close()
 
 
 def _sparse_parameters(model: nn.Module) -> set[int]:

@@ -1,13 +1,11 @@
 """Gradient coding: several workers compute every slice of a batch, so that exact steps need not wait for stragglers.
 
 *Fractional* repetition: the workers are s + 1 copies of a plain division. Each batch is cut into p / (s + 1) slices,
-and s + 1 workers compute each of them. A step is complete as soon as every slice has been answered once, which any
-p - s workers ensure. All coefficients are 0 or 1, so that a worker's gradient is that of a mean over its slice, as any
-loop computes it.
+and s + 1 workers compute each of them. All coefficients are 0 or 1, so that a worker's gradient is that of a mean over
+its slice, as any loop computes it.
 
 *Cyclic* repetition: each batch is cut into p slices, and worker k computes slices k to k + s. It sends one combination
-of their gradients, and from any p - s of these the servers get the sum of all. The loop gets the slices as separate
-batches; its optimizer steps with the last.
+of their gradients, and from any p - s of these the servers get the sum of all.
 
 Tandon, Lei, Dimakis and Karampatziakis, "Gradient Coding: Avoiding Stragglers in Distributed Learning" (2017), sections
 3 and 4.
@@ -153,12 +151,6 @@ class FractionalCodedWorker(PushWorker):
 
     def computed(self, driver: ServerDriver) -> StepHere:
         """Push, and pull the parameters updated by the first answers for all slices."""
-        self._refuse_lost_slices()
-        slot = driver.queue.gradient() if self.examples else None
-        driver.perform(driver.rhythm.computed(self.link.clock).actions, lambda: slot, max(self.examples, 1e-9))
-        return StepHere()
-
-    def _refuse_lost_slices(self) -> None:
         count = self.slices()[1]
         left = {rank % count for rank in self.group.membership.members}
         for slice_ in sorted(set(range(count)) - left):
@@ -167,3 +159,6 @@ class FractionalCodedWorker(PushWorker):
                 f"cannot compute the exact gradient without it. Resume from the last checkpoint with --resume; a "
                 f"larger s tolerates more failures."
             )
+        slot = driver.queue.gradient() if self.examples else None
+        driver.perform(driver.rhythm.computed(self.link.clock).actions, lambda: slot, max(self.examples, 1e-9))
+        return StepHere()

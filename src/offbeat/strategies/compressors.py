@@ -108,14 +108,11 @@ class Half(Compressing):
 
 
 @dataclass(frozen=True)
-class BFloat(Compressing):
+class BFloat(Half):
     """Half the bytes: numbers are rounded to brain floats, which have the range of float32, and summed in them.
 
     Rounding to the nearest has no bias, so there is no error feedback unless asked for.
     """
-
-    feedback: bool = field(default=False, kw_only=True)
-    """Whether the rounding error is added to the next step's gradient."""
 
     form = formats.BFloatFormat
     examples = ("bfloat", "randomk(0.1) + bfloat")

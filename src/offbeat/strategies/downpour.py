@@ -1,8 +1,5 @@
 """Downpour SGD: workers push summed gradients to servers that run Adagrad, and fetch parameters without waiting.
 
-Between two fetches a worker steps with its own optimizer on its own copy of the parameters; it sees the effect of its
-pushes, along with that of others', when it fetches.
-
 Dean et al., "Large Scale Distributed Deep Networks" (2012), section 4.1 and the algorithm of its appendix.
 """
 
@@ -25,11 +22,10 @@ from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.runtime.servers.updater import settings_of
 from offbeat.strategies._base import Traits
-from offbeat.strategies.servers.driver import ServerDriver
-from offbeat.strategies.servers.exchange import ServerExchanging, SnapshotPushWorker, StepHere
+from offbeat.strategies.servers.driver import PushQueue, ServerDriver
+from offbeat.strategies.servers.exchange import ServerExchanging, SnapshotPushWorker, StepHere, own_kept
 from offbeat.strategies.servers.link import served
 from offbeat.strategies.servers.optimizer import Groups
-from offbeat.strategies.servers.push_queue import PushQueue
 from offbeat.strategies.worker.exchange import Exchange
 
 ADAGRAD: Final = optim.Adagrad.__name__
@@ -139,20 +135,8 @@ class DownpourWorker(SnapshotPushWorker):
     @contextmanager
     def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:
         """Inside, every worker has the servers' values; afterwards its own steps since the last fetch are restored."""
-        own = self._own_parameters()
-        with super().averaged(models):
-            try:
-                yield
-            finally:
-                self._restore(own)
-
-    def _own_parameters(self) -> Tensor | None:
-        """A copy of the parameters, if they are not the servers'."""
-        return None if self.driver is None or self._steps.fetched else self.driver.row.values.clone()
-
-    def _restore(self, own: Tensor | None) -> None:
-        if own is not None and self.driver is not None:
-            self.driver.row.values.copy_(own)
+        with own_kept(None if self._steps.fetched else self.driver), super().averaged(models):
+            yield
 
     def own_state(self, driver: ServerDriver) -> dict[str, Any]:
         """Also the sum that is not pushed yet."""
@@ -165,9 +149,8 @@ class DownpourWorker(SnapshotPushWorker):
         if self.driver is None:
             return
         self._steps.steps = int(state["steps"])
-        own = self._own_parameters()
-        super().load_state_dict(state)
-        self._restore(own)
+        with own_kept(None if self._steps.fetched else self.driver):
+            super().load_state_dict(state)
         # A replacement does not push what the worker that it replaces had accrued.
         accrued: Tensor | None = None if self.group.membership.outside else state["accrued"]
         self._filling = None

@@ -1,8 +1,6 @@
 """Elastic averaging: every worker has a model of its own, tied by a spring to a centre that servers hold.
 
-Workers step independently. Every few steps each computes its distance to the centre: a share of it pulls the worker
-back, and the same share pulls the centre along. So workers may explore without drifting away, and the centre is their
-moving average. With momentum in the worker's optimizer this is EAMSGD.
+With momentum in the worker's optimizer this is EAMSGD.
 
 Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD" (2015): equations 3 and 4 (synchronous),
 algorithms 1 and 2 (asynchronous, and with momentum).
@@ -10,14 +8,12 @@ algorithms 1 and 2 (asynchronous, and with momentum).
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Final, cast
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
@@ -150,21 +146,6 @@ class ElasticWorker(PushWorker):
         slot, self._moving = self._moving, None
         if slot is not None:
             driver.row.values.sub_(driver.queue.slots[slot])
-
-    @contextmanager
-    def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:
-        """Inside, every worker has the centre; afterwards its own parameters are restored."""
-        with super().averaged(models):
-            if self.driver is None:
-                yield
-                return
-            row = self.driver.row
-            own = row.values.clone()
-            row.values.copy_(self.driver.landing)
-            try:
-                yield
-            finally:
-                row.values.copy_(own)
 
     def own_state(self, driver: ServerDriver) -> dict[str, Any]:
         """The number of steps; a worker's parameters are saved with its model."""

@@ -1,8 +1,7 @@
 """Hogwild!: workers of one host update the same parameters, without locks and without waiting for each other.
 
-The parameters are stored once, in shared memory. Every worker computes gradients on its slice of each batch and lets
-its own optimizer update the shared parameters at once. Where gradients are sparse, two workers seldom touch the same
-number; where they do, an update may be lost, or be computed from parameters that another worker has half updated.
+Where gradients are sparse, two workers seldom touch the same number; where they do, an update may be lost, or be
+computed from parameters that another worker has half updated.
 
 Niu, Recht, Ré and Wright, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent" (2011).
 """
@@ -10,19 +9,20 @@ Niu, Recht, Ré and Wright, "Hogwild!: A Lock-Free Approach to Parallelizing Sto
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from torch import Tensor, nn, optim
+from torch import nn, optim
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
 from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.events.recorder import RECORDER, About, Mark
+from offbeat.runtime.gradients.optimizers import scale_rates
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.strategies._base import Traits
@@ -89,7 +89,7 @@ class HogwildWorker(Exchange):
         self._clocks: _Clocks | None = None
         self._stale: Counter[int] = Counter()
         self._written = self._pending = 0
-        self._rates: list[tuple[dict[str, Any], Any]] = []
+        self._restore_rates: Callable[[], None] | None = None
         self._idle = Idle()
         self._recorder = RECORDER.get()
 
@@ -143,14 +143,14 @@ class HogwildWorker(Exchange):
         if self._share == 0:
             self._idle.hide(optimizer)
             return
-        self._pending = sum(_bytes_of(p.grad) for p in parameters_of(optimizer))
-        for group in optimizer.param_groups:
-            self._rates.append((group, group["lr"]))
-            group["lr"] = group["lr"] * self._share
+        gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+        # A step writes all of a parameter, or the rows of a sparse gradient.
+        self._pending = sum((gradient._values() if gradient.is_sparse else gradient).nbytes for gradient in gradients)
+        self._restore_rates = scale_rates(optimizer, self._share)
 
     def _after_step(self, *_: Any) -> None:
-        for group, rate in self._rates:
-            group["lr"] = rate
+        if self._restore_rates is not None:
+            self._restore_rates()
         self._idle.restore()
         if self._pending and self._clocks is not None:
             self._written += self._pending
@@ -159,8 +159,7 @@ class HogwildWorker(Exchange):
             if self._recorder is not None:
                 name = self._recorder.name(_SHARED, lambda: About(_SHARED, "read"))
                 self._recorder.stamp(_READ, name, self._stale.total(), self._recorder.steps, staleness)
-        self._pending = 0
-        self._rates.clear()
+        self._pending, self._restore_rates = 0, None
 
     @contextmanager
     def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:
@@ -234,11 +233,3 @@ class _Clocks:
     def _elsewhere(self) -> int:
         words = self._words
         return sum([words[place] for place in self._others])
-
-
-def _bytes_of(gradient: Tensor | None) -> int:
-    """Bytes that a step on this gradient writes: all of a parameter, or the rows of a sparse gradient."""
-    if gradient is None:
-        return 0
-    values = gradient._values() if gradient.is_sparse else gradient
-    return values.numel() * values.element_size()

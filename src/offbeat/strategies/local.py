@@ -1,7 +1,6 @@
 """Local SGD: workers step independently, and average their models every few steps.
 
-They average the differences to the last common point, in one flat row: so differences can be compressed, and an outer
-optimizer can use the averaged difference as a gradient.
+Averaging differences to the last common point lets them be compressed, or used as an outer optimizer's gradient.
 
 Stich, "Local SGD Converges Fast and Communicates Little" (2019); Lin et al., "Don't Use Large Mini-Batches, Use Local
 SGD" (2020), for `after` and for momentum; Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language
@@ -376,10 +375,8 @@ def _mean(exchange: Exchange, row: Tensor, what: str, shapes: Shapes) -> None:
 def _state_tensors(optimizer: Optimizer, parameter: Parameter) -> list[Tensor]:
     """The elementwise state of a parameter, such as momentum and moments, in the order of its names."""
     state: dict[str, Any] = optimizer.state.get(parameter, {})
-    tensors = [
-        value for _, value in sorted(state.items()) if isinstance(value, Tensor) and value.shape == parameter.shape
-    ]
-    return [value for value in tensors if value.is_floating_point() or value.is_complex()]
+    tensors = [value for _, value in sorted(state.items()) if isinstance(value, Tensor)]
+    return [v for v in tensors if v.shape == parameter.shape and (v.is_floating_point() or v.is_complex())]
 
 
 def _every(step: Step | str, settings: Local) -> Step | str:

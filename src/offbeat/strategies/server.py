@@ -1,8 +1,5 @@
 """Parameter servers: workers push gradients to them and pull parameters, under a chosen consistency.
 
-Each server holds a shard of the parameters and the optimizer that updates it. `consistency` is how far workers may be
-apart, `replicas` the number of further copies of every shard.
-
 Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (2014); Ho et al., "More Effective
 Distributed ML via a Stale Synchronous Parallel Parameter Server" (2013).
 """
@@ -12,27 +9,28 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal, cast
 
 import torch
 from msgspec import structs
 from torch import Tensor
+from torch.optim import Optimizer
 
 from offbeat import limits
 from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.worker.rhythm import Action, EveryStep, RhythmOf, rhythm_of
 from offbeat.runtime.compression.coder import finite
+from offbeat.runtime.gradients.optimizers import scale_rates
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.runtime.servers.shard_state import first_state
 from offbeat.runtime.servers.updater import ADD, Recipe
 from offbeat.strategies._base import Setting, Traits, require
-from offbeat.strategies.servers.driver import ServerDriver
+from offbeat.strategies.servers.driver import PushQueue, ServerDriver
 from offbeat.strategies.servers.exchange import ServerExchanging, SnapshotPushWorker, StepHere
 from offbeat.strategies.servers.link import ServerLink
 from offbeat.strategies.servers.parameter_row import ParameterRow, refuse_different_models
-from offbeat.strategies.servers.push_queue import PushQueue
 from offbeat.strategies.servers.vector import Vector
 from offbeat.strategies.worker.exchange import Exchange
 
@@ -182,8 +180,8 @@ class ServerWorker(SnapshotPushWorker):
     """Pushes every step's gradient, and pulls as the consistency demands."""
 
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: Server) -> None:
-        tolerance = {name: getattr(settings, name) for name in ("staleness_scaling", "delay_compensation")}
-        super().__init__(group, stopwatch, settings, settings.rhythm()(group.rank), tolerance)
+        super().__init__(group, stopwatch, settings, settings.rhythm()(group.rank))
+        self.tolerance = {name: getattr(settings, name) for name in ("staleness_scaling", "delay_compensation")}
         self._totals: ServerTotals | None = None
 
     @property
@@ -217,16 +215,8 @@ class ServerWorker(SnapshotPushWorker):
         if not steps_here:
             return StepHere()
         # Read-my-writes: until values are pulled again, this worker's own updates are made here too.
-        optimizer: Any = self.optimizer
-        rates = [group["lr"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] / len(self.group.membership.members)
-
-        def restore_rates() -> None:
-            for group, rate in zip(optimizer.param_groups, rates, strict=False):
-                group["lr"] = rate
-
-        return StepHere(own=True, afterwards=restore_rates)
+        optimizer = cast("Optimizer", self.optimizer)
+        return StepHere(own=True, afterwards=scale_rates(optimizer, 1 / len(self.group.membership.members)))
 
     def vector(self, counted: Callable[[], None]) -> Vector:
         """The parameters on the servers, once they are there."""

@@ -16,8 +16,7 @@ from torch.utils.data import TensorDataset
 from offbeat.errors import TaskError
 from offbeat.task import Data, Task, accuracy
 
-_SPLIT_SEED = 1797
-"""Seed of the split: neither a run's seed nor a task's moves an example from one part to another."""
+_SPLIT_SEED = 1797  # Seed of the split: neither a run's seed nor a task's moves an example from one part to another.
 
 
 def generator(seed: int) -> torch.Generator:

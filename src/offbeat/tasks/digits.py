@@ -12,10 +12,8 @@ from torch import nn
 from offbeat.task import Data
 from offbeat.tasks._common import Classifier, divide, once
 
-_HELD_OUT = 300
-"""Images in the validation part, and again in the test part; the other 1,197 are for training."""
-_WHITE = 16
-"""The brightest grey level of the images."""
+_HELD_OUT = 300  # Images in the validation part, and again in the test part; the other 1,197 are for training.
+_WHITE = 16  # The brightest grey level of the images.
 
 
 @dataclass(eq=False)

@@ -15,10 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from offbeat.task import Data, Task
 from offbeat.tasks._common import check_at_least, check_positive, divide, generator, mean_over, once, tensors_of
 
-_NON_ZEROS = 8
-"""Features of an example that are not zero, where the problem is sparse."""
-_DECAY = 100
-"""Steps after which the decay of the learning rate sets in."""
+_NON_ZEROS = 8  # Features of an example that are not zero, where the problem is sparse.
+_DECAY = 100  # Steps after which the decay of the learning rate sets in.
 
 
 @dataclass(eq=False)

@@ -14,12 +14,9 @@ from torch import Tensor
 from offbeat.task import Data, IterativeTask
 from offbeat.tasks._common import check_at_least, divide, generator, once, tensors_of
 
-_FLOOR = 1e-3
-"""The smallest variance: a component may not shrink onto one example, where the likelihood is infinite."""
-_CANDIDATES = 20
-"""Examples tried for each mean to start from."""
-_TRIES = 10
-"""Sets of first means that are drawn, to begin from the best."""
+_FLOOR = 1e-3  # The smallest variance: a component may not shrink onto one example, where the likelihood is infinite.
+_CANDIDATES = 20  # Examples tried for each mean to start from.
+_TRIES = 10  # Sets of first means that are drawn, to begin from the best.
 
 
 @dataclass(eq=False)

@@ -19,8 +19,7 @@ from offbeat.tasks._common import Classifier, check_at_least, divide, once
 
 _SIDE = 28
 _CLASSES = 10
-_MOST_EXAMPLES = 10_000_000
-"""A header that claims more than this is damaged: trusting it would exhaust the memory."""
+_MOST_EXAMPLES = 10_000_000  # A header that claims more than this is damaged: trusting it would exhaust the memory.
 
 
 class Mnist(Classifier):

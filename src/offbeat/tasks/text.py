@@ -16,7 +16,7 @@ from torch.optim import AdamW, Optimizer
 
 from offbeat.errors import TaskError
 from offbeat.task import Data, Task
-from offbeat.tasks._common import check_at_least, check_positive, divide, once
+from offbeat.tasks._common import check_at_least, check_positive, divide, mean_over, once
 
 _SOURCES = (
     *("_pydecimal", "_pyio", "argparse", "ast", "calendar", "configparser", "copy", "csv", "dataclasses", "difflib"),
@@ -28,8 +28,7 @@ _SOURCES = (
 _MOST_CHARACTERS = 1_500_000
 _ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
 """Known characters; any other (tabs, non-ASCII) is one more symbol."""
-_HELD_OUT_CHARACTERS = 16_384
-"""In validation, and again in the test, so that scoring takes a fraction of a second."""
+_HELD_OUT_CHARACTERS = 16_384  # In validation, and again in the test, so that scoring takes a fraction of a second.
 
 
 @dataclass(eq=False)
@@ -98,11 +97,8 @@ class Text(Task):
 
     def score(self, model: nn.Module, data: Iterable[Any]) -> float:
         """Bits per character, negated."""
-        nats, seen = 0.0, 0
-        for inputs, target in data:
-            nats += float(self.criterion(model(inputs), target).detach()) * target.numel()
-            seen += target.numel()
-        return -nats / max(seen, 1) / math.log(2)
+        nats = mean_over(data, lambda inputs, target: self.criterion(model(inputs), target).detach() * len(target))
+        return -nats / math.log(2)
 
 
 class _Embedding(nn.Module):

@@ -14,15 +14,12 @@ from offbeat.runtime.disturb import Disturber
 from offbeat.runtime.gradients.noise import Gauge
 from offbeat.runtime.groups.coordinated_group import group_for
 from offbeat.runtime.groups.group import Group
-from offbeat.runtime.run.assignment import Assignment
-from offbeat.runtime.run.metrics import Reports
-from offbeat.runtime.run.progress import Ledger
+from offbeat.runtime.run.metrics import Ledger, Reports
 from offbeat.runtime.run.rank_environment import Place
-from offbeat.runtime.run.settings import Goal, Target
+from offbeat.runtime.run.settings import Assignment, Goal, Target
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.runtime.state import random_state
-from offbeat.runtime.state.checkpoint_manager import Memory, open_memory
-from offbeat.runtime.state.prepared_objects import Holdings
+from offbeat.runtime.state.checkpoint_manager import Holdings, Memory
 from offbeat.strategies import Combined, combined, parse
 from offbeat.strategies.compressors import Compressing
 from offbeat.strategies.worker.capabilities import Accounted, Metered, Observed, Starter, refuse_halves
@@ -122,13 +119,18 @@ def set_up(assignment: Assignment, place: Place) -> Workplace:
     seed = int(group.share(chosen, "the sharing of the seed"))
     holdings = Holdings()
     watch = LoopHooks(group, holdings, exchange, pace, ledger, str(strategy))
-    reports = _reports(assignment, group, ledger, stopwatch, exchange, watch)
+    reports = Reports(group, ledger, stopwatch, assignment.send)
+    reports.evidence, reports.compare = watch.evidence, watch.compare
+    reports.figures = exchange.figures if isinstance(exchange, Observed) else reports.figures
+    reports.payload = exchange.payload if isinstance(exchange, Metered) else reports.payload
+    reports.accounts = exchange.accounts if isinstance(exchange, Accounted) else reports.accounts
+    reports.write_to(assignment.folder, goal.tensorboard)
     kept = {"exchange": exchange, "pace": pace, "ledger": ledger}
     # Random state comes last, so that nothing restored before it can draw from it.
     kept |= {"stopwatch": stopwatch, "group": group, "reports": reports, "random": random_state.Generators()}
     identity = dict(assignment.identity) | {"strategy": str(strategy), "workers": place.size}
     replicated = exchange.replicated and pace.replicated
-    memory = open_memory(assignment.folder, group, identity, holdings, replicated)
+    memory = Memory(assignment.folder, group, identity, holdings, replicated)
     memory.keep(**cast("dict[str, Any]", kept))
     if assignment.resume and not assignment.joins:
         seed = memory.recall()["seed"]
@@ -139,18 +141,3 @@ def set_up(assignment: Assignment, place: Place) -> Workplace:
         *(assignment, group, device, strategy, exchange, pace, batches, stopwatch, ledger, holdings, watch, reports),
         *(memory, disturber, gauge, seed),
     )
-
-
-def _reports(
-    assignment: Assignment, group: Group, ledger: Ledger, stopwatch: Stopwatch, exchange: Exchange, watch: LoopHooks
-) -> Reports:
-    reports = Reports(group, ledger, stopwatch, assignment.send)
-    if isinstance(exchange, Observed):
-        reports.figures = exchange.figures
-    if isinstance(exchange, Metered):
-        reports.payload = exchange.payload
-    if isinstance(exchange, Accounted):
-        reports.accounts = exchange.accounts
-    reports.evidence, reports.compare = watch.evidence, watch.compare
-    reports.write_to(assignment.folder, assignment.goal.tensorboard)
-    return reports

@@ -15,9 +15,9 @@ from offbeat.runtime.data.fingerprint import fingerprint
 from offbeat.runtime.data.label_skew import Parts
 from offbeat.runtime.data.loaders import Batch, Loader, Share, agreed_state, divide
 from offbeat.runtime.gradients.first_loss import FirstLoss
-from offbeat.runtime.gradients.learning_rate_factor import ScaledRate
+from offbeat.runtime.gradients.optimizers import ScaledRate
 from offbeat.runtime.state import random_state
-from offbeat.runtime.state.prepared_objects import Stateful
+from offbeat.runtime.state.checkpoint_manager import Stateful
 from offbeat.strategies.worker.capabilities import ModelHooks, OptimizerHooks, Sliced, StepHooks
 from offbeat.strategies.worker.exchange import adopt
 from offbeat.team.between_steps import Boundaries

@@ -24,10 +24,9 @@ from offbeat.errors import StrategyError, UsageError
 from offbeat.runtime.data.batch_slicing import note_slice
 from offbeat.runtime.data.loaders import Loader
 from offbeat.runtime.groups.group import StaticMembership
-from offbeat.runtime.run.assignment import ASSIGNED, Assignment
 from offbeat.runtime.run.rank_environment import Place, where
 from offbeat.runtime.run.report import reporter
-from offbeat.runtime.run.settings import Goal
+from offbeat.runtime.run.settings import ASSIGNED, Assignment, Goal
 from offbeat.strategies import Strategy
 from offbeat.strategies.servers.vector import Vector
 from offbeat.strategies.worker.capabilities import Explaining, HasNotes, Ranged, Stale
@@ -249,36 +248,31 @@ class Team:
 
     def close(self, failed: bool = False) -> None:
         """Leave the team: write the last checkpoint and the result. After a failure only leave."""
-        if not self._closed:
-            self._closed = True
-            _leave(self._place, self._adoption, self._boundaries, failed)
-
-
-def _leave(work: Workplace, adoption: Adoption, boundaries: Boundaries, failed: bool) -> None:
-    done = False
-    try:
-        work.disturber.close()
-        if not failed:
-            work.watch.check(at_end=True)
-        if not failed and work.started:
-            work.group.membership.leave()
-            work.memory.give_back_account()
-            if not work.memory.catching_up():
-                boundaries.checkpoint(at_end=True)
-            _conclude(work)
-        done = not failed
-    finally:
-        if isinstance(membership := work.group.membership, StaticMembership):
-            membership.depart(failed=not done)
-        adoption.close()
-        if work.gauge is not None:
-            work.gauge.close()
-        publishes = boundaries.publishes
-        for part in (work.watch, work.pace, work.exchange, work.memory):
-            part.close()
-        if publishes:
-            work.memory.publish_complete(at_end=True)
-        work.group.close()
+        if self._closed:
+            return
+        self._closed = True
+        work, done = self._place, False
+        try:
+            work.disturber.close()
+            if not failed:
+                work.watch.check(at_end=True)
+            if not failed and work.started:
+                work.group.membership.leave()
+                work.memory.give_back_account()
+                if not work.memory.catching_up():
+                    self._boundaries.checkpoint(at_end=True)
+                _conclude(work)
+            done = not failed
+        finally:
+            if isinstance(membership := work.group.membership, StaticMembership):
+                membership.depart(failed=not done)
+            publishes = self._boundaries.publishes
+            gauges = () if work.gauge is None else (work.gauge,)
+            for part in (self._adoption, *gauges, work.watch, work.pace, work.exchange, work.memory):
+                part.close()
+            if publishes:
+                work.memory.publish_complete(at_end=True)
+            work.group.close()
 
 
 def _conclude(work: Workplace) -> None:

@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
@@ -33,12 +34,10 @@ from offbeat.strategies.worker.exchange import Timing
 from offbeat.tasks.mixture import Mixture
 from offbeat.testing._tasks import CurveTask, curve
 
-DEADLINE = 60.0
-"""Seconds that any wait of a check may take."""
-TOLERANCE = 1e-5
-"""How far an exact strategy may be from one process, in any parameter."""
-STEPS = 20
-"""Updates over which an exact strategy is compared."""
+Failure = TypeVar("Failure", bound=Exception)
+DEADLINE = 60.0  # Seconds that any wait of a check may take.
+TOLERANCE = 1e-5  # How far an exact strategy may be from one process, in any parameter.
+STEPS = 20  # Updates over which an exact strategy is compared.
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,7 @@ class Bench:
     workers: int
     launcher: Launcher
     folder: Path
-    hosts: Hosts | None = None
-    """Hosts of the workers; None: this machine."""
+    hosts: Hosts | None = None  # Hosts of the workers; None: this machine.
 
     def fit(self, where: str, **options: Any) -> Result:
         """Train on the contract's curve; arguments of `CurveTask` are recognized by name."""
@@ -72,12 +70,9 @@ class Bench:
 class Check:
     """One demand of the contract."""
 
-    name: str
-    """A sentence."""
-    demanded: Callable[[Traits], bool]
-    """Whether strategies with these traits must pass it."""
-    run: Callable[[Bench], None]
-    """Raises AssertionError, with the reason, if it does not hold."""
+    name: str  # A sentence.
+    demanded: Callable[[Traits], bool]  # Whether strategies with these traits must pass it.
+    run: Callable[[Bench], None]  # Raises AssertionError, with the reason, if it does not hold.
 
 
 _CHECKS: list[Check] = []
@@ -112,12 +107,8 @@ def bench(strategy: Strategy, workers: int, launcher: Launcher, hosts: Hosts | N
 def wrong_parameters_are_refused_before_any_process_starts(bench: Bench) -> None:
     """No workers, or an argument that does not exist: an error, and not even a run folder."""
     for options in ({"workers": 0}, {"strategy": f"{bench.strategy.exchange.name}(no_such_argument=1)"}, {"steps": 0}):
-        try:
-            bench.fit("refused", **options)
-        except (UsageError, StrategyError):
-            _true(not (bench.folder / "refused" / "runs").exists(), "no run folder is made")
-            continue
-        raise AssertionError(f"{options} was accepted")
+        _failure(UsageError, partial(bench.fit, "refused", **options), f"{options} was accepted")
+        _true(not (bench.folder / "refused" / "runs").exists(), "no run folder is made")
 
 
 @_check("uneven parts finish and lose no example")
@@ -155,32 +146,25 @@ def success_leaves_nothing(bench: Bench) -> None:
 @_check("a crash is named and leaves nothing behind")
 def a_crash_is_named_and_leaves_nothing(bench: Bench) -> None:
     """An exception on the last worker ends the run with its role, rank and traceback."""
-    before = traces()
-    last = bench.workers - 1
-    try:
-        bench.fit("crash", epochs=3, fault="raise", fault_rank=last)
-    except WorkerError as error:
-        _equal((error.role, error.rank), ("worker", last), "who is blamed")
-        _in("this failure was asked for", str(error), "the message")
-        _in("ArithmeticError", error.remote_traceback, "the traceback")
-    else:
-        raise AssertionError("the run went on although a worker had raised")
-    nothing_left(bench.folder / "crash", before, bench.launcher)
+    error = _blamed(bench, "raise", "had raised")
+    _in("this failure was asked for", str(error), "the message")
+    _in("ArithmeticError", error.remote_traceback, "the traceback")
 
 
 @_check("a killed worker is named and leaves nothing behind", lambda t: not t.elastic)
 def a_killed_worker_is_named_and_leaves_nothing(bench: Bench) -> None:
     """A worker killed by the system ends the run of a strategy that is not elastic, and is named."""
-    before = traces()
-    last = bench.workers - 1
-    try:
-        bench.fit("killed", epochs=3, fault="kill", fault_rank=last)
-    except WorkerError as error:
-        _equal((error.role, error.rank), ("worker", last), "who is blamed")
-        _in("SIGKILL", str(error), "the message")
-    else:
-        raise AssertionError("the run went on although a worker was killed")
-    nothing_left(bench.folder / "killed", before, bench.launcher)
+    _in("SIGKILL", str(_blamed(bench, "kill", "was killed")), "the message")
+
+
+def _blamed(bench: Bench, fault: str, how: str) -> WorkerError:
+    """The error of a run whose last worker fails: it names that worker, and nothing is left behind."""
+    before, last = traces(), bench.workers - 1
+    run = partial(bench.fit, fault, epochs=3, fault=fault, fault_rank=last)
+    error = _failure(WorkerError, run, f"the run went on although a worker {how}")
+    _equal((error.role, error.rank), ("worker", last), "who is blamed")
+    nothing_left(bench.folder / fault, before, bench.launcher)
+    return error
 
 
 @_check("Ctrl-C leaves nothing behind")
@@ -208,13 +192,11 @@ def ctrl_c_leaves_nothing(bench: Bench) -> None:
 @_check("a loss that is not finite stops the run")
 def a_loss_that_is_not_finite_stops_the_run(bench: Bench) -> None:
     """NaN on one worker: the run stops and says where; the last checkpoint stays."""
-    try:
-        bench.fit("nan", epochs=40, fault="nan", fault_rank=0, fault_step=8, batch=8, examples=16, checkpoint_every=2)
-    except NonFiniteError as error:
-        _in("worker 0", str(error), "the message")
-        _in("step", str(error), "the message")
-    else:
-        raise AssertionError("the run went on with a loss of NaN")
+    options = {"fault": "nan", "fault_rank": 0, "fault_step": 8, "batch": 8, "examples": 16, "checkpoint_every": 2}
+    train = partial(bench.fit, "nan", epochs=40, **options)
+    error = _failure(NonFiniteError, train, "the run went on with a loss of NaN")
+    _in("worker 0", str(error), "the message")
+    _in("step", str(error), "the message")
     run = next((bench.folder / "nan" / "runs").resolve().glob("2*"))
     _true(newest(run / "checkpoint") is not None, "the checkpoint from before is kept")
 
@@ -372,6 +354,15 @@ def _until(condition: Callable[[], bool], what: str | Callable[[], str]) -> None
         if time.monotonic() > deadline:
             raise AssertionError(f"waited {DEADLINE:g} s in vain for {what if isinstance(what, str) else what()}")
         time.sleep(0.02)
+
+
+def _failure(kind: type[Failure], run: Callable[[], object], otherwise: str) -> Failure:
+    """The error of this kind that a run ends with."""
+    try:
+        run()
+    except kind as error:
+        return error
+    raise AssertionError(otherwise)
 
 
 def _trained(result: Result) -> dict[str, Tensor]:

@@ -32,29 +32,21 @@ from offbeat.simulate.values import play_values
 from offbeat.task import load_module
 from offbeat.user_protocols import OwnSchedule
 
-PROVED: Final = tuple(range(1, 34))
-"""Numbers of ranks that a schedule is proved for."""
-PLAYED: Final = (2, 3, 4, 6, 9)
-"""Numbers of ranks for plays with numbers in virtual time."""
-ORDERS: Final = 5
-"""Seeds of such a play: each has another order of messages."""
-REAL: Final = (2, 3, 4)
-"""Numbers of real processes that it is run on."""
-PATIENCE: Final = timedelta(seconds=20)
-"""How long a process waits for another."""
+PROVED: Final = tuple(range(1, 34))  # Numbers of ranks that a schedule is proved for.
+PLAYED: Final = (2, 3, 4, 6, 9)  # Numbers of ranks for plays with numbers in virtual time.
+ORDERS: Final = 5  # Seeds of such a play: each has another order of messages.
+REAL: Final = (2, 3, 4)  # Numbers of real processes that it is run on.
+PATIENCE: Final = timedelta(seconds=20)  # How long a process waits for another.
 
-Matrix = Callable[[int], FloatArray]
-"""The mixing matrix for a number of ranks."""
+Matrix = Callable[[int], FloatArray]  # The mixing matrix for a number of ranks.
 Say = Callable[[str], None]
 
 
 class Bound(Struct, frozen=True):
     """Lower bounds of a collective's cost, reported beside a schedule's."""
 
-    port_bytes: float
-    """Bytes through the busiest port."""
-    hops: int
-    """Hops, if a port carries one message at a time."""
+    port_bytes: float  # Bytes through the busiest port.
+    hops: int  # Hops, if a port carries one message at a time.
 
 
 def bound(collective: Collective, size: int, nbytes: int) -> Bound:
@@ -74,18 +66,12 @@ class ScheduleReport(Struct, frozen=True):
     """Result of checking a correct schedule."""
 
     name: str
-    sizes: Mapping[int, CheckReport]
-    """By the number of ranks: rounds, hops and bytes."""
-    bounds: Mapping[int, Bound]
-    """By the number of ranks; empty for mixing, which has none."""
-    layout: Callable[[int], Layout]
-    """What was exchanged, by the number of ranks."""
-    simulated: int
-    """Plays with numbers in virtual time."""
-    real: tuple[int, ...]
-    """Numbers of real processes that it ran on."""
-    unrun: str = ""
-    """Why it ran on none."""
+    sizes: Mapping[int, CheckReport]  # By the number of ranks: rounds, hops and bytes.
+    bounds: Mapping[int, Bound]  # By the number of ranks; empty for mixing, which has none.
+    layout: Callable[[int], Layout]  # What was exchanged, by the number of ranks.
+    simulated: int  # Plays with numbers in virtual time.
+    real: tuple[int, ...]  # Numbers of real processes that it ran on.
+    unrun: str = ""  # Why it ran on none.
 
 
 def check_schedule(
@@ -132,8 +118,7 @@ class Subject(Struct, frozen=True):
     collective: Collective
     matrix: Matrix | None
     name: str
-    source: str | None
-    """The file or module that other processes import it from."""
+    source: str | None  # The file or module that other processes import it from.
 
     @classmethod
     def of(cls, given: Schedule | Algorithm | OwnSchedule, collective: Collective, matrix: Matrix | None) -> Subject:
@@ -314,22 +299,15 @@ def _expected(
     total = np.sum(given, axis=0)
     gathered = np.concatenate([one[cuts[r] : cuts[r + 1]] for r, one in enumerate(given)])
     at_root = slice(None) if rank == root else slice(0, 0)
-    match collective:
-        case Collective.ALL_REDUCE:
-            return 0, total
-        case Collective.REDUCE:
-            return 0, total[at_root]
-        case Collective.REDUCE_SCATTER:
-            return low, total[low:high]
-        case Collective.BROADCAST:
-            return 0, given[root]
-        case Collective.SCATTER:
-            return low, given[root][low:high]
-        case Collective.ALL_GATHER:
-            return 0, gathered
-        case Collective.GATHER:
-            return 0, gathered[at_root]
-        case Collective.ALL_TO_ALL:
-            return 0, np.concatenate([one.reshape(size, -1)[rank] for one in given])
-        case Collective.BARRIER:
-            return 0, total[:0]
+    if collective is Collective.ALL_TO_ALL:
+        return 0, np.concatenate([one.reshape(size, -1)[rank] for one in given])
+    return {
+        Collective.ALL_REDUCE: (0, total),
+        Collective.REDUCE: (0, total[at_root]),
+        Collective.REDUCE_SCATTER: (low, total[low:high]),
+        Collective.BROADCAST: (0, given[root]),
+        Collective.SCATTER: (low, given[root][low:high]),
+        Collective.ALL_GATHER: (0, gathered),
+        Collective.GATHER: (0, gathered[at_root]),
+        Collective.BARRIER: (0, total[:0]),
+    }[collective]

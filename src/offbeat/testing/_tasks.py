@@ -26,16 +26,13 @@ SEED = 20260
 class CurveTask(Task):
     """Fit a small network to a curve, without dropout or batch norm, so that strategies can be compared to the bit."""
 
-    folder: str
-    """Where each worker writes its process id and the fingerprints of its replica."""
+    folder: str  # Where each worker writes its process id and the fingerprints of its replica.
     examples: int = 37
     batch: int = 8
-    fault: str = ""
-    """`raise`, `kill`, `nan`, or nothing."""
+    fault: str = ""  # `raise`, `kill`, `nan`, or nothing.
     fault_rank: int = 1
     fault_step: int = 3
-    pause: float = 0.0
-    """Seconds that each step sleeps, so that it can be interrupted."""
+    pause: float = 0.0  # Seconds that each step sleeps, so that it can be interrupted.
 
     def __post_init__(self) -> None:
         self.global_batch = self.batch

@@ -27,16 +27,15 @@ from offbeat.protocols.partition import share
 from offbeat.runtime.backend import stand_in_for_gloo
 from offbeat.runtime.events.worker import written_down
 from offbeat.runtime.launch import Control
-from offbeat.runtime.run.assignment import ASSIGNED, Assignment
 from offbeat.runtime.run.folder import MODEL_FILE
 from offbeat.runtime.run.rank_environment import where
-from offbeat.runtime.run.settings import Goal
+from offbeat.runtime.run.settings import ASSIGNED, Assignment, Goal
 from offbeat.runtime.servers.plan import ServerPlan
 from offbeat.runtime.state.random_state import seed_everything
 from offbeat.strategies.worker.capabilities import PartsKeeper, StatisticsKeeper
 from offbeat.task import Data, IterativeTask, Task, TaskReference
 from offbeat.team.team import Team
-from offbeat.worker.per_example_gradients import Checks
+from offbeat.worker.per_example_gradients import checks
 
 
 def work(config: Mapping[str, Any], control: Control) -> None:
@@ -111,10 +110,9 @@ def train(task: Task, team: Team) -> None:
     model, optimizer, batches = team.prepare(model, optimizer, batches)
     if schedule is not None:
         team.prepare(schedule)
-    score = _scorer(task, model, team)
-    validate = score(data.validation)
+    validate = _scorer(task, model, team, data.validation)
     judged = -1
-    checks = Checks(task, model, team) if team.goal.gauge else None
+    check_noise = checks(task, model, team) if team.goal.gauge else None
     for _ in team.epochs(team.goal.epochs):
         for batch in batches:
             optimizer.zero_grad()
@@ -124,8 +122,8 @@ def train(task: Task, team: Team) -> None:
             optimizer.step()
             if schedule is not None and team.pace.updating:
                 schedule.step()
-            if checks is not None:
-                checks.stepped()
+            if check_noise is not None:
+                check_noise()
             if task.evaluate_every and team.pace.updating and team.step % task.evaluate_every == 0:
                 judged = team.step
                 if team.report(score=validate()):
@@ -135,30 +133,28 @@ def train(task: Task, team: Team) -> None:
             team.report(score=validate())
         if team.exhausted:
             break
-    team.notes["test_score"] = team.mean(score=score(data.test)())["score"]
-    _keep_model(model, team)
+    team.notes["test_score"] = team.mean(score=_scorer(task, model, team, data.test)())["score"]
+    if team.folder is not None:
+        with team.averaged(model):
+            _write_model({k: value for k, value in model.state_dict().items() if isinstance(value, Tensor)}, team)
 
 
-def _scorer(task: Task, model: nn.Module, team: Team) -> Callable[[Dataset[Any]], Callable[[], float]]:
-    """Returns, for a part of the data, the function that scores the model on it."""
+def _scorer(task: Task, model: nn.Module, team: Team, data: Dataset[Any]) -> Callable[[], float]:
+    """The function that scores the model on this part of the data."""
+    whole = _loader(data, task.evaluate_batch, task.collate, shuffle=False)
+    # A worker without examples could not score: then every worker scores all of them.
+    parted = task.score_by_parts and team.size > 1 and _size(data) >= team.size * 2
+    batches = team.divided(whole) if parted else whole
 
-    def score_on(data: Dataset[Any]) -> Callable[[], float]:
-        whole = _loader(data, task.evaluate_batch, task.collate, shuffle=False)
-        # A worker without examples could not score: then every worker scores all of them.
-        parted = task.score_by_parts and team.size > 1 and _size(data) >= team.size * 2
-        batches = team.divided(whole) if parted else whole
+    def score() -> float:
+        was_training = model.training
+        with team.averaged(model), torch.no_grad():
+            model.eval()
+            value = float(task.score(model, (on_device(batch, team.device) for batch in batches)))
+            model.train(was_training)
+        return value
 
-        def score() -> float:
-            was_training = model.training
-            with team.averaged(model), torch.no_grad():
-                model.eval()
-                value = float(task.score(model, (on_device(batch, team.device) for batch in batches)))
-                model.train(was_training)
-            return value
-
-        return score
-
-    return score_on
+    return score
 
 
 def _finite(loss: object, team: Team) -> float:
@@ -174,16 +170,8 @@ def _finite(loss: object, team: Team) -> float:
     return value
 
 
-def _keep_model(model: nn.Module, team: Team) -> None:
-    """Save the trained model in the run folder, loadable by safetensors alone."""
-    if team.folder is not None:
-        with team.averaged(model):
-            state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-            _write_model(state, team)
-
-
 def _write_model(state: dict[str, Tensor], team: Team) -> None:
-    """The leader writes the model atomically: an earlier model stays if there is no space for this one."""
+    """The leader writes the model, loadable by safetensors alone; an earlier one stays if there is no space for it."""
     if team.folder is None or not team.group.membership.leads:
         return
     state = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
@@ -254,7 +242,12 @@ def iterate(task: IterativeTask, team: Team) -> None:
             params.values = {name: value.clone() for name, value in task.update(params.values, total).items()}
         team.ledger.steps += 1
         team.ledger.samples += _size(data.train)
-        _all_finite(params.values, team)
+        for name, value in params.values.items():
+            if not bool(torch.isfinite(value).all()):
+                raise NonFiniteError(
+                    f"worker {team.rank}: parameter {name!r} became NaN or infinite in step {team.step}. The last "
+                    f"checkpoint is from before."
+                )
         if team.step % task.evaluate_every == 0 or team.exhausted:
             with team.stopwatch.spent_on("evaluate"):
                 score = float(task.score(params.values, validate))
@@ -284,15 +277,6 @@ def _summed(task: IterativeTask, params: Mapping[str, Tensor], part: Iterable[An
         for name, value in task.statistics(params, on_device(batch, team.device)).items():
             total[name] = total[name] + value if name in total else value
     return total
-
-
-def _all_finite(params: Mapping[str, Tensor], team: Team) -> None:
-    for name, value in params.items():
-        if not bool(torch.isfinite(value).all()):
-            raise NonFiniteError(
-                f"worker {team.rank}: parameter {name!r} became NaN or infinite in step {team.step}. The last "
-                f"checkpoint is from before."
-            )
 
 
 # -- data ------------------------------------------------------------------------------------------------------------

@@ -1,13 +1,13 @@
 """Per-example gradients by `torch.func`: the exact gradient noise, to check estimates against.
 
-A pass over all training examples, divided over the workers. It costs far more than a step and needs the memory of a
-model for each example at hand, so it is for small models and done rarely.
+A pass over all training examples needs the memory of a model for each example at hand: it is for small models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -35,25 +35,24 @@ Sparsify = Callable[[Tensor], Tensor]
 Figures = dict[str, float]
 
 
-class Checks:
-    """Passes over single examples between the steps of a run that measures gradient noise."""
+def checks(task: Task, model: nn.Module, team: Team) -> Callable[[], None]:
+    """What is called after each step of a run that measures gradient noise: a pass over single examples, if due.
 
-    def __init__(self, task: Task, model: nn.Module, team: Team) -> None:
-        self._team = team
-        self._passes = PerSample(task, model, team.group)
-        steps, passes = team.goal.steps or 0, team.goal.gauge or 0
-        self._due = sorted({max(1, round((i + 0.5) * steps / passes)) for i in range(passes)})
+    The last time, ways to raise gradient diversity are compared.
+    """
+    passes, steps, count = PerSample(task, model, team.group), team.goal.steps or 0, team.goal.gauge or 0
+    due = sorted({max(1, round((i + 0.5) * steps / count)) for i in range(count)})
 
-    def stepped(self) -> None:
-        """After a step: measure, if due. The last time, ways to raise gradient diversity are compared."""
-        team = self._team
-        if team.gauge is None or team.step not in self._due:
+    def stepped() -> None:
+        if team.gauge is None or team.step not in due:
             return
         with team.stopwatch.spent_on("other"), torch.random.fork_rng():
-            figures: dict[str, Any] = {"step": team.step, **self._passes.plain()}
-            if team.step == self._due[-1]:
-                figures["ways"] = self._passes.ways()
+            figures: dict[str, Any] = {"step": team.step, **passes.plain()}
+            if team.step == due[-1]:
+                figures["ways"] = passes.ways()
         team.gauge.checks.append(figures)
+
+    return stepped
 
 
 class PerSample:
@@ -118,7 +117,7 @@ class PerSample:
 
         each = vmap(grad(loss), in_dims=(None, 0), randomness="different")
         for batch in self._part:
-            rows = each(named, tree_map(_as_batches, batch))
+            rows = each(named, tree_map(partial(torch.unsqueeze, dim=1), batch))  # Every example as a batch of one.
             yield torch.cat([rows[name].flatten(1) for name in named], dim=1)
 
 
@@ -133,11 +132,6 @@ class _Loss(nn.Module):
     def forward(self, batch: Any) -> Tensor:
         """The loss on a batch."""
         return self._task.loss(self.model, batch)
-
-
-def _as_batches(rows: Tensor) -> Tensor:
-    """Every example as a batch of one."""
-    return rows.unsqueeze(1)
 
 
 def _refuse(model: nn.Module) -> None:

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from offbeat.errors import UsageError
 from offbeat.protocols.causality.cuts import consistent_cuts, latest_consistent
-from offbeat.protocols.causality.deadlock import Wait, deadlock, natural, waits
+from offbeat.protocols.causality.deadlock import Matching, Wait, deadlock, natural, waits
 from offbeat.protocols.causality.histories import Call, Computation, Event, EventKind, computation
-from offbeat.protocols.causality.matching import Matching
 
 NAMES = tuple(f"worker {i}" for i in range(5))
 
@@ -131,7 +130,7 @@ def test_two_deadlocks_are_told_apart() -> None:
 
 
 def test_a_wait_for_any_needs_all_of_them_stuck() -> None:
-    anybody = Wait.on_any("worker 1", ["worker 0", "worker 2"], "a receipt from anybody")
+    anybody = Wait("worker 1", 1, frozenset({"worker 0", "worker 2"}), "a receipt from anybody")
     one = Wait.on_all("worker 0", ["worker 1"], "X")
     other = Wait.on_all("worker 2", ["worker 1"], "Y")
     assert deadlock([anybody, one]) is None

@@ -25,7 +25,6 @@ from offbeat.protocols.causality.delivery import (
     Delivery,
     Dropped,
     EventReport,
-    LateReport,
     Probe,
 )
 from offbeat.protocols.causality.histories import Computation, EventPosition, lamport
@@ -102,9 +101,9 @@ class World:
     def _tell(self, event: Event) -> None:
         for effect in self.machine.on(event, self.now):
             match effect:
-                case Start(work=Delivery(report=report)):
+                case Start(work=Delivery(report=report, late=False)):
                     self.delivered.append(report.event)
-                case Start(work=LateReport(report=report)):
+                case Start(work=Delivery(report=report)):
                     self.late.append(report.event)
                 case SetTimer(after=after, token=token):
                     self._timers[token] = self._timers.get(token, 0) + 1
@@ -210,9 +209,7 @@ def delivered(machine: Machine, *events: tuple[str, Any] | Event) -> list[str]:
     for event in events:
         for effect in machine.on(Received(*event) if isinstance(event, tuple) else event, 0.0):
             if isinstance(effect, Start):
-                told.append(
-                    f"{'late ' * isinstance(effect.work, LateReport)}{effect.work.process}{effect.work.report.number}"
-                )
+                told.append(f"{'late ' * effect.work.late}{effect.work.process}{effect.work.report.number}")
             elif isinstance(effect, Send):
                 told.append(f"?{effect.to}")
     return told

@@ -6,7 +6,7 @@ import json
 import time
 
 import pytest
-from causal_support import computations, few, lines, places
+from causal_support import computations, few, lines, parse, places
 from hypothesis import given
 
 from offbeat.errors import UsageError
@@ -22,7 +22,7 @@ from offbeat.protocols.causality.histories import (
     computation,
     json_lines,
 )
-from offbeat.protocols.causality.shiviz import parse, parse_all, write
+from offbeat.protocols.causality.shiviz import parse_all, write
 
 LOG = """\
 node0 {"node0": 1}

@@ -31,8 +31,7 @@ from offbeat.protocols.gossip.machine import (
 )
 from offbeat.protocols.gossip.topology import GraphShape, mixing
 from offbeat.protocols.machine import Done, Effect, Ended, Event, Payload, Received, Send, SetTimer, Start, Timer
-from offbeat.protocols.servers.coordination.coordinator import Changed, CoordinatorMachine
-from offbeat.protocols.servers.coordination.meetings import Add, Total
+from offbeat.protocols.servers.coordinator import Add, Changed, CoordinatorMachine, Total
 from offbeat.protocols.servers.messages import COORDINATOR, Awaiting, Bring, ClusterView, Met, Timeouts
 from offbeat.protocols.servers.messages import MeetingArrival as Come
 from offbeat.protocols.servers.worker.client import ClientMachine

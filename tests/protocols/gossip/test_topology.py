@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from offbeat.errors import ScheduleError, UsageError
 from offbeat.protocols.checker import check_mixing
+from offbeat.protocols.exchanges import steps
 from offbeat.protocols.gossip.mixing import mix
 from offbeat.protocols.gossip.topology import (
     GraphShape,
@@ -28,7 +29,6 @@ from offbeat.protocols.gossip.topology import (
     mixing,
 )
 from offbeat.protocols.schedule import Layout, Op, Round, Schedule, View
-from offbeat.protocols.step_schedule import steps
 from offbeat.simulate import Link, Network, Ports, finish_times, gossip_step_time, local_step_time
 
 LAYOUT = Layout(1000)

@@ -23,7 +23,7 @@ from server_worlds import Gradient, Setting, Store, World, random_world
 
 from offbeat.protocols.machine import Done, Effect, Ended, Name, Payload, Received, Send, Start, Timer
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.coordination.coordinator import Changed, CoordinatorMachine
+from offbeat.protocols.servers.coordinator import Changed, CoordinatorMachine
 from offbeat.protocols.servers.messages import (
     COORDINATOR,
     ClusterView,

@@ -26,8 +26,9 @@ from offbeat.protocols.machine import (
     Timer,
 )
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.coordination.coordinator import CoordinatorMachine
+from offbeat.protocols.servers.coordinator import CoordinatorMachine
 from offbeat.protocols.servers.messages import (
+    COORDINATOR,
     BackupReady,
     ClusterView,
     Gone,
@@ -207,7 +208,7 @@ class SaysReadyBeforeItIs(ServerMachine):
     def _take_state(self, now: float) -> None:
         super()._take_state(now)
         if self._renewal.begun:
-            self._out.send(self._coordinator, BackupReady(self.number, self._renewal.novice))
+            self._out.send(COORDINATOR, BackupReady(self.number, self._renewal.novice))
 
 
 class HandsOverInTheMiddleOfAStep(ServerMachine):

@@ -1,4 +1,4 @@
-"""The quick way to all-reduces that were compiled before: which calls it takes, and which it leaves alone."""
+"""The fast path to collectives that were compiled before: which calls it takes, and which it leaves alone."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions
 from torch.distributed import ReduceOp
 
-from offbeat.runtime.backend._fast_path import DONE, Unbegun, quick
+from offbeat.runtime.backend._call_ids import KIND_OF
+from offbeat.runtime.backend._fast_path import DONE, REDUCES, Unbegun, quick
 from offbeat.runtime.backend._op_queue import OpQueue
-from offbeat.runtime.backend._runner import Runner, Sort
+from offbeat.runtime.backend.in_host.moves import plan_key
+from offbeat.runtime.backend.in_host.runner import Key, Runner
 from offbeat.runtime.collectives.one_sided.arena import STAGES
 from offbeat.runtime.collectives.one_sided.kernels import Ways
 from offbeat.runtime.collectives.one_sided.native import UNKNOWN, compiled, executor
@@ -27,8 +29,12 @@ def asked_for(operation: Any = ReduceOp.SUM, later: bool = False) -> Any:
     return made
 
 
-def sort_of(tensor: Tensor, operation: Any = ReduceOp.SUM) -> Sort:
-    return tensor.numel(), tensor.dtype, int(operation)
+def key_of(tensor: Tensor, operation: Any = ReduceOp.SUM) -> Key:
+    return plan_key("all_reduce", 0, operation, [tensor])
+
+
+def begin(way: Any, tensors: Any, options: Any) -> Any:
+    return way.begin(KIND_OF["all_reduce"], REDUCES, options, tensors, None)
 
 
 class Bench:
@@ -43,24 +49,24 @@ class Bench:
         nothing = compiled([], self.arena.slots.stretches, Ways(), np.float32, self.arena)
         assert nothing is not None
         self.turns.put(0, native.task(nothing, [0]))
-        self.runner.plan(sort_of(self.tensor), self.turns)
+        self.runner.plan(key_of(self.tensor), self.turns)
         self.quick = quick(self.runner, self.line)
 
 
 @needed
 def test_what_is_known_is_done_and_counted_and_the_turn_given_back() -> None:
     bench = Bench()
-    assert bench.quick.begin([bench.tensor], asked_for()) is DONE
+    assert begin(bench.quick, [bench.tensor], asked_for()) is DONE
     assert (bench.arena.board.calls, bench.quick.asked, bench.line.lock.locked()) == (1, 1, False)
 
 
 @needed
 def test_what_the_library_comes_back_with_is_left_to_the_caller_with_the_turn() -> None:
     bench = Bench()
-    bench.quick.begin([bench.tensor], asked_for())
-    assert bench.quick.begin([bench.tensor], asked_for()) == (bench.turns, UNKNOWN)
+    begin(bench.quick, [bench.tensor], asked_for())
+    assert begin(bench.quick, [bench.tensor], asked_for()) == (bench.turns, UNKNOWN)
     assert (bench.quick.asked, bench.line.lock.locked()) == (2, True)
-    assert bench.quick.begin([bench.tensor], asked_for()) is None  # Somebody has the turn.
+    assert begin(bench.quick, [bench.tensor], asked_for()) is None  # Somebody has the turn.
 
 
 @needed
@@ -74,7 +80,6 @@ def test_everything_unusual_is_left_alone() -> None:
         ([tensor], asked_for(ReduceOp.MAX)),
         ([tensor], None),
         ([tensor], ReduceOp.SUM),
-        (tensor, asked_for()),
         ((tensor,), asked_for()),
         ([], asked_for()),
         ([tensor, tensor], asked_for()),
@@ -91,29 +96,29 @@ def test_everything_unusual_is_left_alone() -> None:
         (["tensor"], asked_for()),
     ]
     for tensors, options in unusual:
-        assert bench.quick.begin(tensors, options) is None, (tensors, options)
+        assert begin(bench.quick, tensors, options) is None, (tensors, options)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert bench.quick.begin([tensor], asked_for()) is None
+        assert begin(bench.quick, [tensor], asked_for()) is None
     bench.line.queue.append((lambda: None, None))  # pyright: ignore[reportArgumentType]
-    assert bench.quick.begin([tensor], asked_for()) is None
+    assert begin(bench.quick, [tensor], asked_for()) is None
     assert (bench.quick.asked, bench.arena.board.calls, bench.line.lock.locked()) == (0, 0, False)
     bench.line.queue.clear()
-    assert bench.quick.begin([square], asked_for()) is DONE  # Its shape does not matter,
+    assert begin(bench.quick, [square], asked_for()) is DONE  # Its shape does not matter,
     bench.arena.board.counts[1] = 0
-    assert bench.quick.begin([torch.zeros(16)], asked_for()) is DONE  # nor does the place where it lies.
+    assert begin(bench.quick, [torch.zeros(16)], asked_for()) is DONE  # nor does the place where it lies.
 
 
 def test_where_nothing_is_compiled_all_calls_take_the_way_of_the_others() -> None:
     way = quick(None, OpQueue("bench"))
     assert isinstance(way, Unbegun)
-    assert (way.begin([torch.zeros(4)], asked_for()), way.asked) == (None, 0)
+    assert (begin(way, [torch.zeros(4)], asked_for()), way.asked) == (None, 0)
 
 
 @needed
 def test_complex_numbers_have_no_plan_as_they_may_count_as_conjugated() -> None:
     bench, strange = Bench(), torch.zeros(16, dtype=torch.complex64)
-    bench.runner.plan(sort_of(strange), bench.turns)
-    assert list(bench.runner.plans) == [sort_of(bench.tensor)]
+    bench.runner.plan(key_of(strange), bench.turns)
+    assert list(bench.runner.plans) == [key_of(bench.tensor)]
 
 
 @needed
@@ -127,9 +132,9 @@ def test_nothing_is_held_after_a_call() -> None:
 
     def calls() -> None:
         bench.arena.board.counts[1] = 0  # The turn that is known.
-        assert bench.quick.begin(known, options) is DONE
-        assert bench.quick.begin(unknown, options) is None
-        bench.quick.begin(known, options)
+        assert begin(bench.quick, known, options) is DONE
+        assert begin(bench.quick, unknown, options) is None
+        begin(bench.quick, known, options)
         bench.line.leave()
 
     calls()
@@ -143,4 +148,4 @@ def test_nothing_is_held_after_a_call() -> None:
 def test_the_compiled_one_is_used_where_it_was_built() -> None:
     assert type(Bench().quick).__name__ == "Quicker", "a compiler is here, but it was not built: install again"
     with pytest.raises(TypeError, match="dictionary"):
-        type(Bench().quick)(*[1] * 13)  # pyright: ignore[reportCallIssue]
+        type(Bench().quick)(*[1] * 12)  # pyright: ignore[reportCallIssue]

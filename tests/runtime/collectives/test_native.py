@@ -66,7 +66,7 @@ def test_its_steps_do_what_the_functions_of_a_script_do(
     task = native.task(steps, [start for start, _ in stretches_of(rows)], 5, 1.0 if weight is None else weight)
     turns = native.turns(CALLS)
     turns.put(0, task)
-    assert native.start(turns.address, address_of(rows[0])) == 0
+    assert native.start(turns, [address_of(rows[0])]) == 0
     assert np.array_equal(rows, expected)
 
 
@@ -86,7 +86,7 @@ def test_a_rank_that_waits_goes_to_a_core_with_fewer_ranks() -> None:
         os.sched_setaffinity(0, {crowded})
         os.sched_setaffinity(0, allowed)
         cores[0] = crowded + 1
-        assert native.start(turns.address, 0) == LATE  # Nobody else is here.
+        assert native.start(turns, [0]) == LATE  # Nobody else is here.
         assert cores[1] - 1 in allowed - {crowded}
         assert os.sched_getaffinity(0) == allowed
 
@@ -100,9 +100,9 @@ def test_what_was_not_compiled_for_a_turn_is_left_to_others() -> None:
     nothing = compiled([], arena.slots.stretches, Ways(), np.float32, arena)
     assert nothing is not None
     turns.put(0, native.task(nothing, [0]))
-    assert native.start(turns.address, 0) == 0
+    assert native.start(turns, [0]) == 0
     assert arena.board.next_turn(SLOTS) == 3
-    assert native.start(turns.address, 0) == UNKNOWN
+    assert native.start(turns, [0]) == UNKNOWN
     assert (arena.board.next_turn(SLOTS), arena.board.calls) == (3, 1)
 
 
@@ -117,7 +117,7 @@ def test_an_operation_is_done_wherever_its_first_row_lies() -> None:
     for turn in (0, 1):
         turns.put(turn, native.task(steps, [start for start, _ in stretches_of(rows[:2])]))
     for row in (rows[0], target):
-        assert native.start(turns.address, address_of(row)) == 0
+        assert native.start(turns, [address_of(row)]) == 0
         assert np.array_equal(row, rows[1])
 
 

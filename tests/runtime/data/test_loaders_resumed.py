@@ -32,7 +32,12 @@ LIVING_ON = ("persistent", "stream processes")
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"), [(kind, size) for kind in RESUMED for size in (1, 2) if size > 1 or kind not in LIVING_ON]
+    ("kind", "size"),
+    [
+        *((kind, size) for kind in RESUMED for size in (1, 2) if kind not in LIVING_ON),
+        # Torch waits up to 5 s for each process that lived on, when their loader is collected.
+        *(pytest.param(kind, 2, marks=pytest.mark.slow) for kind in LIVING_ON),
+    ],
 )
 def test_a_resumed_loader_goes_on_with_exactly_the_rest(kind: str, size: int) -> None:
     """A run of three epochs is left at batch 2 of the second; a fresh loader fast-forwards and goes on."""

@@ -19,10 +19,9 @@ from call_path import Walk
 import offbeat
 from offbeat.protocols.exchanges import SMALL_GRADIENT
 from offbeat.runtime.launch import Launcher, Role, serve_store, worker_environment
-from offbeat.runtime.run.assignment import ASSIGNED, Assignment
-from offbeat.runtime.run.settings import Goal
+from offbeat.runtime.run.settings import ASSIGNED, Assignment, Goal
 
-MOMENTS = {"GradientSums.begin", "OffbeatGroup.allreduce", "Runner.run"}
+MOMENTS = {"GradientSums.begin", "ReducingGroup.allreduce", "Runner.run"}
 FOLLOWED = 12
 """The step that is followed: what is worked out once is known by then."""
 

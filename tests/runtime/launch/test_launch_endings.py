@@ -22,8 +22,8 @@ from launch_support import MakeRole, Pids, is_alive, role_maker, run, wait_until
 
 from offbeat.errors import CheckpointError, NonFiniteError, OffbeatError, RunError, WaitError, WorkerError
 from offbeat.runtime.launch import Launcher, RemoteError, Role, RoleOutcome, _run, serve_store, worker_environment
-from offbeat.runtime.launch._cause import Failure, cause_of
-from offbeat.runtime.launch._control import describe
+from offbeat.runtime.launch._child import describe
+from offbeat.runtime.launch._roles import cause_of
 
 
 @pytest.fixture(scope="module")
@@ -285,11 +285,11 @@ def test_a_complaint_about_a_peer_waits_for_a_better_explanation(launcher: Launc
 
 
 def test_the_first_failure_in_time_is_the_cause_and_a_death_is_dated_back(role: MakeRole) -> None:
-    def raised(rank: int, at: float, communication: bool = False) -> Failure:
+    def raised(rank: int, at: float, communication: bool = False) -> RoleOutcome:
         error = RemoteError("ValueError", "text", "", None, communication, at)
-        return Failure(role(rank, "greet"), at, error=error)
+        return RoleOutcome(role(rank, "greet"), error=error, at=at)
 
-    killed = Failure(role(9, "greet"), 10.02, signal=9)
+    killed = RoleOutcome(role(9, "greet"), signal=9, at=10.02)
     assert cause_of([raised(1, 12.0), raised(0, 11.0)]).role.rank == 0
     assert cause_of([raised(1, 10.0, communication=True), raised(0, 11.0)]).role.rank == 0
     assert cause_of([raised(1, 10.0), killed]) is killed
@@ -307,10 +307,10 @@ def test_the_first_failure_in_time_is_the_cause_and_a_death_is_dated_back(role: 
     ],
 )
 def test_errors_that_complain_of_a_peer_are_known(error: Exception, expected: bool) -> None:
-    assert describe(error, 0.0, "").communication is expected
+    assert describe(error).communication is expected
     wrapped = KeyError("wrapped")
     wrapped.__cause__ = error
-    assert describe(wrapped, 0.0, "").communication is expected
+    assert describe(wrapped).communication is expected
 
 
 # The end of the fork server and of the launcher itself.

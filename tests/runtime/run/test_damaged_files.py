@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import io
 import json
 import os
@@ -21,11 +22,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from league_support import league
 
-from offbeat.cli.commands.explain import _scene, explain_run
+from offbeat.cli.commands.explain import explain_run, scene_of
 from offbeat.cli.commands.runs import _lines, _named
 from offbeat.errors import CheckpointError, OffbeatError, UsageError
 from offbeat.league import League, report
-from offbeat.league._records import LeagueFolder
+from offbeat.monitor import recorded
 from offbeat.monitor.diagram import svg
 from offbeat.monitor.page.run_folders import Folder, log_of
 from offbeat.monitor.page.run_view import RunView
@@ -106,7 +107,7 @@ def readers(folder: Path) -> dict[str, Callable[[], object]]:
         "explain": lambda: explain_run(folder, as_json=False),
         "explain as json": lambda: explain_run(folder, as_json=True),
         "check": lambda: check(folder),
-        "draw": lambda: svg.save(_scene(folder).diagram(), folder.parent / "x.svg"),
+        "draw": lambda: svg.save(scene_of(RunFolder.open(folder), recorded(folder)).diagram(), folder.parent / "x.svg"),
         "ps": ps,
         "logs": lambda: _named(RunFolder.open(folder)),
         "list of runs": lambda: Folder(folder.parent).briefs(),
@@ -221,13 +222,14 @@ def test_a_run_that_was_damaged_anywhere_is_read_or_refused_with_a_reason(
 def test_a_league_that_was_edited_is_read_or_refused_with_a_reason(
     tmp_path_factory: pytest.TempPathFactory, seed: int
 ) -> None:
-    folder = LeagueFolder(tmp_path_factory.mktemp("league"))
-    folder.write(league({"ddp": [2.0, 3.0], "local(4)": [1.0, None], "single": [3.0, 3.5]}).kept())
+    folder = tmp_path_factory.mktemp("league")
+    made = league({"ddp": [2.0, 3.0], "local(4)": [1.0, None], "single": [3.0, 3.5]})
+    dataclasses.replace(made, folder=folder).write()
     chance = random.Random(seed)
-    data = mutated(json.loads((folder.path / "league.json").read_text()), chance)
-    (folder.path / "league.json").write_text(json.dumps(data))
+    data = mutated(json.loads((folder / "league.json").read_text()), chance)
+    (folder / "league.json").write_text(json.dumps(data))
     with contextlib.suppress(CheckpointError):
-        found = League.read(folder.path)
+        found = League.read(folder)
         assert found.outcome.words
         assert report.page(found)
         assert report.markdown(found)

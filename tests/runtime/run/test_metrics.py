@@ -13,9 +13,8 @@ from torch import Tensor
 from offbeat import init
 from offbeat.errors import WaitError
 from offbeat.runtime.launch import Launcher, Role, serve_store, worker_environment
-from offbeat.runtime.run.assignment import ASSIGNED, Assignment
 from offbeat.runtime.run.metrics import Reports
-from offbeat.runtime.run.settings import Goal
+from offbeat.runtime.run.settings import ASSIGNED, Assignment, Goal
 
 
 def alone(config: Mapping[str, Any], control: Any) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from offbeat.errors import CheckpointError, DataError, OutputError, UsageError
 from offbeat.runtime.run import stopwatch
 from offbeat.runtime.run.folder import METRICS_FILE, RUN_FILE, MetricsWriter, RunFolder, environment
-from offbeat.runtime.run.progress import Ledger
+from offbeat.runtime.run.metrics import Ledger
 from offbeat.runtime.run.settings import Goal, Target
 from offbeat.runtime.run.stopwatch import KINDS, Stopwatch
 

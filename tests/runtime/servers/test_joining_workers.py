@@ -23,7 +23,7 @@ from torch import nn
 
 from offbeat.errors import OffbeatError, StrategyError
 from offbeat.protocols.machine import Effect, Ended, Received, Send
-from offbeat.protocols.servers.coordination.coordinator import CoordinatorMachine
+from offbeat.protocols.servers.coordinator import CoordinatorMachine
 from offbeat.protocols.servers.messages import ClusterView, Gone, JoinRequest, Leave, MeetingArrival, Met, Viewed
 from offbeat.run.drive import Result, fit
 from offbeat.run.job import Job, resolve

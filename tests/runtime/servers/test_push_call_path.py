@@ -24,8 +24,7 @@ from call_path import Walk
 
 import offbeat
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.runtime.run.assignment import ASSIGNED, Assignment
-from offbeat.runtime.run.settings import Goal
+from offbeat.runtime.run.settings import ASSIGNED, Assignment, Goal
 from offbeat.runtime.servers.coordination import Coordination
 from offbeat.runtime.servers.plan import ServerPlan
 from offbeat.runtime.servers.process import serve

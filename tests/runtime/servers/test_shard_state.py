@@ -31,7 +31,7 @@ from offbeat.protocols.servers.replica.works import (
 )
 from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.compression import Coder, build
-from offbeat.runtime.gradients.sliceable_optimizers import ELEMENT_WISE, why_not
+from offbeat.runtime.gradients.optimizers import ELEMENT_WISE, why_not
 from offbeat.runtime.servers.shard_state import Numbers, first_state
 from offbeat.runtime.servers.updater import ADD, Recipe, settings_of
 

@@ -29,7 +29,7 @@ from offbeat.runtime.groups.group import DirectGroup
 from offbeat.runtime.run.rank_environment import Place
 from offbeat.runtime.state import checkpoint
 from offbeat.runtime.state.checkpoint import Checkpoints, newest, read_manifest
-from offbeat.runtime.state.prepared_objects import Holdings
+from offbeat.runtime.state.checkpoint_manager import Holdings
 from offbeat.runtime.state.tensor_tree import put_together, take_apart
 
 IDENTITY = {"task": "digits", "shape": (2, 3)}

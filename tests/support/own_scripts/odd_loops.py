@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from offbeat.errors import OffbeatError
-from offbeat.runtime.run.assignment import ASSIGNED
+from offbeat.runtime.run.settings import ASSIGNED
 
 X = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1, keepdim=True)

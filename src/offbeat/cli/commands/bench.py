@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
+from operator import itemgetter
 from typing import TypeVar
 
 from rich.console import Console
@@ -28,7 +29,7 @@ from offbeat.simulate.servers.training import Paced, ShardTraffic, parse_rule, s
 from offbeat.simulate.units import parse_duration, parse_size, seconds_in_words, size_in_words
 
 SIMULATED_SIZE = "100MB"
-MEASURED_SIZES = ("4kB", "32kB", "256kB", "1MB", "4MB", "25MiB")
+MEASURED_SIZES = [parse_size(text) for text in ("4kB", "32kB", "256kB", "1MB", "4MB", "25MiB")]
 BLOCKS = 15
 RULES = ("bsp", "ssp(3)", "asp")
 
@@ -50,7 +51,7 @@ def _simulate_collectives(options: CollectivesOptions) -> None:
     network = Network.parse(options.network, options.inside, _chosen(options.ports, Ports.RANK, "--ports"))
     collective = _chosen(options.collective, Collective.ALL_REDUCE, "--collective")
     hosts = _hosts(ranks, options.host_count, options.per_host)
-    sizes = _sizes(options, _ladder(parse_size(options.size or SIMULATED_SIZE)))
+    sizes = _sizes(options, [10**power for power in range(3, 19)], parse_size(options.size or SIMULATED_SIZE))
     with Console(stderr=True).status("simulating") as status:
         count = len(ALGORITHMS[collective])
         comparison = compare_collectives(
@@ -64,15 +65,15 @@ def _simulate_collectives(options: CollectivesOptions) -> None:
 
 
 def _measure_collectives(options: CollectivesOptions) -> None:
-    """Print how long all-reduce takes on real processes, in offbeat and in its peers."""
+    """Print how long calls take on real processes, in offbeat and in its peers."""
     from offbeat import bench
 
     blocks = BLOCKS if options.blocks is None else options.blocks
     peers = bench.PEERS if options.peers is None else [name.strip() for name in options.peers.split(",")]
-    largest = parse_size(options.size) if options.size else max(map(parse_size, MEASURED_SIZES))
-    sizes = _sizes(options, [*(size for size in map(parse_size, MEASURED_SIZES) if size < largest), largest])
+    largest = parse_size(options.size) if options.size else MEASURED_SIZES[-1]
+    sizes = _sizes(options, MEASURED_SIZES, largest)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    result = bench.collectives(
+    results = bench.collectives(
         options.ranks,
         sizes,
         peers,
@@ -80,10 +81,12 @@ def _measure_collectives(options: CollectivesOptions) -> None:
         options.report,
         options.picture,
         lambda text: console.print(text, style="dim"),
+        [name.replace("-", "_") for name in options.call] or ["all_reduce"],
     )
     if options.as_json:
-        print_json(result)
-    else:
+        print_json(results[0] if len(results) == 1 else {"results": results})
+        return
+    for result in results:
         Console(file=sys.stdout, highlight=False).print(bench.table(result))
 
 
@@ -114,17 +117,13 @@ def _hosts(ranks: int, count: int | None, per_host: int | None) -> list[int] | N
     return None
 
 
-def _sizes(options: CollectivesOptions, ladder: list[int]) -> list[int]:
+def _sizes(options: CollectivesOptions, ladder: list[int], largest: int) -> list[int]:
+    """The requested sizes, or the steps of the ladder up to the largest."""
     if options.sizes is None:
-        return ladder
+        return [*(size for size in ladder if size < largest), largest]
     if options.size is not None:
         raise UsageError("--size adds smaller sizes, --sizes lists them all: give one of them.")
     return sorted({parse_size(text) for text in options.sizes.split(",")})
-
-
-def _ladder(largest: int) -> list[int]:
-    """Powers of ten from a kilobyte up to a size."""
-    return [step for step in (10**power for power in range(3, 19)) if step < largest] + [largest]
 
 
 def _print(console: Console, comparison: Comparison, options: CollectivesOptions) -> None:
@@ -134,8 +133,10 @@ def _print(console: Console, comparison: Comparison, options: CollectivesOptions
     )
     _print_whole(console, _table(comparison))
     console.print("Fastest: " + _in_words(comparison.best(0), comparison.crossovers))
-    for line in _left_out(comparison.left_out):
-        console.print(line, style="dim", markup=False)
+    reasons = sorted(comparison.left_out.items(), key=itemgetter(1))
+    for reason, names in groupby(reasons, key=itemgetter(1)):
+        omitted = ", ".join(name for name, _ in names)
+        console.print(f"Omitted: {omitted}. Why: {reason}", style="dim", markup=False)
 
 
 def _print_whole(console: Console, table: Table) -> None:
@@ -163,15 +164,6 @@ def _in_words(first: str, crossovers: Sequence[Crossover]) -> str:
     for crossover in crossovers:
         words += f" below {size_in_words(crossover.size)}, [bold]{crossover.after}[/bold]"
     return f"{words} from there on (marked *)."
-
-
-def _left_out(reasons: Mapping[str, str]) -> list[str]:
-    """One line per reason, with the algorithms that it rules out."""
-    by_reason = sorted(reasons.items(), key=lambda item: item[1])
-    return [
-        f"Omitted: {', '.join(name for name, _ in group)}. Why: {reason}"
-        for reason, group in groupby(by_reason, key=lambda item: item[1])
-    ]
 
 
 def _shards(options: ServerOptions) -> ShardTraffic | None:

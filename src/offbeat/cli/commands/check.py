@@ -12,9 +12,9 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from offbeat import limits
-from offbeat.cli.options import CheckOptions
+from offbeat.cli.options import CheckOptions, refuse
 from offbeat.cli.output import figures, print_json
-from offbeat.errors import MachineError, ScheduleError, UsageError
+from offbeat.errors import MachineError, ScheduleError
 from offbeat.run.drive import WARM
 from offbeat.run.job import agreed_workers
 from offbeat.runtime.hosts import Hosts
@@ -35,21 +35,22 @@ def check_any(options: CheckOptions) -> None:
     own = find_own(options.subject, options.collective)
     console = Console(stderr=options.as_json, highlight=False, soft_wrap=True)
     if isinstance(own, OwnSchedule):
-        _refuse(options, ("workers", "hosts", "runs", "seed"), "a schedule, which is proved for 1 to 33 ranks")
+        refuse(
+            options,
+            ("workers", "hosts", "runs", "seed"),
+            "does not apply to a schedule, which is proved for 1 to 33 ranks: omit it",
+        )
         _check_own_schedule(own, options, console)
     elif isinstance(own, MachineContract):
-        _refuse(options, ("workers", "hosts", "collective"), "machines, whose contract says how many there are")
+        refuse(
+            options,
+            ("workers", "hosts", "collective"),
+            "does not apply to machines, whose contract says how many there are: omit it",
+        )
         _check_own_machines(own, console, options)
     else:
-        _refuse(options, ("collective", "runs", "seed"), "a strategy")
+        refuse(options, ("collective", "runs", "seed"), "does not apply to a strategy: omit it")
         _check_strategy(options, console)
-
-
-def _refuse(options: CheckOptions, names: tuple[str, ...], what: str) -> None:
-    """Refuse options that do not apply to the subject."""
-    for name in names:
-        if getattr(options, name) is not None:
-            raise UsageError(f"--{name} does not apply to {what}: omit it.")
 
 
 def _check_own_schedule(own: OwnSchedule, options: CheckOptions, console: Console) -> None:
@@ -88,21 +89,13 @@ def _print_costs(console: Console, report: ScheduleReport) -> None:
 
 
 def _plain(report: ScheduleReport) -> dict[str, Any]:
-    return {
-        "ranks": {
-            size: {
-                "rounds": cost.rounds,
-                "hops": cost.hops,
-                "least_hops": report.bounds[size].hops,
-                "port_bytes": cost.port_bytes,
-                "least_port_bytes": report.bounds[size].port_bytes,
-            }
-            for size, cost in report.sizes.items()
-        },
-        "simulated": report.simulated,
-        "real": list(report.real),
-        "not_run": report.unrun or None,
-    }
+    ranks: dict[int, dict[str, Any]] = {}
+    for size, cost in report.sizes.items():
+        least = report.bounds[size]
+        ranks[size] = {"rounds": cost.rounds, "hops": cost.hops, "least_hops": least.hops}
+        ranks[size] |= {"port_bytes": cost.port_bytes, "least_port_bytes": least.port_bytes}
+    real = list(report.real)
+    return {"ranks": ranks, "simulated": report.simulated, "real": real, "not_run": report.unrun or None}
 
 
 def _check_own_machines(contract: MachineContract, console: Console, options: CheckOptions) -> None:

@@ -6,16 +6,15 @@ import io
 import re
 import sys
 import time
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any
 
 from rich.console import Console, Group
-from rich.live import Live
 from rich.markup import escape
 from rich.text import Text
 
 from offbeat import limits
-from offbeat.cli.display import Display, folded, panel, panel_width, progress_bar
+from offbeat.cli.display import Display, LivePanel, folded, panel, panel_width, progress_bar
 from offbeat.cli.options import CompareOptions
 from offbeat.cli.output import FailedError
 from offbeat.errors import OffbeatError, UsageError
@@ -90,28 +89,16 @@ def _seconds(text: str | None) -> float | None:
     return seconds
 
 
-class LeagueDisplay:
+class LeagueDisplay(LivePanel):
     """Shows a comparison in progress on stderr: a line for each run, and on a terminal a live panel below them."""
 
     def __init__(self, quiet: bool) -> None:
-        self._quiet = quiet
-        self._console = Console(stderr=True, highlight=False)
-        self._live: Live | None = None
+        super().__init__(quiet)
         self._league: League | None = None
         self._done, self._left, self._seconds = 0, 0, 0.0
         self._current: Planned | None = None
         self._since = time.monotonic()
         self._run: _Run | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
 
     def begin(self, league: League, left: int, seconds: float) -> None:
         """Print what will be compared; on a terminal, open the live panel."""
@@ -119,12 +106,10 @@ class LeagueDisplay:
         if self._quiet:
             return
         names = ", ".join(contestant.name for contestant in league.contestants)
-        self._console.print(escape(f"Comparing {names}: {left} runs to do, in {league.folder}"), soft_wrap=True)
+        self._print(f"Comparing {names}: {left} runs to do, in {league.folder}")
         for words in [*problems(league), *([league.facts["crowded"]] if league.facts.get("crowded") else [])]:
-            self._console.print(escape(words), style="yellow", soft_wrap=True)
-        if self._console.is_terminal:
-            self._live = Live(self._panel(), console=self._console, refresh_per_second=8, transient=True)
-            self._live.start()
+            self._print(words, "yellow")
+        self._open_panel()
 
     def starting(self, planned: Planned) -> Display | None:
         """The display of the next run, which feeds the panel."""
@@ -135,29 +120,20 @@ class LeagueDisplay:
     def ended(self, entry: Entry, league: League, left: int, seconds: float) -> None:
         """Print the result of a run."""
         self._done, self._left, self._seconds, self._league = self._done + 1, left, seconds, league
-        if self._quiet:
-            return
-        remaining = _remaining(left, seconds) if self._live is None else ""  # The panel shows it, too.
-        line = f"[{self._done}/{self._done + left}] {_name(entry)}: {_outcome(entry)}{remaining}"
-        (self._console if self._live is None else self._live.console).print(escape(line), soft_wrap=True)
-        self._refresh()
+        if not self._quiet:
+            remaining = _remaining(left, seconds) if self._live is None else ""  # The panel shows it, too.
+            self._print(f"[{self._done}/{self._done + left}] {_name(entry)}: {_outcome(entry)}{remaining}")
+            self._refresh()
 
     def say_how_to_resume(self) -> None:
         """Print, after an interruption or a failure, what is kept and the command that resumes it."""
         if self._league is not None:
-            count = len(self._league.entries)
-            self._console.print(
-                escape(f"{count} runs are kept. Resume with: offbeat compare --resume {self._league.folder}"),
-                soft_wrap=True,
-            )
+            resume = f"offbeat compare --resume {self._league.folder}"
+            self._print(f"{len(self._league.entries)} runs are kept. Resume with: {resume}")
 
     def progress(self) -> dict[str, Any]:
         """For JSON after a failure: the comparison's folder, and how many runs it has."""
         return {} if self._league is None else {"folder": str(self._league.folder), "runs": len(self._league.entries)}
-
-    def _refresh(self) -> None:
-        if self._live is not None:
-            self._live.update(self._panel())
 
     def _panel(self) -> Group:
         of, width = self._done + self._left, panel_width(self._console)
@@ -173,17 +149,16 @@ class LeagueDisplay:
 class _Run(Display):
     """Progress of the current run, for the comparison's panel."""
 
-    def __init__(self, refresh: Any) -> None:
+    def __init__(self, refresh: Callable[[], None]) -> None:
         super().__init__(quiet=True)
-        self._refresh = refresh
+        self._refresh_all = refresh
 
     def begin(self, job: Any, folder: Any) -> None:
         """Print nothing: the output of scripts is in the logs."""
         del job, folder
 
-    def tick(self) -> None:
-        """Refresh the panel."""
-        self._refresh()
+    def _refresh(self) -> None:
+        self._refresh_all()
 
     def parts(self) -> list[str]:
         """`step 57`, `score 0.94`."""

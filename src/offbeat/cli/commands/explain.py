@@ -4,38 +4,29 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NamedTuple
 
-import msgspec
 import typer
+from msgspec import to_builtins
 
-from offbeat.cli.commands.explain_options import ActionOptions, ActionsDone
-from offbeat.cli.options import ExplainTarget
+from offbeat import monitor
+from offbeat.cli.options import ExplainOptions, ExplainTarget, refuse
 from offbeat.cli.output import print_json, print_plain
 from offbeat.errors import UsageError
-from offbeat.monitor import (
-    EXIT_CODES,
-    NAN,
-    STRAGGLER,
-    Blame,
-    Held,
-    Judge,
-    RecordedRun,
-    Staleness,
-    Unfit,
-    Verdict,
-    blame,
-    held_up,
-    recorded,
-    staleness,
-    unfit,
-)
+from offbeat.monitor import NAN, STRAGGLER, Blame, Held, Judge, RecordedRun, Staleness, Unfit, Verdict, recorded
 from offbeat.monitor.diagram.build import Scene
+from offbeat.monitor.diagram.cuts import moment, parse_cut, window
+from offbeat.monitor.diagram.export import export, kind_of
+from offbeat.monitor.diagram.svg import check_name, save
 from offbeat.monitor.foreign_log import account
+from offbeat.monitor.predicates import Possibilities, Predicate, predicate
+from offbeat.monitor.replay import DELAY, check_rule, replay
+from offbeat.protocols.causality.deadlock import deadlock, waits
 from offbeat.protocols.causality.shiviz import parse_all
 from offbeat.runtime.run.folder import FINISHED, RunFolder, strategy_of
 from offbeat.runtime.run.untrusted_files import is_file
@@ -47,6 +38,100 @@ LARGEST: Final = 256 * 2**20
 """Largest log, in bytes."""
 MATCHING: Final = 20.0
 """CPU seconds for finding the events in a log."""
+INCONSISTENT: Final = 20
+"""Exit code if a cut is not consistent, and nothing else is wrong."""
+
+
+@dataclass
+class ActionsDone:
+    """Lines to print, JSON fields and exit code of what was done."""
+
+    lines: list[str] = field(default_factory=list[str])
+    plain: dict[str, Any] = field(default_factory=dict[str, Any])
+    code: int = 0
+
+
+@dataclass(frozen=True)
+class ActionOptions(ExplainOptions):
+    """The options, checked, and their execution."""
+
+    def __post_init__(self) -> None:
+        """Refuse wrong combinations before anything is read."""
+        if self.draw is not None:
+            check_name(self.draw)
+        if self.window is not None and self.draw is None and not self.predicates:
+            raise UsageError(
+                f"--window {self.window!r} is for a picture or a predicate: add --picture FILE or --possibly "
+                f"PREDICATE, or omit it."
+            )
+        if self.delay is not None and self.delivery is None:
+            raise UsageError(f"--delay {self.delay} is for a replay: add --delivery RULE, or omit it.")
+        if self.delivery is not None:
+            check_rule(self.delivery)
+            moment(self.delay or "0")
+        if self.kind is not None and self.export is None:
+            raise UsageError(f"--as {self.kind} is for an export: add --export FILE, or omit it.")
+        if self.export is not None:
+            kind_of(self.export, self.kind)
+
+    @property
+    def anything(self) -> bool:
+        """Whether a picture, a cut or an export is requested."""
+        return bool(self.draw or self.cuts or self.export)
+
+    @property
+    def predicates(self) -> list[tuple[str, Predicate]]:
+        """The predicates, each with its quantifier over all possible orders of events."""
+        return [("possibly", predicate(text)) for text in self.possibly] + [
+            ("definitely", predicate(text)) for text in self.definitely
+        ]
+
+    def done(self, scene: Scene) -> ActionsDone:
+        """Test the cuts, draw and export."""
+        part = (scene.start, scene.stop) if self.window is None else window(self.window, scene.start, scene.stop)
+        cuts = {text: parse_cut(scene.run, scene.times, text, part[1]) for text in self.cuts}
+        lanes = scene.diagram(part, cuts)
+        done = ActionsDone()
+        for cut in lanes.cuts:
+            counts = ", ".join(f"{name}:{count}" for name, count in zip(lanes.names, cut.counts, strict=True))
+            done.lines.append(f"Cut {cut.label} ({counts}): {'consistent.' if cut.consistent else cut.words}")
+            done.code = done.code if cut.consistent else INCONSISTENT
+            stuck = deadlock(waits(scene.run, cuts[cut.label])) if cut.consistent else None
+            if stuck is not None:
+                done.lines.append(f"  Deadlocked there: {stuck}")
+                done.plain.setdefault("deadlocked", {})[cut.label] = str(stuck)
+        done.plain["cuts"] = to_builtins(lanes.cuts)
+        if self.draw is not None:
+            save(lanes, self.draw)
+            done.lines += [f"Drawn: {self.draw}", *(f"  {note}" for note in lanes.notes)]
+            done.plain["drawn"] = str(self.draw)
+        if self.export is not None:
+            kind = export(scene, self.export, self.kind)
+            done.lines.append(f"Exported as {kind}: {self.export}")
+            done.plain["exported"] = str(self.export)
+        return done
+
+    def answer(self, events: RecordedRun, done: ActionsDone) -> None:
+        """Replay the run's events, and test the predicates."""
+        if self.delivery is not None:
+            delay = DELAY if self.delay is None else moment(self.delay)
+            seen = replay(events.stamps, events.servers, self.delivery, delay)
+            done.lines += seen.lines()
+            done.plain["delivery"] = seen.plain()
+        if self.predicates:
+            part = None if self.window is None else self._part(events)
+            ways = Possibilities(events.stamps, events.servers, part)
+            answers = [ways.ask(*each) for each in self.predicates]
+            done.lines += map(str, answers)
+            done.plain["predicates"] = to_builtins(answers)
+
+    def _part(self, events: RecordedRun) -> tuple[float, float]:
+        """The window on the clock of the events."""
+        histories = (*events.stamps.values(), *events.servers.values())
+        times = [stamp.time for history in histories for stamp in history]
+        start, stop = min(times, default=0.0), max(times, default=0.0)
+        begin, end = window(self.window or "..", 0.0, stop - start)
+        return start + begin, start + end
 
 
 def explain(target: ExplainTarget, options: dict[str, Any]) -> None:
@@ -55,38 +140,47 @@ def explain(target: ExplainTarget, options: dict[str, Any]) -> None:
     if target.check:
         _verify_checkpoint(path, target.as_json)
     elif is_file(path):
-        if actions.of_runs is not None:
-            raise UsageError(
-                f"{actions.of_runs} is for runs recorded with `offbeat run --monitor`, and {path} is a log: give a run "
-                f"folder, or omit it."
-            )
+        why = f"is for runs recorded with `offbeat run --monitor`, and {path} is a log: give a run folder, or omit it"
+        refuse(actions, ("delivery", "possibly", "definitely"), why)
         _explain_log(path, actions, target.as_json)
-    elif actions.of_logs is not None:
-        raise UsageError(
-            f"{actions.of_logs} is for logs of other programs, and {path} is not a file: give one, or omit it."
-        )
     else:
-        _explain_run(path, actions, target.as_json)
+        why = f"is for logs of other programs, and {path} is not a file: give one, or omit it"
+        refuse(actions, ("pattern", "execution", "delimiter"), why)
+        explain_run(path, target.as_json, actions)
 
 
-def _explain_run(path: Path, actions: ActionOptions, as_json: bool) -> None:
-    done = actions.done(_scene(path)) if actions.anything else ActionsDone()
-    if actions.of_runs is not None:
-        answers = actions.answers(recorded(RunFolder.open(path).path))
-        done.lines += answers.lines
-        done.plain |= answers.plain
-    try:
-        explain_run(path, as_json, done.plain)
-    except typer.Exit as end:
-        if not as_json:
-            for line in done.lines:
-                typer.echo(line)
-        raise typer.Exit(end.exit_code or done.code) from None
-
-
-def _scene(path: Path) -> Scene:
+def explain_run(path: Path, as_json: bool, actions: ActionOptions | None = None) -> None:
+    """Print the verdict on a run, who waited for whom at its end, and what each worker cost the others."""
     folder = RunFolder.open(path)
     events = recorded(folder.path)
+    done = ActionsDone()
+    if actions is not None and actions.anything:
+        done = actions.done(scene_of(folder, events))
+    if actions is not None:
+        actions.answer(events, done)
+    record = folder.read()
+    judge = Judge()
+    for stamps in events.servers.values():
+        judge.feed_server(stamps)
+    for rank, stamps in events.stamps.items():
+        judge.feed(rank, stamps)
+    unfit = monitor.unfit(events.stamps, events.servers)
+    blamed = monitor.blame(events.stamps, events.servers, events.queues)
+    verdict = _verdict(record, judge, unfit) or _slowed(blamed)
+    waiting = [] if record.get("state") in FINISHED else judge.waiting()
+    stale, held = monitor.staleness(events.stamps), monitor.held_up(events.stamps)
+    findings = _Findings(verdict, waiting, blamed, stale, held, unfit)
+    if as_json:
+        print_json(_plain(folder, record, findings, events) | done.plain)
+    else:
+        _print(findings, events)
+        for line in done.lines:
+            typer.echo(line)
+    raise typer.Exit((0 if verdict is None else monitor.EXIT_CODES.get(verdict.kind, 1)) or done.code)
+
+
+def scene_of(folder: RunFolder, events: RecordedRun) -> Scene:
+    """The events of a run, to be drawn."""
     return Scene.of(events.stamps, folder.path.name, events.dropped, events.servers)
 
 
@@ -148,36 +242,11 @@ def _computing_at_most(seconds: float, what: str) -> Generator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-def explain_run(path: Path, as_json: bool, more: Mapping[str, Any] | None = None) -> None:
-    """Print the verdict on a run, who waited for whom at its end, and what each worker cost the others.
-
-    `more` is added to what is printed as JSON.
-    """
-    folder = RunFolder.open(path)
-    events = recorded(folder.path)
-    record = folder.read()
-    judge = Judge()
-    for stamps in events.servers.values():
-        judge.feed_server(stamps)
-    for rank, stamps in events.stamps.items():
-        judge.feed(rank, stamps)
-    nonfinite = unfit(events.stamps, events.servers)
-    blamed = blame(events.stamps, events.servers, events.queues)
-    verdict = _verdict(record, judge, nonfinite) or _slowed(blamed)
-    waiting = [] if record.get("state") in FINISHED else judge.waiting()
-    findings = _Findings(verdict, waiting, blamed, staleness(events.stamps), held_up(events.stamps), nonfinite)
-    if as_json:
-        print_json(_plain(folder, record, findings, events) | dict(more or {}))
-    else:
-        _print(findings, events)
-    raise typer.Exit(0 if verdict is None else EXIT_CODES.get(verdict.kind, 1))
-
-
 def _verify_checkpoint(path: Path, as_json: bool) -> None:
     """Print whether a checkpoint is complete and consistent; the exit code is `REFUSED` if it is not."""
     result = check(path)
     if as_json:
-        print_json({**msgspec.to_builtins(result), "good": not result.faults})
+        print_json({**to_builtins(result), "good": not result.faults})
     else:
         for line in [f"refused: {fault}" for fault in result.faults] or [result.words]:
             print_plain(line)
@@ -222,8 +291,8 @@ def _plain(folder: RunFolder, record: dict[str, Any], findings: _Findings, event
         "staleness": {
             entry.worker: {str(steps): count for steps, count in entry.reads.items()} for entry in findings.staleness
         },
-        "held_up": msgspec.to_builtins(findings.held),
-        "unfit": msgspec.to_builtins(findings.unfit),
+        "held_up": to_builtins(findings.held),
+        "unfit": to_builtins(findings.unfit),
         "events": {f"worker {rank}": len(stamps) for rank, stamps in events.stamps.items()}
         | {name: len(stamps) for name, stamps in events.servers.items()},
         "dropped": events.dropped,

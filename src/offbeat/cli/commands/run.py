@@ -1,17 +1,20 @@
-"""`offbeat run`: from options to a job, and from its result to words."""
+"""`offbeat run`: from options to a job, and from its result to words and commands to try next."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
+import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from offbeat.cli.display import Display
-from offbeat.cli.next_steps import longer_steps, next_steps
+from offbeat.cli.display import Display, this_command
 from offbeat.cli.options import RunOptions
 from offbeat.cli.output import FailedError, print_json
 from offbeat.errors import OffbeatError, TaskError
@@ -22,9 +25,11 @@ from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.report import headline, report_lines
 from offbeat.runtime.run.settings import Goal
 from offbeat.strategies import combined, parse
-from offbeat.task import TaskReference
+from offbeat.task import IterativeTask, TaskReference
 
 _STYLES = {"Target reached": "bold green", "Target missed": "bold yellow", "Done": "bold"}
+_REPEATED = ("target", "epochs", "steps", "seed", "device", "backend", "parts", "timeout", "rate_factor")
+"""Options that another run must share with this one to be comparable."""
 
 
 def run_job(options: RunOptions, goal: dict[str, Any]) -> None:
@@ -98,7 +103,7 @@ def _print(result: Result, job: Job, options: RunOptions) -> None:
     _print_report(result, console)
     console.print()
     console.print("Try next:", style="dim")
-    for command in next_steps(result, job, options.what, options.hosts):
+    for command in _next_steps(result, job, options.what, options.hosts):
         console.print(f"  {command}", style="dim", markup=False)
 
 
@@ -118,9 +123,72 @@ def _print_finished(result: Result, job: Job) -> None:
     console.print()
     if result.reached_target:
         console.print("Its target is reached. To continue, give it a better one with --target.")
-    elif commands := list(longer_steps(result, job)):
+    elif commands := list(_longer_steps(result, job)):
         console.print("To continue, raise its limit:", style="dim")
         for command in commands:
             console.print(f"  {command}", style="dim", markup=False)
     else:
         console.print("Its script has ended. To continue, make its loop longer, then resume it.")
+
+
+def _next_steps(result: Result, job: Job, target: str | None, hosts: Path | None) -> Iterator[str]:
+    """Commands: other workers or another strategy, the list of strategies, and a longer run if the target was missed.
+
+    `target` and `hosts` are as given on the command line.
+    """
+    known = resolve(job)
+    job = job if job.resume is None else known
+    if result.workers == 1:
+        yield _again(job, target, ["--workers", "2"])
+    else:
+        where = ["--workers", str(result.workers)] if hosts is None else ["--hosts", str(hosts)]
+        other = _another_strategy(job, result.strategy)
+        if other is not None:
+            yield _again(job, target, [*where, "--strategy", other])
+    yield f"{this_command()} strategies"
+    if result.reached_target is False:
+        yield from _longer_steps(result, known)
+
+
+def _longer_steps(result: Result, job: Job) -> Iterator[str]:
+    """Commands that resume a run with twice the epochs or steps; none if the command line did not limit them."""
+    resume = f"{this_command()} run --resume {shlex.quote(str(result.run))}"
+    if job.goal.epochs is not None and result.epochs:
+        yield f"{resume} --epochs {2 * result.epochs}"
+    elif job.goal.steps is not None and result.steps:
+        yield f"{resume} --steps {2 * result.steps}"
+
+
+def _again(job: Job, target: str | None, options: list[str]) -> str:
+    words = [target or str(job.what), *options]
+    for name in _REPEATED:
+        value = getattr(job.goal, name)
+        if value != getattr(Goal(), name):
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    words += ["--threads", str(job.threads)] if job.threads is not None and job.resume is None else []
+    arguments = list(_arguments(job.what))
+    return f"{this_command()} run {shlex.join([*words, *(['--', *arguments] if arguments else [])])}"
+
+
+def _arguments(what: Script | TaskReference) -> Iterator[str]:
+    if isinstance(what, Script):
+        yield from what.arguments
+        return
+    values: dict[str, Any] = what.arguments
+    for name, value in values.items():
+        yield f"--{name}={value if isinstance(value, str) else json.dumps(value)}"
+
+
+def _another_strategy(job: Job, strategy: str) -> str | None:
+    """The first of some well-known strategies that differs from this one and can run the same job."""
+    used = combined(parse(strategy)).exchange.name
+    iterative = isinstance(job.what, TaskReference) and issubclass(job.what.find(), IterativeTask)
+    for name in ("server", "allreduce") if iterative else ("ddp", "allreduce"):
+        goal = dataclasses.replace(job.goal, strategy=name, disturb=(), replace=0)
+        try:
+            resolve(dataclasses.replace(job, goal=goal, resume=None))
+        except OffbeatError:
+            continue
+        if name != used:
+            return name
+    return None

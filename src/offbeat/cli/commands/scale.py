@@ -1,7 +1,8 @@
-"""`offbeat scale`: measured speed-up, and the laws fitted to it, as a table."""
+"""`offbeat scale` and `offbeat batch-size`: what short runs measured, and what follows from it, as tables."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,27 +10,26 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from offbeat.cli.options import ScaleOptions
+from offbeat.cli.options import BatchSizeOptions, ScaleOptions
 from offbeat.cli.output import figures, print_json
 from offbeat.errors import UsageError
-from offbeat.scaling import Scaling, scale
+from offbeat.scaling import BatchSize, Scaling, batch_size, scale
 from offbeat.statistics import Estimate
 
 Measured = TypeVar("Measured")
-_WIDE = 200
-"""Columns of a table: the terminal wraps one that is too wide, and no figure is cut."""
+_WIDE = 200  # Columns of a table: the terminal wraps one that is too wide, and no figure is cut.
 
 
 def scale_target(options: ScaleOptions) -> None:
     """Measure the speed-up, and print it with the laws fitted to it."""
-    scaling = measured(scale, vars(options) | {"workers": _numbers(options.workers)})
+    scaling = _measured(scale, vars(options) | {"workers": _numbers(options.workers)})
     if options.as_json:
         print_json(scaling.plain())
     else:
-        _print(scaling)
+        print_scaling(scaling)
 
 
-def measured(measure: Callable[..., Measured], options: dict[str, Any]) -> Measured:
+def _measured(measure: Callable[..., Measured], options: dict[str, Any]) -> Measured:
     """The result of short runs with these options; their progress is printed on stderr."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     others = {name: value for name, value in options.items() if name not in ("what", "output")}
@@ -40,7 +40,7 @@ def measured(measure: Callable[..., Measured], options: dict[str, Any]) -> Measu
     return measure(options["what"], **others, tell=tell)
 
 
-def wide_console() -> Console:
+def _wide_console() -> Console:
     """A console on stdout for wide tables."""
     return Console(file=sys.stdout, highlight=False, soft_wrap=True, markup=False, width=_WIDE)
 
@@ -52,14 +52,15 @@ def _numbers(text: str) -> list[int]:
         raise UsageError(f"--workers {text!r} is not a list of numbers. Write it like 1,2,4.") from error
 
 
-def _print(scaling: Scaling) -> None:
-    console = wide_console()
+def print_scaling(scaling: Scaling) -> None:
+    """Print a table of speed-ups, and the laws."""
+    console = _wide_console()
     kind = "weak scaling: the same batch per worker" if scaling.weak else "strong scaling: one batch, split"
     console.print(
         f"{scaling.strategy} on {scaling.target}, {kind}; runs of {scaling.steps:,} steps, {scaling.threads} thread(s) "
         f"per worker, {scaling.cores} cores; one worker runs {scaling.baseline}"
     )
-    console.print(_table(scaling))
+    console.print(_scale_table(scaling))
     if scaling.amdahl is not None:
         law = scaling.amdahl
         console.print(
@@ -77,7 +78,7 @@ def _print(scaling: Scaling) -> None:
         console.print(f"Mind: {warning}", style="yellow")
 
 
-def _table(scaling: Scaling) -> Table:
+def _scale_table(scaling: Scaling) -> Table:
     table = figures(("workers", f"{scaling.unit}/s", "speed-up", "90 %", "efficiency"), names=0)
     table.add_column("", no_wrap=True)
     for point in scaling.points:
@@ -100,3 +101,74 @@ def _table(scaling: Scaling) -> Table:
 def _ends(speedup: Estimate) -> str:
     high = "no limit" if speedup.high == float("inf") else f"{speedup.high:.2f}"
     return f"{speedup.low:.2f} to {high}"
+
+
+def measure_batch_size(options: BatchSizeOptions) -> None:
+    """Measure the noise scale, and print how large a batch may be."""
+    result = _measured(batch_size, vars(options))
+    if options.as_json:
+        print_json(result.plain())
+    else:
+        print_batch_size(result)
+
+
+def print_batch_size(result: BatchSize) -> None:
+    """Print a table of the stages of the run, and what the last one means."""
+    console = _wide_console()
+    of = "" if result.examples is None else f" of {result.examples:,}"
+    console.print(
+        f"{result.target}, measured over {result.steps:,} steps of {result.batch:,.0f}{of} examples on "
+        f"{result.workers} workers"
+    )
+    console.print(_stage_table(result))
+    last = result.stages[-1]
+    share, batch = 1 / (1 + result.delta), result.largest(last)
+    console.print(
+        f"In the last stage a batch of up to {_count(batch)} makes almost proportional progress (an example counts "
+        f"{100 * share:.0f} % of one alone): work for {_count(result.useful_workers(last))} workers with "
+        f"{result.usual / result.workers:,.0f} examples each."
+    )
+    worth = result.worth(last)
+    console.print(
+        f"In its own batch of {result.usual:,.0f}, an example counts {100 * worth.value:.0f} % "
+        f"[{100 * worth.low:.0f}, {100 * worth.high:.0f}]. Half is lost at {_count(result.largest(last, 1.0))}."
+    )
+    if result.ways:
+        console.print()
+        console.print("Ways to raise diversity, by per-example gradients at the end of the run:")
+        console.print(_ways(result))
+    for warning in result.warnings:
+        console.print(f"Mind: {warning}", style="yellow")
+
+
+def _stage_table(result: BatchSize) -> Table:
+    columns = ["steps", "noise scale [90 %]", *(["by examples"] if result.stages[0].checked is not None else [])]
+    if result.examples is not None:
+        columns.append("diversity")
+    table = figures((*columns, "largest batch", "workers"), names=0)
+    for stage in result.stages:
+        cells = [f"{stage.first:,} to {stage.last:,}", _count(stage.noise)]
+        if result.stages[0].checked is not None:
+            cells.append("" if stage.checked is None else f"{stage.checked:,.0f}")
+        diversity = result.diversity(stage)
+        if diversity is not None:
+            cells.append(f"{diversity.value:.3g}")
+        table.add_row(*cells, _count(result.largest(stage)), _count(result.useful_workers(stage)))
+    return table
+
+
+def _ways(result: BatchSize) -> Table:
+    table = figures(("way", "n x diversity", "largest batch", "direction left"))
+    for way in result.ways:
+        table.add_row(
+            way.name, f"{way.diversity:,.1f}", f"{1 + result.delta * way.diversity:,.0f}", f"{100 * way.cosine:.0f} %"
+        )
+    return table
+
+
+def _count(estimate: Estimate) -> str:
+    return f"{_whole(estimate.value)} [{_whole(estimate.low)}, {_whole(estimate.high)}]"
+
+
+def _whole(value: float) -> str:
+    return "no limit" if math.isinf(value) else f"{value:,.0f}"

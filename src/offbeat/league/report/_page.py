@@ -7,9 +7,8 @@ from html import escape
 
 from offbeat.league._contestants import EntryReason
 from offbeat.league._league import League
-from offbeat.league.report import _cells as cells
 from offbeat.league.report._svg import COLORS, Dot, PlottedLine, bars, curves, dots
-from offbeat.league.report._text import provenance
+from offbeat.league.report._text import fine_print, full_row, problems, provenance
 from offbeat.runtime.run.settings import Target
 
 KIND_COLORS = {
@@ -47,7 +46,7 @@ def page(league: League) -> str:
     colors = {row.name: COLORS[number % len(COLORS)] for number, row in enumerate(league.rows)}
     name = escape(league.subject)
     verdict = "".join(f"<p>{escape(words)}</p>" for words in league.outcome.words)
-    notes = [*cells.fine_print(league), *cells.problems(league)]
+    notes = [*fine_print(league), *problems(league)]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -72,9 +71,9 @@ def _table(league: League) -> str:
     rows: list[str] = []
     for row in league.rows:
         style = "won" if row.name == league.winner else "" if row.part.eligible else "aside"
-        filled = "".join(f"<td>{escape(value)}</td>" for value in cells.full_row(league, row).values())
+        filled = "".join(f"<td>{escape(value)}</td>" for value in full_row(league, row).values())
         rows.append(f'<tr class="{style}">{filled}</tr>')
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in cells.full_row(league, league.rows[0]))
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in full_row(league, league.rows[0]))
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 

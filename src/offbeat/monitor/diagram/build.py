@@ -24,10 +24,8 @@ from offbeat.protocols.causality.cuts import Cut
 from offbeat.protocols.causality.histories import Computation, Edge, Event, EventKind, EventPosition
 from offbeat.runtime.events.recorder import Stamp
 
-SHAPES: Final = 2000
-"""Approximate number of shapes of each sort in a diagram before they are merged."""
-_COARSE: Final = 100
-"""Minimum number of columns that a lane is divided into."""
+SHAPES: Final = 2000  # Approximate number of shapes of each sort in a diagram before they are merged.
+_COARSE: Final = 100  # Minimum number of columns that a lane is divided into.
 _OWN: Final[Mapping[str, int]] = {
     "computing": intervals.COMPUTE, "compute": intervals.COMPUTE, "unknown": intervals.COMPUTE,
     "exchanging": intervals.COMMUNICATE, "communicate": intervals.COMMUNICATE, "wait": intervals.WAIT,
@@ -179,8 +177,7 @@ class Scene:
         return self._names.labels[int(row["label"])].numbered(int(row["sequence"]))
 
     def _messages(self, view: _View) -> Iterator[Arrow]:
-        rows = self._arrows
-        keys = [row.source * self.run.size + row.target for row in rows]
+        rows, keys = self._arrows, [row.source * self.run.size + row.target for row in self._arrows]
         for group in view.thinned("messages", [row.start for row in rows], [row.stop for row in rows], keys):
             row, count = rows[group[0]], len(group)
             yield row if count == 1 else structs.replace(row, label=f"{count:,} messages", count=count)
@@ -235,8 +232,7 @@ class _View:
 
     def __init__(self, start: float, stop: float, columns: int, shapes: int) -> None:
         self.start, self.stop, self.columns, self.shapes = start, stop, columns, shapes
-        self.width = (stop - start) / columns or 1.0
-        """Anything shorter cannot be told apart from its neighbour."""
+        self.width = (stop - start) / columns or 1.0  # Anything shorter cannot be told apart from its neighbour.
         self.merged = {"spans": 0, "collectives": 0, "messages": 0, "marks": 0}
 
     def thinned(

@@ -11,14 +11,13 @@ from typing import Final
 from offbeat.errors import UsageError
 from offbeat.monitor.diagram.model import CutLine
 from offbeat.monitor.diagram.waits import Floats
-from offbeat.protocols.causality.cuts import Cut, causal_past, check, latest_consistent, violation
+from offbeat.protocols.causality.cuts import Cut, check, latest_consistent, violation
 from offbeat.protocols.causality.histories import Computation, EventPosition
 
 FORMS: Final = "`latest`, `3.5s`, `past worker 0:123` or `worker 0:123, worker 1:120`"
 _SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}
 _TIME: Final = re.compile(r"([0-9]*\.?[0-9]+)\s*(us|ms|s|)")
-_MARGIN: Final = 0.15
-"""Distance of a line from the events beside it, as a share of the distance between them."""
+_MARGIN: Final = 0.15  # Distance of a line from the events beside it, as a share of the distance between them.
 
 
 def moment(text: str) -> float:
@@ -51,7 +50,7 @@ def parse_cut(run: Computation, times: Sequence[Floats], text: str, stop: float)
         cut = tuple(int(lane.searchsorted(end, "right")) for lane in times)
         return latest_consistent(run, cut) if words == "latest" else cut
     if words.startswith("past "):
-        return causal_past(run, _event(run, words.removeprefix("past ")))
+        return run.vector(_event(run, words.removeprefix("past ")))
     counts: dict[int, int] = {}
     for part in words.split(","):
         name, colon, number = part.rpartition(":")

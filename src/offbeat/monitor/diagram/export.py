@@ -21,8 +21,7 @@ ENDINGS: Final[Mapping[str, str]] = {
     ".json": "trace",
 }  # fmt: skip
 """The kind of export for each file name ending."""
-KINDS: Final = ("shiviz", "perfetto", "trace", "jsonl")
-"""`perfetto` and `trace` are both a Chrome trace in JSON, which Perfetto and chrome://tracing open."""
+KINDS: Final = ("shiviz", "perfetto", "trace", "jsonl")  # `perfetto` and `trace` are both a Chrome trace.
 _EVERYTHING: Final = 10**9
 _WORK, _EVENTS = 0, 1
 

@@ -24,8 +24,7 @@ INTERVAL: Final = np.dtype(
     ]
 )  # fmt: skip
 """`call` is the same for all intervals of one call; `count` and `share` are of merged intervals."""
-NO_CALL: Final = 2**32 - 1
-"""The call of a process's own work, and of merged intervals."""
+NO_CALL: Final = 2**32 - 1  # The call of a process's own work, and of merged intervals.
 
 
 class CallGroups:
@@ -37,13 +36,11 @@ class CallGroups:
         ranked = stays[["channel", "sequence"]][order]
         new = np.concatenate([[True], ranked[1:] != ranked[:-1]]) if len(stays) else np.zeros(0, bool)
         self._order, self._edges = order, np.append(np.flatnonzero(new), len(order))
-        self.of_stay = np.empty(len(stays), np.int64)
-        """The number of each stay's call."""
+        self.of_stay = np.empty(len(stays), np.int64)  # The number of each stay's call.
         self.of_stay[order] = np.cumsum(new) - 1
         present = np.diff(self._edges)
         last = order[self._edges[1:] - 1]
-        self.decisive: Table = last[present > 1]
-        """The stays that were the last to enter a call of several members."""
+        self.decisive: Table = last[present > 1]  # The stays that were the last to enter a call of several members.
         self.ready = self._ready(names, lanes, present, stays["begun"][last])
         """For each stay, when the last member that it needs entered; infinite if one has not."""
 
@@ -66,8 +63,8 @@ class CallGroups:
         left = self.reduced(np.minimum, "ended")
         all_in = np.where((needed > 0) & ((present >= needed) | np.isfinite(left)), last, np.inf)[call]
         index = {name: number for number, name in enumerate(lanes)}
-        root = np.array([index.get(root.name or "", -1) for root in names.roots])[stays["label"]]
-        gives = np.array([root.gives for root in names.roots])[stays["label"]]
+        root = np.array([index.get(label.root or "", -1) for label in names.labels])[stays["label"]]
+        gives = np.array([label.gives for label in names.labels])[stays["label"]]
         is_root = stays["lane"] == root
         root_in = np.full(len(self), np.inf)
         root_in[call[is_root]] = stays["begun"][is_root]

@@ -26,8 +26,7 @@ from offbeat.monitor.diagram.shapes import (
 WIDTH: Final = 1200.0
 _EDGE: Final = 18.0
 _HEAD: Final = 76.0
-_LEAST: Final = 0.4
-"""Minimum width of a shape in pixels, so that nothing disappears."""
+_LEAST: Final = 0.4  # Minimum width of a shape in pixels, so that nothing disappears.
 
 
 def lay_out(diagram: Diagram, width: float = WIDTH) -> Drawing:

@@ -17,15 +17,12 @@ class ShapeStyle(NamedTuple):
     """Colours, line and font of one kind of shape."""
 
     fill: str | None = None
-    stroke: str | None = None
-    """Outline; of text, a halo."""
+    stroke: str | None = None  # Outline; of text, a halo.
     width: float = 1.0
     opacity: float = 1.0
     dash: tuple[float, ...] = ()
-    hatch: str | None = None
-    """Colour of hatching on top of the fill."""
-    size: float = 11.0
-    """Font size in pixels."""
+    hatch: str | None = None  # Colour of hatching on top of the fill.
+    size: float = 11.0  # Font size in pixels.
     bold: bool = False
 
 
@@ -36,8 +33,7 @@ class Polyline(NamedTuple):
     look: str
     closed: bool = True
     head: bool = False
-    title: str = ""
-    """Tooltip."""
+    title: str = ""  # Tooltip.
 
     def moved(self, x: float, y: float) -> Polyline:
         """A translated copy."""
@@ -108,8 +104,7 @@ KINDS: Final[Mapping[str, ShapeStyle]] = {
     "input": ShapeStyle(PURPLE),
     "evaluate": ShapeStyle(YELLOW),
     "other": ShapeStyle("#C9CED4"),
-}
-"""How a process spends its time."""
+}  # How a process spends its time.
 LOOKS: Final[Mapping[str, ShapeStyle]] = {
     **KINDS,
     "paper": ShapeStyle("#ffffff"),
@@ -139,8 +134,7 @@ LOOKS: Final[Mapping[str, ShapeStyle]] = {
     "inside": ShapeStyle(INK, "#ffffff", 2.5, size=10.0),
     "cut words": ShapeStyle(BLACK, "#ffffff", 2.5, size=11.0, bold=True),
     "wrong cut words": ShapeStyle(VERMILLION, "#ffffff", 2.5, size=11.0, bold=True),
-}
-"""By name, as in the `look` of shapes."""
+}  # By name, as in the `look` of shapes.
 
 
 def text_width(words: str, look: str) -> float:
@@ -175,11 +169,9 @@ class PixelScale(NamedTuple):
 class Plot(NamedTuple):
     """One lane per process from top to bottom, time from left to right."""
 
-    x: PixelScale
-    """Maps times to pixels."""
+    x: PixelScale  # Maps times to pixels.
     top: float
-    pitch: float
-    """Distance between the middles of neighbouring lanes."""
+    pitch: float  # Distance between the middles of neighbouring lanes.
     lanes: int
 
     @property

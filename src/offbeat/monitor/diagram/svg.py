@@ -16,8 +16,7 @@ from offbeat.monitor.diagram.shapes import LOOKS, Drawing, Drawn, Point, TextSha
 SUFFIXES: Final = (".svg", ".png")
 _FONT: Final = "'DejaVu Sans', 'Segoe UI', Helvetica, Arial, sans-serif"
 _HEAD: Final = 7.0
-_SHARP: Final = 2
-"""PNG pixels per pixel of the drawing."""
+_SHARP: Final = 2  # PNG pixels per pixel of the drawing.
 
 
 def check_name(path: Path) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from msgspec import Struct
 from numpy.typing import NDArray
 
 from offbeat.monitor.calls import SEND, call_of
@@ -28,19 +27,18 @@ STAY: Final = np.dtype(
     ]
 )  # fmt: skip
 """`waited`: since when the process only waited, infinite if never; `ended`: infinite if the call is in flight."""
-KEPT: Final = RECORDS
-"""Number of stays kept for each process, the latest ones: about two rings full of records."""
+KEPT: Final = RECORDS  # Number of stays kept for each process, the latest ones: about two rings full of records.
 _ROW: Final = np.dtype([("kind", "<u4"), ("name", "<u4"), ("sequence", "<u8"), ("time", "<f8"), ("number", "<u8")])
 _FROM_ROOT: Final = ("broadcast", "scatter")
 
 
-class Label(Struct, frozen=True, array_like=True):
-    """The name of a call in two parts; its number goes between them."""
+class Label(NamedTuple):
+    """The name of a call in two parts, between which its number goes; and who waits for whom in it."""
 
-    what: str
-    """`all_reduce`, `send to worker 1` …"""
-    more: str = ""
-    """`(sum of float32 x 4) of group world, called at train.py:88`."""
+    what: str  # `all_reduce`, `send to worker 1` …
+    more: str = ""  # `(sum of float32 x 4) of group world, called at train.py:88`.
+    root: str | None = None  # The member that sends or receives everything; None: all wait for all.
+    gives: bool = False  # Whether the others wait for the root, instead of the root for the others.
 
     def numbered(self, sequence: int) -> str:
         """The name of the call with this number."""
@@ -53,41 +51,26 @@ UNKNOWN: Final = Label("something")
 class CallChannel(NamedTuple):
     """A group or a pair of processes whose calls are numbered together."""
 
-    members: tuple[str, ...] = ()
-    """Processes that take part in each call; empty if unknown."""
+    members: tuple[str, ...] = ()  # Processes that take part in each call; empty if unknown.
     collective: bool = False
-
-
-class Root(NamedTuple):
-    """The process that the members of a call wait for, or that waits for them."""
-
-    name: str | None = None
-    """The member that sends or receives everything; None: all wait for all."""
-    gives: bool = False
-    """Whether the others wait for the root, instead of the root for the others."""
 
 
 class Names:
     """Numbers for the labels and channels of one run, over all its processes."""
 
     def __init__(self) -> None:
-        self._labels: dict[tuple[Label, Root], int] = {}
+        self._labels: dict[Label, int] = {}
         self._channels: dict[Hashable, int] = {}
-        self.labels: list[Label] = []
-        """By number."""
-        self.roots: list[Root] = []
-        """Of each label."""
-        self.channels: list[CallChannel] = []
-        """By number."""
+        self.labels: list[Label] = []  # By number.
+        self.channels: list[CallChannel] = []  # By number.
         self.label(UNKNOWN)
 
-    def label(self, label: Label, root: Root = Root()) -> int:  # noqa: B008 (immutable)
+    def label(self, label: Label) -> int:
         """The number of a label."""
-        if (label, root) not in self._labels:
-            self._labels[label, root] = len(self.labels)
+        if label not in self._labels:
+            self._labels[label] = len(self.labels)
             self.labels.append(label)
-            self.roots.append(root)
-        return self._labels[label, root]
+        return self._labels[label]
 
     def channel(self, key: Hashable, channel: CallChannel) -> int:
         """The number of the channel with this key."""
@@ -118,8 +101,8 @@ class Names:
 
     def _label_of(self, call: Call, peer: str = "", tag: str = "") -> int:
         what, _, more = str(call).partition(f" #{call.sequence} ")
-        root = Root() if call.root is None else Root(call.root, call.operation in _FROM_ROOT)
-        return self.label(Label(what + peer, more + tag), root)
+        gives = call.root is not None and call.operation in _FROM_ROOT
+        return self.label(Label(what + peer, more + tag, call.root, gives))
 
 
 class Lane:
@@ -127,22 +110,14 @@ class Lane:
 
     def __init__(self, name: str, names: Names, kept: int = KEPT) -> None:
         self.name = name
-        self.ended: Table = np.zeros(0, STAY)
-        """Stays that have ended, by their ends."""
-        self.open: Table = np.zeros(0, STAY)
-        """Stays in flight."""
-        self.steps: Floats = np.zeros(0)
-        """Times of the steps."""
-        self.stepped = 0
-        """Number of steps seen, including those whose times are no longer kept."""
-        self.began: float | None = None
-        """Time of the first event read."""
-        self.last = 0.0
-        """Time of the last event."""
-        self.finished = False
-        """Whether its program has returned."""
-        self.entered: dict[int, int] = {}
-        """The highest call number on each channel."""
+        self.ended: Table = np.zeros(0, STAY)  # Stays that have ended, by their ends.
+        self.open: Table = np.zeros(0, STAY)  # Stays in flight.
+        self.steps: Floats = np.zeros(0)  # Times of the steps.
+        self.stepped = 0  # Number of steps seen, including those whose times are no longer kept.
+        self.began: float | None = None  # Time of the first event read.
+        self.last = 0.0  # Time of the last event.
+        self.finished = False  # Whether its program has returned.
+        self.entered: dict[int, int] = {}  # The highest call number on each channel.
         self._names, self._kept = names, kept
         self._known = np.zeros((0, 2), np.uint32)
         self._rows: Table = np.zeros(0, _ROW)
@@ -226,34 +201,20 @@ def joined(lanes: Sequence[Lane]) -> Table:
 
 
 def stays_of(run: Computation, times: Sequence[Floats], names: Names, groups: Container[str] | None = None) -> Table:
-    """Stays in the collectives of these groups, from the events of a run; of all groups, also waits for messages."""
-    messages: dict[object, int] = {}
-    channel = names.channel("messages", CallChannel(("sender", "receiver")))
+    """Stays in the collectives of these groups, or of all, from the events of a run."""
     rows: list[tuple[float, float, float, int, int, int, int, bool]] = []
-
-    def add(begun: float, ended: float, number: int, where: int, label: int) -> None:
-        rows.append((begun, begun, ended, number, where, label, lane, False))
-
     for lane, history in enumerate(run.histories):
         since: dict[tuple[int, int], tuple[float, int]] = {}
-        awaited: tuple[float, int] | None = None
         for event, time in zip(history, times[lane].tolist(), strict=True):
-            if event.call is not None and (groups is None or event.call.group in groups):
-                key = (names.of_call(event.call)[0], event.call.sequence)
-                if event.kind is EventKind.ENTER:
-                    since[key] = time, names.of_call(event.call)[1]
-                elif event.kind is EventKind.EXIT and key in since:
-                    begun, label = since.pop(key)
-                    add(begun, time, key[1], key[0], label)
-            elif groups is None and event.kind is EventKind.SEND:
-                add(time, time, messages.setdefault(event.message, len(messages)), channel, 0)
-            elif event.kind is EventKind.AWAIT:
-                awaited = time, names.label(Label(event.what or "a receipt"))
-            elif groups is None and event.kind is EventKind.RECEIVE and awaited is not None:
-                add(awaited[0], time, messages.setdefault(event.message, len(messages)), channel, awaited[1])
-                awaited = None
-        for (where, number), (begun, label) in since.items():
-            add(begun, np.inf, number, where, label)
-        if groups is None and awaited is not None:
-            add(awaited[0], np.inf, messages.setdefault((lane, "never"), len(messages)), channel, awaited[1])
+            if event.call is None or (groups is not None and event.call.group not in groups):
+                continue
+            channel, label = names.of_call(event.call)
+            key = (channel, event.call.sequence)
+            if event.kind is EventKind.ENTER:
+                since[key] = time, label
+            elif key in since:
+                begun, label = since.pop(key)
+                rows.append((begun, begun, time, key[1], channel, label, lane, False))
+        for (channel, number), (begun, label) in since.items():
+            rows.append((begun, begun, np.inf, number, channel, label, lane, False))
     return np.array(rows, STAY)

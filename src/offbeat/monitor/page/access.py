@@ -29,10 +29,8 @@ HEADERS: Final = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
-MOST_WAITING: Final = 64
-"""Maximum number of connections without a request in flight; for one more, the oldest is closed."""
-PATIENCE: Final = 5.0
-"""Seconds that a connection may take to send a whole request."""
+MOST_WAITING: Final = 64  # Most connections without a request in flight; for one more, the oldest is closed.
+PATIENCE: Final = 5.0  # Seconds that a connection may take to send a whole request.
 _NO_TOKEN: Final = "This page needs its token: open the address that `offbeat watch` has printed.\n"  # noqa: S105
 
 

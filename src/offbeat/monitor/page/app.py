@@ -23,12 +23,9 @@ from offbeat.monitor.page.prometheus import CONTENT_TYPE, exposition
 from offbeat.monitor.page.run_folders import Folder, log_of
 from offbeat.monitor.page.run_view import RunView
 
-TICK: Final = 1.0
-"""Seconds between two messages to a page."""
-KEPT_RUNS: Final = 8
-"""Number of runs kept in memory, the most recently used."""
-WIDEST: Final = 8192
-"""Maximum number of pixels of a window."""
+TICK: Final = 1.0  # Seconds between two messages to a page.
+KEPT_RUNS: Final = 8  # Number of runs kept in memory, the most recently used.
+WIDEST: Final = 8192  # Maximum number of pixels of a window.
 _TYPES: Final = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 

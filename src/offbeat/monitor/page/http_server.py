@@ -7,15 +7,13 @@ import secrets
 import socket
 import threading
 from importlib.util import find_spec
-from types import TracebackType
 from typing import Any, Final, Self
 
 from offbeat.errors import UsageError
 from offbeat.monitor.page.run_folders import Folder
 
 LOOPBACK: Final = "127.0.0.1"
-_PATIENCE: Final = 3.0
-"""Seconds for the thread to end."""
+_PATIENCE: Final = 3.0  # Seconds for the thread to end.
 HOW_TO_GET: Final = "pip install 'offbeat[watch]'"
 
 
@@ -91,9 +89,7 @@ class PageServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -23,8 +23,7 @@ NAMES: Final = {
     "offbeat_events": "Events recorded.",
     "offbeat_events_dropped": "Events overwritten before they were read.",
     "offbeat_verdict": "1 for each kind of verdict that holds.",
-}
-"""Help text of each gauge."""
+}  # Help text of each gauge.
 _NOT_METRICS: Final = ("step", "epoch", "samples", "seconds")
 
 Sample = tuple[str, dict[str, str], float]

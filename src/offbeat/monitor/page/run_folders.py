@@ -16,19 +16,15 @@ from offbeat.errors import UsageError
 from offbeat.runtime.run.folder import METRICS_FILE, RUN_FILE, part, strategy_of
 from offbeat.runtime.run.untrusted_files import LARGEST, is_file, is_folder, parse_json, read_object, regular_file
 
-MOST_RUNS: Final = 500
-"""Maximum number of runs in the list, the newest ones."""
-MOST_LINES: Final = 200_000
-"""Maximum number of lines of metrics that are kept, the first ones."""
-LOG_TAIL: Final = 32 * 1024
-"""Number of bytes of a log that are shown, the last ones."""
+MOST_RUNS: Final = 500  # Maximum number of runs in the list, the newest ones.
+MOST_LINES: Final = 200_000  # Maximum number of lines of metrics that are kept, the first ones.
+LOG_TAIL: Final = 32 * 1024  # Number of bytes of a log that are shown, the last ones.
 
 
 class Brief(Struct, frozen=True, omit_defaults=True):
     """One line in the list of runs."""
 
-    name: str
-    """Its folder, relative to the folder of all runs."""
+    name: str  # Its folder, relative to the folder of all runs.
     state: str
     strategy: str
     workers: int
@@ -129,8 +125,7 @@ class MetricsReader:
         self._at = 0
         self._mark: int | None = None
         self.lines: list[dict[str, Any]] = []
-        self.epoch = 0
-        """How often the file was started anew: a resumed run drops what came after its checkpoint."""
+        self.epoch = 0  # How often the file was started anew: a resumed run drops what came after its checkpoint.
 
     def read(self) -> None:
         """Read what is new."""

@@ -1,22 +1,23 @@
-"""One run as the page shows it: verdicts, the state and progress of each process; read again while the run goes on."""
+"""One run as the page shows it: lanes, verdicts, the state of each process; read again while the run goes on."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from offbeat.errors import OffbeatError, UsageError
 from offbeat.monitor.cpu_wait import read_queues
 from offbeat.monitor.deadlocks import Judge
-from offbeat.monitor.diagram.waits import FileLane, Names
+from offbeat.monitor.diagram.intervals import KINDS, CallGroups, Window, intervals
+from offbeat.monitor.diagram.waits import FileLane, Lane, Names, Table, joined
 from offbeat.monitor.page.run_folders import MetricsReader, logs_of, run_of
-from offbeat.monitor.page.windows import LaneView
 from offbeat.monitor.stragglers import ENOUGH, LATEST, blame
 from offbeat.monitor.verdicts import EXIT_CODES
 from offbeat.protocols.causality.deadlock import natural
@@ -24,22 +25,72 @@ from offbeat.runtime.events.recorder import FOLDER, Reader, Stamp
 from offbeat.runtime.run.folder import FINISHED, part, strategy_of
 from offbeat.runtime.run.procfs import stat_fields
 
-EVERY: Final = 0.5
-"""Seconds between two looks at the files, however many clients ask."""
-RECENT: Final = 10.0
-"""Seconds over which steps per second are counted."""
-BLAMED: Final = 200_000
-"""Finding stragglers examines all workers' events once for each worker: at most this many in all …"""
-FEWEST: Final = 48
-"""… but at least this many of each, the last ones."""
-CURVE: Final = 4000
-"""Maximum number of lines of metrics that are sent at once."""
-REST: Final = 20.0
-"""Verdicts that take a second to find are updated after this many seconds, while the run goes on."""
+EVERY: Final = 0.5  # Seconds between two looks at the files, however many clients ask.
+RECENT: Final = 10.0  # Seconds over which steps per second are counted.
+BLAMED: Final = 200_000  # To find stragglers, all events are examined once for each worker: at most this many …
+FEWEST: Final = 48  # … but at least this many of each, the last ones.
+CURVE: Final = 4000  # Maximum number of lines of metrics that are sent at once.
+REST: Final = 20.0  # Verdicts that take a second to find are updated after this many seconds, while the run goes on.
+TAIL: Final = 0.03  # Stuck calls are drawn this share of the whole beyond the last event: their end is unknown.
+MOST_STEPS: Final = 4000  # Maximum number of steps that are marked one by one.
+_COLUMNS: Final = ("call", "sequence", "count", "share", "label", "lane", "kind")
+"""The columns after starts and lengths; as in common.js."""
 _UNWATCHED: Final = (
     "This run was not watched: its processes have recorded no events. Start it with `offbeat run --monitor` to see who "
     "waits for whom."
 )
+
+
+class LaneView:
+    """All intervals of a run at one moment."""
+
+    def __init__(self, lanes: Sequence[Lane], names: Names, now: float | None) -> None:
+        """`now` is the current time if the run is still going, None if it is over."""
+        self.names = [lane.name for lane in lanes]
+        self.labels = names.labels
+        self.start = min((lane.began for lane in lanes if lane.began is not None), default=0.0)
+        self.stop = max((lane.last for lane in lanes if lane.began is not None), default=0.0)
+        tail = TAIL * (self.stop - self.start) if any(len(lane.open) for lane in lanes) else 0.0
+        self.now = self.stop + tail if now is None else max(now, self.stop)  # End of what is drawn.
+        self.steps = [lane.steps for lane in lanes]
+        self.extents = [
+            (lane.began or 0.0, self.now if now is not None and not lane.finished else lane.last) for lane in lanes
+        ]
+        calls = CallGroups(joined(lanes), names, self.names)
+        self.intervals = intervals(calls, self.now, now is not None)
+        self.last_in = np.bincount(calls.stays["lane"][calls.decisive], minlength=len(lanes))
+        """Number of calls that each lane was the last to enter."""
+        self._window = Window(self.intervals, len(lanes))
+
+    def often_last(self, share: float, calls: int) -> list[str]:
+        """Lanes that were last to enter at least this share of the shared calls, if there were at least `calls`."""
+        total = int(self.last_in.sum())
+        often = zip(self.names, self.last_in, strict=True)
+        return [name for name, count in often if total >= calls and count >= share * total]
+
+    def window(self, start: float, stop: float, pixels: int) -> Table:
+        """The intervals between two times, merged to this number of pixels."""
+        return np.concatenate(self._window.seen(start, stop, pixels))
+
+    def packed(self, table: Table, start: float, stop: float) -> bytes:
+        """Intervals as the page reads them: the length of a head, the head as JSON, then column after column."""
+        steps = [own[(own >= start) & (own <= stop)] for own in self.steps]
+        head: dict[str, Any] = {
+            "start": start,
+            "stop": stop,
+            "first": self.start,
+            "last": self.now,
+            "count": len(table),
+            "lanes": self.names,
+            "extents": self.extents,
+            "kinds": KINDS,
+            "labels": {str(number): self.labels[number][:2] for number in np.unique(table["label"]).tolist()},
+            "steps": [own.tolist() for own in steps] if sum(map(len, steps)) <= MOST_STEPS else [],
+        }
+        text = msgspec.json.encode(head)
+        text += b" " * (-(len(text) + 4) % 8)
+        columns = [table["start"], table["stop"] - table["start"], *(table[name] for name in _COLUMNS)]
+        return b"".join([len(text).to_bytes(4, "little"), text, *(column.tobytes() for column in columns)])
 
 
 class RunView:

@@ -2,16 +2,11 @@
 
 A collective makes all members equally slow, so durations blame nobody. Arrivals do: the last to enter has held the
 others up. How late it was is exact arithmetic, not a guess: each entry comes at the time of leaving the previous
-collective, plus the time spent since, so
+collective, plus the time spent since. So its lateness is the sum over kinds of what it spent more on each than the
+others did on average, where having left the previous collective later is of the kind `network`.
 
-    lateness = entry of the last - mean entry of the others
-             = sum over kinds of (what the last spent on it - what the others spent, on average)
-
-where having left the previous collective later than the others is of the kind `network`.
-
-**What if.** Each event comes some time after the latest event that it had to wait for: the one before it in its
-process, or one of its causes. Times are recomputed with some of these delays shortened. The waits of others shrink by
-themselves, and if another process is last then, that one is waited for instead.
+To see what a run would take, times are recomputed with some delays shortened: each event comes some time after the
+latest event that it had to wait for. If another process is last then, that one is waited for instead.
 """
 
 from __future__ import annotations
@@ -31,12 +26,9 @@ from offbeat.protocols.machine import Name
 
 FloatArray = NDArray[np.float64]
 NETWORK: Final = "network"
-WAIT: Final = "wait"
-"""For another process's message that had not been sent yet."""
-START: Final = "start"
-"""Having begun later than the others, with no collective before."""
-OTHER: Final = "other"
-"""Time that no event accounts for."""
+WAIT: Final = "wait"  # For another process's message that had not been sent yet.
+START: Final = "start"  # Having begun later than the others, with no collective before.
+OTHER: Final = "other"  # Time that no event accounts for.
 
 
 class Arrival(Struct, frozen=True):
@@ -45,16 +37,11 @@ class Arrival(Struct, frozen=True):
     group: str
     sequence: int
     last: Name
-    entry: EventPosition
-    """Its event."""
-    since: int
-    """The number of its event where the comparison begins: where it left the previous collective; 0: at its start."""
-    lateness: float
-    """Seconds after the others, on average."""
-    by_kind: Mapping[str, float]
-    """The kinds of time that add up to these seconds. Below 0: it was faster in this."""
-    lost: float
-    """Seconds that all the others together waited for it."""
+    entry: EventPosition  # Its event.
+    since: int  # The number of its event where the comparison begins: its last exit; 0: its start.
+    lateness: float  # Seconds after the others, on average.
+    by_kind: Mapping[str, float]  # The kinds of time that add up to these seconds. Below 0: it was faster in this.
+    lost: float  # Seconds that all the others together waited for it.
 
     @property
     def kind(self) -> str:
@@ -75,8 +62,7 @@ class Forecast(Struct, frozen=True):
     process: Name
     seconds: float
     without: float
-    removed: Mapping[str, float]
-    """Lateness that was removed, by kind."""
+    removed: Mapping[str, float]  # Lateness that was removed, by kind.
 
 
 def arrivals(computation: Computation) -> list[Arrival]:
@@ -94,7 +80,7 @@ def forecasts(
     computation: Computation, processes: Sequence[Name], late: Sequence[Arrival] | None = None
 ) -> list[Forecast]:
     """What the run would have taken if each of these, by itself, had never been later than the others on average."""
-    durations = _Timing(computation).durations()
+    durations = _durations(computation)
     known = arrivals(computation) if late is None else late
     savings = [_savings(computation, durations, name, known) for name in processes]
     seconds = _extent([np.array([event.time for event in history]) for history in computation.histories])
@@ -106,34 +92,14 @@ def forecasts(
 
 
 class _Timing:
-    """What each event waited for, and what time was spent on."""
+    """What time was spent on between events."""
 
     def __init__(self, computation: Computation) -> None:
         self._computation = computation
-        self._latest: dict[int, EventPosition] = {}
         self._exits = [_last_exits(history) for history in computation.histories]
 
     def _time(self, place: EventPosition) -> float:
         return self._computation.event(place).time
-
-    def _elsewhere(self, place: EventPosition) -> list[EventPosition]:
-        """The latest cause in other processes, of each join."""
-        latest: list[EventPosition] = []
-        for join in self._computation.joins_to.get(place, ()):
-            if id(join) not in self._latest:
-                self._latest[id(join)] = max(join.causes, key=lambda cause: (self._time(cause), cause))
-            if self._latest[id(join)].process != place.process:
-                latest.append(self._latest[id(join)])
-        return latest
-
-    def durations(self) -> dict[EventPosition, float]:
-        """How long after the last of what it waited for each event came."""
-        durations: dict[EventPosition, float] = {}
-        for place in self._computation.order:
-            before = [EventPosition(place.process, place.number - 1)] if place.number > 1 else []
-            latest = max((self._time(cause) for cause in before + self._elsewhere(place)), default=0.0)
-            durations[place] = self._time(place) - latest
-        return durations
 
     def arrival(self, group: str, sequence: int, places: Sequence[EventPosition]) -> Arrival:
         last = max(places, key=lambda place: (self._time(place), place))
@@ -166,12 +132,24 @@ class _Timing:
     def _kinds(self, effect: EventPosition) -> Mapping[str, float]:
         """What the time since the previous event of the process was spent on."""
         event, before = self._computation.event(effect), self._time(EventPosition(effect.process, effect.number - 1))
-        sent = [self._time(other) for other in self._elsewhere(effect)]
-        waited = 0.0 if event.spent or not sent else max(0.0, min(max(sent), event.time) - before)
+        sent = max(map(self._time, self._computation.causes(effect)), default=before)
+        waited = 0.0 if event.spent else max(0.0, min(sent, event.time) - before)
         rest = event.time - before - waited - sum(event.spent.values())
         kinds = {**event.spent, **({WAIT: waited} if waited else {})}
-        left = NETWORK if event.kind in (EventKind.EXIT, EventKind.RECEIVE) else OTHER
+        left = NETWORK if event.kind is EventKind.RECEIVE else OTHER
         return {**kinds, left: kinds.get(left, 0.0) + rest}
+
+
+def _durations(computation: Computation) -> dict[EventPosition, float]:
+    """How long after the last of what it waited for each event came."""
+    durations: dict[EventPosition, float] = {}
+
+    def since(place: EventPosition, row: FloatArray) -> None:
+        time = computation.event(place).time
+        durations[place], row[0] = time - float(row[0]), time
+
+    computation.fold(1, since, float)
+    return durations
 
 
 def _last_exits(history: Sequence[Event]) -> list[int]:
@@ -193,20 +171,13 @@ def _replayed(
     for column, savings in enumerate(saved):
         for place, seconds in savings.items():
             less[place].append((column, seconds))
-    times = [np.zeros((length, len(saved))) for length in computation.lengths]
-    joined: dict[int, FloatArray] = {}
-    nothing = np.zeros(len(saved))
-    for place in computation.order:
-        rows, number = times[place.process], place.number
-        start = rows[number - 2] if number > 1 else None
-        for join in computation.joins_to.get(place, ()):
-            if id(join) not in joined:
-                joined[id(join)] = np.max([times[i][k - 1] for i, k in join.causes], axis=0)
-            start = joined[id(join)] if start is None else np.maximum(start, joined[id(join)])
-        np.add(nothing if start is None else start, durations[place], out=rows[number - 1])
+
+    def delay(place: EventPosition, row: FloatArray) -> None:
+        row += durations[place]
         for column, seconds in less.get(place, ()):
-            rows[number - 1, column] -= seconds
-    return times
+            row[column] -= seconds
+
+    return [rows[1:] for rows in computation.fold(len(saved), delay, float)]
 
 
 def _savings(

@@ -1,13 +1,9 @@
 """Cuts (a prefix of each history), whether a run can have been there, and what held in some or every path to the end.
 
-A cut is *consistent* iff e -> e' and e' in the cut imply that e is in it. By vector clocks: for all processes i and j,
-the last event of j in the cut knows at most as many events of i as the cut holds. Unions and intersections of
-consistent cuts are consistent, and so is the causal past of an event. Conclusions about a run as a whole need a
-consistent cut: on another, there are deadlocks that never were.
-
-Consistent cuts form a lattice. From the empty cut to the full one, event by event, each path through it is a way that
-the run may have gone; nobody can tell which it was. A condition held *possibly* if some path has a cut where it holds,
-and *definitely* if every path has.
+A cut is *consistent* iff e -> e' and e' in the cut imply that e is in it. Conclusions about a run as a whole need a
+consistent cut: on another, there are deadlocks that never were. Consistent cuts form a lattice, and each path through
+it is a way that the run may have gone. A condition held *possibly* if some path has a cut where it holds, and
+*definitely* if every path has.
 
 For a conjunction of one condition for each process, both are found without going through the cuts, which may be
 exponentially many: Garg and Waldecker, "Detection of Weak Unstable Predicates in Distributed Programs" (1994) and
@@ -26,15 +22,11 @@ import numpy as np
 from offbeat.errors import UsageError
 from offbeat.protocols.causality.histories import Computation, Edge, EventPosition, Join
 
-Cut = tuple[int, ...]
-"""How many events of each process are in it."""
-CAP = 100_000
-"""Default limit on the consistent cuts that a search looks at."""
+Cut = tuple[int, ...]  # How many events of each process are in it.
+CAP = 100_000  # Default limit on the consistent cuts that a search looks at.
 
-Condition = Callable[[Cut], bool]
-"""A predicate on cuts."""
-Conjunction = Mapping[int, Sequence[bool]]
-"""For some processes, whether their condition holds after none of its events, after the first, … after the last."""
+Condition = Callable[[Cut], bool]  # A predicate on cuts.
+Conjunction = Mapping[int, Sequence[bool]]  # Per process, whether its condition holds after 0, 1, 2 … events.
 
 
 class Violation(NamedTuple):
@@ -69,27 +61,13 @@ def is_consistent(computation: Computation, cut: Sequence[int]) -> bool:
     return all(bool((computation.clocks[j][number] <= held).all()) for j, number in enumerate(cut))
 
 
-def union(one: Cut, other: Cut) -> Cut:
-    """What is in either cut."""
-    return tuple(map(max, one, other))
-
-
-def causal_past(computation: Computation, place: EventPosition) -> Cut:
-    """The smallest consistent cut with this event: everything that can have caused it, and itself."""
-    return computation.vector(place)
-
-
 def latest_consistent(computation: Computation, cut: Sequence[int]) -> Cut:
     """The largest consistent cut inside this one: the part of the reports so far that can be judged."""
     check(computation, cut)
-    held = np.asarray(cut, np.int64).copy()
-    shrinking = True
-    while shrinking:
-        shrinking = False
-        for j in range(computation.size):
-            while not (computation.clocks[j][held[j]] <= held).all():
-                held[j] -= 1
-                shrinking = True
+    held = np.array(cut, np.int64)
+    while not is_consistent(computation, held.tolist()):
+        lengths = zip(computation.clocks, held, strict=True)
+        held = np.array([(clocks[: length + 1] <= held).all(axis=1).sum() - 1 for clocks, length in lengths])
     return tuple(held.tolist())
 
 
@@ -144,49 +122,30 @@ def successors(computation: Computation, cut: Cut) -> Iterator[Cut]:
                 yield (*cut[:process], number + 1, *cut[process + 1 :])
 
 
-def consistent_cuts(computation: Computation) -> Iterator[Cut]:
-    """All consistent cuts, smaller ones first. There may be exponentially many: take only as many as needed."""
+def consistent_cuts(computation: Computation, avoided: Condition = lambda _: False) -> Iterator[Cut]:
+    """Consistent cuts, smaller ones first, without what lies only behind `avoided` ones; perhaps exponentially many."""
     level = [(0,) * computation.size]
     while level:
         yield from level
-        level = list(dict.fromkeys(after for cut in level for after in successors(computation, cut)))
+        onward = (after for cut in level if not avoided(cut) for after in successors(computation, cut))
+        level = list(dict.fromkeys(onward))
 
 
 def possibly(computation: Computation, conjunction: Conjunction) -> Finding:
     """Whether all of the conditions may have held at once, and the smallest cut where they do.
 
-    Each process offers its next state where its own condition holds. A state that is over before another's has begun
-    cannot be part of an answer, and is dropped for the next.
+    A state where a process's own condition fails, or that another's has overtaken, cannot be part of an answer: each in
+    turn is moved on to its next that can, with all that this depends on.
     """
     _check(computation, conjunction)
-    chosen = dict.fromkeys(conjunction, -1)
-    todo = dict.fromkeys(conjunction, 0)
-    while todo:
-        process, least = todo.popitem()
-        if chosen[process] >= least:
-            continue
-        state = next((k for k in range(least, computation.lengths[process] + 1) if conjunction[process][k]), None)
-        if state is None:
-            return Finding(Answer.NO)
-        chosen[process] = state
-        for other, number in chosen.items():
-            # A state of `other` that was overtaken is dropped; one that overtakes this state moves this one on.
-            knows = int(computation.clocks[process][state, other])
-            if 0 <= number < knows:
-                todo[other] = max(todo.get(other, 0), knows)
-            elif number >= 0 and (known := int(computation.clocks[other][number, process])) > state:
-                todo[process] = max(todo.get(process, 0), known)
-    cut: Cut = (0,) * computation.size
-    for process, number in chosen.items():
-        cut = union(cut, computation.vector(EventPosition(process, number)))
-    return Finding(Answer.YES, cut)
-
-
-class _Interval(NamedTuple):
-    """A run of states of a process where its condition holds: after the event `first`, until the event `over`."""
-
-    first: int
-    over: int
+    cut = np.zeros(computation.size, np.int64)
+    while not all(states[cut[process]] for process, states in conjunction.items()):
+        for process, states in conjunction.items():
+            state = next((k for k in range(cut[process], len(states)) if states[k]), None)
+            if state is None:
+                return Finding(Answer.NO)
+            cut = np.maximum(cut, computation.clocks[process][state])
+    return Finding(Answer.YES, tuple(cut.tolist()))
 
 
 def definitely(computation: Computation, conjunction: Conjunction) -> Finding:
@@ -196,21 +155,18 @@ def definitely(computation: Computation, conjunction: Conjunction) -> Finding:
     """
     _check(computation, conjunction)
     left = {process: _intervals(states) for process, states in conjunction.items()}
-    todo = list(left)
-    while todo and all(left.values()):
-        one = todo.pop()
-        for other in left.keys() - {one}:
-            if not _begins_before(computation, one, left[one][0], other, left[other][0]):
-                left[other].pop(0)
-                todo.append(other)
-            elif not _begins_before(computation, other, left[other][0], one, left[one][0]):
-                left[one].pop(0)
-                todo.append(one)
-            if not left[one] or not left[other]:
-                return Finding(Answer.NO)
-            if todo and todo[-1] == one:
-                break
-    return Finding(Answer.YES if all(left.values()) else Answer.NO)
+    while all(left.values()):
+        begun = np.array([left[process][0][0] for process in left])
+        over = [
+            process
+            for process, end in ((process, ahead[0][1]) for process, ahead in left.items())
+            if end <= computation.lengths[process] and (computation.clocks[process][end, [*left]] < begun).any()
+        ]
+        if not over:
+            return Finding(Answer.YES)
+        for process in over:
+            left[process].pop(0)
+    return Finding(Answer.NO)
 
 
 def search_possibly(computation: Computation, condition: Condition, cap: int = CAP) -> Finding:
@@ -224,35 +180,19 @@ def search_possibly(computation: Computation, condition: Condition, cap: int = C
 
 
 def search_definitely(computation: Computation, condition: Condition, cap: int = CAP) -> Finding:
-    """Whether every path through the consistent cuts has one where the condition holds.
-
-    Continues only from cuts where it does not. If the last cut is reached so, there is a path without it.
-    """
-    level, seen = [(0,) * computation.size], 0
-    while level:
-        kept: list[Cut] = []
-        for cut in level:
-            if seen == cap:
-                return Finding(Answer.UNDECIDED)
-            seen += 1
-            if not condition(cut):
-                kept.append(cut)
-                if cut == computation.lengths:
-                    return Finding(Answer.NO)
-        level = list(dict.fromkeys(after for cut in kept for after in successors(computation, cut)))
+    """Whether every path through the consistent cuts has one where the condition holds: none leads around them."""
+    for seen, cut in enumerate(consistent_cuts(computation, condition)):
+        if seen == cap:
+            return Finding(Answer.UNDECIDED)
+        if cut == computation.lengths and not condition(cut):
+            return Finding(Answer.NO)
     return Finding(Answer.YES)
 
 
-def _intervals(states: Sequence[bool]) -> list[_Interval]:
+def _intervals(states: Sequence[bool]) -> list[tuple[int, int]]:
+    """The runs of states where the condition holds: after which event each begins, and with which it is over."""
     edges = [k for k in range(len(states) + 1) if (k > 0 and states[k - 1]) != (k < len(states) and states[k])]
-    return [_Interval(first, over) for first, over in zip(edges[::2], edges[1::2], strict=True)]
-
-
-def _begins_before(computation: Computation, early: int, one: _Interval, late: int, other: _Interval) -> bool:
-    # What begins with event 0, before all events, begins before any of them.
-    if other.over > computation.lengths[late]:
-        return True
-    return computation.happened_before(EventPosition(early, one.first), EventPosition(late, other.over))
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _check(computation: Computation, conjunction: Conjunction) -> None:

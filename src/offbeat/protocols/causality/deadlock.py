@@ -1,30 +1,32 @@
 """Which process waits for which, and for ever: the wait-for graph with waits for k of n.
 
-A wait needs k of a set of processes to do something: in a collective all members that have not arrived, in a receipt
-the one sender, from any source one of n, under bounded staleness all workers below the bound, with backup workers k of
-n. A process that waits in several ways at once needs all of them.
+A wait needs k of a set of processes to do something; a process that waits in several ways at once needs all of them.
+A running process may release those that wait for it, which then run. What is left when none can be released any more is
+deadlocked: for ever, whatever the others do. The graph must be that of a consistent cut, and a wait that a message in
+flight will end does not count: otherwise deadlocks are found that never were. `waits` takes both into account.
 
-**The release fixpoint.** A running process may release those that wait for it, which then run. What is left when none
-can be released any more is deadlocked: for ever, whatever the others do. A process that has ended releases nobody. The
-graph must be that of a consistent cut, and a wait that a message in flight will end does not count: otherwise deadlocks
-are found that never were. `waits` takes both into account.
+The explanation is a minimal set of processes that hold each other up: a cycle, or an orphan, which waits for a process
+that has ended. It is the smallest where every wait is for all of its processes. For others, such as any-source waits,
+finding the smallest is as hard as set cover; then it is one that cannot be made smaller.
 
-**The explanation** is a minimal set of processes that hold each other up: a cycle, or an orphan, which waits for a
-process that has ended. It is the smallest where every wait is for all of its processes. For others, such as any-source
-waits, finding the smallest is as hard as set cover; then it is one that cannot be made smaller.
+`Matching` compares at entry, before any wait, what the members of a group call: each counts its calls on the group, and
+entries with the same number belong together. No extra messages are needed: the call is in the entry event.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final
 
 from msgspec import Struct
 
 from offbeat.errors import UsageError
 from offbeat.protocols.causality.cuts import Cut, violation
-from offbeat.protocols.causality.histories import Computation, Event, EventKind
+from offbeat.protocols.causality.histories import Call, Computation, Event, EventKind
 from offbeat.protocols.machine import Name
+
+COMPARED: Final = ("operation", "members", "shape", "dtype", "reduce", "root")
 
 
 class Wait(Struct, frozen=True):
@@ -33,8 +35,7 @@ class Wait(Struct, frozen=True):
     process: Name
     needs: int
     of: frozenset[Name]
-    what: str
-    """What it waits in, in words: `all_reduce #57 of group world, called at train.py:88`."""
+    what: str  # What it waits in, in words: `all_reduce #57 of group world, called at train.py:88`.
 
     def __post_init__(self) -> None:
         """Refuse waits that can never end, and waits for nothing."""
@@ -55,19 +56,12 @@ class Wait(Struct, frozen=True):
         others = frozenset(of)
         return cls(process, len(others), others, what)
 
-    @classmethod
-    def on_any(cls, process: Name, of: Iterable[Name], what: str) -> Wait:
-        """Wait for a message from any of these."""
-        return cls(process, 1, frozenset(of), what)
-
 
 class Knot(Struct, frozen=True):
     """A minimal set of processes that hold each other up, even if all others ran."""
 
-    waits: tuple[Wait, ...]
-    """In a readable order: each waits for the next."""
-    ended: frozenset[Name]
-    """Awaited processes that have ended; empty for a cycle."""
+    waits: tuple[Wait, ...]  # In a readable order: each waits for the next.
+    ended: frozenset[Name]  # Awaited processes that have ended; empty for a cycle.
 
     @property
     def processes(self) -> frozenset[Name]:
@@ -81,7 +75,6 @@ class Knot(Struct, frozen=True):
         return "; ".join([*words, *(f"{name} {how.get(name, 'has ended')}" for name in natural(self.ended))])
 
     def __str__(self) -> str:
-        """The same, without details."""
         return self.told({})
 
 
@@ -89,8 +82,7 @@ class Deadlock(Struct, frozen=True):
     """Processes that will never continue, and why."""
 
     stuck: frozenset[Name]
-    knots: tuple[Knot, ...]
-    """The reasons: each would be a deadlock without the others."""
+    knots: tuple[Knot, ...]  # The reasons: each would be a deadlock without the others.
 
     @property
     def held_up(self) -> frozenset[Name]:
@@ -104,22 +96,18 @@ class Deadlock(Struct, frozen=True):
         return " ".join([*(f"{knot.told(how)}." for knot in self.knots), *filter(None, [held])])
 
     def __str__(self) -> str:
-        """The same, without details."""
         return self.told({})
 
 
 def deadlock(waits: Iterable[Wait], ended: Collection[Name] = ()) -> Deadlock | None:
     """The deadlock, given all waits and ended processes; all others count as running. None: there is no deadlock."""
     graph = _Graph(waits, frozenset(ended))
-    stuck = graph.stuck(frozenset())
-    if not stuck:
-        return None
+    stuck = left = graph.stuck(frozenset(graph.waits))
     knots: list[Knot] = []
-    repaired = frozenset[Name]()
-    while left := graph.stuck(repaired):
+    while left:
         knots.append(graph.knot(left))
-        repaired |= knots[-1].processes
-    return Deadlock(stuck, tuple(knots))
+        left = graph.stuck(left - knots[-1].processes)
+    return Deadlock(stuck, tuple(knots)) if stuck else None
 
 
 def waits(computation: Computation, cut: Cut) -> list[Wait]:
@@ -139,7 +127,7 @@ def waits(computation: Computation, cut: Cut) -> list[Wait]:
             missing = last.call.needs(name) - entered[last.call.group, last.call.sequence]
             open_waits += [Wait.on_all(name, missing, str(last.call))] if missing else []
         elif last.kind is EventKind.AWAIT and last.sources and not _in_flight(computation, cut, process, last):
-            open_waits.append(Wait.on_any(name, last.sources, last.what or "a receipt"))
+            open_waits.append(Wait(name, 1, last.sources, last.what or "a receipt"))
     return open_waits
 
 
@@ -151,30 +139,19 @@ def natural(names: Iterable[Name]) -> list[Name]:
 class _Graph:
     def __init__(self, waits: Iterable[Wait], ended: frozenset[Name]) -> None:
         self.waits = defaultdict[Name, list[Wait]](list)
-        self.waiting_for = defaultdict[Name, list[Wait]](list)
         self.ended = ended
         for wait in dict.fromkeys(waits):
             if wait.process not in ended:
                 self.waits[wait.process].append(wait)
-                for other in wait.of:
-                    self.waiting_for[other].append(wait)
 
-    def stuck(self, repaired: Collection[Name]) -> frozenset[Name]:
-        """The processes that can never be released, even if these were."""
-        names = self.waits.keys() | self.waiting_for.keys()
-        free = {name for name in names if name in repaired or (name not in self.waits and name not in self.ended)}
-        met = Counter[Wait]()
-        open_waits = {name: len(waits) for name, waits in self.waits.items()}
-        todo = list(free)
-        while todo:
-            for wait in self.waiting_for.get(todo.pop(), ()):
-                met[wait] += 1
-                if met[wait] == wait.needs:
-                    open_waits[wait.process] -= 1
-                    if not open_waits[wait.process] and wait.process not in free:
-                        free.add(wait.process)
-                        todo.append(wait.process)
-        return frozenset(self.waits.keys() - free)
+    def stuck(self, names: frozenset[Name]) -> frozenset[Name]:
+        """Those of these that can never be released, even if all others ran."""
+        while True:
+            others = names | self.ended
+            free = {name for name in names if not self._unmet(name, others)}
+            if not free:
+                return names
+            names -= free
 
     def knot(self, stuck: frozenset[Name]) -> Knot:
         """A smallest reason why some of these are stuck."""
@@ -193,17 +170,16 @@ class _Graph:
         """The shortest chain in which each waits for the next, and the last for the first or an ended one."""
         best: Sequence[Name] = ()
         for start in natural(blocked):
-            came_from: dict[Name, Name | None] = {start: None}
+            chains = {start: [start]}
             todo = deque([start])
             while todo:
                 name = todo.popleft()
                 others = frozenset[Name]().union(*(wait.of for wait in blocked[name]))
                 if start in others or others & self.ended:
-                    way = _way(came_from, name)
-                    best = way if not best or len(way) < len(best) else best
+                    best = min(filter(None, (best, chains[name])), key=len)
                     break
-                for other in natural(others & blocked.keys() - came_from.keys()):
-                    came_from[other] = name
+                for other in natural(others & blocked.keys() - chains.keys()):
+                    chains[other] = [*chains[name], other]
                     todo.append(other)
         return best
 
@@ -211,33 +187,17 @@ class _Graph:
         """A minimal stuck set, around one process if possible."""
         held = stuck
         for name in (*natural(stuck - {kept}), kept):
-            if name in held and (rest := self._still_stuck(held - {name})):
+            if name in held and (rest := self.stuck(held - {name})):
                 held = rest
         return natural(held)
-
-    def _still_stuck(self, names: frozenset[Name]) -> frozenset[Name]:
-        """Those of these that would be stuck if all others ran."""
-        while free := {name for name in names if not self._unmet(name, names | self.ended)}:
-            names -= free
-        return names
 
     def _closed(self, names: Sequence[Name], blocked: Mapping[Name, list[Wait]]) -> Knot:
         """One wait of each that the named suffice to keep open, and the ended ones among them."""
         stuck = frozenset(names) | self.ended
         chosen = [next(wait for wait in blocked[name] if len(wait.of - stuck) < wait.needs) for name in names]
-        ended = frozenset[Name]().union(*(self._dead_reasons(wait, names) for wait in chosen))
-        return Knot(tuple(chosen), ended)
-
-    def _dead_reasons(self, wait: Wait, names: Sequence[Name]) -> frozenset[Name]:
-        """The ended processes that a wait is for, if the names alone would not keep it open."""
-        return wait.of & self.ended if len(wait.of & frozenset(names)) <= wait.spare else frozenset()
-
-
-def _way(came_from: Mapping[Name, Name | None], name: Name) -> list[Name]:
-    way = [name]
-    while (before := came_from[way[-1]]) is not None:
-        way.append(before)
-    return way[::-1]
+        # An ended process is a reason where the names alone would not keep the wait open.
+        orphans = [wait for wait in chosen if len(wait.of & frozenset(names)) <= wait.spare]
+        return Knot(tuple(chosen), self.ended.intersection(frozenset[Name]().union(*(wait.of for wait in orphans))))
 
 
 def _tell(wait: Wait, stuck: frozenset[Name]) -> str:
@@ -272,3 +232,67 @@ def _in_flight(computation: Computation, cut: Cut, process: int, wait: Event) ->
         for source in wait.sources & frozenset(computation.processes)
         for event in computation.histories[computation.index(source)][: cut[computation.index(source)]]
     )
+
+
+# -- calls that do not match: a wait that will never end, known before it begins ---------------------------------------
+
+
+class Mismatch(Struct, frozen=True):
+    """Two members of a group whose calls should match, but differ."""
+
+    one: Name
+    call: Call
+    other: Name
+    other_call: Call
+    differs: tuple[str, ...]  # The fields that differ: some of `COMPARED`.
+    order: bool  # The same calls were made in a different order, as far as is known yet.
+
+    def __str__(self) -> str:
+        """In words: both calls, and how they differ."""
+        why = "the same calls in a different order" if self.order else f"different {', '.join(self.differs)}"
+        return f"{self.one} is in {self.call}, but {self.other} in {self.other_call}: {why}."
+
+
+class Matching:
+    """The collectives entered so far, by group and number."""
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[str, int], dict[Name, Call]] = {}
+
+    def enter(self, process: Name, call: Call) -> Mismatch | None:
+        """A process enters a collective. Returns its mismatch with the first member there, if any."""
+        entered = self._calls.setdefault((call.group, call.sequence), {})
+        entered[process] = call
+        other = next(iter(entered))
+        differs = differences(call, entered[other])
+        if not differs:
+            return None
+        swapped = self._made_elsewhere(other, call) or self._made_elsewhere(process, entered[other])
+        return Mismatch(process, call, other, entered[other], differs, swapped)
+
+    def forget(self, group: str, before: int) -> None:
+        """Drop calls on a group before this number: all members have left them."""
+        for key in [key for key in self._calls if key[0] == group and key[1] < before]:
+            del self._calls[key]
+
+    def _made_elsewhere(self, process: Name, call: Call) -> bool:
+        """Whether a process made this very call under another number, where no other member made it too."""
+        return any(
+            group == call.group
+            and number != call.sequence
+            and process in calls
+            and not differences(calls[process], call)
+            and not _agree(calls.values())
+            for (group, number), calls in self._calls.items()
+        )
+
+
+def _agree(calls: Collection[Call]) -> bool:
+    first, *others = calls
+    return bool(others) and not any(differences(first, other) for other in others)
+
+
+def differences(one: Call, other: Call) -> tuple[str, ...]:
+    """The fields in which two calls differ; fields that either leaves open are not compared."""
+    pairs = {field: (getattr(one, field), getattr(other, field)) for field in COMPARED}
+    return tuple(field for field, (a, b) in pairs.items() if a != b and (field == "root" or None not in (a, b)))

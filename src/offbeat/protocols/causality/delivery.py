@@ -1,18 +1,11 @@
 """How a monitor puts reports into an order that the run can have had: four machines.
 
-Reports of events come from many processes, late, duplicated and overtaken. Arrival order proves nothing. These machines
-hold reports back until their turn has come; a delivery is the work of a `Start`.
-
-| machine | delivers a report once | needs |
-|---|---|---|
-| `ByNumber` | those with lower numbers of its process have been | nothing; orders each history, no more |
-| `ByTime` | it is delta seconds old; then in order of time | clocks that agree, and no delay above delta |
-| `ByLamport` | every process was heard with a clock as high | answers to `Probe` from silent processes |
-| `ByVector` | nothing that it depends on is missing | a vector clock in each report |
+Reports of events come from many processes, late, duplicated and overtaken. These machines hold reports back until their
+turn has come; a delivery is the work of a `Start`. docs/causality.md compares their rules.
 
 No single process holds them up for ever. `Dropped` names events that were never reported. After a process has ended,
 reports in flight are waited for some seconds of grace; then what is missing is given up. A report that comes after
-something that should follow it is delivered as `LateReport`: nothing is lost, and nobody takes it for being in order.
+something that should follow it is delivered as `late`: nothing is lost, and nobody takes it for being in order.
 The same report is delivered once. Unknown processes are ignored: when one joins, a new machine takes over.
 
 Babaoglu and Marzullo, "Consistent Global States of Distributed Systems" (1993), section 5.
@@ -20,8 +13,7 @@ Babaoglu and Marzullo, "Consistent Global States of Distributed Systems" (1993),
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
@@ -36,14 +28,10 @@ MONITOR: Name = "monitor"
 class EventReport(Struct, frozen=True):
     """An event, as its process reports it."""
 
-    number: int
-    """Its number among the process's reported events, from 1."""
-    time: float = 0.0
-    """On a clock that agrees with the monitor's; used by `ByTime`."""
-    lamport: int = 0
-    """Its Lamport clock; used by `ByLamport`."""
-    vector: tuple[int, ...] = ()
-    """Its vector clock, which counts reported events; used by `ByVector`."""
+    number: int  # Its number among the process's reported events, from 1.
+    time: float = 0.0  # On a clock that agrees with the monitor's; used by `ByTime`.
+    lamport: int = 0  # Its Lamport clock; used by `ByLamport`.
+    vector: tuple[int, ...] = ()  # Its vector clock, which counts reported events; used by `ByVector`.
     event: Any = None
 
 
@@ -68,44 +56,35 @@ class Alive(Struct, frozen=True):
 
 
 class Delivery(Struct, frozen=True):
-    """A report in its place in the order."""
+    """A report in its place in the order; or `late`, if something that should follow it was delivered before."""
 
     process: Name
     report: EventReport
-
-
-class LateReport(Struct, frozen=True):
-    """A report that came after something that should have followed it."""
-
-    process: Name
-    report: EventReport
+    late: bool = False
 
 
 class _Ripe(Struct, frozen=True):
-    time: float
-    """Time to deliver everything up to it."""
+    time: float  # Time to deliver everything up to it.
 
 
 class _Line:
     """Reports of one process, in order of their numbers."""
 
-    def __init__(self, name: Name) -> None:
-        self.name = name
-        self.next = 1
-        """The lowest number that has neither been delivered nor given up."""
-        self.gone = False
-        """It has ended, and is no longer waited for."""
+    def __init__(self, name: Name, index: int) -> None:
+        self.name, self.index = name, index
+        self.next = 1  # The lowest number that has neither been delivered nor given up.
+        self.gone = False  # It has ended, and is no longer waited for.
         self._held: dict[int, EventReport] = {}
         self._dropped: list[range] = []
         self._given_up: list[range] = []
         self._late: set[int] = set()
 
     def take(self, report: EventReport) -> bool:
-        """Keep a report until its turn; False if its turn is over."""
-        if report.number >= self.next:
-            self._held.setdefault(report.number, report)
-            return True
-        return False
+        """Keep a report until its turn; False if its turn is over, or it is here already."""
+        if report.number < self.next or report.number in self._held:
+            return False
+        self._held[report.number] = report
+        return True
 
     def is_new(self, number: int) -> bool:
         """Whether this number was given up, and now comes for the first time."""
@@ -149,17 +128,17 @@ class _Line:
         self._dropped = [dropped for dropped in self._dropped if dropped.stop > self.next]
 
 
-class _Deliverer(ABC):
+class _Deliverer:
     """Common to all four: a line for each process, duplicates, and ended processes."""
 
-    def __init__(self, processes: Sequence[Name], grace: float, name: Name = MONITOR) -> None:
+    def __init__(self, processes: Sequence[Name], grace: float = 1.0) -> None:
         if len(set(processes)) != len(processes) or not processes:
             raise UsageError(f"reports of {list(processes)} cannot be told apart: give each process one name.")
         if grace < 0:
             raise UsageError(f"a grace of {grace} seconds makes no sense: give 0 or more.")
-        self.name = name
+        self.name = MONITOR
         self._grace = grace
-        self._lines = {process: _Line(process) for process in processes}
+        self._lines = {process: _Line(process, index) for index, process in enumerate(processes)}
 
     def begin(self, now: float) -> Sequence[Effect]:  # noqa: ARG002
         """Nothing, until a report comes."""
@@ -185,21 +164,18 @@ class _Deliverer(ABC):
 
     def _take(self, line: _Line, report: EventReport, now: float) -> Iterator[Effect]:  # noqa: ARG002
         if not line.take(report) and line.is_new(report.number):
-            yield Start(LateReport(line.name, report))
+            yield Start(Delivery(line.name, report, late=True))
 
     def _heard(self, line: _Line, alive: Alive) -> None:  # noqa: ARG002
         return
 
-    @abstractmethod
-    def _released(self, event: Event, now: float) -> Iterator[Effect]:
+    def _released(self, event: Event, now: float) -> Iterable[Effect]:  # noqa: ARG002
         """What can be delivered after this."""
+        return ()
 
 
 class ByNumber(_Deliverer):
     """In order of numbers for each process. It does not order processes among each other."""
-
-    def __init__(self, processes: Sequence[Name], grace: float = 1.0) -> None:
-        super().__init__(processes, grace)
 
     def _released(self, event: Event, now: float) -> Iterator[Effect]:  # noqa: ARG002
         for line in self._lines.values():
@@ -219,17 +195,17 @@ class ByTime(_Deliverer):
         if delta < 0:
             raise UsageError(f"a bound of {delta} seconds on delays makes no sense: give 0 or more.")
         self._delta = delta
-        self._seen = {process: _Seen() for process in processes}
-        self._order = {process: i for i, process in enumerate(processes)}
         self._held: list[tuple[float, int, int, int, Name, EventReport]] = []
         self._last = (float("-inf"), 0, 0, 0)
 
     def _take(self, line: _Line, report: EventReport, now: float) -> Iterator[Effect]:
-        if not self._seen[line.name].add(report.number):
+        if not line.take(report) and not line.is_new(report.number):
             return
-        key = (report.time, report.lamport, self._order[line.name], report.number)
+        while line.head() is not None:
+            line.pop()
+        key = (report.time, report.lamport, line.index, report.number)
         if key < self._last:
-            yield Start(LateReport(line.name, report))
+            yield Start(Delivery(line.name, report, late=True))
             return
         heappush(self._held, (*key, line.name, report))
         # The timer says which time it is for: the sum of two roundings need not be the time that was meant.
@@ -244,21 +220,6 @@ class ByTime(_Deliverer):
             yield Start(Delivery(name, report))
 
 
-class _Seen:
-    def __init__(self) -> None:
-        self._all_below = 1
-        self._beyond: set[int] = set()
-
-    def add(self, number: int) -> bool:
-        if number < self._all_below or number in self._beyond:
-            return False
-        self._beyond.add(number)
-        while self._all_below in self._beyond:
-            self._beyond.remove(self._all_below)
-            self._all_below += 1
-        return True
-
-
 class ByLamport(_Deliverer):
     """By Lamport clock, ties by process: held back until no process can report a lower one.
 
@@ -271,7 +232,6 @@ class ByLamport(_Deliverer):
         if patience <= 0:
             raise UsageError(f"a patience of {patience} seconds makes no sense: give more than 0.")
         self._patience = patience
-        self._order = {process: i for i, process in enumerate(processes)}
         self._clocks = dict.fromkeys(processes, 0)
         self._answers = dict.fromkeys(processes, Alive(0, 0))
         self._ready: list[tuple[int, int, Name, EventReport]] = []
@@ -280,8 +240,8 @@ class ByLamport(_Deliverer):
 
     def _take(self, line: _Line, report: EventReport, now: float) -> Iterator[Effect]:
         # Only a process that was no longer waited for can come with a clock that is too low.
-        if report.number >= line.next and (report.lamport, self._order[line.name]) < self._last:
-            yield from (Start(LateReport(line.name, late)) for late in line.overtaken(report))
+        if report.number >= line.next and (report.lamport, line.index) < self._last:
+            yield from (Start(Delivery(line.name, held, late=True)) for held in line.overtaken(report))
         else:
             yield from super()._take(line, report, now)
 
@@ -306,7 +266,7 @@ class ByLamport(_Deliverer):
         while line.head() is not None:
             report = line.pop()
             self._clocks[line.name] = report.lamport
-            heappush(self._ready, (report.lamport, self._order[line.name], line.name, report))
+            heappush(self._ready, (report.lamport, line.index, line.name, report))
         answer = self._answers[line.name]
         if line.next > answer.reported:
             self._clocks[line.name] = max(self._clocks[line.name], answer.lamport)
@@ -327,7 +287,7 @@ class ByVector(_Deliverer):
         self._all = list(self._lines.values())
 
     def _take(self, line: _Line, report: EventReport, now: float) -> Iterator[Effect]:
-        if len(report.vector) != len(self._all) or report.vector[self._all.index(line)] != report.number:
+        if len(report.vector) != len(self._all) or report.vector[line.index] != report.number:
             raise UsageError(
                 f"report {report.number} of {line.name} has the vector clock {report.vector}: it must have an entry "
                 f"for each of the {len(self._all)} processes, and its own must be the report's number."
@@ -362,6 +322,3 @@ class ByArrival(_Deliverer):
 
     def _take(self, line: _Line, report: EventReport, now: float) -> Iterator[Effect]:  # noqa: ARG002
         yield Start(Delivery(line.name, report))
-
-    def _released(self, event: Event, now: float) -> Iterator[Effect]:  # noqa: ARG002
-        return iter(())

@@ -1,16 +1,7 @@
 """Histories and computations: what each process did, in order, what caused what, and their logical clocks.
 
-A *history* is the events of one process in order. A *computation* is a history for each process, and edges from causes
-to effects between them: from a message's sending to its receipt, and from entries into a collective to the exits that
-need them. An event *happened before* another if a path leads from it to the other along histories and edges. Edges are
-kept as *joins*, from each of some causes to each of some effects: an all-reduce of p members has p * (p - 1) edges, and
-is one join. An event is named by its `EventPosition`: which process, and which of its events, counted from 1.
-
-Logical clocks follow cause and effect where wall clocks do not:
-
-- *Lamport*: every event is max(own, received) + 1. If e happened before e', L(e) < L(e'); not the other way round.
-- *Vector*: entry i counts the known events of process i, this one included. e happened before e' if and only if
-  V(e) < V(e'), where V < V' means V_i <= V'_i for all i, and V != V'.
+Edges from causes to effects are kept as *joins*, from each of some causes to each of some effects: an all-reduce of p
+members has p * (p - 1) edges, and is one join. docs/causality.md defines the order of events, and both clocks.
 
 Lamport, "Time, Clocks, and the Ordering of Events in a Distributed System" (1978); Mattern, "Virtual Time and Global
 States of Distributed Systems" (1989).
@@ -19,12 +10,13 @@ States of Distributed Systems" (1989).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,8 +27,7 @@ from offbeat.errors import UsageError, did_you_mean
 from offbeat.protocols.machine import Name
 
 IntArray = NDArray[np.int64]
-Vector = tuple[int, ...]
-"""For each process, how many of its events are known."""
+Vector = tuple[int, ...]  # For each process, how many of its events are known.
 
 
 def lamport(own: int, *received: int) -> int:
@@ -56,32 +47,24 @@ class EventKind(StrEnum):
 
     LOCAL = "local"
     SEND = "send"
-    AWAIT = "await"
-    """From here on the process waits for a message."""
+    AWAIT = "await"  # From here on the process waits for a message.
     RECEIVE = "receive"
-    ENTER = "enter"
-    """From here on the process waits in a collective."""
+    ENTER = "enter"  # From here on the process waits in a collective.
     EXIT = "exit"
 
 
 class Call(Struct, frozen=True, gc=False):
     """One collective, as one of its members calls it."""
 
-    group: str
-    """Which group it is on; within one, calls are counted."""
-    sequence: int
-    """Which call on this group it is, counted by each member for itself."""
+    group: str  # Which group it is on; within one, calls are counted.
+    sequence: int  # Which call on this group it is, counted by each member for itself.
     members: tuple[Name, ...]
     operation: str = "barrier"
-    shape: tuple[int, ...] | None = None
-    """Of this member's input; None where members may differ."""
+    shape: tuple[int, ...] | None = None  # Of this member's input; None where members may differ.
     dtype: str | None = None
-    reduce: str | None = None
-    """How values are combined: `sum`, `max` …"""
-    root: Name | None = None
-    """The member that sends or gets everything, if any."""
-    caller: str | None = None
-    """Where in the program: `train.py:88`."""
+    reduce: str | None = None  # How values are combined: `sum`, `max` …
+    root: Name | None = None  # The member that sends or gets everything, if any.
+    caller: str | None = None  # Where in the program: `train.py:88`.
 
     def needs(self, member: Name) -> frozenset[Name]:
         """Which other members must have entered before this one can leave."""
@@ -105,24 +88,15 @@ class Event(Struct, frozen=True, gc=False):
     """Something that a process did."""
 
     kind: EventKind = EventKind.LOCAL
-    what: str = ""
-    """In words."""
-    time: float = 0.0
-    """In seconds, on a roughly shared clock. No order is concluded from it."""
-    spent: Mapping[str, float] = {}
-    """Seconds since the event before it, by kind: input, compute, network … The rest is `other`."""
-    message: Hashable = None
-    """Which message was sent or received: the same on both sides, and unique."""
-    peer: Name | None = None
-    """The receiver of a message."""
-    tag: Hashable = None
-    """A message's tag; of a wait: only messages with this tag end it, None: any."""
-    sources: frozenset[Name] = frozenset()
-    """Senders that a wait is for; any one of them ends it."""
-    call: Call | None = None
-    """The collective that was entered or left."""
-    labels: Mapping[str, str] = {}
-    """Other details."""
+    what: str = ""  # In words.
+    time: float = 0.0  # In seconds, on a roughly shared clock. No order is concluded from it.
+    spent: Mapping[str, float] = {}  # Seconds since the event before it, by kind; the rest is `other`.
+    message: Hashable = None  # Which message was sent or received: the same on both sides, and unique.
+    peer: Name | None = None  # The receiver of a message.
+    tag: Hashable = None  # A message's tag; of a wait: only messages with this tag end it, None: any.
+    sources: frozenset[Name] = frozenset()  # Senders that a wait is for; any one of them ends it.
+    call: Call | None = None  # The collective that was entered or left.
+    labels: Mapping[str, str] = {}  # Other details.
 
 
 class EventPosition(NamedTuple):
@@ -144,6 +118,10 @@ class Join(NamedTuple):
 
     causes: tuple[EventPosition, ...]
     effects: tuple[EventPosition, ...]
+
+
+Step = Callable[[EventPosition, NDArray[Any]], object]
+"""Makes an event's row of numbers, in place, from the maximum over what came before it."""
 
 
 @dataclass(frozen=True)
@@ -211,71 +189,47 @@ class Computation:
     @cached_property
     def order(self) -> tuple[EventPosition, ...]:
         """All events, causes before effects; refused if some event would have caused itself."""
-        joins_from = defaultdict[EventPosition, list[int]](list)
+        graph = TopologicalSorter[EventPosition | int]()
+        for process, length in enumerate(self.lengths):
+            for number in range(1, length + 1):
+                before = [EventPosition(process, number - 1)] if number > 1 else []
+                graph.add(EventPosition(process, number), *before)
         for number, join in enumerate(self.joins):
-            for cause in join.causes:
-                joins_from[cause].append(number)
-        open_causes = [len(join.causes) for join in self.joins]
-        open_joins = {effect: len(joins) for effect, joins in self.joins_to.items()}
-        done = [0] * self.size
-        ready = list(range(self.size))[::-1]
-        order: list[EventPosition] = []
-        while ready:
-            process = ready.pop()
-            while done[process] < len(self.histories[process]):
-                place = EventPosition(process, done[process] + 1)
-                if open_joins.get(place, 0):
-                    break
-                done[process] += 1
-                order.append(place)
-                for number in joins_from.get(place, ()):
-                    open_causes[number] -= 1
-                    if not open_causes[number]:
-                        ready += self._ready(self.joins[number], open_joins, done)
-        if len(order) < sum(self.lengths):
-            stuck = next(i for i in range(self.size) if done[i] < len(self.histories[i]))
+            graph.add(number, *join.causes)
+            for effect in join.effects:
+                graph.add(effect, number)
+        try:
+            return tuple(node for node in graph.static_order() if not isinstance(node, int))
+        except CycleError as error:
+            first = min(node for node in error.args[1] if not isinstance(node, int))
             raise UsageError(
-                f"{self.tell(EventPosition(stuck, done[stuck] + 1))} would have to happen before itself, by way of its "
-                f"causes: no run of processes is like that. Check which messages and collectives are taken to be the "
-                f"same."
-            )
-        return tuple(order)
+                f"{self.tell(first)} would have to happen before itself, by way of its causes: no run of processes is "
+                f"like that. Check which messages and collectives are taken to be the same."
+            ) from None
 
-    def _ready(self, join: Join, open_joins: dict[EventPosition, int], done: Sequence[int]) -> Iterator[int]:
-        """The processes that continue now that all causes of a join are there."""
-        for effect in join.effects:
-            open_joins[effect] -= 1
-            if not open_joins[effect] and done[effect.process] == effect.number - 1:
-                yield effect.process
+    def fold(self, width: int, step: Step, kind: type = np.int64) -> list[NDArray[Any]]:
+        """Of each process a row for each event, after one of zeros: the maximum over what came before, then `step`."""
+        rows = [np.zeros((length + 1, width), kind) for length in self.lengths]
+        joined: dict[int, NDArray[Any]] = {}
+        for place in self.order:
+            row = rows[place.process][place.number]
+            row[:] = rows[place.process][place.number - 1]
+            for join in self.joins_to.get(place, ()):
+                if id(join) not in joined:
+                    joined[id(join)] = np.max([rows[cause.process][cause.number] for cause in join.causes], axis=0)
+                np.maximum(row, joined[id(join)], out=row)
+            step(place, row)
+        return rows
 
     @cached_property
     def clocks(self) -> tuple[IntArray, ...]:
         """For each process its vector clocks: row k is that of event k; row 0, of no event, is all zero."""
-        clocks = [np.zeros((length + 1, self.size), np.int64) for length in self.lengths]
-        joined: dict[int, IntArray] = {}
-        for place in self.order:
-            row = clocks[place.process][place.number]
-            row[:] = clocks[place.process][place.number - 1]
-            for join in self.joins_to.get(place, ()):
-                if id(join) not in joined:
-                    joined[id(join)] = np.max([clocks[cause.process][cause.number] for cause in join.causes], axis=0)
-                np.maximum(row, joined[id(join)], out=row)
-            row[place.process] = place.number
-        return tuple(clocks)
+        return tuple(self.fold(self.size, lambda place, row: row.put(place.process, place.number)))
 
     @cached_property
     def lamports(self) -> tuple[IntArray, ...]:
         """For each process its Lamport clocks: entry k is that of event k; entry 0 is 0."""
-        clocks = [np.zeros(length + 1, np.int64) for length in self.lengths]
-        joined: dict[int, int] = {}
-        for place in self.order:
-            highest = int(clocks[place.process][place.number - 1])
-            for join in self.joins_to.get(place, ()):
-                if id(join) not in joined:
-                    joined[id(join)] = max(int(clocks[cause.process][cause.number]) for cause in join.causes)
-                highest = max(highest, joined[id(join)])
-            clocks[place.process][place.number] = highest + 1
-        return tuple(clocks)
+        return tuple(rows[:, 0] for rows in self.fold(1, lambda _, row: np.add(row, 1, out=row)))
 
     def vector(self, place: EventPosition) -> tuple[int, ...]:
         """The vector clock of an event."""

@@ -25,14 +25,10 @@ from offbeat.errors import UsageError
 from offbeat.protocols.causality.histories import Computation, Event, EventPosition, Join, computation
 from offbeat.protocols.machine import Name
 
-PATTERN: Final = r"(?<host>\S*) (?<clock>{.*})\n(?<event>.*)"
-"""Written by `write`, and by GoVector by default."""
-DELIMITER: Final = r"^=== (?<trace>.*) ===$"
-"""Separates executions in ShiViz's own logs."""
-SEARCHED: Final = 1000
-"""Longest line in which an event may begin elsewhere than at its start: searching longer ones takes too long."""
-MOST: Final = 1 << 25
-"""Most entries in the clocks of all events together: a quarter of a gigabyte."""
+PATTERN: Final = r"(?<host>\S*) (?<clock>{.*})\n(?<event>.*)"  # Written by `write`, and by GoVector by default.
+DELIMITER: Final = r"^=== (?<trace>.*) ===$"  # Separates executions in ShiViz's own logs.
+SEARCHED: Final = 1000  # Longest line in which an event may begin anywhere: searching longer ones takes too long.
+MOST: Final = 1 << 25  # Most entries in the clocks of all events together: a quarter of a gigabyte.
 _CLOCK: Final = r'(?P<clock>\{(?:[^{}"\n]++|"(?:[^"\\\n]++|\\.)*+")*+\})'
 """Counts for hosts, without backtracking, so that matching takes linear time."""
 PATTERNS: Final = tuple(
@@ -60,8 +56,7 @@ class ShivizLog(NamedTuple):
     completed: tuple[int, ...]
     """Lines whose clock omits events that their own host, or one it has heard of, knew. Their clocks in the
     computation are the completed ones."""
-    skipped: tuple[int, ...] = ()
-    """Lines that belong to no event."""
+    skipped: tuple[int, ...] = ()  # Lines that belong to no event.
 
 
 class _Entry(Struct, frozen=True):
@@ -76,17 +71,13 @@ def write(computation: Computation) -> str:
     hosts = ["-".join(name.split()) for name in computation.processes]
     if len(set(hosts)) < len(hosts):
         raise UsageError(f"processes {list(computation.processes)} have the same name once spaces are hyphens: rename.")
-    return "".join(_written(computation, hosts, place) for place in computation.order)
-
-
-def parse(
-    text: str, pattern: str | None = None, execution: str | None = None, delimiter: str | None = None
-) -> ShivizLog:
-    """The computation in a log; of several, the one of this name."""
-    logs = parse_all(text, pattern, delimiter, execution)
-    if len(logs) > 1:
-        raise UsageError(f"this log holds several executions: name one of {', '.join(logs)}.")
-    return next(iter(logs.values()))
+    lines: list[str] = []
+    for place in computation.order:
+        event = computation.event(place)
+        clock = {hosts[i]: known for i, known in enumerate(computation.vector(place)) if known}
+        text = " ".join(f"{event.kind} {event.what or event.call or ''}".split())
+        lines.append(f"{hosts[place.process]} {json.dumps(clock)}\n{text}\n")
+    return "".join(lines)
 
 
 def parse_all(
@@ -101,21 +92,15 @@ def parse_all(
     and a clock that knows of events that are not in the log.
     """
     expression, between, body, line = _heading(text.replace("\r\n", "\n"), pattern, delimiter)
-    if between is not None:
-        return _parted(expression, between, body, line, execution)
-    try:
-        whole = {"1": _log(expression, body, line)}
-    except UsageError:
-        between = _compiled(DELIMITER)
-        if between.search(body) is None:
-            raise
-        return _parted(expression, between, body, line, execution)
-    return _wanted(whole, execution)
-
-
-def _parted(
-    expression: re.Pattern[str], between: re.Pattern[str], body: str, line: int, execution: str | None
-) -> dict[str, ShivizLog]:
+    if between is None:
+        try:
+            whole = {"1": _log(expression, body, line)}
+        except UsageError:
+            between = _compiled(DELIMITER)
+            if between.search(body) is None:
+                raise
+        else:
+            return _wanted(whole, execution)
     parts = _wanted(_parts(between, body, line), execution)
     return {name: _log(expression, part, first) for name, (part, first) in parts.items()}
 
@@ -167,13 +152,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise UsageError(f"{shown!r} is not a regular expression: {error}.") from None
 
 
-def _written(computation: Computation, hosts: Sequence[Name], place: EventPosition) -> str:
-    event = computation.event(place)
-    clock = {hosts[i]: known for i, known in enumerate(computation.vector(place)) if known}
-    text = " ".join(f"{event.kind} {event.what or event.call or ''}".split())
-    return f"{hosts[place.process]} {json.dumps(clock)}\n{text}\n"
-
-
 def _heading(
     text: str, pattern: str | None, delimiter: str | None
 ) -> tuple[re.Pattern[str], re.Pattern[str] | None, str, int]:
@@ -186,7 +164,8 @@ def _heading(
     if "(?<host>" in first and "(?<clock>" in first:
         expression = compiled(first.strip())
         second, _, body = rest.partition("\n")
-        if not second.strip() or _is_event(expression, rest):
+        event = expression.match(rest)  # Then the second line is not a separator.
+        if not second.strip() or (event is not None and "{" in event["clock"]):
             return expression, between, rest, 2
         return expression, between or _compiled(second.strip()), body, 3
     if pattern is not None:
@@ -194,12 +173,6 @@ def _heading(
     # Separators would pass for the text of an event.
     events = (between or _compiled(DELIMITER)).sub("", text)
     return max(PATTERNS, key=lambda one: sum(len(match[0]) for match in _matches(one, events))), between, text, 1
-
-
-def _is_event(expression: re.Pattern[str], text: str) -> bool:
-    """Whether a text begins with an event, so that its first line is not a separator."""
-    found = expression.match(text)
-    return found is not None and "{" in found["clock"]
 
 
 _Part = TypeVar("_Part")

@@ -26,29 +26,23 @@ from offbeat.protocols.colouring import Record
 from offbeat.protocols.gossip.snapshots import GossipCut, PairColour, counts_of, number_of
 from offbeat.protocols.machine import Done, Effect, Effects, Ended, Event, Name, Payload, Received, Timer
 
-STEPPED: Final = "stepped"
-"""`Done(STEPPED)`: the worker has stepped."""
-PAUSE: Final = "pause"
-"""`Done(PAUSE)`: stop asking, and refuse all questions, so that everything comes to rest."""
-GO_ON: Final = "go on"
-"""`Done(GO_ON)`: the pause is over."""
+STEPPED: Final = "stepped"  # `Done(STEPPED)`: the worker has stepped.
+PAUSE: Final = "pause"  # `Done(PAUSE)`: stop asking, and refuse all questions, so that everything comes to rest.
+GO_ON: Final = "go on"  # `Done(GO_ON)`: the pause is over.
 
 
 class Ask(Struct, frozen=True, tag=True):
     """A question: shall we average? With the asker's row."""
 
-    number: int
-    """Counts the asker's questions; the same when it asks again."""
-    colour: int = 0
-    """The newest snapshot that its sender has been cut by."""
+    number: int  # Counts the asker's questions; the same when it asks again.
+    colour: int = 0  # The newest snapshot that its sender has been cut by.
 
 
 class Grant(Struct, frozen=True, tag=True):
     """I have moved by this payload; now move back by it."""
 
     number: int
-    colour: int = 0
-    """Of when the move was made."""
+    colour: int = 0  # Of when the move was made.
 
 
 class Refuse(Struct, frozen=True, tag=True):
@@ -102,8 +96,7 @@ class _Question(Struct):
 
 class _Decision(Struct):
     number: int
-    move: Payload | None
-    """None: refused."""
+    move: Payload | None  # None: refused.
     colour: int
 
 
@@ -112,16 +105,11 @@ class Gossiper:
 
     def __init__(self, name: Name, neighbours: Sequence[Name], seed: int, patience: float = 0.5) -> None:
         self.name = name
-        self.met = 0
-        """Averagings that this worker asked for and made."""
-        self.granted = 0
-        """Averagings that others asked it for."""
-        self.refused = 0
-        """Questions that others refused."""
-        self.overdue = 0
-        """Questions not answered in time."""
-        self.colour = PairColour()
-        """Which snapshots it has been cut by."""
+        self.met = 0  # Averagings that this worker asked for and made.
+        self.granted = 0  # Averagings that others asked it for.
+        self.refused = 0  # Questions that others refused.
+        self.overdue = 0  # Questions not answered in time.
+        self.colour = PairColour()  # Which snapshots it has been cut by.
         self._granted = dict.fromkeys(neighbours, 0)
         self._moved = dict.fromkeys(neighbours, 0)
         self._held: list[tuple[Name, Any, Payload]] = []
@@ -166,8 +154,6 @@ class Gossiper:
             case _:
                 pass
         return effects.done
-
-    # -- asking ------------------------------------------------------------------------------------------------------
 
     def _on_done(self, token: Any, result: Any, effects: Effects) -> None:
         match token:
@@ -234,8 +220,6 @@ class Gossiper:
             self._fresh = None
         return True
 
-    # -- being asked -------------------------------------------------------------------------------------------------
-
     def _on_message(self, sender: Name, message: Any, payload: Payload, effects: Effects) -> None:
         if message.colour > self.colour.own:
             self.colour.heard = max(self.colour.heard, message.colour)
@@ -282,8 +266,6 @@ class Gossiper:
         if self._paused:
             return True
         return self._fresh is not None and (self._fresh != sender or self.name < sender)
-
-    # -- snapshots ---------------------------------------------------------------------------------------------------
 
     def _turn(self, colour: int, clock: int, rests: int, effects: Effects) -> None:
         """At a boundary: be cut, tell the neighbours, and handle what was held until now."""

@@ -20,16 +20,11 @@ class GossipCut(Struct, frozen=True, kw_only=True):
     """Where a worker was cut by a snapshot."""
 
     worker: int
-    clock: int
-    """Steps it had made."""
-    granted: tuple[tuple[int, int], ...]
-    """Moves granted to each neighbour, and made here."""
-    moved: tuple[tuple[int, int], ...]
-    """Moves granted by each neighbour, and made here."""
-    under_way: tuple[int, ...] = ()
-    """Granters whose grants from before their cut came after this worker's cut."""
-    rests: int = 0
-    """How often all workers had come to rest together."""
+    clock: int  # Steps it had made.
+    granted: tuple[tuple[int, int], ...]  # Moves granted to each neighbour, and made here.
+    moved: tuple[tuple[int, int], ...]  # Moves granted by each neighbour, and made here.
+    under_way: tuple[int, ...] = ()  # Granters whose grants from before their cut came after this worker's cut.
+    rests: int = 0  # How often all workers had come to rest together.
 
 
 def gossip_faults(cuts: Sequence[GossipCut]) -> list[str]:
@@ -57,8 +52,7 @@ class PairColour(Colour):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cut: GossipCut | None = None
-        """Where it was cut, until everything in flight has come, or a neighbour has died."""
+        self.cut: GossipCut | None = None  # Until everything in flight has come, or a neighbour has died.
         self._recording = Recording(0)
         self._answered: dict[int, int] = {}
 

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -25,21 +25,16 @@ from offbeat.protocols.schedule import FloatArray, IntArray
 if TYPE_CHECKING:
     import networkx as nx
 
-TRIES: Final = 100
-"""Random graphs to draw until one is connected; almost every one is, from three neighbours on."""
+TRIES: Final = 100  # Random graphs to draw until one is connected; almost every one is, from three neighbours on.
 
 
 class GraphShape(StrEnum):
     """Graphs that follow from the number of workers alone."""
 
-    RING = "ring"
-    """Two neighbours each."""
-    TORUS = "torus"
-    """A grid whose ends meet: four neighbours each, fewer where it is thin."""
-    EXPONENTIAL = "exponential"
-    """Neighbours at distance 1, 2, 4 and so on; in each step one of these distances, in turn."""
-    COMPLETE = "complete"
-    """All with all."""
+    RING = "ring"  # Two neighbours each.
+    TORUS = "torus"  # A grid whose ends meet: four neighbours each, fewer where it is thin.
+    EXPONENTIAL = "exponential"  # Neighbours at distance 1, 2, 4 and so on; in each step one of these, in turn.
+    COMPLETE = "complete"  # All with all.
 
 
 @dataclass(frozen=True)
@@ -65,10 +60,7 @@ def graph(kind: Kind, size: int) -> nx.Graph[int]:
         return nx.complete_graph(size)
     if kind is GraphShape.TORUS:
         return _torus(size)
-    drawn = nx.empty_graph(size)
-    hops = [1] if kind is GraphShape.RING else distances(size)
-    drawn.add_edges_from((rank, (rank + hop) % size) for hop in hops for rank in range(size))
-    return drawn
+    return nx.circulant_graph(size, [1] if kind is GraphShape.RING else distances(size))
 
 
 def distances(size: int) -> list[int]:
@@ -114,12 +106,12 @@ def _random(kind: RandomRegular, size: int) -> nx.Graph[int]:
 
 def metropolis(of: nx.Graph[int]) -> FloatArray:
     """Weights from each worker's own and its neighbours' degrees: doubly stochastic and symmetric."""
-    size = of.number_of_nodes()
-    weights = np.zeros((size, size))
-    degrees: Any = dict(of.degree())
-    for one, other in of.edges():
-        weights[one, other] = weights[other, one] = 1 / (1 + max(degrees[one], degrees[other]))
-    weights[np.diag_indices(size)] = 1 - weights.sum(axis=1)
+    import networkx as nx
+
+    edges = nx.to_numpy_array(of, nodelist=range(len(of)))
+    degrees = edges.sum(axis=1)
+    weights = edges / (1 + np.maximum.outer(degrees, degrees))
+    np.fill_diagonal(weights, 1 - weights.sum(axis=1))
     return weights
 
 

@@ -21,20 +21,13 @@ from offbeat.errors import UsageError
 class Rule(Struct, frozen=True):
     """How far apart workers may be, and whether stragglers are waited for."""
 
-    bound: int | None
-    """Steps that a worker may be ahead of the slowest when it starts one; 0 is `bsp`, None is `asp`."""
-    eager: bool = False
-    """Servers send fresh values as soon as they have them, rather than on request."""
-    drop: int = 0
-    """Workers that a step does not wait for: it is complete with the first p - drop gradients."""
-    deadline: float | None = None
-    """Seconds after which a step is complete with the gradients that have come, if any."""
-    coded: int = 0
-    """Workers that a step can do without, as others compute the same (gradient coding): nothing is lost."""
-    cyclic: bool = False
-    """Use the code that repeats parts cyclically."""
-    remembers: bool = False
-    """Replicas keep the values that gradients may still be computed from, to correct late ones."""
+    bound: int | None  # Steps that a worker may be ahead of the slowest when it starts one; 0 is `bsp`, None is `asp`.
+    eager: bool = False  # Servers send fresh values as soon as they have them, rather than on request.
+    drop: int = 0  # Workers that a step does not wait for: it is complete with the first p - drop gradients.
+    deadline: float | None = None  # Seconds after which a step is complete with the gradients that have come, if any.
+    coded: int = 0  # Workers that a step can do without, as others compute the same (gradient coding): nothing is lost.
+    cyclic: bool = False  # Use the code that repeats parts cyclically.
+    remembers: bool = False  # Replicas keep the values that gradients may still be computed from, to correct late ones.
 
     def __post_init__(self) -> None:
         """Refuse invalid bounds, and dropping where no step is waited for."""

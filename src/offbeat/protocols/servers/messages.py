@@ -17,14 +17,12 @@ from msgspec import Struct, structs
 from offbeat.protocols.machine import Name
 
 COORDINATOR: Name = "coordinator"
-LIGHT = 64 * 1024**2
-"""Payloads up to this many bytes are handled so quickly that timeouts need no extra allowance."""
+LIGHT = 64 * 1024**2  # Payloads up to this many bytes are handled so quickly that timeouts need no extra allowance.
 
 Settings = tuple[dict[str, float | tuple[float, ...]], ...]
 """What a learning-rate schedule may change, for each parameter group; empty: unchanged."""
 
-Status = Literal["applied", "duplicate", "late", "refused"]
-"""Result of a push: used; seen before; its step was complete without it; unusable."""
+Status = Literal["applied", "duplicate", "late", "refused"]  # Used; seen before; complete without it; unusable.
 
 
 def worker_name(worker: int) -> Name:
@@ -48,16 +46,11 @@ class ClusterView(Struct, frozen=True):
     """The members in one epoch. Only the coordinator makes views, each with a higher epoch than the last."""
 
     epoch: int
-    workers: tuple[int, ...]
-    """The live workers, in order."""
-    primaries: tuple[Name, ...]
-    """The primary of each shard; empty if no replica is left."""
-    backups: tuple[tuple[Name, ...], ...]
-    """The backups of each shard, in replication order: each holds everything that the next one does."""
-    lives: tuple[int, ...] = ()
-    """How often each worker has rejoined, in the order of `workers`; empty: none ever has."""
-    novices: tuple[Name, ...] = ()
-    """For each shard, the new copy that is being brought up to date; empty: none. It cannot take over yet."""
+    workers: tuple[int, ...]  # The live workers, in order.
+    primaries: tuple[Name, ...]  # The primary of each shard; empty if no replica is left.
+    backups: tuple[tuple[Name, ...], ...]  # Of each shard, in order: each holds all that the next one does.
+    lives: tuple[int, ...] = ()  # How often each worker has rejoined, in the order of `workers`; empty: none ever has.
+    novices: tuple[Name, ...] = ()  # By shard, the new copy that is being brought up to date; empty: none.
 
     @classmethod
     def of(cls, workers: int, shards: int, replicas: int = 0) -> ClusterView:
@@ -124,14 +117,12 @@ class _WorkerRequest(Struct, frozen=True, kw_only=True):
     worker: int
     life: int = 0
     number: int
-    epoch: int = 0
-    """The newest epoch that the sender knows."""
+    epoch: int = 0  # The newest epoch that the sender knows.
 
 
 class _WorkerReply(Struct, frozen=True, kw_only=True):
     life: int = 0
-    number: int
-    """Of the request."""
+    number: int  # Of the request.
 
 
 class Push(_WorkerRequest, frozen=True, tag=True, kw_only=True):
@@ -140,33 +131,23 @@ class Push(_WorkerRequest, frozen=True, tag=True, kw_only=True):
     Its number counts a worker's pushes to this shard, from 0 in each life: they are taken in order, none twice.
     """
 
-    clock: int
-    """The step it belongs to: how many the worker had finished when it began."""
-    weight: float = 1.0
-    """Number of examples it is a mean over."""
+    clock: int  # The step it belongs to: how many the worker had finished when it began.
+    weight: float = 1.0  # Number of examples it is a mean over.
     start: int = 0
-    stop: int = -1
-    """Where the part ends; -1: at the shard's end. An empty part only advances the clock."""
+    stop: int = -1  # Where the part ends; -1: at the shard's end. An empty part only advances the clock.
     absent: tuple[tuple[int, int], ...] = ()
     """Ranges of the shard, within the part, that have no gradient; the payload's values there mean nothing."""
-    last: bool = True
-    """The step's last part for this shard: it advances the worker's clock."""
-    counts: bool = False
-    """It counts alone, by its own weight, whether the step's other parts come or not: a microbatch."""
+    last: bool = True  # The step's last part for this shard: it advances the worker's clock.
+    counts: bool = False  # It counts alone, by its own weight, whether other parts come or not: a microbatch.
     settings: Settings = ()
-    version: int = 0
-    """Version of the values it was computed from."""
-    then_pull: int = 0
-    """Number of a pull, for the next step, to be answered right after this push; 0: none."""
-    colour: int = 0
-    """The newest snapshot that its sender has been cut by; see `snapshots`."""
+    version: int = 0  # Version of the values it was computed from.
+    then_pull: int = 0  # Number of a pull, for the next step, to be answered right after this push; 0: none.
+    colour: int = 0  # The newest snapshot that its sender has been cut by; see `snapshots`.
 
 
 class _ShardReply(_WorkerReply, frozen=True, kw_only=True):
-    version: int
-    """Number of updates the shard has made."""
-    clock: int
-    """Complete steps: all updates of those before it are in its values."""
+    version: int  # Number of updates the shard has made.
+    clock: int  # Complete steps: all updates of those before it are in its values.
     epoch: int
     colour: int = 0
 
@@ -185,13 +166,10 @@ class Pull(_WorkerRequest, frozen=True, tag=True, kw_only=True):
     """Asks for the shard's values, as fresh as the rule demands for a reader at this clock."""
 
     clock: int
-    newer_than: int = -1
-    """Version that the reader has: if there is no newer one, no values are sent."""
-    after: int = -1
-    """Number of the reader's own push that must be included (read-my-writes); -1: none."""
+    newer_than: int = -1  # Version that the reader has: if there is no newer one, no values are sent.
+    after: int = -1  # Number of the reader's own push that must be included (read-my-writes); -1: none.
     start: int = 0
-    stop: int = -1
-    """Only the values [start, stop) of the shard are requested; -1: up to its end."""
+    stop: int = -1  # Only the values [start, stop) of the shard are requested; -1: up to its end.
     colour: int = 0
 
     @property
@@ -203,10 +181,8 @@ class Pull(_WorkerRequest, frozen=True, tag=True, kw_only=True):
 class PullReply(_ShardReply, frozen=True, tag=True, kw_only=True):
     """The shard's values, or the requested range of them, as payload."""
 
-    unchanged: bool = False
-    """The reader has this version; there is no payload."""
-    pushed: PushReply | None = None
-    """Reply to the push that asked for this pull, if not sent before."""
+    unchanged: bool = False  # The reader has this version; there is no payload.
+    pushed: PushReply | None = None  # Reply to the push that asked for this pull, if not sent before.
 
 
 class Fresh(Struct, frozen=True, tag=True, kw_only=True):
@@ -221,8 +197,7 @@ class Fresh(Struct, frozen=True, tag=True, kw_only=True):
 class Trial(_WorkerRequest, frozen=True, tag=True, kw_only=True):
     """A payload to be delivered and inspected like a push, to time it: nothing changes."""
 
-    compressed: bool = False
-    """Whether it is compressed as pushes are; else plain numbers."""
+    compressed: bool = False  # Whether it is compressed as pushes are; else plain numbers.
 
 
 class Tried(_WorkerReply, frozen=True, tag=True, kw_only=True):
@@ -234,8 +209,7 @@ class Tried(_WorkerReply, frozen=True, tag=True, kw_only=True):
 class Fetch(_WorkerRequest, frozen=True, tag=True, kw_only=True):
     """Asks for the whole state of the shard, optimizer included, for a checkpoint."""
 
-    clock: int = 0
-    """Steps that must be complete."""
+    clock: int = 0  # Steps that must be complete.
     after: int = -1
     colour: int = 0
 
@@ -249,8 +223,7 @@ class Load(_WorkerRequest, frozen=True, tag=True, kw_only=True):
 
     version: int
     clock: int
-    took: tuple[tuple[int, int, int], ...] = ()
-    """Workers whose push numbers continue: each with its pushes included in the state, and its clock."""
+    took: tuple[tuple[int, int, int], ...] = ()  # Workers whose numbering continues: pushes in the state, and clock.
 
 
 class Enter(_WorkerRequest, frozen=True, tag=True, kw_only=True):
@@ -297,8 +270,7 @@ class Replicate(Struct, frozen=True, tag=True, kw_only=True):
 
     epoch: int
     index: int
-    committed: int
-    """All replicas hold the entries up to this one."""
+    committed: int  # All replicas hold the entries up to this one.
     entry: Entry
 
 
@@ -317,14 +289,11 @@ class ShardState(Struct, frozen=True, kw_only=True):
     minimum: int
     workers: tuple[tuple[int, int, int, int], ...]
     """For each member: its number, its life, the number of its next push, and its clock; -1: not entered."""
-    order: tuple[int, ...]
-    """Workers that have entered, in order of arrival."""
+    order: tuple[int, ...]  # Workers that have entered, in order of arrival.
     settings: Settings = ()
     overdue: bool = False
-    counts: dict[str, int] = {}
-    """Pushes by status."""
-    origins: tuple[tuple[int, int], ...] = ()
-    """For each worker, the version that its last gradient was computed from, if remembered."""
+    counts: dict[str, int] = {}  # Pushes by status.
+    origins: tuple[tuple[int, int], ...] = ()  # By worker, the version its last gradient was computed from.
 
 
 class Volunteer(Struct, frozen=True, tag=True):
@@ -359,18 +328,15 @@ class Heartbeat(Struct, frozen=True, tag=True):
     """The sender is alive, and this is the newest epoch it knows."""
 
     epoch: int
-    burden: int = 0
-    """Bytes of the largest payload that its sender handles, or is about to."""
+    burden: int = 0  # Bytes of the largest payload that its sender handles, or is about to.
 
 
 class JoinRequest(Struct, frozen=True, tag=True):
     """A worker wants to join, for the first time or again."""
 
     worker: int
-    process: int
-    """Tells a process from the previous one under this worker number."""
-    patient: bool = False
-    """Wait until the others hold a meeting that admits; else join at once."""
+    process: int  # Tells a process from the previous one under this worker number.
+    patient: bool = False  # Wait until the others hold a meeting that admits; else join at once.
 
 
 class Leave(Struct, frozen=True, tag=True):
@@ -390,10 +356,8 @@ class Viewed(Struct, frozen=True, tag=True):
     """The new view, or the current one on request."""
 
     view: ClusterView
-    process: int = -1
-    """The process that it admits, if it answers a `JoinRequest`."""
-    told: tuple[float, ...] = ()
-    """Values brought to the meeting that admitted it."""
+    process: int = -1  # The process that it admits, if it answers a `JoinRequest`.
+    told: tuple[float, ...] = ()  # Values brought to the meeting that admitted it.
 
 
 class Lost(Struct, frozen=True, tag=True):
@@ -405,13 +369,10 @@ class Lost(Struct, frozen=True, tag=True):
 class MeetingArrival(_WorkerRequest, frozen=True, tag=True, kw_only=True):
     """A worker has come to a meeting, with a few numbers for the others. Payload: a row to be summed, if any."""
 
-    what: str
-    """Which meeting, such as `epoch 3`: never the same twice in a run."""
+    what: str  # Which meeting, such as `epoch 3`: never the same twice in a run.
     values: tuple[float, ...] = ()
-    admits: bool = False
-    """When all have come, waiting workers are admitted."""
-    kind: str = ""
-    """Type of the numbers in this worker's row, such as `float32`; empty: no row."""
+    admits: bool = False  # When all have come, waiting workers are admitted.
+    kind: str = ""  # Type of the numbers in this worker's row, such as `float32`; empty: no row.
     colour: int = 0
 
 
@@ -429,14 +390,10 @@ class Met(_WorkerReply, frozen=True, tag=True, kw_only=True):
     """All live workers have come to the meeting. Payload: the sum of their rows, if any."""
 
     what: str
-    ranks: tuple[int, ...]
-    """Workers that came, in order, including any that died afterwards."""
-    values: tuple[tuple[float, ...], ...]
-    """What each brought, in that order."""
-    waiting: tuple[int, ...] = ()
-    """Workers that waited to join when all had come: the same in every reply about this meeting."""
-    colour: int = 0
-    """The newest colour of those that came."""
+    ranks: tuple[int, ...]  # Workers that came, in order, including any that died afterwards.
+    values: tuple[tuple[float, ...], ...]  # What each brought, in that order.
+    waiting: tuple[int, ...] = ()  # Workers that waited to join when all had come: the same in every reply.
+    colour: int = 0  # The newest colour of those that came.
 
 
 class Want(Struct, frozen=True, tag=True):
@@ -463,14 +420,10 @@ class WorkerCut(Struct, frozen=True, kw_only=True):
 
     worker: int
     life: int = 0
-    clock: int
-    """Steps it had finished."""
-    pushes: tuple[int, ...]
-    """How many it had sent to each shard."""
-    seen: tuple[int, ...]
-    """The newest version of each shard that it had heard of; -1: none."""
-    meetings: int = 0
-    """How many meetings it had come from."""
+    clock: int  # Steps it had finished.
+    pushes: tuple[int, ...]  # How many it had sent to each shard.
+    seen: tuple[int, ...]  # The newest version of each shard that it had heard of; -1: none.
+    meetings: int = 0  # How many meetings it had come from.
 
 
 class ShardCut(Struct, frozen=True, kw_only=True):
@@ -503,8 +456,7 @@ class Acknowledged(_WorkerReply, frozen=True, tag=True, kw_only=True):
     """Received; need not be resent. For a `ShardRecorded`, the number is its colour."""
 
 
-Request = Push | Pull | Fetch | Load | Enter | Turned | Trial
-"""What a worker asks of a shard's primary."""
+Request = Push | Pull | Fetch | Load | Enter | Turned | Trial  # What a worker asks of a shard's primary.
 Reply = PushReply | PullReply | Fetched | Entered | Acknowledged | Tried
 _OfReplicas = Replicate | Replicated | Volunteer | Install | BackupReady | Fenced
 _OfViews = Heartbeat | JoinRequest | Leave | Gone | Viewed | Lost
@@ -517,21 +469,15 @@ Message = Request | Reply | Fresh | _OfReplicas | _OfViews | _OfMeetings | _OfSn
 class Timeouts(Struct, frozen=True, kw_only=True):
     """All timeouts, in seconds."""
 
-    heartbeat: float = 0.25
-    """Between two heartbeats; also how often unanswered requests are checked."""
-    silence: float = 1.5
-    """Without a heartbeat for this long, a process is declared dead."""
-    startup: float = 60.0
-    """The same for a process never heard of."""
-    resend: float = 0.5
-    """Until an unanswered request is resent; doubled each time after that."""
+    heartbeat: float = 0.25  # Between two heartbeats; also how often unanswered requests are checked.
+    silence: float = 1.5  # Without a heartbeat for this long, a process is declared dead.
+    startup: float = 60.0  # The same for a process never heard of.
+    resend: float = 0.5  # Until an unanswered request is resent; doubled each time after that.
     longest_resend: float = 2.0
     per_byte: float = 0.0
     """Extra allowance per byte of the largest payload: its transfer time on links, with everything that shares them."""
-    handling: float = 5e-8
-    """The same for handling a large payload: checking, copying and applying it, without a heartbeat meanwhile."""
-    deadline: float = 120.0
-    """Until a request is given up, naming the processes that did not answer."""
+    handling: float = 5e-8  # The same for checking, copying and applying a large payload, without a heartbeat.
+    deadline: float = 120.0  # Until a request is given up, naming the processes that did not answer.
 
     def patience(self, nbytes: int) -> float:
         """Until an unanswered request is resent, with payloads of `nbytes`."""

@@ -27,8 +27,7 @@ class Clocks:
     def __init__(self, workers: Iterable[int], clock: int = 0) -> None:
         self._clocks = dict.fromkeys(workers, clock)
         self._counts = {clock: len(self._clocks)} if self._clocks else {}
-        self.minimum = clock
-        """The smallest clock; with no live worker, its last value."""
+        self.minimum = clock  # The smallest clock; with no live worker, its last value.
 
     def __len__(self) -> int:
         return len(self._clocks)
@@ -142,12 +141,9 @@ class Pacing(Generic[Item]):
     def __init__(self, rule: Rule, workers: Iterable[int]) -> None:
         self.rule = rule
         self._aggregated = rule.aggregated
-        self.clocks = Clocks(workers)
-        """Finished steps of each worker that is waited for."""
-        self.overdue = False
-        """The deadline of the open step has passed."""
-        self.completed = 0
-        """Closed steps, under a rule that aggregates: the number of the open one."""
+        self.clocks = Clocks(workers)  # Finished steps of each worker that is waited for.
+        self.overdue = False  # The deadline of the open step has passed.
+        self.completed = 0  # Closed steps, under a rule that aggregates: the number of the open one.
         self._begun = False
         self._answers: set[int] = set()
         self._code = code_for(len(self.clocks), rule.coded, rule.cyclic) if rule.coded else None

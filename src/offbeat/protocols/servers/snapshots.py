@@ -19,26 +19,13 @@ from msgspec.structs import replace
 
 from offbeat.protocols.colouring import Colour, Keep, Record, Recording, Write
 from offbeat.protocols.machine import NOTHING, Effects, Name, Payload
-from offbeat.protocols.servers.messages import (
-    Announce,
-    ClusterView,
-    Entry,
-    Push,
-    PushRefused,
-    ShardCut,
-    ShardRecorded,
-    SnapshotWritten,
-    Turned,
-    WorkerCut,
-    worker_name,
-)
+from offbeat.protocols.servers import messages as msg
+from offbeat.protocols.servers.messages import ClusterView, Push, ShardCut, ShardRecorded, WorkerCut, worker_name
 from offbeat.protocols.servers.replica.fencing import Fence
 from offbeat.protocols.servers.replica.shard import Shard
 
-PATIENCE = 30.0
-"""Seconds after which an incomplete snapshot is given up."""
-ATTEMPTS = 50
-"""Failed snapshots in a row after which the request is dropped."""
+PATIENCE = 30.0  # Seconds after which an incomplete snapshot is given up.
+ATTEMPTS = 50  # Failed snapshots in a row after which the request is dropped.
 _CHANGED = "who takes part has changed"
 
 
@@ -78,8 +65,7 @@ class ShardColour:
         self.own = 0
         self._shard, self._fence = shard, fence
         self._cut = ShardCut(shard=number, version=0, taken=(), in_flight=())
-        self.recording: Recording | None = None
-        """What was in flight to it, while it is still arriving."""
+        self.recording: Recording | None = None  # What was in flight to it, while it is still arriving.
         self._report: ShardRecorded | None = None
 
     def _taken(self) -> dict[int, tuple[int, int, int]]:
@@ -93,15 +79,15 @@ class ShardColour:
             self.recording, self._report = Recording(colour), None
             out.start(Record(colour))
 
-    def told(self, turned: Turned, out: Effects) -> None:
+    def told(self, turned: msg.Turned, out: Effects) -> None:
         """A worker has reported how many of its pushes are from before its cut."""
         if self.recording and turned.colour == self.own:
             self.recording.expected[turned.worker] = turned.pushes
         self._complete(out)
 
-    def record(self, entry: Entry, payload: Payload, out: Effects) -> None:
+    def record(self, entry: msg.Entry, payload: Payload, out: Effects) -> None:
         """An entry was applied while a snapshot is being taken."""
-        if isinstance(entry, PushRefused):
+        if isinstance(entry, msg.PushRefused):
             entry, payload = replace(entry.push, start=0, stop=0), NOTHING
         if isinstance(entry, Push):
             self.applied(entry, payload, out)
@@ -172,8 +158,7 @@ class Snapshots:
     """The coordinator's side: one snapshot at a time, announced to all workers until all parts are there."""
 
     def __init__(self) -> None:
-        self.colour = 0
-        """The last one begun."""
+        self.colour = 0  # The last one begun.
         self._wanted = False
         self._attempts = 0
         self._open: _OpenSnapshot | None = None
@@ -206,9 +191,9 @@ class Snapshots:
     def _announce(self, taking: _OpenSnapshot, view: ClusterView, out: Effects) -> None:
         for worker in view.workers:
             if worker not in taking.workers:
-                out.send(worker_name(worker), Announce(taking.colour))
+                out.send(worker_name(worker), msg.Announce(taking.colour))
 
-    def recorded(self, message: SnapshotWritten, view: ClusterView, out: Effects) -> None:
+    def recorded(self, message: msg.SnapshotWritten, view: ClusterView, out: Effects) -> None:
         """A worker has recorded its part, or was too late."""
         taking = self._open
         if taking is None or message.colour != taking.colour or view.life(message.worker) != message.life:

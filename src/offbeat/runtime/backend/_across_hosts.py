@@ -16,7 +16,7 @@ from offbeat.protocols.collectives import Collective
 from offbeat.protocols.collectives.across_hosts import parts_across_hosts
 from offbeat.protocols.schedule import Layout, View
 from offbeat.runtime.backend._host_discovery import RankHosts
-from offbeat.runtime.backend._in_host import HostCollectives
+from offbeat.runtime.backend.in_host.collectives import HostCollectives
 from offbeat.runtime.collectives.one_sided.arena import Arena
 
 _SIZES = 256

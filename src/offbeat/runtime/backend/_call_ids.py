@@ -22,7 +22,7 @@ _DTYPES = (
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
     *(torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64),
 )
-_KIND_OF = {name: number for number, name in enumerate(KINDS)}
+KIND_OF = {name: number for number, name in enumerate(KINDS)}
 _DTYPE_OF = {dtype: number for number, dtype in enumerate(_DTYPES)}
 _OPERATION_OF = {operation: number for number, operation in enumerate(OPERATIONS)}
 _NO_DTYPE = 63
@@ -39,12 +39,16 @@ class MismatchError(CollectiveError):
 def mark(kind: str, dtype: torch.dtype | None = None, count: int = 0, operation: Any = None, root: int = 0) -> int:
     """The number of a call; equal on ranks that make the same call."""
     return (
-        _KIND_OF[kind]
+        KIND_OF[kind]
         | _OPERATION_OF.get(operation, 15) << 4
         | (_NO_DTYPE if dtype is None else _DTYPE_OF.get(dtype, 62)) << 8
         | (root & 0x3FF) << 14
         | (count & 0x7FFFFFFFFF) << 24
     )
+
+
+def is_all_to_all(number: int) -> bool:
+    return KINDS[number & 15] == "all_to_all"
 
 
 def count_of(number: int) -> int:

@@ -6,19 +6,18 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from offbeat.runtime.backend._call_ids import CollectiveError, in_words, ranks_in_words, shapes
-from offbeat.runtime.backend._checks import flat, operation_of
-from offbeat.runtime.backend._fast_path import DONE, profiling, quick
-from offbeat.runtime.backend._in_host import HostCollectives
+from offbeat.runtime.backend._checks import flat
+from offbeat.runtime.backend._fast_path import DONE, profile, profiling, quick
 from offbeat.runtime.backend._op_queue import OpQueue, QueuedOp, may_be_waited_for_by_tensor
+from offbeat.runtime.backend.in_host.collectives import HostCollectives
+from offbeat.runtime.backend.in_host.runner import UnequalBlocksError
 from offbeat.runtime.collectives.one_sided.arena import HAS_FAILED, Arena
 from offbeat.runtime.collectives.one_sided.native import UNKNOWN, Turns
 
 _UNSET = timedelta(milliseconds=-1)
-_begin_event: Any = torch._C._autograd._record_function_with_args_enter  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
 class Calls:
@@ -37,16 +36,38 @@ class Calls:
         """From now on run operations in this arena; `local` are the collectives that go through it."""
         self._arena, self._local = arena, local
         self._quick = quick(None if local is None else local.runner, self.line)
-        self.begin: Callable[[Any, Any], Any] = self._quick.begin
-        """Starts an all-reduce that has a plan; see `Unbegun`."""
+        self.begin: Callable[..., Any] = self._quick.begin
+        """Starts a collective that has a plan; see `Unbegun`."""
 
     @property
     def asked(self) -> int:
         """Number of operations called so far."""
         return self._asked + self._quick.asked
 
-    def do(self, what: str, act: Callable[[], None], options: Any, tensors: Sequence[Tensor], result: Any) -> Any:
-        """Run it now if the call is synchronous and the queue is empty; otherwise queue it."""
+    def do(
+        self,
+        what: str,
+        act: Callable[[], None],
+        options: Any,
+        tensors: Sequence[Tensor],
+        result: Any,
+        begun: tuple[Turns, int] | None = None,
+        unequal: Callable[[], None] | None = None,
+    ) -> Any:
+        """Run it now if the call is synchronous and the queue is empty; otherwise queue it.
+
+        Args:
+            what: the collective.
+            act: runs it.
+            options: of the call.
+            tensors: for error messages.
+            result: tensors of the result.
+            begun: what the fast path has started and not finished, if it has.
+            unequal: finishes what it has started, if not all ranks' blocks fit into slots.
+
+        """
+        if begun is not None:
+            return self._finish(begun, what, act, options, tensors, unequal)
         self._asked += 1
 
         def acted() -> None:
@@ -66,15 +87,28 @@ class Calls:
             pending.announce(flat(result))
         return pending
 
-    def finish(self, begun: tuple[Turns, int], tensors: list[Tensor], options: Any) -> Any:
+    def _finish(
+        self,
+        begun: tuple[Turns, int],
+        what: str,
+        act: Callable[[], None],
+        options: Any,
+        tensors: Sequence[Tensor],
+        unequal: Callable[[], None] | None,
+    ) -> Any:
         """Finish what `begin` started, holding the turn: a rank is late, or it is not compiled for this slot."""
-        self._now = ("all_reduce", tensors, options)
+        self._now = (what, tensors, options)
         turns, code = begun
         try:
             if code == UNKNOWN:
-                self._local.all_reduce(tensors, operation_of(options))
+                act()
             else:
-                self._local.runner.finish(turns, code)
+                try:
+                    self._local.runner.finish(turns, code)
+                except UnequalBlocksError:
+                    if unequal is None:
+                        raise
+                    unequal()
         except BaseException as error:
             self._spoil(error)
             raise
@@ -128,16 +162,13 @@ class Calls:
 
     def _recorded(self, what: str, act: Callable[[], None], tensors: Sequence[Tensor]) -> Callable[[], None]:
         """An event for torch's profiler, as Gloo records them: from the call until it is done, on another thread."""
-        record = _begin_event(f"{self._backend}:{what}", *tensors)
-        done: Any = torch.futures.Future()
-        # The profiler belongs to the caller's thread: another thread can end an event only through a future.
-        torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(record, done)
+        ended = profile(f"{self._backend}:{what}", tensors)
 
         def recorded() -> None:
             try:
                 act()
             finally:
-                done.set_result(None)
+                ended()
 
         return recorded
 

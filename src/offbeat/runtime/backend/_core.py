@@ -21,9 +21,9 @@ from offbeat.runtime.backend._checks import Fit, in_place
 from offbeat.runtime.backend._default_algorithm import GLOO, native
 from offbeat.runtime.backend._gloo import Far
 from offbeat.runtime.backend._host_discovery import RankHosts, anew, find_hosts, open_arena
-from offbeat.runtime.backend._in_host import HostCollectives
 from offbeat.runtime.backend._op_queue import QueuedOp
-from offbeat.runtime.backend._point_to_point import Messages
+from offbeat.runtime.backend._point_to_point import GlooMessages, HostMessages
+from offbeat.runtime.backend.in_host.collectives import HostCollectives
 from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.system.malloc import keep_freed_memory
 
@@ -83,7 +83,7 @@ class Core(_ProcessGroup):
         self._calls.use(arena, self.local)
         self._do, self._begin = self._calls.do, self._calls.begin
         self._fit = Fit(rank, size)
-        self._messages = Messages(self._gloo, self._stock, rank, names, arena)
+        self._messages = self._open_messages(names, lambda: calls().timeout.total_seconds())
         several = arena is not None and 1 < self.hosts.count < size
         self._spread = AcrossHosts(arena, self.hosts, store, timeout) if arena is not None and several else None
         self._way: Any = self.local
@@ -93,6 +93,13 @@ class Core(_ProcessGroup):
             if size > 1:
                 own = dist.ProcessGroupGloo(dist.PrefixStore("far/", store), rank, size, timeout)
             self._way = Far(own, self._spread, rank, size, lambda: calls().patience())
+
+    def _open_messages(self, names: Sequence[int], timeout: Callable[[], float]) -> GlooMessages | HostMessages:
+        arena, gloo = self._arena, GlooMessages(self._gloo, self._stock, self._rank, names, self._arena)
+        channels = arena.open_channels() if arena is not None and self.hosts.count == 1 else None
+        if arena is None or channels is None:
+            return gloo
+        return HostMessages(channels, arena, gloo, timeout, self.getBackendName())
 
     def at_once(self, act: Callable[[], None], what: str, tensors: Sequence[Tensor] = ()) -> None:
         """Let `act` use the shared memory once the queue is empty; every rank calls this with the same."""
@@ -126,8 +133,8 @@ class Core(_ProcessGroup):
 
     @property
     def messages(self) -> Any:
-        """The group for single messages."""
-        return self._gloo
+        """Sends and receives single messages."""
+        return self._messages
 
     def shared_tensor(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A tensor of zeros that the other ranks can read, so that all-reducing it copies nothing. All ranks call this.
@@ -184,6 +191,7 @@ class Core(_ProcessGroup):
         self._calls.line.close(self._calls.abort)
         if self._arena is not None:
             self._arena.leave()
+        self._messages.close()
         self._gloo.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""All-reduces that start without the interpreter: one tensor, synchronous, of a kind that was compiled before.
+"""Collectives that start without the interpreter: synchronous ones of ordinary tensors, compiled before.
 
 This is what most programs do most. `quick.c` looks the call up in a group's plans (`Runner.plans`) and starts it; where
 it was not built, and for every unusual call, the ordinary path ends at the same plans.
@@ -7,40 +7,51 @@ it was not built, and for every unusual call, the ordinary path ends at the same
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions
 from torch.distributed import ReduceOp
 
 from offbeat.runtime.backend._op_queue import Finished, OpQueue
-from offbeat.runtime.backend._runner import Runner
+from offbeat.runtime.backend.in_host.runner import Runner
 from offbeat.runtime.collectives.one_sided.kernels import OPERATIONS
 from offbeat.runtime.collectives.one_sided.native import Turns, library
 from offbeat.runtime.system.malloc import give_back_excess
 
-VERSION = 2
+VERSION = 3
+REDUCES, ROOTED = 1, 2
+"""Flags of a collective: its options have a reduction, or a root."""
 DONE = Finished()
 """The work of a call that was done before it returned."""
 profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 """Whether torch's profiler is recording."""
+_begin_event: Any = torch._C._autograd._record_function_with_args_enter  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
+
+def profile(name: str, tensors: Sequence[Tensor]) -> Callable[[], None]:
+    """Begin an event for torch's profiler; call the result, on any thread, to end it."""
+    record = _begin_event(name, *tensors)
+    done: Any = torch.futures.Future()
+    # The profiler belongs to the caller's thread: another thread can end an event only through a future.
+    torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(record, done)
+    return lambda: done.set_result(None)
 
 
 class Unbegun:
     """Stands in where there is no fast path."""
 
     asked = 0
-    """Number of all-reduces started."""
+    """Number of collectives started."""
 
-    def begin(self, tensors: Any, options: Any) -> Any:
+    def begin(self, kind: int, flags: int, options: Any, outputs: Any, inputs: Any) -> Any:
         """`DONE` if the call is done; None if it is not for the fast path, and nothing was touched.
 
         Otherwise the plan and the code that the library returned: then the caller holds the turn, and must finish the
-        all-reduce and release it.
+        collective and release it.
         """
 
 
@@ -72,6 +83,6 @@ def quick(runner: Runner | None, line: OpQueue) -> Any:
         return Unbegun()
     address = ctypes.cast(native.offbeat_start, ctypes.c_void_p).value
     devices = torch.accelerator.current_accelerator() is not None
-    torchs = (AllreduceOptions, Tensor, torch.strided, profiling)
+    torchs = (Tensor, torch.strided, profiling)
     waiting = (line.queue, line.lock.acquire, line.lock.release)
     return quicker(runner.plans, *waiting, DONE, *torchs, Turns, give_back_excess, devices, address)

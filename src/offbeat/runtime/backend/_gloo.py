@@ -77,7 +77,8 @@ class Far:
             self._divide(held, operation)
             tensor.detach().copy_(held)
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, whole: Tensor | None = None) -> None:
+        del whole
         rows, mine = [_bytes(output) for output in outputs], _bytes(tensor)
         if len({row.numel() for row in rows}) == 1:
             if mine.numel():
@@ -102,7 +103,10 @@ class Far:
             rows = [[_bytes(tensor) for tensor in inputs]] if self._rank == root else []
             self._gloo.scatter([_bytes(output)], rows, self._set(c10d.ScatterOptions(), root=root)).wait()
 
-    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], operation: Any) -> None:
+    def reduce_scatter(
+        self, output: Tensor, inputs: Sequence[Tensor], operation: Any, whole: Tensor | None = None
+    ) -> None:
+        del whole
         held = self._widened(output, operation)
         rows = [self._widened(tensor, operation).reshape(-1) for tensor in inputs]
         if sum(row.numel() for row in rows):
@@ -113,7 +117,10 @@ class Far:
         if held.data_ptr() != output.data_ptr():
             output.detach().copy_(held)
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    def all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], wholes: Sequence[Tensor] = (), splits: Any = ()
+    ) -> None:
+        del wholes, splits
         sent, rows = [_bytes(tensor) for tensor in inputs], [_bytes(tensor) for tensor in outputs]
         sizes = [row.numel() for row in rows]
         received = torch.empty(sum(sizes), dtype=torch.uint8)

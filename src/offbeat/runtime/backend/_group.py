@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d  # pyright: ignore[reportPrivateUsage]
-from torch._C._distributed_c10d import AllreduceOptions
 
+from offbeat.runtime.backend._call_ids import KIND_OF
 from offbeat.runtime.backend._checks import (
     alike,
     also_called,
@@ -22,50 +22,32 @@ from offbeat.runtime.backend._checks import (
     in_lists,
     in_place,
     listed,
-    operation_of,
     options,
     rows,
 )
-from offbeat.runtime.backend._core import Core
-from offbeat.runtime.backend._fast_path import DONE
+from offbeat.runtime.backend._fast_path import DONE, ROOTED
+from offbeat.runtime.backend._point_to_point import check_peer
+from offbeat.runtime.backend._reducing_group import ReducingGroup
 
 _NOTHING: tuple[Tensor, ...] = ()
+_BROADCAST, _ALL_GATHER, _GATHER, _SCATTER, _ALL_TO_ALL, _BARRIER = (
+    KIND_OF[what] for what in ("broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier")
+)
 
 
-class OffbeatGroup(Core):
+class OffbeatGroup(ReducingGroup):
     """A torch process group for CPU tensors: shared memory inside a host, Gloo between hosts and for point-to-point.
 
     Operations of one group run in the order of their calls. A synchronous call runs at once if the queue is empty; all
     others run on a thread of the group, so that the caller can go on.
     """
 
-    def allreduce(
-        self, tensors: Any = None, opts: Any = None, op: Any = None, timeout: Any = None, *, tensor: Any = None
-    ) -> Any:
-        """Reduce one tensor over all ranks, in place."""
-        begun = self._begin(tensors, opts)
-        if begun is DONE:
-            return DONE
-        if begun is not None:
-            return self._calls.finish(begun, tensors, opts)
-        tensors, opts = listed(tensors if tensor is None else tensor), options(AllreduceOptions, opts, op, timeout)
-        if len(tensors) != 1 or not alike(tensors):
-            return self._stock.allreduce(tensors, opts)
-        return self._do(
-            "all_reduce", partial(self._way.all_reduce, tensors, operation_of(opts)), opts, tensors, tensors
-        )
-
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
-        """Reduce several tensors of one dtype over all ranks, in place."""
-        opts, tensors = opts or c10d.AllreduceCoalescedOptions(), list(tensors)
-        if not tensors or not alike(tensors):
-            return self._stock.allreduce_coalesced(tensors, opts)
-        act = partial(self._way.all_reduce_coalesced, tensors, operation_of(opts))
-        return self._do("all_reduce", act, opts, tensors, tensors)
-
     @also_called(tensor="tensors")
     def broadcast(self, tensors: Any, opts: Any = None, root: int | None = None, timeout: Any = None) -> Any:
         """Copy the root's tensor to every rank, in place."""
+        begun = self._begin(_BROADCAST, ROOTED, opts, tensors, None)
+        if begun is DONE:
+            return DONE
         tensors, opts = listed(tensors), options(c10d.BroadcastOptions, opts, None, timeout, root)
         way, source = self._way, opts.rootRank
         if len(tensors) != 1 or opts.rootTensor or not self._fit.usual(source, tensors):
@@ -75,27 +57,14 @@ class OffbeatGroup(Core):
             with in_place(tensors, self._rank != source) as (held,):
                 way.broadcast(held, source)
 
-        return self._do("broadcast", act, opts, tensors, tensors)
-
-    @also_called(tensor="tensors")
-    def reduce(
-        self, tensors: Any, opts: Any = None, root: int | None = None, op: Any = None, timeout: Any = None
-    ) -> Any:
-        """Reduce one tensor over all ranks to the root, in place."""
-        tensors, opts = listed(tensors), options(c10d.ReduceOptions, opts, op, timeout, root)
-        way, source, operation = self._way, opts.rootRank, operation_of(opts)
-        if len(tensors) != 1 or opts.rootTensor or not self._fit.usual(source, tensors):
-            return self._stock.reduce(tensors, opts)
-
-        def act() -> None:
-            with in_place(tensors, self._rank == source) as (held,):
-                way.reduce(held, operation, source)
-
-        return self._do("reduce", act, opts, tensors, tensors)
+        return self._do("broadcast", act, opts, tensors, tensors, begun)
 
     @also_called(input_tensor="input_tensors")
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Gather all ranks' tensors in a list on every rank; sizes may differ."""
+        begun = self._begin(_ALL_GATHER, 0, opts, output_tensors, input_tensors)
+        if begun is DONE:
+            return DONE
         output_tensors, input_tensors = in_lists(output_tensors, input_tensors)
         opts = options(c10d.AllgatherOptions, opts, None, timeout)
         way = self._way
@@ -107,7 +76,7 @@ class OffbeatGroup(Core):
             with in_place(outputs) as held:
                 way.all_gather(held, dense(tensor))
 
-        return self._do("all_gather", act, opts, input_tensors, outputs)
+        return self._do("all_gather", act, opts, input_tensors, outputs, begun)
 
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Any:
         """Several all-gathers in one call; results are by rank, then by tensor."""
@@ -129,11 +98,14 @@ class OffbeatGroup(Core):
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002 - torch's name
         """Gather all ranks' tensors, concatenated, on every rank."""
+        begun = self._begin(_ALL_GATHER, 0, opts, output, input)
+        if begun is DONE:
+            return DONE
         opts = opts or c10d.AllgatherOptions()
         if not self._fit.times([output], [input]):
             return self._stock._allgather_base(output, input, opts)
         act = partial(_gather_rows, self._way, self._size, [output], [input])
-        return self._do("all_gather_into_tensor", act, opts, [input], [output])
+        return self._do("all_gather_into_tensor", act, opts, [input], [output], begun)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         self._fit.check_times(outputs, inputs)
@@ -145,6 +117,9 @@ class OffbeatGroup(Core):
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: int | None = None, timeout: Any = None
     ) -> Any:
         """Gather all ranks' tensors in a list at the root."""
+        begun = self._begin(_GATHER, ROOTED, opts, output_tensors, input_tensors)
+        if begun is DONE:
+            return DONE
         output_tensors, input_tensors = in_lists(output_tensors, input_tensors)
         opts = options(c10d.GatherOptions, opts, None, timeout, root)
         way, source = self._way, opts.rootRank
@@ -157,13 +132,16 @@ class OffbeatGroup(Core):
             with in_place(outputs) as held:
                 way.gather(held, dense(tensor), source)
 
-        return self._do("gather", act, opts, input_tensors, outputs)
+        return self._do("gather", act, opts, input_tensors, outputs, begun)
 
     @also_called(output_tensor="output_tensors")
     def scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: int | None = None, timeout: Any = None
     ) -> Any:
         """Send each rank one of the root's tensors."""
+        begun = self._begin(_SCATTER, ROOTED, opts, output_tensors, input_tensors)
+        if begun is DONE:
+            return DONE
         input_tensors, output_tensors = in_lists(input_tensors, output_tensors)
         opts = options(c10d.ScatterOptions, opts, None, timeout, root)
         way, source = self._way, opts.rootRank
@@ -175,43 +153,13 @@ class OffbeatGroup(Core):
             with in_place(output_tensors) as (held,):
                 way.scatter(held, [dense(tensor) for tensor in inputs], source)
 
-        return self._do("scatter", act, opts, output_tensors, output_tensors)
-
-    @also_called(output="output_tensors", input="input_tensors")
-    def reduce_scatter(
-        self, output_tensors: Any, input_tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
-    ) -> Any:
-        """Give rank r the reduction of all ranks' tensor r."""
-        input_tensors, output_tensors = in_lists(input_tensors, output_tensors)
-        opts = options(c10d.ReduceScatterOptions, opts, op, timeout)
-        way = self._way
-        if not self._fit.one_for_each(input_tensors, output_tensors, uneven=True):
-            return self._stock.reduce_scatter(output_tensors, input_tensors, opts)
-        output, inputs, operation = output_tensors[0], input_tensors[0], operation_of(opts)
-
-        def act() -> None:
-            with in_place([output]) as (held,):
-                way.reduce_scatter(held, [dense(tensor) for tensor in inputs], operation)
-
-        return self._do("reduce_scatter", act, opts, inputs, output_tensors)
-
-    @also_called(outputTensor="output", inputTensor="input")
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002 - torch's name
-        """Give rank r the r-th part of the reduction of all ranks' tensor."""
-        opts = opts or c10d.ReduceScatterOptions()
-        if not self._fit.times([input], [output]):
-            return self._stock._reduce_scatter_base(output, input, opts)
-        act = partial(_reduce_rows, self._way, self._size, [output], [input], operation_of(opts))
-        return self._do("reduce_scatter_tensor", act, opts, [input], [output])
-
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        self._fit.check_times(inputs, outputs)
-        opts = opts or c10d.ReduceScatterOptions()
-        act = partial(_reduce_rows, self._way, self._size, outputs, inputs, operation_of(opts))
-        return self._do("reduce_scatter_tensor_coalesced", act, opts, inputs, outputs)
+        return self._do("scatter", act, opts, output_tensors, output_tensors, begun)
 
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
         """Make tensor t of rank s tensor s of rank t; sizes may differ."""
+        begun = self._begin(_ALL_TO_ALL, 0, opts, output_tensors, input_tensors)
+        if begun is DONE:
+            return DONE
         opts = opts or c10d.AllToAllOptions()
         way, size = self._way, self._size
         if not len(output_tensors) == len(input_tensors) == size or not alike([*output_tensors, *input_tensors]):
@@ -221,7 +169,10 @@ class OffbeatGroup(Core):
             with in_place(output_tensors) as held:
                 way.all_to_all(held, [dense(tensor) for tensor in input_tensors])
 
-        return self._do("all_to_all", act, opts, input_tensors, output_tensors)
+        def unequal() -> None:
+            way.large_all_to_all(output_tensors, input_tensors)
+
+        return self._do("all_to_all", act, opts, input_tensors, output_tensors, begun, unequal)
 
     @also_called(output_split_sizes="output_splits", input_split_sizes="input_splits")
     def all_to_all_single(
@@ -233,6 +184,9 @@ class OffbeatGroup(Core):
         opts: Any = None,
     ) -> Any:
         """The same with parts of one tensor, split along its first dimension."""
+        begun = None if output_splits or input_splits else self._begin(_ALL_TO_ALL, 0, opts, output, input)
+        if begun is DONE:
+            return DONE
         opts = opts or c10d.AllToAllOptions()
         way, size = self._way, self._size
         fits = cuts_well(output, output_splits, size) and cuts_well(input, input_splits, size)
@@ -241,35 +195,37 @@ class OffbeatGroup(Core):
 
         def act() -> None:
             with in_place([output]) as (held,):
-                pieces = cut(dense(input), input_splits, size)
-                way.all_to_all(cut(held, output_splits, size), pieces)
+                whole = dense(input)
+                splits = (*output_splits, "to", *input_splits) if output_splits or input_splits else ()
+                outputs, inputs = cut(held, output_splits, size), cut(whole, input_splits, size)
+                way.all_to_all(outputs, inputs, (held, whole), splits)
 
-        return self._do("all_to_all", act, opts, [input], [output])
+        def unequal() -> None:
+            way.large_all_to_all(cut(output, (), size), cut(input, (), size))
+
+        return self._do("all_to_all", act, opts, [input], [output], begun, unequal)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
-        return self._do(
-            "barrier", self._way.barrier, options(c10d.BarrierOptions, opts, None, timeout), _NOTHING, _NOTHING
-        )
+        begun = self._begin(_BARRIER, 0, opts, None, None)
+        if begun is DONE:
+            return DONE
+        opts = options(c10d.BarrierOptions, opts, None, timeout)
+        return self._do("barrier", self._way.barrier, opts, _NOTHING, _NOTHING, begun)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    @also_called(dstRank="dst")
-    def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
-        tensors = listed(tensors)
-        return self._messages.begin("send", tensors, dst, lambda gloo: gloo.send(tensors, dst, tag))
+    def send(self, tensors: Any, dst: int = -1, tag: int = 0, *, dstRank: int | None = None) -> Any:  # noqa: N803 - torch's name
+        return self._messages.send(tensors, dst if dstRank is None else dstRank, tag)
 
-    @also_called(srcRank="src")
-    def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
-        tensors = listed(tensors)
-        return self._messages.begin("recv", tensors, src, lambda gloo: gloo.recv(tensors, src, tag))
+    def recv(self, tensors: Any, src: int = -2, tag: int = 0, *, srcRank: int | None = None) -> Any:  # noqa: N803 - torch's name
+        source = src if srcRank is None else srcRank
+        check_peer(source, self._size)
+        return self._messages.recv(tensors, source, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        tensors = listed(tensors)
-        return self._messages.begin("recv", tensors, None, lambda gloo: gloo.recv_anysource(tensors, tag))
+        return self._messages.recv(tensors, -1, tag)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names the missing ranks at rank 0."""
@@ -279,10 +235,4 @@ class OffbeatGroup(Core):
 def _gather_rows(way: Any, size: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     for output, tensor in zip(outputs, inputs, strict=True):
         with in_place([output]) as (held,):
-            way.all_gather(rows(held, size), dense(tensor))
-
-
-def _reduce_rows(way: Any, size: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor], operation: Any) -> None:
-    for output, tensor in zip(outputs, inputs, strict=True):
-        with in_place([output]) as (held,):
-            way.reduce_scatter(held, rows(dense(tensor), size), operation)
+            way.all_gather(rows(held, size), dense(tensor), held)

@@ -1,6 +1,6 @@
-/* The fast path to an all-reduce that was compiled before: looked up and started without the interpreter.
+/* The fast path to a collective that was compiled before: looked up and started without the interpreter.
  *
- * An extension module of Python's stable ABI (3.11 on). It reads the tensor through its Python methods, so that no torch
+ * An extension module of Python's stable ABI (3.11 on). It reads tensors through their Python methods, so that no torch
  * headers are needed, and calls the library of native.c by its address.
  */
 #define PY_SSIZE_T_CLEAN
@@ -8,25 +8,35 @@
 #include <Python.h>
 #include <stdint.h>
 
-#define VERSION 2
+#define VERSION 3
+enum { MOST = 33, REDUCES = 1, ROOTED = 2 };
 
-typedef int64_t (*start_t)(void *, void *);
+typedef int64_t (*start_t)(void *, void *const *, int64_t);
 
 /* Attributes of options, tensors and plans. */
-enum { ASYNC, OPERATION, CPU, LAYOUT, CONTIGUOUS, NEGATED, ADDRESS, COUNT, KIND, PLACE, NAMES };
+enum { ASYNC, OPERATION, ROOT, CPU, LAYOUT, CONTIGUOUS, NEGATED, ADDRESS, COUNT, KIND, PLACE, BYTES, NAMES };
 static const char *const WORDS[NAMES] = {
-    "asyncOp", "reduceOp", "is_cpu", "layout", "is_contiguous", "is_neg", "data_ptr", "numel", "dtype", "address",
+    "asyncOp",       "reduceOp", "rootRank", "is_cpu", "layout", "is_contiguous",
+    "is_neg",        "data_ptr", "numel",    "dtype",  "address", "nbytes",
 };
 static PyObject *names[NAMES];
 
 /* Everything that does not change from call to call, in the order of the constructor's arguments. */
-enum { PLANS, QUEUE, ACQUIRE, RELEASE, DONE, OPTIONS, TENSOR, STRIDED, PROFILING, TURNS, LOOK, DEVICES, THINGS };
+enum { PLANS, QUEUE, ACQUIRE, RELEASE, DONE, TENSOR, STRIDED, PROFILING, TURNS, LOOK, DEVICES, THINGS };
 typedef struct {
     PyObject_HEAD
     PyObject *things[THINGS];
     start_t start;
     long long asked, large;
 } quick_t;
+
+/* The tensors of a call, in the order of its arguments. */
+typedef struct {
+    PyObject *tensors[MOST];
+    void *addresses[MOST];
+    Py_ssize_t bytes[MOST];
+    Py_ssize_t count;
+} operands_t;
 
 /* Whether a value is this very object; steals the reference to it. -1: an error is set. */
 static int is(PyObject *value, PyObject *expected) {
@@ -35,37 +45,94 @@ static int is(PyObject *value, PyObject *expected) {
     return value == expected;
 }
 
-/* Whether it is an ordinary call: one contiguous CPU tensor, synchronous, and not profiled. */
-static int usual(quick_t *self, PyObject *tensors, PyObject *options) {
-    PyObject **things = self->things, *tensor;
+/* Collect a tensor, or the tensors of a list or of a list of lists; None adds nothing. */
+static int collected(quick_t *self, PyObject *argument, operands_t *operands) {
+    if (argument == Py_None) return 1;
+    if ((PyObject *)Py_TYPE(argument) == self->things[TENSOR]) {
+        if (operands->count == MOST) return 0;
+        operands->tensors[operands->count++] = argument;
+        return 1;
+    }
+    if (!PyList_CheckExact(argument)) return 0;
+    for (Py_ssize_t i = 0, n = PyList_Size(argument); i < n; i++)
+        if (!collected(self, PyList_GetItem(argument, i), operands)) return 0;
+    return 1;
+}
+
+/* Whether a tensor is an ordinary one: contiguous, on the CPU. */
+static int usual(quick_t *self, PyObject *tensor) {
+    PyObject **things = self->things;
     int good;
-    if ((PyObject *)Py_TYPE(options) != things[OPTIONS] || !PyList_CheckExact(tensors) || PyList_Size(tensors) != 1)
-        return 0;
-    tensor = PyList_GetItem(tensors, 0);
-    if ((PyObject *)Py_TYPE(tensor) != things[TENSOR]) return 0;
-    if ((good = is(PyObject_GetAttr(options, names[ASYNC]), Py_False)) != 1) return good;
     /* Without devices, data is in main memory, or nowhere. */
     if (things[DEVICES] != Py_False && (good = is(PyObject_GetAttr(tensor, names[CPU]), Py_True)) != 1) return good;
     if ((good = is(PyObject_GetAttr(tensor, names[LAYOUT]), things[STRIDED])) != 1) return good;
     if ((good = is(PyObject_CallMethodObjArgs(tensor, names[CONTIGUOUS], NULL), Py_True)) != 1) return good;
-    if ((good = is(PyObject_CallMethodObjArgs(tensor, names[NEGATED], NULL), Py_False)) != 1) return good;
-    return is(PyObject_CallNoArgs(things[PROFILING]), Py_False);
+    return is(PyObject_CallMethodObjArgs(tensor, names[NEGATED], NULL), Py_False);
 }
 
-/* The key of a plan: count, dtype and operation. */
-static PyObject *key_of(PyObject *tensor, PyObject *options, Py_ssize_t *count) {
-    PyObject *parts[3] = {
-        PyObject_CallMethodObjArgs(tensor, names[COUNT], NULL),
-        PyObject_GetAttr(tensor, names[KIND]),
-        NULL,
-    };
-    PyObject *operation = PyObject_GetAttr(options, names[OPERATION]), *key = NULL;
-    if (operation) parts[2] = PyLong_FromSsize_t(PyObject_Hash(operation)); /* Its hash is its number. */
-    if (parts[0] && parts[1] && parts[2]) key = PyTuple_Pack(3, parts[0], parts[1], parts[2]);
-    if (key) *count = PyLong_AsSsize_t(parts[0]);
-    for (int i = 0; i < 3; i++) Py_XDECREF(parts[i]);
-    Py_XDECREF(operation);
+/* The number in an object, whose reference is stolen; -1 with an error set if there is none. */
+static Py_ssize_t number_from(PyObject *given) {
+    Py_ssize_t number = given ? PyLong_AsSsize_t(given) : -1;
+    Py_XDECREF(given);
+    return number;
+}
+
+/* Root and reduction of a call as one number; -1 with an error set. */
+static Py_ssize_t detail_of(PyObject *options, long flags) {
+    Py_ssize_t root = 0, operation = 0;
+    if (flags & ROOTED && (root = number_from(PyObject_GetAttr(options, names[ROOT]))) < 0) return -1;
+    if (flags & REDUCES) {
+        PyObject *reduction = PyObject_GetAttr(options, names[OPERATION]);
+        if (!reduction) return -1;
+        operation = PyObject_Hash(reduction); /* Its hash is its number. */
+        Py_DECREF(reduction);
+    }
+    return root << 8 | operation;
+}
+
+/* The key of a plan: the collective, root and reduction, dtype, and the counts of all tensors. NULL without an error:
+ * tensors of different dtypes. */
+static PyObject *key_of(PyObject *kind, Py_ssize_t detail, operands_t *operands) {
+    PyObject *key = PyTuple_New(3 + operands->count), *dtype = NULL;
+    if (!key) return NULL;
+    PyTuple_SetItem(key, 0, Py_NewRef(kind));
+    PyTuple_SetItem(key, 1, PyLong_FromSsize_t(detail));
+    for (Py_ssize_t i = 0; i < operands->count; i++) {
+        PyObject *count = PyObject_CallMethodObjArgs(operands->tensors[i], names[COUNT], NULL);
+        PyObject *type = PyObject_GetAttr(operands->tensors[i], names[KIND]);
+        int same = count && type && (!i || type == dtype);
+        Py_XDECREF(type); /* Torch keeps its dtypes forever. */
+        dtype = type;
+        if (!same) {
+            Py_XDECREF(count);
+            Py_DECREF(key);
+            return NULL;
+        }
+        PyTuple_SetItem(key, 3 + i, count);
+    }
+    PyTuple_SetItem(key, 2, Py_NewRef(dtype ? dtype : Py_None));
     return key;
+}
+
+/* Where tensors lie. 0: one has no address, or shares memory with the first or the last; -1: an error is set. */
+static int placed(operands_t *operands) {
+    Py_ssize_t last = operands->count - 1;
+    for (Py_ssize_t i = 0; i <= last; i++) {
+        PyObject *tensor = operands->tensors[i], *given = PyObject_CallMethodObjArgs(tensor, names[ADDRESS], NULL);
+        operands->addresses[i] = given ? PyLong_AsVoidPtr(given) : NULL;
+        Py_XDECREF(given);
+        if (PyErr_Occurred()) return -1;
+        if (last && (operands->bytes[i] = number_from(PyObject_GetAttr(tensor, names[BYTES]))) < 0) return -1;
+        /* Data without an address, because there is none or it was freed, is left to the interpreter. */
+        if (!operands->addresses[i] && (!last || operands->bytes[i])) return 0;
+    }
+    for (Py_ssize_t i = 0; i <= last; i++)
+        for (int end = 0; end < 2; end++) {
+            Py_ssize_t j = end ? last : 0;
+            char *a = operands->addresses[i], *b = operands->addresses[j];
+            if (i != j && a < b + operands->bytes[j] && b < a + operands->bytes[i]) return 0;
+        }
+    return 1;
 }
 
 /* For every 64th large one, check how much memory this process keeps free. False: an error is set. */
@@ -78,21 +145,15 @@ static int looked(quick_t *self, Py_ssize_t count) {
     return 1;
 }
 
-/* The address in an object, whose reference is stolen; NULL with an error set if there is none. */
-static void *address_from(PyObject *given) {
-    void *address = given ? PyLong_AsVoidPtr(given) : NULL;
-    Py_XDECREF(given);
-    return address;
-}
-
 /* Start a compiled operation; the caller holds the turn. */
-static PyObject *begun(quick_t *self, PyObject *plan, void *first) {
-    PyObject *released;
-    void *address = address_from(PyObject_GetAttr(plan, names[PLACE]));
+static PyObject *begun(quick_t *self, PyObject *plan, operands_t *operands) {
+    PyObject *released, *given = PyObject_GetAttr(plan, names[PLACE]);
+    void *address = given ? PyLong_AsVoidPtr(given) : NULL;
     int64_t code;
+    Py_XDECREF(given);
     if (address) {
         PyThreadState *state = PyEval_SaveThread();
-        code = self->start(address, first);
+        code = self->start(address, operands->addresses, operands->count);
         PyEval_RestoreThread(state);
         self->asked++;
         if (code) return Py_BuildValue("(OL)", plan, (long long)code);
@@ -106,26 +167,42 @@ static PyObject *begun(quick_t *self, PyObject *plan, void *first) {
     return Py_NewRef(self->things[DONE]);
 }
 
+/* begin(kind, flags, options, outputs, inputs); see Unbegun.begin. */
 static PyObject *quick_begin(PyObject *own, PyObject *const *arguments, Py_ssize_t given) {
     quick_t *self = (quick_t *)own;
-    PyObject **things = self->things, *tensor, *key, *plan, *result;
-    Py_ssize_t waiting, count;
-    void *first;
+    PyObject **things = self->things, *options, *key, *plan, *result;
+    operands_t operands;
+    Py_ssize_t waiting, detail;
     int good;
-    if (given != 2) return PyErr_Format(PyExc_TypeError, "tensors and options are needed, got %zd arguments", given);
-    if ((good = usual(self, arguments[0], arguments[1])) != 1) return good ? NULL : Py_NewRef(Py_None);
-    tensor = PyList_GetItem(arguments[0], 0);
-    if (!(key = key_of(tensor, arguments[1], &count))) return NULL;
+    if (given != 5) return PyErr_Format(PyExc_TypeError, "five arguments are needed, got %zd", given);
+    operands.count = 0;
+    options = arguments[2];
+    if (options == Py_None || !collected(self, arguments[3], &operands) || !collected(self, arguments[4], &operands))
+        Py_RETURN_NONE;
+    good = is(PyObject_GetAttr(options, names[ASYNC]), Py_False);
+    if (good < 0) PyErr_Clear(); /* Not options at all. */
+    if (good != 1) Py_RETURN_NONE;
+    for (Py_ssize_t i = 0; i < operands.count; i++)
+        if ((good = usual(self, operands.tensors[i])) != 1) return good ? NULL : Py_NewRef(Py_None);
+    if ((good = is(PyObject_CallNoArgs(things[PROFILING]), Py_False)) != 1) return good ? NULL : Py_NewRef(Py_None);
+    if ((detail = detail_of(options, PyLong_AsLong(arguments[1]))) < 0) {
+        PyErr_Clear();
+        Py_RETURN_NONE;
+    }
+    if (!(key = key_of(arguments[0], detail, &operands))) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     plan = PyDict_GetItemWithError(things[PLANS], key);
-    Py_DECREF(key);
-    if (!plan && PyErr_Occurred()) return NULL;
-    if (!plan || (PyObject *)Py_TYPE(plan) != things[TURNS]) Py_RETURN_NONE;
-    if ((waiting = PyObject_Size(things[QUEUE])) != 0) return waiting < 0 ? NULL : Py_NewRef(Py_None);
+    if (!plan || (PyObject *)Py_TYPE(plan) != things[TURNS]) {
+        Py_DECREF(key);
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    }
     Py_INCREF(plan); /* Other threads may run from here on. */
-    first = looked(self, count) ? address_from(PyObject_CallMethodObjArgs(tensor, names[ADDRESS], NULL)) : NULL;
-    /* Data without an address, because there is none or it was freed, is left to the interpreter. */
-    good = first ? is(PyObject_CallFunctionObjArgs(things[ACQUIRE], Py_False, NULL), Py_True) : PyErr_Occurred() ? -1 : 0;
-    result = good == 1 ? begun(self, plan, first) : good ? NULL : Py_NewRef(Py_None);
+    waiting = PyObject_Size(things[QUEUE]);
+    good = waiting < 0 ? -1 : waiting == 0;
+    if (good == 1 && operands.count && !looked(self, PyLong_AsSsize_t(PyTuple_GetItem(key, 3)))) good = -1;
+    Py_DECREF(key);
+    if (good == 1) good = placed(&operands);
+    if (good == 1) good = is(PyObject_CallFunctionObjArgs(things[ACQUIRE], Py_False, NULL), Py_True);
+    result = good == 1 ? begun(self, plan, &operands) : good ? NULL : Py_NewRef(Py_None);
     Py_DECREF(plan);
     return result;
 }
@@ -139,9 +216,9 @@ static PyObject *quick_new(PyTypeObject *type, PyObject *arguments, PyObject *ke
     PyObject *things[THINGS], *address;
     quick_t *self;
     (void)keywords;
-    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOOOOO", things + PLANS, things + QUEUE, things + ACQUIRE, things + RELEASE,
-                          things + DONE, things + OPTIONS, things + TENSOR, things + STRIDED, things + PROFILING,
-                          things + TURNS, things + LOOK, things + DEVICES, &address))
+    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOOOO", things + PLANS, things + QUEUE, things + ACQUIRE, things + RELEASE,
+                          things + DONE, things + TENSOR, things + STRIDED, things + PROFILING, things + TURNS,
+                          things + LOOK, things + DEVICES, &address))
         return NULL;
     if (!PyDict_Check(things[PLANS])) return PyErr_Format(PyExc_TypeError, "plans must be a dictionary");
     void *start = PyLong_AsVoidPtr(address);
@@ -175,7 +252,7 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 static PyGetSetDef properties[] = {
-    {"asked", quick_asked, NULL, "How many all-reduces were begun.", NULL},
+    {"asked", quick_asked, NULL, "How many collectives were begun.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 static PyType_Slot slots[] = {

@@ -25,16 +25,10 @@ def build(
     inner: Coder | None = None,
     unbiased: bool = False,
 ) -> Coder:
-    """The coder of a format.
+    """The coder of a format; only low ranks need the `shapes` of the row's tensors.
 
-    Args:
-        form: the format.
-        shapes: of the tensors in the row; only low ranks need them.
-        seed: the same on all workers.
-        own_seed: different on each worker, so that their rounding errors are independent.
-        inner: encodes the values that a sparse coder keeps.
-        unbiased: whether `randomk` scales its values up to stand for those it drops.
-
+    `seed` is the same on all workers, `own_seed` different on each, so that rounding errors are independent. `inner`
+    encodes the values that a sparse coder keeps; if `unbiased`, `randomk` scales them up to stand for those it drops.
     """
     match form:
         case formats.BFloatFormat():

@@ -1,8 +1,7 @@
 """What compression costs and saves a worker, compared with dense exchanges.
 
-The compressed exchanges of a run are counted as they happen. Now and then the same numbers are exchanged dense as well,
-on the same links, and the result is discarded. All workers start both kinds of measured exchange together, so that
-late workers do not distort the comparison.
+Once in a run the same numbers are exchanged dense as well, and discarded. All workers start both kinds of measured
+exchange together, so that late workers do not distort the comparison.
 """
 
 from __future__ import annotations
@@ -11,7 +10,10 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
-from offbeat.runtime.groups.group import Group
+from torch import Tensor
+
+from offbeat.runtime.compression.coder import GroupLink
+from offbeat.runtime.groups.group import DirectGroup, Group
 
 PROBED = 1
 """Compressed exchanges of a row before the dense one to compare with: by then connections are warm."""
@@ -35,35 +37,33 @@ class CompressionAccount:
         for name, value in zip(_COUNTED, (1.0, dense_bytes, letter_bytes, coding, sending), strict=True):
             self.figures[name] += value
 
-    @property
-    def due(self) -> bool:
-        """Whether to time a dense exchange now; the same on all workers that exchange in step."""
-        return self.figures["sums"] == PROBED and not self.figures["probes"]
-
-    def probe(self, group: Group, act: Callable[[], object]) -> None:
-        """Time dense exchanges, which `act` makes; all workers call this together."""
-        start = time.perf_counter()
-        with group.sent.measuring():
-            times = timed(group, act)
-        self.figures["probes"] += len(times)
-        self.figures["dense_seconds"] += sum(times)
-        self.figures["probing_seconds"] += time.perf_counter() - start
-
     @contextmanager
-    def compared(self, group: Group) -> Generator[None]:
-        """Around a compressed exchange: as many are timed as dense ones were."""
-        if self.figures["compared"] >= self.figures["probes"]:
-            yield
-            return
-        with group.sent.measuring():
-            group.barrier(COMPARING)
-        start = time.perf_counter()
-        yield
+    def counted(
+        self, group: DirectGroup, row: Tensor, what: str, dense: Callable[[Tensor], object] | None = None
+    ) -> Generator[GroupLink]:
+        """Around the compressed exchange of a row: count it. Once, dense exchanges and as many of these are timed.
+
+        Payloads go over the yielded link; `dense` exchanges a row uncompressed, by default as a sum.
+        """
+        figures = self.figures
+        if figures["sums"] == PROBED and not figures["probes"]:
+            copy, start = row.clone(), time.perf_counter()
+            with group.sent.measuring():
+                times = timed(group, lambda: group.sum(copy, COMPARING) if dense is None else dense(copy))
+            figures["probes"], figures["dense_seconds"] = float(len(times)), sum(times)
+            figures["probing_seconds"] += time.perf_counter() - start
+        comparing = figures["compared"] < figures["probes"]
+        if comparing:
+            with group.sent.measuring():
+                group.barrier(COMPARING)
+        link, start = GroupLink(group, what), time.perf_counter()
+        yield link
         spent = time.perf_counter() - start
-        with group.sent.measuring():
-            took = float(group.gather([spent], COMPARING).max())
-        self.figures["compared"] += 1
-        self.figures["compressed_seconds"] += took
+        if comparing:
+            with group.sent.measuring():
+                figures["compressed_seconds"] += float(group.gather([spent], COMPARING).max())
+            figures["compared"] += 1
+        self.note(row.nbytes, link.nbytes, spent - link.seconds, link.seconds)
 
 
 def timed(group: Group, act: Callable[[], object]) -> list[float]:

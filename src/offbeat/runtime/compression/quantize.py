@@ -1,9 +1,8 @@
 """Numbers of few bits, times a scale for each block of the row.
 
-`quantize`: integers; the scale is the largest magnitude over the largest integer. Rounding is to the nearest, or
-stochastic: up or down with probabilities that make the mean right (Alistarh et al., "QSGD", 2017; with 2 bits, which
-hold -1, 0 and 1, it is Wen et al., "TernGrad", 2017). `sign`: one bit; the scale is the mean magnitude (Karimireddy et
-al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019: the scaled sign).
+Stochastic rounding, up or down with probabilities that make the mean right: Alistarh et al., "QSGD", 2017; with 2
+bits, which hold -1, 0 and 1, Wen et al., "TernGrad", 2017. The scaled sign: Karimireddy et al., "Error Feedback Fixes
+SignSGD and other Gradient Compression Schemes", 2019.
 
 A payload holds the scales of all blocks as float32, then the codes of all numbers. Only the last block may be shorter.
 """

@@ -1,14 +1,11 @@
 """Gradients that are summed compressed, when backward is over.
 
-All dense gradients of a model lie in one row, weighted by examples. The row is compressed, and the sum of all workers'
-payloads is handed back. Half-precision gradients are stored as float32, complex ones as pairs.
+Half-precision gradients are stored as float32, complex ones as pairs.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +15,8 @@ from torch.nn import Parameter
 
 from offbeat.errors import RunError
 from offbeat.protocols.compression import Shapes
-from offbeat.runtime.compression.account import COMPARING, CompressionAccount
-from offbeat.runtime.compression.coder import Feedback, GroupLink, all_finite
+from offbeat.runtime.compression.account import CompressionAccount
+from offbeat.runtime.compression.coder import Feedback, all_finite
 from offbeat.runtime.gradients.in_place import GradientSums, gradient_of
 from offbeat.runtime.groups.group import DirectGroup
 from offbeat.runtime.run.stopwatch import Stopwatch
@@ -80,14 +77,9 @@ class CompressedSums(GradientSums):
                 self._group.sum(row.flat, "the sum of gradients that are not finite")
                 row.hand_out(members)
                 continue
-            if row.account.due:
-                row.account.probe(self._group, partial(self._group.sum, row.flat.clone(), COMPARING))
-            with row.account.compared(self._group):
-                link, start = GroupLink(self._group, "the sum of compressed gradients"), time.perf_counter()
+            with row.account.counted(self._group, row.flat, "the sum of compressed gradients") as link:
                 row.fill(weight, members)
                 row.feedback.settle(row.flat, link, row.idle(members))
-                took = time.perf_counter() - start
-            row.account.note(row.flat.nbytes, link.nbytes, took - link.seconds, link.seconds)
             row.hand_out(members)
         self.exchanges = (self._header_exchange, *self._group.sent.recorded())
 

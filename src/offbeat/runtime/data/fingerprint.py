@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-HEAD = 1 << 16
-"""Bytes read of each tensor where reading all would take too long."""
+HEAD = 1 << 16  # Bytes read of each tensor where reading all would take too long.
 
 
 def fingerprint(value: Any, most: int | None = HEAD) -> str:

@@ -26,8 +26,7 @@ from offbeat.runtime.data.batch_slicing import cut, examples_in
 from offbeat.runtime.data.label_skew import Parts, labels_of
 from offbeat.runtime.state.random_state import Draws, Lent, capture, seed_everything
 
-_AHEAD = 256
-"""Batches of indices drawn from a sampler at a time; swapping random state for each would cost too much."""
+_AHEAD = 256  # Batches of indices drawn from a sampler at a time; swapping random state for each would cost too much.
 
 
 @dataclass(frozen=True)
@@ -35,12 +34,9 @@ class Batch:
     """A worker's slice of one global batch."""
 
     content: Any
-    examples: int
-    """Number of examples; 0 if this worker's slice is empty and its content has weight 0."""
-    total: int | None
-    """Examples of all workers together; None if only the exchange will tell."""
-    last: bool = False
-    """Whether this is known to be the last batch of the epoch."""
+    examples: int  # Number of examples; 0 if this worker's slice is empty and its content has weight 0.
+    total: int | None  # Examples of all workers together; None if only the exchange will tell.
+    last: bool = False  # Whether this is known to be the last batch of the epoch.
 
 
 @dataclass
@@ -50,14 +46,10 @@ class Share:
     rank: int
     size: int
     seed: int
-    loader: int
-    """Number of the loader in this run, so that two loaders shuffle differently."""
-    members: tuple[int, ...] = ()
-    """The live workers, which share the parts of the dead; empty: all are alive."""
-    merge: int = 1
-    """Batches of the loader in one global batch."""
-    afresh: bool = False
-    """Whether every batch is drawn from all examples, instead of in passes over them."""
+    loader: int  # Number of the loader in this run, so that two loaders shuffle differently.
+    members: tuple[int, ...] = ()  # The live workers, which share the parts of the dead; empty: all are alive.
+    merge: int = 1  # Batches of the loader in one global batch.
+    afresh: bool = False  # Whether every batch is drawn from all examples, instead of in passes over them.
 
     @property
     def position(self) -> tuple[int, int]:
@@ -78,23 +70,17 @@ class Share:
 class Epoch:
     """One pass over the data."""
 
-    number: int
-    """From 1."""
-    skip: int
-    """Batches that a resumed run has already had."""
-    draws: Draws
-    """Random state that determines the data."""
-    seed: int
-    """Determines all other draws."""
+    number: int  # From 1.
+    skip: int  # Batches that a resumed run has already had.
+    draws: Draws  # Random state that determines the data.
+    seed: int  # Determines all other draws.
 
 
 class BatchSource(ABC):
     """Base of sources of a worker's slices."""
 
-    knows_end = True
-    """Whether each worker knows by itself when an epoch ends."""
-    native = False
-    """Whether this worker gets all batches of the user's loader, and makes its draws."""
+    knows_end = True  # Whether each worker knows by itself when an epoch ends.
+    native = False  # Whether this worker gets all batches of the user's loader, and makes its draws.
 
     @abstractmethod
     def batches(self, epoch: Epoch) -> Iterator[Batch]:
@@ -269,19 +255,21 @@ class Streamed(BatchSource):
 
 
 class SlicedBatches(BatchSource):
-    """Any other iterable: its batches are cut along their first dimension."""
+    """Any other iterable: its batches are cut along their first dimension; without a place they are only counted."""
 
     knows_end = False
 
-    def __init__(self, loader: Iterable[Any], place: Share) -> None:
+    def __init__(self, loader: Iterable[Any], place: Share | None) -> None:
         self._loader, self._place = loader, place
-        self.native = place.size == 1
+        self.native = place is None or place.size == 1
         self._usual = getattr(loader, "batch_size", None) or 1
 
     def batches(self, epoch: Epoch) -> Iterator[Batch]:
         """Slices of the finished batches."""
         for batch in epoch.draws.stream(lambda: iter(self._loader), epoch.skip):
-            if self.native:
+            if self._place is None:
+                yield Batch(batch, examples_in(batch) or 1, None)
+            elif self.native:
                 count = examples_in(batch) or self._usual
                 yield Batch(batch, count, count)
             else:
@@ -292,24 +280,6 @@ class SlicedBatches(BatchSource):
         """Draw the seed for loading processes, if there can be any."""
         if isinstance(self._loader, DataLoader):
             _Bases(cast("DataLoader[Any]", self._loader)).draw(1)
-
-
-class Whole(BatchSource):
-    """A loader that is already this worker's part: only counted."""
-
-    knows_end = False
-    native = True
-
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self._loader = loader
-
-    def batches(self, epoch: Epoch) -> Iterator[Batch]:
-        """The batches as they are."""
-        for content in epoch.draws.stream(lambda: iter(self._loader), epoch.skip):
-            yield Batch(content, examples_in(content) or 1, None)
-
-    def spend(self) -> None:
-        """Nothing: it makes its own draws when it is iterated."""
 
 
 class InTurn(BatchSource):
@@ -343,8 +313,7 @@ class _Bases:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._begun = False
-        self.drawn = torch.Generator()
-        """Repeats the last draw: for a loader whose processes need the same seed."""
+        self.drawn = torch.Generator()  # Repeats the last draw: for a loader whose processes need the same seed.
 
     def draw(self, epoch: int) -> None:
         """Draw as the loader does at the start of an epoch; persistent processes keep their seed."""
@@ -367,10 +336,7 @@ class _Following:
 
 
 class _Seeded(torch_data.Dataset[Any]):
-    """A dataset in a loading process: the indices of a batch begin with the seed for loading it.
-
-    So a batch depends neither on which process loads it nor on what was loaded before.
-    """
+    """A dataset in a loading process: a batch depends only on its seed, which its indices begin with."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

@@ -1,16 +1,9 @@
 """Loaders divided over the workers, so that together they see what the script alone would see.
 
-Each batch of a script's loader is a *global batch*; every worker gets a slice of it:
-
-- a `DataLoader` over a map-style dataset: the slice is taken from the batch sampler's indices, so that a worker loads
-  only its own examples.
-- a `DataLoader` over an iterable dataset: every worker reads the stream and keeps its slice of each batch.
-- any other iterable: its finished batches are cut along their first dimension.
-
-One worker alone draws what the script draws without a team, bitwise. Several draw the order of an epoch from worker 0's
-random state when the epoch begins, and worker 0 continues from there, as it would alone.
-
-A worker whose slice is empty gets one example of weight 0, so that it takes part in the step.
+Each batch of a script's loader is a *global batch*; every worker gets a slice of it (see `loader_sources`). One worker
+alone draws what the script draws without a team, bitwise. Several draw the order of an epoch from worker 0's random
+state when it begins, and worker 0 continues from there, as it would alone. A worker whose slice is empty gets one
+example of weight 0, so that it takes part in the step.
 """
 
 from __future__ import annotations
@@ -79,14 +72,10 @@ class Loader:
     def __init__(self, original: Iterable[Any], source: BatchSource, feed: Feed, place: Share) -> None:
         self._original, self._source, self._feed, self._place = original, source, feed, place
         self._evaluations = self._missed = 0
-        self.epoch = 0
-        """Training epochs begun."""
-        self.batches = 0
-        """Training batches handed out in the current epoch."""
-        self.complete = False
-        """Whether the current epoch has reached its end."""
-        self.learned = False
-        """Whether an optimizer has ever stepped on a batch of this loader."""
+        self.epoch = 0  # Training epochs begun.
+        self.batches = 0  # Training batches handed out in the current epoch.
+        self.complete = False  # Whether the current epoch has reached its end.
+        self.learned = False  # Whether an optimizer has ever stepped on a batch of this loader.
         self._idle = 0
         self._pass: list[Batch] = []
         self._stepped = False
@@ -244,28 +233,23 @@ class Loader:
 
 
 def agreed_state(group: Group, meeting: bool, state: State, seed: int) -> tuple[State, bool]:
-    """The random state that all workers draw an epoch from, and whether this worker's own continues from there.
-
-    Where they meet, it is worker 0's, so that the order is the same as without the others. Where they do not wait for
-    each other, the seed determines it.
-    """
+    """The random state that all workers draw an epoch from, and whether this worker's own continues from there."""
+    # Where they meet, it is worker 0's, so that the order is the same as without the others. Where they do not wait for
+    # each other, the seed determines it.
     if not meeting:
         return seeded(seed) | {"own": state["own"]}, False
     return unpacked(group.share(packed(state), "the order of an epoch's data"), state), group.membership.leads
 
 
 def divide(loader: Iterable[Any], shares: Sequence[Share], feed: Feed, parts: Parts, split: bool = True) -> Loader:
-    """Divide a loader over the workers; `split=False` if each worker's loader is already its own part.
-
-    A worker with several shares gets its slices of every batch one after the other.
-    """
+    """Divide a loader over the workers, several shares in turn; `split=False` if it is already this worker's part."""
     each = [_source_for(loader, share, parts, split) for share in shares]
     return Loader(loader, each[0] if len(each) == 1 else sources.InTurn(each), feed, shares[0])
 
 
 def _source_for(loader: Iterable[Any], place: Share, parts: Parts, split: bool) -> BatchSource:
     if not split or _already_divided(loader, place):
-        return sources.Whole(loader)
+        return sources.SlicedBatches(loader, None)
     usual = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
     typed = cast("DataLoader[Any]", loader)
     streams = usual and isinstance(typed.dataset, IterableDataset)

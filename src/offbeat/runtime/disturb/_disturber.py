@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from offbeat.errors import RunError, WaitError
 from offbeat.protocols.disturbances import AtStep, Disturbance, FaultPlan, KillFault, Pause
@@ -25,10 +25,9 @@ Tell = Callable[[Mapping[str, Any]], None]
 class Disturber:
     """Injects the faults of one process, which calls `step` at each step.
 
-    `tell` gets `{"kind": "disturbed", "number": sentence}` for each fault, before a fatal one. Create it on the main
-    thread: the guard ends with the thread that started it. A one-time fault fires once per run, even if processes are
-    replaced: sentences that `fired` for predecessors are neither repeated nor counted again, except that a pace is
-    kept; for a process that takes over `after` a step, faults up to that step have fired already.
+    Create it on the main thread: the guard ends with the thread that started it. A one-time fault fires once per run:
+    sentences that `fired` for a replaced process are neither repeated nor counted again, except that a pace is kept;
+    for a process that takes over `after` a step, faults up to that step have fired already.
     """
 
     def __init__(
@@ -55,11 +54,7 @@ class Disturber:
         return bool(self._plan)
 
     def step(self, number: int) -> None:
-        """A step begins after `number` finished ones: inject the faults due before it.
-
-        The same number again does nothing. Numbers may be skipped, as a server's minimum clock does: faults in between
-        fire now.
-        """
+        """A step begins after `number` finished ones: inject the faults due since the last number, once."""
         first = number if self._next is None else self._next
         if not self._plan or number < first:
             return
@@ -121,8 +116,7 @@ class Disturber:
 class Pacer:
     """Makes every step take at least the given seconds.
 
-    It sleeps at the beginning of the step, so that others wait for this worker as for a slow one. It sleeps less by the
-    time of the fastest step so far, so that a step takes the requested time and not that much more.
+    It sleeps at the beginning, so that others wait as for a slow worker, less by the time of the fastest step so far.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -167,6 +161,9 @@ class GuardProcess:
             stdout=subprocess.PIPE,
             bufsize=0,
         )
+        self._orders, self._answers = cast("Any", self._process.stdin), cast("Any", self._process.stdout)
+        self._poll = select.poll()
+        self._poll.register(self._answers, select.POLLIN)
 
     def begin(self) -> None:
         """Start the timed pauses."""
@@ -198,8 +195,7 @@ class GuardProcess:
         self._process.communicate()
 
     def _order(self, line: str) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.write(f"{line}\n".encode())
+        self._orders.write(f"{line}\n".encode())
 
     def _await(self, word: str, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -214,14 +210,9 @@ class GuardProcess:
 
     def _listen(self, seconds: float) -> bool:
         """Read the guard's messages, waiting at most the given seconds; whether there were any."""
-        answers = self._process.stdout
-        if answers is None:
+        if not self._poll.poll(seconds * 1000):
             return False
-        poll = select.poll()
-        poll.register(answers, select.POLLIN)
-        if not poll.poll(seconds * 1000):
-            return False
-        data = os.read(answers.fileno(), 4096)
+        data = self._answers.read(4096)
         self._is_over = not data
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:

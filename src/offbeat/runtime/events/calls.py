@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,8 @@ from torch._C import _distributed_c10d as _c10d  # pyright: ignore[reportPrivate
 from offbeat.runtime.events.recorder import About, Mark, Recorder
 
 # Plain numbers: enum members are slower to look up and write.
-WAIT, EXIT, FAIL = int(Mark.WAIT), int(Mark.EXIT), int(Mark.FAIL)
+_ENTER, _START, _WAIT, _EXIT, _FAIL = map(int, (Mark.ENTER, Mark.START, Mark.WAIT, Mark.EXIT, Mark.FAIL))
+_NAN = int(Mark.NAN)
 BareWork: Any = dist._Work  # pyright: ignore[reportPrivateUsage]
 """Torch's class, which is poorly annotated."""
 CAPTURES = torch.backends.cuda.is_built()  # Whether CUDA graphs are possible here.
@@ -46,21 +47,22 @@ def handing_on(kind: type[Any]) -> type[Any]:
 
 @handing_on
 class StampedWork(BareWork):
-    """An operation in flight, whose end is recorded."""
+    """An operation in flight, or several that were started one by one, whose end is recorded."""
 
     def __init__(
-        self, work: Any, recorder: Recorder, name: int, sequence: int, waiting: bool, trails: bool = False
+        self, work: Any, recorder: Recorder, parts: Sequence[tuple[int, int]], waiting: bool, trails: bool
     ) -> None:
         super().__init__()
-        self._work, self._recorder, self._name, self._sequence = work, recorder, name, sequence
+        self._work, self._recorder, self._parts = work, recorder, parts  # Names and numbers.
         self._waiting, self._trails = waiting, trails
         self._future: Any = None
         self.sources: Sequence[int] = ()  # Possible senders of a receive from any source, by rank in the group.
         recorder.open.append(self)
 
     def _note(self, mark: int) -> None:
-        value = self._sender() if self.sources and mark == EXIT else 0
-        self._recorder.stamp(mark, self._name, self._sequence, 0, value)
+        value = self._sender() if self.sources and mark == _EXIT else 0
+        for name, sequence in self._parts:
+            self._recorder.stamp(mark, name, sequence, 0, value)
 
     def _over(self, mark: int) -> None:
         if self in self._recorder.open:
@@ -79,22 +81,22 @@ class StampedWork(BareWork):
         # Gloo completes the future a moment before the work. On a device a future only says that the work was queued.
         done = self._future is not None and not self._trails and self._future.done()
         if done or (may_ask() and self._work.is_completed()):
-            self._over(EXIT)
+            self._over(_EXIT)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for it, and record the wait."""
         if not self._waiting:
             self._waiting = True
-            self._note(WAIT)
+            self._note(_WAIT)
         try:
             answer = self._work.wait() if timeout is None else self._work.wait(timeout)
         except BaseException:
-            self._over(FAIL)
+            self._over(_FAIL)
             raise
         if self._trails:
             self.look()  # Only the device's queue waits: it has ended once it says so.
         else:
-            self._over(EXIT)
+            self._over(_EXIT)
         return answer
 
     def synchronize(self) -> None:
@@ -111,21 +113,7 @@ class StampedWork(BareWork):
         return getattr(self._work, name)
 
 
-class Gathered(StampedWork):
-    """Several operations started one by one and in flight as one."""
-
-    def __init__(self, work: Any, recorder: Recorder, parts: Sequence[tuple[int, int]], trails: bool) -> None:
-        super().__init__(work, recorder, *parts[0], False, trails)
-        self._parts = parts
-
-    def _note(self, mark: int) -> None:
-        for name, sequence in self._parts:
-            self._recorder.stamp(mark, name, sequence)
-
-
 _OPTIONS: Final = frozenset[Any](kind for kind in vars(_c10d).values() if hasattr(kind, "asyncOp"))
-# Plain numbers: enum members are slower to look up and write.
-_ENTER, _START, _NAN = int(Mark.ENTER), int(Mark.START), int(Mark.NAN)
 _SINGLE = torch.float32
 _Key = tuple[str, int | None, torch.dtype | None, int | None, int | None, str, int]
 _OFFBEAT = str(Path(__file__).parents[2]) + os.sep
@@ -136,8 +124,7 @@ class CallShape(NamedTuple):
     """How to describe a method of a group."""
 
     operation: str
-    given: int | None = 0
-    """The argument with this rank's input, if all ranks must give the same amount; None where they may differ."""
+    given: int | None = 0  # The argument with this rank's input, if all must give as much; None where they may differ.
     rooted: bool = False
     reduces: bool = False
     blocks: bool = False  # Whether the call itself waits, if no options say otherwise.
@@ -145,9 +132,19 @@ class CallShape(NamedTuple):
 
 
 class Stamps:
-    """Counts and records the calls on one backend of one group."""
+    """Counts and records the calls on one group; each of several backends, as in "cpu:gloo,cuda:nccl", counts its own.
 
-    def __init__(self, recorder: Recorder, name: str, members: Callable[[], Sequence[int]]) -> None:
+    Operations on the CPU and on a device may be called in a different order on another rank.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        name: str,
+        members: Callable[[], Sequence[int]],
+        by: Mapping[str, Stamps] | None = None,
+    ) -> None:
+        self.by = by or {}  # Those of its backends, by type of device, if it has several.
         self._recorder = recorder
         self._group = recorder.group(name)
         self._ask_members = members  # Torch knows the members only after it has made the group.
@@ -158,9 +155,9 @@ class Stamps:
         self._known: dict[_Key, int] = {}
         self._channels: Counter[tuple[str, int, int]] = Counter()
 
-    def at(self, device: torch.device | None) -> Stamps:  # noqa: ARG002 - as a group with several backends has it
-        """The counter for calls on a device: a single backend counts all."""
-        return self
+    def at(self, device: torch.device | None) -> Stamps:
+        """The counter for calls with tensors on this device, or without any."""
+        return self if device is None else self.by.get(device.type, self)
 
     @cached_property
     def _members(self) -> tuple[int, ...]:
@@ -202,10 +199,10 @@ class Stamps:
         try:
             work = act(*args, **more)
         except BaseException:
-            recorder.stamp(FAIL, name, sequence)
+            recorder.stamp(_FAIL, name, sequence)
             raise
         if not CAPTURES and self._gathered is None and work is not None and work.is_completed():
-            recorder.stamp(EXIT, name, sequence)  # The most frequent case, without further calls.
+            recorder.stamp(_EXIT, name, sequence)  # The most frequent case, without further calls.
             return work
         return self._begun(work, name, sequence, waited, self._devices and trails(args))
 
@@ -243,9 +240,9 @@ class Stamps:
             return work
         # During graph capture nothing runs yet.
         if work is None or (CAPTURES and not may_ask()) or work.is_completed():
-            self._recorder.stamp(EXIT, name, sequence)
+            self._recorder.stamp(_EXIT, name, sequence)
             return work
-        return StampedWork(work, self._recorder, name, sequence, waited, behind)
+        return StampedWork(work, self._recorder, ((name, sequence),), waited, behind)
 
     def gather(self) -> None:
         """Start coalescing: operations from now on are issued together by `gathered`."""
@@ -257,11 +254,11 @@ class Stamps:
         try:
             work = act()
         except BaseException:
-            self._end(parts, FAIL)
+            self._end(parts, _FAIL)
             raise
         if parts and work is not None and may_ask():
-            return Gathered(work, self._recorder, parts, self._devices)
-        self._end(parts, EXIT)
+            return StampedWork(work, self._recorder, parts, False, self._devices)
+        self._end(parts, _EXIT)
         return work
 
     def _end(self, parts: Sequence[tuple[int, int]], mark: int) -> None:
@@ -284,7 +281,7 @@ class Stamps:
         try:
             work = act()
         except BaseException:
-            recorder.stamp(FAIL, name, sequence)
+            recorder.stamp(_FAIL, name, sequence)
             raise
         begun = self._begun(work, name, sequence, False, self._devices and trails((tensors,)))
         if other < 0 and isinstance(begun, StampedWork):

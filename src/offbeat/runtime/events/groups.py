@@ -7,7 +7,7 @@ alone: a group still returns the very backend that torch made. Nothing is added 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from inspect import getattr_static
 from operator import attrgetter
 from typing import Any
@@ -33,17 +33,14 @@ _COLLECTIVES = {
     "all_gather_single": CallShape("all_gather_into_tensor", 1),
     "_allgather_base": CallShape("all_gather_into_tensor", 1),
     "all_gather_single_coalesced": CallShape("all_gather_coalesced", None),
-    "allgather_into_tensor_coalesced": CallShape("all_gather_coalesced", None),
     "gather": CallShape("gather", None, rooted=True),
     "scatter": CallShape("scatter", None, rooted=True),
     "reduce_scatter": CallShape("reduce_scatter", None, reduces=True),
     "reduce_scatter_single": CallShape("reduce_scatter_tensor", 1, reduces=True),
     "_reduce_scatter_base": CallShape("reduce_scatter_tensor", 1, reduces=True),
     "reduce_scatter_single_coalesced": CallShape("reduce_scatter_coalesced", None, reduces=True),
-    "reduce_scatter_tensor_coalesced": CallShape("reduce_scatter_coalesced", None, reduces=True),
     "alltoall": CallShape("all_to_all", None),
     "all_to_all_single": CallShape("all_to_all_single", None),
-    "alltoall_base": CallShape("all_to_all_single", None),
     "barrier": CallShape("barrier", None),
     "monitored_barrier": CallShape("monitored_barrier", None, blocks=True),
 }
@@ -53,6 +50,7 @@ _OLDER = {
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
 }  # The names by which torch calls Python groups that lack the newer ones.
+_COLLECTIVES.update({older: _COLLECTIVES[newer] for newer, older in _OLDER.items()})
 _EXCHANGES = {
     "at_once": CallShape("exchange", None, blocks=True, exchanged=2),
     "later": CallShape("exchange", None, exchanged=2),
@@ -75,7 +73,8 @@ def _acting(base: type[Any], method: str, stock: Callable[[Any], Any]) -> Act:
 
 def _collective(method: str, shape: CallShape, acting: Act) -> Callable[..., Any]:
     def stamped(self: Any, *args: Any, **more: Any) -> Any:
-        return self.stamps.collective(shape, acting(self), args, more)
+        stamps = self.stamps.at(device_of(args)) if self.stamps.by else self.stamps
+        return stamps.collective(shape, acting(self), args, more)
 
     stamped.__name__ = method
     return stamped
@@ -87,8 +86,8 @@ def _message(method: str, what: str, acting: Act) -> Callable[..., Any]:
         peer = -1 if anybody else (args[0] if args else more.get("dst", more.get("src", -1)))
         rest = args if anybody else args[1:]
         tag = rest[0] if rest else more.get("tag", 0)
-        act = acting(self)
-        return self.stamps.message(what, lambda: act(tensors, *args, **more), tensors, peer, tag)
+        act, stamps = acting(self), self.stamps.at(device_of((tensors,)))
+        return stamps.message(what, lambda: act(tensors, *args, **more), tensors, peer, tag)
 
     stamped.__name__ = method
     return stamped
@@ -101,35 +100,12 @@ def _stamped(base: type[Any], stock: Callable[[Any], Any]) -> dict[str, Any]:
     return calls | {name: _message(name, what, _acting(base, name, stock)) for name, what in _MESSAGES.items()}
 
 
-class Several:
-    """The calls on a group with several backends, such as "cpu:gloo,cuda:nccl": each backend counts its own.
-
-    Operations on the CPU and on a device may be called in a different order on another rank.
-    """
-
-    def __init__(self, usual: Stamps, by: Mapping[str, Stamps]) -> None:
-        self._default, self._by = usual, by
-
-    def at(self, device: torch.device | None) -> Stamps:
-        """The counter for calls with tensors on this device, or without any."""
-        return self._default if device is None else self._by.get(device.type, self._default)
-
-    def collective(self, shape: CallShape, act: Callable[..., Any], args: Sequence[Any], more: dict[str, Any]) -> Any:
-        """Do it, and record its start and end."""
-        return self.at(device_of(args)).collective(shape, act, args, more)
-
-    def message(self, what: str, act: Callable[[], Any], tensors: Any, peer: int, tag: int) -> Any:
-        """Send or receive, and record its start and end."""
-        return self.at(device_of((tensors,))).message(what, act, tensors, peer, tag)
-
-
-def _stamps_for(recorder: Recorder, group: Any, name: str, members: Callable[[], Sequence[int]]) -> Stamps | Several:
+def _stamps_for(recorder: Recorder, group: Any, name: str, members: Callable[[], Sequence[int]]) -> Stamps:
     name = "world" if name in ("", "0", "default_pg") else name
-    usual = Stamps(recorder, name, members)
     backends = {device.type: group._get_backend(device) for device in group._device_types}
-    if len({id(backend) for backend in backends.values()}) < 2:
-        return usual
-    return Several(usual, {kind: Stamps(recorder, f"{name} on {kind}", members) for kind in sorted(backends)})
+    several = len({id(backend) for backend in backends.values()}) > 1
+    by = {kind: Stamps(recorder, f"{name} on {kind}", members) for kind in sorted(backends)} if several else {}
+    return Stamps(recorder, name, members, by)
 
 
 def _members_of(group: Any) -> Callable[[], Sequence[int]]:

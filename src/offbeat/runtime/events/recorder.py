@@ -44,16 +44,12 @@ _SLOT = 1024
 _TABLE_AT = 64
 _RING_AT = _TABLE_AT + NAMES * _SLOT
 _SIZE = _RING_AT + RECORDS * _RECORD.size
-_COLUMNS = {
-    "kind": "<u4",
-    "name": "<u4",
-    "sequence": "<u8",
-    "time": "<f8",
-    "step": "<i8",
-    "value": "<i8",
-    "number": "<u8",
-}
-_FIELDS = np.dtype(list(_COLUMNS.items()))
+_FIELDS = np.dtype(
+    [
+        ("kind", "<u4"), ("name", "<u4"), ("sequence", "<u8"), ("time", "<f8"), ("step", "<i8"), ("value", "<i8"),
+        ("number", "<u8"),
+    ]
+)  # fmt: skip
 
 
 class Mark(IntEnum):
@@ -88,8 +84,7 @@ class Mark(IntEnum):
 
 _TURN, _STEP = int(Mark.TURN), int(Mark.STEP)
 _MARKS = {int(mark): mark for mark in Mark}
-KINDS = ("unknown", "input", "computing", "exchanging", "evaluating", "other")
-"""What a worker spends time on; initially `unknown`."""
+KINDS = ("unknown", "input", "computing", "exchanging", "evaluating", "other")  # What a worker spends time on.
 UNKNOWN, INPUT, COMPUTING, EXCHANGING, EVALUATING, OTHER = range(len(KINDS))
 
 Write = Callable[..., None]

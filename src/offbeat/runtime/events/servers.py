@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from offbeat.protocols.machine import Effect, Event, Received, Send
 from offbeat.protocols.servers.consistency import Rule
@@ -15,18 +15,12 @@ from offbeat.runtime.events.recorder import About, Mark, Recorder
 
 GROUP: Final = "servers"  # The group of events about servers.
 MEETINGS: Final = "meetings"  # The group of the live workers' meetings.
-WARM_START: Final = "a step of the warm start"
-"""A meeting at which the others wait, by design, for the one worker that trains."""
+WARM_START: Final = "a step of the warm start"  # A meeting where all wait, by design, for the one that trains.
 PUSH, PULL = "push", "pull"
 
-_ENTER, _START, _WAIT, _EXIT, _FAIL = (int(m) for m in (Mark.ENTER, Mark.START, Mark.WAIT, Mark.EXIT, Mark.FAIL))
+_START, _WAIT, _EXIT, _FAIL = map(int, (Mark.START, Mark.WAIT, Mark.EXIT, Mark.FAIL))
 _READ, _PARKED, _ANSWERED = int(Mark.READ), int(Mark.PARKED), int(Mark.ANSWERED)
-_STATUS: Final = {
-    "applied": int(Mark.APPLIED),
-    "refused": int(Mark.REFUSED),
-    "duplicate": int(Mark.DUPLICATE),
-    "late": int(Mark.LATE),
-}
+_STATUS: Final = {status: int(Mark[status.upper()]) for status in ("applied", "refused", "duplicate", "late")}
 
 
 def message_number(life: int, number: int) -> int:
@@ -39,20 +33,12 @@ def meeting(what: str) -> str:
     return f"meeting for {what}"
 
 
-class _Request(NamedTuple):
-    """A pending request."""
-
-    name: int
-    sequence: int
-    step: int
-
-
 class Requests:
     """A worker's side: its requests to servers and peers, its waits, and its reads."""
 
     def __init__(self, recorder: Recorder, rule: Rule, shards: int, workers: int) -> None:
         self._stamp = recorder.stamp
-        self._open: dict[int, _Request] = {}
+        self._open: dict[int, tuple[int, int, int]] = {}  # Pending requests: name, number and step.
         pull = About(
             GROUP,
             PULL,
@@ -75,12 +61,12 @@ class Requests:
             case notices.PushRequest(parts, clock, final=final):
                 if final or parts[0].shard == 0:  # Pushes are identified by their number on the first shard.
                     number = message_number(machine.life, machine.composer.pushes[0] - 1)
-                    self._open[opened.token] = _Request(self._push, number, clock)
+                    self._open[opened.token] = (self._push, number, clock)
                     self._stamp(_START, self._push, number, clock, int(final))
                 if opened.pull:
-                    self._open[opened.pull] = _Request(self._pull, opened.pull, clock + 1)
+                    self._open[opened.pull] = (self._pull, opened.pull, clock + 1)
             case notices.PullRequest(clock) | notices.RangeRequest(_, clock):
-                self._open[opened.token] = _Request(self._pull, opened.token, clock)
+                self._open[opened.token] = (self._pull, opened.token, clock)
             case notices.LoadRequest():
                 name = self._recorder.name("servers: load", lambda: About(GROUP, "load"))
                 self._stamp(_START, name, 0, request.clock)
@@ -90,24 +76,25 @@ class Requests:
     def meets(self, token: int, what: str, number: int) -> None:
         """Record a meeting of all live workers."""
         name = self._recorder.name((MEETINGS, what), lambda: About(MEETINGS, meeting(what), self._workers))
-        self._open[token] = _Request(name, number, 0)
+        self._open[token] = (name, number, 0)
         self._stamp(_START, name, number)
 
     def waits(self, token: int) -> None:
         """The worker waits for the reply."""
         if (request := self._open.get(token)) is not None:
-            self._stamp(_WAIT, request.name, request.sequence, request.step)
+            self._stamp(_WAIT, *request)
 
     def answered(self, token: int, replies: Sequence[tuple[int, Any]], life: int) -> None:
         """The replies have come: values, or the outcome of a push."""
         request = self._open.pop(token, None)
         if request is None:
             return
+        *_, step = request
         for shard, reply in replies:
             if isinstance(reply, PullReply):
                 number = message_number(life, reply.number)
-                self._stamp(_READ, self._reads[shard], number, request.step, max(0, request.step - reply.clock))
-        self._stamp(_EXIT, request.name, request.sequence, request.step)
+                self._stamp(_READ, self._reads[shard], number, step, max(0, step - reply.clock))
+        self._stamp(_EXIT, *request)
 
     def used_again(self, step: int, staleness: int) -> None:
         """Values read before are reused for another step."""
@@ -116,7 +103,7 @@ class Requests:
     def failed(self, token: int) -> None:
         """No reply came."""
         if (request := self._open.pop(token, None)) is not None:
-            self._stamp(_FAIL, request.name, request.sequence, request.step)
+            self._stamp(_FAIL, *request)
 
     def viewed(self, view: ClusterView) -> None:
         """Record a new view; where there are servers, they do."""

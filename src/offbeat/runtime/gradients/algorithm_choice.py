@@ -1,7 +1,6 @@
 """The algorithm of sums: a named one, or the fastest of all, found by measuring them in place.
 
-Choices and measurements are kept, so that a run can report them, and a resumed run need not measure again and adds in
-the same order.
+Choices are kept: a resumed run need not measure again, and adds in the same order.
 """
 
 from __future__ import annotations
@@ -86,15 +85,12 @@ class Sums:
 
     def _chosen(self, tensor: Tensor) -> str:
         kind = str(size_class(tensor.numel() * tensor.element_size()))
-        choice = self.choices.get(kind)
-        if choice is None:
-            choice = self._stored.find(kind) if self._stored is not None else None
-            if choice is None:
-                choice = self._measured(tensor)
-                if self._stored is not None:
-                    self._stored.keep(kind, choice)
-            self.choices[kind] = choice
-        return str(choice["chosen"])
+        if kind not in self.choices:
+            known = None if self._stored is None else self._stored.find(kind)
+            self.choices[kind] = known or self._measured(tensor)
+            if known is None and self._stored is not None:
+                self._stored.keep(kind, self.choices[kind])
+        return str(self.choices[kind]["chosen"])
 
     def _measured(self, tensor: Tensor) -> dict[str, Any]:
         names, trial, medians = self.candidates(), torch.zeros_like(tensor), list[float]()

@@ -68,6 +68,11 @@ class BackwardExchange:
         self._stopwatch, self._header = stopwatch, Header(group, stopwatch, 0)
         self._handles: list[RemovableHandle] = []
 
+    @property
+    def examples(self) -> float:
+        """Examples of the coming passes here."""
+        return self._header.examples
+
     def weigh(self, examples: float, total: float | None) -> None:
         """The coming passes are over `examples` examples here and `total` over all workers (None: unknown)."""
         self._header.weigh(examples, total)

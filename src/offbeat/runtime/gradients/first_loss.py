@@ -1,9 +1,7 @@
 """A check that the first loss of a loop is a mean over the examples of a batch, as exchanges assume.
 
-The gradient of one process is the mean of the workers' gradients, weighted by their examples, only if the loss is a
-mean over examples. One that sums, or divides by anything but the number of examples, gives another gradient on several
-workers. The loss itself is never passed to us, but while its backward pass runs it is on the stack, and its graph shows
-how it was reduced.
+Only then is the gradient of one process the mean of the workers' gradients, weighted by their examples. The loss itself
+is never passed to us, but while its backward pass runs it is on the stack, and its graph shows how it was reduced.
 """
 
 from __future__ import annotations

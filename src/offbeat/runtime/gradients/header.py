@@ -1,8 +1,7 @@
 """The header that workers send with their gradients: one row of numbers that is summed over the workers.
 
-It holds the number of examples, when each worker arrived and with which batch, and which parameters were used. So
-uneven batches are weighted correctly, waiting is distinguished from transferring, and a worker that has skipped a batch
-is detected.
+So uneven batches are weighted correctly, waiting is distinguished from transferring, and a worker that has skipped a
+batch is detected.
 """
 
 from __future__ import annotations

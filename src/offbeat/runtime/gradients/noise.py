@@ -1,8 +1,7 @@
 """Measures during a run how much the workers' gradients differ, from which gradient noise is estimated.
 
-Every worker has a gradient of its slice of the batch, and after the exchange that of the whole batch. Only the squared
-norms of both are kept, batch by batch: no pass over single examples is made, nothing more is sent. The figures are
-gathered when the run ends, and stored in its folder.
+Only the squared norms of a worker's gradient, before and after the exchange, are kept: no pass over single examples is
+made, and nothing more is sent until the run ends.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""Connections between workers: the rendezvous store, the process groups, and waits in them.
-
-Waits are counted, watched by the worker's presence, and explained when they fail.
-"""
+"""Connections between workers: the rendezvous store, the process groups, and waits in them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,10 +22,8 @@ ROLL_CALL = timedelta(seconds=2)
 
 
 def meet(place: Place, timeout: timedelta) -> tuple[Any, int]:
-    """The rendezvous store, and the number of this worker's team.
-
-    The store may outlive a team: the next one in the same processes must not find this one's addresses.
-    """
+    """The rendezvous store, and the number of this worker's team."""
+    # The store may outlive a team: the next one in the same processes must not find this one's addresses.
     # env:// lets torch join a store that the launcher already serves; Slurm has no such server, so rank 0 opens one.
     address = "env://" if place.launcher == "torchrun" else f"tcp://{place.address}:{place.port}"
     store, rank, _ = next(iter(dist.rendezvous(address, place.rank, place.size, timeout=timeout)))
@@ -49,8 +44,7 @@ class Connection:
         self._backend = "offbeat" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
         self._owns_default = False
         self._opened: list[Any] = []
-        self.lanes = 0
-        """Groups opened beside the first."""
+        self.lanes = 0  # Groups opened beside the first.
         if dist.is_initialized():
             self.store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
             self.number = self.store.add(f"offbeat/teams/{self._rank}", 1)
@@ -163,10 +157,8 @@ class Waits:
         return lane
 
     def explained(self, error: RuntimeError, what: str, number: int, since: float) -> RunError:
-        """An error that says which workers had not arrived, or that a connection broke.
-
-        Gloo raises a RuntimeError for both. A failure before the timeout is not a timeout.
-        """
+        """An error that says which workers had not arrived, or that a connection broke."""
+        # Gloo raises a RuntimeError for both. A failure before the timeout is not a timeout.
         verdict = getattr(self.presence, "verdict", None)
         if verdict is not None:
             return verdict
@@ -198,10 +190,8 @@ class ExchangeWait:
     """One exchange that this worker waits in: a context around a wait, or a handle of work in flight."""
 
     spare = 0
-    work: Any = None
-    """The torch work, if it is waited for later."""
-    then: Callable[[], None] | None = None
-    """Called when that is done."""
+    work: Any = None  # The torch work, if it is waited for later.
+    then: Callable[[], None] | None = None  # Called when that is done.
 
     def __init__(self, waits: Waits, what: str) -> None:
         waits.count += 1
@@ -211,11 +201,9 @@ class ExchangeWait:
     def __enter__(self) -> None:
         self._waits.presence.waiting = self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         try:
-            if error is not None and isinstance(error, RuntimeError):
+            if isinstance(error, RuntimeError):
                 raise self._waits.explained(error, self.what, self.number, self._since) from error
         finally:
             self._waits.presence.waiting = None

@@ -1,8 +1,7 @@
 """Workers that meet through a coordinator, so that the others go on when one of them dies.
 
 Parameters and gradients go to servers or neighbours; everything else goes through meetings of all live workers, which
-complete without the dead. Most of it is small: reports, seeds, the end of the data. Whole models, which gossip averages
-for evaluations, are summed by the coordinator.
+complete without the dead.
 """
 
 from __future__ import annotations
@@ -26,10 +25,8 @@ from offbeat.runtime.servers.client import Client
 from offbeat.runtime.servers.plan import ServerPlan
 
 _WELCOME = "new workers being there"
-_AT_ONCE = 4096
-"""Numbers that one worker can bring to a meeting in the header of its message; more go as a payload."""
-_SUMMED = (torch.float32, torch.float64)
-"""Dtypes that are summed as they are; others are summed as float64."""
+_AT_ONCE = 4096  # Numbers that one worker can bring to a meeting in the header of its message; more go as a payload.
+_SUMMED = (torch.float32, torch.float64)  # Dtypes that are summed as they are; others are summed as float64.
 
 
 class CoordinatedMembership:
@@ -39,15 +36,11 @@ class CoordinatedMembership:
         self._client, self._rank, self._size = client, rank, size
         self.outside = outside
         """Whether this worker is joining a run that the others have begun: until then it meets only itself."""
-        self.meetings = 0
-        """Meetings that this worker has come to: all come to the same ones."""
-        self.present = self.members
-        """Ranks at the last meeting: the same for all that were there."""
-        self.awaited = False
-        """Whether a worker waited to join at the last meeting: the same for all that were there."""
+        self.meetings = 0  # Meetings that this worker has come to: all come to the same ones.
+        self.present = self.members  # Ranks at the last meeting: the same for all that were there.
+        self.awaited = False  # Whether a worker waited to join at the last meeting: the same for all that were there.
         self.presence: Presence | None = None
-        self.clock = 0
-        """The clock from which servers wait for this worker, if it has joined later."""
+        self.clock = 0  # The clock from which servers wait for this worker, if it has joined later.
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -102,10 +95,8 @@ class CoordinatedMembership:
         self._client.tell(heard)
 
     def admit(self) -> None:
-        """Admit waiting workers. All live workers call this between two steps, right after writing a checkpoint.
-
-        The new workers resume from there, and come to the second meeting when they have caught up.
-        """
+        """Admit waiting workers. All live workers call this between two steps, right after writing a checkpoint."""
+        # The new workers resume from there, and come to the second meeting when they have caught up.
         self.meetings += 1
         self._client.meet("letting others in", self.meetings, [float(self.meetings)], admits=True)
         self.meet([], _WELCOME)

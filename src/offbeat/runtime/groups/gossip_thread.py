@@ -1,10 +1,8 @@
 """One worker's side of asynchronous gossip: a thread averages its row with neighbours' while the worker computes.
 
-The row is separate from the parameters: the thread changes it whenever a pair averages, and the worker, after each
-step, adds its update and takes the result. So no step computes on half-changed parameters.
-
-Under a launcher that tracks membership, neighbours are found by its plan, on this host or on others, and dead ones are
-dropped when it says so. Otherwise they meet in a folder of one host, and no worker may die.
+The thread changes a row of its own whenever a pair averages, and the worker, after each step, adds its update and takes
+the result. So no step computes on half-changed parameters. Without a plan, workers meet in a folder of one host, and
+none of them may die.
 """
 
 from __future__ import annotations
@@ -34,12 +32,9 @@ from offbeat.runtime.groups.group import Group
 from offbeat.runtime.messages import Codec, Endpoint, Inbox, Keys, address_in, drive, private_directory
 from offbeat.runtime.servers.plan import ServerPlan
 
-_LONGEST: Final = 512
-"""Bytes of a path."""
-_PATIENCE: Final = 0.5
-"""Seconds until a neighbour on a fast link is late."""
-Graph = Callable[[Sequence[int]], Sequence[int]]
-"""From the workers that take part to the neighbours of this one."""
+_LONGEST: Final = 512  # Bytes of a path.
+_PATIENCE: Final = 0.5  # Seconds until a neighbour on a fast link is late.
+Graph = Callable[[Sequence[int]], Sequence[int]]  # From the workers that take part to the neighbours of this one.
 
 
 class _RecordedGossip:
@@ -81,8 +76,7 @@ class GossipRecord:
         self.row = torch.from_numpy(np.empty(0) if row is None else row)
         self.moves: list[NDArray[Any]] = []
         self.place: GossipCut | None = None
-        self.whole = threading.Event()
-        """Set when nothing more was in flight."""
+        self.whole = threading.Event()  # Set when nothing more was in flight.
 
 
 class _Homes:

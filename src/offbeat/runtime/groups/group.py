@@ -1,16 +1,13 @@
-"""The workers of a run as one group: what they sum, share and gather together.
-
-Every wait has a deadline. When it passes, the workers call the roll through the rendezvous store, so that the error
-names the workers that had not arrived.
-"""
+"""The workers of a run as one group: what they sum, share and gather together, with a deadline for every wait."""
 
 from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -34,8 +31,7 @@ from offbeat.runtime.run.rank_environment import Place
 if TYPE_CHECKING:
     from offbeat.runtime.groups.coordinated_group import CoordinatedMembership
 
-_CACHED = 4096
-"""Exchanges whose bytes are cached; sizes that differ each time must not fill the memory."""
+_CACHED = 4096  # Exchanges whose bytes are cached; sizes that differ each time must not fill the memory.
 _WAITED_FOR = AllreduceOptions()
 _WAITED_FOR.asyncOp = False
 
@@ -52,17 +48,14 @@ class _Done:
         """Nothing to wait for."""
 
 
-DONE = _Done()
-"""A complete exchange."""
+DONE = _Done()  # A complete exchange.
 
 
 class Totals:
     """Bytes that a worker has sent over all lanes."""
 
-    counted = 0
-    """In exchanges of the run."""
-    measured = 0
-    """In further exchanges, made only to time them."""
+    counted = 0  # In exchanges of the run.
+    measured = 0  # In further exchanges, made only to time them.
 
 
 class SentBytes:
@@ -104,41 +97,17 @@ class SentBytes:
         return tuple(recorded or ())
 
 
-Key = tuple[str, int, int, str | None, int]
-"""Collective, bytes, bytes of an element, algorithm (None: the backend's own), and root."""
-
-
-class ExchangeTraffic(dict[Key, tuple[int, Exchanged]]):
-    """Cache of the bytes that this worker sends in an exchange, and the exchange."""
-
-    def __init__(self, view: View, rank: int, algorithm: Callable[[Collective, int], str]) -> None:
-        super().__init__()
-        self._view, self._rank, self._algorithm = view, rank, algorithm
-
-    def __missing__(self, key: Key) -> tuple[int, Exchanged]:
-        what, nbytes, itemsize, by, root = key
-        by, what = by or self._algorithm(Collective(what), nbytes), cast("Any", what)
-        exchanged = Exchanged(what=what, by=by, nbytes=nbytes, itemsize=itemsize, root=root)
-        if len(self) >= _CACHED:
-            self.clear()
-        self[key] = sent_by(*exchanged.part(self._view.size), self._view, self._rank), exchanged
-        return self[key]
-
-
 class StaticMembership:
     """All workers, from the beginning to the end: a run ends with the first death."""
 
-    outside = False
-    """Whether this worker is joining a run that the others have begun."""
-    awaited = False
-    """Whether a worker waits to join."""
+    outside = False  # Whether this worker is joining a run that the others have begun.
+    awaited = False  # Whether a worker waits to join.
 
     def __init__(self, rank: int, size: int, presence: Presence | None, patience: float) -> None:
         self._presence, self._patience = presence, patience
         self.members = self.present = tuple(range(size))
         """Ranks of the workers that take part, and of those in the last exchange."""
-        self.leads = rank == 0
-        """Whether this worker does what only one does: writes, reports, concludes."""
+        self.leads = rank == 0  # Whether this worker does what only one does: writes, reports, concludes.
 
     def leader(self) -> int:
         """The rank of the worker that leads, agreed by all; all workers call this together."""
@@ -163,10 +132,8 @@ class Group(ABC):
         self.rank, self.size = place.rank, place.size
         self.timeout = timeout
         self.one_host = place.local_size == place.size
-        self.sent = SentBytes()
-        """What this worker has sent, and its exchanges in a step."""
-        self.presence: Presence | None = None
-        """Notices waits for a worker that has left; None for one worker alone."""
+        self.sent = SentBytes()  # What this worker has sent, and its exchanges in a step.
+        self.presence: Presence | None = None  # Notices waits for a worker that has left; None for one worker alone.
 
     @property
     @abstractmethod
@@ -253,17 +220,21 @@ class DirectGroup(Group):
     def __init__(self, place: Place, timeout: timedelta, device: torch.device) -> None:
         super().__init__(place, timeout)
         self._connection = Connection(place, timeout, device) if self.size > 1 else None
-        self.sums_by: Sums | None = None
-        """The chosen algorithm; None: the process group's own."""
-        self.process_group: Any = None
-        """The torch process group underneath; None for one worker alone."""
-        self.view = View.of(self.size)
-        """The workers in schedules, and the host of each as far as it is known."""
+        self.sums_by: Sums | None = None  # The chosen algorithm; None: the process group's own.
+        self.process_group: Any = None  # The torch process group underneath; None for one worker alone.
+        self.view = View.of(self.size)  # The workers in schedules, and the host of each as far as it is known.
         self.waits = Waits(self.rank, self.size, timeout, self._connection)
         if self._connection is not None:
             self.process_group, self.view = self._connection.first, self._connection.view
             self.presence = self.waits.presence
-        self._traffic = ExchangeTraffic(self.view, self.rank, self.algorithm)
+
+        @lru_cache(_CACHED)
+        def traffic(what: str, nbytes: int, itemsize: int, by: str | None, root: int) -> tuple[int, Exchanged]:
+            by = by or self.algorithm(Collective(what), nbytes)
+            exchanged = Exchanged(what=cast("Any", what), by=by, nbytes=nbytes, itemsize=itemsize, root=root)
+            return sent_by(*exchanged.part(self.size), self.view, self.rank), exchanged
+
+        self._traffic = traffic  # The bytes that this worker sends in an exchange, and the exchange.
         self._membership = StaticMembership(self.rank, self.size, self.presence, timeout.total_seconds())
 
     def algorithm(self, collective: Collective, nbytes: int) -> str:
@@ -294,10 +265,7 @@ class DirectGroup(Group):
         return self._connection
 
     def lane(self) -> DirectGroup:
-        """The same workers over separate connections, whose exchanges need no order with those of this lane.
-
-        All workers open their lanes in the same order.
-        """
+        """The same workers over separate connections, whose exchanges need no order with these; a collective call."""
         if self.size == 1:
             return self
         lane = copy.copy(self)
@@ -318,7 +286,7 @@ class DirectGroup(Group):
 
     def note(self, what: str, nbytes: int, itemsize: int = 1, by: str | None = None, root: int = 0) -> None:
         """Count an exchange by its schedule; without a name, that of the process group's own algorithm."""
-        self.sent.add(*self._traffic[what, nbytes, itemsize, by, root])
+        self.sent.add(*self._traffic(what, nbytes, itemsize, by, root))
 
     def sum_in_place(self, tensors: Sequence[Tensor], weight: float, own_blocks: bool, what: str) -> None:
         """Sum tensors times a weight in place, through shared memory; or only this worker's blocks of them."""
@@ -333,10 +301,7 @@ class DirectGroup(Group):
             return self.process_group.share_segment(size, what)
 
     def run(self, program: Program, row: Tensor, scratch: Tensor, what: str, mixed: Exchanged | None = None) -> None:
-        """Run this worker's program of a schedule over messages, in place; every worker calls this with its own.
-
-        `mixed` describes the exchange, if it is part of a step.
-        """
+        """Run this worker's program of a schedule over messages, in place; `mixed` describes it as part of a step."""
         self.sent.add(program.sent * row.element_size(), mixed)
         group = self.process_group
         ours = isinstance(group, OffbeatGroup)
@@ -354,7 +319,7 @@ class DirectGroup(Group):
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         nbytes, itemsize, sums, wait = real.nbytes, real.itemsize, self.sums_by, ExchangeWait(self.waits, what)
         if sums is None:
-            self.sent.add(*self._traffic["all_reduce", nbytes, itemsize, None, 0])
+            self.sent.add(*self._traffic("all_reduce", nbytes, itemsize, None, 0))
             with wait:
                 wait.work = self.process_group.allreduce([real], AllreduceOptions())
             return wait
@@ -372,7 +337,7 @@ class DirectGroup(Group):
             self.start_sum(tensor, what).wait()
             return tensor
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        self.sent.add(*self._traffic["all_reduce", real.nbytes, real.itemsize, None, 0])
+        self.sent.add(*self._traffic("all_reduce", real.nbytes, real.itemsize, None, 0))
         with ExchangeWait(self.waits, what):
             self.process_group.allreduce([real], _WAITED_FOR).wait()
         return tensor

@@ -1,8 +1,7 @@
 """Detects waits that cannot end: workers report through the rendezvous store where they wait.
 
-As long as exchanges complete, nothing is reported: a wait only sets one attribute. A thread checks it a few times a
-second; only when a worker has stayed in one wait does it report that, and read where the others are. A worker that
-leaves reports it, and waits until all others leave too, so that a team ends together.
+A wait only sets one attribute. A thread checks it a few times a second; only when a worker has stayed in one wait does
+it report that, and read where the others are.
 """
 
 from __future__ import annotations
@@ -21,14 +20,10 @@ from offbeat.errors import WaitError
 from offbeat.protocols import attendance
 from offbeat.protocols.attendance import FAILED, GONE, HERE, LEAVING, LEFT, WAITING, Attendance
 
-LOOK = 0.25
-"""Seconds between two checks whether this worker still waits in the same exchange."""
-CROWD = 64
-"""Team size above which checks are rarer, so that waiting workers do not overload the store."""
-BREAK = 0.5
-"""Seconds for a hopeless wait to be broken off before the process is ended."""
-YIELD = 2.0
-"""Seconds by which the error of a failed worker precedes the errors that follow from it."""
+LOOK = 0.25  # Seconds between two checks whether this worker still waits in the same exchange.
+CROWD = 64  # Team size above which checks are rarer, so that waiting workers do not overload the store.
+BREAK = 0.5  # Seconds for a hopeless wait to be broken off before the process is ended.
+YIELD = 2.0  # Seconds by which the error of a failed worker precedes the errors that follow from it.
 
 
 class Waiting(NamedTuple):
@@ -52,18 +47,14 @@ class Presence:
         self._over = threading.Event()
         self.waiting: Any = None
         """This worker's current wait: anything with `what`, `lane`, `number` and `spare`. Set by the waiting code."""
-        self.counted: dict[str, Callable[[], int]] = {}
-        """More lanes, and the exchanges begun on each."""
-        self.step: Callable[[], int] = lambda: 0
-        """Steps that this worker has finished."""
+        self.counted: dict[str, Callable[[], int]] = {}  # More lanes, and the exchanges begun on each.
+        self.step: Callable[[], int] = lambda: 0  # Steps that this worker has finished.
         self.members: Callable[[], Collection[int]] = lambda: range(size)
         """Ranks of the workers that take part; no worker waits for the others."""
         self.break_off: Callable[[WaitError], None] = lambda _error: None
         """Ends this worker's wait with an error, where that is possible."""
-        self.give_up: Callable[[WaitError], None] = _give_up
-        """Ends this worker, whose wait could not be broken off."""
-        self.verdict: WaitError | None = None
-        """Why this worker's wait is hopeless."""
+        self.give_up: Callable[[WaitError], None] = _give_up  # Ends this worker, whose wait could not be broken off.
+        self.verdict: WaitError | None = None  # Why this worker's wait is hopeless.
         self._report(HERE)
         self._thread = threading.Thread(target=self._watch, name="offbeat presence", daemon=True)
         self._thread.start()

@@ -4,20 +4,18 @@
 addresses. The only kind of host so far is a network namespace of this machine. See docs/hosts.md.
 """
 
-from offbeat.runtime.hosts._namespaces import abandoned, existing, made_here, placed, sweep, why_not
-from offbeat.runtime.hosts._placement import Placed, PlacedHost, Seat
+from offbeat.runtime.hosts._namespaces import (
+    Placed,
+    PlacedHost,
+    Seat,
+    abandoned,
+    enter,
+    existing,
+    made_here,
+    placed,
+    why_not,
+)
 from offbeat.runtime.hosts._specification import Host, Hosts
 
-__all__ = [
-    "Host",
-    "Hosts",
-    "Placed",
-    "PlacedHost",
-    "Seat",
-    "abandoned",
-    "existing",
-    "made_here",
-    "placed",
-    "sweep",
-    "why_not",
-]
+__all__ = ["Host", "Hosts", "Placed", "PlacedHost", "Seat", "abandoned", "enter", "existing", "made_here", "placed"]
+__all__ += ["why_not"]

@@ -1,27 +1,25 @@
 """Hosts as network namespaces of this machine: real addresses, real links, and rates enforced by the kernel.
 
-Each host is a namespace with one link, to a bridge in a namespace of its own. Nothing is added to the machine's own
-network, so nothing clashes with it or can be reached from it. Removing the namespaces removes links, addresses and
-rates.
-
+Each host is a namespace with one link, to a bridge in a namespace of its own; the machine's own network is not touched.
 A namespace outlives the process that made it. So its name identifies that process, and the next run first removes
 namespaces whose makers are dead.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import secrets
 import shutil
 import subprocess
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from offbeat.errors import RunError, UsageError
-from offbeat.runtime.hosts._placement import Placed, PlacedHost
 from offbeat.runtime.hosts._specification import Host, Hosts
 from offbeat.runtime.run.procfs import seen
 
@@ -34,6 +32,98 @@ _BURST_PACKETS, _QUEUE_PACKETS = 10, 50  # The minimum of each in packets, or sl
 _FRAME = 14  # Bytes that Ethernet adds to a packet.
 _DEADLINE = 30.0
 _MINE = re.compile(r"offbeat-(?P<process>\d+)-(?P<began>\d+)-[0-9a-f]{8}[.-].+")
+_CLONE_NEWNET = 0x40000000
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def enter(network: Path) -> None:
+    """Move this thread, and what it starts, into the network namespace of this file: its new sockets are in there."""
+    with network.open("rb") as opened:
+        _set_namespace(opened.fileno(), str(network))
+
+
+def _set_namespace(descriptor: int, name: str) -> None:
+    # os.setns exists only from Python 3.12 on.
+    if _LIBC.setns(descriptor, _CLONE_NEWNET):
+        problem = os.strerror(ctypes.get_errno())
+        raise RunError(f"the network {name} could not be entered: {problem}. That needs root.")
+
+
+@dataclass(frozen=True)
+class PlacedHost:
+    """An existing host."""
+
+    host: Host
+    address: str  # The address of its processes.
+    interface: str  # The network interface with this address.
+    network: Path  # The namespace that a process enters to be on it (`network` of a role).
+    port: str = ""  # The other end of its link, in the network of `Placed.inside`, where the kernel counts its bytes.
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A worker's place on its host, numbered as by torchrun."""
+
+    host: PlacedHost
+    number: int  # The host's number.
+    hosts: int  # Number of hosts.
+    local_rank: int
+    local_size: int
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The hosts of a run, while they exist."""
+
+    wanted: Hosts  # Their specification.
+    hosts: tuple[PlacedHost, ...]  # In the same order.
+    address: str  # Where they reach sockets that the launching process opened `inside`.
+    network: Path  # The namespace that `inside` enters.
+
+    @contextmanager
+    def inside(self) -> Generator[None]:
+        """Sockets opened by this thread in the body are reachable from the hosts, at `address`, and nowhere else."""
+        with Path("/proc/thread-self/ns/net").open("rb") as before:
+            enter(self.network)
+            try:
+                yield
+            finally:
+                _set_namespace(before.fileno(), "of this thread before")
+
+    def seat(self, worker: int) -> Seat:
+        """The place of a worker."""
+        homes = self.wanted.of_workers()
+        number = homes[worker]
+        first = homes.index(number)
+        return Seat(self.hosts[number], number, len(self.hosts), worker - first, homes.count(number))
+
+    def plain(self, servers: Mapping[str, int] | None = None) -> list[dict[str, Any]]:
+        """The hosts as JSON data; `servers` maps server processes to hosts: `0.1` is copy 1 of shard 0."""
+        workers, sent = self.wanted.of_workers(), self._sent()
+        return [
+            {
+                "name": there.host.name,
+                "kind": there.host.kind,
+                "address": there.address,
+                "rate": there.host.rate,
+                "workers": [rank for rank, home in enumerate(workers) if home == number],
+                "servers": [server for server, home in (servers or {}).items() if home == number],
+                "sent_bytes": sent.get(there.port, (None, None))[0],
+                "sent_packets": sent.get(there.port, (None, None))[1],
+            }
+            for number, there in enumerate(self.hosts)
+        ]
+
+    def _sent(self) -> dict[str, tuple[int, int]]:
+        """Bytes, including headers, and packets counted by the kernel at the other end of each link."""
+        try:
+            with self.inside():
+                lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+        except (OSError, RunError):
+            return {}
+        named = (line.partition(":") for line in lines if ":" in line)
+        counted = {name.strip(): counts.split() for name, _, counts in named}
+        return {name: (int(columns[0]), int(columns[1])) for name, columns in counted.items()}
 
 
 @contextmanager
@@ -41,7 +131,7 @@ def placed(hosts: Hosts) -> Generator[Placed]:
     """The hosts, ready for processes, during the context; afterwards they are removed, whatever happens."""
     if (reason := _lacking()) is not None:
         raise UsageError(f"network namespaces cannot be made here: {reason}")
-    sweep()
+    _sweep()
     prefix = f"{_owner()}-{secrets.token_hex(4)}"
     try:
         yield _create(hosts, prefix)
@@ -93,7 +183,7 @@ def abandoned(name: str) -> bool:
     return match is not None and _began(int(match["process"])) != int(match["began"])
 
 
-def sweep() -> None:
+def _sweep() -> None:
     """Remove namespaces left by killed processes."""
     for name in existing():
         if abandoned(name):

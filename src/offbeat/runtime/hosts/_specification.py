@@ -176,11 +176,9 @@ class Hosts:
         return tuple(number for number, host in enumerate(self.hosts) for _ in range(host.workers))
 
     def of_servers(self, count: int) -> tuple[int, ...]:
-        """The host number of each server process.
-
-        Hosts take turns, each as often as its share of servers, so that the copies of a shard, which follow each other,
-        are on different hosts wherever there are enough.
-        """
+        """The host number of each server process."""
+        # Hosts take turns, each as often as its share of servers, so that the copies of a shard, which follow each
+        # other, are on different hosts wherever there are enough.
         shares = [host.servers for host in self.hosts]
         if not any(shares):
             shares = [1] * len(self.hosts)

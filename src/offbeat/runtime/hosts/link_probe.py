@@ -16,10 +16,7 @@ _WHAT = "measuring the links"
 
 
 def measured(group: Group, most: int, act: Callable[[int], Callable[[], object]]) -> tuple[Timed, ...]:
-    """Time exchanges from 4 KiB up to `most` bytes, made by `act(size)`; a collective call.
-
-    Each time is the slowest worker's, and the shortest of three, because other load only adds to it.
-    """
+    """Time exchanges from 4 KiB up to `most` bytes, made by `act(size)`; a collective call."""
     timings: list[Timed] = []
     most = min(max(most, 8), MOST)
     size = min(SMALLEST, most)
@@ -29,6 +26,7 @@ def measured(group: Group, most: int, act: Callable[[int], Callable[[], object]]
             group.sent.record()
             once()
             (exchanged,) = group.sent.recorded()
+            # The slowest worker's, and the shortest of three, because other load only adds to it.
             seconds = min(_timed(group, once) for _ in range(_TIMES))
             timings.append(Timed(exchanged, seconds))
             following = min(size * LARGER, most)

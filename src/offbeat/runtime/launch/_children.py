@@ -17,16 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat.errors import OutputError, UsageError, WaitError
-from offbeat.runtime.launch._messages import (
-    Channel,
-    Fork,
-    FromChild,
-    FromServer,
-    LauncherHello,
-    Signal,
-    ToServer,
-    frame,
-)
+from offbeat.runtime.launch import _messages as wire
 from offbeat.runtime.launch._roles import RemoteError, Role, RoleOutcome
 from offbeat.runtime.run.procfs import stat_fields
 
@@ -54,14 +45,14 @@ class ForkServerLink:
         finally:
             theirs.close()
         self.pid = self._process.pid
-        self.channel: Channel[FromServer] = Channel(ours, FromServer, "the fork server")
+        self.channel: wire.Channel[wire.FromServer] = wire.Channel(ours, wire.FromServer, "the fork server")
         self.preload = tuple(preload)
         self.is_ready = False  # Whether its imports are done.
         self.is_usable = True  # Whether it can still be used for a run.
         with contextlib.suppress(ServerGoneError):  # The first run will report the reason.
-            self.send(LauncherHello(list(preload), [entry or str(Path.cwd()) for entry in sys.path]))
+            self.send(wire.LauncherHello(list(preload), [entry or str(Path.cwd()) for entry in sys.path]))
 
-    def send(self, message: ToServer, descriptors: Sequence[int] = ()) -> None:
+    def send(self, message: wire.ToServer, descriptors: Sequence[int] = ()) -> None:
         """Send a message, and open files, to the fork server."""
         try:
             self.channel.send(message, descriptors)
@@ -125,7 +116,7 @@ class Child:
 
     role: Role
     id: int
-    channel: Channel[FromChild]
+    channel: wire.Channel[wire.FromChild]
     pid: int | None = None
     error: RemoteError | None = None
     interrupted: bool = False
@@ -157,11 +148,11 @@ class Children:
         self.selector.register(link.channel, selectors.EVENT_READ, None)
         self.all: dict[int, Child] = {}  # By the id of their fork order.
 
-    def order(self, order: Fork, role: Role, log: int) -> None:
+    def order(self, order: wire.Fork, role: Role, log: int) -> None:
         """Ask the fork server for one role; it confirms later."""
         ours, theirs = socket.socketpair()
         with theirs:
-            child = Child(role, order.id, Channel(ours, FromChild, str(role)))
+            child = Child(role, order.id, wire.Channel(ours, wire.FromChild, str(role)))
             self._held.callback(child.channel.close)
             self.all[order.id] = child
             self.selector.register(child.channel, selectors.EVENT_READ, child)
@@ -183,13 +174,11 @@ class Children:
         """Send a signal to all living children, or to one by its name."""
         for child in self.living():
             if role is None or str(child.role) == role:
-                self._link.send(Signal(child.id, number))
+                self._link.send(wire.Signal(child.id, number))
 
     def end_stopped(self, now: float) -> None:
-        """Kill children that stay stopped for too long: they cannot keep their own deadlines, and peers may not notice.
-
-        A process that a debugger holds does not count as stopped, and servers are left to whoever needs them.
-        """
+        """Kill children that stay stopped for too long: they cannot keep their deadlines, and peers may not notice."""
+        # A process that a debugger holds does not count as stopped, and servers are left to whoever needs them.
         for child in self.living():
             if child.pid is None or child.role.serves or stat_fields(child.pid)[:1] != ["T"]:
                 child.stopped_since = None
@@ -197,7 +186,7 @@ class Children:
                 child.stopped_since = now
             elif now - child.stopped_since > child.role.patience and not child.overdue:
                 child.overdue = True
-                self._link.send(Signal(child.id, signal.SIGKILL))
+                self._link.send(wire.Signal(child.id, signal.SIGKILL))
 
     def stop_hearing(self, child: Child) -> None:
         """Close a child's channel."""
@@ -240,9 +229,9 @@ def open_log(role: Role, held: contextlib.ExitStack) -> int:
         ) from error
 
 
-def order_for(number: int, role: Role) -> Fork:
+def order_for(number: int, role: Role) -> wire.Fork:
     """The fork server's order for a role; a config that is not plain data is refused here."""
-    order = Fork(
+    order = wire.Fork(
         id=number,
         label=str(role),
         entry=role.entry,
@@ -255,7 +244,7 @@ def order_for(number: int, role: Role) -> Fork:
         patience=role.patience,
     )
     try:
-        frame(order)
+        wire.frame(order)
     except UsageError as error:
         raise UsageError(f"The config of {role} cannot be passed on. {error}") from error
     return order

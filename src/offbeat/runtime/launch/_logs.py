@@ -19,10 +19,8 @@ class LogFollower:
         self._unfinished = ""
 
     def new_text(self) -> str:
-        """The lines completed since the last call; a carriage return ends a line too, for progress bars.
-
-        Long text comes in non-empty pieces over several calls. A line longer than a piece is cut.
-        """
+        """The lines completed since the last call; a carriage return ends a line too, for progress bars."""
+        # Long text comes in non-empty pieces over several calls. A line longer than a piece is cut.
         data = self._read()
         before = len(self._unfinished)
         self._unfinished += self._decoder.decode(data)

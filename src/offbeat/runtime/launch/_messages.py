@@ -63,8 +63,6 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
 class ServerReady(msgspec.Struct, tag=True, frozen=True):
     """Server to launcher: everything is imported."""
 
-    seconds: float
-
 
 class Broken(msgspec.Struct, tag=True, frozen=True):
     """Server to launcher: why it cannot serve."""

@@ -46,12 +46,9 @@ class PrivateStore:
 
 @contextmanager
 def private_store(port: int = 0) -> Generator[PrivateStore]:
-    """A rendezvous store for workers on this machine; port 0 picks a free one.
-
-    A TCPStore accepts every process that reaches its port: other users of the machine could read and change its keys,
-    fill its memory and exhaust its descriptors. This store is a memory file opened through this process, which Linux
-    allows only to processes of the same user; it needs no connections and vanishes with this process.
-    """
+    """A rendezvous store for workers on this machine; port 0 picks a free one."""
+    # A TCPStore accepts every process that reaches its port, of any user. This store is a memory file opened through
+    # this process, which Linux allows only to processes of the same user; it vanishes with this process.
     with socket.socket() as reserved:
         try:
             reserved.bind(("127.0.0.1", port))
@@ -91,11 +88,9 @@ def _taken(port: int, host: str, error: OSError) -> UsageError:
 
 
 def serve_store(port: int = 0, host: str = "127.0.0.1") -> TCPStore:
-    """A torch store for rendezvous, served by this process until it is dropped; port 0 picks a free one.
-
-    Anyone who reaches it may use it: on one machine prefer `private_store`. It listens on `host` alone, while a plain
-    TCPStore listens on every interface. `EVERYWHERE` is for networks created for one run.
-    """
+    """A torch store for rendezvous, served by this process until it is dropped; port 0 picks a free one."""
+    # Anyone who reaches it may use it: on one machine prefer `private_store`. It listens on `host` alone, while a plain
+    # TCPStore listens on every interface. `EVERYWHERE` is for networks created for one run.
     from torch.distributed import TCPStore
 
     try:

@@ -1,4 +1,7 @@
-"""One run: fork the roles, pump their messages, notice failures, and leave nothing behind."""
+"""The launcher: roles as real processes, forked in milliseconds from a server that has imported torch.
+
+A run forks the roles, pumps their messages, notices failures, and leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from types import FrameType
 from typing import Any, assert_never
@@ -15,13 +19,16 @@ import msgspec
 
 from offbeat.errors import RunError, UsageError, WaitError
 from offbeat.runtime.launch import _messages as wire
-from offbeat.runtime.launch._cause import Failure, Failures, error_for
 from offbeat.runtime.launch._children import Child, Children, ForkServerLink, ServerGoneError, open_log, order_for
-from offbeat.runtime.launch._roles import RemoteError, Role, RoleOutcome
+from offbeat.runtime.launch._roles import Failures, RemoteError, Role, RoleOutcome, error_for
 
 TICK = 0.1  # Seconds between calls of `on_tick`.
 FORK_DEADLINE = 30.0  # Seconds for the fork server to fork all roles.
 KILL_DEADLINE = 10.0  # Seconds for the kernel to end processes after SIGKILL.
+PRELOAD = ("numpy", "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "safetensors.torch")
+"""Imports of nearly every role, paid for once per launcher instead of once per process."""
+GRACE = timedelta(seconds=1.25)
+"""From SIGINT to SIGKILL: with the settling time before it, a failure is raised within two seconds."""
 
 OnMessage = Callable[[Role, dict[str, Any]], None]
 OnTick = Callable[[], None]
@@ -73,10 +80,10 @@ class LaunchedRun:
         self,
         link: ForkServerLink,
         on_message: OnMessage,
-        on_tick: OnTick | None,
+        on_tick: OnTick,
+        on_end: OnEnd,
         grace: timedelta,
         interrupts: Interrupts,
-        on_end: OnEnd | None = None,
     ) -> None:
         self._link, self._grace, self._interrupts = link, grace.total_seconds(), interrupts
         self._on_message, self._on_tick, self._on_end = on_message, on_tick, on_end
@@ -175,8 +182,7 @@ class LaunchedRun:
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + TICK
             self._children.end_stopped(time.monotonic())
-            if self._on_tick is not None:
-                self._call(self._on_tick)
+            self._call(self._on_tick)
 
     def _call(self, callback: Callable[..., None], *arguments: object) -> None:
         if self._silenced:
@@ -205,7 +211,7 @@ class LaunchedRun:
                 self._call(self._on_message, child.role, message.content)
             elif isinstance(message, wire.Exiting):
                 if self._ending_since is None or message.at < self._ending_since:
-                    self._failures.announced.append(Failure(child.role, message.at, exit_code=message.code))
+                    self._failures.announced.append(RoleOutcome(child.role, message.code, at=message.at))
             else:
                 self._note_error(child, message)
         if child.channel.ended:
@@ -225,7 +231,7 @@ class LaunchedRun:
                 self._children.all[message.id].pid = message.pid
             case wire.ForkRefused():
                 child = self._children.all[message.id]
-                child.outcome = RoleOutcome(child.role, None, None, None)
+                child.outcome = RoleOutcome(child.role)
                 raise RunError(f"The fork server could not start {child.role}: {message.message}")
             case wire.RoleEnded():
                 self._note_end(self._children.all[message.id], message)
@@ -240,7 +246,7 @@ class LaunchedRun:
             if error.type_name == KeyboardInterrupt.__name__:
                 child.interrupted = True  # By SIGINT from outside; its process will end soon.
             else:
-                self._failures.add(Failure(child.role, error.at, error=error))
+                self._failures.add(RoleOutcome(child.role, error=error, at=error.at))
 
     def _note_end(self, child: Child, message: wire.RoleEnded) -> None:
         if child.channel.fileno() >= 0:
@@ -249,12 +255,11 @@ class LaunchedRun:
         code, number, error = message.exit_code, message.signal, child.error
         if child.interrupted and code is not None:
             code, number, error = None, int(signal.SIGINT), None
-        child.outcome = RoleOutcome(child.role, code, number, error)
-        if self._on_end is not None:
-            self._call(self._on_end, child.outcome)
+        child.outcome = RoleOutcome(child.role, code, number, error, message.at)
+        self._call(self._on_end, child.outcome)
         if code == 0 or error is not None:
             return
-        failure = Failure(child.role, message.at, child.standstill, code, number)
+        failure = replace(child.outcome, error=child.standstill)
         if self._ending_since is None and child.role.tolerates(code):
             self._failures.tolerated.append(failure)
         # While ending, only a SIGKILL that we did not send is a cause.
@@ -295,3 +300,83 @@ class LaunchedRun:
         self._turn_until(lambda: self._drained, KILL_DEADLINE)
         if not self._drained:
             raise WaitError(f"Processes that the roles had started did not end within {KILL_DEADLINE:g} s of SIGKILL.")
+
+
+class Launcher:
+    """Starts roles as processes and ends them all, whatever happens; a context manager.
+
+    It can do several runs in sequence, and one process can have several launchers.
+    """
+
+    def __init__(self, preload: Sequence[str] = PRELOAD) -> None:
+        self._preload = tuple(preload)
+        self._link: ForkServerLink | None = None
+        self._run: LaunchedRun | None = None
+
+    def start(self) -> None:
+        """Spawn the fork server if there is none; returns at once, while it imports."""
+        self._drop_broken_server()
+        if self._link is None:
+            self._link = ForkServerLink(self._preload)
+
+    @property
+    def server_pid(self) -> int | None:
+        """The fork server's process, if there is one."""
+        return None if self._link is None else self._link.pid
+
+    def run(
+        self,
+        roles: Sequence[Role],
+        *,
+        on_message: OnMessage,
+        on_tick: OnTick = lambda: None,
+        on_end: OnEnd = lambda _outcome: None,
+        grace: timedelta = GRACE,
+    ) -> list[RoleOutcome]:
+        """Run roles until all except servers have succeeded; the first failure ends the others and is raised.
+
+        `on_message(role, message)`, `on_end(outcome)` for each role and `on_tick()`, about ten times a second, are
+        called on this thread.
+        """
+        if self._run is not None:
+            raise UsageError("This launcher is already running roles: wait for its end, or make a second launcher.")
+        names = [str(role) for role in roles]
+        if duplicates := sorted({name for name in names if names.count(name) > 1}):
+            raise UsageError(f"Each role needs a rank of its own: {', '.join(duplicates)} was given more than once.")
+        try:
+            self.start()
+            assert self._link is not None  # noqa: S101 (start made it)
+            with Interrupts() as interrupts:
+                self._run = LaunchedRun(self._link, on_message, on_tick, on_end, grace, interrupts)
+                return self._run.go(roles)
+        finally:
+            self._run = None
+            self._drop_broken_server()
+
+    def kill(self, role: str) -> None:
+        """Kill the process of a role of the current run, such as `worker 2`; for callbacks."""
+        if self._run is not None:
+            self._run.kill(role)
+
+    def add(self, role: Role) -> None:
+        """Start one more role in the current run, in place of one that has ended; for callbacks."""
+        if self._run is None:
+            raise UsageError(f"{role} cannot be added: this launcher is running nothing.")
+        self._run.add(role)
+
+    def _drop_broken_server(self) -> None:
+        if self._link is not None and not self._link.is_usable:
+            self.close()
+
+    def close(self) -> None:
+        """End the fork server; the launcher can be started again."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    def __enter__(self) -> Launcher:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,7 +1,6 @@
 """The fork server: imports slow modules once, then forks a role in milliseconds.
 
-The launcher runs it as `python -m offbeat.runtime.launch._server <descriptor of its socket>`. It has one thread, no
-state but its children, and ends them all when its launcher is gone.
+It has one thread, no state but its children, and ends them all when its launcher is gone.
 """
 
 from __future__ import annotations
@@ -83,7 +82,6 @@ class ForkServer:
                 assert_never(message)
 
     def _preload(self, hello: wire.LauncherHello) -> None:
-        started = time.monotonic()
         sys.path[:] = hello.path
         # A hung import would notice nothing, not even the end of its launcher.
         faulthandler.register(signal.SIGALRM, chain=True)
@@ -100,7 +98,7 @@ class ForkServer:
         gc.collect()
         gc.disable()
         gc.freeze()
-        self._channel.send(wire.ServerReady(time.monotonic() - started))
+        self._channel.send(wire.ServerReady())
 
     def _fail(self, message: str, trace: str) -> Never:
         self._channel.send(wire.Broken(message, trace))

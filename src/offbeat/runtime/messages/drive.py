@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,8 +11,7 @@ from offbeat.protocols.machine import NOTHING, Done, Effect, Event, Machine, Pay
 from offbeat.runtime.messages.endpoint import Endpoint
 
 Work = Callable[[Any, Any], Any]  # Does the work of a `Start` effect, given the work and its token; returns the result.
-After = Callable[[Event, Sequence[Effect]], None]
-"""Called with each event and the machine's effects, before those are performed."""
+After = Callable[[Event, Sequence[Effect]], None]  # Called with each event and its effects, before those.
 LONGEST_SLEEP = 0.5  # Seconds after which `until` is asked again even if nothing has happened.
 
 
@@ -35,32 +33,27 @@ class Inbox:
 
 
 class Timers:
-    """A machine's pending timers, earliest first."""
+    """A machine's pending timers, by token."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Any]] = []
-        self._valid: dict[Any, int] = {}
-        self._count = 0
+        self._pending: dict[Any, float] = {}
 
     def set(self, due: float, token: Any) -> None:
         """Set a timer; an earlier one with the same token is cancelled."""
-        self._count += 1
-        self._valid[token] = self._count
-        heapq.heappush(self._heap, (due, self._count, token))
+        self._pending.pop(token, None)
+        self._pending[token] = due
 
     def due(self) -> float | None:
         """When the next timer is due."""
-        while self._heap and self._valid.get(self._heap[0][2]) != self._heap[0][1]:
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
+        return min(self._pending.values(), default=None)
 
     def take(self, now: float) -> Timer | None:
         """A timer that is due."""
         due = self.due()
         if due is None or due > now:
             return None
-        token = heapq.heappop(self._heap)[2]
-        del self._valid[token]
+        token = next(token for token, at in self._pending.items() if at == due)
+        del self._pending[token]
         return Timer(token)
 
 

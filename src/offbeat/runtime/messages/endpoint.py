@@ -3,24 +3,32 @@
 A process that others connect to binds one ROUTER socket; each of them connects a DEALER, and then either side may send
 first. Messages of one sender arrive in order or not at all: a full queue, a broken connection or a dead peer loses
 them, and machines send again.
+
+On one host, payloads may be passed by reference: memory that one process lends and another maps read-only. The message
+is then only the doorbell. Lent memory must not change until the reader has said, in the protocol's own way, that it is
+done.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import math
+import mmap
 import os
 import secrets
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
+import numpy as np
 import zmq
+from numpy.typing import NDArray
 
-from offbeat.errors import UsageError
+from offbeat.errors import OffbeatError, UsageError
+from offbeat.runtime.collectives.one_sided.tickets import TICKET, SegmentError, open_ticket
 from offbeat.runtime.messages.frames import Buffer, Bytes, Codec, EndpointHello, FrameError, MemoryReference, as_bytes
 from offbeat.runtime.messages.keys import Keys
-from offbeat.runtime.messages.shared_payloads import Borrowed, LendingError, Loans
 from offbeat.runtime.messages.sockets import Socket, Sockets, check_address
 
 if TYPE_CHECKING:
@@ -28,6 +36,96 @@ if TYPE_CHECKING:
 
 MOST_PEERS = 16_384  # Peers that an endpoint remembers; messages from more are refused.
 LONGEST_NAME = 200  # In bytes.
+
+
+class LendingError(OffbeatError):
+    """The memory that a reference names is missing, not ours to read, or too short."""
+
+
+class _Loan(NamedTuple):
+    start: int
+    stop: int
+    ticket: str
+    serial: int
+    segment: Segment
+
+
+class Loans:
+    """The memory that this process lends."""
+
+    def __init__(self) -> None:
+        self._loans: list[_Loan] = []
+        self._last = 0
+
+    def add(self, segment: Segment) -> None:
+        """Lend this memory; its descriptor must stay open."""
+        if not TICKET.fullmatch(segment.ticket):
+            raise UsageError(f"Memory that is sealed (ticket {segment.ticket}) cannot be lent: lend it before.")
+        self._last += 1
+        start = segment.address
+        self._loans.append(_Loan(start, start + segment.size, segment.ticket, self._last, segment))
+
+    def remove(self, segment: Segment) -> None:
+        """Stop lending it."""
+        self._loans = [loan for loan in self._loans if loan.segment is not segment]
+
+    def reference(self, payload: Buffer) -> MemoryReference | None:
+        """The reference for a payload, if all of it is in lent memory."""
+        if not self._loans:
+            return None
+        array = payload if isinstance(payload, np.ndarray) else np.frombuffer(payload, dtype=np.uint8)
+        nbytes = array.nbytes
+        if nbytes and array.flags.c_contiguous:
+            start = _address(array)
+            for loan in self._loans:
+                if loan.start <= start and start + nbytes <= loan.stop:
+                    return MemoryReference(loan.ticket, loan.serial, start - loan.start, nbytes)
+        return None
+
+
+def _address(array: NDArray[Any]) -> int:
+    """The address of a contiguous array."""
+    if array.flags.writeable:
+        # Five times as fast as the other way.
+        return ctypes.addressof(ctypes.c_char.from_buffer(cast("Any", array)))
+    return int(array.__array_interface__["data"][0])
+
+
+class Borrowed:
+    """Memory of one peer, mapped by this process."""
+
+    MOST = 64  # Segments mapped per peer; one more unmaps the oldest.
+
+    def __init__(self, process: int) -> None:
+        self._process = process
+        self._mapped: dict[tuple[str, int], Bytes] = {}
+
+    def view(self, reference: MemoryReference) -> Bytes:
+        """The referenced bytes, read-only; raises `LendingError` if the reference is wrong."""
+        key = (reference.ticket, reference.serial)
+        memory = self._mapped.get(key)
+        if memory is None:
+            memory = _map(reference.ticket, self._process)
+            if len(self._mapped) >= self.MOST:
+                del self._mapped[next(iter(self._mapped))]
+            self._mapped[key] = memory
+        stop = reference.offset + reference.nbytes
+        if not 0 <= reference.offset <= stop <= memory.nbytes:
+            raise LendingError(f"bytes {reference.offset:,} to {stop:,} of {memory.nbytes:,}")
+        return memory[reference.offset : stop]
+
+
+def _map(ticket: str, process: int) -> Bytes:
+    """The memory of a ticket, if it really is memory that that process made to be shared."""
+    try:
+        descriptor = open_ticket(ticket, os.O_RDONLY, process)
+        try:
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            return np.frombuffer(mmap.mmap(descriptor, 0, flags=flags, prot=mmap.PROT_READ), dtype=np.uint8)
+        finally:
+            os.close(descriptor)
+    except (SegmentError, OSError, ValueError, OverflowError) as error:
+        raise LendingError(f"the memory of ticket {ticket!r} cannot be read: {error}") from error
 
 
 @dataclass(slots=True)
@@ -124,8 +222,7 @@ class Incoming(NamedTuple, Generic[M]):
 
     sender: str
     message: M
-    payload: Bytes | None
-    """Read-only. If the sender lent the memory, this is that memory: valid until the protocol's reply."""
+    payload: Bytes | None  # Read-only. If the sender lent memory, it is that memory: valid until the reply.
 
 
 class Endpoint(Generic[M]):
@@ -154,8 +251,7 @@ class Endpoint(Generic[M]):
         self._loans = Loans()
         self.known = Peers()
         self.traffic: dict[str, PeerTraffic] = self.known.traffic  # By peer; kept when a peer is forgotten.
-        self.refused = 0
-        """Messages that were malformed, from an impossible sender, or named memory that is not the sender's."""
+        self.refused = 0  # Messages malformed, from an impossible sender, or naming another's memory.
         self._sockets = Sockets(name, identity_of(name), keys, high_water, codec.most_frames)
         self.wake = self._sockets.wake  # Ends the current or next wait of `receive`; the only method for other threads.
         self.address: str | None = None  # Where others connect, if this endpoint binds.
@@ -165,8 +261,6 @@ class Endpoint(Generic[M]):
         except BaseException:
             self.close()
             raise
-
-    # -- peers
 
     def connect(self, peer: str, address: str, public: str | None = None) -> None:
         """Connect to a peer; with keys, `public` is its public key (unless it has the same key file)."""
@@ -201,8 +295,6 @@ class Endpoint(Generic[M]):
     def reclaim(self, segment: Segment) -> None:
         """Stop lending this memory. Peers that have mapped it keep it until they forget us."""
         self._loans.remove(segment)
-
-    # -- messages
 
     def send(self, to: str, message: M, payload: Buffer | None = None) -> bool:
         """Queue a message for a peer; never waits. False if it was dropped, which is counted.
@@ -260,8 +352,6 @@ class Endpoint(Generic[M]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # -- handling what arrives
 
     def _take(self, socket: Socket) -> Incoming[M] | None:
         try:

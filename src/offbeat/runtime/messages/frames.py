@@ -56,8 +56,7 @@ class MemoryReference(msgspec.Struct, frozen=True, array_like=True):
 class EndpointHello(msgspec.Struct, frozen=True, array_like=True):
     """The first message between endpoints, which tells whether they can share memory."""
 
-    host: str
-    """A hash of the sender's `host_identity()` and incarnation; empty if it cannot read the receiver's memory."""
+    host: str  # Hash of the sender's `host_identity()` and incarnation; empty: it cannot read the receiver's memory.
     process: int  # The sender's process; it may lend only its own memory.
     incarnation: int  # Changes with a restart: state about the old process is then discarded.
     answer: bool  # Whether the sender requests a greeting back.

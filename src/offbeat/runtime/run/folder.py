@@ -8,8 +8,8 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
@@ -133,20 +133,16 @@ class RunFolder:
 def new_folder(parent: Path, name: str, latest: str, *inside: str) -> Path:
     """A new folder `<parent>/<time>-<name>` with the given subfolders, and a link `latest` to it beside it."""
     stamped = f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
-    try:
+    with _writing(parent):
         parent.mkdir(parents=True, exist_ok=True)
         for number in range(1, 1000):
             path = parent / (stamped if number == 1 else f"{stamped}-{number}")
-            try:
+            with suppress(FileExistsError):
                 path.mkdir()
-            except FileExistsError:
-                continue
-            for subfolder in inside:
-                (path / subfolder).mkdir()
-            _point_to(path, parent / latest)
-            return path
-    except OSError as error:
-        raise OutputError(_cannot_write(parent, error)) from error
+                for subfolder in inside:
+                    (path / subfolder).mkdir()
+                _point_to(path, parent / latest)
+                return path
     raise OutputError(f"{parent} already holds a thousand runs called {stamped}. Choose another --out.")
 
 
@@ -188,11 +184,8 @@ class MetricsWriter:
                 if isinstance(value, int | float) and name != "step":
                     self._board.add_scalar(name, value, record["step"])
             self._board.flush()
-        try:
-            with self._path.open("a") as file:
-                file.write(json.dumps(dict(record)) + "\n")
-        except OSError as error:
-            raise OutputError(_cannot_write(self._path, error)) from error
+        with _writing(self._path), self._path.open("a") as file:
+            file.write(json.dumps(dict(record)) + "\n")
 
     def keep_first(self, lines: int) -> None:
         """Drop lines written after the checkpoint that the run resumes from, and a line cut short by a kill."""
@@ -231,29 +224,33 @@ def _processor() -> str:
 def write_whole(target: Path, text: str) -> None:
     """Write a text file atomically."""
     draft = target.with_name(f".{target.name}.draft")
-    try:
+    with _writing(target, draft):
         draft.write_text(text, encoding="utf-8")
         draft.replace(target)
-    except OSError as error:
-        with suppress(OSError):
-            draft.unlink()
-        raise OutputError(_cannot_write(target, error)) from error
 
 
 def _point_to(path: Path, link: Path) -> None:
     draft = link.with_name(f".{link.name}-{os.getpid()}")
     draft.unlink(missing_ok=True)
     draft.symlink_to(path.name)
-    try:
+    with _writing(link, draft):
         draft.replace(link)
+
+
+@contextmanager
+def _writing(path: Path, draft: Path | None = None) -> Generator[None]:
+    """Report a failed write of this path, and remove its draft."""
+    try:
+        yield
     except OSError as error:
-        draft.unlink()
-        raise OutputError(_cannot_write(link, error)) from error
+        if draft is not None:
+            with suppress(OSError):
+                draft.unlink()
+        raise OutputError(
+            f"{path} cannot be written: {error.strerror or error}. Free some space, or choose another folder with "
+            f"--out."
+        ) from error
 
 
 def _slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-.")[-60:] or "run"
-
-
-def _cannot_write(path: Path, error: OSError) -> str:
-    return f"{path} cannot be written: {error.strerror or error}. Free some space, or choose another folder with --out."

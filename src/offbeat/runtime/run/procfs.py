@@ -1,17 +1,13 @@
-"""Processes as /proc shows them: identity, liveness, state and resource use.
-
-A PID alone does not identify a process, because PIDs are reused. A `Passport` does: the PID, the start time, the
-boot of the machine, and the PID namespace.
-"""
+"""Processes as /proc shows them: identity, liveness, state and resource use."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -29,18 +25,16 @@ _STATES: Final = {
 
 
 def stat_fields(pid: int | str) -> list[str]:
-    """State, parent, group and so on of a process, or of a thread as `PID/task/TID`; empty if there is none.
-
-    They follow the process name, which is in brackets and may contain anything.
-    """
+    """State, parent, group and so on of a process, or of a thread as `PID/task/TID`; empty if there is none."""
     try:
+        # They follow the process name, which is in brackets and may contain anything.
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
 
 
 class Passport(msgspec.Struct, frozen=True):
-    """Identifies one process, and never another."""
+    """Identifies one process, and never another, as a PID alone would: PIDs are reused."""
 
     pid: int
     began: int  # Start time, in kernel ticks since boot.
@@ -110,20 +104,14 @@ def ignores(pid: int, number: signal.Signals) -> bool:
     return False
 
 
-def everybody() -> Iterator[Seen]:
-    """All visible processes."""
-    for entry in _PROC.iterdir():
-        if entry.name.isdigit() and (process := seen(int(entry.name))) is not None:
-            yield process
-
-
 def writing_to(folder: Path) -> dict[Path, Seen]:
     """The process whose stdout is each file of a folder; of a process and its descendants, the first."""
     writers: dict[Path, list[Seen]] = {}
-    for process in everybody():
+    for entry in _PROC.glob("[0-9]*"):
         with suppress(OSError):
-            target = Path((_PROC / str(process.pid) / "fd" / "1").readlink())
-            if target.parent == folder and process.state != "ended":
+            target = Path((entry / "fd" / "1").readlink())
+            process = seen(int(entry.name)) if target.parent == folder else None
+            if process is not None and process.state != "ended":
                 writers.setdefault(target, []).append(process)
     return {file: _eldest(processes) for file, processes in writers.items()}
 
@@ -131,14 +119,6 @@ def writing_to(folder: Path) -> dict[Path, Seen]:
 def _eldest(processes: list[Seen]) -> Seen:
     pids = {process.pid for process in processes}
     return min((p for p in processes if p.parent not in pids), key=lambda p: p.began, default=processes[0])
-
-
-def passport_from(data: Any) -> Passport | None:
-    """A passport from its JSON data; None if it is not one."""
-    try:
-        return msgspec.convert(data, Passport)
-    except msgspec.ValidationError:
-        return None
 
 
 def _boot() -> str:

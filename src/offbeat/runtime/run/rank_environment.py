@@ -1,7 +1,4 @@
-"""A worker's rank and rendezvous address: the only place that reads the launcher's environment variables.
-
-offbeat's own launcher sets the same variables as torchrun, so that any script for torchrun works under it.
-"""
+"""A worker's rank and rendezvous address: the only place that reads the launcher's environment variables."""
 
 from __future__ import annotations
 

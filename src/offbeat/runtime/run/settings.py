@@ -1,19 +1,22 @@
-"""The settings of a run, resolved: written into run.json and read by every worker."""
+"""The settings of a run, resolved, and the orders of each worker, where a script's `offbeat.init()` finds them."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from offbeat import limits
-from offbeat.errors import UsageError
-from offbeat.settings import Option
+from offbeat.errors import OffbeatError, UsageError
+from offbeat.settings import option
 
 if TYPE_CHECKING:
     from offbeat.protocols.disturbances import Disturbance
+    from offbeat.runtime.servers.plan import ServerPlan
 
 
 @dataclass(frozen=True)
@@ -68,65 +71,54 @@ ADVANCED = "Advanced"
 class Goal:
     """The options of `offbeat run`, and those that measuring commands add to them."""
 
-    strategy: Annotated[
-        str | None, Option("Strategy, e.g. [bold]allreduce + accumulate(4)[/bold]; see `offbeat strategies`.", "-s")
-    ] = None
-    target: Annotated[
-        str | None,
-        Option(
-            "Stop at this score: [bold]0.97[/bold]; in scripts [bold]accuracy=0.97[/bold] or [bold]loss<=0.1[/bold].",
-            "-t",
-        ),
-    ] = None
-    epochs: Annotated[int | None, Option("Maximum epochs.")] = None
-    steps: Annotated[int | None, Option("Maximum steps.")] = None
-    seed: Annotated[int | None, Option("Random seed: initial model, order of the data, dropout.")] = None
-    device: Annotated[str, Option("Device to train on; only cpu is tested.", panel=ADVANCED)] = "cpu"
-    backend: Annotated[
-        str,
-        Option(
-            "Backend used when the script, or a framework in it, asks torch.distributed for Gloo: Gloo itself, or our "
-            "shared-memory backend.",
-            metavar="gloo|offbeat",
-            panel=ADVANCED,
-        ),
-    ] = "gloo"
-    parts: Annotated[
-        str, Option("How training data is split: iid, or skewed by label with dirichlet(alpha).", panel=ADVANCED)
-    ] = "iid"
-    checkpoint_every: Annotated[
-        int | None,
-        Option("Steps between checkpoints. Default: at evaluations, using at most 5 % of the time.", panel=RECOVERY),
-    ] = None
-    timeout: Annotated[float, Option("Longest wait for another worker, in seconds.", panel=RECOVERY)] = 600.0
-    tensorboard: Annotated[bool, Option("Also write TensorBoard files to the run folder.", panel=OBSERVED)] = False
-    replace: Annotated[
-        int,
-        Option(
-            "Number of dead workers to replace; new ones join at the next evaluation. For strategies with servers.",
-            panel=RECOVERY,
-        ),
-    ] = 0
-    disturb: Annotated[
-        tuple[str, ...],
-        Option(
-            "Inject a fault: [bold]worker 1: pause 200ms every 1s[/bold], [bold]worker 2: kill at step 50[/bold]. "
-            "Repeatable.",
-            metavar="FAULT",
-            panel=RECOVERY,
-        ),
-    ] = ()
-    watch: Annotated[
-        bool,
-        Option(
-            "Record who waits for whom, for `offbeat explain`, and serve a live page. A run that can never finish is "
-            "stopped with the reason and its own exit code: 10 deadlock, 11 mismatched calls, 12 a wait for a worker "
-            "that has ended.",
-            name="monitor",
-            panel=OBSERVED,
-        ),
-    ] = False
-    rate_factor: Annotated[float, Option("Multiply every learning rate, after any schedulers.", panel=ADVANCED)] = 1.0
+    strategy: str | None = option(
+        None, "Strategy, e.g. [bold]allreduce + accumulate(4)[/bold]; see `offbeat strategies`.", "-s"
+    )
+    target: str | None = option(
+        None,
+        "Stop at this score: [bold]0.97[/bold]; in scripts [bold]accuracy=0.97[/bold] or [bold]loss<=0.1[/bold].",
+        "-t",
+    )
+    epochs: int | None = option(None, "Maximum epochs.")
+    steps: int | None = option(None, "Maximum steps.")
+    seed: int | None = option(None, "Random seed: initial model, order of the data, dropout.")
+    device: str = option("cpu", "Device to train on; only cpu is tested.", panel=ADVANCED)
+    backend: str = option(
+        "gloo",
+        "Backend used when the script, or a framework in it, asks torch.distributed for Gloo: Gloo itself, or our "
+        "shared-memory backend.",
+        metavar="gloo|offbeat",
+        panel=ADVANCED,
+    )
+    parts: str = option(
+        "iid", "How training data is split: iid, or skewed by label with dirichlet(alpha).", panel=ADVANCED
+    )
+    checkpoint_every: int | None = option(
+        None, "Steps between checkpoints. Default: at evaluations, using at most 5 % of the time.", panel=RECOVERY
+    )
+    timeout: float = option(600.0, "Longest wait for another worker, in seconds.", panel=RECOVERY)
+    tensorboard: bool = option(False, "Also write TensorBoard files to the run folder.", panel=OBSERVED)
+    replace: int = option(
+        0,
+        "Number of dead workers to replace; new ones join at the next evaluation. For strategies with servers.",
+        panel=RECOVERY,
+    )
+    disturb: tuple[str, ...] = option(
+        (),
+        "Inject a fault: [bold]worker 1: pause 200ms every 1s[/bold], [bold]worker 2: kill at step 50[/bold]. "
+        "Repeatable.",
+        metavar="FAULT",
+        panel=RECOVERY,
+    )
+    watch: bool = option(
+        False,
+        "Record who waits for whom, for `offbeat explain`, and serve a live page. A run that can never finish is "
+        "stopped with the reason and its own exit code: 10 deadlock, 11 mismatched calls, 12 a wait for a worker "
+        "that has ended.",
+        name="monitor",
+        panel=OBSERVED,
+    )
+    rate_factor: float = option(1.0, "Multiply every learning rate, after any schedulers.", panel=ADVANCED)
     check_finite: bool = True
     """Whether a NaN or infinite gradient stops the run."""
     merge: int = 1
@@ -184,6 +176,28 @@ class Goal:
             return msgspec.convert(dict(data), cls)
         except msgspec.ValidationError as error:
             raise UsageError(f"these are not the settings of a run: {error}. The file was changed.") from error
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One worker's part in a run."""
+
+    goal: Goal = field(default_factory=Goal)  # The settings of the run.
+    folder: Path | None = None  # The run folder; None leaves nothing on disk.
+    resume: bool = False  # Whether to resume from the newest checkpoint of the folder.
+    joins: bool = False  # Whether this worker joins a team that has already started.
+    disturbed: tuple[int, ...] = ()  # Numbers of the `--disturb` faults that already fired for the worker it replaces.
+    identity: Mapping[str, Any] = field(default_factory=dict)  # What a checkpoint must match to be resumed from.
+    send: Callable[[Mapping[str, Any]], None] = lambda _message: None  # Sends progress to the launcher.
+    fail: Callable[[OffbeatError], None] | None = None
+    """Reports a fatal error to the launcher, from any thread; None without a launcher of ours."""
+    servers: ServerPlan | None = None  # The run's parameter servers, if its strategy has any.
+    open_teams: list[Any] = field(default_factory=list)
+    """Teams that the script has opened; any it leaves open are closed for it."""
+
+
+ASSIGNED: ContextVar[Assignment | None] = ContextVar("offbeat assignment", default=None)
+"""Set by offbeat's launcher in each worker before a script starts."""
 
 
 def _check_device(text: str) -> None:

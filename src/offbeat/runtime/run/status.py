@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from offbeat.errors import CheckpointError, OutputError, RunError, UsageError, WaitError
 from offbeat.runtime.run.folder import METRICS_FILE, RUN_FILE, RunFolder, strategy_of
-from offbeat.runtime.run.procfs import Passport, held, ignores, lives, passport, passport_from, seen, writing_to
+from offbeat.runtime.run.procfs import Passport, held, ignores, lives, passport, seen, writing_to
 from offbeat.runtime.run.untrusted_files import is_file, is_folder, is_there, parse_json, regular_file
 
 RUNNING: Final = "running"
@@ -123,9 +123,8 @@ def processes(folder: RunFolder) -> tuple[Process, ...]:
     for file, process in writing_to(folder.path / "logs").items():
         kind, dash, number = file.stem.rpartition("-")
         if file.suffix == ".log" and dash:
-            rows.append(
-                Process(f"{kind} {number}", process.pid, process.state, process.cpu_seconds, process.memory_bytes)
-            )
+            usage = process.cpu_seconds, process.memory_bytes
+            rows.append(Process(f"{kind} {number}", process.pid, process.state, *usage))
     return tuple(sorted(rows, key=lambda row: in_order(row.role)))
 
 
@@ -137,8 +136,10 @@ def in_order(role: str) -> tuple[bool, list[int]]:
 
 def _launcher(known: dict[str, Any]) -> Passport | None:
     """The process that started a run, if it lives."""
-    launcher = passport_from(known.get("process"))
-    return launcher if launcher is not None and lives(launcher) else None
+    with suppress(msgspec.ValidationError):
+        launcher = msgspec.convert(known.get("process"), Passport)
+        return launcher if lives(launcher) else None
+    return None
 
 
 def _last_report(folder: RunFolder) -> dict[str, Any]:
@@ -154,11 +155,9 @@ def _last_report(folder: RunFolder) -> dict[str, Any]:
 
 
 def stop(folder: RunFolder, seconds: float, kill: bool = False) -> str:
-    """End a run as Ctrl-C does, or kill it, and wait until it has ended; returns its state then.
-
-    The signal goes to the launching process, through a handle that no other process can have; that process ends the
-    others and updates run.json. If it ignores SIGINT, because a script started it in the background, it gets SIGTERM.
-    """
+    """End a run as Ctrl-C does, or kill it, and wait until it has ended; returns its state then."""
+    # The signal goes to the launching process, through a handle that no other process can have; that process ends the
+    # others and updates run.json. If it ignores SIGINT, because a script started it in the background, it gets SIGTERM.
     known = folder.read()
     launcher = _launcher(known)
     if known.get("state") != RUNNING or launcher is None:

@@ -1,7 +1,4 @@
-"""Reading files from untrusted sources: regular files only, bounded size, plain data.
-
-Everything here raises OSError or ValueError, which callers turn into an error that names the file.
-"""
+"""Reading files from untrusted sources (regular, bounded, plain data); raises OSError or ValueError."""
 
 from __future__ import annotations
 

@@ -22,18 +22,9 @@ from numpy.typing import NDArray
 
 from offbeat.errors import RunError, StrategyError, WaitError
 from offbeat.protocols.machine import NOTHING, Machine, Payload
-from offbeat.protocols.servers.coordination.coordinator import Changed
-from offbeat.protocols.servers.messages import (
-    COORDINATOR,
-    ClusterView,
-    Fetched,
-    Fresh,
-    Lost,
-    Met,
-    PullReply,
-    WorkerCut,
-    place_of,
-)
+from offbeat.protocols.servers import messages as msg
+from offbeat.protocols.servers.coordinator import Changed
+from offbeat.protocols.servers.messages import COORDINATOR, ClusterView, Fresh, Met, WorkerCut, place_of
 from offbeat.protocols.servers.worker import notices
 from offbeat.protocols.servers.worker.client import ClientMachine
 from offbeat.runtime.collectives.one_sided.segment import Segment
@@ -126,7 +117,7 @@ class ServerConnection:
 
 
 Bytes = NDArray[np.uint8]
-Takes = Callable[[int, PullReply | Fetched, Bytes], None]
+Takes = Callable[[int, msg.PullReply | msg.Fetched, Bytes], None]
 _SLICE = 0.5  # Seconds between checks, during a wait, that the connection is intact.
 
 
@@ -251,8 +242,6 @@ class Client:
         if self._notes is not None:
             self._notes.meets(token, what, number)
         ((_, met),) = self._wait(token, Waiting(title, "meeting", number))
-        if not isinstance(met, Met):
-            raise RunError(f"a meeting was answered with {met!r}")
         return met
 
     def _wait(self, token: int, waiting: Waiting) -> tuple[Any, ...]:
@@ -290,8 +279,6 @@ class Client:
         if self._notes is not None:
             self._notes.used_again(clock, staleness)
 
-    # -- joining and leaving -----------------------------------------------------------------------------------------
-
     def join(self) -> notices.Joined:
         """Wait until the others admit this worker; if the run ends first, so does this process."""
         with self.connection as connection:
@@ -319,8 +306,6 @@ class Client:
                 while not self.machine.left and time.monotonic() < deadline:
                     connection.driver.turn(0.05)
             connection.close()
-
-    # -- notices from the machine ------------------------------------------------------------------------------------
 
     def _on_notice(self, notice: Any, _token: Any) -> None:
         match notice:
@@ -353,7 +338,7 @@ class Client:
                 self._joined = notice
             case notices.Departed(epoch):
                 self._depart(epoch)
-            case Lost(shard):
+            case msg.Lost(shard):
                 self.connection.break_off(
                     RunError(f"shard {shard} is lost: no server is left that holds this part of the parameters")
                 )

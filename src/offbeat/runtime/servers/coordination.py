@@ -14,15 +14,13 @@ from numpy.typing import NDArray
 
 from offbeat.errors import OffbeatError, RunError
 from offbeat.protocols.machine import Ended, Name, Payload
-from offbeat.protocols.servers.coordination.coordinator import Changed, CoordinatorMachine
-from offbeat.protocols.servers.coordination.meetings import Add, Total
+from offbeat.protocols.servers.coordinator import Add, Changed, CoordinatorMachine, Total
 from offbeat.protocols.servers.messages import COORDINATOR, Lost
 from offbeat.protocols.servers.snapshots import GivenUp, Snapshot
 from offbeat.runtime.messages import Endpoint, Inbox, drive
 from offbeat.runtime.servers.plan import ServerPlan
 
-Publish = Callable[[Snapshot | GivenUp], None]
-"""Publishes a complete snapshot, or removes the parts of one that failed."""
+Publish = Callable[[Snapshot | GivenUp], None]  # Publishes a whole snapshot, or removes the parts of a failed one.
 
 
 class Publisher:

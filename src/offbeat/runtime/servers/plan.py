@@ -26,8 +26,7 @@ class ServerPlan(msgspec.Struct, frozen=True, kw_only=True):
     folder: str  # A private folder with all sockets.
     timing: Timeouts = msgspec.field(default_factory=Timeouts)
     addresses: dict[Name, str] = {}  # Addresses in a run over several hosts; by default in the folder.
-    pair: tuple[str, str] | None = None
-    """The public and secret key shared by the processes of this run; not needed in a private folder."""
+    pair: tuple[str, str] | None = None  # Public and secret key of the run; not needed in a private folder.
 
     def __repr__(self) -> str:
         return f"Plan({self.workers} workers, {self.shards} shards, {self.replicas} further copies, {self.rule})"

@@ -108,21 +108,17 @@ class Numbers:
                 self._release()
             case works.Restore(payload, version):
                 self._restore(payload.handle, version)
-            case works.Discard():
-                pass
             case Record() if self._writer is not None:
                 self._writer.record(self._whole(kept=True).tobytes())
             case Keep(message=push, payload=payload) if self._writer is not None:
                 self._writer.keep(push, payload, () if self.updater is None else self.updater.settings())
             case Write() if self._writer is not None:
                 return self._writer.write(work, token)
-            case Record() | Keep() | Write():
+            case works.Discard() | Record() | Keep() | Write():
                 pass
             case _:
                 raise RunError(f"a server was told to do {work!r}, which it cannot")
         return None
-
-    # -- states ------------------------------------------------------------------------------------------------------
 
     def _whole(self, kept: bool = False) -> NDArray[np.uint8]:
         """The serialized state."""

@@ -23,7 +23,7 @@ from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.messages import Settings
 from offbeat.protocols.servers.replica.works import AccumulateGradient, Update
 from offbeat.runtime.compression import Coder
-from offbeat.runtime.gradients.sliceable_optimizers import ELEMENT_WISE
+from offbeat.runtime.gradients.optimizers import ELEMENT_WISE
 
 Ranges = Sequence[tuple[int, int]]
 ADD = "add"  # Instead of an optimizer: pushes are added to the values.
@@ -36,8 +36,7 @@ class GradientSum:
 
     def __init__(self, total: NDArray[Any], coder: Coder | None = None) -> None:
         self.total = total
-        self.covered: list[tuple[int, int]] | None = []
-        """Ranges that have gradients in this step; None: the whole shard."""
+        self.covered: list[tuple[int, int]] | None = []  # Ranges with gradients in this step; None: all.
         self._empty = True  # Whether the sum counts as zero, whatever the buffer holds.
         self._coder = coder  # How pushes are compressed; None: not at all.
 
@@ -123,14 +122,11 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: str  # Name of a torch optimizer, or `add`.
     kind: str = "float32"
     ranges: tuple[tuple[tuple[int, int], ...], ...] = ()  # Ranges of the shard in each parameter group.
-    pieces: tuple[tuple[tuple[int, int], ...], ...] = ()
-    """The same ranges split at parameter boundaries; empty: unknown."""
-    settings: tuple[dict[str, Any], ...] = ()
-    """Optimizer settings of each parameter group: learning rate, momentum and so on."""
+    pieces: tuple[tuple[tuple[int, int], ...], ...] = ()  # The same, split at parameter boundaries; empty: unknown.
+    settings: tuple[dict[str, Any], ...] = ()  # Of each parameter group: learning rate, momentum and so on.
     staleness_scaling: bool = False
     delay_compensation: float = 0.0
-    coders: tuple[AnyFormat, ...] = ()
-    """Compression of pushes, each applied to the output of the one before; empty: none."""
+    coders: tuple[AnyFormat, ...] = ()  # Compression of pushes, each of the output of the one before; empty: none.
     seed: int = 0  # Seed of the workers' randomized compression.
 
 
@@ -142,8 +138,7 @@ class Updater:
         self.kept: OrderedDict[int, NDArray[Any]] = OrderedDict()  # Old values by version, for late gradients.
         self._values, self._sum = values, gradients
         self._optimizer: Optimizer | None = None
-        self._members: list[tuple[Parameter, tuple[int, int]]] = []
-        """The optimizer's parameters, and the range of each in the shard."""
+        self._members: list[tuple[Parameter, tuple[int, int]]] = []  # The optimizer's, and where in the shard.
         if recipe.optimizer != ADD:
             self._make_optimizer()
 
@@ -240,8 +235,6 @@ class Updater:
         most = min(_MOST_KEPT, max(_LEAST_KEPT, _KEPT_BYTES // max(1, self._values.nbytes)))
         while len(self.kept) > most or next(iter(self.kept)) < oldest:
             self.kept.popitem(last=False)
-
-    # -- state -------------------------------------------------------------------------------------------------------
 
     def now(self) -> Recipe:
         """The recipe with the current settings: a replica that starts from it hears only of later changes."""

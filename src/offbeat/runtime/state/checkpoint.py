@@ -1,9 +1,8 @@
 """Atomic checkpoints.
 
-A checkpoint is a folder `step-<n>`: a safetensors file with the state shared by all workers, one per worker with its
-own state, and a manifest that lists every file with its size and checksum, and has a checksum itself. It is written as
-a draft and renamed once everything is on disk; only then the previous one is removed, again by a rename. So a kill at
-any moment leaves the last complete one, and no reader finds a partial one.
+A folder `step-<n>` has a file with the state shared by all workers, one with each worker's own, and a manifest with the
+checksums of all. It is renamed into place once everything is on disk; only then the previous one is removed,
+again by a rename: a kill at any moment leaves the last complete one, and no reader finds a partial one.
 """
 
 from __future__ import annotations
@@ -64,8 +63,7 @@ class Checkpoints:
         """Write the leader's shared state and each worker's own; a collective call."""
         leader = self._group.membership.leader()
         leads = leader == self._group.rank
-        final = _place_of(self.folder, step)
-        draft = self.folder / f".draft-{step:09d}"
+        final = draft = self.folder / f".draft-{step:09d}"
 
         def begin() -> None:
             if leads:
@@ -137,12 +135,6 @@ class Checkpoints:
         return own
 
 
-def _place_of(folder: Path, step: int) -> Path:
-    """The final path: a step saved again goes beside the former, which stays until this one is complete."""
-    taken = [attempt for known, attempt in map(_number, _all(folder)) if known == step]
-    return folder / (f"step-{step:09d}" + (f".{max(taken) + 1}" if taken else ""))
-
-
 def publish(
     draft: Path, folder: Path, step: int, workers: int, identity: Mapping[str, Any], summary: Mapping[str, Any]
 ) -> Path:
@@ -168,10 +160,8 @@ def publish(
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint or draft atomically: it is renamed first, so that no reader finds a partial one.
-
-    A reader that still finds it under its name afterwards has read all of it. What a kill leaves is removed later.
-    """
+    """Remove a checkpoint or draft atomically: it is renamed first, so that no reader finds a partial one."""
+    # A reader that still finds it under its name afterwards has read all of it. What a kill leaves is removed later.
     hidden = path.with_name(f"{_REMOVED}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
     with suppress(OSError):  # Another process may have removed it.
         path.rename(hidden)
@@ -179,9 +169,10 @@ def remove(path: Path) -> None:
 
 
 def _move(draft: Path, folder: Path, step: int) -> Path:
-    """Rename a draft to its final path, or to the next one if a snapshot of the same step has just taken that."""
-    while True:
-        final = _place_of(folder, step)
+    """Rename a draft to its final path: a step saved again goes beside the former, which stays until then."""
+    while True:  # A snapshot of the same step may take the path just now.
+        taken = [attempt for known, attempt in map(_number, _all(folder)) if known == step]
+        final = folder / (f"step-{step:09d}" + (f".{max(taken) + 1}" if taken else ""))
         try:
             return draft.rename(final)
         except OSError:

@@ -1,32 +1,163 @@
-"""When a checkpoint is due, what it contains, and resuming from it."""
+"""When a checkpoint is due, which objects of a loop it contains, and resuming from it."""
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from offbeat.errors import CheckpointError
 from offbeat.runtime.data.loaders import Loader
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.state.checkpoint import Checkpoints, newest_step
-from offbeat.runtime.state.prepared_objects import Holdings, Stateful
 from offbeat.runtime.state.snapshots import CutWriter, SnapshotCut, discard
+from offbeat.runtime.state.tensor_tree import like
 
 _SHARE = 0.05  # Share of a run's time that checkpoints at reports may take.
 
 
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything with a state that can be saved and restored."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Restore the state."""
+        ...
+
+
+class Holdings:
+    """The objects given to `team.prepare`, in order."""
+
+    def __init__(self) -> None:
+        self.models: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+        self.loaders: list[Loader] = []
+        self.others: list[Stateful] = []
+        self._searched = False
+
+    def has(self, thing: object) -> bool:
+        """Whether this very object is one of them."""
+        return any(thing is known for known in (*self.models, *self.optimizers, *self.loaders, *self.others))
+
+    @property
+    def trained_loader(self) -> Loader | None:
+        """The loader whose epochs are counted: the first one used for training."""
+        trained = (loader for loader in self.loaders if loader.epoch or loader.resume_at is not None)
+        return next(trained, self.loaders[0] if self.loaders else None)
+
+    @property
+    def epoch(self) -> int | None:
+        """The current epoch, from 1; None without a loader."""
+        loader = self.trained_loader
+        return None if loader is None else loader.trained_epochs
+
+    @property
+    def examples(self) -> int | None:
+        """The number of training examples; None if it is unknown beforehand."""
+        try:
+            return len(cast("Any", self.trained_loader).dataset)
+        except (AttributeError, TypeError):
+            return None
+
+    def replicas(self) -> dict[str, Any]:
+        """Parameters and optimizer state."""
+        return {
+            "models": [model.state_dict() for model in self.models],
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
+
+    def load_replicas(self, state: Mapping[str, Any], models: Sequence[int], optimizers: Sequence[int]) -> None:
+        """Restore the models and optimizers of these numbers."""
+        things = [("models", i, self.models[i]) for i in models]
+        things += [("optimizers", i, self.optimizers[i]) for i in optimizers]
+        for kind, i, thing in things:
+            try:
+                thing.load_state_dict(_entry(state, kind, i))
+            except (RuntimeError, ValueError, KeyError) as error:
+                raise CheckpointError(f"the checkpoint's {kind[:-1]} does not fit this one: {error}") from error
+
+    def buffers(self) -> list[dict[str, Any]]:
+        """Running statistics and so on, which may differ between replicas."""
+        return [dict(model.named_buffers()) for model in self.models]
+
+    def load_buffers(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Restore them."""
+        try:
+            with torch.no_grad():
+                for model, saved in zip(self.models, state, strict=True):
+                    for name, buffer in model.named_buffers():
+                        buffer.copy_(saved[name])
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise CheckpointError(f"the checkpoint's buffers do not fit this run's models: {error}") from error
+
+    def trainable(self) -> list[list[bool]]:
+        """Which parameters of each model are trainable."""
+        return [[p.requires_grad for p in model.parameters()] for model in self.models]
+
+    def load_trainable(self, state: Sequence[Sequence[bool]]) -> None:
+        """Restore which parameters are trainable."""
+        for model, flags in zip(self.models, state, strict=True):
+            for parameter, flag in zip(model.parameters(), flags, strict=True):
+                parameter.requires_grad_(flag)
+
+    def find_schedulers(self) -> None:
+        """Add the learning-rate schedulers of the optimizers, even if they were not given to `prepare`."""
+        # A scheduler knows its optimizer, but not vice versa, so all live objects are searched.
+        if self._searched:
+            return
+        self._searched = True
+        known = [id(other) for other in self.others]
+        live = [item for item in gc.get_objects() if issubclass(type(item), LRScheduler) and id(item) not in known]
+        nested = [id(inner) for outer in (*live, *self.others) for inner in getattr(outer, "_schedulers", ())]
+        optimizers = [id(optimizer) for optimizer in self.optimizers]
+        ours = [s for s in live if id(getattr(s, "optimizer", None)) in optimizers and id(s) not in nested]
+        # Live objects come in no order, but saved states must match up in another process.
+        self.others += sorted(ours, key=lambda s: (optimizers.index(id(s.optimizer)), type(s).__name__))
+
+    def other_states(self) -> list[list[Any]]:
+        """States of schedulers and other objects, each with its class name."""
+        return [[type(other).__name__, other.state_dict()] for other in self.others]
+
+    def load_others(self, states: Sequence[Sequence[Any]]) -> None:
+        """Restore them."""
+        waiting = [list(entry) for entry in states]
+        for other in self.others:
+            kind = type(other).__name__
+            entry = next((entry for entry in waiting if entry[0] == kind), None)
+            if entry is None:
+                raise CheckpointError(
+                    f"the checkpoint holds no state for a {kind}. Resume with the script that wrote it."
+                )
+            waiting.remove(entry)
+            now = other.state_dict()
+            other.load_state_dict({key: like(value, now.get(key)) for key, value in entry[1].items()})
+
+
 class Memory:
-    """One worker's side of a run's checkpoints, and of resuming from one.
+    """One worker's side of a run's checkpoints, and of resuming from one; without a folder it saves nothing.
 
     A resumed run gets its parameters back when they are prepared, and everything else at the very boundary where the
     checkpoint was written, so that it continues to the same bits whatever the loop did before.
     """
 
-    def __init__(self, checkpoints: Checkpoints | None, group: Group, holdings: Holdings, replicated: bool) -> None:
-        self._checkpoints, self._group, self._holdings = checkpoints, group, holdings
-        self._replicated = replicated
+    def __init__(
+        self, folder: Path | None, group: Group, identity: Mapping[str, Any], holdings: Holdings, replicated: bool
+    ) -> None:
+        self._checkpoints = None if folder is None else Checkpoints(folder / "checkpoint", group, identity)
+        self._group, self._holdings, self._replicated = group, holdings, replicated
+        if self._checkpoints is not None and group.membership.leads:
+            discard(self._checkpoints.folder)  # Parts left by a killed run must not mix with new ones.
         self._own: dict[str, Stateful] = {}
         self._saved: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._written_at = -1
@@ -63,16 +194,13 @@ class Memory:
         return self._saved is not None and self._saved[1]["loader"] in (None, self._asking)
 
     def consider(self) -> None:
-        """At a report: a checkpoint is due if worker 0 finds it affordable."""
+        """At a report: one is due if worker 0 finds it affordable."""
         if self._checkpoints is not None:
             affordable = self._cost < _SHARE * (time.monotonic() - self._since)
             self.due = self.due or self._group.gather([float(affordable)], "a report")[0].item() > 0
 
     def catch_up(self, steps: int, step: int) -> None:
-        """At a report, where all workers meet: a checkpoint is due if worker 0 finds snapshots two behind.
-
-        Where workers meet every few steps, snapshots between two meetings may fail.
-        """
+        """At a report: one is due if worker 0 finds snapshots two behind: where workers meet often, some fail."""
         if self._checkpoints is not None:
             behind = step // steps - newest_step(self._checkpoints.folder) // steps
             self.due = self.due or self._group.gather([float(behind >= 2)], "a report")[0].item() > 0
@@ -173,11 +301,10 @@ class Memory:
         self._written_at = own["notes"]["step"]
 
 
-def open_memory(
-    folder: Path | None, group: Group, identity: Mapping[str, Any], holdings: Holdings, replicated: bool
-) -> Memory:
-    """The checkpoint manager of a run; without a folder it saves nothing."""
-    checkpoints = None if folder is None else Checkpoints(folder / "checkpoint", group, identity)
-    if checkpoints is not None and group.membership.leads:
-        discard(checkpoints.folder)  # Parts left by a killed run must not mix with new ones.
-    return Memory(checkpoints, group, holdings, replicated)
+def _entry(state: Mapping[str, Any], kind: str, number: int) -> dict[str, Any]:
+    held = cast("list[dict[str, Any]]", state[kind])
+    if number >= len(held):
+        raise CheckpointError(
+            f"the checkpoint holds {len(held)} {kind}, this run has more. Resume with the script that wrote it."
+        )
+    return held[number]

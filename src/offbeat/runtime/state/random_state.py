@@ -132,10 +132,8 @@ class Own:
         return self
 
     def stream(self, make: Callable[[], Iterator[Any]], skip: int = 0, _ahead: int = 1) -> Iterator[Any]:
-        """The items of `make()` from number `skip` on, drawn on demand.
-
-        Skipped items are drawn again from the initial state, so that the rest follows from them.
-        """
+        """The items of `make()` from number `skip` on, drawn on demand."""
+        # Skipped items are drawn again from the initial state, so that the rest follows from them.
         if skip:
             now = capture(self._generators)
             restore(self.start, self._generators)

@@ -1,9 +1,7 @@
 """Snapshots on disk: each process writes its part while the run goes on; then the whole is published.
 
-Workers and servers write their parts into a draft beside the checkpoints: `worker-<rank>.safetensors` and, for each
-shard, `shard-<n>.safetensors` (its whole state) and `channel-<n>.safetensors` (the pushes in flight to it). Each file
-records where it was cut. When all parts are there they get a certificate and a manifest, and become a checkpoint by one
-rename, from which a run resumes like from any other.
+Each file of a draft records where it was cut: `worker-<rank>`, `shard-<n>` (its whole state) and `channel-<n>` (pushes
+in flight to it). Complete, they get a certificate and a manifest, and become a checkpoint by one rename.
 """
 
 from __future__ import annotations
@@ -59,10 +57,7 @@ class CutWriter:
         self._publishing: threading.Thread | None = None
 
     def publish(self, checkpoints: Path, identity: Mapping[str, Any], ranks: Sequence[int], at_end: bool) -> None:
-        """For pairwise gossip: publish the newest complete snapshot in a thread, and remove older drafts.
-
-        It is complete with the parts of these live workers.
-        """
+        """For pairwise gossip: publish the newest snapshot with parts of all these ranks, and remove older drafts."""
         if self._publishing is not None and (at_end or not self._publishing.is_alive()):
             self._publishing.join()
             self._publishing = None
@@ -203,10 +198,8 @@ def put_in_place(path: Path, own: dict[str, Any], group: Group) -> None:
 
 
 def _shards_of(path: Path, certificate: certificates.Certificate, group: Group) -> dict[str, Any]:
-    """Shard states for the leader; for each worker its number of pushes sent, and its own pushes in flight.
-
-    A worker that had died starts where the first of the others was.
-    """
+    """Shard states for the leader; for each worker its number of pushes sent, and its own pushes in flight."""
+    # A worker that had died starts where the first of the others was.
     cuts = {cut.worker: cut for cut in certificate.workers}
     first = certificate.workers[0]
     mine = cuts.get(group.rank)

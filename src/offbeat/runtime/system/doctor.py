@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from offbeat.errors import OffbeatError
 from offbeat.runtime.backend import _fast_path
+from offbeat.runtime.collectives.messages import channels
 from offbeat.runtime.collectives.one_sided import native
 from offbeat.runtime.groups.group import DirectGroup
 from offbeat.runtime.hosts import why_not
@@ -35,26 +36,33 @@ _VARIABLES = (
 
 def facts() -> dict[str, Any]:
     """Facts about this machine that have explained failures."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    processes = resource.getrlimit(resource.RLIMIT_NPROC)
-    known = environment()
+    known, page = environment(), os.sysconf("SC_PAGE_SIZE")
     return {
-        "offbeat": known["offbeat"],
-        "python": known["python"],
-        "platform": known["platform"],
-        "processor": known["processor"],
+        **{name: known[name] for name in ("offbeat", "python", "platform", "processor")},
         "libc": " ".join(platform.libc_ver()),
         "packages": {name: _version(name) for name in _PACKAGES},
         "cores": {"usable": known["cores"], "all": os.cpu_count(), "load": [round(x, 2) for x in os.getloadavg()]},
         "torch_threads": torch.get_num_threads(),
-        "backends": _backends(),
-        "memory_gib": _memory(),
+        "backends": {
+            "gloo": dist.is_gloo_available(),
+            "nccl": dist.is_nccl_available(),
+            "mpi": dist.is_mpi_available(),
+            "cuda": torch.cuda.is_available(),
+        },
+        "memory_gib": {
+            "all": _gib(os.sysconf("SC_PHYS_PAGES") * page),
+            "free": _gib(os.sysconf("SC_AVPHYS_PAGES") * page),
+        },
         "shared_memory_gib": _gib(shutil.disk_usage("/dev/shm").free) if Path("/dev/shm").exists() else None,  # noqa: S108
         "compiled_executor": native.state(),
         "compiled_calls": _fast_path.state(),
+        "compiled_messages": "in use" if channels.library() is not None else "no: messages go over Gloo",
         "temporary_disk_gib": _gib(shutil.disk_usage(tempfile.gettempdir()).free),
         "hosts": {"namespaces": why_not() or "can be made"},
-        "limits": {"open_files": list(files), "processes": list(processes)},
+        "limits": {
+            "open_files": list(resource.getrlimit(resource.RLIMIT_NOFILE)),
+            "processes": list(resource.getrlimit(resource.RLIMIT_NPROC)),
+        },
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
 
@@ -85,20 +93,6 @@ def meet(config: Mapping[str, Any], control: Control) -> None:
         group.barrier("the self-test")
     control.send({"sum": float(total), "microseconds": (time.perf_counter() - start) / 20 * 1e6})
     group.close()
-
-
-def _backends() -> dict[str, bool]:
-    return {
-        "gloo": dist.is_gloo_available(),
-        "nccl": dist.is_nccl_available(),
-        "mpi": dist.is_mpi_available(),
-        "cuda": torch.cuda.is_available(),
-    }
-
-
-def _memory() -> dict[str, float]:
-    page = os.sysconf("SC_PAGE_SIZE")
-    return {"all": _gib(os.sysconf("SC_PHYS_PAGES") * page), "free": _gib(os.sysconf("SC_AVPHYS_PAGES") * page)}
 
 
 def _gib(count: int) -> float:

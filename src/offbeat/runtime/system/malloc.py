@@ -1,8 +1,6 @@
-"""Keeping freed memory in this process.
+"""Keeping freed memory in this process, so that the system need not clear the same pages in every step.
 
-A training step allocates the same gradients and activations again and again. By default glibc returns large blocks to
-the system when they are freed, and the system clears every page again in the next step: thousands of page faults per
-step, up to a third of its time for a model of ten million parameters.
+See docs/decisions/0009-kept-memory.md.
 """
 
 from __future__ import annotations
@@ -16,11 +14,9 @@ _NEVER = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Keep freed memory in this process from now on; returns whether that works.
-
-    The user's settings in the environment take precedence (`MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`, or
-    `GLIBC_TUNABLES`).
-    """
+    """Keep freed memory in this process from now on; returns whether that works."""
+    # The user's settings in the environment take precedence (`MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`, or
+    # `GLIBC_TUNABLES`).
     names = [name for name in os.environ if name.startswith("MALLOC_")]
     settings = " ".join([*names, os.environ.get("GLIBC_TUNABLES", "")]).lower()
     if any(word in settings for word in ("trim_threshold", "mmap_threshold")):
@@ -41,11 +37,9 @@ class _Info(ctypes.Structure):
 
 
 def give_back_excess(most: int = 512 << 20) -> bool:
-    """Return free memory to the system if there is more than `most` bytes of it; returns whether it did.
-
-    Freed aligned blocks do not always fit the same request again (glibc before 2.38), so that free memory would grow
-    from step to step.
-    """
+    """Return free memory to the system if there is more than `most` bytes of it; returns whether it did."""
+    # Freed aligned blocks do not always fit the same request again (glibc before 2.38), so that free memory would grow
+    # from step to step.
     library = ctypes.CDLL(None)
     inform = getattr(library, "mallinfo2", None)
     if inform is None:

@@ -23,8 +23,7 @@ from offbeat.simulate.queues import Times
 COMPUTED, ARRIVED, ANSWERED, VALUES = range(4)
 """Kinds of events of a worker: its step is computed; its push is applied; it is answered; values have come."""
 _AWAIT, _PUSH, _PUSH_AND_PULL = Action.AWAIT, Action.PUSH, Action.PUSH_AND_PULL
-MANY = 8
-"""New events are sorted in if there are more of them than this fraction of the future ones."""
+MANY = 8  # New events are sorted in if there are more of them than this fraction of the future ones.
 
 
 class ServerPorts:
@@ -56,39 +55,24 @@ class Worker:
     """One worker, and how far it has got."""
 
     rhythm: Rhythm
-    steps: int = 0
-    """Steps that it has computed."""
-    clock: int = 0
-    """Steps that count as finished: pushes, and those completed without it."""
+    steps: int = 0  # Steps that it has computed.
+    clock: int = 0  # Steps that count as finished: pushes, and those completed without it.
     actions: tuple[Action, ...] = ()
-    at: int = 0
-    """The next of its actions."""
-    blocked: Action | None = None
-    """The action that it waits in."""
-    since: float = 0.0
-    """Since when."""
+    at: int = 0  # The next of its actions.
+    blocked: Action | None = None  # The action that it waits in.
+    since: float = 0.0  # Since when.
     sent: deque[tuple[int, bool]] = field(default_factory=deque[tuple[int, bool]])
     """Pushes in flight: the clock of each, and whether it asks for values."""
-    unanswered: int = 0
-    """Pushes without a reply."""
-    late: bool = False
-    """One of its pushes came when its step was complete."""
-    asked: bool = False
-    """Whether it has requested values."""
-    here: bool = False
-    """Whether they have come."""
-    requested: float = 0.0
-    """When servers heard of the request; infinite while they have not."""
-    admitted: float = 0.0
-    """When it was allowed to read them; infinite while it is not."""
-    reading: int = 0
-    """Complete steps in the values that are in flight."""
-    complete: int = 0
-    """Complete steps in the values that it has."""
-    stale: int | None = 0
-    """Staleness of what its next step is computed from, unless counted before."""
-    written: int = 0
-    """The version that has all its pushes."""
+    unanswered: int = 0  # Pushes without a reply.
+    late: bool = False  # One of its pushes came when its step was complete.
+    asked: bool = False  # Whether it has requested values.
+    here: bool = False  # Whether they have come.
+    requested: float = 0.0  # When servers heard of the request; infinite while they have not.
+    admitted: float = 0.0  # When it was allowed to read them; infinite while it is not.
+    reading: int = 0  # Complete steps in the values that are in flight.
+    complete: int = 0  # Complete steps in the values that it has.
+    stale: int | None = 0  # Staleness of what its next step is computed from, unless counted before.
+    written: int = 0  # The version that has all its pushes.
     fresh: deque[tuple[float, int, int]] = field(default_factory=deque[tuple[float, int, int]])
     """Values that servers have sent unasked: arrival time, complete steps, version."""
 
@@ -120,8 +104,7 @@ class Agenda:
     def __init__(self) -> None:
         self._sorted: list[tuple[float, int]] = []
         self._heap: list[tuple[float, int]] = []
-        self.new: list[tuple[float, int]] = []
-        """Events that are not sorted in yet."""
+        self.new: list[tuple[float, int]] = []  # Events that are not sorted in yet.
 
     def take(self) -> tuple[float, int] | None:
         """Remove and return the next event; None if there is none."""

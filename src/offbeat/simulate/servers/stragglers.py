@@ -20,8 +20,7 @@ from offbeat.protocols.expressions import Value, calls
 from offbeat.simulate.queues import Times
 
 EXAMPLE = "transient(0.2, 0.15): pause 0.2 s with probability 0.15; permanent(4): one worker is 4 times slower"
-BASE = 0.04
-"""Default seconds of an undisturbed step."""
+BASE = 0.04  # Default seconds of an undisturbed step.
 
 
 class Pauses(Protocol):
@@ -36,10 +35,8 @@ class Pauses(Protocol):
 class Transient:
     """Any step of any worker may be paused, each time for as long."""
 
-    pause: float
-    """Seconds."""
-    probability: float
-    """That a step is paused; independent of all others."""
+    pause: float  # Seconds.
+    probability: float  # That a step is paused; independent of all others.
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
@@ -54,10 +51,8 @@ class Transient:
 class Permanent:
     """Some workers are always slow: the first ones, as it does not matter which."""
 
-    factor: float
-    """How many times longer their steps take."""
-    workers: int = 1
-    """How many are slow."""
+    factor: float  # How many times longer their steps take.
+    workers: int = 1  # How many are slow.
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
@@ -74,10 +69,8 @@ class Permanent:
 class Pareto:
     """Pauses with a heavy tail: longer than x with probability (1 + x / scale) ** -shape."""
 
-    scale: float
-    """Seconds."""
-    shape: float
-    """The smaller, the heavier the tail; at 1 or below the mean is infinite, at 2 or below the variance."""
+    scale: float  # Seconds.
+    shape: float  # The smaller, the heavier the tail; at 1 or below the mean is infinite, at 2 or below the variance.
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
@@ -92,10 +85,8 @@ class Pareto:
 class Lognormal:
     """Pauses whose logarithm is normally distributed: most are short, a few are many times as long."""
 
-    median: float
-    """Seconds."""
-    sigma: float
-    """Standard deviation of the logarithm."""
+    median: float  # Seconds.
+    sigma: float  # Standard deviation of the logarithm.
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
@@ -116,10 +107,8 @@ KINDS: Mapping[str, type[Transient] | type[Permanent] | type[Pareto] | type[Logn
 class Stragglers:
     """How long each step of each worker takes."""
 
-    base: float = BASE
-    """Seconds of an undisturbed step."""
-    parts: tuple[Pauses, ...] = ()
-    """What is added to it."""
+    base: float = BASE  # Seconds of an undisturbed step.
+    parts: tuple[Pauses, ...] = ()  # What is added to it.
 
     def __post_init__(self) -> None:
         """Refuse steps that take no time."""
@@ -129,14 +118,8 @@ class Stragglers:
     @classmethod
     def parse(cls, text: str, base: float = BASE) -> Stragglers:
         """Stragglers from text such as `transient(0.2, 0.15) + permanent(4)`, or `none`."""
-        return cls(
-            base,
-            tuple(
-                _part(name, values, text)
-                for name, values in calls(text, "straggler", EXAMPLE)
-                if (name, values) != NOTHING
-            ),
-        )
+        parts = [part for part in calls(text, "straggler", EXAMPLE) if part != ("none", ())]
+        return cls(base, tuple(_part(*part, text) for part in parts))
 
     def draw(self, workers: int, steps: int, seed: int = 0) -> Times:
         """Seconds that each step takes: a row for each step, with a column for each worker.
@@ -147,9 +130,6 @@ class Stragglers:
         for part, stream in zip(self.parts, np.random.SeedSequence(seed).spawn(len(self.parts)), strict=True):
             times += part.draw(np.random.default_rng(stream), self.base, steps, workers)
         return times
-
-
-NOTHING: tuple[str, tuple[Value, ...]] = ("none", ())
 
 
 def _part(name: str, values: tuple[Value, ...], text: str) -> Pauses:

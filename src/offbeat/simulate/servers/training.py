@@ -28,8 +28,7 @@ from offbeat.simulate.queues import Times
 from offbeat.simulate.servers.events import Drive, ServerPorts
 from offbeat.simulate.servers.stragglers import Stragglers
 
-Progress = Callable[[float], None]
-"""Called from time to time with the share that is done."""
+Progress = Callable[[float], None]  # Called from time to time with the share that is done.
 
 
 def parse_rule(text: str) -> Rule:
@@ -56,12 +55,9 @@ def parse_rule(text: str) -> Rule:
 class ShardTraffic:
     """What is exchanged with the servers in each step, and over which link."""
 
-    count: int
-    """Servers: each holds an equal part of the parameters, and has its own port."""
-    nbytes: int
-    """Bytes of all parameters: pushed, and pulled, by each worker in each step."""
-    link: Link
-    """Between a worker and a server; its `gamma` is the time to apply a byte that was pushed."""
+    count: int  # Servers: each holds an equal part of the parameters, and has its own port.
+    nbytes: int  # Bytes of all parameters: pushed, and pulled, by each worker in each step.
+    link: Link  # Between a worker and a server; its `gamma` is the time to apply a byte that was pushed.
 
     def __post_init__(self) -> None:
         """Refuse no servers and no bytes."""
@@ -75,24 +71,15 @@ class Paced:
 
     rule: Rule
     workers: int
-    steps: int
-    """Steps of each worker; under `drop_slowest` and `deadline`, completed steps."""
-    ends: Times
-    """When each worker could have started another step."""
-    worked: float
-    """Seconds that all workers together computed."""
-    exchanged: float
-    """Seconds that all workers together pushed and pulled."""
-    staleness: IntArray
-    """Number of reads by staleness: the reader's clock less the slowest worker's."""
-    late: int = 0
-    """Gradients that came when their step was complete, and were discarded."""
-    pushes: int = 0
-    """Gradients sent by workers."""
-    reads: int = 0
-    """Values sent to workers on request."""
-    unasked: int = 0
-    """Values sent to workers unasked."""
+    steps: int  # Steps of each worker; under `drop_slowest` and `deadline`, completed steps.
+    ends: Times  # When each worker could have started another step.
+    worked: float  # Seconds that all workers together computed.
+    exchanged: float  # Seconds that all workers together pushed and pulled.
+    staleness: IntArray  # Number of reads by staleness: the reader's clock less the slowest worker's.
+    late: int = 0  # Gradients that came when their step was complete, and were discarded.
+    pushes: int = 0  # Gradients sent by workers.
+    reads: int = 0  # Values sent to workers on request.
+    unasked: int = 0  # Values sent to workers unasked.
 
     @property
     def seconds_per_step(self) -> float:

@@ -1,7 +1,6 @@
 """Fields of strategies and settings: values written as `name(arguments)`, their types, and their text.
 
-The types of the dataclass fields are the only description of the arguments. The checks of values made in Python, the
-parser, the spelling (`str`) and the reference pages all derive from them.
+The checks of values made in Python, the parser, `str` and the reference pages all derive from the fields' types.
 """
 
 from __future__ import annotations

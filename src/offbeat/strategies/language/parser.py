@@ -10,7 +10,8 @@ import ast
 import inspect
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, TypeVar
@@ -131,24 +132,28 @@ class _Reader:
         parts = [self._part(term) for term in self.source.terms()]
         return parts[0] if len(parts) == 1 else add(parts)
 
+    @contextmanager
+    def _at(self, node: ast.expr) -> Generator[None]:
+        """Inside, a refusal points to this node."""
+        try:
+            yield
+        except StrategyError as error:
+            raise self.source.error(node, str(error)) from error
+
     def _part(self, node: ast.expr) -> Strategy:
         named = _called(node)
         if not isinstance(named, ast.Name):
             raise self.source.refused(node)
         reference = self.source.reference_at(named)
         if reference is not None:
-            try:
+            with self._at(named):
                 cls = find_class(reference)
-            except StrategyError as error:
-                raise self.source.error(named, str(error)) from error
             return self._build(cls, node, f"{reference.source}:{reference.cls}")
         return self._named(named.id, node)
 
     def _named(self, name: str, node: ast.expr, through: frozenset[str] = frozenset()) -> Strategy:
-        try:
+        with self._at(_called(node)):
             meaning = resolve(name, self.registry)
-        except StrategyError as error:
-            raise self.source.error(_called(node), str(error)) from error
         if not isinstance(meaning, str):
             return self._build(meaning, node, name)
         if name in self.inside | through:
@@ -208,10 +213,8 @@ class _Reader:
             value: object = named.id
         else:
             value = self.source.constant(node)
-        try:
+        with self._at(node):
             return field.convert(value, head)
-        except StrategyError as error:
-            raise self.source.error(node, str(error)) from error
 
     def _wrong_call(self, name: str, field: Field, head: str) -> str:
         wrong = f"{head}: {field.name} takes {field.type_text}, not {shown(name)}(...)."

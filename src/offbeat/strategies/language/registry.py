@@ -1,7 +1,6 @@
 """Registry of strategies by name: the built-in ones, and those of installed packages.
 
-A package registers strategies as entry points of the group `offbeat.strategies`. One that fails to load is reported
-when it is looked up by name, and affects nothing else. Built-in names cannot be overridden.
+An entry point that fails to load is reported when it is looked up by name. Built-in names cannot be overridden.
 """
 
 from __future__ import annotations
@@ -80,11 +79,6 @@ def resolve(name: str, registry: Mapping[str, type[Strategy]] | None = None) -> 
 def aliases_of(classes: Iterable[type[Strategy]]) -> dict[str, str]:
     """The aliases of these classes; the first to declare an alias keeps it."""
     return {alias: text for cls in reversed([*classes]) for alias, text in cls.aliases.items()}
-
-
-def default_exchange() -> Strategy:
-    """The exchange of a sum that names none."""
-    return AllReduce()
 
 
 def is_known(cls: type[Strategy]) -> bool:

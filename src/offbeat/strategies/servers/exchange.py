@@ -3,9 +3,7 @@
 The parameters of all prepared models are in one row of memory, cut into shards of equal length. When the optimizer is
 to step, its gradients are pushed instead, and the servers' copies of that optimizer make the step.
 
-A strategy is one small class that says what is done when a step is computed. The rest are parts: `ServerLink` (clock
-and answers), `PushQueue` (memory for pushes), `ServerDriver` (performs the rhythm's actions), `ServerOptimizer` (what
-servers run), `PushRecord` (metrics).
+A strategy is one small class that says what is done when a step is computed, in `computed`.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -29,17 +26,16 @@ from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import Push
 from offbeat.protocols.servers.worker.notices import LoadRequest, ReplayRequest, whole_shards
 from offbeat.protocols.servers.worker.rhythm import Rhythm
-from offbeat.runtime.gradients.sliceable_optimizers import ELEMENT_WISE, why_not
+from offbeat.runtime.gradients.optimizers import ELEMENT_WISE, why_not
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.runtime.servers.updater import settings_of
 from offbeat.runtime.state.snapshots import SnapshotCut
 from offbeat.strategies._base import require
-from offbeat.strategies.servers.driver import ServerDriver
+from offbeat.strategies.servers.driver import CompressedPushes, PushQueue, ServerDriver
 from offbeat.strategies.servers.link import ServerLink, served
 from offbeat.strategies.servers.optimizer import Groups, ServerOptimizer
 from offbeat.strategies.servers.parameter_row import ParameterRow, refuse_different_models
-from offbeat.strategies.servers.push_queue import CompressedPushes, PushQueue
 from offbeat.strategies.worker.exchange import Exchange, Exchanging, averaged_buffers, refuse_closure
 
 
@@ -90,26 +86,11 @@ class PushWorker(Exchange):
     """Whether pulled values are kept beside the worker's own parameters, rather than in their place."""
     unpredicted = "waits at servers are decided during the run (offbeat bench server --simulate plays them)"
 
-    def __init__(
-        self,
-        group: Group,
-        stopwatch: Stopwatch,
-        strategy: ServerExchanging,
-        rhythm: Rhythm,
-        tolerance: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
-        """Join the servers.
-
-        Args:
-            group: The workers, with servers beside them.
-            stopwatch: Where the time goes.
-            strategy: Whose rule servers follow; also named in messages.
-            rhythm: When this worker pushes and pulls.
-            tolerance: How servers handle stale gradients, as fields of their recipe; by default they do nothing.
-
-        """
+    def __init__(self, group: Group, stopwatch: Stopwatch, strategy: ServerExchanging, rhythm: Rhythm) -> None:
         super().__init__(group, stopwatch)
-        self.strategy, self._rhythm, self._tolerance = strategy, rhythm, tolerance
+        self.strategy, self._rhythm = strategy, rhythm
+        self.tolerance: dict[str, Any] = {}
+        """How servers handle stale gradients, as fields of their recipe; by default they do nothing."""
         self.link = ServerLink(served(group, strategy), stopwatch, strategy.rule)
         self.passed_over, self.figures = self.link.passed_over, self.link.record.figures
         self.optimizer: Optimizer | None = None
@@ -172,19 +153,14 @@ class PushWorker(Exchange):
         if self.optimizer is None:
             return  # Nothing is trained by gradients.
         parameters = [p for model in self._models for p in model.parameters() if p.is_floating_point()]
-        link, row = (
-            self.link,
-            ParameterRow(list({id(p): p for p in parameters if p.numel()}.values()), self.link.shards),
-        )
+        link = self.link
+        row = ParameterRow(list({id(p): p for p in parameters if p.numel()}.values()), link.shards)
         refuse_different_models(self.group, row, self.optimizer)
-        runs, aggregated = self.server_optimizer, link.rule.aggregated
-        optimizer = ServerOptimizer(self.optimizer, runs, self.strategy, aggregated, self._tolerance)
+        optimizer = ServerOptimizer(self.optimizer, self.server_optimizer, self.strategy, self.tolerance)
         sizes = [shard.numel() for shard in row.shards(row.values)]
-        compressed = (
-            CompressedPushes(self.compressions, sizes, self.seed, self.group.rank) if self.compressions else None
-        )
+        pushes = CompressedPushes(self.compressions, sizes, self.seed, self.group.rank) if self.compressions else None
         landing = torch.empty_like(row.values) if self.keeps_apart else row.values
-        self.driver = ServerDriver(link, row, self._rhythm, PushQueue(link, row, optimizer, compressed), landing)
+        self.driver = ServerDriver(link, row, self._rhythm, PushQueue(link, row, optimizer, pushes), landing)
         self.driver.put(optimizer.first_states(row, link.shards, self.compressions, self.seed))
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -226,11 +202,14 @@ class PushWorker(Exchange):
     @contextmanager
     def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:
         """Inside, every worker has the servers' values after all pushes."""
-        if self.driver is not None:
-            with self.stopwatch.spent_on("communicate"):
-                self.driver.together()
-        with averaged_buffers(models, self.group):
-            yield
+        with own_kept(self.driver if self.keeps_apart else None):
+            if self.driver is not None:
+                with self.stopwatch.spent_on("communicate"):
+                    self.driver.together()
+                if self.keeps_apart:
+                    self.driver.row.values.copy_(self.driver.landing)
+            with averaged_buffers(models, self.group):
+                yield
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all shards, on the leader; and this worker's own."""
@@ -290,15 +269,13 @@ class PushWorker(Exchange):
 class SnapshotPushWorker(PushWorker):
     """One whose run can be snapshotted: what it holds of the servers' values can be pulled again."""
 
+    publishes = False
+    """The coordinator publishes complete snapshots."""
+
     @property
     def snapshots(self) -> bool:
         """Where every push is applied on its own: a shard then never holds half a step."""
         return not self.link.rule.aggregated and self.driver is not None and self.optimizer is not None
-
-    @property
-    def publishes(self) -> bool:
-        """The coordinator does."""
-        return False
 
     def want_snapshot(self) -> None:
         """Ask the coordinator."""
@@ -312,6 +289,17 @@ class SnapshotPushWorker(PushWorker):
             return None
         colour, place = snapshots.turn(self.link.clock, self.link.group.calls)
         return SnapshotCut(colour, place, self.own_state(driver), partial(snapshots.recorded, colour, place))
+
+
+@contextmanager
+def own_kept(driver: ServerDriver | None) -> Generator[None]:
+    """Around what puts the servers' values into a worker's parameters: afterwards its own are back. None keeps none."""
+    own = None if driver is None else driver.row.values.clone()
+    try:
+        yield
+    finally:
+        if driver is not None and own is not None:
+            driver.row.values.copy_(own)
 
 
 def _resume(driver: ServerDriver, snapshot: Mapping[str, Any]) -> None:

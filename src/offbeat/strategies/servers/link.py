@@ -4,71 +4,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 import msgspec
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from offbeat.errors import StrategyError
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.messages import PullReply, PushReply, Status, server_name, worker_name
-from offbeat.protocols.servers.worker.notices import FetchRequest, PullRequest
+from offbeat.protocols.servers.messages import PullReply, PushReply, server_name, worker_name
+from offbeat.protocols.servers.worker.notices import PullRequest
 from offbeat.runtime.groups.coordinated_group import CoordinatedGroup
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.runtime.servers.client import Client
 
-STATUSES: Final[tuple[str, ...]] = get_args(Status)
-"""Outcomes of a push."""
 OLDEST: Final = 500
 """Larger staleness is counted as this: a worker's statistics are exchanged in one message."""
 MOST_REFUSALS: Final = 20
 """Refusals listed in the result."""
 LONGEST_REASON: Final = 150
 """Characters of each reason: a worker's reasons are exchanged in one message."""
-_HEAD: Final = 3 + len(STATUSES)
-_LINK: Final = 4
 
 Links = Mapping[tuple[int, int], tuple[int, int]]
 """Bytes sent to a server and received from it, by shard and replica."""
-
-
-@dataclass
-class WorkerStatistics:
-    """Statistics of one worker, which can be exchanged as a row of numbers."""
-
-    worker: int
-    wait: float
-    """Seconds spent waiting."""
-    pushes: Mapping[str, int]
-    """Its pushes by outcome, on all shards."""
-    stale: Mapping[int, int]
-    """Its reads by staleness."""
-    links: Links = field(default_factory=dict[tuple[int, int], tuple[int, int]])
-
-    def row(self) -> list[float]:
-        """The statistics as numbers."""
-        counts = [float(self.pushes.get(status, 0)) for status in STATUSES]
-        links = [float(number) for place, traffic in self.links.items() for number in (*place, *traffic)]
-        ages: Counter[int] = Counter()
-        for age, count in self.stale.items():
-            ages[min(age, OLDEST)] += count
-        histogram = [float(ages[age]) for age in range(max(ages, default=-1) + 1)]
-        return [float(self.worker), self.wait, *counts, float(len(self.links)), *links, *histogram]
-
-    @classmethod
-    def of(cls, row: Sequence[float]) -> WorkerStatistics:
-        """The statistics of a row; zeros at its end mean nothing."""
-        pushes = {status: int(row[2 + place]) for place, status in enumerate(STATUSES)}
-        end = _HEAD + _LINK * int(row[_HEAD - 1])
-        links = {
-            (int(row[at]), int(row[at + 1])): (int(row[at + 2]), int(row[at + 3])) for at in range(_HEAD, end, _LINK)
-        }
-        return cls(int(row[0]), row[1], pushes, {age: int(count) for age, count in enumerate(row[end:])}, links)
 
 
 class PushRecord:
@@ -101,45 +58,43 @@ class PushRecord:
 
     def accounts(self, group: Group, waited: float, links: Links) -> dict[str, Any]:
         """Pushes and reads of all workers, and each one's waits and traffic. Collective."""
-        mine = WorkerStatistics(group.rank, waited, self._pushes, self._stale, links)
-        return together(map(WorkerStatistics.of, group.gather(mine.row(), "a report").tolist()))
+        stale: Counter[int] = Counter()
+        for age, count in self._stale.items():
+            stale[min(age, OLDEST)] += count
+        named = {server_name(*place): {"sent": sent, "received": back} for place, (sent, back) in links.items()}
+        waits, traffic = {worker_name(group.rank): round(waited, 6)}, {worker_name(group.rank): named}
+        mine = {"pushes": self._pushes, "staleness": stale, "waits": waits, "links": traffic}
+        return together(gathered(group, mine, "a report"))
 
     def staleness(self, group: Group) -> dict[str, int]:
         """Reads of all workers by staleness. Collective."""
-        most = int(group.gather([float(max(self._stale, default=0))], "the end of the run").max())
-        rows = group.gather([float(self._stale[k]) for k in range(most + 1)], "the end of the run")
-        return {str(k): int(count) for k, count in enumerate(rows.sum(0).tolist()) if count}
+        total: Counter[str] = Counter()
+        for stale in gathered(group, self._stale, "the end of the run"):
+            total.update(stale)
+        return {age: total[age] for age in sorted(total, key=int)}
 
     def notes(self, group: Group) -> dict[str, Any]:
         """Why pushes of any worker were refused, if any were: the first reasons. Collective."""
         mine = [f"{worker_name(group.rank)}: {reason}"[:LONGEST_REASON] for reason in self._refused[:MOST_REFUSALS]]
-        rows = group.gather(list(msgspec.json.encode(mine)), "the end of the run")
-        # Rows are padded with zeros to one length; no byte of JSON is 0.
-        lists = [msgspec.json.decode(bytes(int(n) for n in row if n), type=list[str]) for row in rows.tolist()]
+        lists = gathered(group, mine, "the end of the run")
         reasons = [reason for of_worker in lists for reason in of_worker][:MOST_REFUSALS]
         return {"refusals": reasons} if reasons else {}
 
 
-def together(statistics: Iterable[WorkerStatistics]) -> dict[str, Any]:
-    """The statistics of all workers as plain data: their pushes and staleness, and each one's waits and traffic."""
-    workers = list(statistics)
-    pushes: Counter[str] = Counter()
-    stale: Counter[int] = Counter()
-    for worker in workers:
-        pushes.update(worker.pushes)
-        stale.update(worker.stale)
-    return {
-        "pushes": {status: count for status, count in pushes.items() if count},
-        "staleness": {str(age): stale[age] for age in sorted(stale) if stale[age]},
-        "waits": {worker_name(worker.worker): round(worker.wait, 6) for worker in workers},
-        "links": {
-            worker_name(worker.worker): {
-                server_name(*place): {"sent": sent, "received": received}
-                for place, (sent, received) in worker.links.items()
-            }
-            for worker in workers
-        },
-    }
+def gathered(group: Group, mine: object, what: str) -> list[Any]:
+    """Plain data of every worker, such as this worker's: sent as JSON, in a row of numbers. Collective."""
+    rows = group.gather(list(msgspec.json.encode(mine)), what)
+    # Rows are padded with zeros to one length; no byte of JSON is 0.
+    return [msgspec.json.decode(bytes(int(n) for n in row if n)) for row in rows.tolist()]
+
+
+def together(accounts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The accounts of all workers as one: their pushes and staleness are added, and each one's waits and links kept."""
+    total: dict[str, dict[str, Any]] = {"pushes": Counter(), "staleness": Counter(), "waits": {}, "links": {}}
+    for account in accounts:
+        for name, figures in account.items():
+            total[name].update(figures)
+    return total | {"staleness": {age: total["staleness"][age] for age in sorted(total["staleness"], key=int)}}
 
 
 def served(group: Group, strategy: object) -> CoordinatedGroup:
@@ -198,20 +153,6 @@ class ServerLink:
         self.wait(pull, "a pull")
         while self.rule.closes and any(clock < self.clock for _, clock in self.client.machine.known.values()):
             self.wait(self.client.ask(PullRequest(self.clock)).token, "a pull")
-
-    def refresh(self) -> None:
-        """Take the newest values, whatever the clock."""
-        self.client.answer(PullRequest(self.clock, anew=True), "reading the parameters")
-
-    def states(self) -> list[Tensor]:
-        """The state of every shard."""
-        states: dict[int, Tensor] = {}
-
-        def keep(shard: int, _reply: Any, state: NDArray[np.uint8]) -> None:
-            states[shard] = torch.from_numpy(state.copy())
-
-        self.client.wait(self.client.ask(FetchRequest(), keep).token, "fetching the servers' state")
-        return [states[shard] for shard in sorted(states)]
 
     def reused(self, age: int) -> None:
         """Values of this age, in steps, are used again for the next step."""

@@ -1,7 +1,6 @@
 """The optimizer that servers run on their shards: its settings, and the state that they take over from the worker's.
 
-A loop may load the momentum of an earlier run, and Adagrad begins with sums of its own. Servers continue from the state
-that the worker's optimizer has when training begins, cut into what each shard needs of it.
+Servers continue from the state that the worker's optimizer has when training begins, cut into what each shard needs.
 """
 
 from __future__ import annotations
@@ -39,21 +38,9 @@ class ServerOptimizer:
         optimizer: Optimizer,
         runs: Callable[[Optimizer], tuple[str, Groups]],
         strategy: object,
-        aggregated: bool,
         tolerance: Mapping[str, Any],
     ) -> None:
-        """Describe an optimizer to servers.
-
-        Args:
-            optimizer: The worker's.
-            runs: The name of the optimizer that servers run for it, and the settings of its groups.
-            strategy: For messages.
-            aggregated: Whether all workers' pushes make one step together.
-            tolerance: How servers handle stale gradients, as fields of their recipe.
-
-        """
-        self._optimizer, self._runs, self._strategy = optimizer, runs, strategy
-        self._aggregated, self._tolerance = aggregated, tolerance
+        self._optimizer, self._runs, self._strategy, self._tolerance = optimizer, runs, strategy, tolerance
         self._groups = len(self.now())
         self._sent: Settings = ()
 
@@ -68,8 +55,8 @@ class ServerOptimizer:
             for group in self._runs(self._optimizer)[1]
         )
 
-    def changed(self) -> Settings:
-        """The current settings; where all workers make a step together, only if they have changed."""
+    def changed(self, aggregated: bool) -> Settings:
+        """The current settings; where all workers make a step together (`aggregated`), only if they have changed."""
         now = self.now()
         if len(now) != self._groups:
             raise StrategyError(
@@ -78,7 +65,7 @@ class ServerOptimizer:
                 f"change. Put all into its groups before, frozen (requires_grad_(False)) until they are to learn, or "
                 f"use allreduce."
             )
-        if now == self._sent and self._aggregated:  # Otherwise the settings of the last worker to push would hold.
+        if now == self._sent and aggregated:  # Otherwise the settings of the last worker to push would hold.
             return ()
         self._sent = now
         return now

@@ -1,9 +1,7 @@
 """The parameters on servers as one vector, of which a loop may push and pull any range.
 
-For loops that need not, or cannot, exchange everything in every step: a table of embeddings of which a batch touches a
-few rows, a model of which one worker trains a part. Requests go to the shards of the range. Each push is numbered, sent
-until it is answered, and applied once; a read is as fresh as the consistency requires, and contains this worker's own
-pushes.
+Requests go to the shards of the range. Each push is numbered, sent until it is answered, and applied once; a read is as
+fresh as the consistency requires, and contains this worker's own pushes.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,16 +40,13 @@ class Pulled:
     """The values contain all updates of steps before this one."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """The part of a range on one shard."""
+class _Piece(NamedTuple):
+    """The part of a range on one shard: where it is there, and its place in the range."""
 
     shard: int
     start: int
     stop: int
-    """From the shard's beginning."""
     place: slice
-    """The same, from the range's beginning."""
 
 
 class Vector:
@@ -129,7 +125,7 @@ class Vector:
                 f"cannot be pushed. Omit the compression."
             )
         raw = gradient.detach().reshape(-1).clone().numpy()
-        parts = [(piece.shard, piece.start, piece.stop, raw[piece.place].view(np.uint8)) for piece in pieces]
+        parts = [(*piece[:3], raw[piece.place].view(np.uint8)) for piece in pieces]
         self._tokens.append(self._driver.queue.push_ranges(parts))
 
     def step(self, weight: float = 1.0) -> None:
@@ -147,7 +143,7 @@ class Vector:
         if link.rule.bound is not None:
             # A request whose only answer is "unchanged", which comes when the consistency allows the next step.
             ranges = [PulledRange(shard, 0, 0, _NOTHING_IS_NEWER) for shard in range(len(self.shards))]
-            token = link.client.ask(RangeRequest(ranges, link.clock), _ignore).token
+            token = link.client.ask(RangeRequest(ranges, link.clock), lambda _shard, _reply, _numbers: None).token
             link.wait(token, "the next step being allowed")
         self._counted()
 
@@ -165,7 +161,3 @@ class Vector:
                 place = slice(low - where.start, high - where.start)
                 pieces.append(_Piece(shard, low - held.start, high - held.start, place))
         return pieces
-
-
-def _ignore(_shard: int, _reply: PullReply | Fetched, _numbers: NDArray[np.uint8]) -> None:
-    pass

@@ -223,12 +223,7 @@ class Exchanging(Strategy):
     def planned(self, view: View, nbytes: int, forms: Sequence[RowFormat] = (), models: bool = False) -> Step | str:
         """What a step exchanges, before any process has started; or why it is not known.
 
-        Args:
-            view: The workers and their hosts.
-            nbytes: Bytes of the model, as one tensor.
-            forms: Formats of the compressors, in their order.
-            models: Whether models are averaged, rather than gradients summed.
-
+        `nbytes` are those of the model, as one tensor; `models` if models are averaged, rather than gradients summed.
         """
         del view, nbytes, forms, models
         return self.unplanned

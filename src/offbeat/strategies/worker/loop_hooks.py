@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offbeat.errors import NonFiniteError, OffbeatWarning, RunError, StrategyError, UsageError
 from offbeat.runtime.groups.group import Group
-from offbeat.runtime.run.metrics import KEPT
-from offbeat.runtime.run.progress import Ledger
-from offbeat.runtime.state.prepared_objects import Holdings
+from offbeat.runtime.run.metrics import KEPT, Ledger
+from offbeat.runtime.state.checkpoint_manager import Holdings
 from offbeat.strategies.worker.capabilities import Overtaken, StepGuard
 from offbeat.strategies.worker.exchange import EveryBatch, Exchange, Pace, closure_of
 from offbeat.strategies.worker.flat_rows import parameters_of
-from offbeat.strategies.worker.replica_checks import FirstGradients, HandUpdates, Replicas, UnpreparedOptimizers
+from offbeat.strategies.worker.replica_checks import FirstGradients, HandUpdates, Replicas, unprepared
 
 
 class LoopHooks:
@@ -37,7 +37,8 @@ class LoopHooks:
         self._step_guard = exchange if isinstance(exchange, StepGuard) and group.size > 1 else None
         exchanged_in_steps = group.size > 1 and (exchange.acts_in_steps or pace.acts_in_steps)
         self._by_hand = HandUpdates(holdings, strategy, self.warn) if exchanged_in_steps else None
-        self._unprepared = UnpreparedOptimizers(self.warn)
+        self._unprepared: WeakSet[Optimizer] = WeakSet()
+        self._early_warnings: list[str] = []
         self.warnings: list[str] = []
         """Warnings given to the user."""
         self.first_gradients = FirstGradients(exchange.lockstep)
@@ -54,9 +55,10 @@ class LoopHooks:
         """Steps that completed without this worker, and whose batches it has not skipped yet."""
 
     def warn(self, message: str) -> None:
-        """Warn the user; the run continues."""
-        self.warnings.append(message)
-        warnings.warn(f"worker {self._group.rank}: {message}", OffbeatWarning, stacklevel=2)
+        """Warn the user, once of each thing; the run continues."""
+        if message not in self.warnings:
+            self.warnings.append(message)
+            warnings.warn(f"worker {self._group.rank}: {message}", OffbeatWarning, stacklevel=2)
 
     def adopt(self, model: nn.Module, check_finite: bool) -> None:
         """Watch this model."""
@@ -74,7 +76,9 @@ class LoopHooks:
         if at_end:
             if self._replicas is not None:
                 self._replicas.at_end = True
-            self._unprepared.check(training=bool(self._holdings.models))
+            # If nothing was ever prepared, each worker has run the whole script by itself.
+            for message in () if self._holdings.models else self._early_warnings:
+                self.warn(message)
 
     def evidence(self) -> tuple[float, float, float]:
         """Fingerprint of this worker's first gradients, and checksums of its parameters."""
@@ -166,7 +170,7 @@ class LoopHooks:
         """Called before any optimizer of the process steps."""
         del args, kwargs
         known = self._holdings.has(optimizer)
-        if not known and self._unprepared.knows(optimizer):
+        if not known and optimizer in self._unprepared:
             return
         if known and self._checked.get(id(optimizer)) == len(optimizer.param_groups):
             return
@@ -178,7 +182,11 @@ class LoopHooks:
                 f"not be counted, kept in checkpoints or paced. Give it to team.prepare(...) too."
             )
         if not known and self._group.size > 1 and not _prepared_elsewhere(optimizer):
-            self._unprepared.meet(optimizer, training=bool(self._holdings.models))
+            self._unprepared.add(optimizer)
+            if (message := unprepared(optimizer)) and self._holdings.models:
+                self.warn(message)
+            elif message:  # Before training begins, it may be initializing the model.
+                self._early_warnings.append(message)
         if known and self._group.size > 1 and theirs - ours:
             raise UsageError(
                 f"{type(optimizer).__name__} updates {len(theirs - ours)} parameters that belong to no prepared model: "

@@ -24,7 +24,7 @@ from offbeat.protocols.gossip.topology import Mixing
 from offbeat.protocols.partition import mixed
 from offbeat.protocols.schedule import Layout, View
 from offbeat.runtime.collectives.two_sided import programs
-from offbeat.runtime.compression import Coder, CompressionAccount, together
+from offbeat.runtime.compression import Coder, CompressionAccount, GroupLink, together
 from offbeat.runtime.groups.coordinated_group import CoordinatedGroup
 from offbeat.runtime.groups.gossip_thread import GossipThread
 from offbeat.runtime.groups.group import Group
@@ -173,10 +173,9 @@ class GossipWorker(MixingWorker):
             for place, row in enumerate(flat):
                 if self.compressions:
                     estimates = self._estimates[number][place]
-                    if estimates.account.due:
-                        estimates.account.probe(self.group, partial(self._mix, row.clone(), turn))
-                    with estimates.account.compared(self.group):
-                        estimates.mix(row)
+                    dense = partial(self._mix, turn=turn)
+                    with estimates.account.counted(self.group.direct, row, "messages to neighbours", dense) as link:
+                        estimates.mix(row, link)
                 else:
                     self._mix(row, turn)
             rows.write(flat)
@@ -256,19 +255,17 @@ class _Estimates:
         self._others = start * self._total
         self.account = CompressionAccount()
 
-    def mix(self, row: Tensor) -> None:
+    def mix(self, row: Tensor, link: GroupLink) -> None:
         """Send the change of this row to the neighbours, and move it towards the estimates of theirs."""
-        start = time.perf_counter()
         message = self._coder.encode(row - self._own)
         self._coder.add(message, self._own)
-        sending = time.perf_counter()
+        start = time.perf_counter()
         received = self._neighbours.trade(message, self._coder.fixed, "messages to neighbours")
-        sent = time.perf_counter() - sending
+        link.nbytes, link.seconds = message.nbytes, time.perf_counter() - start
         for weight, other in zip(self._weights, received, strict=True):
             self._coder.add(other, self._others, weight)
         torch.add(row, self._others, alpha=self._gamma, out=row)
         row.sub_(self._own, alpha=self._gamma * self._total)
-        self.account.note(row.nbytes, message.nbytes, time.perf_counter() - start - sent, sent)
 
     def state_dict(self) -> dict[str, Any]:
         return {"own": self._own, "others": self._others, "coder": self._coder.state_dict()}

@@ -1,8 +1,5 @@
 """Optimizer state and updates sharded over the workers: each updates its slice of every parameter (ZeRO, stage 1).
 
-The optimizer stays the user's object. While it steps, and while it saves or loads its state, it sees this worker's
-slices in place of the parameters. That is right for optimizers that treat every number by itself, which most do.
-
 Workers that share memory hold the parameters there once for all of them: a slice that its owner has updated is visible
 to everyone, and nothing needs to be gathered. Elsewhere slices are gathered after each step.
 
@@ -11,21 +8,16 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
-from offbeat.errors import RunError, StrategyError
+from offbeat.errors import RunError
 from offbeat.protocols.exchanges import SMALL_GRADIENT, Exchanged
 from offbeat.protocols.schedule import Layout
-from offbeat.runtime.gradients.sliceable_optimizers import ELEMENT_WISE, why_not
 from offbeat.runtime.groups.group import DirectGroup
-from offbeat.strategies.worker.exchange import refuse_closure
 from offbeat.strategies.worker.flat_rows import share_parameters
 
 
@@ -111,66 +103,3 @@ class OptimizerShards:
         if self._shared:
             for parameter in self.parameters:
                 parameter.data = parameter.data.clone()
-
-
-class ShardedSteps:
-    """Optimizers that see slices while they step."""
-
-    def __init__(self) -> None:
-        self.shards: list[OptimizerShards] = []
-        self._handles: list[Any] = []
-        self._optimizers: list[Optimizer] = []
-
-    def attend(self, optimizer: Optimizer) -> None:
-        """Make this optimizer update, and keep state for, slices only."""
-        if why := why_not(type(optimizer)):
-            raise StrategyError(
-                f"shard=optimizer cannot divide {type(optimizer).__name__}: each worker updates slices only, and "
-                f"{why}. It can divide those that treat every number by itself: {', '.join(ELEMENT_WISE)}. Use "
-                f"allreduce without shard."
-            )
-        self._optimizers.append(optimizer)
-        self._handles += [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_pre_hook(self._to_slices),
-            optimizer.register_state_dict_post_hook(self._to_parameters),
-            optimizer.register_load_state_dict_pre_hook(self._to_slices),
-            optimizer.register_load_state_dict_post_hook(self._to_parameters),
-        ]
-
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        refuse_closure("shard=optimizer", args, kwargs, "allreduce alone")
-        for shards in self.shards:
-            shards.hand_gradients()
-        self._to_slices(optimizer)
-
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._to_parameters(optimizer)
-        for shards in self.shards:
-            shards.publish()
-
-    def _to_slices(self, optimizer: Optimizer, *_: Any) -> None:
-        places = {id(p): own for shards in self.shards for p, own in zip(shards.parameters, shards.slices, strict=True)}
-        _exchange_members(optimizer, lambda p: places.get(id(p), p))
-
-    def _to_parameters(self, optimizer: Optimizer, *_: Any) -> None:
-        places = {id(own): p for shards in self.shards for p, own in zip(shards.parameters, shards.slices, strict=True)}
-        _exchange_members(optimizer, lambda own: places.get(id(own), own))
-
-    def state_bytes(self) -> int:
-        """How much memory this worker's optimizer state takes."""
-        states = (state for optimizer in self._optimizers for state in optimizer.state.values())
-        return sum(v.numel() * v.element_size() for state in states for v in state.values() if isinstance(v, Tensor))
-
-    def close(self) -> None:
-        """Remove the hooks, and give every worker a private copy of the parameters."""
-        for handle in self._handles:
-            handle.remove()
-        for shards in self.shards:
-            shards.close()
-
-
-def _exchange_members(optimizer: Optimizer, other: Callable[[Any], Any]) -> None:
-    for group in optimizer.param_groups:
-        group["params"] = [other(member) for member in group["params"]]

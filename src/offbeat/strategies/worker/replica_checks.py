@@ -7,7 +7,6 @@ every worker on its own part of the data, and nothing would look wrong.
 from __future__ import annotations
 
 import struct
-import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -20,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import UsageError
 from offbeat.runtime.gradients.buckets import hook
-from offbeat.runtime.state.prepared_objects import Holdings
+from offbeat.runtime.state.checkpoint_manager import Holdings
 from offbeat.strategies.worker.flat_rows import parameters_of
 
 _PASSES = 3
@@ -100,46 +99,18 @@ class HandUpdates:
         self._before.clear()
 
 
-class UnpreparedOptimizers:
-    """Warns of optimizers that update parameters which no team exchanges."""
-
-    def __init__(self, warn: Callable[[str], None]) -> None:
-        self._warn = warn
-        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._warned: set[str] = set()
-        self._waiting: list[str] = []
-
-    def knows(self, optimizer: Optimizer) -> bool:
-        """Whether it was checked before."""
-        return optimizer in self._seen
-
-    def meet(self, optimizer: Optimizer, training: bool) -> None:
-        """An unprepared optimizer steps; before training begins, it may be initializing the model."""
-        self._seen.add(optimizer)
-        # What an optimizer fits that is not a model's, such as an input, is usually meant to be each worker's own.
-        trained = [p for p in _trained(parameters_of(optimizer)) if isinstance(p, Parameter)]
-        if not trained:
-            return
-        kind, shapes = type(optimizer).__name__, [str(tuple(p.shape)) for p in trained]
-        message = (
-            f"{kind} updates {len(trained)} parameters that no prepared model has, of shapes {_some(shapes)}. Nobody "
-            f"exchanges their gradients, so each worker trains a copy of its own, and the copies drift apart. Give "
-            f"that model and this {kind} to team.prepare(...) too. If the copies are meant to differ, ignore this."
-        )
-        if training:
-            self._warn_once(message)
-        else:
-            self._waiting.append(message)
-
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            self._warn(message)
-
-    def check(self, training: bool) -> None:
-        """The run ends: if nothing was ever prepared, each worker has run the whole script by itself."""
-        for message in () if training else self._waiting:
-            self._warn_once(message)
+def unprepared(optimizer: Optimizer) -> str:
+    """A warning of an unprepared optimizer that updates parameters which no team exchanges; empty if it does not."""
+    # What an optimizer fits that is not a model's, such as an input, is usually meant to be each worker's own.
+    trained = [p for p in _trained(parameters_of(optimizer)) if isinstance(p, Parameter)]
+    if not trained:
+        return ""
+    kind, shapes = type(optimizer).__name__, [str(tuple(p.shape)) for p in trained]
+    return (
+        f"{kind} updates {len(trained)} parameters that no prepared model has, of shapes {_some(shapes)}. Nobody "
+        f"exchanges their gradients, so each worker trains a copy of its own, and the copies drift apart. Give "
+        f"that model and this {kind} to team.prepare(...) too. If the copies are meant to differ, ignore this."
+    )
 
 
 class FirstGradients:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -73,17 +74,10 @@ def _gathered(nbytes: int, view: View) -> Exchanged:
 
 def trials(group: DirectGroup, most: int, forms: Sequence[RowFormat]) -> tuple[Timed, ...]:
     """Measured times of sums, and of gathered messages if there are any. Collective."""
-
-    def sum_of(size: int) -> Callable[[], object]:
-        row = torch.zeros(max(1, size // 4))
-        return lambda: group.sum(row, "measuring the links")
-
-    def messages_of(size: int) -> Callable[[], object]:
-        row = torch.zeros(size, dtype=torch.uint8)
-        return lambda: group.payloads(row, True, "measuring the links")
-
-    timed = measured(group, most, sum_of)
+    what = "measuring the links"
+    timed = measured(group, most, lambda size: partial(group.sum, torch.zeros(max(1, size // 4)), what))
     if forms and forms[0].way(*forms[1:]) is SumMethod.GATHER:
         longest = forms[0].nbytes([(most // 4,)], 4, *forms[1:]) if forms[0].fixed else most
-        timed += measured(group, longest, messages_of)
+        empty = partial(torch.zeros, dtype=torch.uint8)
+        timed += measured(group, longest, lambda size: partial(group.payloads, empty(size), True, what))
     return timed

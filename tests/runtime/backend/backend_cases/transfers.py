@@ -152,10 +152,68 @@ def case_lists_of_objects(world: World) -> None:
         assert found == [{"to": world.rank}, "x" * 5000]
 
 
-def case_what_is_not_in_one_piece_is_refused(world: World) -> None:
-    _, after = neighbours(world)
-    with pytest.raises(RuntimeError, match="contiguous"):
-        dist.isend(contribution(world.rank, (40, 30))[:, 3], after)
+def case_beyond_gloo_any_layout_is_sent_and_received(world: World) -> None:
+    """Gloo refuses tensors that are not contiguous."""
+    before, after = neighbours(world)
+    for rows in (40, 40_000):
+        found = torch.zeros(30, rows)
+        receiving = dist.irecv(found.t()[:, 3:5], before)
+        sending = dist.isend(contribution(world.rank, (rows, 30))[:, 3:5], after)
+        assert receiving is not None
+        assert sending is not None
+        receiving.wait()
+        sending.wait()
+        same(found.t()[:, 3:5], contribution(before, (rows, 30))[:, 3:5])
+        assert found.t()[:, :3].count_nonzero() == found.t()[:, 5:].count_nonzero() == 0
+
+
+def case_beyond_gloo_a_message_of_another_size_is_an_error(world: World) -> None:
+    before, after = neighbours(world)
+    for sent, expected in ((3, 4), (5000, 4), (4, 5000), (300_000, 4), (4, 300_000)):
+        sending = dist.isend(torch.ones(sent), after)
+        with pytest.raises(RuntimeError, match=rf"the message that came has {4 * sent:,} bytes"):
+            dist.recv(torch.zeros(expected), before)
+        assert sending is not None
+        sending.wait()
+
+
+def case_two_ranks_may_send_before_either_receives(world: World) -> None:
+    before, after = neighbours(world)
+    found = torch.zeros(1_000_000)
+    receiving = dist.irecv(found, before)
+    dist.send(contribution(world.rank, (1_000_000,)), after)
+    assert receiving is not None
+    receiving.wait()
+    same(found, contribution(before, (1_000_000,)))
+
+
+def case_a_large_message_arrives_while_its_receiver_is_busy_elsewhere(world: World) -> None:
+    """A send must not wait until the receiver waits for it: here it hears of that by another way only afterwards."""
+    if world.rank == 0:
+        found = torch.zeros(1_000_000)
+        receiving = dist.irecv(found, 1)
+        dist.barrier(group=dist.distributed_c10d._get_default_group())
+        assert receiving is not None
+        receiving.wait()
+        same(found, torch.full((1_000_000,), 5.0))
+    else:
+        if world.rank == 1:
+            dist.send(torch.full((1_000_000,), 5.0), 0)
+        dist.barrier()
+
+
+def case_many_messages_in_flight_arrive_in_order(world: World) -> None:
+    before, after = neighbours(world)
+    sizes = [1 + 997 * number % 9000 for number in range(150)] + [70_000 + number for number in range(80)]
+    sent = [dist.isend(torch.full((size,), float(n)), after, tag=n % 3) for n, size in enumerate(sizes)]
+    found = [torch.zeros(size) for size in sizes]
+    order = sorted(range(len(sizes)), key=lambda number: (number % 3 - 1, number))
+    received = [dist.irecv(found[number], before, tag=number % 3) for number in order]
+    for work in (*received, *sent):
+        assert work is not None
+        work.wait()
+    for number, size in enumerate(sizes):
+        same(found[number], torch.full((size,), float(number)))
 
 
 def case_beyond_gloo_ranks_that_are_not_there_are_refused(world: World) -> None:

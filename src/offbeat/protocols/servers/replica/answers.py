@@ -16,18 +16,15 @@ from offbeat.protocols.servers.replica.works import Ask, EntryOutcome, Inspect, 
 from offbeat.protocols.servers.snapshots import ShardColour
 
 _Numbered = tuple[Push | Load, Payload]
-_Due = tuple[Ask, PushReply | None]
-"""A read that is due, and the reply to the push that asked for it."""
-MOST_REFUSALS = 20
-"""Refusals that are remembered; the shard counts all of them."""
+_Due = tuple[Ask, PushReply | None]  # A read that is due, and the reply to the push that asked for it.
+MOST_REFUSALS = 20  # Refusals that are remembered; the shard counts all of them.
 
 
 class Refusal(NamedTuple):
     """An unusable push."""
 
     worker: int
-    step: int
-    """That the shard was in."""
+    step: int  # That the shard was in.
     reason: str
 
 
@@ -36,14 +33,11 @@ class Admission:
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
-        self._expected: dict[tuple[int, int], int] = {}
-        """Number of the next push, by worker and life."""
-        self._early: dict[tuple[int, int, int], _Numbered] = {}
-        """Pushes that came before others with lower numbers."""
+        self._expected: dict[tuple[int, int], int] = {}  # Number of the next push, by worker and life.
+        self._early: dict[tuple[int, int, int], _Numbered] = {}  # Pushes that came before others with lower numbers.
         self._inspected: dict[int, _Numbered] = {}
         self._tokens = 0
-        self.refusals: list[Refusal] = []
-        """The first unusable pushes."""
+        self.refusals: list[Refusal] = []  # The first unusable pushes.
 
     def forget(self) -> None:
         """Start over: pushes may continue under other numbers."""
@@ -83,14 +77,11 @@ class Admission:
 
 
 class _Reading(Struct):
-    """A read in progress, and its receivers."""
+    """A read in progress: the shard as it was read, and the receivers."""
 
-    version: int
-    clock: int
-    colour: int
+    state: dict[str, int]
     asks: list[_Due] = []
-    fresh: tuple[int, ...] = ()
-    """Workers that get it without asking."""
+    fresh: tuple[int, ...] = ()  # Workers that get it without asking.
 
 
 class Answers:
@@ -126,30 +117,28 @@ class Answers:
             message = msg.Entered(life=answer.life, number=answer.number, clock=answer.entered, epoch=epoch)
         out.send(worker_name(answer.worker), message)
 
+    def _state(self) -> dict[str, int]:
+        """What every reply says of the shard."""
+        shard, epoch = self._shard, self._fence.view.epoch
+        return {"version": shard.version, "clock": shard.minimum, "epoch": epoch, "colour": self._colour.own}
+
     def _push_reply(self, answer: PushAnswer) -> PushReply:
-        return PushReply(
-            life=answer.life,
-            number=answer.number,
-            status=answer.status,
-            reason=answer.reason,
-            version=self._shard.version,
-            clock=self._shard.minimum,
-            epoch=self._fence.view.epoch,
-            colour=self._colour.own,
-        )
+        header = {"life": answer.life, "number": answer.number, **self._state()}
+        return PushReply(**header, status=answer.status, reason=answer.reason)
 
     def read(self, asks: Sequence[_Due], out: Effects, *, fresh: bool = False) -> None:
         """Read once for all due reads, except readers that have this version; if `fresh`, for all other workers too."""
+        state = self._state()
         readings: dict[ReadShard, _Reading] = {}
         for ask, pushed in asks:
             if isinstance(ask, Pull) and ask.newer_than >= self._shard.version:
-                reply = self._pull_reply(ask, self._reading(), pushed, unchanged=True)
+                reply = PullReply(life=ask.life, number=ask.number, unchanged=True, pushed=pushed, **state)
                 out.send(worker_name(ask.worker), reply)
                 continue
             what = ReadShard(start=ask.start, stop=ask.stop) if isinstance(ask, Pull) else ReadShard(state=True)
-            readings.setdefault(what, self._reading()).asks.append((ask, pushed))
+            readings.setdefault(what, _Reading(state)).asks.append((ask, pushed))
         if fresh:
-            whole = readings.setdefault(ReadShard(), self._reading())
+            whole = readings.setdefault(ReadShard(), _Reading(state))
             asking = {ask.worker for ask, _ in whole.asks}
             whole.fresh = tuple(worker for worker in self._shard.members if worker not in asking)
         for what, reading in readings.items():
@@ -157,32 +146,15 @@ class Answers:
             self._readings[self._tokens] = reading
             out.start(what, ("read", self._tokens))
 
-    def _reading(self) -> _Reading:
-        return _Reading(self._shard.version, self._shard.minimum, self._colour.own)
-
     def hand_out(self, token: int, payload: Payload, out: Effects) -> None:
         """Send what was read to all its receivers."""
-        reading, epoch = self._readings.pop(token), self._fence.view.epoch
-        state = {"version": reading.version, "clock": reading.clock, "epoch": epoch, "colour": reading.colour}
+        reading = self._readings.pop(token)
+        state = reading.state | {"epoch": self._fence.view.epoch}
         for ask, pushed in reading.asks:
-            if isinstance(ask, Pull):
-                message = self._pull_reply(ask, reading, pushed)
-            else:
-                message = msg.Fetched(life=ask.life, number=ask.number, **state)
+            header = {"life": ask.life, "number": ask.number, **state}
+            message = (
+                PullReply(**header, unchanged=False, pushed=pushed) if isinstance(ask, Pull) else msg.Fetched(**header)
+            )
             out.send(worker_name(ask.worker), message, payload)
         for worker in reading.fresh:
             out.send(worker_name(worker), msg.Fresh(**state), payload)
-
-    def _pull_reply(
-        self, ask: Pull, reading: _Reading, pushed: PushReply | None, *, unchanged: bool = False
-    ) -> PullReply:
-        return PullReply(
-            life=ask.life,
-            number=ask.number,
-            version=reading.version,
-            clock=reading.clock,
-            unchanged=unchanged,
-            pushed=pushed,
-            epoch=self._fence.view.epoch,
-            colour=reading.colour,
-        )

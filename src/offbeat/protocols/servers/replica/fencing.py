@@ -9,27 +9,21 @@ until it knows that epoch's view, and if it is not in it, never again.
 from __future__ import annotations
 
 from offbeat.protocols.machine import Effects, Name, Received
-from offbeat.protocols.servers.messages import ClusterView, Fenced, Gone, Heartbeat, Request, Volunteer
+from offbeat.protocols.servers.messages import COORDINATOR, ClusterView, Fenced, Gone, Heartbeat, Request, Volunteer
 
-STASH = 1024
-"""Messages from a future epoch that are kept until it begins; more are dropped, and will be resent."""
+STASH = 1024  # Messages from a future epoch that are kept until it begins; more are dropped, and will be resent.
 
 
 class Fence:
     """A replica's place in the newest view that it knows."""
 
-    def __init__(self, name: Name, shard: int, view: ClusterView, coordinator: Name, joins: bool) -> None:
+    def __init__(self, name: Name, shard: int, view: ClusterView, joins: bool) -> None:
         self.view = view
-        self.retired = False
-        """Whether this replica was declared dead, and no longer serves."""
-        self.burden = 0
-        """Bytes of the largest payload handled so far."""
-        self.later: list[Received] = []
-        """Messages kept for later."""
-        self._name, self._shard, self._coordinator = name, shard, coordinator
-        self._joins = joins
-        self._epoch = view.epoch
-        """The newest epoch heard of."""
+        self.retired = False  # Whether this replica was declared dead, and no longer serves.
+        self.burden = 0  # Bytes of the largest payload handled so far.
+        self.later: list[Received] = []  # Messages kept for later.
+        self._name, self._shard, self._joins = name, shard, joins
+        self._epoch = view.epoch  # The newest epoch heard of.
 
     @property
     def serving(self) -> bool:
@@ -44,7 +38,7 @@ class Fence:
     def sign_of_life(self, out: Effects) -> None:
         """Send the coordinator a heartbeat; it answers with a newer view, or adds a volunteer to the next."""
         message = Volunteer(self._shard) if self._joins else Heartbeat(self.view.epoch, self.burden)
-        out.send(self._coordinator, message)
+        out.send(COORDINATOR, message)
 
     def step_down(self, message: Fenced | Gone, out: Effects) -> None:
         """Stop serving until the view of that epoch is known, or for ever if this replica is not in it."""

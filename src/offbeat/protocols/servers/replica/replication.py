@@ -21,21 +21,20 @@ from collections.abc import Iterable, Iterator
 from msgspec import Struct
 
 from offbeat.protocols.machine import NOTHING, Effects, Name, Payload, Received
-from offbeat.protocols.servers.messages import BackupReady, Entry, Install, Replicate, Replicated, ShardState
+from offbeat.protocols.servers import messages as msg
+from offbeat.protocols.servers.messages import Entry, Install, Replicate, Replicated, ShardState
 from offbeat.protocols.servers.replica.fencing import Fence
 from offbeat.protocols.servers.replica.shard import Shard
 from offbeat.protocols.servers.replica.works import ReadShard, Release, Restore
 
-WINDOW = 64
-"""Entries that are resent at once to a backup that does not answer."""
+WINDOW = 64  # Entries that are resent at once to a backup that does not answer.
 
 
 class EntryLog:
     """Entries by index, from the first that some replica may lack."""
 
     def __init__(self, start: int = 0) -> None:
-        self.end = start
-        """Number of entries so far."""
+        self.end = start  # Number of entries so far.
         self._kept: dict[int, tuple[Entry, Payload]] = {}
         self._first = start
 
@@ -55,12 +54,9 @@ class EntryLog:
 
 
 class _Backup(Struct):
-    held: int
-    """How many entries it is known to hold."""
-    sent: int
-    """How many were sent in this epoch, or are known to be held."""
-    quiet_since: float
-    """When something was last sent to it or heard from it."""
+    held: int  # How many entries it is known to hold.
+    sent: int  # How many were sent in this epoch, or are known to be held.
+    quiet_since: float  # When something was last sent to it or heard from it.
 
 
 class BackupProgress:
@@ -117,12 +113,9 @@ class Replication:
     def __init__(self, backups: Iterable[Name]) -> None:
         self.log = EntryLog()
         self.feed = BackupProgress(backups)
-        self.applied = 0
-        """How many entries this replica has applied."""
-        self.committed = 0
-        """How many entries are known to be held by all replicas."""
-        self.ahead: dict[int, tuple[Entry, Payload]] = {}
-        """Entries that came before others with lower indices."""
+        self.applied = 0  # How many entries this replica has applied.
+        self.committed = 0  # How many entries are known to be held by all replicas.
+        self.ahead: dict[int, tuple[Entry, Payload]] = {}  # Entries that came before others with lower indices.
         self._settled_at = 0
 
     @property
@@ -210,16 +203,12 @@ class Follower:
 class Renewal:
     """A primary's side of a new copy: what the shard's novice is given, and whether it has it."""
 
-    def __init__(self, shard: int, coordinator: Name) -> None:
-        self.novice: Name = ""
-        """The server being brought up to date; empty: none."""
-        self.begun = False
-        """Whether the state was taken: from then on the novice must hold what is answered."""
-        self.installed = False
-        """Whether the novice holds it."""
-        self._shard, self._coordinator = shard, coordinator
-        self._number = 0
-        """Tells this transfer from others of the same primary."""
+    def __init__(self, shard: int) -> None:
+        self.novice: Name = ""  # The server being brought up to date; empty: none.
+        self.begun = False  # Whether the state was taken: from then on the novice must hold what is answered.
+        self.installed = False  # Whether the novice holds it.
+        self._shard = shard
+        self._number = 0  # Tells this transfer from others of the same primary.
         self._index = 0
         self._state: ShardState | None = None
         self._payload: Payload | None = None
@@ -246,7 +235,7 @@ class Renewal:
     def look(self, epoch: int, patience: float, now: float, out: Effects) -> None:
         """Resend the state if unanswered for longer than `patience`, and what the coordinator may not have heard."""
         if self.installed:
-            out.send(self._coordinator, BackupReady(self._shard, self.novice))
+            out.send(msg.COORDINATOR, msg.BackupReady(self._shard, self.novice))
         elif self.begun and now - self._sent_at >= patience:
             self._send(epoch, now, out)
 
@@ -255,7 +244,7 @@ class Renewal:
         if name == self.novice and self.begun and not self.installed:
             self.installed = True
             self._release(out)
-            out.send(self._coordinator, BackupReady(self._shard, self.novice))
+            out.send(msg.COORDINATOR, msg.BackupReady(self._shard, self.novice))
 
     def _release(self, out: Effects) -> None:
         if self._payload is not None:

@@ -37,24 +37,20 @@ class ServerMachine:
         rule: Rule,
         view: ClusterView,
         *,
-        coordinator: Name = COORDINATOR,
         timing: msg.Timeouts | None = None,
         joins: bool = False,
     ) -> None:
         self.name = name
-        self.number = shard
-        """Which shard this is a replica of."""
-        self.shard = Shard(rule, view)
-        """What this replica holds."""
-        self.fence = Fence(name, shard, view, coordinator, joins)
+        self.number = shard  # Which shard this is a replica of.
+        self.shard = Shard(rule, view)  # What this replica holds.
+        self.fence = Fence(name, shard, view, joins)
         self.replication = Replication(view.backups[shard])
-        self._coordinator = coordinator
         self._timing = timing or msg.Timeouts()
         self._colour = ShardColour(shard, self.shard, self.fence)
         self._follower = Follower(self.shard, self.fence, self.replication)
         self.admission = Admission(self.shard)
         self._answers = Answers(self.shard, self.fence, self._colour)
-        self._renewal = Renewal(shard, coordinator)
+        self._renewal = Renewal(shard)
         self._enrolled = view.members
         self._timed_step = -1
         self._out = Effects()
@@ -102,7 +98,7 @@ class ServerMachine:
                 self._renewal.read(number, payload, self.view.epoch, now, out)
             case Done(("written", int(colour), msg.ShardCut() as cut), True):
                 self._colour.written(colour, cut)
-                self._colour.report(self._coordinator, out)
+                self._colour.report(COORDINATOR, out)
             case Timer(("deadline", int(step))):
                 if self.serving and step == self.shard.minimum:
                     self._append(msg.StepDeadline(step), NOTHING, now)
@@ -126,9 +122,9 @@ class ServerMachine:
                 self._advance(now)
             case msg.Fenced() | msg.Gone():
                 self.fence.step_down(message, self._out)
-            case msg.Acknowledged() if event.sender == self._coordinator:
+            case msg.Acknowledged() if event.sender == COORDINATOR:
                 self._colour.heard(message.number)
-            case msg.Viewed() if event.sender == self._coordinator and message.view.epoch > self.view.epoch:
+            case msg.Viewed() if event.sender == COORDINATOR and message.view.epoch > self.view.epoch:
                 self._change(message.view, now)
             case _:
                 pass
@@ -138,7 +134,7 @@ class ServerMachine:
     def _tick(self, now: float) -> None:
         self._out.timer(self._timing.heartbeat, TICK)
         self.fence.sign_of_life(self._out)
-        self._colour.report(self._coordinator, self._out)
+        self._colour.report(COORDINATOR, self._out)
         if self.serving:
             patience = self._timing.patience(self.fence.burden)
             self.replication.send(self.view.epoch, now, self._out, patience)

@@ -45,8 +45,7 @@ class StepSum:
     """The open step, under a rule that aggregates: what is held of it, and its weight."""
 
     def __init__(self, rule: Rule, pacing: Pacing[Ask]) -> None:
-        self.settings: msg.Settings = ()
-        """The latest settings of the optimizer's groups."""
+        self.settings: msg.Settings = ()  # The latest settings of the optimizer's groups.
         self._rule, self._pacing = rule, pacing
         self._held: dict[int, list[PushedGradient]] = {}
         self._weight = 0.0
@@ -150,22 +149,16 @@ class Shard:
 
     def __init__(self, rule: Rule, view: msg.ClusterView) -> None:
         self.rule = rule
-        self.version = 0
-        """Updates that were applied."""
-        self.counts: Counter[str] = Counter()
-        """Pushes by status: applied, duplicate, late, refused."""
-        self.staleness: Counter[int] = Counter()
-        """Reads by how stale they were."""
+        self.version = 0  # Updates that were applied.
+        self.counts: Counter[str] = Counter()  # Pushes by status: applied, duplicate, late, refused.
+        self.staleness: Counter[int] = Counter()  # Reads by how stale they were.
         self._members = view.members
-        self.pacing: Pacing[Ask] = Pacing(rule, self._members)
-        """Who may start a step."""
+        self.pacing: Pacing[Ask] = Pacing(rule, self._members)  # Who may start a step.
         self._sum = StepSum(rule, self.pacing)
-        self._next = dict.fromkeys(self._members, 0)
-        """Number of each worker's next push: they are taken in order, so that `last` is last."""
+        self._next = dict.fromkeys(self._members, 0)  # Each worker's next push: taken in order, so that `last` is last.
         self._asked: set[tuple[int, int, int]] = set()
         self._unwritten: dict[int, list[Ask]] = {}  # They wait for a push of their own.
-        self._origins: dict[int, int] = {}
-        """For each worker, the version that its last gradient was computed from."""
+        self._origins: dict[int, int] = {}  # For each worker, the version that its last gradient was computed from.
 
     @property
     def minimum(self) -> int:

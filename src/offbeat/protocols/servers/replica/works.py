@@ -7,8 +7,7 @@ from msgspec import Struct
 from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.messages import Fetch, Load, Pull, Push, Settings, Status
 
-Ask = Pull | Fetch
-"""A read that a worker has requested."""
+Ask = Pull | Fetch  # A read that a worker has requested.
 
 
 class AccumulateGradient(Struct, frozen=True):
@@ -18,8 +17,7 @@ class AccumulateGradient(Struct, frozen=True):
     weight: float
     start: int
     stop: int
-    absent: tuple[tuple[int, int], ...] = ()
-    """Ranges of the shard, inside [start, stop), that have no gradient."""
+    absent: tuple[tuple[int, int], ...] = ()  # Ranges of the shard, inside [start, stop), that have no gradient.
 
 
 class Update(Struct, frozen=True):
@@ -30,14 +28,10 @@ class Update(Struct, frozen=True):
     settings: Settings
     start: int = 0
     stop: int = -1
-    payload: Payload | None = None
-    """The gradient; None: the sum of this step, which is then cleared."""
-    missed: int = 0
-    """Updates since the values that the gradient was computed from were read."""
-    absent: tuple[tuple[int, int], ...] = ()
-    """Ranges of the shard that the gradient does not have."""
-    oldest: int | None = None
-    """Keep the values from before this update, and earlier ones from this version on; None: keep none."""
+    payload: Payload | None = None  # The gradient; None: the sum of this step, which is then cleared.
+    missed: int = 0  # Updates since the values that the gradient was computed from were read.
+    absent: tuple[tuple[int, int], ...] = ()  # Ranges of the shard that the gradient does not have.
+    oldest: int | None = None  # Keep values from before this update, from this version on; None: keep none.
 
 
 class Discard(Struct, frozen=True):
@@ -64,11 +58,9 @@ class PushAnswer(Struct, frozen=True):
     number: int
     status: Status
     reason: str = ""
-    then_pull: int = 0
-    """Number of the pull that follows; 0: none."""
+    then_pull: int = 0  # Number of the pull that follows; 0: none.
     step: int = 0
-    entered: int | None = None
-    """The clock from which the worker is waited for, if it asked to enter."""
+    entered: int | None = None  # The clock from which the worker is waited for, if it asked to enter.
 
 
 class EntryOutcome(Struct):
@@ -76,12 +68,9 @@ class EntryOutcome(Struct):
 
     works: list[Work] = []
     answers: list[PushAnswer] = []
-    due: list[Ask] = []
-    """Reads that waited for this."""
-    moved: bool = False
-    """More steps are complete than before."""
-    statuses: list[Status] = []
-    """Results of pushes."""
+    due: list[Ask] = []  # Reads that waited for this.
+    moved: bool = False  # More steps are complete than before.
+    statuses: list[Status] = []  # Results of pushes.
 
     def settle(self, push: Push | Load, payload: Payload, status: Status, reason: str = "") -> None:
         """Answer a push; unless it was applied, discard it."""
@@ -100,8 +89,7 @@ class Inspect(Struct, frozen=True):
     payload: Payload
     worker: int
     start: int = 0
-    stop: int = -1
-    """It is for [start, stop) of the shard; -1: up to its end."""
+    stop: int = -1  # It is for [start, stop) of the shard; -1: up to its end.
     absent: tuple[tuple[int, int], ...] = ()
 
 
@@ -113,10 +101,8 @@ class ReadShard(Struct, frozen=True):
 
     state: bool = False
     start: int = 0
-    stop: int = -1
-    """Of values: only [start, stop); -1: up to the end."""
-    kept: bool = False
-    """Of a state: include the values of earlier versions that are kept."""
+    stop: int = -1  # Of values: only [start, stop); -1: up to the end.
+    kept: bool = False  # Of a state: include the values of earlier versions that are kept.
 
 
 class Release(Struct, frozen=True):

@@ -7,41 +7,35 @@ takes over a shard, unanswered requests go to that one.
 
 A worker that was declared dead hears of it (`Departed`): all its requests are void. It may `join` again, in a new
 life, and continues from the clock that `Joined` names.
-
-The parts, each without I/O: `compose` (messages and their numbers) and `requests` (membership and what is unanswered).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from offbeat.protocols.machine import NOTHING, Effect, Effects, Event, Name, Payload, Received, Send, Timer
+from offbeat.protocols.machine import NOTHING, Effect, Effects, Event, Payload, Received, Send, Timer
 from offbeat.protocols.servers import messages as msg
-from offbeat.protocols.servers.coordination.coordinator import Changed
+from offbeat.protocols.servers.coordinator import Changed
 from offbeat.protocols.servers.messages import COORDINATOR, ClusterView, Timeouts, worker_name
 from offbeat.protocols.servers.snapshots import WorkerColour
 from offbeat.protocols.servers.worker import notices
-from offbeat.protocols.servers.worker.compose import Composer
-from offbeat.protocols.servers.worker.requests import ASIDE, ENTERING, Outstanding, WorkerMembership, key_of
+from offbeat.protocols.servers.worker.requests import ASIDE, ENTERING, Composer, Outstanding, WorkerMembership, key_of
 
 TICK = "tick"
 _Answer = msg.PushReply | msg.PullReply | msg.Fetched | msg.Entered | msg.Tried
-_Act = notices.PushRequest | notices.MeetRequest | notices.ReplayRequest
-"""Requests that change the state of others."""
+_Act = notices.PushRequest | notices.MeetRequest | notices.ReplayRequest  # Requests that change the state of others.
 
 
 class WorkerSnapshots:
     """A worker's side of snapshots: it is cut between two steps, and reports what it recorded until acknowledged."""
 
-    def __init__(
-        self, membership: WorkerMembership, colour: WorkerColour, composer: Composer, outstanding: Outstanding, to: Name
-    ) -> None:
-        self._membership, self._colour, self._composer = membership, colour, composer
-        self._outstanding, self._coordinator = outstanding, to
+    def __init__(self, colour: WorkerColour, composer: Composer, outstanding: Outstanding) -> None:
+        self._colour, self._composer, self._outstanding = colour, composer, outstanding
+        self._membership = composer.membership
 
     def want(self) -> Sequence[Effect]:
         """Ask for a snapshot of the run."""
-        return [Send(self._coordinator, msg.Want(self._membership.worker))]
+        return [Send(COORDINATOR, msg.Want(self._membership.worker))]
 
     def turn(self, now: float, *, clock: int, meetings: int) -> tuple[msg.WorkerCut, Sequence[Effect]]:
         """At a boundary where a snapshot is due (`colour.due`): be cut here. The state must be recorded now."""
@@ -80,27 +74,16 @@ class WorkerSnapshots:
 class ClientMachine:
     """A worker's requests to servers and coordinator, and its membership."""
 
-    def __init__(
-        self,
-        worker: int,
-        view: ClusterView,
-        *,
-        process: int = 0,
-        coordinator: Name = COORDINATOR,
-        timing: Timeouts | None = None,
-    ) -> None:
+    def __init__(self, worker: int, view: ClusterView, *, process: int = 0, timing: Timeouts | None = None) -> None:
         self.worker = worker
         self.name = worker_name(worker)
-        self.colour = WorkerColour()
-        """Which snapshots it has been cut by."""
-        self.membership = WorkerMembership(worker, view, process, coordinator)
+        self.colour = WorkerColour()  # Which snapshots it has been cut by.
+        self.membership = WorkerMembership(worker, view, process)
         self.composer = Composer(self.membership, self.colour)
-        self.known = self.composer.known
-        """Version and clock of the newest values received, by shard."""
+        self.known = self.composer.known  # Version and clock of the newest values received, by shard.
         self.timing = timing or Timeouts()
-        self.outstanding = Outstanding(self.membership, self.colour, coordinator, self.timing)
-        self.snapshots = WorkerSnapshots(self.membership, self.colour, self.composer, self.outstanding, coordinator)
-        self._coordinator = coordinator
+        self.outstanding = Outstanding(self.membership, self.colour, self.timing)
+        self.snapshots = WorkerSnapshots(self.colour, self.composer, self.outstanding)
         self._out = Effects()
 
     @property
@@ -149,7 +132,7 @@ class ClientMachine:
         """Payloads of `nbytes` will come: a process that handles one is silent, but not dead."""
         self.outstanding.expect(nbytes)
         heartbeat = msg.Heartbeat(self.view.epoch, self.outstanding.burden)
-        return [Send(self._coordinator, heartbeat)] if self.member else ()
+        return [Send(COORDINATOR, heartbeat)] if self.member else ()
 
     def took(self, shard: int, fresh: msg.Fresh) -> None:
         """The loop continues from unrequested values: its gradients are computed from them from now on."""
@@ -194,7 +177,7 @@ class ClientMachine:
         match message:
             case msg.Acknowledged():
                 self.outstanding.take(message, -1)
-            case msg.Announce() if event.sender == self._coordinator:
+            case msg.Announce() if event.sender == COORDINATOR:
                 self.colour.announced = max(self.colour.announced, message.colour)
             case msg.PushReply() | msg.PullReply() | msg.Fetched() | msg.Entered() | msg.Tried():
                 if message.life == self.life and event.sender in self.view.primaries:
@@ -216,7 +199,7 @@ class ClientMachine:
                 self.membership.sign_of_life(self.outstanding.burden, self._out)
             case msg.Gone() if message.epoch > self.view.epoch:
                 self._depart(message.epoch)
-            case msg.Viewed() if event.sender == self._coordinator and self.membership.is_news(message):
+            case msg.Viewed() if event.sender == COORDINATOR and self.membership.is_news(message):
                 self._viewed(message, now)
             case msg.Lost():
                 self._out.start(message)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 from msgspec import Struct
 
 from offbeat.protocols.machine import NOTHING, Effect, Name, Payload
-from offbeat.protocols.servers.coordination.coordinator import Changed
+from offbeat.protocols.servers.coordinator import Changed
 from offbeat.protocols.servers.messages import Fetched, Fresh, Lost, Met, PullReply, Push, Reply, Settings
 
 
@@ -19,16 +19,10 @@ class PushedRange(Struct, frozen=True):
     payload: Payload
     start: int = 0
     stop: int = -1
-    absent: tuple[tuple[int, int], ...] = ()
-    """Ranges of it that have no gradient."""
+    absent: tuple[tuple[int, int], ...] = ()  # Ranges of it that have no gradient.
 
 
-class _Buffer(Protocol):
-    @property
-    def nbytes(self) -> int: ...
-
-
-def whole_shards(buffers: Sequence[_Buffer], absent: Sequence[tuple[tuple[int, int], ...]] = ()) -> list[PushedRange]:
+def whole_shards(buffers: Sequence[Any], absent: Sequence[tuple[tuple[int, int], ...]] = ()) -> list[PushedRange]:
     """A range for each shard that covers all of it; an empty one only advances the clock."""
     return [
         PushedRange(shard, Payload(buffer.nbytes, buffer), absent=gaps)
@@ -60,8 +54,7 @@ class PushRequest(Struct, frozen=True):
     settings: Settings = ()
     final: bool = True
     counts: bool = False
-    then_pull: bool = False
-    """With the final parts, also ask every shard for the values of the next step, under a separate token."""
+    then_pull: bool = False  # With the final parts, ask for the values of the next step, under another token.
 
 
 class PullRequest(Struct, frozen=True):
@@ -71,8 +64,7 @@ class PullRequest(Struct, frozen=True):
     """
 
     clock: int
-    anew: bool = False
-    """Send them even if they have not changed."""
+    anew: bool = False  # Send them even if they have not changed.
 
 
 class RangeRequest(Struct, frozen=True):
@@ -103,8 +95,7 @@ class TrialRequest(Struct, frozen=True):
     """Deliver payloads to shards for inspection, without changing anything."""
 
     parts: Sequence[PushedRange]
-    compressed: bool
-    """Whether they are compressed as pushes are."""
+    compressed: bool  # Whether they are compressed as pushes are.
 
 
 class MeetRequest(Struct, frozen=True):
@@ -115,8 +106,7 @@ class MeetRequest(Struct, frozen=True):
 
     what: str
     values: tuple[float, ...] = ()
-    admits: bool = False
-    """When all have come, waiting workers are admitted."""
+    admits: bool = False  # When all have come, waiting workers are admitted.
     kind: str = ""
     row: Payload = NOTHING
 
@@ -149,8 +139,7 @@ class Arrived(Struct, frozen=True):
     """Values or state of one shard, or the sum of a meeting; the payload must be copied now."""
 
     token: int
-    shard: int
-    """-1: the coordinator."""
+    shard: int  # -1: the coordinator.
     reply: PullReply | Fetched | Met
     payload: Payload
 
@@ -159,8 +148,7 @@ class Completed(Struct, frozen=True):
     """All have answered."""
 
     token: int
-    replies: tuple[tuple[int, Reply | Met], ...]
-    """Each with its shard, or -1 for the coordinator."""
+    replies: tuple[tuple[int, Reply | Met], ...]  # Each with its shard, or -1 for the coordinator.
 
 
 class Failed(Struct, frozen=True):
@@ -188,9 +176,7 @@ class Joined(Struct, frozen=True):
     """The worker is a member, from this clock on."""
 
     clock: int
-    told: tuple[float, ...] = ()
-    """Values brought to the meeting that admitted it."""
+    told: tuple[float, ...] = ()  # Values brought to the meeting that admitted it.
 
 
-Notice = Arrived | Completed | Failed | Refreshed | Changed | Departed | Joined | Lost
-"""Work of a client: what its driver is notified of."""
+Notice = Arrived | Completed | Failed | Refreshed | Changed | Departed | Joined | Lost  # What its driver is told.

@@ -1,10 +1,11 @@
-"""A worker's membership, and its requests that are resent until they are answered.
+"""A worker's membership, its requests as numbered messages to each shard, and those that are unanswered.
 
 A worker that has joined asks all shards to wait for it. Their clocks may differ, so all are then told the latest one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from msgspec import Struct, structs
@@ -12,34 +13,28 @@ from msgspec import Struct, structs
 from offbeat.protocols.machine import NOTHING, Effects, Name, Payload
 from offbeat.protocols.servers import messages as msg
 from offbeat.protocols.servers.snapshots import WorkerColour
-from offbeat.protocols.servers.worker.notices import Completed, Failed
+from offbeat.protocols.servers.worker import notices
 
-Sent = msg.Request | msg.MeetingArrival | msg.SnapshotWritten
-"""What a worker resends until it is answered."""
+Sent = msg.Request | msg.MeetingArrival | msg.SnapshotWritten  # What a worker resends until it is answered.
+Piece = tuple[int, Sent, Payload]  # A message for a shard (-1: the coordinator), with its payload.
 _Numbered = msg.Push | msg.Load | msg.PushReply
-ENTERING = 0
-"""The token of a client's own requests to enter."""
-ASIDE = -1
-"""The token of messages that are resent until acknowledged, but not waited for."""
+ENTERING = 0  # The token of a client's own requests to enter.
+ASIDE = -1  # The token of messages that are resent until acknowledged, but not waited for.
 
 
 class WorkerMembership:
     """A worker's place in the newest view that it knows."""
 
-    def __init__(self, worker: int, view: msg.ClusterView, process: int, coordinator: Name) -> None:
+    def __init__(self, worker: int, view: msg.ClusterView, process: int) -> None:
         self.worker = worker
         self.view = view
-        self.life = view.life(worker) or 0
-        """How often this worker has rejoined."""
+        self.life = view.life(worker) or 0  # How often this worker has rejoined.
         self.state: Literal["member", "gone", "joining", "entering", "leaving", "left"] = (
             "gone" if view.life(worker) is None else "member"
         )
-        self.told: tuple[float, ...] = ()
-        """Values brought to the meeting that admitted this worker."""
-        self.clocks: dict[int, int] = {}
-        """While entering, the clock from which each shard waits for this worker."""
-        self._process, self._coordinator = process, coordinator
-        self._patient = False
+        self.told: tuple[float, ...] = ()  # Values brought to the meeting that admitted this worker.
+        self.clocks: dict[int, int] = {}  # While entering, the clock from which each shard waits for this worker.
+        self._process, self._patient = process, False
 
     @property
     def shards(self) -> range:
@@ -54,11 +49,11 @@ class WorkerMembership:
     def sign_of_life(self, burden: int, out: Effects) -> None:
         """Send a heartbeat, or whatever this worker needs from the coordinator: a newer view, to join, to leave."""
         if self.present:
-            out.send(self._coordinator, msg.Heartbeat(self.view.epoch, burden))
+            out.send(msg.COORDINATOR, msg.Heartbeat(self.view.epoch, burden))
         elif self.state == "joining":
-            out.send(self._coordinator, msg.JoinRequest(self.worker, self._process, self._patient))
+            out.send(msg.COORDINATOR, msg.JoinRequest(self.worker, self._process, self._patient))
         elif self.state == "leaving":
-            out.send(self._coordinator, msg.Leave(self.worker, self.life))
+            out.send(msg.COORDINATOR, msg.Leave(self.worker, self.life))
 
     def join(self, patient: bool) -> None:
         """Ask to join: at once, or when the others hold a meeting."""
@@ -98,19 +93,124 @@ class WorkerMembership:
         return clock, [shard for shard in self.shards if self.clocks.get(shard, 0) < clock]
 
 
+class Composer:
+    """Writes messages: counts a worker's pushes to each shard, and knows the versions that it has read."""
+
+    def __init__(self, membership: WorkerMembership, colour: WorkerColour) -> None:
+        self.pushes = [0] * len(membership.shards)  # Number of pushes to each shard in this life.
+        self.known: dict[int, tuple[int, int]] = {}  # Version and clock of the newest values received, by shard.
+        self.membership, self._colour = membership, colour
+        self._numbers = 0
+
+    def restart(self) -> None:
+        """Begin another life."""
+        self.pushes = [0] * len(self.membership.shards)
+        self.known.clear()
+
+    def compose(self, request: notices.ClientRequest) -> Iterator[Piece]:
+        """The messages for a request; a `Pull` among those of a push is only to be expected, not sent."""
+        match request:
+            case notices.PushRequest():
+                yield from self._push(request)
+            case notices.PullRequest():
+                for shard in self.membership.shards:
+                    newer_than = -1 if request.anew else self.known.get(shard, (-1, 0))[0]
+                    yield shard, self._pull(shard, request.clock, newer_than), NOTHING
+            case notices.RangeRequest():
+                for part in request.parts:
+                    pull = self._pull(part.shard, request.clock, part.newer_than, part.start, part.stop)
+                    yield part.shard, pull, NOTHING
+            case notices.FetchRequest():
+                for shard in self.membership.shards:
+                    after = self.pushes[shard] - 1
+                    yield shard, msg.Fetch(**self.header(), after=after, colour=self._colour.ask()), NOTHING
+            case notices.LoadRequest():
+                for state in request.states:
+                    shard, version = state.shard, request.versions[state.shard]
+                    took = request.took[shard] if request.took else ()
+                    load = msg.Load(**self._push_header(shard), version=version, clock=request.clock, took=took)
+                    yield shard, load, state.payload
+            case notices.TrialRequest():
+                for part in request.parts:
+                    yield part.shard, msg.Trial(**self.header(), compressed=request.compressed), part.payload
+            case notices.MeetRequest(what, values, admits, kind, row):
+                colour = self._colour.own
+                arrival = msg.MeetingArrival(
+                    **self.header(), what=what, values=values, admits=admits, kind=kind, colour=colour
+                )
+                yield -1, arrival, row
+            case notices.ReplayRequest():
+                self.pushes = list(request.pushes)
+                own = {"worker": self.membership.worker, "life": self.membership.life}
+                own |= {"epoch": self.membership.view.epoch, "colour": self._colour.own}
+                for shard, push, payload in request.under_way:
+                    yield shard, structs.replace(push, then_pull=0, **own), payload
+
+    def header(self, number: int | None = None) -> dict[str, int]:
+        """The fields of every request, under the next number unless one is given."""
+        member = self.membership
+        if number is None:
+            number = self._numbers = self._numbers + 1
+        return {"worker": member.worker, "life": member.life, "number": number, "epoch": member.view.epoch}
+
+    def _push_header(self, shard: int) -> dict[str, int]:
+        self.pushes[shard] += 1
+        return self.header(self.pushes[shard] - 1)
+
+    def _push(self, request: notices.PushRequest) -> Iterator[Piece]:
+        by_shard: dict[int, list[notices.PushedRange]] = {}
+        for part in request.parts:
+            by_shard.setdefault(part.shard, []).append(part)
+        for shard in self.membership.shards if request.final else by_shard:
+            parts = by_shard.get(shard) or [notices.PushedRange(shard, NOTHING, 0, 0)]
+            for place, part in enumerate(parts, 1):
+                last, pull = request.final and place == len(parts), 0
+                header = self._push_header(shard)
+                if last and request.then_pull:
+                    expected = self._pull(shard, request.clock + 1)
+                    pull = expected.number
+                    yield shard, expected, NOTHING
+                push = msg.Push(
+                    **header,
+                    clock=request.clock,
+                    weight=request.weight,
+                    start=part.start,
+                    stop=part.stop,
+                    absent=part.absent,
+                    last=last,
+                    counts=request.counts,
+                    settings=request.settings,
+                    version=self.known.get(shard, (0, 0))[0],
+                    then_pull=pull,
+                    colour=self._colour.own,
+                )
+                yield shard, push, part.payload
+
+    def _pull(self, shard: int, clock: int, newer_than: int = -1, start: int = 0, stop: int = -1) -> msg.Pull:
+        after, colour = self.pushes[shard] - 1, self._colour.ask()
+        place = {"newer_than": newer_than, "after": after, "start": start, "stop": stop, "colour": colour}
+        return msg.Pull(**self.header(), clock=clock, **place)
+
+    def newest(self, shard: int, reply: msg.PullReply) -> msg.PullReply:
+        """A reply that was overtaken by a newer one counts as unchanged."""
+        version, clock = self.known.get(shard, (-1, 0))
+        if reply.version < version:
+            return structs.replace(reply, version=version, clock=max(clock, reply.clock), unchanged=True)
+        self.known[shard] = (reply.version, reply.clock)
+        return reply
+
+
 class Open(Struct):
     """An unanswered request to one shard, or to the coordinator."""
 
     token: int
-    shard: int
-    """-1: the coordinator."""
+    shard: int  # -1: the coordinator.
     message: Sent
     payload: Payload
     since: float
     again_at: float
     patience: float
-    missing: tuple[Name, ...] = ()
-    """Workers that keep it from being answered, according to the coordinator."""
+    missing: tuple[Name, ...] = ()  # Workers that keep it from being answered, according to the coordinator.
 
 
 class _Wait(Struct):
@@ -121,14 +221,10 @@ class _Wait(Struct):
 class Outstanding:
     """Unanswered requests of a worker; knows nothing of what they are about."""
 
-    def __init__(
-        self, membership: WorkerMembership, colour: WorkerColour, coordinator: Name, timing: msg.Timeouts
-    ) -> None:
-        self.burden = 0
-        """Bytes of the largest payload to allow for."""
+    def __init__(self, membership: WorkerMembership, colour: WorkerColour, timing: msg.Timeouts) -> None:
+        self.burden = 0  # Bytes of the largest payload to allow for.
         self.open: dict[tuple[str, int, int], Open] = {}
-        self._membership, self._colour = membership, colour
-        self._coordinator, self._timing = coordinator, timing
+        self._membership, self._colour, self._timing = membership, colour, timing
         self._tokens = ENTERING
         self._waits: dict[int, _Wait] = {}
 
@@ -163,7 +259,7 @@ class Outstanding:
             out.send(addressee, message, payload)
 
     def _addressee(self, shard: int) -> Name:
-        return self._coordinator if shard < 0 else self._membership.view.primaries[shard]
+        return msg.COORDINATOR if shard < 0 else self._membership.view.primaries[shard]
 
     def waited_for(self) -> tuple[Name, ...]:
         """Processes that have not answered yet."""
@@ -208,7 +304,7 @@ class Outstanding:
         names = {name for request in expired for name in request.missing or (self._addressee(request.shard),)}
         self.open = {key: request for key, request in self.open.items() if request.token != token}
         self._waits.pop(token, None)
-        out.start(Failed(token, tuple(sorted(names))))
+        out.start(notices.Failed(token, tuple(sorted(names))))
 
     def take(self, reply: msg.Reply | msg.Met, shard: int) -> Open | None:
         """Remove and return the request that this answers; None if there is none."""
@@ -227,7 +323,7 @@ class Outstanding:
         wait = self._waits[token]
         if not wait.open:
             del self._waits[token]
-            out.start(Completed(token, tuple(wait.replies)))
+            out.start(notices.Completed(token, tuple(wait.replies)))
 
     def forget(self) -> None:
         """Drop everything: nothing will be answered."""

@@ -12,37 +12,27 @@ from typing import NamedTuple
 
 from offbeat.protocols.servers.consistency import Rule
 
-IN_FLIGHT = 2
-"""Pushes of a worker that may be unanswered at once; one more waits for the oldest of them."""
+IN_FLIGHT = 2  # Pushes of a worker that may be unanswered at once; one more waits for the oldest of them.
 
 
 class Action(Enum):
     """One thing that a worker does between two steps."""
 
-    PUSH = auto()
-    """Send what was computed, and continue."""
-    PUSH_AND_PULL = auto()
-    """Send it, and ask in the same message for values that include it."""
-    PULL = auto()
-    """Ask for the newest values."""
-    AWAIT = auto()
-    """Wait for the requested values, if any."""
-    SETTLE = auto()
-    """Wait until every push is answered."""
-    TAKE_FRESH = auto()
-    """Use values that servers sent unasked, if they are fresh enough and include this worker's pushes; else pull."""
-    REUSE = auto()
-    """Compute the next step from the values at hand."""
-    MEET = auto()
-    """Wait for every worker to come to the same point."""
+    PUSH = auto()  # Send what was computed, and continue.
+    PUSH_AND_PULL = auto()  # Send it, and ask in the same message for values that include it.
+    PULL = auto()  # Ask for the newest values.
+    AWAIT = auto()  # Wait for the requested values, if any.
+    SETTLE = auto()  # Wait until every push is answered.
+    TAKE_FRESH = auto()  # Use values sent unasked, if fresh enough and with this worker's pushes; else pull.
+    REUSE = auto()  # Compute the next step from the values at hand.
+    MEET = auto()  # Wait for every worker to come to the same point.
 
 
 class StepActions(NamedTuple):
     """What a worker does when it has computed a step."""
 
     actions: tuple[Action, ...] = ()
-    own_step: bool = False
-    """Its optimizer also steps on its own copy of the parameters."""
+    own_step: bool = False  # Its optimizer also steps on its own copy of the parameters.
 
 
 class Rhythm:
@@ -60,8 +50,7 @@ class Rhythm:
         """Values have come in which `complete` steps are complete."""
 
 
-RhythmOf = Callable[[int], Rhythm]
-"""The rhythm of a worker, by its number."""
+RhythmOf = Callable[[int], Rhythm]  # The rhythm of a worker, by its number.
 
 
 class EveryStep(Rhythm):
@@ -108,8 +97,7 @@ class PushAndFetch(Rhythm):
 
     def __init__(self, push: int, fetch: int, warm: int = 0, leads: bool = True) -> None:
         self._push, self._fetch, self._warm, self._leads = push, fetch, warm, leads
-        self.steps = 0
-        """Steps that were computed, or sat out."""
+        self.steps = 0  # Steps that were computed, or sat out.
 
     @property
     def warming(self) -> bool:
@@ -148,8 +136,7 @@ class Spring(Rhythm):
 
     def __init__(self, period: int, asynchronous: bool) -> None:
         self._period, self._asynchronous = period, asynchronous
-        self.steps = 0
-        """Steps that were computed."""
+        self.steps = 0  # Steps that were computed.
 
     def computed(self, clock: int) -> StepActions:  # noqa: ARG002
         """Exchange with the centre when due."""

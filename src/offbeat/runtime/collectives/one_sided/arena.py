@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat.runtime.collectives.messages import channels
 from offbeat.runtime.collectives.one_sided.segment import Segment, SegmentError
 from offbeat.runtime.collectives.one_sided.signals import SIGNAL_BYTES, Life, Waiter, lay_out, semaphore_at
 
@@ -50,6 +51,11 @@ def _nobody(peer: int) -> None:
     raise SegmentError(f"this arena has been left: nothing can come from rank {peer}")
 
 
+def _channels_at(size: int) -> int:
+    """Where the channels begin in an arena's memory."""
+    return BOARD + size * size * SIGNAL_BYTES + 2 * size * SMALL
+
+
 class Board:
     """The state of each rank: by parity of a call its number and mark; then process, status and core."""
 
@@ -61,7 +67,8 @@ class Board:
         self._statuses = self._pids + size
         cores = self._statuses + size
         self._ticket = cores + size
-        if self._ticket + _NUMBERS > len(words):
+        self._abilities = self._ticket + _NUMBERS
+        if self._abilities + size > len(words):
             raise SegmentError(f"{size} ranks on one host do not fit on a board")
         self.address = segment.address
         self.cores = self.address + 8 * cores
@@ -124,6 +131,11 @@ class Board:
         """The other ranks in this state."""
         statuses = self.words[self._statuses : self._statuses + self._size].tolist()
         return [peer for peer, other in enumerate(statuses) if other == status and peer != self._rank]
+
+    def agree_on(self, ability: int) -> Callable[[], int]:
+        """Publish this rank's ability; the result returns the least of all ranks', once all have published."""
+        self.words[self._abilities + self._rank] = ability
+        return lambda: min(self.words[self._abilities : self._abilities + self._size].tolist())
 
     def process(self, peer: int) -> int:
         """The process of a rank."""
@@ -191,14 +203,25 @@ class Arena:
     @staticmethod
     def bytes_for(size: int) -> int:
         """Bytes of an arena for this many ranks."""
-        return BOARD + size * size * SIGNAL_BYTES + 2 * size * SMALL
+        return _channels_at(size) + channels.bytes_for(size)
 
     @classmethod
     def create(cls, size: int) -> Segment:
         """The memory of an arena, created by its first rank."""
         segment = Segment.create(cls.bytes_for(size))
         lay_out(segment, BOARD, size * size)
+        channels.lay_out(segment.address + _channels_at(size), size)
         return segment
+
+    def open_channels(self) -> channels.Channels | None:
+        """Open this rank's channels; None on all ranks where one lacks the library. All ranks call this together."""
+        opened = None
+        if channels.library() is not None:
+            place = self._segment.address + _channels_at(self.size)
+            opened = channels.Channels(place, self.rank, self.size, self._segment)
+        able = self.board.agree_on(int(opened is not None))
+        self.sync()
+        return opened if able() else None
 
     @property
     def signals(self) -> tuple[list[int], list[int]]:

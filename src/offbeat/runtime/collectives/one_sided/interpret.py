@@ -27,12 +27,16 @@ class PreparedCollective(NamedTuple):
 
     stages: Sequence[ProgramStage]
     pieces: Sequence[Piece]
-    rows: Sequence[Array]
-    """All memory of this rank that is read or written."""
     width: int
     """Elements of a block that fit into a slot."""
     words: Any
     """The numpy dtype in which data is moved."""
+    own: Sequence[Array] = ()
+    """What this rank copies from itself: result and row."""
+    meets: bool = False
+    """Whether all ranks meet before they begin, as they may find out that they do not agree."""
+    streams: bool = False
+    """Whether results are so long that copies of them should bypass the caches."""
 
     @property
     def slots(self) -> int:
@@ -97,7 +101,11 @@ class Engine:
             act(*arguments)
             if waiting and act == self._take:
                 waiting = False
-                check()
+                try:
+                    check()
+                except BaseException:
+                    arena.board.turn(slots, -len(work.pieces))  # No rank has used them.
+                    raise
 
     def script(self, work: PreparedCollective, first: int, ways: Ways) -> Iterator[Action]:
         """The actions of an operation from a turn on, in order: functions and their arguments."""
@@ -105,6 +113,11 @@ class Engine:
         slots: Sequence[Slots] = [self.small(words)] if work.slots == STAGES else self._ring(words)
         rank, last, turns = self._arena.rank, len(stages), len(slots[0])
         here_again = results_stay(stages)
+        if work.meets:
+            yield self._arena.post, ()
+            yield self._take, ()
+        if work.own:
+            yield np.copyto, tuple(work.own)
         for iteration in range(len(pieces) + last):
             for phase in range(max(0, iteration - len(pieces) + 1), min(iteration, last) + 1):
                 inputs, result = pieces[iteration - phase]

@@ -12,7 +12,10 @@
 #include <string.h>
 #include <time.h>
 
-#define VERSION 5
+#include "../streaming.h"
+#include "../waiting.h"
+
+#define VERSION 6
 
 /* x86 has several vector widths; the widest available one is chosen when the library is loaded. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
@@ -21,7 +24,7 @@
 #define WIDE
 #endif
 
-enum { POST, TAKE, COPY, ADD, SCALE, BLEND, DIVIDE, SPREAD };
+enum { POST, TAKE, COPY, ADD, SCALE, BLEND, DIVIDE, SPREAD, STREAM };
 enum { FLOAT32, FLOAT64, INT32, INT64 };
 enum { DONE, LATE, DIFFERENT, UNKNOWN };
 
@@ -65,18 +68,6 @@ typedef struct {
 static const int64_t SIZES[] = {4, 8, 4, 8};
 
 int64_t offbeat_version(void) { return VERSION; }
-
-static int64_t now(void) {
-    struct timespec moment;
-    clock_gettime(CLOCK_MONOTONIC, &moment);
-    return moment.tv_sec * 1000000000LL + moment.tv_nsec;
-}
-
-static inline void rest(void) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-}
 
 /* Publish the core that this rank is on. */
 static void appear(arena_t *arena) {
@@ -263,15 +254,16 @@ int64_t offbeat_go_on(task_t *task) {
                 blend(step->kind, PLACE(step->out), PLACE(step->a), PLACE(step->b), task->weight, step->count);
                 break;
             case DIVIDE: divide(step->kind, PLACE(step->out), step->divisor, step->count); break;
+            case STREAM: stream_copy(PLACE(step->out), PLACE(step->a), step->count); break;
             default: spread(step, bases);
         }
     }
     return DONE;
 }
 
-/* Start the arena's next operation, with its first base at `first`. UNKNOWN: it was not compiled for the next slot, and
- * nothing is done. */
-int64_t offbeat_start(turns_t *turns, char *first) {
+/* Start the arena's next operation, with its first bases at these addresses. UNKNOWN: it was not compiled for the next
+ * slot, and nothing is done. */
+int64_t offbeat_start(turns_t *turns, char *const *addresses, int64_t given) {
     arena_t *arena = turns->arena;
     int64_t *count = arena->counts + turns->counter;
     task_t *task = turns->tasks[turns->turn = *count % turns->turns];
@@ -279,7 +271,7 @@ int64_t offbeat_start(turns_t *turns, char *first) {
     *count += turns->advance;
     int64_t calls = ++arena->counts[0];
     appear(arena);
-    task->bases[0] = first;
+    for (int64_t i = 0; i < given; i++) task->bases[i] = addresses[i];
     task->marks = arena->board + (calls & 1) * arena->ranks * 2;
     task->marks[2 * arena->rank + 1] = task->mark;
     task->marks[2 * arena->rank] = calls;

@@ -23,16 +23,17 @@ from offbeat.runtime.collectives.one_sided import signals
 from offbeat.runtime.collectives.one_sided.arena import TURNS, Arena
 from offbeat.runtime.collectives.one_sided.kernels import Array, Ways
 
-VERSION = 5
+VERSION = 6
 LIBRARY = Path(__file__).with_name("_native.so")
 LATE, DIFFERENT, UNKNOWN = 1, 2, 3
 """Why an operation returns early: a peer is late, ranks came with different operations, or it was not compiled."""
-_POST, _TAKE, _COPY, _ADD, _SCALE, _BLEND, _DIVIDE, _SPREAD = range(8)
+_POST, _TAKE, _COPY, _ADD, _SCALE, _BLEND, _DIVIDE, _SPREAD, _STREAM = range(9)
 _KINDS = {"float32": 0, "float64": 1, "int32": 2, "int64": 3}
 _BASE = 48
 """Bits of an offset; the number of its base is above them."""
 _STEP = np.dtype([(name, np.int64) for name in ("op", "kind", "out", "a", "b", "count")] + [("divisor", np.float64)])
 Steps = NDArray[np.void]
+_SYNC: list[tuple[Any, ...]] = [(_POST, 0, 0, 0, 0, 0, 0.0), (_TAKE, 0, 0, 0, 0, 0, 0.0)]
 Action = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
@@ -83,8 +84,9 @@ class NativeOperation:
 class Turns:
     """A compiled operation for each slot at which it may start; some may be missing."""
 
-    def __init__(self, arena: _ArenaStruct, slots: int, advance: int) -> None:
+    def __init__(self, arena: _ArenaStruct, counts: Any, slots: int, advance: int) -> None:
         turns = TURNS[slots]
+        self._counts = counts
         self.slots = slots
         """Which kind of slots it uses; `CALLS`: none."""
         self.tasks: list[NativeOperation | None] = [None] * turns
@@ -97,6 +99,10 @@ class Turns:
         """Set the operation that starts at this slot."""
         self.tasks[turn] = task
         self._addresses[turn] = ctypes.addressof(task.fields)
+
+    def undo(self) -> None:
+        """Take back the slots of the operation that was started last: no rank has used them."""
+        self._counts[self.slots] -= self._fields.advance
 
     @property
     def latest(self) -> NativeOperation:
@@ -118,9 +124,12 @@ class Executor:
             *(signals.TRIES, signals.YIELDS, signals.STARVED, signals.FEWEST_NAPS, signals.MOST_NAPS),
             *(int(signals.SLICE * 1e9), 0, 0, arena.board.cores, 0),
         )
-        self.start: Callable[[int, int], int] = library.offbeat_start
-        """Start an operation (by address) on a first row (by address); `finish` it unless this is 0 or `UNKNOWN`."""
+        self._start: Callable[[int, Any, int], int] = library.offbeat_start
         self._go_on: Callable[[Any], int] = library.offbeat_go_on
+
+    def start(self, turns: Turns, addresses: Sequence[int]) -> int:
+        """Start an operation on memory at these addresses; `finish` it unless this is 0 or `UNKNOWN`."""
+        return self._start(turns.address, (ctypes.c_int64 * len(addresses))(*addresses), len(addresses))
 
     def task(self, steps: Steps, bases: Sequence[int], mark: int = 0, weight: float = 1.0) -> NativeOperation:
         """An operation with these steps on this memory."""
@@ -128,7 +137,7 @@ class Executor:
 
     def turns(self, slots: int, advance: int = 0) -> Turns:
         """An operation that uses `advance` slots of a kind (`STAGES`, `SLOTS`; `CALLS`: none), not compiled yet."""
-        return Turns(self._fields, slots, advance)
+        return Turns(self._fields, self._arena.board.counts, slots, advance)
 
     def finish(self, turns: Turns, code: int, mismatch: Callable[[], Exception]) -> None:
         """Finish an operation, waiting for late ranks as long as they are alive."""
@@ -137,6 +146,7 @@ class Executor:
         place: tuple[int, int] | None = None
         while code:
             if code == DIFFERENT:
+                turns.undo()
                 raise mismatch()
             before, place = place, (fields.at, fields.taken)
             try:
@@ -162,7 +172,8 @@ def library() -> Any:
             return None
     except (OSError, AttributeError):
         return None
-    loaded.offbeat_start.argtypes, loaded.offbeat_go_on.argtypes = [ctypes.c_void_p] * 2, [ctypes.c_void_p]
+    loaded.offbeat_start.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    loaded.offbeat_go_on.argtypes = [ctypes.c_void_p]
     loaded.offbeat_start.restype = loaded.offbeat_go_on.restype = ctypes.c_int64
     return loaded
 
@@ -209,9 +220,17 @@ def overlap(stretches: Sequence[tuple[int, int]]) -> bool:
 
 
 def compiled(
-    script: Iterable[Action], stretches: Sequence[tuple[int, int]], ways: Ways, words: Any, arena: Arena
+    script: Iterable[Action],
+    stretches: Sequence[tuple[int, int]],
+    ways: Ways,
+    words: Any,
+    arena: Arena,
+    streams: int = 0,
 ) -> Steps | None:
-    """A script of the interpreter as steps of the library, on memory by address and size; None if it cannot be."""
+    """A script of the interpreter as steps of the library, on memory by address and size; None if it cannot be.
+
+    Copies to the first `streams` stretches bypass the caches.
+    """
     kind = _KINDS.get(np.dtype(words).name, 0)
     place = _places(stretches)
     steps: list[tuple[Any, ...]] = []
@@ -224,6 +243,8 @@ def compiled(
             step = _step(act, [place(row) for row in rows], rows[0], kind, ways)
             if step is None:
                 return None
+            if step[0] == _COPY and step[2] >> _BASE < streams:
+                step = (_STREAM, *step[1:])
             steps.append(step)
     return _off_heap(steps)
 
@@ -249,6 +270,11 @@ def _step(act: Any, where: Sequence[int | None], row: Array, kind: int, ways: Wa
     return None if op is None else (op, kind, where[2], where[0], where[1], row.size, 0.0)
 
 
+def sync_steps() -> Steps:
+    """A stage without data."""
+    return _off_heap(_SYNC)
+
+
 def spread_steps(ranges: Sequence[tuple[int, int]], ranks: int, words: Any, ways: Ways) -> Steps | None:
     """An all-reduce of rows in shared memory, which are the bases: this rank sums some ranges for all.
 
@@ -257,7 +283,6 @@ def spread_steps(ranges: Sequence[tuple[int, int]], ranks: int, words: Any, ways
     name = np.dtype(words).name
     if ways.plain is None or name not in _KINDS:
         return None
-    sync = [(_POST, 0, 0, 0, 0, 0, 0.0), (_TAKE, 0, 0, 0, 0, 0, 0.0)]
     kind, each, divisor = _KINDS[name], np.dtype(words).itemsize, float(ways.plain.divisor)
     spread = [(_SPREAD, kind, start * each, 0, ranks, stop - start, divisor) for start, stop in ranges if stop > start]
-    return _off_heap([*sync, *spread, *sync])
+    return _off_heap([*_SYNC, *spread, *_SYNC])

@@ -2,7 +2,7 @@
 
 There is one coordinator, in the process that started all others; if it ends, the run does. So views need no vote: it
 alone makes and numbers them. A view is sent to everyone when it changes, and again to any process whose heartbeat
-shows an older epoch. The coordinator also holds `meetings` and takes `snapshots`.
+shows an older epoch. The coordinator also holds meetings of all live workers and takes `snapshots`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct, structs
 
-from offbeat.protocols.machine import Done, Effect, Effects, Ended, Event, Name, Payload, Received, Timer
+from offbeat.protocols.machine import NOTHING, Done, Effect, Effects, Ended, Event, Name, Payload, Received, Timer
 from offbeat.protocols.servers import messages as msg
-from offbeat.protocols.servers.coordination.meetings import Meetings
 from offbeat.protocols.servers.messages import COORDINATOR, ClusterView, Timeouts, Viewed, worker_name
 from offbeat.protocols.servers.snapshots import Snapshots
 
 TICK = "tick"
+REMEMBERED = 256  # Meetings whose outcome is kept, for workers that have not heard it.
 
 
 class Changed(Struct, frozen=True):
@@ -26,8 +26,7 @@ class Changed(Struct, frozen=True):
     view: ClusterView
     died: tuple[Name, ...] = ()
     joined: tuple[int, ...] = ()
-    copied: tuple[Name, ...] = ()
-    """Servers that now hold a copy of their shard, in place of dead ones."""
+    copied: tuple[Name, ...] = ()  # Servers that now hold a copy of their shard, in place of dead ones.
     left: tuple[int, ...] = ()
 
 
@@ -35,8 +34,7 @@ class Liveness:
     """When each process was last heard from, and which have been silent for too long."""
 
     def __init__(self, timing: Timeouts) -> None:
-        self.heartbeat = timing.heartbeat
-        """Seconds between two checks."""
+        self.heartbeat = timing.heartbeat  # Seconds between two checks.
         self._timing = timing
         self._heard: dict[Name, float] = {}
         self._burden = 0
@@ -73,18 +71,110 @@ class Liveness:
         ]
 
 
+class Add(Struct, frozen=True):
+    """Work: add this row to the sum of a meeting; it must be read now."""
+
+    what: str
+    kind: str
+    row: Payload
+
+
+class Total(Struct, frozen=True):
+    """Work: the final sum of a meeting, as a payload."""
+
+    what: str
+
+
+class _Meeting(Struct):
+    values: dict[int, tuple[float, ...]] = {}
+    waiting: dict[int, msg.MeetingArrival] = {}  # Arrivals to answer.
+    over: bool = False
+    summed: bool = False  # Whether any worker has brought a row.
+    total: Payload | None = None  # Of the rows, if any; None before it is known, and again when all have it.
+    colour: int = 0  # The newest colour of those that have come.
+    joining: tuple[int, ...] = ()  # Workers that waited to join when all had come.
+
+
+class Meetings:
+    """The meetings of a run, by what they are for: every worker hears the same outcome, whoever dies meanwhile.
+
+    Rows of numbers are added as they come (`Add`), so that only one sum is kept.
+    """
+
+    def __init__(self) -> None:
+        self._meetings: dict[str, _Meeting] = {}
+
+    @property
+    def open(self) -> bool:
+        """Whether any worker waits at a meeting for others."""
+        return any(meeting.waiting for meeting in self._meetings.values() if not meeting.over)
+
+    def come(self, message: msg.MeetingArrival, row: Payload, workers: Sequence[int], out: Effects) -> None:
+        """A worker has come, perhaps not for the first time; all `workers` are expected."""
+        meeting = self._meetings.setdefault(message.what, _Meeting())
+        sender, header = worker_name(message.worker), {"life": message.life, "number": message.number}
+        new = not meeting.over and message.worker not in meeting.values
+        if new and message.kind and not row.nbytes:
+            out.send(sender, msg.Bring(**header))
+            return
+        if not (new or meeting.over):
+            missing = tuple(worker for worker in workers if worker not in meeting.values)
+            out.send(sender, msg.Awaiting(**header, workers=missing))
+        meeting.waiting[message.worker] = message
+        if not meeting.over:
+            meeting.values[message.worker] = message.values
+            meeting.colour = max(meeting.colour, message.colour)
+        if new and row.nbytes:
+            meeting.summed = True
+            out.start(Add(message.what, message.kind, row))
+
+    def conclude(self, workers: Sequence[int], joining: Iterable[int], out: Effects) -> None:
+        """End the meetings to which all these workers have come; later arrivals hear the outcome."""
+        for what, meeting in self._meetings.items():
+            if not meeting.over and all(worker in meeting.values for worker in workers):
+                meeting.over, meeting.joining = True, tuple(sorted(joining))
+                for other in self._meetings.values():
+                    other.total = None  # A worker that comes to a meeting has heard of all before it.
+                if meeting.summed:
+                    out.start(Total(what), ("total", what))
+                else:
+                    meeting.total = NOTHING
+
+    def summed(self, what: str, total: Payload) -> None:
+        """The sum of the rows that were brought to a meeting."""
+        if (meeting := self._meetings.get(what)) is not None:
+            meeting.total = total
+
+    def answer(self, out: Effects) -> tuple[float, ...] | None:
+        """Answer the waiting workers of concluded meetings; returns the values for newly admitted workers, if any."""
+        admitted: tuple[float, ...] | None = None
+        for what, meeting in self._meetings.items():
+            total = NOTHING if meeting.total is None and not meeting.summed else meeting.total
+            if not meeting.over or not meeting.waiting or total is None:
+                continue
+            ranks = tuple(sorted(meeting.values))
+            values = tuple(meeting.values[rank] for rank in ranks)
+            waiting, meeting.waiting = meeting.waiting, {}
+            for worker, arrival in waiting.items():
+                header = {"life": arrival.life, "number": arrival.number, "colour": meeting.colour}
+                met = msg.Met(**header, what=what, ranks=ranks, values=values, waiting=meeting.joining)
+                out.send(worker_name(worker), met, total)
+                admitted = values[0] if arrival.admits else admitted
+        over = [what for what, meeting in self._meetings.items() if meeting.over]
+        for what in over[: max(0, len(over) - REMEMBERED)]:
+            del self._meetings[what]
+        return admitted
+
+
 class CoordinatorMachine:
     """Makes the views."""
 
-    def __init__(self, view: ClusterView, *, name: Name = COORDINATOR, timing: Timeouts | None = None) -> None:
-        self.name = name
+    def __init__(self, view: ClusterView, *, timing: Timeouts | None = None) -> None:
+        self.name = COORDINATOR
         self.view = view
-        self.lost: tuple[int, ...] = ()
-        """Shards with no replica left."""
-        self.waiting: dict[int, int] = {}
-        """Workers that wait to join, and their processes."""
-        self.snapshots = Snapshots()
-        """Snapshots of the run as it goes on."""
+        self.lost: tuple[int, ...] = ()  # Shards with no replica left.
+        self.waiting: dict[int, int] = {}  # Workers that wait to join, and their processes.
+        self.snapshots = Snapshots()  # Snapshots of the run as it goes on.
         self.meetings = Meetings()
         self._liveness = Liveness(timing or Timeouts())
         self._told: dict[int, tuple[float, ...]] = {}

@@ -1,9 +1,12 @@
-"""Whether compression pays off: time per step times steps to the target, against the same without it.
+"""Time of a finished run's steps: as predicted, and whether compression paid off.
 
 Compression makes a step cheaper on slow links and usually needs more of them. It pays off only if
 `T_compressed * I_compressed < T_dense * I_dense`. The run measures the first side itself, and the time of a dense step
 too: now and then it also exchanges its numbers uncompressed. The number of dense steps comes from a dense run of the
 same task, workers and target in the same folder, if there is one.
+
+The prediction plays the schedules of the run with the same bytes in virtual time (`simulate.predicted_step`), on links
+as measured when the run began. A difference is time by which exchanges deviated from their schedules.
 """
 
 from __future__ import annotations
@@ -12,11 +15,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
+
+from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.run.untrusted_files import read_object
+from offbeat.simulate.predicted_step import Step, network_of, step_time
+from offbeat.simulate.units import seconds_in_words
 from offbeat.strategies import combined, parse
 from offbeat.strategies._base import Combined
 
 _FINISHED = "finished"
+GIVEN, MEASURED = "the hosts' rate, latency measured at the start", "measured at the start"
 
 
 def without_compression(strategy: str) -> str | None:
@@ -102,3 +111,41 @@ def _dense_run(config: Mapping[str, Any], plain: str, runs: Path) -> dict[str, A
         if same and run.get("state") == _FINISHED and goal.get("strategy") == plain:
             return cast("dict[str, Any]", result)
     return None
+
+
+def predicted(data: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The prediction for the result; empty for a run that exchanged nothing.
+
+    `config` is the run's configuration as in run.json.
+    """
+    reported, steps = data.get("foreseen"), int(data.get("steps") or 0)
+    if not reported or not steps:
+        return {}
+    took = step_seconds(data)
+    if isinstance(reported, str):
+        words = f"step {seconds_in_words(took)} measured; not predicted: {reported}"
+        return {"step_seconds": took, "predicted_seconds": None, "words": words}
+    step = msgspec.convert(reported, Step)
+    if not step.trials:
+        return {}
+    hosts = config.get("hosts")
+    rate = Hosts.from_plain(hosts).slowest if hosts else None
+    network = network_of(step, rate)
+    coding = float(data.get("compression", {}).get("coding_seconds", 0.0)) / steps
+    computing = [float(spent) / steps + coding for spent in data["computing_seconds"]]
+    expected = step_time(step, network, computing)
+    apart = len(set(step.hosts)) > 1
+    link = network.between if apart else network.inside
+    return {
+        "step_seconds": took,
+        "predicted_seconds": expected,
+        "computing_seconds": max(computing) - coding,
+        "coding_seconds": coding,
+        "exchanging_seconds": step_time(step, network, [0.0] * len(step.hosts)),
+        "exchanges": msgspec.to_builtins(list(step.exchanges)),
+        "period": step.period,
+        "latency_seconds": link.alpha,
+        "bytes_per_second": 1 / link.beta if link.beta else None,
+        "links": GIVEN if rate is not None and apart else MEASURED,
+        "words": f"step {seconds_in_words(took)} measured, {seconds_in_words(expected)} predicted",
+    }

@@ -1,8 +1,8 @@
 """Runs the collectives of one arena: compiled where possible, otherwise by the interpreter.
 
-Compiled operations are cached by kind and size and work on any memory. An all-reduce of one tensor has a second key,
-which `quick.c` can build from the call alone: the same operation, not a copy. Small all-reduces that cannot be compiled
-are cached there too, because the interpreter would take several times as long.
+Compiled operations are cached by kind and sizes and work on any memory; `quick.c` finds them there without the
+interpreter. Small all-reduces that cannot be compiled are cached too, because the interpreter would take several times
+as long.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from offbeat.runtime.backend._call_ids import MismatchError, in_words
+from offbeat.runtime.backend._call_ids import MismatchError, in_words, is_all_to_all
 from offbeat.runtime.collectives.one_sided import native
 from offbeat.runtime.collectives.one_sided.arena import CALLS, SLOTS, STAGES, Arena
 from offbeat.runtime.collectives.one_sided.compile import ProgramStage, even_blocks
@@ -25,10 +24,15 @@ from offbeat.runtime.collectives.one_sided.interpret import Engine, PreparedColl
 from offbeat.runtime.collectives.one_sided.kernels import Array, Ways, as_words
 from offbeat.runtime.collectives.one_sided.native import UNKNOWN, NativeOperation, Turns, address_of
 
-_MOST, _MOST_PLANS = 128, 512
+_MOST = 512
 
-Sort = tuple[int, torch.dtype, int]
-"""Count and dtype of an all-reduce, and the number of its operation."""
+Key = tuple[Any, ...]
+"""An operation as `quick.c` reads it off a call: its number, root << 8 | number of its reduction, dtype, and the counts
+of all tensors in the order of the arguments. Some have more, and are then not for `quick.c`."""
+
+
+class UnequalBlocksError(Exception):
+    """Ranks came to an all-to-all with blocks that do not all fit into slots: all see that, and none has a result."""
 
 
 @dataclass(slots=True)
@@ -50,8 +54,8 @@ class Runner:
         self.arena, self.engine = arena, Engine(arena)
         self._native = native.executor(arena)
         self._known: dict[Any, Turns | None] = {}
-        self.plans: dict[Sort, Turns | InterpretedAllReduce] = {}
-        """All-reduces of one tensor that are prepared: compiled, or small ones for the interpreter."""
+        self.plans: dict[Key, Turns | InterpretedAllReduce] = {}
+        """Operations that `quick.c` may start, or small all-reduces prepared for the interpreter."""
         self.start: Any = None if self._native is None else self._native.start
         """Starts a compiled operation (see `Executor.start`); None without the library."""
         # Numbers may overflow silently, as elsewhere in torch. A context of our own is the cheapest way to tell numpy:
@@ -61,7 +65,12 @@ class Runner:
         self._quietly: Any = context.run
 
     def run(
-        self, key: Any, mark: int, ways: Ways, addresses: Sequence[int], prepare: Callable[[], PreparedCollective]
+        self,
+        key: Any,
+        mark: int,
+        ways: Ways,
+        bases: Sequence[tuple[int, int]],
+        prepare: Callable[[], PreparedCollective],
     ) -> Turns | None:
         """Run an operation, and return its compiled form if it has one.
 
@@ -69,7 +78,7 @@ class Runner:
             key: the operation and its sizes, under which its compiled form is cached.
             mark: the operation, for the board.
             ways: how numbers are combined.
-            addresses: of this rank's rows, in the order in which they are prepared.
+            bases: address and bytes of this rank's memory, in the order of the call's tensors.
             prepare: returns the operation; called if it is not compiled yet.
 
         """
@@ -80,21 +89,40 @@ class Runner:
             if not work.pieces:
                 self.meet(mark)
                 return None
-            compiled = self._compiled(key, work, ways)
+            compiled = self._compiled(key, work, bases, ways)
             if compiled is None:
                 self._quietly(self.engine.run, work, partial(self._check, board.enter(mark), mark), ways)
                 return None
             turns, task = compiled
         weight = 1.0 if ways.plain is None else ways.plain.weight
-        task.move([*addresses, *(start for start, _ in self.arena.slots.stretches)], mark, weight)
-        code = self.start(turns.address, addresses[0])
-        if code:
-            self.finish(turns, code)
+        self._start(turns, task, bases, mark, weight)
         return turns
 
-    def again(self, turns: Turns, address: int) -> bool:
-        """Run a compiled operation with its first row at this address; False if not compiled for the next slot."""
-        code = self.start(turns.address, address)
+    def _start(
+        self, turns: Turns, task: NativeOperation, bases: Sequence[tuple[int, int]], mark: int, weight: float
+    ) -> None:
+        addresses = [start for start, _ in bases]
+        task.move([*addresses, *(start for start, _ in self.arena.slots.stretches)], mark, weight)
+        if code := self.start(turns, addresses):
+            self.finish(turns, code)
+
+    def run_stage(self, key: Any, mark: int) -> Turns | None:
+        """Run a stage without data."""
+        executor = self._native
+        if executor is None:
+            self.meet(mark)
+            return None
+        turns = self._known.get(key)
+        if turns is None:
+            turns = executor.turns(CALLS)
+            turns.put(0, executor.task(native.sync_steps(), [], mark))
+            _keep(self._known, key, turns)
+        self.again(turns, ())
+        return turns
+
+    def again(self, turns: Turns, addresses: Sequence[int]) -> bool:
+        """Run a compiled operation on memory at these addresses; False if not compiled for the next slot."""
+        code = self.start(turns, addresses)
         if code == UNKNOWN:
             return False
         if code:
@@ -102,34 +130,39 @@ class Runner:
         return True
 
     def finish(self, turns: Turns, code: int) -> None:
+        """Finish an operation that returned early with this code."""
         executor: Any = self._native
         executor.finish(turns, code, partial(mismatch, self.arena))
 
-    def _compiled(self, key: Any, work: PreparedCollective, ways: Ways) -> tuple[Turns, NativeOperation] | None:
+    def _compiled(
+        self, key: Any, work: PreparedCollective, bases: Sequence[tuple[int, int]], ways: Ways
+    ) -> tuple[Turns, NativeOperation] | None:
         """An operation compiled for the next slot; None if it cannot be compiled."""
         arena, executor, slots = self.arena, self._native, work.slots
         turns: Any = self._known.get(key, ())
         if executor is None or turns is None or (slots == SLOTS and arena.slots.ring is None):
             return None
-        stretches = [*((address_of(row), row.nbytes) for row in work.rows), *arena.slots.stretches]
+        stretches = [*bases, *arena.slots.stretches]
         if native.overlap(stretches):
             return None
         turn = arena.board.next_turn(slots)
-        steps = native.compiled(self.engine.script(work, turn, ways), stretches, ways, work.words, arena)
+        script, streams = self.engine.script(work, turn, ways), len(bases) if work.streams else 0
+        steps = native.compiled(script, stretches, ways, work.words, arena, streams)
         if not turns:
             turns = None if steps is None else executor.turns(slots, len(work.pieces))
-            _keep(self._known, key, turns, _MOST)
+            _keep(self._known, key, turns)
         if turns is None or steps is None:
             return None
         task = executor.task(steps, [start for start, _ in stretches])
         turns.put(turn, task)
         return turns, task
 
-    def plan(self, sort: Sort, plan: Turns | InterpretedAllReduce | None) -> None:
-        """Let all-reduces of this kind start at once from now on."""
+    def plan(self, key: Key, plan: Turns | InterpretedAllReduce | None) -> None:
+        """Let operations of this kind start at once from now on."""
+        dtype = key[2]
         # Complex memory may be conjugated the next time.
-        if plan is not None and sort not in self.plans and not sort[1].is_complex:
-            _keep(self.plans, sort, plan, _MOST_PLANS)
+        if plan is not None and key not in self.plans and (dtype is None or not dtype.is_complex):
+            _keep(self.plans, key, plan)
 
     def run_interpreted(self, plan: InterpretedAllReduce, tensor: Tensor) -> None:
         """Run a small all-reduce in one stage: all ranks read all slots."""
@@ -153,13 +186,13 @@ class Runner:
         """All-reduce the rows of all ranks, which lie in shared memory."""
         key = (mark, address_of(rows[0]), ways.plain)
         if key not in self._known:
-            _keep(self._known, key, self._live_turns(stages, rows, ways, mark), _MOST)
+            _keep(self._known, key, self._live_turns(stages, rows, ways, mark))
         turns = self._known[key]
         if turns is None:
             self.meet(mark)
             self._quietly(self.engine.run_live, stages, rows, ways)
         else:
-            self.again(turns, key[1])
+            self.again(turns, (key[1],))
 
     def _live_turns(self, stages: Sequence[ProgramStage], rows: Sequence[Array], ways: Ways, mark: int) -> Turns | None:
         executor, size = self._native, self.arena.size
@@ -189,6 +222,8 @@ class Runner:
 def mismatch(arena: Arena) -> Exception:
     """The error for ranks that came to the arena's latest operation with different calls."""
     marks = arena.board.marks(arena.board.base)
+    if all(is_all_to_all(number) for number in marks):
+        return UnequalBlocksError()
     calls = "; ".join(f"rank {arena.names[rank]} with {in_words(number)}" for rank, number in enumerate(marks))
     arena.fail()
     return MismatchError(
@@ -197,8 +232,8 @@ def mismatch(arena: Arena) -> Exception:
     )
 
 
-def _keep(cache: dict[Any, Any], key: Any, value: Any, most: int) -> None:
+def _keep(cache: dict[Any, Any], key: Any, value: Any) -> None:
     """Add to a cache, dropping the oldest entry of too many."""
-    if len(cache) >= most:
+    if len(cache) >= _MOST:
         cache.pop(next(iter(cache)))
     cache[key] = value

@@ -1,1 +1,0 @@
-"""Who takes part: signs of life, meetings, and who takes over."""

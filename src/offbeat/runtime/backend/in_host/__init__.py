@@ -1,0 +1,1 @@
+"""The collectives of a group whose ranks are all on one host."""

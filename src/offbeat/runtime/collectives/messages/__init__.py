@@ -1,0 +1,1 @@
+"""Point-to-point messages between processes of one host."""
