@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from offbeat.runtime.backend._call_ids import CollectiveError, MismatchError
+    from offbeat.runtime.backend._call_ids import CollectiveError, ConsequenceError, MismatchError
     from offbeat.runtime.backend._default_algorithm import GLOO, planned_algorithm
     from offbeat.runtime.backend._group import OffbeatGroup
     from offbeat.runtime.backend._registration import Options, open_group, register, stand_in_for_gloo
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GLOO",
     "CollectiveError",
+    "ConsequenceError",
     "MismatchError",
     "OffbeatGroup",
     "Options",
@@ -28,7 +29,7 @@ __all__ = [
 ]
 _MODULES = {
     **dict.fromkeys(("GLOO", "planned_algorithm"), "_default_algorithm"),
-    **dict.fromkeys(("CollectiveError", "MismatchError"), "_call_ids"),
+    **dict.fromkeys(("CollectiveError", "ConsequenceError", "MismatchError"), "_call_ids"),
     "OffbeatGroup": "_group",
 }
 

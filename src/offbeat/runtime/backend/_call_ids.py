@@ -36,6 +36,10 @@ class MismatchError(CollectiveError):
     """Ranks made different calls on a group at the same time."""
 
 
+class ConsequenceError(CollectiveError):
+    """A call failed because another rank of the group had failed before."""
+
+
 def mark(kind: str, dtype: torch.dtype | None = None, count: int = 0, operation: Any = None, root: int = 0) -> int:
     """The number of a call; equal on ranks that make the same call."""
     return (

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from offbeat.runtime.backend._call_ids import CollectiveError, in_words, ranks_in_words, shapes
+from offbeat.runtime.backend._call_ids import CollectiveError, ConsequenceError, in_words, ranks_in_words, shapes
 from offbeat.runtime.backend._checks import flat
 from offbeat.runtime.backend._fast_path import DONE, profile, profiling, quick
 from offbeat.runtime.backend._op_queue import OpQueue, QueuedOp, may_be_waited_for_by_tensor
@@ -199,18 +199,19 @@ class Calls:
         me = f"rank {arena.names[arena.rank]} in {what} #{number}"
         shape = f" of shape {shapes(tensors)}" if tensors else ""
         arrived = f"{ranks_in_words(there)} had arrived"
+        failure = ConsequenceError if why == HAS_FAILED else CollectiveError
         if why == HAS_FAILED and absent:
             why = ""  # The failed rank gave up waiting for the same ones.
         if why and peers:
             who = ranks_in_words([arena.names[peer] for peer in peers])
-            return CollectiveError(f"{who} {why}: {me}{shape} cannot be finished. {arrived[0].upper()}{arrived[1:]}.")
+            return failure(f"{who} {why}: {me}{shape} cannot be finished. {arrived[0].upper()}{arrived[1:]}.")
         if why:
-            return CollectiveError(f"{why}: {me}{shape} cannot be finished")
+            return failure(f"{why}: {me}{shape} cannot be finished")
         late = absent or list(peers)
         lasts = "; ".join(
             f"rank {arena.names[rank]} was last seen in {in_words(places[rank][1])} #{places[rank][0]}" for rank in late
         )
-        return CollectiveError(
+        return failure(
             f"{me}{shape} of group {self._label or 'default'!s}: Timed out after {arena.waited():.3g} s of waiting for "
             f"{ranks_in_words([arena.names[rank] for rank in late])}; {arrived}. {lasts}."
         )

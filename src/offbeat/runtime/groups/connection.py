@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from offbeat.errors import RunError, UsageError, WaitError
 from offbeat.protocols.schedule import View
-from offbeat.runtime.backend import CollectiveError, MismatchError, OffbeatGroup, open_group
+from offbeat.runtime.backend import CollectiveError, ConsequenceError, MismatchError, OffbeatGroup, open_group
 from offbeat.runtime.groups.presence import Presence
 from offbeat.runtime.run.rank_environment import Place
 
@@ -162,6 +162,8 @@ class Waits:
         verdict = getattr(self.presence, "verdict", None)
         if verdict is not None:
             return verdict
+        if isinstance(error, ConsequenceError) and (cause := self.presence.cause()) is not None:
+            return cause
         text = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         place = f"worker {self._rank} in {what} (exchange {number})"
         seconds, connection = self._timeout.total_seconds(), self._connection

@@ -139,6 +139,17 @@ class Presence:
             time.sleep(pause)
             pause = min(2 * pause, LOOK)
 
+    def cause(self) -> WaitError | None:
+        """Why this worker's wait ended early: its own verdict, or that of a worker that failed first, once known."""
+        deadline = time.monotonic() + YIELD
+        with suppress(RuntimeError):
+            while self.verdict is None and time.monotonic() < deadline:
+                for rank, place in self._team().items():
+                    if place.state == FAILED and rank != self._rank:
+                        return WaitError(f"worker {self._rank} stopped because worker {rank} failed: {place.what}")
+                time.sleep(0.02)
+        return self.verdict
+
     def close(self) -> None:
         """Stop the thread."""
         self._over.set()
