@@ -99,8 +99,8 @@ class Indexed(BatchSource):
         self.native = place.size == 1
         self._parts = self._skewed(loader, parts)
         self._global_batch = (loader.batch_size or 0) * place.merge
-        plain = loader.batch_size is not None and type(loader.sampler) in (RandomSampler, SequentialSampler)
-        self._afresh = place.afresh and plain
+        self._plain = loader.batch_size is not None and type(loader.sampler) in (RandomSampler, SequentialSampler)
+        self._afresh = place.afresh and self._plain
         self._tensors = _tensors_of(loader)
         self._elsewhere = loader.num_workers > 0
         self._following = _Following()
@@ -140,8 +140,10 @@ class Indexed(BatchSource):
         plan = self._planned(epoch)
         if self._tensors is not None:
             for indices, batch in plan:
-                chosen = torch.as_tensor(indices)
-                yield Batch([tensor[chosen] for tensor in self._tensors], batch.examples, batch.total, batch.last)
+                chosen = torch.from_numpy(np.array(indices))  # Torch takes several times as long to read a list.
+                # Samplers of torch's own draw no negative index, which selecting does not know.
+                rows = [t.index_select(0, chosen) if self._plain else t[chosen] for t in self._tensors]
+                yield Batch(rows, batch.examples, batch.total, batch.last)
             return
         pending: deque[Batch] = deque()
         seed = mixed(epoch.seed, self._place.rank)

@@ -8,7 +8,6 @@ example of weight 0, so that it takes part in the step.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, cast
@@ -162,7 +161,7 @@ class Loader:
                 self._missed -= 1
                 self._feed.skipped(batch)
             else:
-                self._pass.append(dataclasses.replace(batch, content=None))
+                self._pass.append(Batch(None, batch.examples, batch.total))
                 self._feed.given(batch, training=True)
                 yield batch.content
                 self._feed.fetching(training=True)
