@@ -158,7 +158,7 @@ class Slots:
     def __init__(self, segment: Segment, size: int) -> None:
         self._segment, self._size = segment, size
         self._begin = BOARD + size * size * SIGNAL_BYTES
-        self.ring_bytes = PHASES * DEPTH * size * CHUNK
+        self.ring_size = PHASES * DEPTH * size * CHUNK
         self.ring: Segment | None = None
 
     @property

@@ -65,7 +65,7 @@ class Engine:
         if ring is None:
             arena = self._arena
             if arena.slots.ring is None:  # Allocated at its first use, by all ranks together.
-                arena.slots.ring = arena.share_segment(arena.slots.ring_bytes)
+                arena.slots.ring = arena.share_segment(arena.slots.ring_size)
             ranks, large = range(arena.size), arena.slots.large
             ring = self._rings[words] = [
                 [[large(phase, turn, rank).view(words) for rank in ranks] for turn in range(DEPTH)]
