@@ -156,7 +156,10 @@ class HostCollectives(HostMoves):
         small = len(tensors) == 1 and tensors[0].nbytes <= SMALL
         width = self.engine.width(1, dtype.itemsize, small)
         number = mark("mix", dtype, sum(tensor.numel() for tensor in tensors), root=len(tensors))
-        cut: Callable[[Array], list[Piece]] = lambda row: pieces_of(row, row, width, 1)
+
+        def cut(row: Array) -> list[Piece]:
+            return pieces_of(row, row, width, 1)
+
         self._in_place(("mix", stages, dtype), number, mixing_ways(dtype), tensors, stages, width, cut)
 
     def _in_place(

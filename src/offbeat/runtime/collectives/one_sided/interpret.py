@@ -9,7 +9,7 @@ import numpy as np
 
 from offbeat.runtime.collectives.one_sided.arena import CHUNK, DEPTH, PHASES, SLOTS, SMALL, STAGES, Arena
 from offbeat.runtime.collectives.one_sided.compile import ProgramStage, even_blocks
-from offbeat.runtime.collectives.one_sided.kernels import Array, WeightedSum, Ways
+from offbeat.runtime.collectives.one_sided.kernels import Array, Ways, WeightedSum
 
 LIVE = 1 << 18
 """Bytes reduced at once where nothing is copied."""

@@ -47,6 +47,7 @@ class WeightedSum(NamedTuple):
     dtype: torch.dtype
 
     def __call__(self, out: Array, *rows: Array) -> None:
+        """Write the sum of the weighted rows."""
         if self.dtype not in (torch.float32, torch.float64):
             first, *others = (torch.from_numpy(row).view(self.dtype) for row in rows)
             total = torch.mul(first, self.weights[0], out=torch.from_numpy(out).view(self.dtype))

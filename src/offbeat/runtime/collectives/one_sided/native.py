@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from offbeat.runtime.collectives.one_sided import signals
 from offbeat.runtime.collectives.one_sided.arena import TURNS, Arena
-from offbeat.runtime.collectives.one_sided.kernels import Array, WeightedSum, Ways
+from offbeat.runtime.collectives.one_sided.kernels import Array, Ways, WeightedSum
 
 VERSION = 7
 LIBRARY = Path(__file__).with_name("_native.so")
