@@ -15,7 +15,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions
 
 from offbeat.protocols.collectives import Collective
-from offbeat.protocols.schedule import Schedule
 from offbeat.runtime.backend._across_hosts import AcrossHosts
 from offbeat.runtime.backend._calls import Calls
 from offbeat.runtime.backend._checks import Fit, in_place
@@ -163,16 +162,6 @@ class Core(_ProcessGroup):
             self.at_once(partial(local.sum_own_blocks, tensors, weight), what, tensors)
         else:
             self.at_once(partial(local.all_reduce_by, "two_shot", tensors, ReduceOp.SUM, weight), what, tensors)
-
-    def mix_in_place(self, tensors: Sequence[Tensor], schedule: Schedule, what: str) -> None:
-        """Mix tensors in place, as one row, through shared memory, by a schedule with weights."""
-        local: Any = self.local
-
-        def act() -> None:
-            with in_place(tensors) as held:
-                local.mix(held, schedule)
-
-        self.at_once(act, what, tensors)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "offbeat"

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import AllreduceOptions
 from offbeat.errors import UsageError
 from offbeat.protocols.collectives import Collective
 from offbeat.protocols.exchanges import Exchanged, sent_by, sum_in_memory
-from offbeat.protocols.schedule import Layout, Schedule, View
+from offbeat.protocols.schedule import View
 from offbeat.runtime.backend import GLOO, OffbeatGroup
 from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.collectives.two_sided import Program, run
@@ -234,7 +234,6 @@ class DirectGroup(Group):
             exchanged = Exchanged(what=cast("Any", what), by=by, nbytes=nbytes, itemsize=itemsize, root=root)
             return sent_by(*exchanged.part(self.size), self.view, self.rank), exchanged
 
-        self._sent_by = lru_cache(_CACHED)(sent_by)
         self._traffic = traffic  # The bytes that this worker sends in an exchange, and the exchange.
         self._membership = StaticMembership(self.rank, self.size, self.presence, timeout.total_seconds())
 
@@ -295,13 +294,6 @@ class DirectGroup(Group):
         self.note(exchange.what, exchange.nbytes, exchange.itemsize, exchange.by)
         with ExchangeWait(self.waits, what):
             self.process_group.sum_in_place(tensors, weight, own_blocks, what)
-
-    def mix_in_place(self, tensors: Sequence[Tensor], schedule: Schedule, what: str, mixed: Exchanged) -> None:
-        """Mix tensors in place, as one row, through shared memory; `mixed` describes it as part of a step."""
-        layout = Layout(mixed.nbytes // mixed.itemsize, mixed.itemsize)
-        self.sent.add(self._sent_by(schedule, layout, self.view, self.rank), mixed)
-        with ExchangeWait(self.waits, what):
-            self.process_group.mix_in_place(tensors, schedule, what)
 
     def shared_segment(self, size: int, what: str) -> Segment:
         """A segment of `size` bytes that all workers of the host have mapped; all call this together."""

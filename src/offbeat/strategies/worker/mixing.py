@@ -19,16 +19,14 @@ from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
 from offbeat.protocols.exchanges import Exchanged
-from offbeat.protocols.gossip.mixing import mix
 from offbeat.protocols.gossip.topology import Mixing
 from offbeat.protocols.partition import mixed
-from offbeat.protocols.schedule import Layout, Schedule, View
-from offbeat.runtime.collectives.two_sided import programs
+from offbeat.protocols.schedule import View
 from offbeat.runtime.compression import Coder, CompressionAccount, GroupLink, together
 from offbeat.runtime.groups.coordinated_group import CoordinatedGroup
 from offbeat.runtime.groups.gossip_thread import GossipThread
-from offbeat.runtime.groups.group import DirectGroup, Group
-from offbeat.runtime.groups.neighbours import Neighbours
+from offbeat.runtime.groups.group import Group
+from offbeat.runtime.groups.neighbours import Neighbours, RowMixer
 from offbeat.runtime.hosts.link_probe import measured
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.runtime.servers.plan import ServerPlan
@@ -39,7 +37,6 @@ from offbeat.strategies.worker.exchange import Exchange, averaged_buffers, refus
 from offbeat.strategies.worker.flat_rows import Idle, Rows, averaged_parameters, parameters_of, still_fits
 from offbeat.strategies.worker.step_cost import why_not
 
-_WHAT = "mixing with neighbours"
 _ASYNCHRONOUS_DTYPES = (torch.float32, torch.float64, torch.float16)
 
 
@@ -118,10 +115,7 @@ class GossipWorker(MixingWorker):
         super().__init__(group, stopwatch, strategy, mixing)
         self._gamma = gamma
         self._estimates: list[list[_Estimates]] = []
-        self._in_memory = isinstance(group, DirectGroup) and group.shares_memory
-        self._schedules = [mix(matrix, self._in_memory) for matrix in self.mixing.matrices]
-        self._compiled = programs()
-        self._scratch: dict[Any, Tensor] = {}
+        self._mixer = RowMixer(group, self.mixing.matrices)
         self._rows: dict[int, Rows] = {}
         self._exchanges: dict[int, tuple[Exchanged, ...]] = {}
         self._turns: dict[int, int] = {}
@@ -135,7 +129,7 @@ class GossipWorker(MixingWorker):
         if why_not(self.group) is None:
             most = sum(p.numel() * p.element_size() for optimizer in self._optimizers for p in parameters_of(optimizer))
             self._trials = measured(
-                self.group, most, lambda size: partial(self._mix, [torch.zeros(max(1, size // 4))], 0)
+                self.group, most, lambda size: partial(self._mixer.mix, [torch.zeros(max(1, size // 4))], 0)
             )
         if self.compressions:
             self._estimates = [self._first_estimates(n, optimizer) for n, optimizer in enumerate(self._optimizers)]
@@ -174,40 +168,20 @@ class GossipWorker(MixingWorker):
             if self.compressions:
                 self._mix_compressed(number, turn)
             else:
-                with rows.in_place() if self._in_memory else rows.copied() as opened:
+                with rows.in_place() if self._mixer.in_memory else rows.copied() as opened:
                     for tensors in opened:
-                        self._mix(tensors, turn)
+                        self._mixer.mix(tensors, turn)
             self._exchanges[number] = self.group.sent.recorded()
         self._turns[number] = turn + 1
 
     def _mix_compressed(self, number: int, turn: int) -> None:
         def dense(row: Tensor) -> None:
-            self._mix([row], turn)
+            self._mixer.mix([row], turn)
 
         with self._rows[number].copied() as opened:
             for (row,), estimates in zip(opened, self._estimates[number], strict=True):
                 with estimates.account.counted(self.group.direct, row, "messages to neighbours", dense) as link:
                     estimates.mix(row, link)
-
-    def _mix(self, tensors: Sequence[Tensor], turn: int) -> None:
-        """Mix one row, which consists of these tensors; of one alone if it is sent."""
-        real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-        by, nbytes = turn % len(self._schedules), sum(tensor.nbytes for tensor in real)
-        what = "mix_in_memory" if self._in_memory else "mix"
-        exchanged = Exchanged(what=what, by=str(by), nbytes=nbytes, itemsize=real[0].itemsize)
-        if self._in_memory:
-            self.group.direct.mix_in_place(real, self._schedules[by], _WHAT, exchanged)
-        else:
-            self._send(real[0].view(-1), self._schedules[by], exchanged)
-
-    def _send(self, real: Tensor, schedule: Schedule, exchanged: Exchanged) -> None:
-        layout = Layout(real.numel(), real.element_size())
-        program = self._compiled(schedule, self.group.direct.view, layout, self.group.rank)
-        kind = (real.dtype, real.device)
-        scratch = self._scratch.get(kind)
-        if scratch is None or scratch.numel() < program.scratch:
-            scratch = self._scratch[kind] = real.new_empty(program.scratch)
-        self.group.direct.run(program, real, scratch, _WHAT, exchanged)
 
     @contextmanager
     def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:
@@ -217,7 +191,7 @@ class GossipWorker(MixingWorker):
         with super().averaged(models):
             if own and self.distance and not self.compressions:
                 for row in own:
-                    self._mix([row], self._turns.get(0, 0))
+                    self._mixer.mix([row], self._turns.get(0, 0))
                 apart = sum(float((a - b).abs().double().square().sum()) for a, b in zip(own, rows.read(), strict=True))
                 left = self.group.gather([apart], "the distance of models")[:, 0].mean()
                 self._measured_rate = float(left.sqrt()) / self.distance
